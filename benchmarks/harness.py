@@ -1,0 +1,100 @@
+"""What every benchmark prints and keeps: a table with both sides, and the same as JSON.
+
+A benchmark is run as ``python -m benchmarks.NAME`` (``make bench-NAME``). It measures its
+baseline and ours in the same run, because machines are shared and noisy, hands rows to
+:func:`report`, and never asserts a time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+BUILD = Path("build/bench")
+
+
+def median_seconds(
+    call: Callable[[], object], *, repeat: int = 15, warmup: int = 2, budget: float = 5.0
+) -> float:
+    """Median wall time of ``call`` in seconds, over at most ``repeat`` runs and ``budget`` seconds."""
+    for _ in range(warmup):
+        call()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < repeat and (len(times) < 3 or time.perf_counter() - began < budget):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def machine() -> dict[str, Any]:
+    """The hardware and the date that a figure belongs to."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def report(
+    name: str,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    note: str = "",
+    file: str | None = None,
+) -> Path:
+    """Print ``rows`` as a table and write them, with the machine, to ``build/bench/NAME.json``.
+
+    The columns are the keys of the first row. ``file`` overrides the stem of the JSON file for a
+    benchmark that prints several tables. Returns the path written.
+    """
+    console = Console(width=max(100, Console().width))
+    table = Table(title=title, caption=note or None)
+    columns = list(rows[0])
+    for column in columns:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    console.print(table)
+    where = machine()
+    console.print(
+        f"{where['cpu']}, {where['cores']} cores, Python {where['python']}, {where['date']}"
+    )
+    BUILD.mkdir(parents=True, exist_ok=True)
+    path = BUILD / f"{file or name}.json"
+    path.write_text(
+        json.dumps(
+            {"benchmark": name, "title": title, "machine": where, "note": note, "rows": list(rows)},
+            indent=1,
+            default=float,
+        )
+        + "\n"
+    )
+    console.print(f"written to {path}")
+    return path
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return "" if value is None else str(value)

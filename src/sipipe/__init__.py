@@ -1,0 +1,22 @@
+"""SiPipe: pipeline-parallel vLLM without bubbles.
+
+``sipipe.Executor`` is what vLLM's ``--distributed-executor-backend sipipe.Executor`` names. It is
+resolved on first use, so that ``import sipipe`` neither needs nor loads vLLM.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from sipipe._version import __version__
+
+if TYPE_CHECKING:
+    from sipipe.vllm.executor import Executor
+
+__all__ = ["Executor", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Executor":
+        from sipipe.vllm.executor import Executor
+
+        return Executor
+    raise AttributeError(f"module 'sipipe' has no attribute {name!r}")

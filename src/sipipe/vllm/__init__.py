@@ -1,0 +1,1 @@
+"""All that depends on a vLLM version: executor, workers, stage runner, scheduler, plugin entry."""
