@@ -1,0 +1,38 @@
+"""What SiPipe raises when something outside its own code is at fault.
+
+Every message is one line that names the option, file or process and says what to do. A bug of
+ours is an ``AssertionError`` instead.
+"""
+
+__all__ = [
+    "ConfigError",
+    "ResourceError",
+    "SiPipeError",
+    "StallError",
+    "UnsupportedError",
+    "WorkerDiedError",
+]
+
+
+class SiPipeError(Exception):
+    """Base of every error that SiPipe raises for a reason that the user can act on."""
+
+
+class ConfigError(SiPipeError, ValueError):
+    """An option is unknown, has a bad value, or contradicts another one."""
+
+
+class UnsupportedError(SiPipeError):
+    """A vLLM version or a feature that SiPipe's path cannot serve; names the option."""
+
+
+class ResourceError(SiPipeError):
+    """This machine lacks something: shared memory, disk space, cores, a compiler, a package."""
+
+
+class StallError(SiPipeError, TimeoutError):
+    """A wait reached its bound; names who waits, in which iteration, and for what."""
+
+
+class WorkerDiedError(SiPipeError):
+    """A stage worker or a sampler process ended without being asked to; names it."""

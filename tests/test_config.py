@@ -1,0 +1,119 @@
+"""The settings: each key's allowed values, and one clear line for everything else."""
+
+import dataclasses
+import json
+from typing import get_args, get_type_hints
+
+import pytest
+
+from sipipe.config import _PARSERS, CorePlacement, SiPipeConfig
+from sipipe.errors import ConfigError, SiPipeError
+
+
+def parse(**settings):
+    return SiPipeConfig.from_additional_config({"sipipe": settings})
+
+
+def test_every_field_has_a_parser_and_the_other_way_round():
+    assert [field.name for field in dataclasses.fields(SiPipeConfig)] == list(_PARSERS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cpu_sampling",
+        "stage_runner",
+        "scheduler",
+        "transport",
+        "logits_layout",
+    ],
+)
+def test_declared_choices_are_the_accepted_ones(name):
+    for choice in get_args(get_type_hints(SiPipeConfig)[name]):
+        assert getattr(parse(**{name: choice}), name) == choice
+
+
+@pytest.mark.parametrize("additional", [None, {}, {"other": 1}, {"sipipe": None}, {"sipipe": {}}])
+def test_nothing_given_means_the_defaults(additional):
+    assert SiPipeConfig.from_additional_config(additional) == SiPipeConfig()
+
+
+def test_round_trip_through_json():
+    config = parse(
+        samplers=2,
+        inflight=3,
+        cores={"stages": [[0, 1], [2]], "samplers": [[3], [4]], "scheduler": [5]},
+        trace="traces",
+        stall_timeout=5,
+    )
+    assert SiPipeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.cores == CorePlacement(
+        stages=((0, 1), (2,)), samplers=((3,), (4,)), scheduler=(5,)
+    )
+    assert SiPipeConfig.from_dict(SiPipeConfig().to_dict()) == SiPipeConfig()
+
+
+def test_inflight_auto_is_stages_plus_one():
+    assert SiPipeConfig().resolved_inflight(4) == 5
+    assert parse(inflight=2).resolved_inflight(4) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sampler": 2}, ['"sampler"', 'did you mean "samplers"']),
+        ({"in_flight": 2}, ['"in_flight"', 'did you mean "inflight"']),
+        ({"Stall-Timeout": 2}, ['did you mean "stall_timeout"']),
+        ({"zzz": 2}, ['"zzz"', "known: samplers, inflight"]),
+        ({"samplers": 0}, ['"samplers"', "1 or more", "not 0"]),
+        ({"samplers": True}, ['"samplers"', "not True"]),
+        ({"samplers": "2"}, ['"samplers"', "not '2'"]),
+        ({"inflight": 1.5}, ['"inflight"', "not 1.5"]),
+        ({"cpu_sampling": True}, ['"cpu_sampling"', '"auto", "on", "off"']),
+        ({"transport": "shmem"}, ['"transport"', 'did you mean "shm"']),
+        ({"overlap": "yes"}, ['"overlap"', "true or false"]),
+        ({"overlap": 1}, ['"overlap"', "not 1"]),
+        ({"trace": ""}, ['"trace"', "path"]),
+        ({"shm_dir": 3}, ['"shm_dir"', "path"]),
+        ({"stall_timeout": 0}, ['"stall_timeout"', "above 0"]),
+        ({"start_timeout": float("inf")}, ['"start_timeout"', "finite"]),
+        ({"start_timeout": float("nan")}, ['"start_timeout"']),
+        ({"start_timeout": "60"}, ['"start_timeout"', "seconds"]),
+        ({"cores": "none"}, ['"cores"', '"auto", "off"']),
+        ({"cores": {"stage": [[0]]}}, ['"cores.stage"', 'did you mean "stages"']),
+        ({"cores": {"stages": [0, 1]}}, ['"cores.stages[0]"', "not 0"]),
+        ({"cores": {"stages": [[0, 0]]}}, ['"cores.stages[0]"', "each once"]),
+        ({"cores": {"stages": [[-1]]}}, ['"cores.stages[0]"', "[-1]"]),
+        ({"cores": {"samplers": [[]]}}, ['"cores.samplers"', "one CPU number or more"]),
+        ({"samplers": 3, "cores": {"samplers": [[0], [1]]}}, ['"samplers" is 3', "places 2"]),
+    ],
+)
+def test_a_mistake_gets_one_line_that_names_it(settings, words):
+    with pytest.raises(ConfigError) as caught:
+        parse(**settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("additional", "word"),
+    [
+        ({"sipipe": [1]}, "must be an object"),
+        ({"sipipe": "x" * 500}, "..."),
+        ({"SiPipe": {}}, 'did you mean "sipipe"'),
+        ({"si-pipe": {}}, 'did you mean "sipipe"'),
+        ([], "must be a JSON object"),
+    ],
+)
+def test_the_outer_object_is_checked_too(additional, word):
+    with pytest.raises(ConfigError, match="sipipe") as caught:
+        SiPipeConfig.from_additional_config(additional)
+    assert word in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+def test_a_config_error_is_a_value_error_and_ours():
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, SiPipeError)
