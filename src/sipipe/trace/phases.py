@@ -1,0 +1,53 @@
+"""The phases of one iteration that SiPipe records, and the roles of the processes that do.
+
+The same names serve stock vLLM, so that two timelines lie side by side.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Literal, get_args
+
+Role = Literal["stage", "sampler", "executor"]
+ROLES: tuple[str, ...] = get_args(Role)
+
+
+class Phase(IntEnum):
+    """What a process did between two instants, for one iteration.
+
+    The number is what is stored in a trace file: members may be added, never renumbered.
+    """
+
+    SCHEDULE = 0
+    """Executor: vLLM's scheduler made the scheduling output."""
+    DISPATCH = 1
+    """Executor: the scheduling output was published to stages and samplers."""
+    WAIT_SCHEDULING = 2
+    """Stage: nothing to prepare, waiting for the next scheduling output."""
+    PREPARE = 3
+    """Stage: device inputs of the microbatch were prepared."""
+    WAIT_HIDDEN = 4
+    """Stage 1 and up: the hidden states of the stage before had not arrived."""
+    FORWARD = 5
+    """Stage: the device ran the layers of this stage."""
+    SEND = 6
+    """Stage: the sender was occupied with handing hidden states to the next stage."""
+    LOGITS = 7
+    """Last stage: the device computed the vocabulary projection."""
+    HANDOVER = 8
+    """Last stage: logits were written where the samplers read them."""
+    WAIT_LOGITS = 9
+    """Sampler: waiting for the logits of the next microbatch."""
+    SAMPLE = 10
+    """Sampler: tokens were drawn. On a stage: it sampled itself, as stock vLLM does."""
+    GATHER = 11
+    """Executor: waiting for the tokens of the iteration."""
+    UPDATE = 12
+    """Executor: vLLM's scheduler took the tokens in."""
+
+
+DEVICE_PHASES = (Phase.FORWARD, Phase.LOGITS)
+"""Phases in which the stage's device does the model's work: the device is *busy*."""
+
+SURPLUS_PHASES = (Phase.SAMPLE, Phase.HANDOVER)
+"""Phases on a stage that keep its device from the model's work and that other stages lack."""
