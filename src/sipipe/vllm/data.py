@@ -1,0 +1,302 @@
+"""The data plane as the executor sees it: iterations out on BIC-I, tokens back on BIC-O.
+
+Who runs here
+    The engine thread publishes (``publish``, ``sample``); the gather thread sleeps on BIC-O and
+    resolves iterations; the events thread delivers the last stage's reports; a restart thread,
+    one per dead sampler, brings a new one in.
+Guarantees
+    Iterations are published in order, each with the state changes that its draws rely on. A
+    sampler that dies is replaced and draws again what it had not delivered: draws depend on
+    (seed, position) and logits only, so the tokens are the same.
+Relies on
+    A slot's logits stay in BIC-L until its iteration is resolved (see the executor).
+    Invariant: ``_order`` is held from the moment the tracker follows a scheduling output until
+    that output is on BIC-I, so that a snapshot never holds a change which is still to come.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from sipipe.channels import ChannelClosed, GatherReceiver, LogitsRing
+from sipipe.config import SiPipeConfig
+from sipipe.cores import CorePlan
+from sipipe.errors import WorkerDiedError
+from sipipe.service.balance import Balancer
+from sipipe.service.pool import SamplerPool
+from sipipe.service.protocol import Kind, Snapshot, decode_sampled, encode
+from sipipe.service.sampler import SamplerBoot
+from sipipe.transfer import LinkEndpoint, create_link
+from sipipe.vllm.control import ControlPlane
+from sipipe.vllm.inflight import InFlight, build_output
+from sipipe.vllm.requests import RequestTracker
+
+logger = init_logger(__name__)
+
+
+class DataPlane:
+    """See the module's text."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, config: SiPipeConfig, plan: CorePlan, *, slots: int
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._config = config
+        self._slots = slots
+        self._samplers = plan.num_samplers
+        self._pool = SamplerPool(self._samplers, cores=plan.samplers)
+        self._tracker = RequestTracker(
+            engine_seed=vllm_config.model_config.seed or 0, balancer=Balancer(self._samplers)
+        )
+        self._lock = threading.Lock()
+        self._order = threading.RLock()
+        self._inflight: dict[int, InFlight] = {}
+        self._last: InFlight | None = None
+        self._next = 0
+        self._finished: set[str] = set()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._logits: LogitsRing | None = None
+        self._gather: GatherReceiver | None = None
+        self._links: list[LinkEndpoint] = []
+        self._threads: list[threading.Thread] = []
+        self._fail: Callable[[BaseException], None] = lambda _error: None
+        self._control: ControlPlane | None = None
+
+    @property
+    def sampler_names(self) -> tuple[str, ...]:
+        return tuple(f"sampler{i}" for i in range(self._samplers))
+
+    def describe(self) -> str:
+        return f"{self._samplers} sampler{'' if self._samplers == 1 else 's'}"
+
+    def attach(self, control: ControlPlane, fail: Callable[[BaseException], None]) -> None:
+        self._control, self._fail = control, fail
+        control.listen_for(self)
+
+    def open(self, control: ControlPlane) -> None:
+        """Make links, BIC-L and BIC-O now that the model is loaded and warm; start samplers."""
+        ranks = control.call("sipipe:describe", (), {}).result(self._config.start_timeout)
+        parallel = self._vllm_config.parallel_config
+        tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        last = ranks[(stages - 1) * tp :]
+        for rank in range((stages - 1) * tp):
+            self._links.append(
+                create_link(
+                    kind=self._config.transport,
+                    max_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+                    bytes_per_token_hint=ranks[rank + tp]["activation_bytes"],
+                    depth=self._slots,
+                    name=f"stage{rank // tp}-{rank // tp + 1}.{rank % tp}",
+                )
+            )
+        self._logits = LogitsRing.create(
+            name="bic-l",
+            slots=self._slots,
+            batch=self._vllm_config.scheduler_config.max_num_seqs,
+            widths=[info["logits_width"] for info in last],
+            dtype=last[0]["logits_dtype"],
+            layout=self._config.logits_layout,
+            readers=self.sampler_names,
+            directory=self._config.shm_dir,
+        )
+        self._gather = GatherReceiver.create(senders=self.sampler_names)
+        control.call(
+            "sipipe:open",
+            (),
+            {"links": self._links, "logits": self._logits.endpoint},
+        ).result(self._config.start_timeout)
+        deadline = time.monotonic() + self._config.start_timeout
+        self._pool.boot([self._boot(i, 0) for i in range(self._samplers)], deadline)
+        self._pool.watch(self._restart)
+        thread = threading.Thread(target=self._gather_loop, name="SiPipeGather", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    # ---- the engine thread ------------------------------------------------------------------
+
+    def publish(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Publish one iteration; None, as vLLM expects of a step whose tokens are still to come.
+
+        A scheduling output without tokens is not published: the requests that it ends leave with
+        the next one.
+        """
+        assert self._control is not None
+        if output.total_num_scheduled_tokens == 0:
+            self._finished |= output.finished_req_ids
+            self._last = None
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        with self._order:
+            output.finished_req_ids = output.finished_req_ids | self._finished
+            self._finished = set()
+            with self._lock:
+                number, self._next = self._next, self._next + 1
+                slot = getattr(output, "sipipe_slot", number % self._slots)
+                iteration = self._tracker.advance(number, output)
+                inflight = self._last = InFlight(number, slot, iteration)
+                self._inflight[number] = inflight
+            if inflight.needs_samplers:
+                assert self._gather is not None
+                names = self.sampler_names
+                self._gather.expect(number, [names[i] for i in iteration.samplers])
+            buffers: list[pickle.PickleBuffer] = []
+            body = pickle.dumps(output, 5, buffer_callback=buffers.append)
+            self._control.publish(
+                Kind.SCHEDULE,
+                slot,
+                number,
+                [encode(iteration.step), body, *(buffer.raw() for buffer in buffers)],
+            )
+        return None
+
+    def sample(self, output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        """The future of the iteration published last; tells the samplers its bitmask first."""
+        assert self._control is not None
+        inflight = self._last
+        assert inflight is not None, "sample_tokens without execute_model"
+        if inflight.iteration.step.grammar:
+            with self._order:
+                inflight.grammar = self._tracker.grammar(inflight.number, output)
+                self._control.publish(
+                    Kind.GRAMMAR, inflight.slot, inflight.number, [encode(inflight.grammar)]
+                )
+        return inflight.future
+
+    # ---- what comes back --------------------------------------------------------------------
+
+    def report(self, iteration: int, extras: dict[str, Any]) -> None:
+        """The last stage has run an iteration that needs its word (events thread)."""
+        with self._lock:
+            inflight = self._inflight.get(iteration)
+            if inflight is not None:
+                inflight.extras = extras
+        if inflight is not None:
+            self._settle(inflight)
+
+    def oldest(self) -> tuple[float, str] | None:
+        with self._lock:
+            for number, inflight in self._inflight.items():
+                return inflight.began, f"iteration {number} waits for {inflight.waits_for()}"
+        return None
+
+    def _gather_loop(self) -> None:
+        assert self._gather is not None
+        try:
+            while True:
+                gathered = self._gather.collect()
+                parts = {
+                    int(name.removeprefix("sampler")): decode_sampled(payload)
+                    for name, payload in gathered.payloads.items()
+                }
+                with self._lock:
+                    inflight = self._inflight[gathered.iteration]
+                    inflight.sampled = parts
+                self._settle(inflight)
+        except ChannelClosed:
+            return
+        except Exception as error:
+            if not self._closed:
+                self._fail(error)
+
+    def _settle(self, inflight: InFlight) -> None:
+        """Resolve an iteration if nothing is out any more."""
+        with self._lock:
+            if not inflight.complete or inflight.number not in self._inflight:
+                return
+            del self._inflight[inflight.number]
+            output, drawn, errors = build_output(inflight)
+            for request_id, token in drawn:
+                self._tracker.record(inflight.number, request_id, token)
+        for request_id, reason in errors:
+            logger.error("request %s fails: %s", request_id, reason)
+        if errors:
+            output.sipipe_errors = {request_id for request_id, _ in errors}  # type: ignore[attr-defined]
+        with suppress(InvalidStateError):
+            inflight.future.set_result(output)
+
+    # ---- samplers that die ------------------------------------------------------------------
+
+    def _boot(self, index: int, incarnation: int) -> SamplerBoot:
+        assert self._control is not None and self._logits is not None and self._gather is not None
+        model = self._vllm_config.model_config
+        return SamplerBoot(
+            index=index,
+            name=self.sampler_names[index],
+            incarnation=incarnation,
+            bic_i=self._control.producer.endpoint,
+            bic_l=self._logits.endpoint,
+            bic_o=self._gather.endpoint,
+            vocab_size=model.get_vocab_size(),
+            logprobs_mode=model.logprobs_mode,
+            trace=self._config.trace,
+        )
+
+    def _restart(self, index: int, incarnation: int, reason: str) -> None:
+        """Bring a new sampler in at a known point of BIC-I, with all that it needs (own thread)."""
+        if self._closed or self._failure is not None:
+            return
+        if incarnation < 0:
+            self._fail(WorkerDiedError(f"sampler{index} keeps dying ({reason}); the engine stops"))
+            return
+        logger.warning("sampler%d died (%s); starting it again", index, reason)
+        assert self._control is not None
+        name = self.sampler_names[index]
+        try:
+            with self._order, self._control.paused():
+                self._control.producer.remove_reader(name)
+                self._control.producer.add_reader(name)
+                with self._lock:
+                    waiting = [
+                        f
+                        for f in self._inflight.values()
+                        if index in f.iteration.samplers and f.sampled is None
+                    ]
+                    snapshot = Snapshot(
+                        index,
+                        self._tracker.joins_of(index),
+                        [f.iteration.step for f in waiting],
+                        [f.grammar for f in waiting if f.grammar is not None],
+                    )
+            self._pool.replace(self._boot(index, incarnation), snapshot)
+        except Exception as error:
+            if not self._closed:
+                self._fail(error)
+
+    # ---- the end ----------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve every iteration in flight with ``error``."""
+        with self._lock:
+            self._failure = error
+            inflight, self._inflight = list(self._inflight.values()), {}
+        for item in inflight:
+            with suppress(InvalidStateError):
+                item.future.set_exception(RuntimeError(f"iteration {item.number} failed: {error}"))
+
+    def close(self) -> None:
+        """Stop samplers and remove BIC-L, BIC-O and links; futures still out are failed."""
+        if self._closed:
+            return
+        self._closed = True
+        self.fail(RuntimeError("shut down"))
+        if self._gather is not None:
+            self._gather.close()
+        if self._logits is not None:
+            self._logits.close()
+        self._pool.close()
+        for link in self._links:
+            link.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(5.0)

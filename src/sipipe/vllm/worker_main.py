@@ -1,0 +1,224 @@
+"""The process of one stage worker: load the model, open the channels, follow BIC-I.
+
+Who runs here
+    The main thread reads BIC-I and does what each message asks, in order. A watcher thread
+    sleeps on the pipe to the executor: it answers "what are you doing" for the stall report, and
+    ends the process when the pipe closes.
+Guarantees
+    Every iteration of BIC-I is run once, in order, by every rank of every stage; CONTROL calls
+    run between iterations, on a worker with no iteration in flight. An exception in an iteration
+    is sent to the executor, which stops the engine with it; nothing is retried.
+Relies on
+    BIC-I's order, which is the only order there is between stages: no stage waits for another
+    except through hidden states and BIC-I.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+from vllm.config import set_current_vllm_config
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.system_utils import decorate_logs, set_process_title
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from sipipe.channels import ChannelClosed, DispatchReader
+from sipipe.service.protocol import Header, Kind, decode_header
+from sipipe.vllm.processes import GRACE_SECONDS, Ready, WorkerBoot
+from sipipe.vllm.stage_loop import StageLoop
+
+logger = init_logger(__name__)
+
+
+def worker_main(boot: WorkerBoot, pipe: Connection) -> None:
+    """Entry point of the process; returns when the executor closes the channels."""
+    ending = threading.Event()
+
+    def end(_signum: int, _frame: Any) -> None:
+        if not ending.is_set():
+            ending.set()
+            raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    # Ctrl-C reaches the whole foreground process group; the executor decides when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process = WorkerProcess(boot, pipe)
+    try:
+        process.load()
+        process.serve()
+    except (SystemExit, ChannelClosed):
+        pass
+    except Exception as error:
+        if not ending.is_set():
+            logger.exception("worker %s failed", boot.place.name)
+            process.say(error)
+    finally:
+        ending.set()
+        process.close()
+
+
+class WorkerProcess:
+    """What :func:`worker_main` drives."""
+
+    def __init__(self, boot: WorkerBoot, pipe: Connection) -> None:
+        self._boot = boot
+        self._pipe = pipe
+        self._saying = threading.Lock()
+        self._reader: DispatchReader | None = None
+        self._loop: StageLoop | None = None
+        self._wrapper: WorkerWrapperBase | None = None
+        self.doing = "is loading its model"
+        """What the stall report says of this worker."""
+
+    def load(self) -> None:
+        """Load the model shard of this stage and rank, and report READY."""
+        boot, place = self._boot, self._boot.place
+        title = f"Worker_PP{place.stage}" + (f"_TP{place.tp_rank}" if place.tp_size > 1 else "")
+        set_process_title(name=title)
+        decorate_logs(title)
+        wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=place.rank)
+        self._wrapper = wrapper
+        wrapper.init_worker(
+            [
+                {
+                    "vllm_config": boot.vllm_config,
+                    "local_rank": boot.local_rank,
+                    "rank": place.rank,
+                    "distributed_init_method": boot.distributed_init_method,
+                    "is_driver_worker": place.tp_rank == 0,
+                }
+            ]
+        )
+        wrapper.worker.place = place
+        wrapper.init_device()
+        wrapper.load_model()
+        current_platform.update_block_size_for_backend(boot.vllm_config)
+        self._loop = StageLoop(boot, wrapper.worker, self._report, self._set_doing)
+        self.say(Ready(rank=place.rank, unsupported=self._loop.unsupported()))
+
+    def serve(self) -> None:
+        """Follow BIC-I until it is closed."""
+        endpoint = self._pipe.recv()
+        self._reader = DispatchReader.open(endpoint, self._boot.place.name)
+        threading.Thread(target=self._watch, name="SiPipeParent", daemon=True).start()
+        while True:
+            self._set_doing("waits for a scheduling output")
+            with self._reader.receive() as message:
+                header = decode_header(message.parts[0])
+                if header.kind not in (Kind.SCHEDULE, Kind.CONTROL):
+                    continue
+                body, buffers = message.parts[2], [bytes(part) for part in message.parts[3:]]
+                content = pickle.loads(body, buffers=buffers)
+            if header.kind is Kind.SCHEDULE:
+                assert self._loop is not None
+                self._loop.run(header.number, header.slot, content)
+            else:
+                self._call(header, *content)
+
+    def say(self, message: Any) -> None:
+        """Send one message to the executor; from any thread."""
+        with self._saying:
+            try:
+                self._pipe.send(message)
+            except OSError:
+                pass  # nobody listens any more; the watcher ends this process
+            except Exception:  # the message cannot be pickled: say what it was
+                text = (
+                    "".join(traceback.format_exception_only(message)).strip()
+                    if isinstance(message, Exception)
+                    else repr(message)
+                )
+                with suppress(OSError):
+                    self._pipe.send(RuntimeError(text))
+
+    def close(self) -> None:
+        """Release channels, links and vLLM's worker."""
+        if self._loop is not None:
+            self._loop.close()
+        if self._reader is not None:
+            self._reader.close()
+        if self._wrapper is not None and hasattr(self._wrapper, "worker"):
+            from vllm.distributed.parallel_state import (
+                destroy_distributed_environment,
+                destroy_model_parallel,
+            )
+
+            with suppress(Exception):
+                self._wrapper.shutdown()
+            with suppress(Exception):
+                destroy_model_parallel()
+                destroy_distributed_environment()
+
+    def _set_doing(self, text: str) -> None:
+        self.doing = text
+
+    def _report(self, iteration: int, extras: dict[str, Any]) -> None:
+        self.say(("report", iteration, extras))
+
+    def _call(
+        self,
+        header: Header,
+        method: str | bytes,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        only: int | None,
+    ) -> None:
+        """Run one control call, and answer it where an answer is wanted."""
+        self._set_doing(f"runs {method if isinstance(method, str) else 'a function'}")
+        assert self._loop is not None
+        self._loop.drain()
+        answers = only is None or only == self._boot.place.rank
+        try:
+            value = self._find(method)(*args, **kwargs)
+            if isinstance(value, AsyncModelRunnerOutput):
+                value = value.get_output()
+        except Exception as error:
+            logger.exception("worker %s failed in %s", self._boot.place.name, method)
+            if answers:
+                self.say(("reply", header.number, False, str(error) or repr(error)))
+            return
+        if answers:
+            self.say(("reply", header.number, True, value))
+
+    def _find(self, method: str | bytes) -> Callable[..., Any]:
+        assert self._wrapper is not None and self._loop is not None
+        if isinstance(method, bytes):
+            return partial(cloudpickle.loads(method), self._wrapper.worker)
+        if method.startswith("sipipe:"):
+            return self._with_config(getattr(self._loop, method.removeprefix("sipipe:")))
+        if method == "execute_model":
+            return partial(self._loop.run_stock, self._wrapper.execute_model)
+        return getattr(self._wrapper, method)
+
+    def _with_config(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with set_current_vllm_config(self._boot.vllm_config):
+                return call(*args, **kwargs)
+
+        return inside
+
+    def _watch(self) -> None:
+        """Answer the executor's questions; end the process when the executor is gone."""
+        while True:
+            try:
+                question = self._pipe.recv()
+            except (EOFError, OSError):
+                break
+            if question == "status":
+                self.say(("status", self.doing))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_SECONDS / 2)
+        os._exit(1)
