@@ -1,0 +1,218 @@
+"""The core plan: who gets which cores, on machines from 1 to 64 cores."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sipipe.config import CorePlacement
+from sipipe.cores import Core, CorePlan, Machine, format_cpus, plan_cores, this_machine
+from sipipe.errors import ConfigError
+
+
+def machine(cores, *, nodes=1, threads=1):
+    """A machine numbered as Linux does: second threads after all first ones."""
+    per_node = -(-cores // nodes)
+    return Machine(
+        tuple(
+            Core(tuple(index + thread * cores for thread in range(threads)), index // per_node)
+            for index in range(cores)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("cores", "stages", "tp", "plan"),
+    [
+        (1, 1, 1, CorePlan(workers=(((0,),),), samplers=((0,),), scheduler=(0,), shared=True)),
+        (
+            1,
+            2,
+            1,
+            CorePlan(workers=(((0,),), ((0,),)), samplers=((0,),), scheduler=(0,), shared=True),
+        ),
+        (
+            2,
+            2,
+            1,
+            CorePlan(workers=(((0,),), ((1,),)), samplers=((0, 1),), scheduler=(0, 1), shared=True),
+        ),
+        (2, 1, 1, CorePlan(workers=(((0,),),), samplers=((1,),), scheduler=(1,), shared=True)),
+        (4, 2, 1, CorePlan(workers=(((0,),), ((1,),)), samplers=((2,),), scheduler=(3,))),
+        (
+            4,
+            2,
+            2,
+            CorePlan(
+                workers=(((0,), (1,)), ((2,), (3,))),
+                samplers=((0, 1, 2, 3),),
+                scheduler=(0, 1, 2, 3),
+                shared=True,
+            ),
+        ),
+        (
+            8,
+            2,
+            1,
+            CorePlan(workers=(((0, 1, 2),), ((3, 4, 5),)), samplers=((6,),), scheduler=(7,)),
+        ),
+        (
+            8,
+            4,
+            1,
+            CorePlan(
+                workers=(((0,),), ((1,),), ((2,),), ((3,),)),
+                samplers=((4,), (5,), (6,)),
+                scheduler=(7,),
+            ),
+        ),
+    ],
+)
+def test_plans_for_a_cpu_engine(cores, stages, tp, plan):
+    assert plan_cores(machine(cores), stages=stages, tensor_parallel=tp) == plan
+
+
+def test_a_large_machine_keeps_workers_on_one_node_and_off_second_threads():
+    plan = plan_cores(machine(64, nodes=2, threads=2), stages=4)
+    sizes = {len(cpus) for stage in plan.workers for cpus in stage}
+    assert sizes == {13}
+    for stage in plan.workers:
+        assert len({cpu // 32 for cpu in stage[0]}) == 1
+        assert max(stage[0]) < 64
+    assert len(plan.samplers) == 11
+    assert all(len(cpus) == 2 for cpus in plan.samplers)  # a core with both of its threads
+    assert len(plan.scheduler) == 2
+    assert not plan.shared
+
+
+def test_second_threads_are_places_of_their_own_where_cores_are_scarce():
+    plan = plan_cores(machine(2, threads=2), stages=2)
+    assert plan.workers == (((0,),), ((2,),))
+    assert plan.samplers == ((1,),)
+    assert plan.scheduler == (3,)
+
+
+def test_on_gpus_the_samplers_get_most_cores():
+    plan = plan_cores(machine(32), stages=2, device="cuda")
+    assert [len(stage[0]) for stage in plan.workers] == [2, 2]
+    assert len(plan.samplers) == 16
+    assert plan_cores(machine(4), stages=2, device="cuda").samplers == ((2,),)
+
+
+@pytest.mark.parametrize("samplers", [1, 3, 5])
+def test_a_given_number_of_samplers_is_kept(samplers):
+    for cores in (1, 2, 4, 8, 64):
+        plan = plan_cores(machine(cores), stages=2, samplers=samplers)
+        assert len(plan.samplers) == samplers
+        assert all(plan.samplers)
+
+
+def test_no_samplers_leave_their_cores_to_the_workers():
+    plan = plan_cores(machine(9), stages=2, samplers=0)
+    assert plan.samplers == ()
+    assert [len(stage[0]) for stage in plan.workers] == [4, 4]
+    assert "drawn on the last stage" in plan.describe()[1]
+
+
+@given(
+    cores=st.integers(1, 96),
+    nodes=st.integers(1, 4),
+    threads=st.integers(1, 2),
+    stages=st.integers(1, 8),
+    tp=st.integers(1, 4),
+    samplers=st.one_of(st.just("auto"), st.integers(0, 20)),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+def test_any_plan_is_complete_and_overlaps_only_when_it_says_so(
+    cores, nodes, threads, stages, tp, samplers, device
+):
+    where = machine(cores, nodes=nodes, threads=threads)
+    plan = plan_cores(where, stages=stages, tensor_parallel=tp, samplers=samplers, device=device)
+    assert [len(stage) for stage in plan.workers] == [tp] * stages
+    ranks = [cpus for stage in plan.workers for cpus in stage]
+    assert len({len(cpus) for cpus in ranks}) == 1  # equal shares
+    groups = [*ranks, *plan.samplers, plan.scheduler]
+    assert all(groups)
+    assert set().union(*groups) <= set(where.cpus)
+    if samplers == "auto":
+        assert 1 <= len(plan.samplers) <= 16
+    else:
+        assert len(plan.samplers) == samplers
+    if not plan.shared:
+        used = [cpu for cpus in [*ranks, *set(plan.samplers), plan.scheduler] for cpu in cpus]
+        assert len(used) == len(set(used))
+        assert plan.omp_threads_bind().count("|") == stages * tp - 1
+
+
+def test_an_explicit_placement_is_taken_as_it_is():
+    placement = CorePlacement(stages=((0, 1), (2, 3)), samplers=((4,), (5,)), scheduler=(6,))
+    plan = plan_cores(machine(8), stages=2, tensor_parallel=2, placement=placement)
+    assert plan.workers == (((0,), (1,)), ((2,), (3,)))
+    assert plan.samplers == ((4,), (5,))
+    assert plan.scheduler == (6,)
+    assert plan.omp_threads_bind() == "0|1|2|3"
+    assert not plan.shared
+    one = plan_cores(
+        machine(8), stages=1, tensor_parallel=2, placement=CorePlacement(stages=((5,),))
+    )
+    assert one.workers == (((5,), (5,)),)
+    assert one.samplers == ((),)
+    assert one.scheduler == ()
+
+
+@pytest.mark.parametrize(
+    ("placement", "samplers", "words"),
+    [
+        (CorePlacement(stages=((0,), (9,))), "auto", ["CPU 9", "may use 0-3"]),
+        (CorePlacement(stages=((0,),)), "auto", ["1 stages", "has 2"]),
+        (CorePlacement(samplers=((0,),)), 2, ["1 samplers", '"samplers" is 2']),
+    ],
+)
+def test_a_placement_that_does_not_fit_is_refused(placement, samplers, words):
+    with pytest.raises(ConfigError) as caught:
+        plan_cores(machine(4), stages=2, samplers=samplers, placement=placement)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_off_binds_nothing():
+    plan = plan_cores(machine(8), stages=2, placement="off")
+    assert plan.omp_threads_bind() == "nobind"
+    assert set(plan.samplers) == {()}
+    assert "not bound" in plan.describe()[0]
+
+
+def test_the_description_has_two_lines():
+    first, second = plan_cores(machine(8), stages=2).describe()
+    assert first == "core plan: stage 0: cores 0-2 · stage 1: cores 3-5"
+    assert second == "           1 sampler: core 6 · scheduler: core 7"
+    assert "shared" in plan_cores(machine(2), stages=2).describe()[1]
+
+
+def test_cpu_lists_are_written_as_the_kernel_does():
+    assert format_cpus([0, 1, 2, 3, 8, 10, 11]) == "0-3,8,10-11"
+    assert format_cpus([5]) == "5"
+    assert format_cpus([]) == ""
+
+
+def test_this_machine_is_read_from_sys(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2, 3, 5, 6, 7})
+    for node, cpus in enumerate(["0-1,4-5", "2-3,6-7"]):
+        (tmp_path / f"node/node{node}").mkdir(parents=True)
+        (tmp_path / f"node/node{node}/cpulist").write_text(cpus + "\n")
+    for cpu in range(8):
+        topology = tmp_path / f"cpu/cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        topology.joinpath("thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    found = this_machine(tmp_path)
+    assert found.cores == (Core((0,), 0), Core((1, 5), 0), Core((2, 6), 1), Core((3, 7), 1))
+    assert found.cpus == (0, 1, 2, 3, 5, 6, 7)
+    assert found.nodes == (0, 1)
+
+
+def test_without_sys_every_cpu_is_a_core(tmp_path):
+    found = this_machine(tmp_path)
+    assert found.cpus == tuple(sorted(os.sched_getaffinity(0)))
+    assert all(core.node == 0 and len(core.cpus) == 1 for core in found.cores)
+    assert this_machine().cpus == found.cpus
