@@ -1,0 +1,112 @@
+"""Slots of memory that hidden states lie in, and tensors that look into them.
+
+Layout of an arena of ``depth`` slots, each a whole number of pages::
+
+    slot 0                                              slot 1
+    ┌──────────────┬──────────────┬ … ┬───────────────┐┌─────
+    │ tensor 0     │ tensor 1     │   │ trailer, 64 B ││
+    │ max_tokens   │ max_tokens   │   │ check word    ││
+    └──────────────┴──────────────┴ … ┴───────────────┘└─────
+
+A tensor starts at the same address whatever the number of tokens, so the views below are made
+once per structure and slot. One writer per slot at any time: whoever fills it (the sender's copy,
+or the receiver's reading thread) until its DATA record is sent, then the receiver until RELEASE.
+The order between the two is the kernel's: a record goes through a socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import struct
+from typing import TYPE_CHECKING, Any
+
+from sipipe.transfer.structure import Structure, align
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Arena", "slot_bytes"]
+
+_TRAILER = 64
+_WORD = struct.Struct("<Q")
+
+
+def slot_bytes(structure: Structure, max_tokens: int, hint: int = 0) -> int:
+    """Bytes of a slot for ``structure``, or for ``hint`` bytes a token if that is more."""
+    need = max(structure.offsets(max_tokens)[-1], align(hint * max_tokens))
+    return align(need + _TRAILER, mmap.PAGESIZE)
+
+
+class Arena:
+    """``depth`` slots in one mapping; tensors that look into it keep the mapping alive."""
+
+    def __init__(self, memory: mmap.mmap, depth: int, size: int, max_tokens: int) -> None:
+        import torch
+
+        self.depth = depth
+        self.size = size
+        """Bytes of one slot."""
+        self._memory = memory
+        self._max_tokens = max_tokens
+        self._bytes: Any = torch.frombuffer(memory, dtype=torch.uint8)
+        self._address: int = self._bytes.data_ptr()
+        self._flat: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+
+    @classmethod
+    def private(cls, depth: int, size: int, max_tokens: int) -> Arena:
+        """An arena in this process's own memory."""
+        return cls(mmap.mmap(-1, depth * size), depth, size, max_tokens)
+
+    def flat(self, structure: Structure, slot: int) -> tuple[torch.Tensor, ...]:
+        """One flat tensor for each of ``structure``'s, long enough for ``max_tokens``."""
+        key = (structure.fingerprint, slot)
+        if key not in self._flat:
+            if len(self._flat) > 64 * self.depth:
+                self._flat.clear()
+            start = slot * self.size
+            tensors = []
+            for spec, (_, dtype), offset in zip(
+                structure.specs,
+                structure.keys_and_dtypes,
+                structure.offsets(self._max_tokens),
+                strict=False,
+            ):
+                nbytes = spec.elements(self._max_tokens) * spec.itemsize
+                tensors.append(self._bytes[start + offset : start + offset + nbytes].view(dtype))
+            self._flat[key] = tuple(tensors)
+        return self._flat[key]
+
+    def views(self, structure: Structure, slot: int, num_tokens: int) -> list[torch.Tensor]:
+        """What ``num_tokens`` tokens of ``structure`` occupy: [...] whole, [n/shards] sharded."""
+        views = []
+        for spec, flat in zip(structure.specs, self.flat(structure, slot), strict=True):
+            part = flat.narrow(0, 0, spec.elements(num_tokens))
+            views.append(part.view(spec.full_shape(num_tokens)) if spec.shards == 1 else part)
+        return views
+
+    def fill(
+        self, structure: Structure, slot: int, num_tokens: int, parts: list[torch.Tensor]
+    ) -> None:
+        """Copy ``parts`` into a slot with the GIL released, on this thread alone.
+
+        Not ``Tensor.copy_``: that spreads a large copy over an OpenMP pool, one more pool per
+        calling thread, which fights the forward pass for the worker's cores.
+        """
+        start = self._address + slot * self.size
+        offsets = structure.offsets(self._max_tokens)
+        for spec, part, offset in zip(structure.specs, parts, offsets, strict=False):
+            if part.is_contiguous():
+                nbytes = spec.elements(num_tokens) * spec.itemsize
+                ctypes.memmove(start + offset, part.data_ptr(), nbytes)
+            else:
+                index = structure.specs.index(spec)
+                self.views(structure, slot, num_tokens)[index].copy_(part)
+
+    def write_check(self, slot: int, word: int) -> None:
+        """Seal a filled slot."""
+        _WORD.pack_into(self._memory, (slot + 1) * self.size - _TRAILER, word)
+
+    def read_check(self, slot: int) -> int:
+        """The word that a slot was sealed with."""
+        return int(_WORD.unpack_from(self._memory, (slot + 1) * self.size - _TRAILER)[0])

@@ -1,0 +1,236 @@
+"""The receiving end of a link, the same for every transport.
+
+Who runs here: threads of the stage worker. ``post`` is called when a scheduling output is known,
+``take`` by the thread that runs the device (one at a time), ``release`` when the device has
+consumed the data. Guarantees: frames are taken in the order they were posted; what ``take``
+returns has the posted number of tokens and the announced structure, or an error is raised; the
+views stay untouched until ``release``. Relies on: the sender's credit (a slot is written again
+only after its release). Rejected: a thread of ours between the transport and ``take`` for shared
+memory, where the data need nobody to move them: it doubled the wake-ups on the critical path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sipipe.errors import StallError
+from sipipe.transfer.errors import LinkClosedError, TransferMismatchError
+from sipipe.transfer.transport import Arrival, ReceivingTransport
+
+if TYPE_CHECKING:
+    import torch
+
+    from sipipe.transfer.endpoint import LinkEndpoint
+
+__all__ = ["Receiver", "ReceiverStatistics"]
+
+AllGather = Callable[["torch.Tensor"], "torch.Tensor"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReceiverStatistics:
+    """What a receiver has done so far."""
+
+    data_messages: int
+    """Microbatches taken."""
+    metadata_messages: int
+    """Descriptions of structures that came in."""
+    bytes_received: int
+    """Bytes of hidden states taken."""
+    waited_seconds: float
+    """Seconds that ``take`` waited for data."""
+    posted: int
+    """Iterations posted and not yet taken."""
+    held: int
+    """Iterations taken and not yet released."""
+
+
+class Receiver:
+    """Receives one stage's hidden states. Made by :func:`.open_receiver`."""
+
+    def __init__(
+        self,
+        endpoint: LinkEndpoint,
+        transport: ReceivingTransport,
+        all_gather: AllGather | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._transport = transport
+        self._all_gather = all_gather
+        self._posted: OrderedDict[int, int] = OrderedDict()  # iteration -> tokens, under _state
+        self._held: dict[int, int] = {}  # iteration -> slot, under _state
+        self._state = threading.Lock()
+        self._taking = threading.Lock()
+        self._last_posted = -1
+        self._taken = 0
+        self._bytes = 0
+        self._waited = 0.0
+        self._error: Exception | None = None
+        self._closed = False
+
+    def post(self, iteration: int, num_tokens: int) -> None:
+        """Announce that ``iteration`` will bring ``num_tokens`` tokens; never waits.
+
+        Any number of iterations may be posted ahead; the transport receives ``depth`` of them
+        without being asked.
+
+        Raises:
+            ValueError: too many tokens, or an iteration out of order.
+        """
+        with self._state:
+            if iteration <= self._last_posted:
+                raise ValueError(
+                    f"{self._endpoint.describe()}: iteration {iteration} posted after "
+                    f"{self._last_posted}"
+                )
+            if not 0 <= num_tokens <= self._endpoint.max_tokens:
+                raise ValueError(
+                    f"{self._endpoint.describe()}: {num_tokens} tokens posted, but the link was "
+                    f"made with max_tokens={self._endpoint.max_tokens}"
+                )
+            self._last_posted = iteration
+            self._posted[iteration] = num_tokens
+
+    def take(self, iteration: int, timeout: float | None = None) -> dict[str, torch.Tensor]:
+        """The hidden states of ``iteration``, in place.
+
+        Waits in the kernel until they are there. The tensors may be written to; they are valid
+        until :meth:`release`, after which the sender overwrites them.
+
+        Args:
+            iteration: the oldest one posted and not taken.
+            timeout: seconds to wait; None: the link's ``stall_timeout``.
+
+        Returns:
+            Each key's tensor, [num_tokens, ...], in the sender's order.
+
+        Raises:
+            StallError: nothing came within ``timeout`` seconds. The iteration stays posted.
+            PeerDiedError: the sender's process ended.
+            TransferMismatchError: something else came than was posted; the link is broken.
+            LinkClosedError: this end or the sender's was closed.
+            ValueError: ``iteration`` was not posted, or not in order.
+        """
+        with self._taking:
+            num_tokens = self._expected(iteration)
+            arrival = self._wait(iteration, timeout)
+            try:
+                self._verify(arrival, iteration, num_tokens)
+            except TransferMismatchError as error:
+                self._error = error
+                raise
+            with self._state:
+                del self._posted[iteration]
+                self._held[iteration] = arrival.record.slot
+            self._taken += 1
+            self._bytes += arrival.structure.nbytes(num_tokens)
+            return self._tensors(arrival, num_tokens)
+
+    def release(self, iteration: int) -> None:
+        """Give the buffer of ``iteration`` back; its tensors must not be used any more.
+
+        Raises:
+            ValueError: ``iteration`` is not held.
+        """
+        with self._state:
+            if iteration not in self._held:
+                raise ValueError(f"{self._endpoint.describe()}: iteration {iteration} is not held")
+            slot = self._held.pop(iteration)
+        if not self._closed:
+            self._transport.release(slot)
+
+    def statistics(self) -> ReceiverStatistics:
+        """Counts so far."""
+        with self._state:
+            return ReceiverStatistics(
+                data_messages=self._taken,
+                metadata_messages=self._transport.metadata_messages,
+                bytes_received=self._bytes,
+                waited_seconds=self._waited,
+                posted=len(self._posted),
+                held=len(self._held),
+            )
+
+    def close(self) -> None:
+        """End the link; a ``take`` that waits raises :class:`LinkClosedError`. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._transport.close()
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _expected(self, iteration: int) -> int:
+        if self._closed:
+            raise LinkClosedError(f"{self._endpoint.describe()}: this receiver was closed")
+        if self._error is not None:
+            raise self._error
+        with self._state:
+            if iteration not in self._posted:
+                raise ValueError(
+                    f"{self._endpoint.describe()}: iteration {iteration} was not posted"
+                )
+            oldest = next(iter(self._posted))
+            if iteration != oldest:
+                raise ValueError(
+                    f"{self._endpoint.describe()}: iteration {iteration} taken before {oldest}"
+                )
+            return self._posted[iteration]
+
+    def _wait(self, iteration: int, timeout: float | None) -> Arrival:
+        bound = self._endpoint.stall_timeout if timeout is None else timeout
+        began = time.monotonic()
+        try:
+            arrival = self._transport.receive(bound)
+        except Exception as error:
+            if self._closed:
+                raise LinkClosedError(
+                    f"{self._endpoint.describe()}: this receiver was closed"
+                ) from None
+            self._error = error
+            raise
+        finally:
+            self._waited += time.monotonic() - began
+        if arrival is None:
+            raise StallError(
+                f"{self._endpoint.describe()}: no hidden states of iteration {iteration} within "
+                f"{bound:g} s; look at the previous stage's log"
+            )
+        return arrival
+
+    def _verify(self, arrival: Arrival, iteration: int, num_tokens: int) -> None:
+        record = arrival.record
+        if (record.iteration, record.num_tokens) != (iteration, num_tokens):
+            raise TransferMismatchError(
+                f"{self._endpoint.describe()}: expected iteration {iteration} with {num_tokens} "
+                f"tokens, iteration {record.iteration} with {record.num_tokens} tokens came; "
+                "both stages must run the same scheduling outputs"
+            )
+        if record.sequence != self._taken or record.value != arrival.structure.fingerprint:
+            raise TransferMismatchError(
+                f"{self._endpoint.describe()}: iteration {iteration} is frame "
+                f"{record.sequence} of an unknown structure, expected frame {self._taken}"
+            )
+
+    def _tensors(self, arrival: Arrival, num_tokens: int) -> dict[str, torch.Tensor]:
+        views = self._transport.views(arrival)
+        result = {}
+        for spec, view in zip(arrival.structure.specs, views, strict=True):
+            if spec.shards == 1:
+                result[spec.key] = view
+                continue
+            if self._all_gather is None:
+                raise TransferMismatchError(
+                    f"{self._endpoint.describe()}: {spec.key!r} comes in {spec.shards} shards; "
+                    "open_receiver needs all_gather="
+                )
+            result[spec.key] = self._all_gather(view).view(spec.full_shape(num_tokens))
+        return result

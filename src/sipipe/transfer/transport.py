@@ -1,0 +1,73 @@
+"""The small interface behind which hidden states travel.
+
+A transport moves frames: it does not know tokens, checks or credit, which :mod:`.sender` and
+:mod:`.receiver` do once for all transports. Its two ends are made in two processes, in any order;
+neither constructor waits for the other side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+from sipipe.transfer.records import Record
+from sipipe.transfer.structure import Structure
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Arrival", "ReceivingTransport", "SendingTransport"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrival:
+    """A frame that is complete in its slot."""
+
+    record: Record
+    structure: Structure
+
+
+class SendingTransport(Protocol):
+    """The sender's end. ``connect``, ``announce`` and ``transmit`` are called by one thread at a
+    time; ``collect_releases`` by another, at the same time; ``close`` by any."""
+
+    inline_bytes: int
+    """Up to this many bytes :meth:`transmit` is quick enough for the caller's own thread."""
+
+    def connect(self, timeout: float) -> None:
+        """Reach the receiver, which may start later; at most ``timeout`` seconds."""
+
+    def announce(self, number: int, structure: Structure) -> None:
+        """Describe structure ``number`` to the receiver and make room for it."""
+
+    def transmit(self, record: Record, structure: Structure, parts: list[torch.Tensor]) -> None:
+        """Send one frame; on return ``parts`` may be overwritten.
+
+        ``record.slot`` is free: the sender has seen its release.
+        """
+
+    def collect_releases(self, timeout: float) -> list[int]:
+        """Slots given back since the last call; waits up to ``timeout`` seconds for the first."""
+
+    def close(self) -> None:
+        """End the connection in good order and give everything back."""
+
+
+class ReceivingTransport(Protocol):
+    """The receiver's end. One thread at a time calls ``receive``; any calls the rest."""
+
+    def receive(self, timeout: float) -> Arrival | None:
+        """The next frame, or None when ``timeout`` seconds passed."""
+
+    def views(self, arrival: Arrival) -> list[torch.Tensor]:
+        """The frame's tensors in place."""
+
+    def release(self, slot: int) -> None:
+        """Give a slot back to the sender."""
+
+    def close(self) -> None:
+        """Stop waiting threads, end the connection and give everything back."""
+
+    @property
+    def metadata_messages(self) -> int:
+        """Descriptions of structures that came in."""
