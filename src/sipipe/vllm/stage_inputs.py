@@ -27,7 +27,6 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from sipipe.stage.batch import SlotBatch
-from sipipe.stage.kernels import gather_blocks, spans, warm_up
 from sipipe.stage.safety import TokenSafety
 from sipipe.stage.sequence_cache import SequenceCache
 from sipipe.vllm.stage_buffers import InputVersion
@@ -109,7 +108,12 @@ class InputPreparer:
     def __init__(
         self, stock: Any, *, slots: int, versions: int, safety: TokenSafety | None
     ) -> None:
-        warm_up()
+        # Not at the top: vLLM's CPU worker scans all modules at its start for Triton kernels to
+        # replace, and trips over llvmlite (part of Numba) if that is imported before.
+        from sipipe.stage import kernels
+
+        kernels.warm_up()
+        self._kernels = kernels
         self._stock = stock
         self._device: torch.device = stock.device
         tables = stock.input_batch.block_table.block_tables
@@ -386,7 +390,7 @@ class InputPreparer:
         count = inputs.num_reqs = len(inputs.req_ids)
         tokens = inputs.num_tokens
         inputs.num_scheduled = scheduled
-        longest_query, longest_seq = spans(
+        longest_query, longest_seq = self._kernels.spans(
             computed,
             scheduled,
             query_start=target.query_start.np,
@@ -395,7 +399,7 @@ class InputPreparer:
         )
         cache = self.cache
         for group, block_size in enumerate(self._block_sizes):
-            overflow = gather_blocks(
+            overflow = self._kernels.gather_blocks(
                 batch.rows,
                 computed,
                 scheduled,

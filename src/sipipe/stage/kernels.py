@@ -1,0 +1,148 @@
+"""Compiled loops of input preparation: from the facts of a batch to the tensors a model reads.
+
+Every kernel runs without the GIL, so that the thread that prepares a microbatch does not hold up
+the one that drives the device, and touches only the arrays it is given. Each has a slow, obvious
+twin in ``tests/stage/test_kernels.py``.
+
+Shapes: B rows (sequences) in the batch, T tokens in the batch, R rows in the sequence cache,
+W block-table columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+@njit(nogil=True, cache=True)
+def _spans(
+    computed: Any, scheduled: Any, query_start: Any, positions: Any, seq_lens: Any
+) -> tuple[int, int]:
+    start = 0
+    longest_query = 0
+    longest_seq = 0
+    query_start[0] = 0
+    for row in range(computed.shape[0]):
+        first = computed[row]
+        count = scheduled[row]
+        for j in range(count):
+            positions[start + j] = first + j
+        start += count
+        query_start[row + 1] = start
+        seq_lens[row] = first + count
+        longest_query = max(longest_query, count)
+        longest_seq = max(longest_seq, first + count)
+    return longest_query, longest_seq
+
+
+def spans(
+    computed: Int32,
+    scheduled: Int32,
+    *,
+    query_start: Int32,
+    positions: Int64,
+    seq_lens: Int32,
+) -> tuple[int, int]:
+    """Write query starts, token positions and sequence lengths of a batch.
+
+    Args:
+        computed: [B], tokens of each sequence whose KV cache entries exist already.
+        scheduled: [B], tokens of each sequence in this iteration, 1 or more.
+        query_start: out, at least [B + 1]; ``query_start[b]`` is the first token of row b.
+        positions: out, at least [T].
+        seq_lens: out, at least [B]; computed + scheduled.
+
+    Returns:
+        The largest number of scheduled tokens, and the largest sequence length.
+    """
+    longest: tuple[int, int] = _spans(computed, scheduled, query_start, positions, seq_lens)
+    return longest
+
+
+@njit(nogil=True, cache=True)
+def _gather_blocks(  # noqa: PLR0917
+    rows: Any,
+    computed: Any,
+    scheduled: Any,
+    blocks: Any,
+    counts: Any,
+    block_size: int,
+    table: Any,
+    slots: Any,
+) -> int:
+    token = 0
+    for row in range(rows.shape[0]):
+        source = rows[row]
+        count = counts[source]
+        for j in range(count):
+            table[row, j] = blocks[source, j]
+        first = computed[row]
+        last = first + scheduled[row]
+        if last > count * block_size:
+            return row
+        for position in range(first, last):
+            block = np.int64(blocks[source, position // block_size])
+            slots[token] = block * block_size + position % block_size
+            token += 1
+    return -1
+
+
+def gather_blocks(
+    rows: Int64,
+    computed: Int32,
+    scheduled: Int32,
+    *,
+    blocks: Int32,
+    counts: Int32,
+    block_size: int,
+    table: Int32,
+    slots: Int64,
+) -> int:
+    """Write the block table of a batch and the KV cache slot of each of its tokens.
+
+    Columns of ``table`` past a sequence's blocks keep what they held: attention reads only as
+    many as the sequence length says.
+
+    Args:
+        rows: [B], each sequence's row in the sequence cache.
+        computed: [B], tokens computed before this iteration.
+        scheduled: [B], tokens of this iteration.
+        blocks: [R, W], block ids of every cached sequence.
+        counts: [R], how many of them are valid.
+        block_size: tokens a block holds.
+        table: out, at least [B, W].
+        slots: out, at least [T]; block id x block size + offset.
+
+    Returns:
+        -1, or the first batch row whose tokens do not fit its blocks (nothing past it is written).
+    """
+    row: int = _gather_blocks(rows, computed, scheduled, blocks, counts, block_size, table, slots)
+    return row
+
+
+def warm_up() -> None:
+    """Compile every kernel (or load it from the cache): at start-up, not in the first request."""
+    one = np.ones(1, dtype=np.int32)
+    spans(
+        one,
+        one,
+        query_start=np.zeros(2, np.int32),
+        positions=np.zeros(1, np.int64),
+        seq_lens=np.zeros(1, np.int32),
+    )
+    gather_blocks(
+        np.zeros(1, np.int64),
+        one,
+        one,
+        blocks=np.zeros((1, 1), np.int32),
+        counts=one,
+        block_size=2,
+        table=np.zeros((1, 1), np.int32),
+        slots=np.zeros(1, np.int64),
+    )
