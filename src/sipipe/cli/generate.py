@@ -1,0 +1,124 @@
+"""``sipipe generate``: completes prompts, streaming, with an engine of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sipipe.cli.parser import (
+    add_engine_options,
+    engine_settings,
+    make_parser,
+    split_engine_options,
+)
+from sipipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sipipe.vllm.generate import Completion, Event
+
+EPILOG = """\
+Every engine option of vLLM is taken as well (--dtype, --max-model-len, …), after the prompts.
+
+  sipipe generate build/models/tiny "Once upon a time" "The capital of France is" --pp 2
+  sipipe generate build/models/tiny --file prompts.txt --json --temperature 0.8 > answers.jsonl
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser(
+        "generate",
+        "Complete prompts; the first one's text is shown as it comes.",
+        usage="sipipe generate MODEL [PROMPT ...] [options] [any engine option of vLLM]",
+        epilog=EPILOG,
+        add_help=False,
+    )
+    source = parser.add_argument_group("prompts: arguments, or else a file, or else stdin")
+    source.add_argument("--file", metavar="FILE", help="one prompt per line; - is stdin")
+    source.add_argument("--chat", action="store_true", help="wrap prompts in the chat template")
+    source.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
+    sampling = parser.add_argument_group("sampling, as in vLLM's SamplingParams")
+    sampling.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default: 64")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
+    for name in ("top-p", "min-p", "repetition-penalty", "presence-penalty", "frequency-penalty"):
+        sampling.add_argument(f"--{name}", type=float, metavar="X")
+    sampling.add_argument("--top-k", type=int, metavar="K")
+    sampling.add_argument("--sampling-seed", type=int, metavar="S", help="seed of the draws")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    add_engine_options(parser)
+    own, rest = split_engine_options(parser, argv)
+    settings = engine_settings(own)
+
+    def prompts(words: Sequence[str]) -> list[str]:
+        return _prompts(words, own.file)
+
+    # The engine's log is for servers; here the text matters. Set before vLLM is imported.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from sipipe.vllm.generate import generate
+
+    show = _show_json if own.json else _show_text
+    chosen = {
+        "max_tokens": own.max_tokens,
+        "temperature": own.temperature,
+        "top_p": own.top_p,
+        "min_p": own.min_p,
+        "top_k": own.top_k,
+        "repetition_penalty": own.repetition_penalty,
+        "presence_penalty": own.presence_penalty,
+        "frequency_penalty": own.frequency_penalty,
+        "seed": own.sampling_seed,
+        "stop": own.stop,
+        "ignore_eos": own.ignore_eos,
+    }
+    given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    generate(rest, settings, given, prompts=prompts, chat=own.chat, show=show)
+    return 0
+
+
+def _prompts(words: Sequence[str], file: str | None) -> list[str]:
+    if words and file:
+        raise ConfigError("generate: prompts come from the arguments or from --file, not from both")
+    if words:
+        return list(words)
+    if file not in (None, "-"):
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise ConfigError(f"generate: cannot read --file {file}: {reason}") from None
+    elif file is None and sys.stdin.isatty():
+        raise ConfigError("generate: no prompt: give one as an argument, with --file, or on stdin")
+    else:
+        text = sys.stdin.read()
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ConfigError(f"generate: {'stdin' if file in (None, '-') else file} holds no prompt")
+    return lines
+
+
+def _show_text(event: Event, completion: Completion, text: str) -> None:
+    """The prompt, dimmed on a terminal, then its completion; an empty line between prompts."""
+    if event == "begin":
+        dim, plain = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
+        print(f"{dim}{completion.prompt}{plain}", end="", flush=True)
+    elif event == "text":
+        print(text, end="", flush=True)
+    else:
+        print("\n", flush=True)
+
+
+def _show_json(event: Event, completion: Completion, _text: str) -> None:
+    if event != "end":
+        return
+    line = {
+        "index": completion.index,
+        "prompt": completion.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+    }
+    print(json.dumps(line, ensure_ascii=False), flush=True)

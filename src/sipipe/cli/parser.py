@@ -1,0 +1,113 @@
+"""Argument parsing that all subcommands share."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from sipipe.config import SiPipeConfig
+from sipipe.errors import ConfigError
+
+__all__ = [
+    "Parser",
+    "add_engine_options",
+    "engine_settings",
+    "make_parser",
+    "split_engine_options",
+]
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, raised as :class:`ConfigError`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog.removeprefix('sipipe ')}: {message} (see {self.prog} -h)")
+
+
+def make_parser(command: str, description: str, *, epilog: str = "", **more: Any) -> Parser:
+    """The parser of ``sipipe COMMAND``; abbreviated options are not taken."""
+
+    def formatter(prog: str) -> argparse.HelpFormatter:
+        width = min(100, shutil.get_terminal_size().columns)
+        return argparse.RawDescriptionHelpFormatter(prog, width=width, max_help_position=30)
+
+    return Parser(
+        prog=f"sipipe {command}",
+        description=description,
+        epilog=epilog,
+        formatter_class=formatter,
+        allow_abbrev=False,
+        **more,
+    )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """SiPipe's own options of the commands that start an engine. vLLM has none of these names."""
+    group = parser.add_argument_group("SiPipe's options")
+    group.add_argument(
+        "--samplers", metavar="N", help="CPU sampler processes (default: from the free cores)"
+    )
+    group.add_argument(
+        "--inflight", metavar="N", help="microbatches in flight (default: stages + 1)"
+    )
+    group.add_argument("--trace", metavar="DIR", help="record a trace of the pipeline into DIR")
+    group.add_argument(
+        "--cores",
+        metavar="auto|off|JSON",
+        help='core placement: \'{"stages": [[0], [1]], "samplers": [[2]]}\' (default: auto)',
+    )
+    group.add_argument("--pp", metavar="N", help="pipeline stages: vLLM's -pp")
+    group.add_argument("--tp", metavar="N", help="tensor-parallel ranks of a stage: vLLM's -tp")
+
+
+def split_engine_options(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """SiPipe's options, checked, and all other arguments in their order, for vLLM's parser.
+
+    ``--help=GROUP`` is left to vLLM, whose options it shows.
+    """
+    if "-h" in argv or "--help" in argv:
+        parser.print_help()
+        sys.exit(0)
+    own, rest = parser.parse_known_args(argv)
+    for name in ("pp", "tp"):
+        value = getattr(own, name)
+        if value is not None:
+            if not (value.isdecimal() and int(value) >= 1):
+                raise ConfigError(f'--{name} must be a whole number of 1 or more, not "{value}"')
+            rest += [f"-{name}", value]
+    return own, rest
+
+
+def engine_settings(own: argparse.Namespace) -> dict[str, Any]:
+    """The entries of ``additional_config["sipipe"]`` that the command line gives, checked.
+
+    Raises:
+        ConfigError: a value that :class:`~sipipe.config.SiPipeConfig` refuses.
+    """
+    settings: dict[str, Any] = {}
+    for name in ("samplers", "inflight"):
+        value = getattr(own, name)
+        if value is not None:
+            settings[name] = int(value) if value.lstrip("-").isdecimal() else value
+    if own.trace is not None:
+        settings["trace"] = own.trace
+    if own.cores is not None:
+        settings["cores"] = own.cores if own.cores in ("auto", "off") else _json(own.cores)
+    SiPipeConfig.from_dict(settings)
+    return settings
+
+
+def _json(text: str) -> Any:
+    import json
+
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f'--cores must be auto, off, or JSON such as {{"stages": [[0], [1]]}}: {error}'
+        ) from None

@@ -1,0 +1,100 @@
+"""The `sipipe` command: quick, lazy, and one clear line for a mistake."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+import sipipe
+from sipipe.cli import COMMANDS, main
+
+
+def run(*arguments, code=None):
+    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "sipipe"]
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name, (_, line) in COMMANDS.items():
+        assert f"  {name} " in text
+        assert line in text
+
+
+def test_no_command_shows_help_and_fails(capsys):
+    assert main([]) == 2
+    assert "usage: sipipe COMMAND" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"sipipe {sipipe.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["sevre"], 'sipipe: unknown command "sevre"; did you mean "serve"?\n'),
+        (["--port"], 'sipipe: unknown option "--port"; see sipipe --help\n'),
+        (["make-model"], "required: FAMILY, DIR (see sipipe make-model -h)\n"),
+        (["make-model", "lama", "x"], 'did you mean "llama"'),
+        (["serve", "m", "--samplers", "0"], '"samplers" must be a whole number'),
+        (["serve", "m", "--samplers", "many"], "not 'many'"),
+        (["serve", "m", "--inflight", "-1"], '"inflight"'),
+        (["serve", "m", "--cores", "{"], "--cores must be auto, off, or JSON"),
+        (["serve", "m", "--cores", '{"stage": []}'], 'did you mean "stages"'),
+        (["serve", "m", "--pp", "two"], '--pp must be a whole number of 1 or more, not "two"'),
+        (["generate", "m", "--tp", "0"], "--tp must be a whole number"),
+    ],
+)
+def test_a_mistake_gets_one_line(capsys, arguments, line):
+    assert main(arguments) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("sipipe: ")
+    assert error.count("\n") == 1
+    assert line in error
+
+
+def test_every_command_that_is_there_explains_itself(capsys):
+    for name, (module, _) in COMMANDS.items():
+        if importlib.util.find_spec(f"sipipe.cli.{module}") is None:
+            continue
+        with pytest.raises(SystemExit) as caught:
+            main([name, "--help"])
+        assert caught.value.code == 0
+        assert f"usage: sipipe {name}" in capsys.readouterr().out
+
+
+def test_help_of_every_command_needs_neither_vllm_nor_torch():
+    code = """
+import importlib.util, sys
+from sipipe.cli import COMMANDS, main
+for name, (module, _) in COMMANDS.items():
+    if importlib.util.find_spec(f"sipipe.cli.{module}") is None:
+        continue
+    try:
+        main([name, "--help"])
+    except SystemExit:
+        pass
+heavy = {"vllm", "torch", "numba", "transformers"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = run(code=code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_output_into_a_closed_pipe_is_not_an_error():
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m sipipe --help | true"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""
