@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sipipe.trace.inflight import Pipeline
 from sipipe.trace.intervals import NEVER, Array, ByIteration, Union
 from sipipe.trace.online import BUBBLES
 from sipipe.trace.phases import DEVICE_PHASES, Phase
@@ -128,54 +129,11 @@ def account(trace: Trace, window: tuple[int, int] | None = None) -> Account:
         window: first and last instant in ns; without it, ``trace.window()``.
     """
     start, end = window or trace.window()
-    pipeline = _Pipeline(trace, end)
+    pipeline = Pipeline(trace, end)
     stages = {(p.header.index, p.header.rank): p for p in trace.of("stage")}
     return Account(
         start, end, tuple(_stage(p, stages, pipeline, start, end) for p in trace.of("stage"))
     )
-
-
-class _Pipeline:
-    """What a stage must know of the rest: what is in flight when, what the executor does when."""
-
-    def __init__(self, trace: Trace, end: int) -> None:
-        executor = trace.executor
-        self.limit = trace.inflight
-        if executor is not None and len(executor.phase(Phase.DISPATCH)):
-            self.dispatched = ByIteration.of(executor.phase(Phase.DISPATCH), "end_ns")
-            entered = self.dispatched
-            gathered = executor.phase(Phase.GATHER)
-            left = ByIteration.of(gathered, "end_ns") if len(gathered) else _drained(trace)
-            busy = executor.phase(Phase.SCHEDULE, Phase.DISPATCH, Phase.UPDATE)
-        else:
-            first = trace.of("stage")[0]
-            began = first.phase(Phase.PREPARE, *DEVICE_PHASES)[::-1]
-            # ByIteration keeps the latest: of the negated starts, that is the earliest.
-            earliest = ByIteration(began["iteration"], -began["start_ns"])
-            self.dispatched = ByIteration([], [])
-            entered = ByIteration(earliest.iterations, -earliest.times)
-            left = _drained(trace)
-            busy = first.records[:0]
-        self.at_work = Union(busy["start_ns"], busy["end_ns"])
-        gone = np.maximum(left.at(entered.iterations, missing=end), entered.times)
-        self._entered, self._left = np.sort(entered.times), np.sort(gone)
-
-    @property
-    def changes(self) -> list[Array]:
-        """All instants at which an answer of this object may change."""
-        return [self._entered, self._left, self.at_work.starts, self.at_work.ends]
-
-    def full(self, times: Array) -> npt.NDArray[np.bool_]:
-        """Whether as many microbatches are in flight as may be."""
-        entered = np.searchsorted(self._entered, times, side="right")
-        left = np.searchsorted(self._left, times, side="right")
-        return np.asarray(entered - left >= self.limit)
-
-
-def _drained(trace: Trace) -> ByIteration:
-    """When the last stage was through with each iteration: without the executor's word, the end."""
-    last = trace.of("stage")[-1]
-    return ByIteration.of(last.phase(*DEVICE_PHASES, Phase.SAMPLE, Phase.HANDOVER), "end_ns")
 
 
 def _union(process: ProcessTrace, *phases: int) -> Union:
@@ -186,7 +144,7 @@ def _union(process: ProcessTrace, *phases: int) -> Union:
 def _stage(
     process: ProcessTrace,
     stages: Mapping[tuple[int, int], ProcessTrace],
-    pipeline: _Pipeline,
+    pipeline: Pipeline,
     start: int,
     end: int,
 ) -> StageAccount:

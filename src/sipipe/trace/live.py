@@ -256,7 +256,7 @@ class LiveWriter:
             )
         self._words[self._base + Word.PID] = os.getpid()
 
-    def phase(  # noqa: PLR0917 - on the hot path
+    def phase(
         self, phase: int, iteration: int, start_ns: int, end_ns: int, batch: int, tokens: int
     ) -> None:
         """Take one record in. Called by the recorder."""

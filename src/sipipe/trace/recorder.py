@@ -54,7 +54,7 @@ _LIMIT = 0xFFFFFFFF
 class PhaseSink(Protocol):
     """What takes phases besides the file: the live page's writer."""
 
-    def phase(  # noqa: PLR0917 - as NullRecorder.record
+    def phase(
         self, phase: int, iteration: int, start_ns: int, end_ns: int, batch: int, tokens: int
     ) -> None:
         """Take one phase in; must not block."""
@@ -66,7 +66,7 @@ class NullRecorder:
     __slots__ = ()
     enabled = False
 
-    def record(  # noqa: PLR0917 - keywords would double the price of a call
+    def record(
         self,
         phase: int,
         iteration: int,
@@ -94,7 +94,7 @@ class LiveRecorder(NullRecorder):
     def __init__(self, live: PhaseSink) -> None:
         self._phase = live.phase
 
-    def record(  # noqa: PLR0917 - keywords would double the price of a call
+    def record(
         self,
         phase: int,
         iteration: int,
@@ -175,7 +175,7 @@ class FileRecorder(NullRecorder):
         self._spiller.start()
         atexit.register(self.close)
 
-    def record(  # noqa: PLR0917 - keywords would double the price of a call
+    def record(
         self,
         phase: int,
         iteration: int,
