@@ -58,6 +58,10 @@ class Arena:
         """An arena in this process's own memory."""
         return cls(mmap.mmap(-1, depth * size), depth, size, max_tokens)
 
+    def bytes(self) -> memoryview:
+        """All slots, writable."""
+        return memoryview(self._memory)
+
     def flat(self, structure: Structure, slot: int) -> tuple[torch.Tensor, ...]:
         """One flat tensor for each of ``structure``'s, long enough for ``max_tokens``."""
         key = (structure.fingerprint, slot)

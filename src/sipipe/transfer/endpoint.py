@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import socket
 from typing import TYPE_CHECKING, Literal
 
-from sipipe.errors import ConfigError, UnsupportedError
+from sipipe.errors import ConfigError, ResourceError, UnsupportedError
 from sipipe.transfer.receiver import AllGather, Receiver
 from sipipe.transfer.sender import Sender
+from sipipe.transfer.transport import ReceivingTransport, SendingTransport
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +48,8 @@ class LinkEndpoint:
     """Seconds that one side waits for the other to start."""
     stall_timeout: float
     """Seconds that a wait takes at most where the call names no bound of its own."""
+    address: tuple[str, int]
+    """Where the later stage listens, for transports over TCP; ``("", 0)`` for others."""
     secret: bytes = dataclasses.field(repr=False)
     """16 random bytes: how the ends find and recognize each other."""
 
@@ -71,6 +75,7 @@ def create_link(
     name: str = "link",
     device: Literal["cpu", "cuda"] = "cpu",
     same_host: bool = True,
+    address: tuple[str, int] | None = None,
     shards: int = 1,
     shard: int = 0,
     whole: frozenset[str] = frozenset(),
@@ -81,7 +86,19 @@ def create_link(
 
     Args:
         kind: ``"auto"`` chooses by ``device`` and ``same_host``.
+        max_tokens: most tokens of a microbatch, padding included.
+        bytes_per_token_hint: expected bytes a token of all tensors; saves enlarging buffers when
+            a later structure is larger than the first.
         depth: at least 2, so that one iteration is received while another is used.
+        name: for messages.
+        same_host: whether both stages run on one host.
+        address: host and port where the later stage listens (``socket``, ``nccl``). None: a free
+            port of the loopback interface, where ``same_host``.
+        shards, shard: see :class:`LinkEndpoint`; worth it where the network between stages is
+            slower than the one between tensor-parallel ranks, never for ``shm``.
+        whole: keys that are never sharded, because their values differ between ranks.
+        start_timeout: seconds that one side waits for the other to start.
+        stall_timeout: seconds that any other wait takes at most.
 
     Raises:
         ConfigError: a value is out of range.
@@ -103,6 +120,15 @@ def create_link(
         raise ConfigError(f"depth={depth}: must be 2 or more")
     if not 0 <= shard < shards:
         raise ConfigError(f"shard={shard} of shards={shards}: must be 0 to {shards - 1}")
+    if chosen not in ("socket", "nccl"):
+        address = ("", 0)
+    elif address is None:
+        if not same_host:
+            raise ConfigError(
+                f"link {name}: transport={chosen!r} between hosts needs the address and a port of "
+                "the later stage's host"
+            )
+        address = ("127.0.0.1", _free_port())
     return LinkEndpoint(
         kind=chosen,
         name=name,
@@ -114,17 +140,47 @@ def create_link(
         whole=whole,
         start_timeout=start_timeout,
         stall_timeout=stall_timeout,
+        address=address,
         secret=secrets.token_bytes(16),
     )
 
 
+_given_ports: set[int] = set()
+
+
+def _free_port() -> int:
+    """A loopback port below the range from which outgoing connections get theirs.
+
+    The receiver binds it minutes later, so nothing that merely connects may take it meanwhile.
+    """
+    for _ in range(1000):
+        port = 20_000 + secrets.randbelow(12_000)
+        if port in _given_ports:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _given_ports.add(port)
+        return port
+    raise ResourceError("no free TCP port between 20000 and 32000 on the loopback interface")
+
+
 def open_sender(endpoint: LinkEndpoint) -> Sender:
     """Open the sending end, in the process of the earlier stage; does not wait for the other."""
+    transport: SendingTransport
     if endpoint.kind == "shm":
         from sipipe.transfer.shm import ShmSending
 
-        return Sender(endpoint, ShmSending(endpoint))
-    raise _unsupported(endpoint)
+        transport = ShmSending(endpoint)
+    elif endpoint.kind == "socket":
+        from sipipe.transfer.tcp import TcpSending
+
+        transport = TcpSending(endpoint)
+    else:
+        raise _unsupported(endpoint)
+    return Sender(endpoint, transport)
 
 
 def open_receiver(endpoint: LinkEndpoint, *, all_gather: AllGather | None = None) -> Receiver:
@@ -134,11 +190,18 @@ def open_receiver(endpoint: LinkEndpoint, *, all_gather: AllGather | None = None
         all_gather: for links with ``shards`` > 1: takes this rank's flat part [n] and returns
             all ranks' parts in order of rank, [shards · n].
     """
+    transport: ReceivingTransport
     if endpoint.kind == "shm":
         from sipipe.transfer.shm import ShmReceiving
 
-        return Receiver(endpoint, ShmReceiving(endpoint), all_gather)
-    raise _unsupported(endpoint)
+        transport = ShmReceiving(endpoint)
+    elif endpoint.kind == "socket":
+        from sipipe.transfer.tcp import TcpReceiving
+
+        transport = TcpReceiving(endpoint)
+    else:
+        raise _unsupported(endpoint)
+    return Receiver(endpoint, transport, all_gather)
 
 
 def _unsupported(endpoint: LinkEndpoint) -> UnsupportedError:

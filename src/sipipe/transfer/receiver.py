@@ -160,7 +160,9 @@ class Receiver:
         """End the link; a ``take`` that waits raises :class:`LinkClosedError`. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._transport.close()
+            self._transport.interrupt()
+            with self._taking:
+                self._transport.close()
 
     def __enter__(self) -> Receiver:
         return self
@@ -221,7 +223,7 @@ class Receiver:
             )
 
     def _tensors(self, arrival: Arrival, num_tokens: int) -> dict[str, torch.Tensor]:
-        views = self._transport.views(arrival)
+        views = arrival.arena.views(arrival.structure, arrival.record.slot, num_tokens)
         result = {}
         for spec, view in zip(arrival.structure.specs, views, strict=True):
             if spec.shards == 1:

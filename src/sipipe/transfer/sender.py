@@ -85,6 +85,7 @@ class Sender:
         self._sending = threading.Lock()
         self._progress = threading.Condition()
         self._connected = False
+        self._partial: _Job | None = None  # left half-way by send(), for our thread to finish
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, name=f"sipipe-send-{endpoint.name}", daemon=True
@@ -141,9 +142,11 @@ class Sender:
             idle = self._submitted == self._completed and self._connected
             self._submitted += 1
             if small and idle and number in self._announced:
-                self._counts["inline"] += 1
                 try:
-                    self._transmit(job)
+                    if self._transmit(job, wait=False):
+                        self._counts["inline"] += 1
+                    else:
+                        self._jobs.put(job)
                 except Exception as error:
                     self._fail(error)
                     raise
@@ -188,8 +191,10 @@ class Sender:
         self._jobs.put(None)
         if self._submitted != self._completed and self._error is None:
             self._thread.join(timeout)
-        self._transport.close()
-        self._thread.join(timeout)
+        self._transport.interrupt()
+        self._thread.join()  # whatever it waits for has been interrupted
+        with self._sending:
+            self._transport.close()
 
     def __enter__(self) -> Sender:
         return self
@@ -280,18 +285,29 @@ class Sender:
             self._connected = True
             # No bound: an idle engine sends nothing for hours; close() puts the None.
             while (job := self._jobs.get()) is not None:
-                self._transmit(job)
+                if job is self._partial:
+                    self._transport.flush()
+                    self._complete(job)
+                else:
+                    self._transmit(job, wait=True)
         except Exception as error:
             self._fail(error)
 
-    def _transmit(self, job: _Job) -> None:
+    def _transmit(self, job: _Job, *, wait: bool) -> bool:
         number = job.record.structure
         if number not in self._announced:
             self._transport.announce(number, job.structure)
             self._announced.add(number)
             self._announced.discard(number - 2 * _MAX_STRUCTURES)
             self._counts["metadata"] += 1
-        self._transport.transmit(job.record, job.structure, job.parts)
+        if self._transport.transmit(job.record, job.structure, job.parts, wait=wait):
+            self._complete(job)
+            return True
+        self._partial = job
+        return False
+
+    def _complete(self, job: _Job) -> None:
+        self._partial = None
         self._counts["bytes"] += job.structure.nbytes(job.record.num_tokens)
         with self._progress:
             self._completed += 1

@@ -106,9 +106,14 @@ class _Connection:
     def died(self) -> PeerDiedError:
         return PeerDiedError(f"{self._who} died; its own log says why")
 
-    def close(self) -> None:
+    def interrupt(self, farewell: bytes) -> None:
+        """Say ``farewell`` and end the connection; the descriptors stay until :meth:`close`."""
+        with contextlib.suppress(OSError):
+            self.sock.send(farewell, socket.MSG_DONTWAIT)
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
         self.sock.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
@@ -153,8 +158,8 @@ class ShmSending:
                 sock.close()
                 raise
         self._connection = _Connection(sock, f"{self._endpoint.describe()}: the next stage")
-        if self._closed:  # close() may have looked before the line above
-            self._connection.close()
+        if self._closed:  # interrupt() may have looked before the line above
+            self.interrupt()
         self._send(self._codec.pack(Record(Kind.HELLO)))
 
     def announce(self, number: int, structure: Structure) -> None:
@@ -188,11 +193,22 @@ class ShmSending:
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def transmit(self, record: Record, structure: Structure, parts: list[torch.Tensor]) -> None:
+    def transmit(
+        self,
+        record: Record,
+        structure: Structure,
+        parts: list[torch.Tensor],
+        *,
+        wait: bool,  # noqa: ARG002 - a copy never waits
+    ) -> bool:
         assert self._arena is not None, "announce comes first"
         self._arena.fill(structure, record.slot, record.num_tokens, parts)
         self._arena.write_check(record.slot, record.sequence ^ record.value)
         self._send(self._codec.pack(record))
+        return True
+
+    def flush(self) -> None:
+        raise AssertionError("transmit leaves nothing")
 
     def collect_releases(self, timeout: float) -> list[int]:
         connection = self._connection
@@ -210,13 +226,14 @@ class ShmSending:
             slots.append(record.slot)
         return slots
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
         self._closed = True
-        connection = self._connection
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.sock.send(self._codec.pack(Record(Kind.BYE)), socket.MSG_DONTWAIT)
-            connection.close()
+        if self._connection is not None:
+            self._connection.interrupt(self._codec.pack(Record(Kind.BYE)))
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
         self._arena = None
 
     def _send(self, packet: bytes, descriptor: int = -1) -> None:
@@ -243,6 +260,7 @@ class ShmReceiving:
         self._structures: dict[int, Structure] = {}
         self.metadata_messages = 0
         self._packet = bytearray(_MAX_PACKET)
+        self._closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind(_address(endpoint))
@@ -267,11 +285,6 @@ class ShmReceiving:
             if arrival is not None:
                 return arrival
 
-    def views(self, arrival: Arrival) -> list[torch.Tensor]:
-        assert self._arena is not None, "a structure came before the data"
-        record = arrival.record
-        return self._arena.views(arrival.structure, record.slot, record.num_tokens)
-
     def release(self, slot: int) -> None:
         connection = self._connection
         assert connection is not None, "nothing is held before the first frame"
@@ -279,13 +292,16 @@ class ShmReceiving:
         with contextlib.suppress(OSError):
             connection.sock.send(self._codec.pack(Record(Kind.RELEASE, slot)))
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes a waiting accept
+        if self._connection is not None:
+            self._connection.interrupt(self._codec.pack(Record(Kind.BYE)))
+
+    def close(self) -> None:
         self._listener.close()
         if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.sock.send(self._codec.pack(Record(Kind.BYE)), socket.MSG_DONTWAIT)
             self._connection.close()
 
     def _accept(self, timeout: float) -> bool:
@@ -298,6 +314,8 @@ class ShmReceiving:
             self._connection = _Connection(sock, f"{self._endpoint.describe()}: the previous stage")
         except PermissionError:
             sock.close()  # not ours: the abstract name is visible to every user of the host
+        if self._closed:  # interrupt() may have looked before the connection was there
+            self.interrupt()
         return True
 
     def _read(self, connection: _Connection) -> Arrival | None:
@@ -332,7 +350,7 @@ class ShmReceiving:
             raise RecordError(
                 f"slot {record.slot} was overwritten while frame {record.sequence} was in it"
             )
-        return Arrival(record, structure)
+        return Arrival(record, structure, self._arena)
 
     def _learn(self, record: Record, body: memoryview, descriptors: array.array[int]) -> None:
         size, fresh = _ARENA.unpack_from(body)

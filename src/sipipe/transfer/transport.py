@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
+from sipipe.transfer.arena import Arena
 from sipipe.transfer.records import Record
 from sipipe.transfer.structure import Structure
 
@@ -25,11 +26,12 @@ class Arrival:
 
     record: Record
     structure: Structure
+    arena: Arena
 
 
 class SendingTransport(Protocol):
-    """The sender's end. ``connect``, ``announce`` and ``transmit`` are called by one thread at a
-    time; ``collect_releases`` by another, at the same time; ``close`` by any."""
+    """The sender's end. ``connect``, ``announce``, ``transmit`` and ``flush`` are called by one thread
+    at a time; ``collect_releases`` by another, at the same time; ``interrupt`` by any."""
 
     inline_bytes: int
     """Up to this many bytes :meth:`transmit` is quick enough for the caller's own thread."""
@@ -40,17 +42,26 @@ class SendingTransport(Protocol):
     def announce(self, number: int, structure: Structure) -> None:
         """Describe structure ``number`` to the receiver and make room for it."""
 
-    def transmit(self, record: Record, structure: Structure, parts: list[torch.Tensor]) -> None:
-        """Send one frame; on return ``parts`` may be overwritten.
+    def transmit(
+        self, record: Record, structure: Structure, parts: list[torch.Tensor], *, wait: bool
+    ) -> bool:
+        """Send one frame; on True ``parts`` may be overwritten.
 
-        ``record.slot`` is free: the sender has seen its release.
+        ``record.slot`` is free: the sender has seen its release. False, only without ``wait``:
+        a part did not leave, and :meth:`flush` comes next.
         """
+
+    def flush(self) -> None:
+        """Send, however long it takes, what the last :meth:`transmit` left."""
 
     def collect_releases(self, timeout: float) -> list[int]:
         """Slots given back since the last call; waits up to ``timeout`` seconds for the first."""
 
+    def interrupt(self) -> None:
+        """End the connection, in good order if it can; calls that wait on it raise."""
+
     def close(self) -> None:
-        """End the connection in good order and give everything back."""
+        """Give everything back; no other call is running or follows."""
 
 
 class ReceivingTransport(Protocol):
@@ -59,14 +70,14 @@ class ReceivingTransport(Protocol):
     def receive(self, timeout: float) -> Arrival | None:
         """The next frame, or None when ``timeout`` seconds passed."""
 
-    def views(self, arrival: Arrival) -> list[torch.Tensor]:
-        """The frame's tensors in place."""
-
     def release(self, slot: int) -> None:
         """Give a slot back to the sender."""
 
+    def interrupt(self) -> None:
+        """End the connection, in good order if it can; a ``receive`` that waits raises."""
+
     def close(self) -> None:
-        """Stop waiting threads, end the connection and give everything back."""
+        """Give everything back; at most ``release`` is running or follows, and does nothing."""
 
     @property
     def metadata_messages(self) -> int:
