@@ -1,0 +1,29 @@
+"""Buffered IPC channels: dispatch rings, logits slots and the gather ring (paper, section 5)."""
+
+from sipipe.channels.dispatch import DispatchProducer, DispatchReader, Message
+from sipipe.channels.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
+from sipipe.channels.gather import Gathered, GatherReceiver, GatherSender
+from sipipe.channels.logits import LogitsChannel, LogitsReader, LogitsSlot, LogitsWriter
+from sipipe.channels.memory import Endpoint
+from sipipe.channels.sockets import SocketEndpoint
+from sipipe.channels.statistics import ChannelStatistics
+
+__all__ = [
+    "ChannelClosed",
+    "ChannelError",
+    "ChannelPeerDied",
+    "ChannelStatistics",
+    "ChannelTimeout",
+    "DispatchProducer",
+    "DispatchReader",
+    "Endpoint",
+    "GatherReceiver",
+    "GatherSender",
+    "Gathered",
+    "LogitsChannel",
+    "LogitsReader",
+    "LogitsSlot",
+    "LogitsWriter",
+    "Message",
+    "SocketEndpoint",
+]

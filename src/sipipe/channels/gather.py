@@ -1,0 +1,434 @@
+"""BIC-O: what many samplers send for an iteration, complete or not at all, at one receiver.
+
+Who runs here: at the receiver, one thread that collects (any other may call ``expect``), and one
+that sleeps in ``poll`` until somebody connects and then checks the token; at each sender, one
+thread. Slot i has one sub-slot per sender that is expected for iteration i.
+
+Guarantees: ``collect`` returns iterations in order, each when its last sub-slot is in. A sub-slot
+that came already, or that belongs to an iteration that was returned, is dropped and counted: a
+sampler started again may send what its predecessor sent. A connection is of one incarnation of
+one sender; a later incarnation takes the place of an earlier one, never the other way round. A
+sender whose connection ends without a farewell is reported once, by ChannelPeerDied out of
+``collect``, after everything that it sent before was taken; the receiver stays usable.
+
+Relies on: the kernel ends the connections of a dead process; TCP keep-alive for a dead host. The
+state is guarded by ``_lock``; collect sleeps in ``epoll`` without it and is woken by an eventfd.
+
+Rejected: UDP or shared memory for the way back (a sub-slot is some hundred bytes: the saving is a
+few microseconds, and the paper's reason stands: the same code serves several hosts); an acceptor
+in the collecting thread (a sampler that connects would wait until somebody collects).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+from sipipe.channels.dispatch import Part
+from sipipe.channels.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
+from sipipe.channels.handshake import accept_peer, introduce, new_token
+from sipipe.channels.locks import deadline_after, remaining
+from sipipe.channels.sockets import SocketEndpoint, connect, listen, tune
+from sipipe.channels.statistics import ChannelStatistics
+
+__all__ = ["GatherReceiver", "GatherSender", "Gathered"]
+
+_FRAME = struct.Struct("<IQ")  # payload bytes, iteration
+_FAREWELL = (1 << 64) - 1
+_HANDSHAKE_SECONDS = 5.0
+_RECEIVE_BYTES = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gathered:
+    """A complete slot: what each expected sender sent for ``iteration``."""
+
+    iteration: int
+    payloads: dict[str, bytes]
+
+
+@dataclasses.dataclass(slots=True)
+class _Connection:
+    name: str
+    incarnation: int
+    sock: socket.socket
+    data: bytearray
+
+
+class GatherReceiver:
+    """The one receiver; see the module for who may call what."""
+
+    def __init__(
+        self, channel: str, senders: Sequence[str], address: tuple[str, int] | None, max_bytes: int
+    ) -> None:
+        """Use :meth:`create`."""
+        self._listener, host, port = listen(channel, address)
+        self.endpoint = SocketEndpoint(channel, host, port, new_token(), max_bytes)
+        self._senders = frozenset(senders)
+        self._lock = threading.Lock()
+        self._connections: dict[int, _Connection] = {}
+        self._current: dict[str, _Connection] = {}
+        self._latest: dict[str, int] = {}
+        self._expected: dict[int, frozenset[str]] = {}  # Invariant: ascending iterations
+        self._declared = False
+        self._arrived: dict[int, dict[str, bytes]] = {}
+        self._next = 0  # Invariant: every iteration below was returned
+        self._events: collections.deque[ChannelError] = collections.deque()
+        self._messages = self._bytes = self._waits = self._dropped = 0
+        self._wait_seconds = 0.0
+        self._closed = False
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._acceptor = threading.Thread(
+            target=self._accept, name=f"{channel}-accept", daemon=True
+        )
+        self._acceptor.start()
+
+    @classmethod
+    def create(
+        cls,
+        senders: Sequence[str],
+        address: tuple[str, int] | None = None,
+        *,
+        name: str = "bic-o",
+        max_bytes: int = 1 << 26,
+    ) -> GatherReceiver:
+        """Listen for ``senders``.
+
+        Args:
+            address: ``(host, port)`` for TCP, port 0 for any; None: an abstract Unix socket.
+            max_bytes: a larger message ends its sender's connection.
+        """
+        return cls(name, senders, address, max_bytes)
+
+    def expect(self, iteration: int, senders: Iterable[str]) -> None:
+        """Declare who will send for ``iteration``, ascending; any thread may call.
+
+        For an iteration that is declared and not complete, this replaces who is waited for.
+        Without any declaration, every sender is expected for every iteration from 0 on.
+        """
+        names = frozenset(senders)
+        if unknown := names - self._senders:
+            raise ChannelError(
+                f"channel {self.endpoint.channel}: unknown senders {sorted(unknown)}"
+            )
+        with self._lock:
+            last = max(self._expected, default=self._next - 1)
+            assert iteration in self._expected or iteration > last, (iteration, last)
+            self._declared = True
+            self._expected[iteration] = names
+        os.eventfd_write(self._wake, 1)
+
+    def collect(self, timeout: float | None = None) -> Gathered:
+        """Wait for the next iteration in order to be complete.
+
+        Raises:
+            ChannelTimeout: not within ``timeout`` seconds; ``late`` names who is missing.
+            ChannelPeerDied: the sender ``name`` went away; call again after dealing with it.
+            ChannelError: a sender broke the protocol and was cut off; call again.
+            ChannelClosed: this receiver was closed.
+        """
+        deadline = deadline_after(timeout)
+        waited = 0.0
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise ChannelClosed(f"channel {self.endpoint.channel}: closed")
+                gathered = self._take()
+                if gathered is not None or self._events:
+                    if waited:
+                        self._waits += 1
+                        self._wait_seconds += waited
+                    if gathered is not None:
+                        return gathered
+                    raise self._events.popleft()
+            left = remaining(deadline)
+            began = time.monotonic()
+            ready = self._epoll.poll(left)
+            waited += time.monotonic() - began
+            if not ready and left is not None:
+                if (left := remaining(deadline)) is not None and left > 0:
+                    continue
+                raise self._timeout(timeout)
+            for fd, _ in ready:
+                if fd == self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
+                else:
+                    self._read(fd)
+
+    def connected(self) -> tuple[str, ...]:
+        """The senders that are connected now."""
+        with self._lock:
+            return tuple(sorted(self._current))
+
+    def statistics(self) -> ChannelStatistics:
+        """Iterations, payload bytes, waits, iterations pending, sub-slots dropped."""
+        with self._lock:
+            pending = len(self._expected) if self._declared else len(self._arrived)
+            return ChannelStatistics(
+                messages=self._messages,
+                bytes=self._bytes,
+                waits=self._waits,
+                wait_seconds=self._wait_seconds,
+                depth=pending,
+                dropped=self._dropped,
+            )
+
+    def close(self) -> None:
+        """Hang up on everybody. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        os.eventfd_write(self._stop, 1)
+        self._acceptor.join(timeout=_HANDSHAKE_SECONDS)
+        os.eventfd_write(self._wake, 1)
+        self._listener.close()
+        with self._lock:
+            for connection in self._connections.values():
+                connection.sock.close()
+            self._connections.clear()
+            self._current.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The collecting thread.
+
+    def _take(self) -> Gathered | None:
+        """The next iteration, if it is complete. With the lock."""
+        if self._declared:
+            iteration = next(iter(self._expected), None)
+            if iteration is None:
+                return None
+            names = self._expected[iteration]
+        else:
+            iteration, names = self._next, self._senders
+        arrived = self._arrived.get(iteration, {})
+        if not names <= arrived.keys():
+            return None
+        self._expected.pop(iteration, None)
+        self._arrived.pop(iteration, None)
+        self._dropped += len(arrived) - len(names)
+        for old in [i for i in self._arrived if i < iteration]:
+            self._dropped += len(self._arrived.pop(old))
+        self._next = iteration + 1
+        payloads = {name: arrived[name] for name in names}
+        self._messages += 1
+        self._bytes += sum(map(len, payloads.values()))
+        return Gathered(iteration, payloads)
+
+    def _read(self, fd: int) -> None:
+        connection = self._connections.get(fd)
+        if connection is None:
+            return
+        try:
+            chunk = connection.sock.recv(_RECEIVE_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            chunk = b""
+        with self._lock:
+            if not chunk:
+                self._gone(connection, died=True)
+                return
+            connection.data += chunk
+            try:
+                self._parse(connection)
+            except ChannelError as error:
+                self._gone(connection, died=False)
+                self._events.append(error)
+
+    def _parse(self, connection: _Connection) -> None:
+        data, place = connection.data, 0
+        while len(data) - place >= _FRAME.size:
+            size, iteration = _FRAME.unpack_from(data, place)
+            if size > self.endpoint.max_bytes:
+                raise ChannelError(
+                    f"channel {self.endpoint.channel}: {connection.name} announced {size:,} bytes, "
+                    f"more than max_bytes ({self.endpoint.max_bytes:,}); cut off"
+                )
+            if iteration == _FAREWELL:
+                self._gone(connection, died=False)
+                return
+            end = place + _FRAME.size + size
+            if len(data) < end:
+                break
+            self._put(connection.name, iteration, bytes(data[place + _FRAME.size : end]))
+            place = end
+        del data[:place]
+
+    def _put(self, name: str, iteration: int, payload: bytes) -> None:
+        slot = self._arrived.get(iteration, {})
+        if iteration < self._next or name in slot:
+            self._dropped += 1
+            return
+        self._arrived.setdefault(iteration, slot)[name] = payload
+
+    def _gone(self, connection: _Connection, *, died: bool) -> None:
+        fd = connection.sock.fileno()
+        if self._connections.pop(fd, None) is None:
+            return
+        self._epoll.unregister(fd)
+        connection.sock.close()
+        if self._current.get(connection.name) is connection:
+            del self._current[connection.name]
+            if died:
+                self._events.append(
+                    ChannelPeerDied(
+                        f"channel {self.endpoint.channel}: sender {connection.name} died",
+                        connection.name,
+                    )
+                )
+
+    def _timeout(self, timeout: float | None) -> ChannelTimeout:
+        with self._lock:
+            if self._declared:
+                iteration = next(iter(self._expected), self._next)
+                names = self._expected.get(iteration, frozenset())
+            else:
+                iteration, names = self._next, self._senders
+            late = tuple(sorted(names - self._arrived.get(iteration, {}).keys()))
+        what = f"{', '.join(late)} sent nothing for it" if late else "it was not declared"
+        return ChannelTimeout(
+            f"channel {self.endpoint.channel}: iteration {iteration} is not complete after "
+            f"{timeout} s: {what}",
+            late,
+        )
+
+    # The accepting thread, and one for each handshake.
+
+    def _accept(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._stop, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if self._stop in ready:
+                return
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                continue
+            threading.Thread(target=self._admit, args=(sock,), daemon=True).start()
+
+    def _admit(self, sock: socket.socket) -> None:
+        try:
+            name, incarnation = accept_peer(sock, self.endpoint.token, _HANDSHAKE_SECONDS)
+        except ChannelError:
+            sock.close()  # not one of ours: nothing is said about it
+            return
+        tune(sock)
+        sock.setblocking(False)
+        with self._lock:
+            late = incarnation < self._latest.get(name, 0)
+            if self._closed or name not in self._senders or late:
+                sock.close()
+                return
+            if (old := self._current.pop(name, None)) is not None:
+                self._gone(old, died=False)
+            connection = _Connection(name, incarnation, sock, bytearray())
+            self._latest[name] = incarnation
+            self._current[name] = connection
+            self._connections[sock.fileno()] = connection
+            self._epoll.register(sock.fileno(), select.EPOLLIN)
+
+
+class GatherSender:
+    """One sampler's end. Not for two threads at once."""
+
+    def __init__(self, endpoint: SocketEndpoint, name: str, sock: socket.socket) -> None:
+        """Use :meth:`connect`."""
+        self._endpoint = endpoint
+        self._name = name
+        self._sock = sock
+        self._messages = 0
+        self._bytes = 0
+
+    @classmethod
+    def connect(
+        cls, endpoint: SocketEndpoint, name: str, incarnation: int = 0, timeout: float = 10.0
+    ) -> GatherSender:
+        """Connect as ``name``; ``incarnation`` grows by one at each restart of that sampler.
+
+        Raises:
+            ChannelPeerDied: the receiver is gone, or does not take this name and incarnation.
+        """
+        sock = connect(endpoint, timeout)
+        try:
+            introduce(sock, endpoint.token, name, incarnation, timeout, endpoint.channel)
+            sock.settimeout(None)
+        except BaseException:
+            sock.close()
+            raise
+        return cls(endpoint, name, sock)
+
+    def send(self, iteration: int, parts: Sequence[Part], timeout: float | None = 60.0) -> None:
+        """Send this sender's sub-slot of ``iteration``: the parts, one after the other.
+
+        Raises:
+            ChannelPeerDied: the receiver is gone. ChannelTimeout: it takes nothing; the
+                connection is then closed. ChannelError: more than ``max_bytes``.
+        """
+        views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+        size = sum(map(len, views))
+        if size > self._endpoint.max_bytes:
+            raise ChannelError(
+                f"channel {self._endpoint.channel}: {size:,} bytes are more than max_bytes "
+                f"({self._endpoint.max_bytes:,})"
+            )
+        self._send([memoryview(_FRAME.pack(size, iteration)), *views], timeout)
+        self._messages += 1
+        self._bytes += size
+
+    def _send(self, views: list[memoryview], timeout: float | None) -> None:
+        self._sock.settimeout(timeout)
+        try:
+            while views:
+                sent = self._sock.sendmsg(views[:64])
+                while views and sent >= len(views[0]):
+                    sent -= len(views.pop(0))
+                if sent:
+                    views[0] = views[0][sent:]
+        except TimeoutError:
+            self._sock.close()
+            raise ChannelTimeout(
+                f"channel {self._endpoint.channel}: the receiver took nothing for {timeout} s",
+                ("receiver",),
+            ) from None
+        except OSError as error:
+            raise ChannelPeerDied(
+                f"channel {self._endpoint.channel}: the receiver is gone ({error.strerror})",
+                "receiver",
+            ) from None
+
+    def statistics(self) -> ChannelStatistics:
+        """Sub-slots and bytes sent."""
+        return ChannelStatistics(messages=self._messages, bytes=self._bytes)
+
+    def close(self) -> None:
+        """Say farewell and hang up; the receiver does not report a death. Idempotent."""
+        with contextlib.suppress(OSError, ChannelError):
+            self._send([memoryview(_FRAME.pack(0, _FAREWELL))], 1.0)
+        self._sock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,267 @@
+"""BIC-L: logits slots that the last stage's ranks write in place and samplers read in place.
+
+Who runs here: one writer process per tensor-parallel rank, any number of reader processes, and
+the owner, who made the memory (one of them or another). The ring below does all synchronization:
+rank r holds lock r of a slot, and a reader takes the locks of all ranks in one system call, so it
+sleeps until the last rank has published.
+
+A slot is one contiguous array of ``batch`` sequences, for ``batch`` up to the maximum:
+
+* layout ``columns``: ``[V, batch]``, the paper's; rank r of t writes rows ``[rV/t, (r+1)V/t)``,
+  contiguous, so that tensor-parallel shards are concatenated by being written.
+* layout ``rows``: ``[batch, V]``; rank r writes those columns of every row.
+
+bfloat16, which NumPy has not, is uint16. On a CUDA machine :attr:`LogitsWriter.buffer` is what to
+page-lock (``cudaHostRegister``) once, after which the device copies straight into the slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from sipipe.channels import layout as at
+from sipipe.channels.errors import ChannelConfigError, ChannelError
+from sipipe.channels.layout import Layout
+from sipipe.channels.memory import Endpoint, SharedMemory
+from sipipe.channels.ring import RingOwner, RingReader, RingWriter, Words
+from sipipe.channels.statistics import ChannelStatistics
+
+__all__ = ["LogitsChannel", "LogitsReader", "LogitsSlot", "LogitsWriter"]
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+LAYOUTS = ("columns", "rows")
+
+
+class _Shape:
+    """The array in a slot: the words of the header that the framing may use."""
+
+    def __init__(self, words: Words) -> None:
+        self.vocab, self.batch, dtype, layout = (words.load(at.FRAMING + i) for i in range(4))
+        self.dtype = np.dtype(list(DTYPES.values())[dtype])
+        self.columns = LAYOUTS[layout] == "columns"
+
+    def array(self, slot: memoryview, batch: int) -> npt.NDArray[Any]:
+        """``[V, batch]`` or ``[batch, V]`` at the start of a slot."""
+        flat = np.frombuffer(slot, self.dtype, self.vocab * batch)
+        return flat.reshape((self.vocab, batch) if self.columns else (batch, self.vocab))
+
+    def region(self, array: npt.NDArray[Any], rank: int, ranks: int) -> npt.NDArray[Any]:
+        part = slice(rank * self.vocab // ranks, (rank + 1) * self.vocab // ranks)
+        return array[part] if self.columns else array[:, part]
+
+
+class LogitsChannel:
+    """The owner of a logits channel. It need not write or read."""
+
+    def __init__(self, ring: RingOwner) -> None:
+        """Use :meth:`create`."""
+        self._ring = ring
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        *,
+        slots: int,
+        vocab: int,
+        batch: int,
+        dtype: Literal["float32", "float16", "bfloat16"] = "float32",
+        layout: Literal["columns", "rows"] = "rows",
+        ranks: int = 1,
+        readers: Sequence[str] = (),
+        directory: str | None = None,
+    ) -> LogitsChannel:
+        """Make the memory: ``slots`` arrays of ``vocab`` by up to ``batch``.
+
+        Args:
+            name: for messages, such as ``bic-l``.
+            slots: N, 3 or more; microbatches in flight + 2 keeps every undrawn iteration for a
+                sampler that is restarted.
+            ranks: tensor-parallel writers, each its own region.
+            readers: names of the samplers.
+            directory: where the memory lies; None: a memfd.
+
+        Raises:
+            ResourceError: not enough memory. ChannelConfigError: a size that cannot work.
+        """
+        if dtype not in DTYPES or layout not in LAYOUTS:
+            raise ChannelConfigError(f"channel {name}: no dtype {dtype!r} or layout {layout!r}")
+        if not 1 <= ranks <= vocab or batch < 1:
+            raise ChannelConfigError(
+                f"channel {name}: bad size (vocab {vocab}, batch {batch}, ranks {ranks})"
+            )
+        slot_bytes = vocab * batch * np.dtype(DTYPES[dtype]).itemsize
+        framing = (vocab, batch, list(DTYPES).index(dtype), LAYOUTS.index(layout))
+        return cls(
+            RingOwner.create(
+                name, Layout(slots, slot_bytes, ranks), list(readers), directory, framing
+            )
+        )
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What writers and readers need, while this process lives."""
+        return self._ring.endpoint
+
+    def add_reader(self, name: str) -> None:
+        """Declare a reader, for example a restarted sampler. It begins with the oldest iteration
+        that is complete and still in the ring, so that it can draw what its predecessor owed."""
+        self._ring.add_reader(name, start=-1)
+
+    def remove_reader(self, name: str) -> None:
+        """Forget a reader, dead or alive."""
+        self._ring.remove_reader(name)
+
+    def close(self) -> None:
+        """Let go of the memory and close the channel. Idempotent."""
+        if self._ring.locks.fd >= 0:
+            self._ring.mark_closed()
+            self._ring.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LogitsWriter:
+    """One rank's writer. Not for two threads at once."""
+
+    def __init__(self, ring: RingWriter) -> None:
+        """Use :meth:`open`."""
+        self._ring = ring
+        self._shape = _Shape(ring.words)
+        self._messages = 0
+        self._bytes = 0
+
+    @classmethod
+    def open(cls, endpoint: Endpoint, rank: int = 0) -> LogitsWriter:
+        """Attach as the writer of ``rank``; one per rank and channel."""
+        memory = SharedMemory.open(endpoint)
+        return cls(RingWriter(memory, rank))
+
+    @property
+    def buffer(self) -> memoryview:
+        """All slots, page-aligned and contiguous: what to page-lock once for a device."""
+        return self._ring.payload
+
+    @contextlib.contextmanager
+    def acquire(
+        self, iteration: int, batch: int, timeout: float | None = None
+    ) -> Iterator[npt.NDArray[Any]]:
+        """This rank's region of the next slot, writable; published when the block ends well.
+
+        Yields ``[V/t, batch]`` (columns) or ``[batch, V/t]`` (rows). After an exception in the
+        block nothing is published, and the next call gives the same slot again.
+
+        Raises:
+            ChannelTimeout: a late sampler still reads the slot after ``timeout`` seconds.
+        """
+        if not 0 <= batch <= self._shape.batch:
+            raise ChannelError(
+                f"channel {self._ring.channel}: batch {batch} is above {self._shape.batch}"
+            )
+        slot = self._ring.reserve(timeout)
+        array = self._shape.array(self._ring.slot_view(slot), batch)
+        region = self._shape.region(array, self._ring.rank, self._ring.layout.ranks)
+        yield region
+        self._ring.publish(iteration, batch)
+        self._messages += 1
+        self._bytes += math.prod(region.shape) * region.itemsize
+
+    def statistics(self) -> ChannelStatistics:
+        """Iterations and bytes of this rank, waits for late samplers, depth."""
+        cursors = [self._ring.cursor(k) for k, _ in self._ring.readers()]
+        return ChannelStatistics(
+            messages=self._messages,
+            bytes=self._bytes,
+            waits=self._ring.waits,
+            wait_seconds=self._ring.wait_seconds,
+            depth=self._ring.next - min(cursors, default=self._ring.next),
+        )
+
+    def close(self) -> None:
+        """Readers get what was published, then ChannelClosed. Idempotent."""
+        self._ring.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LogitsSlot:
+    """One iteration's logits, valid until the block ends, at the latest until the next receive."""
+
+    __slots__ = ("array", "batch", "iteration")
+
+    def __init__(self, iteration: int, batch: int, array: npt.NDArray[Any]) -> None:
+        self.iteration = iteration
+        self.batch = batch
+        self.array = array
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.array = self.array[:0]
+
+
+class LogitsReader:
+    """One sampler's side. Not for two threads at once."""
+
+    def __init__(self, ring: RingReader) -> None:
+        """Use :meth:`open`."""
+        self._ring = ring
+        self._shape = _Shape(ring.words)
+        self._messages = 0
+        self._bytes = 0
+
+    @classmethod
+    def open(cls, endpoint: Endpoint, name: str) -> LogitsReader:
+        """Attach as the declared reader ``name``; see :meth:`DispatchReader.open`."""
+        return cls(RingReader(SharedMemory.open(endpoint), name))
+
+    def receive(self, timeout: float | None = None) -> LogitsSlot:
+        """Wait, asleep, until every rank has published the next iteration.
+
+        Returns its ``iteration``, ``batch`` and ``array``: ``[V, batch]`` or ``[batch, V]``,
+        read-only, in place. Errors are those of :meth:`DispatchReader.receive`.
+        """
+        use = self._ring.receive(timeout)
+        iteration, batch, *_ = self._ring.stamps(use)
+        for rank in range(1, self._ring.layout.ranks):
+            other = self._ring.stamps(use, rank)
+            assert other[:2] == (iteration, batch), f"ranks disagree: {other[:2]}, rank {rank}"
+        array = self._shape.array(self._ring.slot_view(use), batch)
+        self._messages += 1
+        self._bytes += array.nbytes
+        return LogitsSlot(iteration, batch, array)
+
+    def statistics(self) -> ChannelStatistics:
+        """Iterations, bytes, waits, and iterations that are there now."""
+        return ChannelStatistics(
+            messages=self._messages,
+            bytes=self._bytes,
+            waits=self._ring.waits,
+            wait_seconds=self._ring.wait_seconds,
+            depth=max(0, self._ring.depth()),
+        )
+
+    def close(self) -> None:
+        """Leave; writers no longer wait for this reader. Idempotent."""
+        self._ring.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
