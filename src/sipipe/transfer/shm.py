@@ -26,6 +26,7 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from sipipe.errors import ResourceError
 from sipipe.transfer.arena import Arena, slot_bytes
 from sipipe.transfer.errors import LinkClosedError, PeerDiedError, TransferMismatchError
 from sipipe.transfer.records import RECORD_BYTES, Kind, Record, RecordCodec, RecordError
+from sipipe.transfer.shm_connection import PacketConnection
 from sipipe.transfer.structure import Structure
 from sipipe.transfer.transport import Arrival
 
@@ -58,68 +60,6 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size, flags)
 
 
-class _Connection:
-    """A packet socket and the process behind it."""
-
-    def __init__(self, sock: socket.socket, who: str) -> None:
-        self.sock = sock
-        self._who = who
-        self._pidfd = -1
-        pid, uid, _ = struct.unpack(
-            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        )
-        if uid != os.getuid():
-            raise PermissionError(f"{who}: a process of user {uid} connected")
-        if pid != os.getpid():
-            with contextlib.suppress(OSError):  # another pid namespace: the socket must do
-                self._pidfd = os.pidfd_open(pid)
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-        if self._pidfd >= 0:
-            self._poll.register(self._pidfd, select.POLLIN)
-
-    def wait(self, timeout: float) -> bool:
-        """Whether there is something to read within ``timeout`` seconds; raises for a dead peer."""
-        events = dict(self._poll.poll(timeout * 1000))
-        if self.sock.fileno() in events:
-            return True
-        if events:
-            raise self.died()
-        return False
-
-    def receive_into(self, packet: bytearray) -> tuple[int, list[tuple[int, int, bytes]]]:
-        """Bytes of the next packet, 0 at the end, and what came with it.
-
-        A peer that closes with packets unread makes the kernel report a reset first; what it
-        sent before is still there behind it.
-        """
-        for _ in range(2):
-            try:
-                size, ancillary, _, _ = self.sock.recvmsg_into([packet], socket.CMSG_SPACE(4))
-                return size, ancillary
-            except ConnectionResetError:
-                continue
-            except OSError:
-                break
-        return 0, []
-
-    def died(self) -> PeerDiedError:
-        return PeerDiedError(f"{self._who} died; its own log says why")
-
-    def interrupt(self, farewell: bytes) -> None:
-        """Say ``farewell`` and end the connection; the descriptors stay until :meth:`close`."""
-        with contextlib.suppress(OSError):
-            self.sock.send(farewell, socket.MSG_DONTWAIT)
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.sock.close()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-
-
 class ShmSending:
     """The sender's end."""
 
@@ -129,10 +69,10 @@ class ShmSending:
     def __init__(self, endpoint: LinkEndpoint) -> None:
         self._endpoint = endpoint
         self._codec = RecordCodec(endpoint.secret)
-        self._connection: _Connection | None = None
+        self._connection: PacketConnection | None = None
         self._arena: Arena | None = None
         self._packet = bytearray(RECORD_BYTES)
-        self._closed = False
+        self._closed = threading.Event()
 
     def connect(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -143,7 +83,7 @@ class ShmSending:
                 break
             except ConnectionRefusedError:
                 sock.close()
-                if self._closed:
+                if self._closed.is_set():
                     raise LinkClosedError(
                         f"{self._endpoint.describe()}: closed before it connected"
                     ) from None
@@ -157,8 +97,8 @@ class ShmSending:
             except BaseException:
                 sock.close()
                 raise
-        self._connection = _Connection(sock, f"{self._endpoint.describe()}: the next stage")
-        if self._closed:  # interrupt() may have looked before the line above
+        self._connection = PacketConnection(sock, f"{self._endpoint.describe()}: the next stage")
+        if self._closed.is_set():  # interrupt() may have looked before the line above
             self.interrupt()
         self._send(self._codec.pack(Record(Kind.HELLO)))
 
@@ -227,7 +167,7 @@ class ShmSending:
         return slots
 
     def interrupt(self) -> None:
-        self._closed = True
+        self._closed.set()
         if self._connection is not None:
             self._connection.interrupt(self._codec.pack(Record(Kind.BYE)))
 
@@ -244,7 +184,7 @@ class ShmSending:
             else:
                 socket.send_fds(self._connection.sock, [packet], [descriptor])
         except OSError as error:
-            if self._closed:
+            if self._closed.is_set():
                 raise LinkClosedError(f"{self._endpoint.describe()}: closed") from None
             raise self._connection.died() from error
 
@@ -255,12 +195,12 @@ class ShmReceiving:
     def __init__(self, endpoint: LinkEndpoint) -> None:
         self._endpoint = endpoint
         self._codec = RecordCodec(endpoint.secret)
-        self._connection: _Connection | None = None
+        self._connection: PacketConnection | None = None
         self._arena: Arena | None = None
         self._structures: dict[int, Structure] = {}
         self.metadata_messages = 0
         self._packet = bytearray(_MAX_PACKET)
-        self._closed = False
+        self._closed = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind(_address(endpoint))
@@ -293,7 +233,7 @@ class ShmReceiving:
             connection.sock.send(self._codec.pack(Record(Kind.RELEASE, slot)))
 
     def interrupt(self) -> None:
-        self._closed = True
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes a waiting accept
         if self._connection is not None:
@@ -311,14 +251,16 @@ class ShmReceiving:
             return False
         sock, _ = self._listener.accept()
         try:
-            self._connection = _Connection(sock, f"{self._endpoint.describe()}: the previous stage")
+            self._connection = PacketConnection(
+                sock, f"{self._endpoint.describe()}: the previous stage"
+            )
         except PermissionError:
             sock.close()  # not ours: the abstract name is visible to every user of the host
-        if self._closed:  # interrupt() may have looked before the connection was there
+        if self._closed.is_set():  # interrupt() may have looked before the connection was there
             self.interrupt()
         return True
 
-    def _read(self, connection: _Connection) -> Arrival | None:
+    def _read(self, connection: PacketConnection) -> Arrival | None:
         size, ancillary = connection.receive_into(self._packet)
         if size == 0:
             raise connection.died()

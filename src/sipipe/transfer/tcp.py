@@ -22,9 +22,7 @@ a window smaller than a frame would stall the sender); one message for each tens
 from __future__ import annotations
 
 import contextlib
-import hmac
 import queue
-import secrets
 import select
 import socket
 import struct
@@ -37,6 +35,14 @@ from sipipe.transfer.arena import Arena, slot_bytes
 from sipipe.transfer.errors import LinkClosedError, PeerDiedError, TransferMismatchError
 from sipipe.transfer.records import RECORD_BYTES, Kind, Record, RecordCodec, RecordError
 from sipipe.transfer.structure import Structure
+from sipipe.transfer.tcp_stream import (
+    bytes_of,
+    challenge,
+    configure,
+    prove,
+    read_exactly,
+    rest,
+)
 from sipipe.transfer.transport import Arrival
 
 if TYPE_CHECKING:
@@ -47,54 +53,8 @@ if TYPE_CHECKING:
 __all__ = ["TcpReceiving", "TcpSending"]
 
 _SEAL = struct.Struct("<Q")
-_NONCE = 16
-_PROOF = 32
-_HANDSHAKE_SECONDS = 5.0
 _RETRY_SECONDS = 0.05
 _MAX_DESCRIPTION = 1 << 20
-
-
-def _configure(sock: socket.socket) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
-
-
-def _proof(secret: bytes, role: bytes, theirs: bytes, ours: bytes) -> bytes:
-    return hmac.digest(secret, role + theirs + ours, "sha256")
-
-
-def _read_exactly(sock: socket.socket, buffers: list[memoryview]) -> bool:
-    """Fill all ``buffers``; False at the end of the stream."""
-    pending = [buffer for buffer in buffers if len(buffer)]
-    while pending:
-        try:
-            count, _, _, _ = sock.recvmsg_into(pending, 0, socket.MSG_WAITALL)
-        except OSError:
-            return False
-        if count == 0:
-            return False
-        pending = _rest(pending, count)
-    return True
-
-
-def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What remains of ``buffers`` after their first ``count`` bytes."""
-    for index, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[index + 1 :]]
-        count -= len(buffer)
-    return []
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
 class TcpSending:
@@ -110,12 +70,12 @@ class TcpSending:
         self._left: list[memoryview] = []
         self._inbox = bytearray()
         self._writing = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
 
     def connect(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while True:
-            if self._closed:
+            if self._closed.is_set():
                 raise LinkClosedError(f"{self._endpoint.describe()}: closed before it connected")
             try:
                 self._sock = self._dial()
@@ -129,34 +89,22 @@ class TcpSending:
                     ) from None
                 # The receiver's process may take minutes to load its model: ask again.
                 time.sleep(_RETRY_SECONDS)
-        if self._closed:  # interrupt() may have looked before there was a socket
+        if self._closed.is_set():  # interrupt() may have looked before there was a socket
             self.interrupt()
 
     def _dial(self) -> socket.socket:
         sock = socket.create_connection(self._endpoint.address, timeout=2.0)
         try:
-            self._authenticate(sock)
-            _configure(sock)
-            sock.settimeout(None)
+            if not challenge(sock, self._endpoint.secret):
+                raise ResourceError(
+                    f"{self._endpoint.describe()}: what answers at {self._endpoint.address} is not "
+                    "the next stage of this engine; another program uses the port"
+                )
+            configure(sock)
         except BaseException:
             sock.close()
             raise
         return sock
-
-    def _authenticate(self, sock: socket.socket) -> None:
-        sock.settimeout(_HANDSHAKE_SECONDS)
-        nonce = secrets.token_bytes(_NONCE)
-        sock.sendall(nonce)
-        answer = memoryview(bytearray(_NONCE + _PROOF))
-        if not _read_exactly(sock, [answer]):
-            raise ConnectionError("the other side hung up")
-        theirs, proof = bytes(answer[:_NONCE]), bytes(answer[_NONCE:])
-        if not hmac.compare_digest(proof, _proof(self._endpoint.secret, b"receive", nonce, theirs)):
-            raise ResourceError(
-                f"{self._endpoint.describe()}: what answers at {self._endpoint.address} is not "
-                "the next stage of this engine; another program uses the port"
-            )
-        sock.sendall(_proof(self._endpoint.secret, b"send", theirs, nonce))
 
     def announce(self, number: int, structure: Structure) -> None:
         description = structure.encode()
@@ -173,7 +121,7 @@ class TcpSending:
         wait: bool,
     ) -> bool:
         frame = [memoryview(self._codec.pack(record))]
-        frame += [buffer for part in parts if len(buffer := _bytes_of(part))]
+        frame += [buffer for part in parts if len(buffer := bytes_of(part))]
         frame.append(memoryview(_SEAL.pack(record.sequence ^ record.value)))
         self._left = frame
         if wait:
@@ -194,10 +142,10 @@ class TcpSending:
         except BlockingIOError:
             return
         except OSError as error:
-            if self._closed:
+            if self._closed.is_set():
                 raise LinkClosedError(f"{self._endpoint.describe()}: closed") from None
             raise self._died() from error
-        self._left = _rest(self._left, count)
+        self._left = rest(self._left, count)
 
     def collect_releases(self, timeout: float) -> list[int]:
         sock = self._sock
@@ -224,7 +172,7 @@ class TcpSending:
         return slots
 
     def interrupt(self) -> None:
-        self._closed = True
+        self._closed.set()
         sock = self._sock
         if sock is None:
             return
@@ -264,7 +212,7 @@ class TcpReceiving:
         self._arena: Arena | None = None
         self._memory: memoryview | None = None
         self._structures: dict[int, Structure] = {}
-        self._closed = False
+        self._closed = threading.Event()
         self._releasing = threading.Lock()
         self.metadata_messages = 0
         self._inbox: queue.SimpleQueue[Arrival | Exception] = queue.SimpleQueue()
@@ -299,7 +247,7 @@ class TcpReceiving:
             sock.sendall(self._codec.pack(Record(Kind.RELEASE, slot)))
 
     def interrupt(self) -> None:
-        self._closed = True
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         sock = self._sock
@@ -324,7 +272,7 @@ class TcpReceiving:
             if sock is None:
                 return
             self._sock = sock
-            if self._closed:  # interrupt() may have looked before the line above
+            if self._closed.is_set():  # interrupt() may have looked before the line above
                 return
             while True:
                 self._inbox.put(self._read_frame(sock))
@@ -335,31 +283,17 @@ class TcpReceiving:
 
     def _accept(self) -> socket.socket | None:
         # No bound: take() has one, and interrupt() shuts the listener down.
-        while not self._closed:
+        while not self._closed.is_set():
             try:
                 sock, _ = self._listener.accept()
             except OSError:
                 return None
             with contextlib.suppress(OSError):
-                if self._authenticate(sock):
-                    _configure(sock)
-                    sock.settimeout(None)
+                if prove(sock, self._endpoint.secret):
+                    configure(sock)
                     return sock
             sock.close()  # a stranger, or a sender that gave up
         return None
-
-    def _authenticate(self, sock: socket.socket) -> bool:
-        sock.settimeout(_HANDSHAKE_SECONDS)
-        theirs = bytearray(_NONCE)
-        if not _read_exactly(sock, [memoryview(theirs)]):
-            return False
-        secret = self._endpoint.secret
-        nonce = secrets.token_bytes(_NONCE)
-        sock.sendall(nonce + _proof(secret, b"receive", bytes(theirs), nonce))
-        proof = bytearray(_PROOF)
-        if not _read_exactly(sock, [memoryview(proof)]):
-            return False
-        return hmac.compare_digest(bytes(proof), _proof(secret, b"send", nonce, bytes(theirs)))
 
     def _read_frame(self, sock: socket.socket) -> Arrival:
         header = bytearray(RECORD_BYTES)
@@ -397,7 +331,7 @@ class TcpReceiving:
         return Arrival(record, structure, self._arena)
 
     def _fill(self, sock: socket.socket, buffers: list[memoryview]) -> None:
-        if not _read_exactly(sock, buffers):
+        if not read_exactly(sock, buffers):
             raise PeerDiedError(
                 f"{self._endpoint.describe()}: the previous stage died or the network lost it; "
                 "its own log says why"

@@ -1,0 +1,84 @@
+"""A Unix packet socket between two stages of one host, and the process behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+
+from sipipe.transfer.errors import PeerDiedError
+
+__all__ = ["PacketConnection"]
+
+
+class PacketConnection:
+    """Wraps a connected socket; refuses a peer of another user.
+
+    The peer's death is the end of the socket, or the end of its process: a child that the peer
+    forked (a compiler, say) may hold the socket open long after the peer is gone.
+
+    Raises:
+        PermissionError: the peer belongs to another user.
+    """
+
+    def __init__(self, sock: socket.socket, who: str) -> None:
+        self.sock = sock
+        self._who = who
+        self._pidfd = -1
+        pid, uid, _ = struct.unpack(
+            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )
+        if uid != os.getuid():
+            raise PermissionError(f"{who}: a process of user {uid} connected")
+        if pid != os.getpid():
+            with contextlib.suppress(OSError):  # another pid namespace: the socket must do
+                self._pidfd = os.pidfd_open(pid)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        if self._pidfd >= 0:
+            self._poll.register(self._pidfd, select.POLLIN)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether there is something to read within ``timeout`` seconds; raises for a dead peer."""
+        events = dict(self._poll.poll(timeout * 1000))
+        if self.sock.fileno() in events:
+            return True
+        if events:
+            raise self.died()
+        return False
+
+    def receive_into(self, packet: bytearray) -> tuple[int, list[tuple[int, int, bytes]]]:
+        """Bytes of the next packet, 0 at the end, and what came with it.
+
+        A peer that closes with packets unread makes the kernel report a reset first; what it
+        sent before is still there behind it.
+        """
+        for _ in range(2):
+            try:
+                size, ancillary, _, _ = self.sock.recvmsg_into([packet], socket.CMSG_SPACE(4))
+                return size, ancillary
+            except ConnectionResetError:
+                continue
+            except OSError:
+                break
+        return 0, []
+
+    def died(self) -> PeerDiedError:
+        """What to raise when the peer is gone without a farewell."""
+        return PeerDiedError(f"{self._who} died; its own log says why")
+
+    def interrupt(self, farewell: bytes) -> None:
+        """Say ``farewell`` and end the connection; the descriptors stay until :meth:`close`."""
+        with contextlib.suppress(OSError):
+            self.sock.send(farewell, socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        self.sock.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
