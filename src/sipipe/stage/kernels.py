@@ -66,7 +66,7 @@ def spans(
 
 
 @njit(nogil=True, cache=True)
-def _gather_blocks(  # noqa: PLR0917
+def _gather_blocks(
     rows: Any,
     computed: Any,
     scheduled: Any,
