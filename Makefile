@@ -1,0 +1,44 @@
+# What people and CI run. Each target sets .venv up where it is missing or out of date.
+
+PYTHON ?= python3
+BIN := .venv/bin
+BENCHMARKS := $(filter-out harness,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint format bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "benchmarks: $(sort $(subst _,-,$(BENCHMARKS)))"
+
+setup: ## make .venv with the CPU engine (quick when it exists)
+	@$(PYTHON) scripts/setup
+
+demo: setup ## serve a model in two stages, stream completions, measure against stock vLLM
+	@$(BIN)/python scripts/demo.py
+
+test: setup ## the tests, without those that take minutes
+	@$(BIN)/pytest -q
+
+test-all: setup ## all tests, engines included
+	@$(BIN)/pytest -q -m ""
+
+lint: setup ## formatting, lint, types, layers
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+format: setup ## format, and mend what lint can mend
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: setup ## every benchmark, quick form
+	@for name in $(sort $(BENCHMARKS)); do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+
+bench-%: setup ## one benchmark, such as bench-sampling
+	@$(BIN)/python -m benchmarks.$(subst -,_,$*)
+
+clean: ## remove build/, caches and .venv
+	rm -rf build dist .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
