@@ -114,9 +114,9 @@ def lanes(run: Run, detail: int = DETAIL) -> tuple[list[dict[str, Any]], list[st
         wanted.append((11 + 2 * number, "host", name, process.phase(*host)))
     for number, process in enumerate(trace.of("sampler")):
         rows = process.phase(Phase.SAMPLE)
-        wanted.append((100_000 + number, "", process.header.name, rows))
+        wanted.append((100_000 + number, process.header.name, "", rows))
     if trace.executor is not None:
-        wanted.append((0, "", "executor", trace.executor.records))
+        wanted.append((0, "executor", "", trace.executor.records))
     wanted.sort(key=lambda lane: lane[0] < 100_000)
     for place, name, group, records in wanted:
         if len(records) > left:

@@ -1,0 +1,86 @@
+// Curves: cumulative distributions and utilization over time.
+
+const plots = [];
+
+function plot(host, heading, series, options) {
+  const holder = document.createElement("div");
+  holder.append(Object.assign(document.createElement("h3"), { textContent: `${heading} (${options.unit})` }));
+  const body = document.createElement("div");
+  holder.append(body);
+  host.append(holder);
+  const tables = series.map((s) => [s.x, s.y]);
+  const joined = tables.length > 1 ? uPlot.join(tables) : tables[0];
+  const entry = { body, chart: null };
+  entry.build = () => {
+    entry.chart?.destroy();
+    entry.chart = new uPlot({
+      width: body.clientWidth, height: 230, padding: [8, 12, 0, 0],
+      scales: { x: { time: false, range: options.x }, y: { range: options.y } },
+      cursor: { y: false, drag: { x: true, y: false } },
+      legend: { live: true },
+      series: [
+        { label: "", value: (u, v) => (v == null ? "" : options.format(v)) },
+        ...series.map((s) => ({
+          label: s.label, stroke: () => s.colour(), width: s.width || 1.75, dash: s.dash, spanGaps: true, points: { show: false },
+          value: (u, v) => (v == null ? "" : options.value(v)),
+        })),
+      ],
+      axes: [
+        { stroke: () => colours.muted, grid: { stroke: () => colours.grid }, ticks: { show: false }, size: 30,
+          font: '12px system-ui, "DejaVu Sans", sans-serif' },
+        { stroke: () => colours.muted, grid: { stroke: () => colours.grid }, ticks: { show: false }, size: 46, values: (u, splits) => splits.map(options.value),
+          font: '12px system-ui, "DejaVu Sans", sans-serif' },
+      ],
+    }, joined, body);
+  };
+  plots.push(entry);
+  entry.build();
+}
+
+const runColour = (number) => () => (number === 0 ? colours.accent : colours.kind[1]);
+const percent = (v) => Math.round(v * 100) + "%";
+
+// From 0, or from just below the smallest value, to a little beyond the 99th percentile.
+function cdfRange(curves) {
+  const far = Math.max(...curves.map((c) => c.x[c.y.findIndex((y) => y >= 0.99)] ?? 1));
+  const near = Math.min(...curves.map((c) => c.x[0] ?? 0));
+  return () => [near > far / 2 ? near * 0.95 : 0, far * 1.08];
+}
+
+function drawCdfs(host) {
+  const common = { y: () => [0, 1], value: percent, unit: "ms", format: (v) => v.toFixed(3) + " ms" };
+  for (const [key, heading] of [["iteration", "Iteration time"], ["tpot", "Time per output token"]]) {
+    const series = data.runs.map((run, number) => ({ ...run.cdf[key], label: run.summary.label, colour: runColour(number), width: 2 })).filter((s) => s.x.length);
+    if (series.length) plot(host, heading, series, { ...common, x: cdfRange(series) });
+  }
+  const series = [];
+  data.runs.forEach((run, number) => Object.entries(run.cdf.forward).forEach(([name, curve], stage) => {
+    if (!curve.x.length) return;
+    series.push({ ...curve, label: (data.runs.length > 1 ? ["A ", "B "][number] : "") + name, colour: () => colours.slot[stage % SLOTS], dash: number ? [5, 4] : undefined });
+  }));
+  if (series.length && series.length <= 24) plot(host, "Forward time by stage" + (data.runs.length > 1 ? " (B dashed)" : ""), series, { ...common, x: cdfRange(series) });
+}
+
+function average(curves) {
+  return curves[0].map((_, i) => curves.reduce((sum, c) => sum + c[i], 0) / curves.length);
+}
+
+function drawUtilization(host) {
+  const whole = () => [0, view.total];
+  const common = { x: whole, unit: "over seconds", format: (v) => v.toFixed(2) + " s" };
+  const device = [], cores = [];
+  data.runs.forEach((run, number) => {
+    const { t, device: stages, cores: used } = run.utilization, dash = number ? [5, 4] : undefined;
+    const mark = data.runs.length > 1 ? ` · ${run.summary.label}` : "";
+    const entries = Object.entries(stages);
+    if (data.runs.length === 1 && entries.length > 1 && entries.length <= 16)
+      entries.forEach(([name, y], stage) => device.push({ x: t, y, label: name, colour: () => colours.slot[stage % SLOTS], width: 1 }));
+    if (entries.length) device.push({ x: t, y: average(entries.map((e) => e[1])), label: "all stages" + mark, colour: data.runs.length > 1 ? runColour(number) : () => colours.ink, width: 2 });
+    for (const [role, colour] of [["stage", 0], ["sampler", 1], ["executor", 2]]) {
+      const own = Object.entries(used).filter(([name]) => name.startsWith(role)).map((e) => e[1]);
+      if (own.length) cores.push({ x: t, y: average(own).map((v) => v * own.length), label: (role === "executor" ? role : role + "s") + mark, colour: () => colours.slot[colour], dash });
+    }
+  });
+  if (device.length) plot(host, "Device busy", device, { ...common, y: () => [0, 1], value: percent });
+  if (cores.length) plot(host, "CPU cores in use", cores, { ...common, y: (u, low, high) => [0, Math.max(0.1, high * 1.1)], value: (v) => v.toFixed(2) });
+}
