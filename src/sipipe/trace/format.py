@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from sipipe.errors import SiPipeError
 from sipipe.trace.phases import ROLES
 
 MAGIC = b"SIPTRACE"
@@ -51,7 +52,7 @@ CLOCK = 255
 _PREFIX = struct.Struct("<8sII")
 
 
-class TraceError(Exception):
+class TraceError(SiPipeError):
     """A trace that cannot be written or used; the message is one line for the user."""
 
 

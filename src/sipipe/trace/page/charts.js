@@ -19,7 +19,7 @@ function plot(host, heading, series, options) {
       cursor: { y: false, drag: { x: true, y: false } },
       legend: { live: true },
       series: [
-        { label: "", value: (u, v) => (v == null ? "" : options.format(v)) },
+        { label: "at", value: (u, v) => (v == null ? "" : options.format(v)) },
         ...series.map((s) => ({
           label: s.label, stroke: () => s.colour(), width: s.width || 1.75, dash: s.dash, spanGaps: true, points: { show: false },
           value: (u, v) => (v == null ? "" : options.value(v)),

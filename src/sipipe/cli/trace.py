@@ -1,0 +1,198 @@
+"""``sipipe trace``: what a recorded trace says, as a page, a table, JSON, CSV or for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sipipe.cli.parser import make_parser
+from sipipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sipipe.trace.summary import Run
+
+__all__ = ["add_arguments", "main", "run"]
+
+EPILOG = """\
+  sipipe serve MODEL --pp 2 --trace traces/ours      record (Ctrl-C ends the trace)
+  sipipe trace report traces/ours                    writes traces/ours/report.html
+  sipipe trace report traces/ours --against traces/stock --output compare.html
+  sipipe trace export traces/ours --perfetto ours.json.gz
+  sipipe trace example /tmp/example                  two made-up traces, to look at the report
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``sipipe trace``."""
+    commands = parser.add_subparsers(dest="action", metavar="report|export|example")
+
+    report = commands.add_parser("report", help="account for the bubbles; write a page")
+    report.add_argument("directory", metavar="DIR", help="directory of the trace")
+    report.add_argument("--against", metavar="DIR", help="a second trace, shown beside the first")
+    report.add_argument(
+        "--output", "-o", metavar="FILE", help="the page (default: DIR/report.html)"
+    )
+    report.add_argument("--json", action="store_true", help="print figures as JSON, write no page")
+    report.add_argument("--csv", action="store_true", help="print the bubbles as CSV, no page")
+    report.add_argument(
+        "--detail",
+        metavar="N",
+        help="most intervals in a page (default: 4000000, about 12 MB); beyond, hosts' lanes go",
+    )
+    _window(report)
+
+    export = commands.add_parser("export", help="convert a trace for another program")
+    export.add_argument("directory", metavar="DIR", help="directory of the trace")
+    export.add_argument(
+        "--perfetto",
+        metavar="FILE",
+        required=True,
+        help="Chrome trace JSON for ui.perfetto.dev; compressed if FILE ends in .gz",
+    )
+    _window(export)
+
+    example = commands.add_parser("example", help="write two made-up traces to look at")
+    example.add_argument("directory", metavar="DIR", help="gets DIR/sipipe and DIR/stock")
+    example.add_argument("--stages", metavar="N", default="4", help="pipeline stages (4)")
+    example.add_argument("--iterations", metavar="N", default="2000", help="iterations (2000)")
+
+
+def _window(parser: argparse.ArgumentParser) -> None:
+    for name, word in (("from", "begin"), ("to", "end")):
+        parser.add_argument(
+            f"--{name}", dest=word, metavar="SECONDS", help=f"{word} of the part (default: all)"
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``sipipe trace``; returns the exit status."""
+    parser = make_parser("trace", __doc__.split("\n", 1)[0].split(": ", 1)[1], epilog=EPILOG)
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.action is None:
+        parser.print_help()
+        return 2
+    return run(args)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the parsed arguments say."""
+    actions = {"report": _report, "export": _export, "example": _example}
+    return actions[args.action](args)
+
+
+def _number(args: argparse.Namespace, name: str, option: str) -> float | None:
+    value = getattr(args, name, None)
+    if value is None:
+        return None
+    try:
+        number = float(value)
+        if number < 0:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f'{option} must be a number of 0 or more, not "{value}"') from None
+    return number
+
+
+def _load(directory: str, args: argparse.Namespace) -> Run:
+    from sipipe.trace.reader import read_trace
+    from sipipe.trace.summary import Run
+
+    trace = read_trace(directory)
+    for warning in trace.warnings:
+        print(f"sipipe: {warning}", file=sys.stderr)
+    return Run(trace, _number(args, "begin", "--from"), _number(args, "end", "--to"))
+
+
+def _report(args: argparse.Namespace) -> int:
+    runs = [_load(args.directory, args)]
+    if args.against is not None:
+        runs.append(_load(args.against, args))
+    if args.json and args.csv:
+        raise ConfigError("--json and --csv both print; give one of them")
+    if args.json:
+        found: list[dict[str, Any]] = [r.summary() for r in runs]
+        json.dump({"runs": found}, sys.stdout, indent=1)
+        print()
+        return 0
+    if args.csv:
+        from sipipe.trace.export import write_csv
+
+        write_csv(runs, sys.stdout)
+        return 0
+    from sipipe.trace.encode import DETAIL
+    from sipipe.trace.report import render
+
+    detail = _number(args, "detail", "--detail")
+    path = Path(args.output or Path(args.directory) / "report.html")
+    page = render(runs, DETAIL if detail is None else int(detail))
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}") from None
+    _print_bubbles(runs)
+    print(f"written to {path} ({len(page) / 1e6:.1f} MB)")
+    return 0
+
+
+def _print_bubbles(runs: list[Run]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from sipipe.trace.accounting import KINDS
+
+    for one in runs:
+        summary = one.summary()
+        table = Table(
+            title=f"{summary['label']}: {summary['iterations']:,} iterations in "
+            f"{summary['wall_s']:.2f} s, {summary['tokens_per_s']:,.0f} tokens/s",
+        )
+        table.add_column("stage")
+        for kind in KINDS:
+            table.add_column(kind.replace("_", " "), justify="right")
+        rows = [
+            (f"{s['stage']}" + (f".{s['rank']}" if s["rank"] else ""), s["share"])
+            for s in summary["stage_table"]
+        ]
+        for name, share in [*rows, ("all", summary["share"])]:
+            table.add_row(name, *(f"{share[kind]:.1%}" for kind in KINDS))
+        Console().print(table)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from sipipe.trace.export import write_perfetto
+
+    path = Path(args.perfetto)
+    count = write_perfetto(_load(args.directory, args), path)
+    print(f"{count:,} slices written to {path}; open it at https://ui.perfetto.dev")
+    return 0
+
+
+def _example(args: argparse.Namespace) -> int:
+    from sipipe.trace.example import Example, write_example
+
+    for name, least in (("stages", 1), ("iterations", 10)):
+        value = getattr(args, name)
+        if not value.isdecimal() or int(value) < least:
+            raise ConfigError(f'--{name} must be a whole number of {least} or more, not "{value}"')
+    stages, iterations = int(args.stages), int(args.iterations)
+    base = Path(args.directory)
+    for name, stock in (("sipipe", False), ("stock", True)):
+        spec = Example(
+            stages=stages,
+            iterations=iterations,
+            stock=stock,
+            inflight=stages if stock else stages + 1,
+        )
+        try:
+            write_example(base / name, spec)
+        except OSError as error:
+            raise ConfigError(f"{base / name}: {error.strerror}") from None
+    print(
+        f"two made-up traces; now: sipipe trace report {base / 'sipipe'} --against {base / 'stock'}"
+    )
+    return 0
