@@ -9,7 +9,7 @@ docs/planner.md, extended by what the paper is about: sampling, preparation, han
 ... )
 >>> plan = make_plan(load_model("llama-3.1-405b"), cluster, Workload(input=1000, output=300))
 >>> (plan.best.p, plan.best.t)
-(2, 8)
+(4, 4)
 """
 
 from sipipe.planner.costs import Costs, DatasheetCosts

@@ -32,7 +32,7 @@ def roofline(compute: float, memory: float, sharpness: float) -> float:
     larger, smaller = max(compute, memory), min(compute, memory)
     if smaller == 0.0:
         return larger
-    return larger * (1.0 + (smaller / larger) ** sharpness) ** (1.0 / sharpness)
+    return larger * math.pow(1.0 + math.pow(smaller / larger, sharpness), 1.0 / sharpness)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,8 @@ class ForwardTime:
     @property
     def total(self) -> float:
         """The device's time for the model's own work."""
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+        layers = self.compute + self.weights + self.attention
+        return layers + self.overhead + self.all_reduce + self.logits
 
 
 class Costs(Protocol):
@@ -65,7 +66,7 @@ class Costs(Protocol):
         """CPU time to make the inputs of one microbatch."""
         ...
 
-    def transfer(self, engine: Engine, stage: Stage) -> float:
+    def transfer(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
         """Time a stage loses on a hand-over beyond moving the bytes."""
         ...
 
@@ -89,8 +90,17 @@ class Costs(Protocol):
         """Scheduler, messages and update of one iteration."""
         ...
 
-    def unmeasured(self, p: int, t: int, work: Microbatch) -> tuple[str, ...]:
-        """What of this configuration the costs were never checked against; empty: nothing."""
+    def shared_cores(self) -> tuple[int, int]:
+        """Where devices are CPUs, and so compete with samplers and scheduler: the cores of all
+        hosts, and those of one device. (0, 0) for accelerators."""
+        ...
+
+    def outside(self, p: int, t: int, work: Microbatch) -> tuple[str, ...]:
+        """Why a prediction would leave what the costs were calibrated on; empty: it does not."""
+        ...
+
+    def notes(self, p: int, t: int) -> tuple[str, ...]:
+        """What to know about a prediction that does not."""
         ...
 
 
@@ -181,8 +191,9 @@ class DatasheetCosts:
         each = engine.preparation_sequence_us + (engine.readd_us if stage.stages > 1 else 0.0)
         return (engine.preparation_us + each * work.batch) * _MICRO
 
-    def transfer(self, engine: Engine, stage: Stage) -> float:
+    def transfer(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
         """See :class:`Costs`."""
+        del work  # the bytes are in :meth:`hop`
         return engine.transfer_us * _MICRO if stage.stages > 1 else 0.0
 
     def hop(self, stage: Stage, work: Microbatch) -> float:
@@ -216,7 +227,18 @@ class DatasheetCosts:
         """See :class:`Costs`."""
         return (engine.schedule_us + engine.schedule_sequence_us * work.batch) * _MICRO
 
-    def unmeasured(self, p: int, t: int, work: Microbatch) -> tuple[str, ...]:
-        """Data sheets are checked against nothing, which the report says once, not per row."""
+    def shared_cores(self) -> tuple[int, int]:
+        """See :class:`Costs`."""
+        if self.cluster.device.kind == "gpu":
+            return 0, 0
+        return self.cluster.cores_per_host * self.cluster.hosts, max(1, self.cluster.device.cores)
+
+    def outside(self, p: int, t: int, work: Microbatch) -> tuple[str, ...]:
+        """Data sheets are calibrated on nothing, which the report says once, not per row."""
         del p, t, work
+        return ()
+
+    def notes(self, p: int, t: int) -> tuple[str, ...]:
+        """See :meth:`outside`."""
+        del p, t
         return ()

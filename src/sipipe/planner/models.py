@@ -8,6 +8,7 @@ there is one code path, and their published parameter counts are only compared w
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 __all__ = ["Attention", "MixtureOfExperts", "ModelFacts"]
@@ -91,7 +92,8 @@ class MixtureOfExperts:
         With uniform routing one expert is missed by one token with probability
         ``1 - chosen / experts``, by all of them with that to the power of ``tokens``.
         """
-        return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** tokens)
+        missed = math.pow(1.0 - self.chosen / self.experts, tokens)
+        return self.experts * (1.0 - missed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

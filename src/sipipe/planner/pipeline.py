@@ -161,7 +161,7 @@ def iterate(
             StageTime(
                 forward=forward,
                 preparation=engine.exposed * costs.preparation(engine, stage, work),
-                transfer=costs.transfer(engine, stage)
+                transfer=costs.transfer(engine, stage, work)
                 + engine.blocking * moved
                 + waiting * forward.total,
                 sampling=costs.device_sampling(work) if on_device and stage is last else 0.0,
@@ -180,6 +180,16 @@ def iterate(
         stations["logits copy"] = costs.logits_copy(last, work)
         stations["CPU sampling"] = costs.host_sampling(work, samplers)
         round_trip += stations["logits copy"] + stations["CPU sampling"]
+    cores, each = costs.shared_cores()
+    if cores:
+        on_cores = placement.t * sum(
+            each * (time.forward.total + time.sampling) + time.transfer for time in stages
+        )
+        on_cores += placement.t * sum(
+            costs.preparation(engine, stage, work) for stage in placement.stages
+        )
+        on_cores += schedule + (0.0 if on_device else costs.host_sampling(work, 1))
+        stations["CPU cores"] = on_cores / cores
     stations[_ROUND_TRIP] = round_trip / inflight
     period = max(stations.values())
     if placement.p > 1:

@@ -33,7 +33,7 @@ class Prediction:
     capped_by: str
     """What keeps the batch from growing."""
     unmeasured: tuple[str, ...] = ()
-    """What of this configuration a calibration never saw."""
+    """What of this configuration a calibration never saw; empty for data sheets."""
 
     @property
     def throughput(self) -> float:
@@ -277,7 +277,7 @@ def predict(
 
     def outside(batch: int) -> tuple[str, ...]:
         work = workload.microbatch(math.ceil(batch / min(inflight, batch)))
-        return costs.unmeasured(placement.p, placement.t, work)
+        return costs.outside(placement.p, placement.t, work)
 
     cap, why = _batch_cap(memory, workload, inflight)
     if workload.fixed_batch is not None:
@@ -306,7 +306,10 @@ def predict(
         iteration=run(batch),
         batch=batch,
         capped_by=why,
-        unmeasured=outside(batch),
+        unmeasured=(
+            *(f"extrapolated: {reason}" for reason in outside(batch)),
+            *costs.notes(placement.p, placement.t),
+        ),
     )
 
 

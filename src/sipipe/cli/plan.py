@@ -1,0 +1,335 @@
+"""``sipipe plan``: rank pipeline and tensor degrees for a model, a cluster and a latency budget."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sipipe.cli.parser import make_parser
+from sipipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sipipe.planner import Choice, Cluster, ModelFacts, Plan, Prediction, Workload
+    from sipipe.planner.calibration import Calibration
+
+__all__ = ["add_arguments", "main", "run"]
+
+EPILOG = """\
+  sipipe plan llama-3.1-70b --gpu h100 --hosts 2 --gpus-per-host 8 --tpot-slo 50ms
+  sipipe plan ./my-model --gpu l40s --gpus-per-host 4 --input 2000 --output 200 --json
+  sipipe plan --list
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``sipipe plan``."""
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="built-in name, config.json, or its directory")
+    add("--list", action="store_true", help="list the built-in models and devices, and stop")
+    group = parser.add_argument_group("cluster")
+    add = group.add_argument
+    add("--gpu", metavar="NAME", help="device of every host, such as h100 (see --list)")
+    add("--hosts", default="1", metavar="N", help="hosts (default: 1)")
+    add("--gpus-per-host", default="8", metavar="N", help="devices of a host (default: 8)")
+    add("--memory", metavar="GIB", help="memory of one device instead of the built-in value")
+    add("--network", default="400G", metavar="RATE", help="one adapter between hosts, Gb/s (400G)")
+    add("--adapters", default="1", metavar="N", help="such adapters per host (default: 1)")
+    add("--cores", metavar="N", help="CPU cores of a host (default: 96, or the sockets' own)")
+    group = parser.add_argument_group("workload")
+    add = group.add_argument
+    add("--tpot-slo", metavar="TIME", help="budget of the mean time per output token, e.g. 50ms")
+    add("--input", default="1000", metavar="TOKENS", help="prompt tokens (default: 1000)")
+    add("--output", default="300", metavar="TOKENS", help="output tokens (default: 300)")
+    add(
+        "--sampling",
+        default="all",
+        metavar="KIND",
+        help="greedy, temperature, top-p, or all: with top-k, min-p and penalties (default: all)",
+    )
+    add("--batch", metavar="N", help="running sequences; default: the best number within limits")
+    add("--max-num-seqs", default="1024", metavar="N", help="most running sequences (1024)")
+    add("--max-num-batched-tokens", default="8192", metavar="N", help="of a microbatch (8192)")
+    add("--gpu-memory-utilization", default="0.9", metavar="SHARE", help="default: 0.9")
+    add("--weight-bits", metavar="BITS", help="bits per weight instead of what the config says")
+    add("--kv-cache-dtype", default="auto", metavar="auto|fp8", help="default: auto")
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add("--inflight", metavar="N", help="microbatches in flight (default: the better of p, p + 1)")
+    add("--samplers", metavar="N", help="CPU samplers (default: as many as pay and are free)")
+    add(
+        "--baseline",
+        default="vllm",
+        metavar="NAME",
+        help="compared with: vllm (synchronous, the paper's) or vllm-async (default: vllm)",
+    )
+    group = parser.add_argument_group("calibration")
+    add = group.add_argument
+    add("--calibrate", metavar="DIR", action="append", help="fit to the trace of a run of MODEL")
+    add("--extrapolate", action="store_true", help="predict outside the trace's range, marked")
+    group = parser.add_argument_group("output")
+    add = group.add_argument
+    add("--json", action="store_true", help="everything as JSON instead of the table")
+    add("--plot", metavar="FILE", help="draw throughput and TPOT over (p, t) into an .svg file")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of the subcommand; returns the exit status."""
+    parser = make_parser(
+        "plan",
+        "Predict throughput and latency of every pipeline and tensor degree, and rank them.",
+        epilog=EPILOG,
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: a deployment was found. 1: nothing fits or meets the budget; the table says why."""
+    if args.list:
+        _list()
+        return 0
+    from sipipe.planner import load_model, make_plan
+    from sipipe.planner.quantities import count
+
+    for option, value in (("MODEL", args.model), ("--gpu", args.gpu)):
+        if value is None:
+            raise ConfigError(f"plan: {option} is missing (sipipe plan --list shows the names)")
+    plot = _plot_path(args.plot)
+    bits = None if args.weight_bits is None else _positive("--weight-bits", args.weight_bits)
+    facts = load_model(args.model, weight_bits=bits)
+    cluster, workload = _cluster(args), _workload(args, facts)
+    calibration = None
+    if args.calibrate:
+        from sipipe.cli.plan_traces import calibrate_from_traces
+
+        calibration = calibrate_from_traces(args.calibrate, facts, cluster, workload)
+    plan = make_plan(
+        facts,
+        cluster,
+        workload,
+        costs=calibration,
+        baseline=args.baseline,
+        inflight=None if args.inflight is None else count("--inflight", args.inflight),
+        samplers=None if args.samplers is None else count("--samplers", args.samplers),
+        extrapolate=args.extrapolate,
+    )
+    if plot is not None:
+        _write_plot(plot, plan)
+    if args.json:
+        _print_json(plan, calibration)
+    else:
+        _print_tables(plan, calibration)
+        if plot is not None:
+            print(f"drawn: {plot}")
+    return 0 if plan.best else 1
+
+
+def _positive(option: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value > 0 and math.isfinite(value)):
+        raise ConfigError(f"{option}: expected a number above 0, not {text[:60]!r}")
+    return value
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    from sipipe.planner import Cluster, device, network
+    from sipipe.planner.quantities import count, gigabits_per_second
+
+    memory = None if args.memory is None else _positive("--memory", args.memory)
+    chosen = device(args.gpu, memory_gib=memory)
+    per_host = count("--gpus-per-host", args.gpus_per_host)
+    cores = chosen.cores * per_host or 96
+    return Cluster(
+        device=chosen,
+        hosts=count("--hosts", args.hosts),
+        devices_per_host=per_host,
+        network=network(
+            gigabits_per_second("--network", args.network), count("--adapters", args.adapters)
+        ),
+        cores_per_host=cores if args.cores is None else count("--cores", args.cores),
+    )
+
+
+def _workload(args: argparse.Namespace, facts: ModelFacts) -> Workload:
+    from sipipe.planner import Workload, samplings
+    from sipipe.planner.quantities import count, fraction, seconds
+
+    if args.sampling not in samplings():
+        raise ConfigError(f"--sampling must be one of {', '.join(samplings())}")
+    if args.kv_cache_dtype not in ("auto", "fp8"):
+        raise ConfigError(f"--kv-cache-dtype must be auto or fp8, not {args.kv_cache_dtype!r}")
+    workload = Workload(
+        input=count("--input", args.input, least=0),
+        output=count("--output", args.output),
+        tpot_slo=math.inf if args.tpot_slo is None else seconds("--tpot-slo", args.tpot_slo),
+        max_num_seqs=count("--max-num-seqs", args.max_num_seqs),
+        max_num_batched_tokens=count("--max-num-batched-tokens", args.max_num_batched_tokens),
+        sampling=args.sampling,
+        memory_utilization=fraction("--gpu-memory-utilization", args.gpu_memory_utilization),
+        kv_element_bytes=1.0 if args.kv_cache_dtype == "fp8" else None,
+        fixed_batch=None if args.batch is None else count("--batch", args.batch),
+    )
+    if 0 < facts.context_length < workload.longest:
+        raise ConfigError(
+            f"--input {workload.input} and --output {workload.output} are together over the "
+            f"model's context length of {facts.context_length:,}"
+        )
+    return workload
+
+
+def _plot_path(name: str | None) -> Path | None:
+    if name is None:
+        return None
+    path = Path(name)
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"--plot draws SVG: name the file .svg, not {name!r}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot: no directory {path.parent}")
+    return path
+
+
+def _write_plot(path: Path, plan: Plan) -> None:
+    from sipipe.planner.chart import draw
+
+    try:
+        path.write_text(draw(plan), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--plot: cannot write {path}: {error.strerror}") from None
+
+
+def _list() -> None:
+    from sipipe.planner import builtin_models, device, devices, load_model
+
+    print("models")
+    for name in builtin_models():
+        facts = load_model(name)
+        active = "" if facts.moe is None else f", {facts.active_parameters / 1e9:.1f}B active"
+        print(f"  {name:<18} {facts.parameters / 1e9:7.1f}B{active}  {facts.layers} layers")
+    print("devices")
+    for name in devices():
+        found = device(name)
+        print(
+            f"  {name:<18} {found.name}: {found.memory_gib:g} GiB, {found.memory_gbs:g} GB/s, "
+            f"{found.bf16_tflops:g} TFLOPS BF16, {found.link.name}"
+        )
+
+
+def _print_json(plan: Plan, calibration: Calibration | None) -> None:
+    from sipipe.planner.report import to_json
+
+    fits = {} if calibration is None else {"calibration": calibration.to_dict()}
+    sys.stdout.write(to_json(plan, **fits) + "\n")
+
+
+def _print_tables(plan: Plan, calibration: Calibration | None) -> None:
+    from rich.console import Console
+
+    from sipipe.planner.report import serve_commands
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=140)
+    facts, cluster = plan.facts, plan.cluster
+    kv = facts.kv_bytes_per_token(plan.workload.kv_element_bytes) / 1024
+    between = (
+        f", {cluster.network.adapters} x {cluster.network.gigabits:g} Gb/s between hosts"
+        if cluster.hosts > 1
+        else ""
+    )
+    console.print(
+        f"{facts.name}: {facts.parameters / 1e9:.1f}B parameters, {facts.layers} layers, "
+        f"{kv:.0f} KiB of KV cache a token"
+    )
+    console.print(
+        f"{cluster.hosts} host(s) of {cluster.devices_per_host} x {cluster.device.name}, "
+        f"{cluster.device.link.name}{between}"
+    )
+    if calibration is not None:
+        console.print(_fit_table(calibration))
+    if plan.choices:
+        console.print(_choice_table(plan))
+    if plan.rejected:
+        console.print("ruled out:")
+        for reject in plan.rejected:
+            console.print(f"  P{reject.p}T{reject.t}  {reject.reason}", markup=False)
+    if plan.best is None:
+        console.print("no (p, t) of this cluster serves this workload")
+        return
+    notes = sorted({note for c in plan.choices for note in c.best.unmeasured})
+    for note in notes:
+        console.print(f"* {note}", markup=False)
+    if calibration is None:
+        console.print(
+            "predicted from data sheets, checked against nothing of yours: compare rows, and "
+            "calibrate (--calibrate DIR) before relying on a number"
+        )
+    console.print()
+    for command in serve_commands(plan, plan.best):
+        print(command)
+
+
+def _choice_table(plan: Plan) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("p", "t", "tok/s", "TPOT ms", "running", "KV tokens", "idle"):
+        table.add_column(name, justify="right")
+    table.add_column("limited by")
+    for name in ("baseline tok/s", "TPOT ms", "idle", "gain"):
+        table.add_column(name, justify="right")
+    for choice in plan.choices:
+        table.add_row(*_cells(choice))
+    return table
+
+
+def _cells(choice: Choice) -> list[str]:
+    from sipipe.planner.report import limits
+
+    def shown(prediction: Prediction | None) -> list[str]:
+        if prediction is None:
+            return ["over budget", "", ""]
+        idle = prediction.iteration.bubbles.total
+        return [f"{prediction.throughput:,.0f}", f"{prediction.tpot * 1e3:.1f}", f"{idle:.0%}"]
+
+    rate, delay, idle = shown(choice.best)
+    mark = " *" if choice.best.unmeasured else ""
+    gain = "" if choice.gain is None else f"{choice.gain:.2f}x"
+    return [
+        str(choice.p),
+        str(choice.t),
+        rate,
+        delay,
+        f"{choice.best.batch:,}",
+        f"{choice.memory.kv_tokens:,}",
+        idle,
+        limits(choice.best) + mark,
+        *shown(choice.baseline),
+        gain,
+    ]
+
+
+def _fit_table(calibration: Calibration) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", title="calibration")
+    table.add_column("phase")
+    for name in ("records", "mean ms", "median error", "90 % error", "batch seen"):
+        table.add_column(name, justify="right")
+    for fit in calibration.fits.values():
+        low, high = fit.batch_range
+        table.add_row(
+            fit.phase,
+            f"{fit.count:,}",
+            f"{fit.mean_seconds * 1e3:.3f}",
+            f"{fit.median_error:.0%}",
+            f"{fit.high_error:.0%}",
+            f"{low:g}-{high:g}",
+        )
+    return table

@@ -1,0 +1,120 @@
+"""Fitting non-negative coefficients to measured times.
+
+A time is modelled as a sum of a few terms with physical meaning (per call, per sequence, per
+product, ...), each with a coefficient of zero or more, since no term can save time. There are at
+most five terms, so the exact non-negative least-squares solution is found by trying every subset
+of them; among subsets that are about as good, the smallest wins, because a trace with one batch
+size cannot tell terms apart that grow together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Fit", "fit_terms", "group_means"]
+
+Array = npt.NDArray[np.float64]
+
+_TOLERANCE = 1.02
+"""A subset is about as good when its weighted residual is within this factor of the best."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """One phase's fitted terms and how well they predict what they were not fitted to."""
+
+    phase: str
+    terms: tuple[str, ...]
+    coefficients: tuple[float, ...]
+    """Seconds per unit of each term."""
+    count: int
+    """Records used."""
+    dropped: int
+    """Records left out as far outliers (first calls, compilation)."""
+    mean_seconds: float
+    median_error: float
+    """Median relative error on the half of the records that was held out."""
+    high_error: float
+    """Its 90th percentile."""
+    batch_range: tuple[float, float]
+    tokens_range: tuple[float, float]
+
+    def seconds(self, **terms: float) -> float:
+        """The predicted time for the value of each term; terms the trace lacked are ignored."""
+        return float(
+            sum(
+                coefficient * terms[name]
+                for name, coefficient in zip(self.terms, self.coefficients, strict=True)
+            )
+        )
+
+    def part(self, term: str, value: float) -> float:
+        """The share of one term, seconds."""
+        if term not in self.terms:
+            return 0.0
+        return self.coefficients[self.terms.index(term)] * value
+
+
+def group_means(
+    keys: Sequence[tuple[float, ...]], seconds: Array, *, outlier: float = 10.0
+) -> tuple[list[tuple[float, ...]], Array, Array, int]:
+    """Mean time of the records that share a key.
+
+    A record over ``outlier`` times its group's median is left out: a compilation, not a cost.
+
+    Returns:
+        The distinct keys, their mean seconds, how many records each has, and how many were
+        left out.
+    """
+    groups: dict[tuple[float, ...], list[float]] = {}
+    for key, value in zip(keys, seconds, strict=True):
+        groups.setdefault(key, []).append(float(value))
+    means, counts, dropped = [], [], 0
+    for values in groups.values():
+        array = np.asarray(values)
+        kept = array[array <= outlier * np.median(array)]
+        dropped += len(array) - len(kept)
+        means.append(kept.mean())
+        counts.append(len(kept))
+    return list(groups), np.asarray(means), np.asarray(counts, dtype=np.float64), dropped
+
+
+def fit_terms(matrix: Array, seconds: Array, weights: Array) -> Array:
+    """Coefficients of 0 or more that minimize the weighted relative error.
+
+    Args:
+        matrix: [records, terms] value of each term.
+        seconds: [records] measured times, above 0.
+        weights: [records] how many observations each row stands for.
+
+    Returns:
+        [terms] coefficients; 0 for a term that is not needed.
+    """
+    scale = np.sqrt(weights) / seconds
+    rows, target = matrix * scale[:, None], np.sqrt(weights)
+    columns = matrix.shape[1]
+    found: list[tuple[float, int, Array]] = []
+    for size in range(1, columns + 1):
+        for subset in itertools.combinations(range(columns), size):
+            part = rows[:, subset]
+            spread = np.abs(part).max(axis=0)
+            if not spread.all():
+                continue
+            solution, *_ = np.linalg.lstsq(part / spread, target, rcond=1e-9)
+            if (solution < 0).any():
+                continue
+            coefficients = np.zeros(columns)
+            coefficients[list(subset)] = solution / spread
+            residual = float(np.linalg.norm(rows @ coefficients - target))
+            found.append((residual, size, coefficients))
+    if not found:
+        return np.zeros(columns)
+    best = min(residual for residual, _, _ in found)
+    floor = 1e-9 * float(np.linalg.norm(target))
+    close = [entry for entry in found if entry[0] <= best * _TOLERANCE + floor]
+    return min(close, key=lambda entry: (entry[1], entry[0]))[2]
