@@ -60,18 +60,18 @@ class ModelInput:
     slot: int
     version: int
     req_ids: list[str]
-    """[B] the microbatch in batch order. Not to be changed: it is the slot's own list."""
+    """[B] the microbatch in batch order: the scheduling order, except where the attention backend
+    wants decodes in front. Not to be changed: it is the slot's own list."""
     num_reqs: int = 0
     num_tokens: int = 0
     num_tokens_padded: int = 0
     """Rows of the hidden states; equals ``num_tokens`` unless a captured graph or sequence
     parallelism needs more."""
     sampled: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[n] batch rows that produce a token this iteration, ascending; the others are in the
-    middle of their prompt."""
+    """[n] batch rows that produce a token this iteration, in the order of the scheduling output's
+    ``num_scheduled_tokens``; the others are in the middle of their prompt."""
     logits_rows: torch.Tensor | None = None
     """[n] int64 on the device, the hidden-state row of each sampled sequence."""
-    all_sampled: bool = True
     steady: bool = False
     """Whether the batch took the steady path: the same sequences, one token each."""
     num_scheduled: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -90,8 +90,6 @@ class ModelInput:
     @property
     def sampled_req_ids(self) -> list[str]:
         """[n] names of the sampled sequences, in the order of the logits' rows."""
-        if self.all_sampled:
-            return self.req_ids
         return [self.req_ids[row] for row in self.sampled]
 
 
@@ -182,6 +180,7 @@ class InputPreparer:
             and batch.same(cached.req_ids)
             and batch.decoding
             and output.total_num_scheduled_tokens == len(cached.req_ids)
+            and list(output.num_scheduled_tokens) == cached.req_ids
         ):
             computed, scheduled = self._steady(inputs, batch, cached, target)
         else:
@@ -283,12 +282,22 @@ class InputPreparer:
             first = request.num_computed_tokens
             tokens.append(prompt[first : first + int(scheduled[index])])
 
+        # In the order of ``num_scheduled_tokens``, which is what everybody else counts rows in
+        # (resumed requests can stand behind new ones there).
+        places: np.ndarray | None = None
+        if list(amounts) != req_ids:
+            index = {req_id: place for place, req_id in enumerate(req_ids)}
+            order = np.array([index[req_id] for req_id in amounts])
+        else:
+            order = None
         if self._threshold is not None:
-            order = self._decodes_first(req_ids, computed, scheduled)
-            if order is not None:
-                req_ids = [req_ids[i] for i in order]
-                tokens = [tokens[i] for i in order]
-                computed, scheduled, outputs = computed[order], scheduled[order], outputs[order]
+            places = self._decodes_first(req_ids, computed, scheduled, order)
+        if places is not None:
+            order = places if order is None else order[places]
+        if order is not None:
+            req_ids = [req_ids[i] for i in order]
+            tokens = [tokens[i] for i in order]
+            computed, scheduled, outputs = computed[order], scheduled[order], outputs[order]
         if not batch.same(req_ids):
             batch.resolve(req_ids, cache)
         rows = batch.rows
@@ -301,11 +310,13 @@ class InputPreparer:
         inputs.req_ids = batch.req_ids
         samples = computed + scheduled >= cache.prompt_lens[rows] + outputs
         cache.decoding[rows] = samples
-        batch.decoding = inputs.all_sampled = bool(samples.all())
+        batch.decoding = bool(samples.all())
         ends = np.cumsum(scheduled) - 1
-        inputs.sampled = (
-            self._iota[: len(req_ids)] if inputs.all_sampled else np.flatnonzero(samples)
-        )
+        if places is None:
+            inputs.sampled = np.flatnonzero(samples)
+        else:
+            in_order = np.argsort(places)
+            inputs.sampled = in_order[samples[in_order]]
         inputs.logits_rows = torch.from_numpy(ends[inputs.sampled].astype(np.int64)).to(
             self._device, non_blocking=True
         )
@@ -331,20 +342,27 @@ class InputPreparer:
         return tokens
 
     def _decodes_first(
-        self, req_ids: list[str], computed: np.ndarray, scheduled: np.ndarray
-    ) -> list[int] | None:
-        """The order that backends with a decode kernel want, or None if it is so already.
+        self,
+        req_ids: list[str],
+        computed: np.ndarray,
+        scheduled: np.ndarray,
+        order: np.ndarray | None,
+    ) -> np.ndarray | None:
+        """The permutation that backends with a decode kernel want, or None if it is so already.
 
         Decodes, then short continued prompts, then long ones, then fresh prompts; otherwise the
-        scheduler's order, so that a microbatch which only decodes never changes its own.
+        scheduling order (``order`` of the arguments), so that a microbatch which only decodes
+        never changes its own.
         """
         index = self.cache.index
         lens = self.cache.prompt_lens[[index[req_id] for req_id in req_ids]]
-        short = scheduled <= self._threshold
-        region = np.where(computed == 0, 3, np.where(~short, 2, np.where(computed < lens, 1, 0)))
+        if order is not None:
+            computed, scheduled, lens = computed[order], scheduled[order], lens[order]
+        long = scheduled > self._threshold
+        region = np.where(computed == 0, 3, np.where(long, 2, np.where(computed < lens, 1, 0)))
         if (np.diff(region) >= 0).all():
             return None
-        return [int(i) for i in np.argsort(region, kind="stable")]
+        return np.argsort(region, kind="stable")
 
     def _find_prompt_rows(
         self, inputs: ModelInput, computed: np.ndarray, scheduled: np.ndarray, ends: np.ndarray
