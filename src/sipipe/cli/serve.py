@@ -32,4 +32,5 @@ def main(argv: Sequence[str]) -> int:
 
     from sipipe.vllm.launch import serve
 
-    return serve(rest, settings)
+    status: int = serve(rest, settings)
+    return status

