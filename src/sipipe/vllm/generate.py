@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from sipipe.errors import ConfigError
 from sipipe.vllm.launch import announce, checked, parse_engine_args
-from vllm import SamplingParams
+from vllm import AsyncEngineArgs, SamplingParams
 
 Event = Literal["begin", "text", "end"]
 
@@ -51,8 +51,9 @@ def generate(
     ``prompts`` turns the words of the command line into prompts. ``show(event, completion,
     text)`` is called at a completion's begin, with each piece of its text, and at its end.
     """
-    engine_args, words = parse_engine_args(argv, settings)
-    texts = prompts(words)
+    args = parse_engine_args(argv, settings)
+    texts = prompts(args.words)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
     vllm_config = checked(engine_args.create_engine_config)
     announce(vllm_config)
     try:
@@ -63,7 +64,7 @@ def generate(
 
 
 async def _run(
-    engine_args: Any,
+    engine_args: AsyncEngineArgs,
     texts: Sequence[str],
     params: SamplingParams,
     chat: bool,

@@ -68,12 +68,13 @@ def serve(argv: Sequence[str], settings: dict[str, Any]) -> int:
 
 
 def parse_engine_args(
-    argv: Sequence[str], settings: dict[str, Any] | None
-) -> tuple[AsyncEngineArgs, list[str]]:
-    """Engine arguments from ``MODEL [WORD...] [any engine option of vLLM]``, and the words.
+    argv: Sequence[str], settings: dict[str, Any] | None, *, eager_on_cpu: bool = True
+) -> argparse.Namespace:
+    """Arguments of an engine from ``MODEL [WORD...] [any engine option of vLLM]``.
 
-    On the CPU engine the model runs eagerly unless ``argv`` says otherwise: compiling it costs
-    more than a short command gains. ``settings`` None: the stock executor.
+    ``words`` of the result are the positional arguments after the model. ``settings`` None: the
+    stock executor. ``eager_on_cpu``: run eagerly on the CPU engine unless ``argv`` says
+    otherwise, because compiling the model costs more than a short command gains.
     """
     check_version()
     parser = FlexibleArgumentParser(prog="sipipe")
@@ -84,10 +85,10 @@ def parse_engine_args(
     args = parser.parse_args(list(argv))
     args.model = args.model_tag
     if args.enforce_eager is None:
-        args.enforce_eager = current_platform.is_cpu()
+        args.enforce_eager = eager_on_cpu and current_platform.is_cpu()
     if settings is not None:
         use_sipipe(args, settings)
-    return AsyncEngineArgs.from_cli_args(args), args.words
+    return args
 
 
 def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:

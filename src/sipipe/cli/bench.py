@@ -1,0 +1,151 @@
+"""``sipipe bench``: SiPipe against stock vLLM on one model, in one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sipipe.cli.parser import (
+    add_engine_options,
+    engine_settings,
+    make_parser,
+    split_engine_options,
+)
+from sipipe.cores import plan_cores, this_machine
+from sipipe.errors import ConfigError, SiPipeError
+
+EPILOG = """\
+Every engine option of vLLM is taken as well and given to both sides. On the CPU engine both sides
+are compiled (stock vLLM cannot run pipeline stages eagerly there), which takes a minute each.
+
+  sipipe bench build/models/bench --pp 2
+  sipipe bench build/models/bench --pp 2 --sampling greedy,top-p,all --requests 128 --json
+"""
+
+SAMPLING = ("greedy", "temperature", "top-p", "all")
+TIMEOUT = 1_800.0
+"""Seconds that one side may take before it is stopped."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser(
+        "bench",
+        "Measure served tokens per second of SiPipe and of stock vLLM, one after the other.",
+        usage="sipipe bench MODEL [options] [any engine option of vLLM]",
+        epilog=EPILOG,
+        add_help=False,
+    )
+    group = parser.add_argument_group("load")
+    group.add_argument(
+        "--requests", type=int, default=64, metavar="N", help="at once (default: 64)"
+    )
+    group.add_argument("--prompt-tokens", type=int, default=16, metavar="N", help="default: 16")
+    group.add_argument("--tokens", type=int, default=16, metavar="N", help="new ones (default: 16)")
+    group.add_argument("--repeat", type=int, default=3, metavar="N", help="default: 3")
+    group.add_argument(
+        "--sampling", default="greedy,all", metavar="LIST", help=f"of {', '.join(SAMPLING)}"
+    )
+    group.add_argument("--only", choices=("sipipe", "stock"), help="measure one side")
+    group.add_argument("--json", action="store_true", help="the figures as JSON")
+    add_engine_options(parser)
+    own, rest = split_engine_options(parser, argv)
+    settings = engine_settings(own)
+    for name in ("requests", "prompt_tokens", "tokens", "repeat"):
+        if getattr(own, name) < 1:
+            raise ConfigError(f"bench: --{name.replace('_', '-')} must be 1 or more")
+    ways = own.sampling.split(",")
+    unknown = [way for way in ways if way not in SAMPLING]
+    if unknown:
+        raise ConfigError(f'bench: --sampling "{unknown[0]}" is none of {", ".join(SAMPLING)}')
+    job = {
+        "argv": rest,
+        "sampling": ways,
+        "requests": own.requests,
+        "prompt_tokens": own.prompt_tokens,
+        "tokens": own.tokens,
+        "repeat": own.repeat,
+    }
+    environment = _environment(int(own.pp or 1), int(own.tp or 1))
+    sides = {"stock": None, "sipipe": settings}
+    results = {
+        side: _measure(side, job | {"settings": sides[side]}, environment)
+        for side in sides
+        if own.only in (None, side)
+    }
+    if own.json:
+        print(json.dumps({"job": job, "results": results}, indent=1))
+    else:
+        _show(results, own.requests, own.tokens)
+    return 0
+
+
+def _environment(stages: int, ranks: int) -> dict[str, str]:
+    """The engines' environment: the same cores for both sides, and a quiet log."""
+    plan = plan_cores(this_machine(), stages=stages, tensor_parallel=ranks)
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": plan.omp_threads_bind(),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    } | dict(os.environ)
+
+
+def _measure(side: str, job: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    print(f"measuring {side} …", file=sys.stderr, flush=True)
+    with tempfile.TemporaryFile() as log:
+        # A session of its own, so that the engine's processes can be ended with it.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sipipe.vllm.measure"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            out, _ = process.communicate(json.dumps(job).encode(), timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise SiPipeError(f"bench: {side} took more than {TIMEOUT:.0f} s") from None
+        finally:
+            _end(process)
+        if process.returncode != 0:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            print("\n".join(lines[-30:]), file=sys.stderr)
+            raise SiPipeError(f"bench: {side} failed; the end of its log is above")
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return result
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the measured engine: politely first, then for certain."""
+    for number, seconds in ((signal.SIGINT, 15.0), (signal.SIGKILL, 5.0)):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, number)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _show(results: Mapping[str, Any], requests: int, tokens: int) -> None:
+    ways = list(next(iter(results.values()))["tokens_per_second"])
+    medians = {
+        side: {way: statistics.median(result["tokens_per_second"][way]) for way in ways}
+        for side, result in results.items()
+    }
+    print(f"tokens/s, {requests} requests at once, {tokens} new tokens each, median")
+    header = f"{'sampling':<12}" + "".join(f"{side:>12}" for side in medians)
+    print(header + (f"{'ratio':>10}" if len(medians) == 2 else ""))
+    for way in ways:
+        line = f"{way:<12}" + "".join(f"{side[way]:>12,.0f}" for side in medians.values())
+        if len(medians) == 2:
+            line += f"{medians['sipipe'][way] / medians['stock'][way]:>9.1f}x"
+        print(line)
