@@ -107,6 +107,7 @@ class SequenceCache:
         for table, counts, ids in zip(self.blocks, self.counts, blocks, strict=True):
             if ids:
                 start = int(counts[row])
+                _check_width(table, start + len(ids))
                 table[row, start : start + len(ids)] = ids
                 counts[row] = start + len(ids)
         self.counters.blocks_appended += 1
@@ -129,6 +130,7 @@ class SequenceCache:
 
     def _set_blocks(self, row: int, blocks: SequenceOf[SequenceOf[int]]) -> None:
         for table, counts, ids in zip(self.blocks, self.counts, blocks, strict=True):
+            _check_width(table, len(ids))
             table[row, : len(ids)] = ids
             counts[row] = len(ids)
 
@@ -141,3 +143,8 @@ class SequenceCache:
         self.decoding = np.concatenate((self.decoding, np.zeros_like(self.decoding)))
         self.prompts.extend([None] * old)
         self._free.extend(range(2 * old - 1, old - 1, -1))
+
+
+def _check_width(table: NDArray[np.int32], blocks: int) -> None:
+    if blocks > table.shape[1]:
+        raise ValueError(f"a sequence was given {blocks} blocks, its row holds {table.shape[1]}")
