@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from sipipe.trace.format import CPU, RECORD, SUFFIX, Header, encode_header
-from sipipe.trace.phases import Phase
+from sipipe.trace.phases import WAIT_PHASES, Phase
 
 _MS = 1_000_000
 _CPU_STEP = 200 * _MS
@@ -57,8 +57,7 @@ class _Process:
     def write(self, directory: Path, spec: Example, model: str, origin: int) -> None:
         """One trace file, with CPU samples made from the phases that use the CPU."""
         records = np.array(self.rows, RECORD)
-        sleeps = (Phase.WAIT_SCHEDULING, Phase.WAIT_HIDDEN, Phase.WAIT_LOGITS, Phase.GATHER)
-        works = records[~np.isin(records["phase"], sleeps)]
+        works = records[~np.isin(records["phase"], WAIT_PHASES)]
         edges = np.arange(0, records["end_ns"].max() + _CPU_STEP, _CPU_STEP)
         spent, _ = np.histogram(
             works["start_ns"], edges, weights=(works["end_ns"] - works["start_ns"]) / 1000

@@ -224,12 +224,14 @@ class LivePage:
         return LiveWriter(self, role, index, rank)
 
     def alive(self) -> bool:
-        """Whether the owner still runs."""
-        return Path(f"/proc/{self.header.pid}").exists()
+        """Whether the owner still runs and has not closed the page."""
+        return bytes(self._memory[:8]) == MAGIC and Path(f"/proc/{self.header.pid}").exists()
 
     def close(self) -> None:
         """Unmap. Idempotent; writers of this page may not be used afterwards."""
         with contextlib.suppress(BufferError, ValueError):
+            if self._descriptor is not None:
+                self._memory[:8] = bytes(8)  # to those who still have it mapped: it is over
             self.words.release()
             self._memory.close()
         if self._descriptor is not None:

@@ -51,3 +51,6 @@ DEVICE_PHASES = (Phase.FORWARD, Phase.LOGITS)
 
 SURPLUS_PHASES = (Phase.SAMPLE, Phase.HANDOVER)
 """Phases on a stage that keep its device from the model's work and that other stages lack."""
+
+WAIT_PHASES = (Phase.WAIT_SCHEDULING, Phase.WAIT_HIDDEN, Phase.WAIT_LOGITS, Phase.GATHER)
+"""Phases in which a process sleeps until something arrives."""

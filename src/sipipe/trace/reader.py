@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sipipe.trace.format import CLOCK, CPU, DROPPED, SUFFIX, Header, TraceError, read_file
-from sipipe.trace.phases import DEVICE_PHASES
+from sipipe.trace.phases import DEVICE_PHASES, WAIT_PHASES
 
 Records = npt.NDArray[Any]
 CPU_SAMPLE = np.dtype([("start_ns", "<i8"), ("end_ns", "<i8"), ("cpu_ns", "<i8")])
@@ -76,12 +76,17 @@ class Trace:
         return next(iter(self.of("executor")), None)
 
     def window(self) -> tuple[int, int]:
-        """From the first to the last record of any stage, in ns: the trace's wall time."""
-        spans = [
-            (int(p.records["start_ns"][0]), int(p.records["end_ns"].max()))
-            for p in self.of("stage")
-            if len(p.records)
-        ]
+        """The trace's wall time: from the first work of any stage to its last record, in ns.
+
+        A stage that waits before there is anything to do is not part of it.
+        """
+        spans = []
+        for process in self.of("stage"):
+            records = process.records
+            if len(records):
+                works = records[~np.isin(records["phase"], WAIT_PHASES)]
+                first = works if len(works) else records
+                spans.append((int(first["start_ns"].min()), int(records["end_ns"].max())))
         if not spans:
             raise TraceError(f"{self.directory}: no stage recorded anything; nothing to report")
         return min(s for s, _ in spans), max(e for _, e in spans)

@@ -1,0 +1,177 @@
+"""``sipipe top``: a live view of a running server: stages, samplers, bubbles, tokens per second."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sipipe.cli.parser import make_parser
+from sipipe.errors import ConfigError, ResourceError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+    from sipipe.trace.rates import Rates, StageRate, Watch
+
+__all__ = ["add_arguments", "main", "run"]
+
+BAR = 40
+STYLES = {
+    "busy": "blue",
+    "load_imbalance": "yellow",
+    "intra_stage": "red",
+    "inter_stage": "magenta",
+    "unscheduled": "bright_black",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``sipipe top``."""
+    parser.add_argument(
+        "--pid", metavar="PID", help="a process of the server, where several run on this machine"
+    )
+    parser.add_argument("--interval", metavar="SECONDS", default="1", help="between looks (1)")
+    parser.add_argument("--once", action="store_true", help="look once, print, and stop")
+    parser.add_argument("--json", action="store_true", help="one JSON object a look, for programs")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``sipipe top``; returns the exit status."""
+    parser = make_parser("top", "Live view of a running server of this user, on this machine.")
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the parsed arguments say."""
+    try:
+        interval = float(args.interval)
+    except ValueError:
+        interval = 0.0
+    if interval < 0.05:
+        raise ConfigError(f'--interval must be 0.05 seconds or more, not "{args.interval}"')
+    watch = _open(args.pid)
+    watch.look()  # rates need two looks
+    if args.once:
+        time.sleep(interval)
+        _print(watch.look(), args.json)
+        return 0
+    if args.json or not sys.stdout.isatty():
+        while watch.page.alive():
+            time.sleep(interval)
+            _print(watch.look(), args.json)
+        return 0
+    return _live(watch, interval)
+
+
+def _open(pid: str | None) -> Watch:
+    from sipipe.trace.live import find
+    from sipipe.trace.rates import Watch
+
+    if pid is not None and not pid.isdecimal():
+        raise ConfigError(f'--pid must be a process number, not "{pid}"')
+    pages = find(pid=None if pid is None else int(pid))
+    if not pages:
+        where = "" if pid is None else f" under process {pid}"
+        raise ResourceError(
+            f"no running SiPipe server of this user found{where}; start one with sipipe serve"
+        )
+    if len(pages) > 1:
+        found = ", ".join(f"{p.header.pid} ({p.header.model or 'model unknown'})" for p in pages)
+        raise ConfigError(f"several servers run here; choose one with --pid: {found}")
+    return Watch(pages[0])
+
+
+def _print(rates: Rates, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(dataclasses.asdict(rates)), flush=True)
+    else:
+        from rich.console import Console
+
+        Console().print(render(rates))
+
+
+def _live(watch: Watch, interval: float) -> int:
+    from rich.live import Live
+
+    with Live(render(watch.look()), refresh_per_second=8, screen=True) as live:
+        while watch.page.alive():
+            time.sleep(interval)
+            live.update(render(watch.look()))
+    print("sipipe top: the server has ended")
+    return 0
+
+
+def render(rates: Rates) -> RenderableType:
+    """One frame."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    head = Text.assemble(
+        ("SiPipe ", "bold"),
+        f"{rates.model or 'server'} (pid {rates.pid})   ",
+        (f"{rates.tokens_per_s:,.0f} tokens/s", "bold green"),
+        f"   {rates.iterations_per_s:,.1f} iterations/s   in flight {rates.inflight}/{rates.limit}"
+        f"   running {rates.running}   waiting {rates.waiting}",
+    )
+    stages = Table(box=None, pad_edge=False)
+    for name in ("stage", "device", "busy", "imbalance", "intra", "inter", "unsched.", "forward"):
+        stages.add_column(name, justify="left" if name in ("stage", "device") else "right")
+    stages.add_column("queues s/i/h", justify="right")
+    stages.add_column("iteration", justify="right")
+    for stage in rates.stages:
+        stages.add_row(
+            f"{stage.index}" + (f".{stage.rank}" if stage.rank else ""),
+            _bar(stage),
+            f"{stage.busy:.1%}",
+            *(f"{share:.1%}" for share in stage.bubbles.values()),
+            f"{stage.forward_ms:.2f} ms",
+            "/".join(map(str, stage.queues.values())),
+            str(stage.iteration),
+        )
+    parts: list[RenderableType] = [head, Text(), stages, Text()]
+    if rates.samplers:
+        samplers = Table(box=None, pad_edge=False)
+        for name in ("sampler", "busy", "sequences/s", "µs/sequence", "queue"):
+            samplers.add_column(name, justify="left" if name == "sampler" else "right")
+        for sampler in rates.samplers:
+            samplers.add_row(
+                str(sampler.index),
+                f"{sampler.busy:.1%}",
+                f"{sampler.sequences_per_s:,.0f}",
+                f"{sampler.us_per_sequence:.1f}",
+                str(sampler.queue),
+            )
+        parts += [samplers, Text()]
+    keys = Text.assemble(
+        *(part for kind, style in STYLES.items() for part in (("■ ", style), f"{_name(kind)}  "))
+    )
+    parts += [keys, Text(f"fallbacks {rates.fallbacks}   restarts {rates.restarts}")]
+    return Group(*parts)
+
+
+def _name(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
+def _bar(stage: StageRate) -> Text:
+    """The stage's time as a bar, ``BAR`` cells wide."""
+    from rich.text import Text
+
+    text, used = Text(), 0
+    shares = {"busy": stage.busy, **stage.bubbles}
+    total = 0.0
+    for kind, share in shares.items():
+        total += share
+        cells = min(BAR, round(total * BAR)) - used
+        text.append("█" * cells, style=STYLES[kind])
+        used += cells
+    text.append("·" * (BAR - used), style="dim")
+    return text
