@@ -85,10 +85,14 @@ class SamplerPool:
         _send(self._processes[boot.index], replace(boot, snapshot=snapshot))
         self._watch(boot.index)
 
-    def close(self) -> None:
-        """End every process; returns when all are gone."""
+    def stop_watching(self) -> None:
+        """From now on a sampler that ends was asked to."""
         with self._lock:
             self._closed = True
+
+    def close(self) -> None:
+        """End every process; returns when all are gone."""
+        self.stop_watching()
         for process in self._processes:
             if process.stdin is not None:
                 process.stdin.close()

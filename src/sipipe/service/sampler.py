@@ -15,6 +15,7 @@ The process imports neither torch nor vLLM: it starts in a second and stays smal
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import signal
@@ -22,11 +23,18 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from sipipe.channels import ChannelClosed, ChannelError, DispatchReader, GatherSender, LogitsReader
+from sipipe.channels import (
+    ChannelClosed,
+    ChannelError,
+    DispatchReader,
+    GatherSender,
+    LogitsReader,
+    LogitsSlot,
+)
 from sipipe.sampling import SequenceColumns, warm_up
 from sipipe.service.protocol import (
     Grammar,
@@ -57,6 +65,7 @@ class SamplerBoot:
     bic_l: Any
     bic_o: Any
     vocab_size: int
+    layout: str
     logprobs_mode: str
     trace: str | None = None
     snapshot: Snapshot | None = None
@@ -67,11 +76,12 @@ class Sampler:
 
     def __init__(self, boot: SamplerBoot) -> None:
         self._index = boot.index
+        self._layout = boot.layout
         self._steps = DispatchReader.open(boot.bic_i, boot.name)
         self._logits = LogitsReader.open(boot.bic_l, boot.name)
         self._tokens = GatherSender.connect(boot.bic_o, boot.name, boot.incarnation)
         self._columns = SequenceColumns(boot.vocab_size, logprobs_mode=boot.logprobs_mode)
-        self._waiting: dict[int, Step] = {}
+        self._waiting: Step | None = None
         if boot.snapshot is not None:
             self._restore(boot.snapshot)
 
@@ -89,10 +99,10 @@ class Sampler:
             if step is not None:
                 self._apply(step)
                 self._offer(step)
-            elif grammar is not None:
-                waiting = self._waiting.pop(grammar.iteration, None)
-                if waiting is not None:
-                    self._draw(waiting, grammar)
+            elif grammar is not None and self._waiting is not None:
+                waiting, self._waiting = self._waiting, None
+                assert waiting.iteration == grammar.iteration
+                self._draw(waiting, grammar)
 
     def close(self) -> None:
         for channel in (self._steps, self._logits, self._tokens):
@@ -111,11 +121,12 @@ class Sampler:
                 self._offer(step)
 
     def _offer(self, step: Step) -> None:
-        """Draw the step, or keep it until its bitmask comes."""
-        if self._index not in int32_view(step.owners):
+        """Draw the step, or keep it until its bitmask comes, which is the next message for us."""
+        assert self._waiting is None
+        if not step.rows:
             return
         if step.grammar:
-            self._waiting[step.iteration] = step
+            self._waiting = step
         else:
             self._draw(step, None)
 
@@ -128,10 +139,12 @@ class Sampler:
                 columns.join(
                     join.handle, join.params, int32_view(join.prompt), int32_view(join.outputs)
                 )
-        handles, tokens = int32_view(step.appended), int32_view(step.tokens)
-        for handle, token in zip(handles.tolist(), tokens.tolist(), strict=True):
-            if handle in columns:
-                columns.append(handle, token)
+        told = zip(
+            int32_view(step.appended).tolist(), int32_view(step.tokens).tolist(), strict=True
+        )
+        mine = [(handle, token) for handle, token in told if handle in columns]
+        if mine:
+            columns.append([handle for handle, _ in mine], [token for _, token in mine])
 
     def _draw(self, step: Step, grammar: Grammar | None) -> None:
         rows = np.flatnonzero(int32_view(step.owners) == self._index).astype(np.int32)
@@ -143,13 +156,15 @@ class Sampler:
             bitmask_rows = np.asarray(
                 [found.get(handle, -1) for handle in handles.tolist()], np.int32
             )
-        with self._logits.receive(step.iteration) as slot:
+        with self._receive(step.iteration) as slot:
+            if not len(rows):
+                return
             began = time.perf_counter()
             drawn = self._columns.sample(
                 handles,
                 slot.array,
                 rows,
-                layout=slot.layout,
+                layout=self._layout,
                 bitmask=bitmask,
                 bitmask_rows=bitmask_rows,
             )
@@ -172,11 +187,20 @@ class Sampler:
         )
         self._tokens.send(step.iteration, [encode(sampled)])
 
+    def _receive(self, iteration: int) -> LogitsSlot:
+        """The logits of ``iteration``. Every sampler takes every slot, in order, so that a sampler
+        without rows never holds the writer up; a restarted one begins with older slots."""
+        while True:
+            slot = self._logits.receive()
+            if slot.iteration >= iteration:
+                assert slot.iteration == iteration
+                return slot
 
-def read_boot(stream: BinaryIO) -> SamplerBoot | None:
+
+def read_boot(pipe: io.RawIOBase) -> SamplerBoot | None:
     """The boot record from the executor's pipe; None when it closed the pipe instead."""
-    size = int.from_bytes(stream.read(8), "little")
-    data = stream.read(size) if size else b""
+    size = int.from_bytes(_read_exactly(pipe, 8), "little")
+    data = _read_exactly(pipe, size)
     if not size or len(data) < size:
         return None
     boot = pickle.loads(data)  # from our parent, through a pipe that nobody else can write
@@ -184,18 +208,25 @@ def read_boot(stream: BinaryIO) -> SamplerBoot | None:
     return boot
 
 
+def _read_exactly(pipe: io.RawIOBase, size: int) -> bytes:
+    """``size`` bytes, or fewer when the pipe ended."""
+    data = bytearray()
+    while len(data) < size and (piece := pipe.read(size - len(data))):
+        data += piece
+    return bytes(data)
+
+
 def main() -> int:
-    """Entry point: compile, say so on standard output, boot from standard input, serve."""
+    """Entry point: compile, boot from standard input, say "open" on standard output, serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the executor decides when to stop
     warm_up()
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    boot = read_boot(sys.stdin.buffer)
+    with open(0, "rb", buffering=0, closefd=False) as pipe:
+        boot = read_boot(pipe)
     if boot is None:
         return 0
 
     def watch() -> None:
-        sys.stdin.buffer.read(1)  # returns when the executor is gone
+        os.read(0, 1)  # returns when the executor is gone
         os._exit(0)
 
     threading.Thread(target=watch, name="SiPipeParent", daemon=True).start()

@@ -16,9 +16,9 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-import vllm
 from vllm.config import VllmConfig
 
+import vllm
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, UnsupportedError
 
@@ -94,9 +94,7 @@ def choose_path(vllm_config: VllmConfig, config: SiPipeConfig) -> Choice:
     if config.stage_runner == "sipipe" or config.cpu_sampling == "on":
         option = "stage_runner" if config.stage_runner == "sipipe" else "cpu_sampling"
         value = getattr(config, option)
-        raise ConfigError(
-            f'sipipe config: "{option}" is "{value}", but {reason}; set it to "auto"'
-        )
+        raise ConfigError(f'sipipe config: "{option}" is "{value}", but {reason}; set it to "auto"')
     return Choice(path="vllm", reason=reason)
 
 

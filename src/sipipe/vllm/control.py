@@ -25,13 +25,13 @@ from typing import Any, Protocol
 import cloudpickle
 from vllm.logger import init_logger
 
-from sipipe.channels import ChannelError, DispatchProducer
+from sipipe.channels import ChannelError, ChannelPeerDied, DispatchProducer
 from sipipe.config import SiPipeConfig
 from sipipe.errors import StallError, WorkerDiedError
 from sipipe.service.protocol import Kind, encode_header
 from sipipe.vllm.processes import Ready, StageProcess
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 SLOT_BYTES = 64 * 1024
 """Bytes of a BIC-I slot: a decode step of some hundred sequences; longer messages span slots."""
@@ -137,14 +137,17 @@ class ControlPlane:
             StallError: a reader did not free a slot in time; names it.
         """
         with self._publishing:
-            try:
-                self.producer.publish(
-                    [encode_header(kind, slot, number), *parts],
-                    timeout=self._config.stall_timeout,
-                )
-            except ChannelError as error:
-                failure = self._failure or StallError(f"BIC-I: {error}")
-                raise failure from error
+            message = [encode_header(kind, slot, number), *parts]
+            while True:
+                try:
+                    self.producer.publish(message, timeout=self._config.stall_timeout)
+                    return
+                except ChannelPeerDied as error:
+                    # A worker's death stops the engine, a sampler's is mended: the events
+                    # thread and the pool see to both. The message must reach the others.
+                    self.producer.remove_reader(error.name)
+                except ChannelError as error:
+                    raise self._failure or StallError(f"BIC-I: {error}") from error
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -214,7 +217,9 @@ class ControlPlane:
                 self._status[worker.place.rank] = text
             case Exception():
                 self._fail(
-                    RuntimeError(f"worker {worker.name} failed: {type(message).__name__}: {message}")
+                    RuntimeError(
+                        f"worker {worker.name} failed: {type(message).__name__}: {message}"
+                    )
                 )
             case _:
                 raise AssertionError(f"worker {worker.name} sent {message!r}")

@@ -29,7 +29,13 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from sipipe.channels import ChannelClosed, GatherReceiver, LogitsRing
+from sipipe.channels import (
+    ChannelClosed,
+    ChannelError,
+    ChannelPeerDied,
+    GatherReceiver,
+    LogitsChannel,
+)
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
 from sipipe.errors import WorkerDiedError
@@ -37,12 +43,11 @@ from sipipe.service.balance import Balancer
 from sipipe.service.pool import SamplerPool
 from sipipe.service.protocol import Kind, Snapshot, decode_sampled, encode
 from sipipe.service.sampler import SamplerBoot
-from sipipe.transfer import LinkEndpoint, create_link
 from sipipe.vllm.control import ControlPlane
 from sipipe.vllm.inflight import InFlight, build_output
 from sipipe.vllm.requests import RequestTracker
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 class DataPlane:
@@ -54,7 +59,7 @@ class DataPlane:
         self._vllm_config = vllm_config
         self._config = config
         self._slots = slots
-        self._samplers = plan.num_samplers
+        self._samplers = len(plan.samplers)
         self._pool = SamplerPool(self._samplers, cores=plan.samplers)
         self._tracker = RequestTracker(
             engine_seed=vllm_config.model_config.seed or 0, balancer=Balancer(self._samplers)
@@ -67,10 +72,9 @@ class DataPlane:
         self._finished: set[str] = set()
         self._failure: BaseException | None = None
         self._closed = False
-        self._logits: LogitsRing | None = None
+        self._logits: LogitsChannel | None = None
         self._gather: GatherReceiver | None = None
-        self._links: list[LinkEndpoint] = []
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self._fail: Callable[[BaseException], None] = lambda _error: None
         self._control: ControlPlane | None = None
 
@@ -82,47 +86,35 @@ class DataPlane:
         return f"{self._samplers} sampler{'' if self._samplers == 1 else 's'}"
 
     def attach(self, control: ControlPlane, fail: Callable[[BaseException], None]) -> None:
+        """Publish on ``control`` from now on, and hear its reports."""
         self._control, self._fail = control, fail
         control.listen_for(self)
 
-    def open(self, control: ControlPlane) -> None:
-        """Make links, BIC-L and BIC-O now that the model is loaded and warm; start samplers."""
-        ranks = control.call("sipipe:describe", (), {}).result(self._config.start_timeout)
-        parallel = self._vllm_config.parallel_config
-        tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        last = ranks[(stages - 1) * tp :]
-        for rank in range((stages - 1) * tp):
-            self._links.append(
-                create_link(
-                    kind=self._config.transport,
-                    max_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
-                    bytes_per_token_hint=ranks[rank + tp]["activation_bytes"],
-                    depth=self._slots,
-                    name=f"stage{rank // tp}-{rank // tp + 1}.{rank % tp}",
-                )
-            )
-        self._logits = LogitsRing.create(
-            name="bic-l",
-            slots=self._slots,
+    def make_logits(self, ranks: list[dict[str, Any]]) -> Any:
+        """Make BIC-L as wide as the last stage's ranks say; returns its endpoint."""
+        tp = self._vllm_config.parallel_config.tensor_parallel_size
+        first, *others = (info for info in ranks[-tp:] if info.get("logits_width"))
+        self._logits = LogitsChannel.create(
+            "bic-l",
+            slots=max(3, self._slots + 2),
+            vocab=first["logits_width"] + sum(info["logits_width"] for info in others),
             batch=self._vllm_config.scheduler_config.max_num_seqs,
-            widths=[info["logits_width"] for info in last],
-            dtype=last[0]["logits_dtype"],
+            dtype=first["logits_dtype"],
             layout=self._config.logits_layout,
+            ranks=1 + len(others),
             readers=self.sampler_names,
             directory=self._config.shm_dir,
         )
+        return self._logits.endpoint
+
+    def start(self) -> None:
+        """Make BIC-O, boot the samplers, and gather from now on."""
         self._gather = GatherReceiver.create(senders=self.sampler_names)
-        control.call(
-            "sipipe:open",
-            (),
-            {"links": self._links, "logits": self._logits.endpoint},
-        ).result(self._config.start_timeout)
         deadline = time.monotonic() + self._config.start_timeout
         self._pool.boot([self._boot(i, 0) for i in range(self._samplers)], deadline)
         self._pool.watch(self._restart)
-        thread = threading.Thread(target=self._gather_loop, name="SiPipeGather", daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        self._thread = threading.Thread(target=self._gather_loop, name="SiPipeGather", daemon=True)
+        self._thread.start()
 
     # ---- the engine thread ------------------------------------------------------------------
 
@@ -194,7 +186,10 @@ class DataPlane:
         assert self._gather is not None
         try:
             while True:
-                gathered = self._gather.collect()
+                try:
+                    gathered = self._gather.collect()
+                except ChannelPeerDied:
+                    continue  # the pool has seen it too, and brings a new sampler in
                 parts = {
                     int(name.removeprefix("sampler")): decode_sampled(payload)
                     for name, payload in gathered.payloads.items()
@@ -228,7 +223,9 @@ class DataPlane:
     # ---- samplers that die ------------------------------------------------------------------
 
     def _boot(self, index: int, incarnation: int) -> SamplerBoot:
-        assert self._control is not None and self._logits is not None and self._gather is not None
+        assert self._control is not None
+        assert self._logits is not None
+        assert self._gather is not None
         model = self._vllm_config.model_config
         return SamplerBoot(
             index=index,
@@ -238,6 +235,7 @@ class DataPlane:
             bic_l=self._logits.endpoint,
             bic_o=self._gather.endpoint,
             vocab_size=model.get_vocab_size(),
+            layout=self._config.logits_layout,
             logprobs_mode=model.logprobs_mode,
             trace=self._config.trace,
         )
@@ -251,11 +249,14 @@ class DataPlane:
             return
         logger.warning("sampler%d died (%s); starting it again", index, reason)
         assert self._control is not None
+        assert self._logits is not None
         name = self.sampler_names[index]
         try:
             with self._order, self._control.paused():
-                self._control.producer.remove_reader(name)
-                self._control.producer.add_reader(name)
+                for channel in (self._control.producer, self._logits):
+                    with suppress(ChannelError):  # publish() may have removed it already
+                        channel.remove_reader(name)
+                    channel.add_reader(name)
                 with self._lock:
                     waiting = [
                         f
@@ -284,6 +285,10 @@ class DataPlane:
             with suppress(InvalidStateError):
                 item.future.set_exception(RuntimeError(f"iteration {item.number} failed: {error}"))
 
+    def stop_watching(self) -> None:
+        """From now on a sampler that ends is not replaced."""
+        self._pool.stop_watching()
+
     def close(self) -> None:
         """Stop samplers and remove BIC-L, BIC-O and links; futures still out are failed."""
         if self._closed:
@@ -295,8 +300,5 @@ class DataPlane:
         if self._logits is not None:
             self._logits.close()
         self._pool.close()
-        for link in self._links:
-            link.close()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(5.0)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)

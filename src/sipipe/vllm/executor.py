@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -41,13 +41,18 @@ import sipipe
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.vllm.compat import Choice, check_features, check_version, choose_path
-from sipipe.vllm.control import ControlPlane
-from sipipe.vllm.data import DataPlane
-from sipipe.vllm.placement import apply_core_plan
+from sipipe.vllm.links import make_links
+from sipipe.vllm.placement import apply_core_plan, bind_scheduler
 from sipipe.vllm.processes import start_workers, stop_workers
 from sipipe.vllm.worker import STOCK_WORKERS
 
-logger = init_logger(__name__)
+if TYPE_CHECKING:
+    from sipipe.vllm.control import ControlPlane
+    from sipipe.vllm.data import DataPlane
+
+logger = init_logger(f"vllm.{__name__}")
+
+PIPELINE_SCHEDULER = "sipipe.vllm.scheduler.PipelineScheduler"
 
 
 class PipelineVllmConfig(VllmConfig):
@@ -74,6 +79,11 @@ class Executor(VllmExecutor):
         return False
 
     def _init_executor(self) -> None:
+        # Imported here because a worker unpickles this class, and must not have Numba loaded
+        # when vLLM's CPU platform sets itself up (see worker_main).
+        from sipipe.vllm.control import ControlPlane
+        from sipipe.vllm.data import DataPlane
+
         check_version()
         check_features(self.vllm_config)
         self.config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
@@ -87,7 +97,6 @@ class Executor(VllmExecutor):
         plan = apply_core_plan(self.vllm_config, self.config)
         self._plan = plan
         stages = self.parallel_config.pipeline_parallel_size
-        tp = self.parallel_config.tensor_parallel_size
         init_methods = [get_file_store_init_method() for _ in range(stages)]
         workers = start_workers(
             self.vllm_config,
@@ -107,13 +116,10 @@ class Executor(VllmExecutor):
                 slots=self.slots,
                 fail=self._fail,
             )
-            ready = self._control.wait_ready(time.monotonic() + self.config.start_timeout)
+            self._control.wait_ready(time.monotonic() + self.config.start_timeout)
             for method in init_methods:
                 with suppress(FileNotFoundError):
                     os.unlink(method.removeprefix("file://"))
-            reasons = {worker.unsupported for worker in ready if worker.unsupported}
-            if reasons:
-                self._fall_back(sorted(reasons)[0])
             if self._data is not None:
                 self._data.attach(self._control, self._fail)
             self._control.start()
@@ -121,15 +127,6 @@ class Executor(VllmExecutor):
             self.shutdown()
             raise
         set_torch_threads_for_runtime()
-        logger.info(
-            "SiPipe %s: %d stage%s x %d, %s, %d microbatches in flight",
-            sipipe.__version__,
-            stages,
-            "" if stages == 1 else "s",
-            tp,
-            self._data.describe() if self._data else "vLLM's runner and sampler",
-            self.slots,
-        )
 
     @property
     def slots(self) -> int:
@@ -164,9 +161,28 @@ class Executor(VllmExecutor):
     def compile_or_warm_up_model(self) -> None:
         """Warm the workers up, then open the data plane: the model is ready to run."""
         super().compile_or_warm_up_model()
+        control = self._usable()
+        timeout = self.config.start_timeout
+        ranks = control.call("sipipe:describe", (), {}).result(timeout)
+        reasons = sorted({rank["unsupported"] for rank in ranks if rank["unsupported"]})
+        if reasons and self._data is not None:
+            self._fall_back(reasons[0])
+        links = make_links(self.vllm_config, self.config, ranks, slots=self.slots)
+        logits = self._data.make_logits(ranks) if self._data is not None else None
+        control.call("sipipe:open", (), {"links": links, "logits": logits}).result(timeout)
         if self._data is not None:
-            assert self._control is not None
-            self._data.open(self._control)
+            self._data.start()
+        bind_scheduler(self._plan)
+        stages = self.parallel_config.pipeline_parallel_size
+        logger.info(
+            "SiPipe %s: %d stage%s x %d rank%s, %s, %d microbatch%s in flight, links: %s",
+            sipipe.__version__,
+            *_counted(stages),
+            *_counted(self.parallel_config.tensor_parallel_size),
+            self._data.describe() if self._data else "vLLM's runner and sampler",
+            *_counted(self.slots, "es"),
+            links[0].kind if links else "none",
+        )
 
     def execute_model(  # type: ignore[override]
         self, scheduler_output: SchedulerOutput, non_block: bool = False
@@ -213,6 +229,8 @@ class Executor(VllmExecutor):
         if self._closed:
             return
         self._closed = True
+        if self._data is not None:
+            self._data.stop_watching()
         if self._control is not None:
             self._control.close()
         if self._data is not None:
@@ -243,7 +261,7 @@ class Executor(VllmExecutor):
             )
             self._keep_config()
         elif scheduler.scheduler_cls is None and self.config.scheduler == "pipeline":
-            scheduler.scheduler_cls = "sipipe.vllm.scheduler.PipelineScheduler"
+            scheduler.scheduler_cls = PIPELINE_SCHEDULER
         self.vllm_config.__class__ = PipelineVllmConfig
 
     def _keep_config(self) -> None:
@@ -257,12 +275,15 @@ class Executor(VllmExecutor):
         """The loaded model turned out to be one that the stage runner cannot take."""
         if self.config.stage_runner == "sipipe":
             raise ConfigError(
-                f'sipipe config: "stage_runner" is "sipipe", but {reason}; set it to "auto"'
+                f'sipipe config: "stage_runner" is "sipipe", but it does not take {reason}; '
+                'set it to "auto"'
             )
-        if self._data is not None:
-            self._data.close()
-            self._data = None
-        self.choice = Choice(path="vllm", reason=reason)
+        assert self._data is not None
+        self._data.close()
+        self._data = None
+        if self.scheduler_config.scheduler_cls == PIPELINE_SCHEDULER:
+            self.scheduler_config.scheduler_cls = None
+        self.choice = Choice(path="vllm", reason=f"the stage runner does not take {reason}")
         self._adopt(self.choice)
 
     def _usable(self) -> ControlPlane:
@@ -288,6 +309,10 @@ class Executor(VllmExecutor):
         callback, self._failure_callback = self._failure_callback, None
         if callback is not None:
             threading.Thread(target=callback, name="SiPipeFailure", daemon=True).start()
+
+
+def _counted(number: int, plural: str = "s") -> tuple[int, str]:
+    return number, "" if number == 1 else plural
 
 
 def _resolved(output: ModelRunnerOutput | None) -> Future[ModelRunnerOutput | None]:

@@ -78,7 +78,9 @@ class SampledLogprobs:
         return self._rows[req_idx]
 
 
-def build_output(inflight: InFlight) -> tuple[ModelRunnerOutput, list[tuple[str, int]], list[tuple[str, str]]]:
+def build_output(
+    inflight: InFlight,
+) -> tuple[ModelRunnerOutput, list[tuple[str, int]], list[tuple[str, str]]]:
     """The output vLLM's scheduler expects, the tokens by request id, and the failed requests.
 
     A request whose logits have no distribution gets no token; it comes back in the third value

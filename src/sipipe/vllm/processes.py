@@ -28,7 +28,7 @@ from sipipe.errors import StallError, WorkerDiedError
 from sipipe.vllm.compat import Path
 from sipipe.vllm.stage_world import StagePlace
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 GRACE_SECONDS = 10.0
 """How long a worker may take to end by itself before it is told to, and then made to."""
@@ -49,17 +49,9 @@ class WorkerBoot:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """What a worker knows once its model is loaded.
-
-    ``logits_dtype`` and ``logits_width`` (columns that this rank computes) are None but on the
-    last stage. ``unsupported``: why SiPipe's stage runner cannot take this model, or empty.
-    """
+    """What a worker says when its model is loaded."""
 
     rank: int
-    unsupported: str
-    logits_dtype: str | None = None
-    logits_width: int | None = None
-    activation_bytes: int = 0
 
 
 class StageProcess:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
@@ -166,8 +167,7 @@ class RequestTracker:
             return Grammar(iteration, b"", 0, b"")
         bitmask = output.grammar_bitmask
         handles = [
-            self._requests[request_id].handle
-            for request_id in output.structured_output_request_ids
+            self._requests[request_id].handle for request_id in output.structured_output_request_ids
         ]
         return Grammar(iteration, int32_bytes(handles), bitmask.shape[1], int32_bytes(bitmask))
 
@@ -206,23 +206,8 @@ def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:
 
     ``seed`` is used where the request brings none.
     """
-    return SequenceParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        seed=seed if params.seed is None else params.seed,
-        logprobs=params.logprobs,
-        logprob_token_ids=params.logprob_token_ids,
-        logit_bias=params.logit_bias,
-        bad_words_token_ids=params.bad_words_token_ids,
-        min_tokens=params.min_tokens,
-        stop_token_ids=sorted(params.all_stop_token_ids),
-        allowed_token_ids=params.allowed_token_ids,
-    )
+    found = SequenceParams.of(params)
+    return found if found.seed is not None else msgspec.structs.replace(found, seed=seed)
 
 
 def _tokens(request: TrackedRequest, start: int, stop: int) -> list[int]:

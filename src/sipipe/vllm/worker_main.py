@@ -25,7 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 from vllm.config import set_current_vllm_config
@@ -36,11 +36,13 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from sipipe.channels import ChannelClosed, DispatchReader
-from sipipe.service.protocol import Header, Kind, decode_header
 from sipipe.vllm.processes import GRACE_SECONDS, Ready, WorkerBoot
-from sipipe.vllm.stage_loop import StageLoop
 
-logger = init_logger(__name__)
+if TYPE_CHECKING:
+    from sipipe.service.protocol import Header
+    from sipipe.vllm.stage_loop import StageLoop
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 def worker_main(boot: WorkerBoot, pipe: Connection) -> None:
@@ -102,15 +104,21 @@ class WorkerProcess:
                 }
             ]
         )
+        # Only now: vLLM's CPU platform looks through every module loaded so far for Triton
+        # kernels, and stumbles over llvmlite, which Numba brings.
+        from sipipe.vllm.stage_loop import StageLoop
+
         wrapper.worker.place = place
         wrapper.init_device()
         wrapper.load_model()
         current_platform.update_block_size_for_backend(boot.vllm_config)
         self._loop = StageLoop(boot, wrapper.worker, self._report, self._set_doing)
-        self.say(Ready(rank=place.rank, unsupported=self._loop.unsupported()))
+        self.say(Ready(rank=place.rank))
 
     def serve(self) -> None:
         """Follow BIC-I until it is closed."""
+        from sipipe.service.protocol import Kind, decode_header
+
         endpoint = self._pipe.recv()
         self._reader = DispatchReader.open(endpoint, self._boot.place.name)
         threading.Thread(target=self._watch, name="SiPipeParent", daemon=True).start()
@@ -150,7 +158,7 @@ class WorkerProcess:
             self._loop.close()
         if self._reader is not None:
             self._reader.close()
-        if self._wrapper is not None and hasattr(self._wrapper, "worker"):
+        if self._loop is not None and self._wrapper is not None:
             from vllm.distributed.parallel_state import (
                 destroy_distributed_environment,
                 destroy_model_parallel,
@@ -194,7 +202,8 @@ class WorkerProcess:
             self.say(("reply", header.number, True, value))
 
     def _find(self, method: str | bytes) -> Callable[..., Any]:
-        assert self._wrapper is not None and self._loop is not None
+        assert self._wrapper is not None
+        assert self._loop is not None
         if isinstance(method, bytes):
             return partial(cloudpickle.loads(method), self._wrapper.worker)
         if method.startswith("sipipe:"):

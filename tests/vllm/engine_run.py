@@ -1,0 +1,60 @@
+"""Run one engine over one workload and print what it said, as JSON: a process per engine.
+
+Used by the engine tests (see ``engines.py``) for both sides of a comparison, stock vLLM and
+SiPipe, so that neither leaves anything in the test process.
+"""
+
+import json
+import sys
+
+
+def main() -> None:
+    spec = json.load(sys.stdin)
+    from vllm import LLM, SamplingParams
+
+    engine = spec["engine"]
+    if spec["sipipe"] is not None:
+        engine["distributed_executor_backend"] = spec.get("backend", "sipipe.Executor")
+        engine["additional_config"] = {"sipipe": spec["sipipe"]}
+    llm = LLM(
+        model=spec["model"],
+        skip_tokenizer_init=spec.get("skip_tokenizer", False),
+        disable_log_stats=True,
+        **engine,
+    )
+    results = []
+    for batch in spec["batches"]:
+        prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in batch["prompts"]]
+        params = [SamplingParams(**p) for p in batch["params"]]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        results.append([request(output) for output in outputs])
+    print("RESULT " + json.dumps(results), flush=True)
+
+
+def request(output):
+    return {
+        "prompt_logprobs": positions(output.prompt_logprobs),
+        "outputs": [
+            {
+                "token_ids": list(sequence.token_ids),
+                "text": sequence.text,
+                "finish_reason": sequence.finish_reason,
+                "logprobs": positions(sequence.logprobs),
+            }
+            for sequence in output.outputs
+        ],
+    }
+
+
+def positions(logprobs):
+    """[{token id: [logprob, rank]}] per position."""
+    if logprobs is None:
+        return None
+    return [
+        None if at is None else {str(t): [lp.logprob, lp.rank] for t, lp in at.items()}
+        for at in logprobs
+    ]
+
+
+if __name__ == "__main__":
+    main()
