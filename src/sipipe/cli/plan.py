@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,13 +140,17 @@ def _positive(option: str, text: str) -> float:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    from sipipe.planner import Cluster, device, network
+    from sipipe.planner import Cluster, device, local_cpu, network
     from sipipe.planner.quantities import count, gigabits_per_second
 
     memory = None if args.memory is None else _positive("--memory", args.memory)
-    chosen = device(args.gpu, memory_gib=memory)
     per_host = count("--gpus-per-host", args.gpus_per_host)
-    cores = chosen.cores * per_host or 96
+    if args.gpu.lower() == "cpu":
+        chosen = local_cpu(per_host, memory_gib=memory)
+        cores = len(os.sched_getaffinity(0))
+    else:
+        chosen = device(args.gpu, memory_gib=memory)
+        cores = chosen.cores * per_host or 96
     return Cluster(
         device=chosen,
         hosts=count("--hosts", args.hosts),

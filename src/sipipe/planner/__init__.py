@@ -13,7 +13,16 @@ docs/planner.md, extended by what the paper is about: sampling, preparation, han
 """
 
 from sipipe.planner.costs import Costs, DatasheetCosts
-from sipipe.planner.hardware import Cluster, Device, device, devices, engines, network, samplings
+from sipipe.planner.hardware import (
+    Cluster,
+    Device,
+    device,
+    devices,
+    engines,
+    local_cpu,
+    network,
+    samplings,
+)
 from sipipe.planner.hf_config import builtin_models, facts_from_config, load_model
 from sipipe.planner.models import ModelFacts
 from sipipe.planner.plan import Choice, Plan, Prediction, Rejected, make_plan
@@ -36,6 +45,7 @@ __all__ = [
     "engines",
     "facts_from_config",
     "load_model",
+    "local_cpu",
     "make_plan",
     "network",
     "samplings",

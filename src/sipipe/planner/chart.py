@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from sipipe.planner.plan import Choice, Plan
+from sipipe.planner.plan import Choice, Plan, Prediction
 
 __all__ = ["draw"]
 
 _OURS, _BASE, _SLO = "#0072b2", "#e69f00", "#d55e00"
-_LEFT, _TOP, _PANEL, _GAP = 84, 96, 190, 78
+_LEFT, _TOP, _PANEL, _GAP = 84, 128, 190, 78
 _GROUP = 118
 _STYLE = """
   svg { background: #ffffff; font: 13px system-ui, sans-serif; }
@@ -48,7 +48,8 @@ def draw(plan: Plan) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"',
         f' viewBox="0 0 {width} {height}" role="img" aria-label="{escape(_caption(plan))}">',
         f"<style>{_STYLE}</style>",
-        f'<text class="title" x="{_LEFT}" y="30">{escape(_caption(plan))}</text>',
+        f'<text class="title" x="{_LEFT}" y="26">{escape(plan.facts.name)}</text>',
+        f'<text class="faint" x="{_LEFT}" y="46">{escape(_cluster(plan))}</text>',
         *_legend(plan),
     ]
     names = [f"P{p}T{t}" for p, t, _ in degrees]
@@ -58,7 +59,10 @@ def draw(plan: Plan) -> str:
     delays = [(a.tpot * 1e3 if a else None, b.tpot * 1e3 if b else None) for a, b in pairs]
     second = _TOP + _PANEL + _GAP
     parts += _panel(_TOP, "output tokens/s", names, rates, width)
-    parts += _panel(second, "time per output token, ms", names, delays, width)
+    parts += _panel(
+        second, "time per output token, ms (tick: one sequence alone)", names, delays, width
+    )
+    parts += _ticks(second, pairs, _ceiling(delays))
     if not math.isinf(plan.workload.tpot_slo):
         parts += _budget(second, delays, plan.workload.tpot_slo * 1e3, width)
     parts += _footer(choices, second + _PANEL + 44, plan)
@@ -66,11 +70,15 @@ def draw(plan: Plan) -> str:
 
 
 def _caption(plan: Plan) -> str:
-    cluster = plan.cluster
+    return f"{plan.facts.name} on {_cluster(plan)}"
+
+
+def _cluster(plan: Plan) -> str:
+    cluster, workload = plan.cluster, plan.workload
     hosts = f"{cluster.hosts} host{'s' if cluster.hosts > 1 else ''}"
     return (
-        f"{plan.facts.name} on {cluster.devices} x {cluster.device.name}, {hosts}, "
-        f"{plan.workload.input} tokens in, {plan.workload.output} out"
+        f"{cluster.devices} x {cluster.device.name}, {hosts}, "
+        f"{workload.input} tokens in, {workload.output} out"
     )
 
 
@@ -79,17 +87,21 @@ def _legend(plan: Plan) -> list[str]:
     entries = [(_OURS, "SiPipe"), (_BASE, other)]
     parts, x = [], _LEFT
     for colour, name in entries:
-        parts.append(f'<rect x="{x}" y="46" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 18}" y="57">{escape(name)}</text>')
+        parts.append(f'<rect x="{x}" y="{_TOP - 62}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 18}" y="{_TOP - 51}">{escape(name)}</text>')
         x += 40 + 8 * len(name)
     return parts
 
 
-def _ceiling(values: Series, also: float = 0.0) -> float:
-    """A round number above all values."""
-    top = max([value for pair in values for value in pair if value] + [also], default=1.0) or 1.0
+def _ceiling(values: Series) -> float:
+    """A round number with some room above all values."""
+    top = 1.04 * max([value for pair in values for value in pair if value], default=1.0)
     step = 10.0 ** math.floor(math.log10(top))
-    return next(step * factor for factor in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if step * factor >= top)
+    return next(
+        step * factor
+        for factor in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10, 12)
+        if step * factor >= top
+    )
 
 
 def _number(value: float) -> str:
@@ -127,6 +139,23 @@ def _bar(x: float, bottom: int, value: float | None, ceiling: float, colour: str
         f'<rect x="{x:.1f}" y="{y:.1f}" width="42" height="{high:.1f}" fill="{colour}"/>',
         f'<text class="value" x="{x + 21:.1f}" y="{y - 4:.1f}" text-anchor="middle">{label}</text>',
     ]
+
+
+def _ticks(
+    top: int, pairs: Sequence[tuple[Prediction | None, Prediction | None]], ceiling: float
+) -> list[str]:
+    """A mark on every bar at the delay of a single running sequence, the lowest there is."""
+    parts = []
+    for index, pair in enumerate(pairs):
+        for side, prediction in enumerate(pair):
+            if prediction is not None:
+                x = _LEFT + _GROUP * (index + 0.5) + (side - 1) * 46 + 2
+                y = top + _PANEL * (1 - prediction.lowest_tpot * 1e3 / ceiling)
+                parts.append(
+                    f'<rect x="{x - 3:.1f}" y="{y - 1:.1f}" width="48" height="3" '
+                    'fill="#ffffff" stroke="#1a1a1a" stroke-width="0.8"/>'
+                )
+    return parts
 
 
 def _budget(top: int, delays: Series, budget: float, width: int) -> list[str]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.resources
+import os
 import tomllib
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
+
+import psutil
 
 from sipipe.errors import ConfigError
 
@@ -24,6 +27,7 @@ __all__ = [
     "efficiency",
     "engine",
     "engines",
+    "local_cpu",
     "network",
     "sampling",
     "samplings",
@@ -231,6 +235,8 @@ def device(key: str, *, memory_gib: float | None = None) -> Device:
         ConfigError: an unknown name.
     """
     entry = _pick("--gpu", "device", key)
+    if key.lower() == "cpu":
+        return local_cpu(1, memory_gib=memory_gib)
     links = _table()["link"]
     more: dict[str, Any] = {
         "key": key.lower(),
@@ -240,6 +246,27 @@ def device(key: str, *, memory_gib: float | None = None) -> Device:
     if memory_gib is not None:
         more["memory_gib"] = memory_gib
     return _make(Device, entry, **more)
+
+
+def local_cpu(devices: int, *, memory_gib: float | None = None) -> Device:
+    """This machine's CPU, cut into ``devices`` equal parts; bandwidth and throughput assumed."""
+    entry = _plain(_table()["device"]["cpu"])
+    link = _make(Link, _table()["link"][entry["link"]])
+    cores = len(os.sched_getaffinity(0))
+    share = max(1, cores // devices)
+    total = psutil.virtual_memory().total / _GIB
+    return Device(
+        key="cpu",
+        name=f"this machine's CPU, {share} of {cores} cores",
+        kind="cpu",
+        cores=share,
+        memory_gib=total / devices if memory_gib is None else memory_gib,
+        memory_gbs=entry["memory_gbs"] * cores / devices,
+        bf16_tflops=entry["bf16_tflops"] * cores / devices,
+        fp8_tflops=entry["fp8_tflops"] * cores / devices,
+        link=link,
+        host_link=link,
+    )
 
 
 def network(gigabits: float, adapters: int = 1) -> Network:

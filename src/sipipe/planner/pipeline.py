@@ -172,8 +172,8 @@ def iterate(
     stations["scheduling"] = schedule
     # One pass: hops that block are in both neighbours' occupancy, so they are taken out once.
     passing = sum(time.occupancy for time in stages) + sum(hops) * (1.0 - engine.blocking)
-    round_trip = engine.schedule_exposed * schedule + passing
-    round_trip += (1.0 - engine.exposed) * prepared
+    ahead = schedule + (1.0 - engine.exposed) * prepared  # before its first stage can start
+    round_trip = engine.schedule_exposed * ahead + passing
     if engine.exposed < 1.0:
         stations["preparation"] = prepared
     if not on_device:

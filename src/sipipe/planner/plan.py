@@ -30,6 +30,8 @@ class Prediction:
     iteration: Iteration
     batch: int
     """Sequences running at once."""
+    lowest_tpot: float
+    """TPOT of a single running sequence, seconds: no budget below it can be met."""
     capped_by: str
     """What keeps the batch from growing."""
     unmeasured: tuple[str, ...] = ()
@@ -305,6 +307,7 @@ def predict(
         engine=engine,
         iteration=run(batch),
         batch=batch,
+        lowest_tpot=run(1).delay,
         capped_by=why,
         unmeasured=(
             *(f"extrapolated: {reason}" for reason in outside(batch)),

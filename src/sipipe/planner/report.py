@@ -104,6 +104,7 @@ def _prediction(prediction: Prediction) -> dict[str, Any]:
         "engine": prediction.engine.name,
         "throughput": prediction.throughput,
         "tpot": prediction.tpot,
+        "lowest_tpot": prediction.lowest_tpot,
         "batch": prediction.batch,
         "inflight": iteration.inflight,
         "period": iteration.period,

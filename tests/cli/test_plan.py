@@ -1,0 +1,261 @@
+"""`sipipe plan` as people run it."""
+
+import json
+import shlex
+
+import pytest
+
+from sipipe.cli import main
+from sipipe.trace import Phase, open_recorder
+
+HOSTS = ("--gpu", "h100", "--hosts", "2", "--gpus-per-host", "8")
+
+
+def plan(capsys, *arguments):
+    status = main(["plan", *arguments])
+    out, error = capsys.readouterr()
+    assert error == ""
+    return status, out
+
+
+def test_table_of_the_issues_example(capsys):
+    status, out = plan(
+        capsys,
+        *("llama-3.1-70b", "--gpu", "H100", "--hosts", "2", "--gpus-per-host", "8"),
+        *("--tpot-slo", "50ms", "--input", "1000", "--output", "300"),
+    )
+    assert status == 0
+    assert "70.6B parameters, 80 layers, 320 KiB of KV cache a token" in out
+    assert "P16T1  TPOT" in out
+    assert "over the budget of 50 ms" in out
+    commands = [line for line in out.splitlines() if line.startswith("sipipe serve ")]
+    assert len(commands) == 2
+    words = shlex.split(commands[0])
+    degrees = int(words[words.index("--pp") + 1]), int(words[words.index("--tp") + 1])
+    lines = out.splitlines()
+    header = next(index for index, line in enumerate(lines) if "tok/s" in line)
+    rows = [line.split() for line in lines[header + 1 : header + 5]]
+    assert tuple(map(int, rows[0][:2])) == degrees
+    rates = [float(row[2].replace(",", "")) for row in rows]
+    assert rates == sorted(rates, reverse=True)
+
+
+def serve_options(command):
+    """SiPipe's settings in a serve command, and what is left for vLLM's parser."""
+    from sipipe.cli.parser import (
+        add_engine_options,
+        engine_settings,
+        make_parser,
+        split_engine_options,
+    )
+
+    parser = make_parser("serve", "", add_help=False)
+    add_engine_options(parser)
+    own, rest = split_engine_options(parser, shlex.split(command)[2:])
+    return engine_settings(own), rest
+
+
+def test_serve_command_is_one_that_serve_takes(capsys):
+    _, out = plan(capsys, "llama-3.1-8b", "--gpu", "h100", "--gpus-per-host", "4", "--json")
+    (command,) = json.loads(out)["serve"]
+    settings, rest = serve_options(command)
+    assert set(settings) == {"samplers", "inflight"}
+    assert rest[0] == "meta-llama/Llama-3.1-8B-Instruct"
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_vllm_takes_the_rest_of_the_serve_command(capsys):
+    arguments = pytest.importorskip("vllm.engine.arg_utils")
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    _, out = plan(capsys, "llama-3.1-8b", *HOSTS, "--kv-cache-dtype", "fp8", "--json")
+    for command in json.loads(out)["serve"]:
+        _, rest = serve_options(command)
+        rest = [word for word in rest if word != "--headless"]  # an option of serve itself
+        parser = arguments.EngineArgs.add_cli_args(FlexibleArgumentParser())
+        parsed = parser.parse_args(["--model", *rest])
+        assert parsed.pipeline_parallel_size * parsed.tensor_parallel_size == 16
+        assert parsed.nnodes == 2
+
+
+def test_json(capsys):
+    status, out = plan(capsys, "deepseek-v3", *HOSTS, "--json", "--input", "161", "--output", "338")
+    found = json.loads(out)
+    assert status == 0
+    assert found["model"]["attention"] == "mla"
+    best = found["choices"][0]
+    assert (best["p"], best["t"]) == (2, 8)
+    assert best["sipipe"]["throughput"] > best["baseline"]["throughput"]
+    assert found["serve"] == best["serve"]
+
+
+def test_nothing_fits_is_status_one_and_says_why(capsys):
+    status, out = plan(capsys, "llama-3.1-405b", "--gpu", "4090", "--gpus-per-host", "2")
+    assert status == 1
+    assert "more than the" in out
+    assert "no (p, t) of this cluster serves this workload" in out
+
+
+def test_list(capsys):
+    status, out = plan(capsys, "--list")
+    assert status == 0
+    for name in ("deepseek-v3", "qwen3-235b-a22b", "b200", "epyc-9654"):
+        assert name in out
+
+
+def test_model_directory_and_picture(capsys, tmp_path):
+    config = {
+        "num_hidden_layers": 8,
+        "vocab_size": 1000,
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "intermediate_size": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    picture = tmp_path / "plan.svg"
+    status, out = plan(
+        capsys,
+        *(str(tmp_path), "--gpu", "cpu", "--gpus-per-host", "2", "--cores", "4"),
+        *("--plot", str(picture)),
+    )
+    assert status == 0
+    assert f"sipipe serve {tmp_path} --pp" in out
+    assert "--gpu-memory-utilization" not in out
+    assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((), "MODEL is missing"),
+        (("llama-3.1-8b",), "--gpu is missing"),
+        (("llama-9", "--gpu", "h100"), "did you mean llama-3.1-8b"),
+        (("llama-3.1-8b", "--gpu", "h101"), "--gpu: unknown device 'h101'"),
+        (("llama-3.1-8b", "--gpu", "h100", "--hosts", "0"), "--hosts"),
+        (("llama-3.1-8b", "--gpu", "h100", "--gpus-per-host", "x"), "--gpus-per-host"),
+        (("llama-3.1-8b", "--gpu", "h100", "--tpot-slo", "50"), "--tpot-slo"),
+        (("llama-3.1-8b", "--gpu", "h100", "--tpot-slo", "-5ms"), "--tpot-slo"),
+        (("llama-3.1-8b", "--gpu", "h100", "--network", "fast"), "--network"),
+        (("llama-3.1-8b", "--gpu", "h100", "--adapters", "0"), "--adapters"),
+        (("llama-3.1-8b", "--gpu", "h100", "--input", "-1"), "--input"),
+        (("llama-3.1-8b", "--gpu", "h100", "--input", "200000"), "context length"),
+        (("llama-3.1-8b", "--gpu", "h100", "--output", "0"), "--output"),
+        (("llama-3.1-8b", "--gpu", "h100", "--memory", "nan"), "--memory"),
+        (("llama-3.1-8b", "--gpu", "h100", "--weight-bits", "0"), "--weight-bits"),
+        (("llama-3.1-8b", "--gpu", "h100", "--kv-cache-dtype", "int2"), "--kv-cache-dtype"),
+        (("llama-3.1-8b", "--gpu", "h100", "--sampling", "none"), "--sampling"),
+        (("llama-3.1-8b", "--gpu", "h100", "--baseline", "none"), "--baseline"),
+        (("llama-3.1-8b", "--gpu", "h100", "--inflight", "0"), "--inflight"),
+        (("llama-3.1-8b", "--gpu", "h100", "--samplers", "0"), "--samplers"),
+        (("llama-3.1-8b", "--gpu", "h100", "--batch", "0"), "--batch"),
+        (("llama-3.1-8b", "--gpu", "h100", "--gpu-memory-utilization", "2"), "--gpu-memory-util"),
+        (("llama-3.1-8b", "--gpu", "h100", "--plot", "plan.gif"), "--plot"),
+        (("llama-3.1-8b", "--gpu", "h100", "--plot", "/no/where/plan.svg"), "--plot"),
+        (("llama-3.1-8b", "--gpu", "h100", "--calibrate", "/no/where"), "--calibrate"),
+        (("/no/config.json", "--gpu", "h100"), "cannot read /no/config.json"),
+    ],
+)
+def test_a_mistake_gets_one_line(capsys, arguments, named):
+    assert main(["plan", *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.count("\n") == 1
+    assert named in error
+
+
+def record_run(directory, *, p, batches, iterations=80):
+    """A trace such as SiPipe writes, of a machine on which everything is linear in the batch."""
+    milli = 1_000_000
+    processes = [("executor", 0), *(("stage", index) for index in range(p)), ("sampler", 0)]
+    for role, index in processes:
+        recorder = open_recorder(str(directory), role, index, stages=p, inflight=p + 1, run="one")
+        clock = 0
+        for iteration in range(iterations):
+            batch = batches[iteration % len(batches)]
+
+            def see(phase, milliseconds, batch=batch, iteration=iteration, recorder=recorder):
+                nonlocal clock
+                end = clock + int(milliseconds * milli)
+                recorder.record(phase, iteration, iteration % 3, clock, end, batch, batch)
+                clock = end
+
+            if role == "executor":
+                see(Phase.SCHEDULE, 0.2 + 0.004 * batch)
+                see(Phase.DISPATCH, 0.05)
+                see(Phase.GATHER, 9.0)
+                see(Phase.UPDATE, 0.1 + 0.002 * batch)
+            elif role == "sampler":
+                see(Phase.WAIT_LOGITS, 7.0)
+                see(Phase.SAMPLE, 0.05 + 0.07 * batch)
+            else:
+                see(Phase.WAIT_SCHEDULING, 1.0)
+                see(Phase.PREPARE, 0.2 + 0.003 * batch)
+                see(Phase.FORWARD, (4.0 + 0.02 * batch) / p)
+                see(Phase.SEND if index < p - 1 else Phase.HANDOVER, 0.1)
+                if index == p - 1:
+                    see(Phase.LOGITS, 1.0 + 0.05 * batch)
+        recorder.close()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """A model directory and the trace of a run of it."""
+    config = {
+        "num_hidden_layers": 8,
+        "vocab_size": 151_936,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1536,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    record_run(tmp_path / "trace", p=2, batches=(8, 16, 32))
+    return str(tmp_path), str(tmp_path / "trace")
+
+
+def test_calibration_reads_a_trace_and_reports_its_errors(capsys, bench):
+    model, trace = bench
+    common = (model, "--gpu", "cpu", "--gpus-per-host", "2", "--cores", "64", "--calibrate", trace)
+    status, out = plan(capsys, *common, "--input", "0", "--output", "50", "--json")
+    found = json.loads(out)
+    assert status == 0
+    fits = found["calibration"]["fits"]
+    assert {"forward", "logits", "sipipe: prepare", "sipipe: sample"} <= set(fits)
+    assert all(fit["median_error"] < 0.01 for fit in fits.values())
+    best = found["choices"][0]
+    assert (best["p"], best["t"]) == (2, 1)
+    assert best["sipipe"]["batch"] / best["sipipe"]["inflight"] <= 32 * 1.1 + 1
+    # B sequences a microbatch: the last stage is the slowest, 2 + .01 B + 1 + .05 B + .1 ms
+    microbatch = -(-best["sipipe"]["batch"] // best["sipipe"]["inflight"])
+    slowest = (3.1 + 0.06 * microbatch) * 1e-3
+    assert best["sipipe"]["period"] == pytest.approx(slowest, rel=0.05)
+    assert any("t = 2" in reject["reason"] for reject in found["rejected"])
+
+
+def test_calibration_refuses_to_extrapolate_silently(capsys, bench):
+    model, trace = bench
+    common = (model, "--gpu", "cpu", "--gpus-per-host", "2", "--cores", "64", "--calibrate", trace)
+    status, out = plan(capsys, *common, "--batch", "900", "--input", "0")
+    assert status == 1
+    assert "not predicted" in out
+    status, out = plan(capsys, *common, "--batch", "900", "--input", "0", "--extrapolate")
+    assert status == 0
+    assert "* extrapolated: " in out
+
+
+def test_directories_without_a_trace(capsys, tmp_path):
+    (tmp_path / "note.txt").write_text("nothing")
+    arguments = ("llama-3.1-8b", "--gpu", "h100", "--calibrate", str(tmp_path))
+    assert main(["plan", *arguments]) == 2
+    assert "--calibrate: " in (error := capsys.readouterr().err)
+    assert "no trace files" in error
+
+
+def test_a_trace_of_another_model(capsys, bench, tmp_path):
+    """More stages than the model has layers; the trace does not name its model's sizes."""
+    model, _ = bench
+    record_run(tmp_path / "deep", p=9, batches=(8,), iterations=10)
+    arguments = (model, "--gpu", "cpu", "--calibrate", str(tmp_path / "deep"))
+    assert main(["plan", *arguments]) == 2
+    assert "is it a trace of this model?" in capsys.readouterr().err
