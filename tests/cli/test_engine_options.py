@@ -1,0 +1,115 @@
+"""SiPipe's own options are told from vLLM's, which go through untouched."""
+
+import json
+
+import pytest
+
+from sipipe.cli import bench, generate
+from sipipe.cli.parser import (
+    add_engine_options,
+    engine_settings,
+    make_parser,
+    split_engine_options,
+)
+from sipipe.errors import ConfigError
+
+
+def split(*argv):
+    parser = make_parser("serve", "", add_help=False)
+    add_engine_options(parser)
+    own, rest = split_engine_options(parser, argv)
+    return engine_settings(own), rest
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["model"],
+        ["--port", "8000", "model", "-O0", "-cc.mode=none", "--help=ModelConfig"],
+        ["model", "--additional-config", '{"sipipe": {"samplers": 2}}', "--no-enforce-eager"],
+        ["model", "--limit-mm-per-prompt.image", "3", "-tp", "2", "-pp=2"],
+    ],
+)
+def test_what_is_not_ours_is_left_as_it_is(argv):
+    assert split(*argv) == ({}, argv)
+
+
+def test_ours_are_taken_from_anywhere():
+    settings, rest = split(
+        "--samplers", "2", "model", "--trace=t", "--port", "1", "--inflight", "auto", "--tp", "4"
+    )
+    assert settings == {"samplers": 2, "inflight": "auto", "trace": "t"}
+    assert rest == ["model", "--port", "1", "-tp", "4"]
+
+
+def test_cores_as_json():
+    settings, _ = split("m", "--cores", '{"stages": [[0], [1]]}')
+    assert settings == {"cores": {"stages": [[0], [1]]}}
+    assert split("m", "--cores", "off")[0] == {"cores": "off"}
+
+
+def test_abbreviations_are_not_taken():
+    assert split("m", "--sample", "2") == ({}, ["m", "--sample", "2"])
+
+
+def test_prompts_come_from_arguments_or_a_file(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\n  two \n", encoding="utf-8")
+    assert generate._prompts([], str(file)) == ["one", "  two "]
+    assert generate._prompts(["a", "b"], None) == ["a", "b"]
+    with pytest.raises(ConfigError, match="not from both"):
+        generate._prompts(["a"], str(file))
+    with pytest.raises(ConfigError, match=r"cannot read --file .*No such file"):
+        generate._prompts([], str(tmp_path / "none"))
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        generate._prompts([], str(file))
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="holds no prompt"):
+        generate._prompts([], str(file))
+
+
+def test_completions_are_shown_as_text_and_as_json(capsys):
+    class Completion:
+        index, prompt, text, token_ids, finish_reason = 0, "Hi", " you", [7], "length"
+
+    for event, text in (("begin", ""), ("text", " you"), ("end", "")):
+        generate._show_text(event, Completion, text)
+        generate._show_json(event, Completion, text)
+    out = capsys.readouterr().out
+    assert out.startswith("Hi you")
+    assert json.loads(out.splitlines()[-1]) == {
+        "index": 0,
+        "prompt": "Hi",
+        "text": " you",
+        "token_ids": [7],
+        "finish_reason": "length",
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["m", "--requests", "0"], "--requests must be 1"),
+        (["m", "--sampling", "greedy,beam"], '"beam" is none of'),
+        (["m", "--only", "other"], "--only"),
+    ],
+)
+def test_bench_names_its_mistakes(argv, word):
+    with pytest.raises(ConfigError, match=word):
+        bench.main(argv)
+
+
+def test_bench_prints_both_sides(capsys):
+    results = {
+        "stock": {"tokens_per_second": {"greedy": [10.0, 20.0, 30.0]}},
+        "sipipe": {"tokens_per_second": {"greedy": [50.0]}},
+    }
+    bench._show(results, 64, 16)
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["greedy", "20", "50", "2.5x"]
+
+
+def test_bench_shows_the_log_of_a_side_that_fails(capsys, monkeypatch):
+    monkeypatch.setattr(bench.sys, "executable", "/bin/false")
+    with pytest.raises(Exception, match="bench: stock failed"):
+        bench.main(["m", "--pp", "2"])
