@@ -15,9 +15,11 @@ Relies on
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -70,6 +72,12 @@ def worker_main(boot: WorkerBoot, pipe: Connection) -> None:
     finally:
         ending.set()
         process.close()
+    # Everything is released. Taking the interpreter down with torch in it takes seconds, which
+    # vLLM's front end does not give; what multiprocessing would still do is done here.
+    multiprocessing.util._exit_function()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 class WorkerProcess:
