@@ -156,7 +156,9 @@ class Browser:
         for event in self.events:
             params = event.get("params", {})
             if event.get("method") == "Runtime.exceptionThrown":
-                found.append(str(params["exceptionDetails"].get("exception", {}).get("description")))
+                found.append(
+                    str(params["exceptionDetails"].get("exception", {}).get("description"))
+                )
             if event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
                 found.append(params["entry"]["text"])
             if event.get("method") == "Network.requestWillBeSent":

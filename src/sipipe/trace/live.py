@@ -1,8 +1,8 @@
 """The statistics page: counters of a running server that anyone may read at any time.
 
-    0      1024 bytes   header: 8 bytes of magic, then JSON padded with spaces
-    1024   1024 bytes   executor's block       one block per process: 128 words of 8 bytes,
-    2048   1024 bytes   stage 0 rank 0         signed, native order
+    0      2048 bytes   header: 8 bytes of magic, then JSON padded with spaces
+    2048   2048 bytes   executor's block       one block per process: 256 words of 8 bytes,
+    4096   2048 bytes   stage 0 rank 0         signed, native order
            ...          stages by index and rank, then samplers
 
 Who runs here: the executor creates the page; it, each worker and each sampler write to the block
@@ -41,7 +41,7 @@ from sipipe.trace.online import BUBBLES, RING, Online
 from sipipe.trace.phases import Phase, Role
 
 MAGIC = b"SIPLIVE1"
-_BLOCK = 1024
+_BLOCK = 2048
 _WORDS = _BLOCK // 8
 _NAME = "sipipe-live"
 RUN_VARIABLE = "SIPIPE_RUN"
@@ -90,6 +90,8 @@ class Word(IntEnum):
     """First of the number of records of each phase."""
     RING = 64
     """First of RING pairs (iteration, end): the main phase's last ends, by iteration % RING."""
+    DISPATCHED = 128
+    """Executor: the same of its dispatches."""
 
 
 _MAIN = {
@@ -99,7 +101,8 @@ _MAIN = {
 }
 assert Word.PHASE_NS + len(Phase) <= Word.PHASE_COUNT
 assert Word.PHASE_COUNT + len(Phase) <= Word.RING
-assert Word.RING + 2 * RING <= _WORDS
+assert Word.RING + 2 * RING <= Word.DISPATCHED
+assert Word.DISPATCHED + 2 * RING <= _WORDS
 
 
 class PageHeader(msgspec.Struct, kw_only=True, frozen=True):
@@ -254,7 +257,11 @@ class LiveWriter:
             before = page.block("stage", index - 1, rank) + Word.RING if index else None
             executor = page.block("executor")
             self._online = Online(
-                page.words, before, executor + Word.RING, executor + Word.INFLIGHT, page.header
+                page.words,
+                before,
+                executor + Word.RING,
+                executor + Word.DISPATCHED,
+                page.header,
             )
         self._words[self._base + Word.PID] = os.getpid()
 
@@ -268,6 +275,10 @@ class LiveWriter:
         if self._online is not None:
             self._online.see(phase, iteration, start_ns, end_ns)
         if phase not in self._main:
+            if phase == Phase.DISPATCH:
+                pair = base + Word.DISPATCHED + 2 * (iteration % RING)
+                words[pair + 1] = end_ns
+                words[pair] = iteration
             return
         words[base + Word.UPDATED_NS] = end_ns
         words[base + Word.ITERATION] = iteration

@@ -5,8 +5,8 @@ Who runs here: the threads of one stage process that record. ``see`` may be call
 forward. Reads the rings of the stage before and of the executor on the statistics page; a pair
 (iteration, end) that is being overwritten is noticed by its iteration and counts as unknown.
 
-What it cannot see it estimates: whether the pipeline was full is judged by the executor's gauge at
-the end of the gap. The report, made from the trace, is exact.
+What a stage cannot see is counted as if it had not waited for it: an iteration older than ``RING``,
+and stages on other hosts, whose pages are not shared. The report, made from the trace, is exact.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Online:
     __slots__ = (
         "_before",
         "_busy",
+        "_dispatched",
         "_end",
-        "_executor",
+        "_gathered",
         "_hidden",
-        "_inflight",
         "_limit",
         "_scheduled",
         "_send",
@@ -51,15 +51,15 @@ class Online:
         self,
         words: memoryview,
         before: int | None,
-        executor: int,
-        inflight: int,
+        gathered: int,
+        dispatched: int,
         limits: _Limits,
     ) -> None:
-        """Where on the page the rings of the stage before and the executor lie."""
+        """Where on the page the rings of the stage before and the two of the executor lie."""
         self._words = words
         self._before = before
-        self._executor = executor
-        self._inflight = inflight
+        self._gathered = gathered
+        self._dispatched = dispatched
         self._limit = limits.inflight
         self._scheduled = [_NOTHING] * RING
         self._hidden = [_NOTHING] * RING
@@ -92,33 +92,78 @@ class Online:
         if not last:
             return end_ns - start_ns, (0, 0, 0, 0)
         busy += max(0, end_ns - max(start_ns, last))
-        at = last
+        idle = [(last, start_ns)] if last < start_ns else []
+        # In the order of the rules of docs/tracing.md; each takes its part of what is left.
         imbalance = unscheduled = inter = 0
-        seen, _, scheduled = self._scheduled[iteration % RING]
-        if seen == iteration and at < scheduled:
-            stop = min(scheduled, start_ns)
-            freed = min(max(self._ring(self._executor, iteration - self._limit), at), stop)
-            imbalance += freed - at
-            unscheduled += stop - freed
-            at = max(at, stop)
-        seen, _, arrived = self._hidden[iteration % RING]
-        if self._before is not None and seen == iteration and at < arrived:
-            stop = min(arrived, start_ns)
-            sent = min(max(self._ring(self._before, iteration), at), stop)
-            if self._words[self._inflight] >= self._limit:
-                imbalance += sent - at
-            else:
-                unscheduled += sent - at
-            inter += stop - sent
-            at = max(at, stop)
-        _, began, ended = self._send
-        sending = max(0, min(ended, start_ns) - max(began, at))
-        inter += sending
-        intra = max(0, start_ns - at) - sending
-        return busy, (imbalance + surplus, intra, inter, unscheduled)
+        undispatched, idle = _take(idle, last, self._ring(self._dispatched, iteration))
+        for begin, end in undispatched:
+            freed = min(max(self._ring(self._gathered, iteration - self._limit), begin), end)
+            imbalance += freed - begin
+            unscheduled += end - freed
+        seen, begin, end = self._scheduled[iteration % RING]
+        if seen == iteration:
+            on_its_way, idle = _take(idle, begin, end)
+            unscheduled += _length(on_its_way)
+        if self._before is not None:
+            unfinished, idle = _take(idle, last, self._ring(self._before, iteration))
+            for begin, end in unfinished:
+                room = self._room(iteration, begin, end)
+                imbalance += end - begin - room
+                unscheduled += room
+            seen, begin, end = self._hidden[iteration % RING]
+            if seen == iteration:
+                under_way, idle = _take(idle, begin, end)
+                inter += _length(under_way)
+        _, begin, end = self._send
+        sending, idle = _take(idle, begin, end)
+        inter += _length(sending)
+        return busy, (imbalance + surplus, _length(idle), inter, unscheduled)
+
+    def _room(self, iteration: int, start: int, end: int) -> int:
+        """For how much of start..end fewer microbatches were in flight than may be.
+
+        The pipeline has room from the moment at which an iteration is gathered to the one at which
+        its slot's next is dispatched; all up to ``iteration`` have been dispatched.
+        """
+        room = 0
+        for later in range(iteration + 1, iteration + self._limit + 1):
+            freed = self._ring(self._gathered, later - self._limit)
+            if later >= self._limit and not freed:
+                break  # not gathered yet, nor is any that follows
+            filled = self._ring(self._dispatched, later) or end
+            start = max(start, freed)
+            if start >= end:
+                break
+            room += max(0, min(filled, end) - start)
+            start = max(start, filled)
+        return room
 
     def _ring(self, first: int, iteration: int) -> int:
         """When a process ended its main phase of an iteration; 0 where it is not known."""
         pair = first + 2 * (iteration % RING)
         end = self._words[pair + 1]
         return int(end) if self._words[pair] == iteration else 0
+
+
+_Pieces = list[tuple[int, int]]
+
+
+def _take(pieces: _Pieces, begin: int, end: int) -> tuple[_Pieces, _Pieces]:
+    """Cut begin..end out of disjoint pieces: what was cut out, and what is left."""
+    cut: _Pieces = []
+    left: _Pieces = []
+    for first, last in pieces:
+        inner = (max(first, begin), min(last, end))
+        if inner[0] >= inner[1]:
+            left.append((first, last))
+            continue
+        cut.append(inner)
+        if first < inner[0]:
+            left.append((first, inner[0]))
+        if inner[1] < last:
+            left.append((inner[1], last))
+    return cut, left
+
+
+def _length(pieces: _Pieces) -> int:
+    return sum(last - first for first, last in pieces)
