@@ -329,7 +329,7 @@ class GatherReceiver:
 
     def _admit(self, sock: socket.socket) -> None:
         try:
-            name, incarnation = accept_peer(sock, self.endpoint.token, _HANDSHAKE_SECONDS)
+            name, incarnation, proof = accept_peer(sock, self.endpoint.token, _HANDSHAKE_SECONDS)
         except ChannelError:
             sock.close()  # not one of ours: nothing is said about it
             return
@@ -347,6 +347,9 @@ class GatherReceiver:
             self._current[name] = connection
             self._connections[sock.fileno()] = connection
             self._epoll.register(sock.fileno(), select.EPOLLIN)
+            # Last, so that a sender whose connect has returned is known here.
+            with contextlib.suppress(OSError):  # it hung up: epoll says so
+                sock.send(proof)
 
 
 class GatherSender:

@@ -50,8 +50,9 @@ def _proof(token: str, role: bytes, first: bytes, hello: bytes) -> bytes:
     return hmac.digest(bytes.fromhex(token), role + first + hello, hashlib.sha256)
 
 
-def accept_peer(sock: socket.socket, token: str, timeout: float) -> tuple[str, int]:
-    """The accepting end's part; returns the name and incarnation of an authentic peer.
+def accept_peer(sock: socket.socket, token: str, timeout: float) -> tuple[str, int, bytes]:
+    """The accepting end's part; returns name and incarnation of an authentic peer, and the proof
+    to send it, once, if it shall be let in.
 
     Raises:
         ChannelError: the peer is not authentic, or not done after ``timeout`` seconds.
@@ -68,8 +69,7 @@ def accept_peer(sock: socket.socket, token: str, timeout: float) -> tuple[str, i
         proof = receive_exactly(sock, _PROOF)
         if not hmac.compare_digest(proof, _proof(token, b"connect", nonce, hello + name)):
             raise ChannelError("a peer did not prove that it holds the token")
-        sock.sendall(_proof(token, b"accept", nonce, hello + name))
-        return name.decode(), incarnation
+        return name.decode(), incarnation, _proof(token, b"accept", nonce, hello + name)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ChannelError(f"a peer did not introduce itself ({error or 'it hung up'})") from None
 

@@ -123,6 +123,9 @@ class _Side:
             return self.words.load(base + at.R_CURSOR)
         return max(0, self.words.load(base + at.R_START))
 
+    def _published(self, rank: int) -> int:
+        return self.words.load(self.layout.writer_word(rank) + at.W_PUBLISHED)
+
     def is_dead(self, reader: int) -> bool:
         """Whether an attached reader's life lock is gone without its having left."""
         base = self.layout.reader_word(reader)
@@ -286,8 +289,7 @@ class RingWriter(_Side):
         if not taken:
             # A reader at use u holds slot u, and its cursor is u + 1.
             held = claim - self.layout.slots
-            late = tuple(name for k, name in self.readers() if self.cursor(k) <= held + 1)
-            raise self._late(late, timeout)
+            raise self._late([k for k, _ in self.readers() if self.cursor(k) <= held + 1], timeout)
 
     def _wait_attached(self, claim: int, timeout: float | None) -> None:
         """Wait for declared readers that have not come and would be overtaken by ``claim``."""
@@ -308,7 +310,7 @@ class RingWriter(_Side):
                 self.waits += 1
             if (left := remaining(deadline)) is not None and left <= 0:
                 self.wait_seconds += time.monotonic() - began
-                raise self._late(tuple(name for k, name in self.readers() if k in late), timeout)
+                raise self._late(late, timeout)
             time.sleep(_ATTACH_POLL)
         if began:
             self.wait_seconds += time.monotonic() - began
@@ -324,12 +326,19 @@ class RingWriter(_Side):
     def _still_absent(self, reader: int, generation: int) -> bool:
         return self.words.load(self.layout.reader_word(reader) + at.R_ATTACHED) != generation
 
-    def _late(self, late: tuple[str, ...], timeout: float | None) -> ChannelTimeout:
+    def _late(self, late: list[int], timeout: float | None) -> ChannelTimeout:
+        """The error that names the late readers, or the ranks that those wait for."""
+        names: dict[str, None] = {}
+        for k, name in self.readers():
+            if k in late:
+                cursor = self.cursor(k)
+                ranks = [r for r in range(self.layout.ranks) if self._published(r) <= cursor]
+                names |= dict.fromkeys([f"rank {r}" for r in ranks if r != self.rank] or [name])
+        shown = ", ".join(names) or "a reader that was removed and still lives"
         return ChannelTimeout(
-            f"channel {self.channel}: message {self.next} waited {timeout} s for the late "
-            f"reader {', '.join(late) or '(one that was removed and still lives)'}; "
-            "it is stuck or too slow",
-            late,
+            f"channel {self.channel}: message {self.next} waited {timeout} s for the slot that "
+            f"{shown} should have left; stuck or too slow",
+            tuple(names),
         )
 
     def close(self) -> None:
@@ -396,10 +405,7 @@ class RingReader(_Side):
     def _join_oldest(self) -> None:
         """Stand at the oldest use that is complete and still there; it is received first."""
         while True:
-            end = min(
-                self.words.load(self.layout.writer_word(r) + at.W_PUBLISHED)
-                for r in range(self.layout.ranks)
-            )
+            end = min(self._published(r) for r in range(self.layout.ranks))
             for use in range(max(0, end - self.layout.slots + 1), end):
                 if self._try_enter(use):
                     if self._tickets(use) is None:
@@ -411,9 +417,6 @@ class RingReader(_Side):
                     self.next = 0
                     return
                 self.locks.unlock(*self._bytes(-1))
-
-    def _published(self, rank: int) -> int:
-        return self.words.load(self.layout.writer_word(rank) + at.W_PUBLISHED)
 
     def _tickets(self, use: int) -> int | None:
         """The first rank whose ticket is not that of ``use``, or None."""
