@@ -236,7 +236,7 @@ def _print_json(plan: Plan, calibration: Calibration | None) -> None:
 def _print_tables(plan: Plan, calibration: Calibration | None) -> None:
     from rich.console import Console
 
-    from sipipe.planner.report import serve_commands
+    from sipipe.planner.report import SEVERAL_HOSTS, serve_commands
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -278,6 +278,8 @@ def _print_tables(plan: Plan, calibration: Calibration | None) -> None:
     console.print()
     for command in serve_commands(plan, plan.best):
         print(command)
+    if cluster.hosts > 1:
+        console.print(SEVERAL_HOSTS, markup=False)
 
 
 def _choice_table(plan: Plan) -> Any:

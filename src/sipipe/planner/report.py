@@ -9,7 +9,15 @@ from typing import Any
 
 from sipipe.planner.plan import Choice, Plan, Prediction
 
-__all__ = ["limits", "plan_to_dict", "serve_commands", "to_json"]
+__all__ = ["SEVERAL_HOSTS", "limits", "plan_to_dict", "serve_commands", "to_json"]
+
+
+SEVERAL_HOSTS = (
+    "HOST0 is the first host's address. This SiPipe starts stages on one host only and refuses "
+    "--nnodes; vLLM itself takes the same commands as `vllm serve --pipeline-parallel-size P "
+    "--tensor-parallel-size T` without --samplers and --inflight"
+)
+"""What to know about the serve commands of more than one host, today."""
 
 
 def limits(prediction: Prediction) -> str:
@@ -78,6 +86,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "choices": [_choice(plan, choice) for choice in plan.choices],
         "rejected": [{"p": r.p, "t": r.t, "reason": r.reason} for r in plan.rejected],
         "serve": serve_commands(plan, plan.best) if plan.best else [],
+        "serve_note": SEVERAL_HOSTS if cluster.hosts > 1 else None,
     }
 
 

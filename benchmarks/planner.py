@@ -1,0 +1,265 @@
+"""The planner against the paper's figures, and against real runs on this machine.
+
+``python -m benchmarks.planner`` prints two tables.
+
+*Findings*: what the paper measured on its H100 and A100 testbeds, beside what the model predicts
+from data sheets. ``--quick`` stops here.
+
+*Real machine*: the benchmark model is run with tracing in two configurations on this machine's
+CPU. The planner is calibrated on each of them in turn and predicts the time per output token of
+the other, batch size by batch size. ``--side stock`` does the same with stock vLLM. ``--traces A B``
+uses two trace directories that exist already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import report
+from sipipe.cli.plan_traces import run_of
+from sipipe.models import make_model
+from sipipe.planner import Cluster, Workload, device, load_model, local_cpu, make_plan, network
+from sipipe.planner.calibration import calibrate
+from sipipe.planner.costs import DatasheetCosts
+from sipipe.planner.hardware import efficiency, engine, sampling
+from sipipe.planner.pipeline import iterate
+from sipipe.planner.placement import place
+from sipipe.planner.workload import Microbatch
+from sipipe.trace import Phase, Trace, read_trace
+
+MODELS = Path("build/models")
+LEVELS = ((16, 64), (32, 32), (64, 16), (128, 8))
+"""(requests at once, prompt tokens): all levels fill the same token budget, so that stock vLLM too
+spreads the requests evenly over its microbatches."""
+SECONDS = 600
+
+
+# --- the paper's findings ----------------------------------------------------------------------
+
+
+def by_degree(model: str, *, gpu: str, hosts: int, batch: int) -> dict[tuple[int, int], Any]:
+    """The paper's workload: ShareGPT lengths, all sampling strategies, a fixed batch."""
+    cluster = Cluster(
+        device=device(gpu), hosts=hosts, devices_per_host=8, network=network(400), cores_per_host=96
+    )
+    workload = Workload(input=161, output=338, fixed_batch=batch, max_num_seqs=batch)
+    plan = make_plan(load_model(model), cluster, workload)
+    return {(choice.p, choice.t): choice for choice in plan.choices}
+
+
+def findings() -> list[dict[str, Any]]:
+    """One row per figure of the paper."""
+    rows = []
+
+    def add(what: str, paper: str, model: str) -> None:
+        rows.append({"what": what, "paper": paper, "model": model})
+
+    large = ("llama-3.1-70b", "qwen2.5-72b", "mixtral-8x7b")
+    ultra = ("llama-3.1-405b", "deepseek-v2.5", "deepseek-v3")
+    on16 = {name: by_degree(name, gpu="h100", hosts=2, batch=1024) for name in ultra}
+    on8 = {name: by_degree(name, gpu="h100", hosts=1, batch=512) for name in large}
+    a100 = {name: by_degree(name, gpu="a100", hosts=1, batch=512) for name in large}
+    peaks = {
+        name: max(found, key=lambda degree: found[degree].baseline.throughput)[0]
+        for name, found in on16.items()
+    }
+    add("16 H100, stock: p of the peak", "2 or 4", ", ".join(f"{n} {p}" for n, p in peaks.items()))
+    v3 = on16["deepseek-v3"]
+    pure = v3[1, 16].baseline.throughput
+    stock = max(choice.baseline.throughput for choice in v3.values())
+    ours = max(choice.best.throughput for choice in v3.values())
+    add("DeepSeek-V3, best stock pipeline / pure TP", "3.2 x", f"{stock / pure:.1f} x")
+    add("DeepSeek-V3, best SiPipe / pure TP", "4.5 x", f"{ours / pure:.1f} x")
+    gains = [
+        max(c.best.throughput for c in found.values())
+        / max(c.baseline.throughput for c in found.values())
+        for found in on16.values()
+    ]
+    add("16 H100, best SiPipe / best stock", "1.4-1.7 x", f"{min(gains):.1f}-{max(gains):.1f} x")
+    ahead = [
+        found[1, 8].baseline.throughput / found[2, 4].baseline.throughput for found in on8.values()
+    ]
+    add("8 H100, stock TP 8 / stock P2T4", "above 1", f"{min(ahead):.2f}-{max(ahead):.2f} x")
+    for name, found in (("H100", on8), ("A100", a100)):
+        gain = [choices[2, 4].gain for choices in found.values()]
+        paper = "1.6-2.1 x" if name == "H100" else "smaller"
+        add(f"8 {name}, SiPipe / stock at P2T4", paper, f"{min(gain):.1f}-{max(gain):.1f} x")
+    stages = on8["qwen2.5-72b"][4, 2].baseline.iteration.stages
+    surplus = stages[-1].occupancy / stages[-2].occupancy - 1
+    add("Qwen2.5-72B P4T2 stock, last stage longer by", "22-40 %", f"{surplus:.0%}")
+    share = stages[-1].preparation / stages[-1].occupancy
+    add("the same, preparation", "12-19 %", f"{share:.0%}")
+    return rows
+
+
+# --- real runs ----------------------------------------------------------------------------------
+
+
+def produce(model: Path, side: str, p: int, directory: Path) -> None:
+    """Run every level on one engine, in a process of its own, tracing into ``directory``."""
+    budget = LEVELS[0][0] * LEVELS[0][1] // p
+    spec: dict[str, Any] = {
+        "model": str(model),
+        "pipeline_parallel_size": p,
+        "max_model_len": 512,
+        "max_num_seqs": LEVELS[-1][0],
+        "max_num_batched_tokens": budget,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "additional_config": {"sipipe": {"trace": str(directory)}},
+    }
+    if side == "stock":
+        spec["worker_cls"] = "sipipe.vllm.trace_stock.TracedWorker"
+        spec["scheduler_cls"] = "sipipe.vllm.trace_stock.TracedScheduler"
+    else:
+        spec["distributed_executor_backend"] = "sipipe.Executor"
+    cores = sorted(os.sched_getaffinity(0))
+    bind = "|".join(str(cores[stage % len(cores)]) for stage in range(p))
+    environment = {
+        **os.environ,
+        "VLLM_CPU_OMP_THREADS_BIND": bind,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.planner", "--engine", json.dumps(spec)],
+        env=environment,
+        timeout=SECONDS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{side}, p = {p}, failed:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
+
+
+def run_engine(spec: dict[str, Any]) -> None:
+    """All levels, one after the other. Runs in the process that :func:`produce` starts."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**spec)
+    params = SamplingParams(temperature=0.8, max_tokens=48, ignore_eos=True)
+    rng = np.random.default_rng(0)
+    for _ in range(2):  # the first round compiles
+        for requests, length in LEVELS:
+            prompts = [
+                {"prompt_token_ids": rng.integers(10, 1000, length).tolist()}
+                for _ in range(requests)
+            ]
+            llm.generate(prompts, params, use_tqdm=False)
+
+
+def observed(trace: Trace) -> dict[int, tuple[float, int]]:
+    """Microbatch size to the median seconds between two tokens of a slot, and how many."""
+    assert trace.executor is not None
+    records = trace.executor.phase(Phase.GATHER)
+    records = records[np.argsort(records["iteration"], kind="stable")]
+    inflight = trace.inflight
+    gaps: dict[int, list[float]] = {}
+    for now, then in zip(records[inflight:], records[:-inflight], strict=True):
+        # the same sequences, one token each, and as many in every microbatch between
+        if now["slot"] == then["slot"] and now["batch"] == then["batch"] == now["tokens"]:
+            gap = (int(now["end_ns"]) - int(then["end_ns"])) * 1e-9
+            gaps.setdefault(int(now["batch"]), []).append(gap)
+    return {
+        batch: (float(np.median(values)), len(values))
+        for batch, values in gaps.items()
+        if len(values) >= 20
+    }
+
+
+def check(model: Path, traces: list[Trace]) -> list[dict[str, Any]]:
+    """Calibrate on each trace, predict every batch size of the others."""
+    facts = load_model(str(model))
+    cores = len(os.sched_getaffinity(0))
+    rows = []
+    for fitted in traces:
+        for other in traces:
+            cluster = Cluster(
+                device=local_cpu(cores),
+                hosts=1,
+                devices_per_host=max(1, other.stages),
+                network=network(100),
+                cores_per_host=cores,
+            )
+            sheet = DatasheetCosts(
+                facts=facts,
+                cluster=cluster,
+                efficiency=efficiency(),
+                sampling=sampling("temperature"),
+                kv_element_bytes=float(facts.activation_bytes),
+            )
+            run = run_of(fitted)
+            costs = calibrate(sheet, [run])
+            samplers = max(1, len(other.of("sampler")))
+            for batch, (seconds, count) in sorted(observed(other).items()):
+                work = Microbatch(batch=batch, tokens=batch, context=64)
+                found = iterate(
+                    costs,
+                    engine("sipipe" if other.label == "sipipe" else "vllm"),
+                    place(facts.layers, other.stages, 1, max(1, other.stages)),
+                    work,
+                    inflight=other.inflight,
+                    samplers=samplers,
+                )
+                rows.append(
+                    {
+                        "engine": other.label,
+                        "fitted to": f"p {fitted.stages}",
+                        "predicted": f"p {other.stages}",
+                        "microbatch": batch,
+                        "tokens seen": count,
+                        "measured ms": seconds * 1e3,
+                        "predicted ms": found.delay * 1e3,
+                        "error %": 100 * (found.delay / seconds - 1),
+                        "limit": found.limit,
+                    }
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the paper's findings only")
+    parser.add_argument("--side", choices=("sipipe", "stock"), default="sipipe")
+    parser.add_argument("--stages", default="1,2", help="pipeline sizes to run (default: 1,2)")
+    parser.add_argument("--traces", nargs="+", metavar="DIR", help="use these instead of running")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        run_engine(json.loads(args.engine))
+        return
+    report("planner", "The paper's findings and the model's", findings(), file="planner-findings")
+    if args.quick:
+        return
+    model = make_model("llama", MODELS / "bench", size="bench")
+    with tempfile.TemporaryDirectory() as scratch:
+        directories = [Path(name) for name in args.traces or ()]
+        if not directories:
+            for p in map(int, args.stages.split(",")):
+                directories.append(Path(scratch) / f"p{p}")
+                produce(model, args.side, p, directories[-1])
+        traces = [read_trace(directory) for directory in directories]
+        rows = check(model, traces)
+    if not rows:
+        raise SystemExit("the traces hold no steady decoding to compare with")
+    report(
+        "planner",
+        "Time per output token: calibrated on one configuration, checked on the other",
+        rows,
+        note="a row that predicts what it was fitted to shows the error of the fit itself",
+        file=f"planner-{args.side}",
+    )
+
+
+if __name__ == "__main__":
+    main()
