@@ -65,7 +65,7 @@ def _steps(ends: Array, pipeline: Pipeline, window: tuple[int, int]) -> Floats:
     if len(ends) < 2:
         return np.zeros(0)
     # A step that begins before a pause and ends after it waited for requests, not for SiPipe.
-    pauses = np.searchsorted(pipeline.pauses().starts, ends, side="right")
+    pauses = np.searchsorted(pipeline.pauses().starts, ends, side="left")
     return np.asarray(np.diff(ends)[np.diff(pauses) == 0] / 1e6)
 
 

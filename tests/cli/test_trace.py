@@ -1,0 +1,156 @@
+"""`sipipe trace` and `sipipe top`, by their real output."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import itertools
+import json
+
+import pytest
+
+from sipipe.cli import main
+from sipipe.trace import Phase
+from sipipe.trace.format import SUFFIX
+from sipipe.trace.live import LivePage, Word
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    base = tmp_path_factory.mktemp("example")
+    assert main(["trace", "example", str(base), "--stages", "2", "--iterations", "60"]) == 0
+    return base
+
+
+def test_report_writes_a_page_and_prints_the_bubbles(example, capsys):
+    ours, stock = example / "sipipe", example / "stock"
+    assert main(["trace", "report", str(ours), "--against", str(stock)]) == 0
+    out = capsys.readouterr().out
+    assert "load imbalance" in out
+    assert "tokens/s" in out
+    assert f"written to {ours / 'report.html'}" in out
+    assert "<!doctype html>" in (ours / "report.html").read_text()
+    # A second report: the page in the directory is not taken for a trace.
+    assert main(["trace", "report", str(ours), "-o", str(example / "x.html")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_report_json(example, capsys):
+    capsys.readouterr()
+    stock = ["--against", str(example / "stock")]
+    assert main(["trace", "report", str(example / "sipipe"), "--json", *stock]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [r["stages"] for r in runs] == [2, 2]
+    assert sum(runs[0]["share"].values()) == pytest.approx(1)
+
+
+def test_report_csv_of_a_part(example, capsys):
+    capsys.readouterr()
+    part = ["--from", "0.1", "--to", "0.3"]
+    assert main(["trace", "report", str(example / "sipipe"), "--csv", *part]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert sum(float(r["seconds"]) for r in rows) == pytest.approx(2 * 0.2, abs=1e-6)
+    assert {"stage", "kind", "cause", "share", "ms_per_iteration"} <= set(rows[0])
+
+
+@pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
+def test_export_opens_as_chrome_trace(example, tmp_path, name):
+    file = tmp_path / name
+    assert main(["trace", "export", str(example / "sipipe"), "--perfetto", str(file)]) == 0
+    read = gzip.open if name.endswith("gz") else open
+    with read(file, "rt") as stream:
+        events = json.load(stream)["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert any(n.startswith("stage 1") for n in names)
+    assert {p.name.lower() for p in (Phase.FORWARD, Phase.SCHEDULE)} <= {e["name"] for e in slices}
+    # Slices of one track follow each other or nest: else Perfetto drops them.
+    device = sorted((e["ts"], e["dur"]) for e in slices if e["pid"] == 1 and e["tid"] == 1000)
+    assert all(a[0] + a[1] <= b[0] + 0.002 for a, b in itertools.pairwise(device))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["report", "/nowhere"], 1, "no such directory"),
+        (["report", "DIR", "--from", "soon"], 2, "--from must be a number"),
+        (["report", "DIR", "--from", "1e6"], 1, "nothing between --from and --to"),
+        (["report", "DIR", "--json", "--csv"], 2, "give one of them"),
+        (["report", "DIR", "-o", "/nowhere/x.html"], 2, "--output"),
+        (["export", "DIR"], 2, "--perfetto"),
+        (["export", "DIR", "--perfetto", "/nowhere/x"], 1, "--perfetto"),
+        (["example", "/tmp/x", "--stages", "none"], 2, "--stages"),
+    ],
+)
+def test_mistakes_get_one_line(example, capsys, arguments, status, message):
+    capsys.readouterr()
+    arguments = [str(example / "sipipe") if a == "DIR" else a for a in arguments]
+    assert main(["trace", *arguments]) == status
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_foreign_file_is_one_line_and_the_rest_is_used(example, tmp_path, capsys):
+    for file in (example / "stock").iterdir():
+        if file.suffix == SUFFIX:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / f"foreign{SUFFIX}").write_bytes(b"something else entirely")
+    assert main(["trace", "report", str(tmp_path), "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1
+    assert "foreign" in shown.err
+    assert json.loads(shown.out)["runs"][0]["iterations"] > 50
+
+
+@pytest.fixture
+def server():
+    page = LivePage.create(stages=2, samplers=1, inflight=3, model="tiny-llama")
+    for index in range(2):
+        page.writer("stage", index).phase(Phase.FORWARD, 7, 0, 10**6, 4, 4)
+    page.writer("executor").set(Word.RUNNING, 12)
+    yield page
+    page.close()
+
+
+def test_top_once(server, capsys):
+    pid = ["--pid", str(server.header.pid)]
+    assert main(["top", "--once", "--interval", "0.1", *pid]) == 0
+    out = capsys.readouterr().out
+    for text in ("tiny-llama", "running 12", "in flight 0/3", "sampler", "load imbalance"):
+        assert text in out
+
+
+def test_top_json(server, capsys):
+    pid = ["--pid", str(server.header.pid)]
+    assert main(["top", "--once", "--json", "--interval", "0.1", *pid]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "tiny-llama"
+    assert [s["iteration"] for s in found["stages"]] == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--pid", "4194305"], 1, "no running SiPipe server"),
+        (["--pid", "me"], 2, "--pid must be a process number"),
+        (["--interval", "0"], 2, "--interval must be"),
+    ],
+)
+def test_top_mistakes_get_one_line(capsys, arguments, status, message):
+    assert main(["top", *arguments]) == status
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_top_asks_which_of_two_servers(server, capsys):
+    other = LivePage.create(stages=1, samplers=0, model="another")
+    try:
+        assert main(["top", "--once", "--pid", str(server.header.pid)]) == 2
+        error = capsys.readouterr().err
+        assert "--pid" in error
+        assert "another" in error
+    finally:
+        other.close()
