@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
@@ -117,3 +118,13 @@ def test_the_outer_object_is_checked_too(additional, word):
 def test_a_config_error_is_a_value_error_and_ours():
     assert issubclass(ConfigError, ValueError)
     assert issubclass(ConfigError, SiPipeError)
+
+
+def test_the_documentation_lists_every_key_with_its_default():
+    text = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    documented = {row[0].strip("| `"): row[2].strip("`") for row in rows}
+    defaults = SiPipeConfig().to_dict()
+    assert list(documented) == list(defaults)
+    for key, shown in documented.items():
+        assert json.loads(shown) == defaults[key]
