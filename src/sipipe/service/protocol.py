@@ -11,8 +11,6 @@ side, no list of Python integers.
 
 from __future__ import annotations
 
-import enum
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,56 +22,21 @@ from sipipe.sampling import SequenceParams
 
 __all__ = [
     "Grammar",
-    "Header",
     "Join",
-    "Kind",
     "Logprobs",
     "Sampled",
     "Snapshot",
     "Step",
     "decode_grammar",
-    "decode_header",
     "decode_sampled",
     "decode_snapshot",
     "decode_step",
     "encode",
-    "encode_header",
     "int32_bytes",
     "int32_view",
 ]
 
-_HEADER = struct.Struct("<BxxxIq")
 _encoder = msgspec.msgpack.Encoder()
-
-
-class Kind(enum.IntEnum):
-    """What a BIC-I message asks for."""
-
-    SCHEDULE = 1
-    """One iteration: samplers read a :class:`Step`, workers the scheduling output."""
-    GRAMMAR = 2
-    """The structured-output bitmask of an iteration already published; workers skip it."""
-    CONTROL = 3
-    """A call for the stage workers, in order with the iterations; samplers skip it."""
-    SNAPSHOT = 4
-    """State for one restarted sampler; everybody else skips it."""
-
-
-class Header(msgspec.Struct, frozen=True):
-    """First part of each message. ``number`` is the iteration, or the call of a CONTROL."""
-
-    kind: Kind
-    slot: int
-    number: int
-
-
-def encode_header(kind: Kind, slot: int, number: int) -> bytes:
-    return _HEADER.pack(kind, slot, number)
-
-
-def decode_header(part: memoryview | bytes) -> Header:
-    kind, slot, number = _HEADER.unpack(part)
-    return Header(Kind(kind), slot, number)
 
 
 class Join(msgspec.Struct, array_like=True, frozen=True):

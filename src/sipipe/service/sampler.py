@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,15 +36,15 @@ from sipipe.channels import (
     LogitsSlot,
 )
 from sipipe.sampling import SequenceColumns, warm_up
+from sipipe.sampling.columns import LogprobsMode
+from sipipe.service.header import Kind, decode_header
 from sipipe.service.protocol import (
     Grammar,
-    Kind,
     Logprobs,
     Sampled,
     Snapshot,
     Step,
     decode_grammar,
-    decode_header,
     decode_step,
     encode,
     int32_bytes,
@@ -65,8 +65,8 @@ class SamplerBoot:
     bic_l: Any
     bic_o: Any
     vocab_size: int
-    layout: str
-    logprobs_mode: str
+    layout: Literal["rows", "columns"]
+    logprobs_mode: LogprobsMode
     trace: str | None = None
     snapshot: Snapshot | None = None
 

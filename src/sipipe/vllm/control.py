@@ -28,7 +28,7 @@ from vllm.logger import init_logger
 from sipipe.channels import ChannelError, ChannelPeerDied, DispatchProducer
 from sipipe.config import SiPipeConfig
 from sipipe.errors import StallError, WorkerDiedError
-from sipipe.service.protocol import Kind, encode_header
+from sipipe.service.header import Kind, encode_header
 from sipipe.vllm.processes import Ready, StageProcess
 
 logger = init_logger(f"vllm.{__name__}")

@@ -40,8 +40,9 @@ from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
 from sipipe.errors import WorkerDiedError
 from sipipe.service.balance import Balancer
+from sipipe.service.header import Kind
 from sipipe.service.pool import SamplerPool
-from sipipe.service.protocol import Kind, Snapshot, decode_sampled, encode
+from sipipe.service.protocol import Snapshot, decode_sampled, encode
 from sipipe.service.sampler import SamplerBoot
 from sipipe.vllm.control import ControlPlane
 from sipipe.vllm.inflight import InFlight, build_output

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -89,6 +90,7 @@ class Executor(VllmExecutor):
         self.config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
         self.choice = choose_path(self.vllm_config, self.config)
         self._adopt(self.choice)
+        self._run = uuid.uuid4().hex
         self._failure: BaseException | None = None
         self._failure_callback: Callable[[], None] | None = None
         self._closed = False
@@ -103,6 +105,7 @@ class Executor(VllmExecutor):
             self.config,
             self.choice.path,
             slots=self.slots,
+            run=self._run,
             init_methods=init_methods,
         )
         self._finalizer = weakref.finalize(self, stop_workers, workers)

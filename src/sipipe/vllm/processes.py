@@ -45,6 +45,8 @@ class WorkerBoot:
     local_rank: int
     distributed_init_method: str
     slots: int
+    run: str
+    """The same in all processes of an engine; names it in traces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,7 @@ def start_workers(
     path: Path,
     *,
     slots: int,
+    run: str,
     init_methods: Sequence[str],
 ) -> list[StageProcess]:
     """Start one process per stage and tensor-parallel rank, each bound to its cores.
@@ -127,6 +130,7 @@ def start_workers(
                 local_rank=rank,
                 distributed_init_method=init_methods[place.stage],
                 slots=slots,
+                run=run,
             )
             ours, theirs = context.Pipe(duplex=True)
             process = context.Process(

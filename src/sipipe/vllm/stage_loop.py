@@ -2,7 +2,7 @@
 
 The loop owns the stage's ends of the data plane: the link from the previous stage, the link to
 the next, and on the last stage the writer of BIC-L. Which thread runs which step is decided by
-:mod:`sipipe.vllm.stage_executor`; in turn, or overlapped (token-safe execution).
+:class:`sipipe.stage.StageExecutor`: overlapped with two input versions, in turn with one.
 
 Invariant: rows of a logits slot are the sampled requests in the order of
 ``SchedulerOutput.num_scheduled_tokens``, which is also the order in which the executor tells the
@@ -11,6 +11,7 @@ samplers whose rows they are.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,37 +21,43 @@ from vllm.distributed import get_pp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from sipipe.channels import LogitsWriter
+from sipipe.stage import StageExecutor
+from sipipe.trace import Phase, Recorder
 from sipipe.transfer import LinkEndpoint, Receiver, Sender, open_receiver, open_sender
 from sipipe.vllm.processes import WorkerBoot
 from sipipe.vllm.stage_runner import ModelInput, StageRunner
 
 Report = Callable[[int, dict[str, Any]], None]
-Doing = Callable[[str], None]
 
 LOGITS_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 class StageLoop:
-    """One worker's steady path.
+    """One worker's steady path; the calls that :class:`sipipe.stage.StageExecutor` makes.
 
     Args:
         boot: what the process was started with.
         worker: vLLM's worker, its model loaded.
         report: tells the executor that an iteration has run, where no sampler will.
-        doing: says what the worker is about to do, for the stall report.
+        recorder: takes the phases of each iteration.
+
+    Who runs here: the CPU executor's thread in :meth:`prepare` and :meth:`announce`, the device
+    executor's in :meth:`receive`, :meth:`forward` and :meth:`send`; control calls with both idle.
     """
 
-    def __init__(self, boot: WorkerBoot, worker: Any, report: Report, doing: Doing) -> None:
+    def __init__(self, boot: WorkerBoot, worker: Any, report: Report, recorder: Recorder) -> None:
         self._boot = boot
         self._place = boot.place
         self._worker = worker
         self._report = report
-        self._doing = doing
+        self._recorder = recorder
         self._runner: StageRunner | None = None
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
         self._logits: LogitsWriter | None = None
         self._stock_iteration = 0
+        self.executor: StageExecutor | None = None
+        """Both executors, once the data plane is open; None on vLLM's own path."""
 
     # ---- opening, by control calls ------------------------------------------------------------
 
@@ -59,101 +66,155 @@ class StageLoop:
         model_config = self._boot.vllm_config.model_config
         stock = self._worker.model_runner
         unsupported = StageRunner.reason(stock) or ""
-        if self._boot.path == "sipipe" and not unsupported:
-            self._runner = StageRunner(
-                stock,
-                slots=self._boot.slots,
-                versions=2 if self._boot.config.overlap else 1,
-                check_token_safety=self._boot.config.check_token_safety,
-            )
         info: dict[str, Any] = {
             "unsupported": unsupported,
             "activation_bytes": 2 * model_config.get_hidden_size() * model_config.dtype.itemsize,
         }
-        if self._place.is_last and self._runner is not None:
+        if self._boot.path != "sipipe" or unsupported:
+            return info
+        self._runner = StageRunner(
+            stock,
+            slots=self._boot.slots,
+            versions=self._versions,
+            check_token_safety=self._boot.config.check_token_safety,
+        )
+        if self._place.is_last:
             hidden = torch.zeros(
                 1, model_config.get_hidden_size(), dtype=model_config.dtype, device=stock.device
             )
             logits = self._runner.compute_logits(hidden)
-            if logits is not None:
+            if logits is not None:  # None on ranks that do not gather
                 info["logits_width"] = logits.shape[1]
                 info["logits_dtype"] = LOGITS_DTYPES[logits.dtype]
         return info
 
     def open(self, *, links: list[LinkEndpoint], logits: Any) -> None:
-        """Open this rank's ends of the links and, on the last stage, the writer of BIC-L."""
+        """Open this rank's ends of the links and, on the last stage, the writer of BIC-L.
+
+        ``logits`` is None when the engine runs on vLLM's own path.
+        """
         place = self._place
         if not place.is_first:
             self._receiver = open_receiver(links[place.rank - place.tp_size])
         if not place.is_last:
             self._sender = open_sender(links[place.rank])
-        elif place.tp_rank == 0 and logits is not None:
+        if logits is None:
+            group = get_pp_group()
+            group.receive, group.send = self._receive_stock, self._send_stock
+            return
+        if place.is_last and place.tp_rank == 0:
             self._logits = LogitsWriter.open(logits, rank=0)
-        group = get_pp_group()
-        group.receive, group.send = self._receive_stock, self._send_stock
+        self.executor = StageExecutor(
+            self,
+            versions=self._versions,
+            depth=2 * self._boot.slots,
+            interrupt=self._interrupt,
+            stall_timeout=self._boot.config.stall_timeout,
+            device_thread=False,
+            name=f"SiPipe-{place.name}",
+        )
 
-    # ---- SiPipe's path --------------------------------------------------------------------------
+    @property
+    def _versions(self) -> int:
+        return 2 if self._boot.config.overlap else 1
 
-    def run(self, iteration: int, slot: int, output: SchedulerOutput) -> None:
-        """Run one iteration, prepare and forward in turn."""
-        inputs = self.prepare(iteration, slot, output)
-        self.execute(inputs)
+    # ---- SiPipe's path: the calls of the executors ----------------------------------------------
 
-    def prepare(self, iteration: int, slot: int, output: SchedulerOutput) -> ModelInput:
-        """The CPU executor's part: inputs of ``iteration`` into its version."""
+    def prepare(
+        self, iteration: int, slot: int, version: int, output: SchedulerOutput
+    ) -> ModelInput:
+        """Inputs of ``iteration`` into ``version``."""
         assert self._runner is not None
-        self._doing(f"prepares iteration {iteration}")
-        version = iteration % (2 if self._boot.config.overlap else 1)
+        began = time.monotonic_ns()
         inputs = self._runner.prepare(output, slot, version, iteration)
-        if self._receiver is not None:
-            self._receiver.post(iteration, inputs.num_tokens_padded)
+        self._record(Phase.PREPARE, inputs, began)
         return inputs
 
-    def execute(self, inputs: ModelInput) -> None:
-        """The device executor's part: hidden states in, forward, hidden states or logits out."""
-        assert self._runner is not None
-        iteration = inputs.iteration
-        intermediate = None
+    def announce(self, iteration: int, inputs: ModelInput) -> None:
+        """Post the receive: its size is known from the scheduling output alone."""
         if self._receiver is not None:
-            self._doing(f"waits for hidden states of iteration {iteration}")
-            intermediate = self._receiver.take(iteration)
-        self._doing(f"runs iteration {iteration} ({inputs.num_tokens} tokens)")
-        result = self._runner.forward(inputs, intermediate)
+            self._receiver.post(iteration, inputs.num_tokens_padded)
+
+    def receive(self, iteration: int, inputs: ModelInput) -> dict[str, torch.Tensor] | None:
+        """The hidden states of the previous stage, in place."""
+        if self._receiver is None:
+            return None
+        began = time.monotonic_ns()
+        tensors = self._receiver.take(iteration)
+        self._record(Phase.WAIT_HIDDEN, inputs, began)
+        return tensors
+
+    def forward(
+        self, iteration: int, inputs: ModelInput, received: dict[str, torch.Tensor] | None
+    ) -> Any:
+        """Run the stage's layers."""
+        assert self._runner is not None
+        began = time.monotonic_ns()
+        result = self._runner.forward(inputs, received)
         if self._receiver is not None:
             self._receiver.release(iteration)
-        if self._sender is not None:
-            assert isinstance(result, dict)
-            self._doing(f"sends hidden states of iteration {iteration}")
-            self._sender.send(iteration, inputs.num_tokens_padded, result)
-        elif self._place.is_last:
-            assert isinstance(result, torch.Tensor)
-            self._finish(inputs, result)
+        self._record(Phase.FORWARD, inputs, began)
+        return result
 
-    def _finish(self, inputs: ModelInput, hidden: torch.Tensor) -> None:
+    def send(self, iteration: int, inputs: ModelInput, result: Any) -> None:
+        """Hidden states to the next stage, or logits to the samplers."""
+        if self._place.is_last:
+            self._finish(iteration, inputs, result)
+            return
+        assert self._sender is not None
+        began = time.monotonic_ns()
+        self._sender.send(iteration, inputs.num_tokens_padded, result)
+        self._record(Phase.SEND, inputs, began)
+
+    def _finish(self, iteration: int, inputs: ModelInput, hidden: torch.Tensor) -> None:
         """Last stage: logits to the samplers, and a report where the executor waits for one."""
         assert self._runner is not None
-        iteration = inputs.iteration
+        extras = self._runner.prompt_logprobs(inputs, hidden) if inputs.prompt_rows else {}
         rows = len(inputs.sampled)
-        asked = bool(inputs.prompt_rows)
-        extras = self._runner.prompt_logprobs(inputs, hidden) if asked else {}
         if rows:
-            assert inputs.logits_rows is not None
+            began = time.monotonic_ns()
+            # One token a sequence: every row samples, and they are in order.
+            every = rows == inputs.num_tokens
             logits = self._runner.compute_logits(
-                hidden[: inputs.num_tokens]
-                if rows == inputs.num_tokens
-                else hidden[inputs.logits_rows]
+                hidden[:rows] if every else hidden[inputs.logits_rows]
             )
+            ended = self._record(Phase.LOGITS, inputs, began)
             if self._logits is not None:
-                self._doing(f"hands over logits of iteration {iteration}")
-                with self._logits.acquire(iteration, rows) as region:
+                timeout = self._boot.config.stall_timeout
+                with self._logits.acquire(iteration, rows, timeout) as region:
                     _store(region, logits, self._boot.config.logits_layout)
+                self._record(Phase.HANDOVER, inputs, ended)
         if (extras or not rows) and self._place.tp_rank == 0:
             self._report(iteration, extras)
 
+    def _record(self, phase: Phase, inputs: ModelInput, began: int) -> int:
+        ended = time.monotonic_ns()
+        self._recorder.record(
+            phase,
+            inputs.iteration,
+            inputs.slot,
+            began,
+            ended,
+            batch=inputs.num_reqs,
+            tokens=inputs.num_tokens,
+        )
+        return ended
+
     def drain(self) -> None:
         """Return when no iteration is in the worker; control calls run then."""
+        if self.executor is not None:
+            self.executor.drain()
         if self._sender is not None:
             self._sender.wait_sent()
+
+    def doing(self) -> str | None:
+        """What the executors do now, for the stall report; None before they exist."""
+        return self.executor.doing() if self.executor is not None else None
+
+    def _interrupt(self) -> None:
+        """End a wait for another process (from :meth:`StageExecutor.close` and after an error)."""
+        if self._receiver is not None:
+            self._receiver.close()
 
     # ---- vLLM's own path ------------------------------------------------------------------------
 
@@ -170,7 +231,6 @@ class StageLoop:
 
     def _receive_stock(self) -> dict[str, torch.Tensor]:
         assert self._receiver is not None
-        self._doing(f"waits for hidden states of step {self._stock_iteration}")
         return self._receiver.take(self._stock_iteration)
 
     def _send_stock(self, tensors: Any) -> None:
@@ -180,6 +240,7 @@ class StageLoop:
         self._sender.wait_sent()
 
     def close(self) -> None:
+        """Release links and channels; the executors have ended."""
         for end in (self._receiver, self._sender, self._logits):
             if end is not None:
                 end.close()

@@ -26,6 +26,7 @@ from sipipe.errors import UnsupportedError
 from sipipe.stage.safety import TokenSafety
 from sipipe.stage.sequence_cache import Counters
 from sipipe.vllm.stage_inputs import InputPreparer, ModelInput
+from sipipe.vllm.stage_logits import StageLogits
 from sipipe.vllm.stage_prompt_logprobs import PromptLogprobs
 from sipipe.vllm.stage_support import unsupported_reason
 
@@ -40,6 +41,8 @@ class StageRunner:
             is initialised.
         slots: microbatches in flight, m; iteration i belongs to slot i mod m.
         versions: input versions; 2 lets one be written while the other is read.
+        shard_logits: whether :meth:`compute_logits` may return a tensor-parallel rank's own columns
+            of the vocabulary instead of gathering whole rows.
         check_token_safety: stamp every version and raise
             :class:`~sipipe.stage.safety.TokenSafetyError` at the first overlap.
 
@@ -48,7 +51,13 @@ class StageRunner:
     """
 
     def __init__(
-        self, stock: Any, *, slots: int, versions: int = 2, check_token_safety: bool = False
+        self,
+        stock: Any,
+        *,
+        slots: int,
+        versions: int = 2,
+        check_token_safety: bool = False,
+        shard_logits: bool = False,
     ) -> None:
         reason = unsupported_reason(stock)
         if reason is not None:
@@ -59,6 +68,9 @@ class StageRunner:
         self.model = stock.model
         self.safety = TokenSafety(versions) if check_token_safety else None
         self.preparer = InputPreparer(stock, slots=slots, versions=versions, safety=self.safety)
+        self._logits = (
+            StageLogits(stock, shard=shard_logits) if get_pp_group().is_last_rank else None
+        )
         self._prompt_logprobs = PromptLogprobs(stock)
         self._iteration = 0
 
@@ -141,12 +153,25 @@ class StageRunner:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, V] of hidden-state rows [n, H], gathered over tensor-parallel ranks.
+        """Logits [n, columns] of hidden-state rows [n, H]; see :attr:`logits_columns`.
 
         On the last stage. ``hidden[inputs.logits_rows]`` are the rows that sample. All ranks of
         the stage must call it, in the same order.
         """
-        return self.model.compute_logits(hidden)
+        assert self._logits is not None, "only the last stage has logits"
+        return self._logits.compute(hidden)
+
+    @property
+    def logits_columns(self) -> tuple[int, int]:
+        """First and last + 1 of the vocabulary's columns that this rank computes."""
+        assert self._logits is not None, "only the last stage has logits"
+        return self._logits.columns
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of a whole row of logits."""
+        assert self._logits is not None, "only the last stage has logits"
+        return self._logits.vocab_size
 
     @torch.inference_mode()
     def prompt_logprobs(self, inputs: ModelInput, hidden: torch.Tensor) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """The process of one stage worker: load the model, open the channels, follow BIC-I.
 
 Who runs here
-    The main thread reads BIC-I and does what each message asks, in order. A watcher thread
+    The communicator reads BIC-I: it hands iterations to the CPU executor's thread
+    (:mod:`sipipe.stage.executor`) and runs control calls itself, with both executors idle. It is
+    the main thread until the data plane is open, and a thread of its own from then on; then the
+    main thread, which loaded and compiled the model, is the device executor. A watcher thread
     sleeps on the pipe to the executor: it answers "what are you doing" for the stall report, and
     ends the process when the pipe closes.
 Guarantees
@@ -38,10 +41,12 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from sipipe.channels import ChannelClosed, DispatchReader
+from sipipe.service.header import Header, Kind, decode_header
+from sipipe.stage.communicator import StageStoppedError
+from sipipe.trace import Phase, open_recorder
 from sipipe.vllm.processes import GRACE_SECONDS, Ready, WorkerBoot
 
 if TYPE_CHECKING:
-    from sipipe.service.protocol import Header
     from sipipe.vllm.stage_loop import StageLoop
 
 logger = init_logger(f"vllm.{__name__}")
@@ -90,8 +95,18 @@ class WorkerProcess:
         self._reader: DispatchReader | None = None
         self._loop: StageLoop | None = None
         self._wrapper: WorkerWrapperBase | None = None
-        self.doing = "is loading its model"
-        """What the stall report says of this worker."""
+        self._error: Exception | None = None
+        self._doing = "is loading its model"
+        self._recorder = open_recorder(
+            boot.config.trace,
+            "stage",
+            boot.place.stage,
+            boot.place.tp_rank,
+            stages=boot.place.stages,
+            inflight=boot.slots,
+            run=boot.run,
+            model=str(boot.vllm_config.model_config.model),
+        )
 
     def load(self) -> None:
         """Load the model shard of this stage and rank, and report READY."""
@@ -120,29 +135,57 @@ class WorkerProcess:
         wrapper.init_device()
         wrapper.load_model()
         current_platform.update_block_size_for_backend(boot.vllm_config)
-        self._loop = StageLoop(boot, wrapper.worker, self._report, self._set_doing)
+        self._loop = StageLoop(boot, wrapper.worker, self._report, self._recorder)
         self.say(Ready(rank=place.rank))
 
     def serve(self) -> None:
         """Follow BIC-I until it is closed."""
-        from sipipe.service.protocol import Kind, decode_header
-
         endpoint = self._pipe.recv()
         self._reader = DispatchReader.open(endpoint, self._boot.place.name)
         threading.Thread(target=self._watch, name="SiPipeParent", daemon=True).start()
-        while True:
-            self._set_doing("waits for a scheduling output")
-            with self._reader.receive() as message:
-                header = decode_header(message.parts[0])
-                if header.kind not in (Kind.SCHEDULE, Kind.CONTROL):
-                    continue
-                body, buffers = message.parts[2], [bytes(part) for part in message.parts[3:]]
-                content = pickle.loads(body, buffers=buffers)
-            if header.kind is Kind.SCHEDULE:
-                assert self._loop is not None
-                self._loop.run(header.number, header.slot, content)
-            else:
-                self._call(header, *content)
+        assert self._loop is not None
+        while self._loop.executor is None:
+            self._follow_one()
+        follower = threading.Thread(target=self._follow, name="SiPipeCommunicator", daemon=True)
+        follower.start()
+        self._loop.executor.run_device()
+        follower.join()
+        if self._error is not None:
+            raise self._error
+
+    def _follow(self) -> None:
+        """The communicator's loop, once it has a thread of its own."""
+        assert self._loop is not None
+        assert self._loop.executor is not None
+        try:
+            while True:
+                self._follow_one()
+        except (ChannelClosed, StageStoppedError):
+            pass
+        except Exception as error:  # raised again by the main thread
+            self._error = error
+        finally:
+            self._loop.executor.close()
+
+    def _follow_one(self) -> None:
+        """Do what the next message asks."""
+        assert self._reader is not None
+        assert self._loop is not None
+        began = time.monotonic_ns()
+        with self._reader.receive() as message:
+            header = decode_header(message.parts[0])
+            if header.kind not in (Kind.SCHEDULE, Kind.CONTROL):
+                return
+            body, buffers = message.parts[2], [bytes(part) for part in message.parts[3:]]
+            content = pickle.loads(body, buffers=buffers)
+        if header.kind is Kind.CONTROL:
+            self._call(header, *content)
+            return
+        assert self._loop.executor is not None, "an iteration came before the data plane was open"
+        self._recorder.record(
+            Phase.WAIT_SCHEDULING, header.number, header.slot, began, time.monotonic_ns()
+        )
+        self._loop.executor.submit(header.number, header.slot, content)
 
     def say(self, message: Any) -> None:
         """Send one message to the executor; from any thread."""
@@ -164,8 +207,10 @@ class WorkerProcess:
         """Release channels, links and vLLM's worker."""
         if self._loop is not None:
             self._loop.close()
-        if self._reader is not None:
+        # After an error the communicator may still sleep in the reader: leave that to the kernel.
+        if self._reader is not None and self._error is None:
             self._reader.close()
+        self._recorder.close()
         if self._loop is not None and self._wrapper is not None:
             from vllm.distributed.parallel_state import (
                 destroy_distributed_environment,
@@ -177,9 +222,6 @@ class WorkerProcess:
             with suppress(Exception):
                 destroy_model_parallel()
                 destroy_distributed_environment()
-
-    def _set_doing(self, text: str) -> None:
-        self.doing = text
 
     def _report(self, iteration: int, extras: dict[str, Any]) -> None:
         self.say(("report", iteration, extras))
@@ -193,7 +235,7 @@ class WorkerProcess:
         only: int | None,
     ) -> None:
         """Run one control call, and answer it where an answer is wanted."""
-        self._set_doing(f"runs {method if isinstance(method, str) else 'a function'}")
+        self._doing = f"runs {method if isinstance(method, str) else 'a function'}"
         assert self._loop is not None
         self._loop.drain()
         answers = only is None or only == self._boot.place.rank
@@ -206,6 +248,8 @@ class WorkerProcess:
             if answers:
                 self.say(("reply", header.number, False, str(error) or repr(error)))
             return
+        finally:
+            self._doing = "waits for a call"
         if answers:
             self.say(("reply", header.number, True, value))
 
@@ -235,7 +279,8 @@ class WorkerProcess:
             except (EOFError, OSError):
                 break
             if question == "status":
-                self.say(("status", self.doing))
+                doing = self._loop.doing() if self._loop is not None else None
+                self.say(("status", doing or self._doing))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE_SECONDS / 2)
         os._exit(1)

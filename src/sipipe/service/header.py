@@ -1,0 +1,42 @@
+"""The first part of every BIC-I message; needs nothing that takes time to import."""
+
+from __future__ import annotations
+
+import enum
+import struct
+
+import msgspec
+
+__all__ = ["Header", "Kind", "decode_header", "encode_header"]
+
+_HEADER = struct.Struct("<BxxxIq")
+
+
+class Kind(enum.IntEnum):
+    """What a BIC-I message asks for."""
+
+    SCHEDULE = 1
+    """One iteration: samplers read a :class:`Step`, workers the scheduling output."""
+    GRAMMAR = 2
+    """The structured-output bitmask of an iteration already published; workers skip it."""
+    CONTROL = 3
+    """A call for the stage workers, in order with the iterations; samplers skip it."""
+    SNAPSHOT = 4
+    """State for one restarted sampler; everybody else skips it."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """First part of each message. ``number`` is the iteration, or the call of a CONTROL."""
+
+    kind: Kind
+    slot: int
+    number: int
+
+
+def encode_header(kind: Kind, slot: int, number: int) -> bytes:
+    return _HEADER.pack(kind, slot, number)
+
+
+def decode_header(part: memoryview | bytes) -> Header:
+    kind, slot, number = _HEADER.unpack(part)
+    return Header(Kind(kind), slot, number)
