@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
+import functools
 import os
 import struct
 import threading
@@ -40,6 +41,11 @@ __all__ = ["BoundedWait", "Kind", "Locks"]
 
 _GETLK, _SETLK, _SETLKW = 36, 37, 38  # F_OFD_*, absent from Python's fcntl before 3.14
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
+
+
+@functools.lru_cache(maxsize=4096)
+def _flock(kind: int, first: int, count: int) -> bytes:
+    return _FLOCK.pack(kind, 0, first, count, 0)
 
 
 class Kind(enum.IntEnum):
@@ -63,22 +69,22 @@ class Locks:
     def try_lock(self, kind: Kind, first: int, count: int = 1) -> bool:
         """Take bytes ``first`` to ``first + count - 1`` if nobody stands against it."""
         try:
-            fcntl.fcntl(self.fd, _SETLK, _FLOCK.pack(kind, 0, first, count, 0))
+            fcntl.fcntl(self.fd, _SETLK, _flock(kind, first, count))
         except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as POSIX has it
             return False
         return True
 
     def wait_lock(self, kind: Kind, first: int, count: int = 1) -> None:
         """Sleep in the kernel until the bytes are ours. All of them at once, or none yet."""
-        fcntl.fcntl(self.fd, _SETLKW, _FLOCK.pack(kind, 0, first, count, 0))
+        fcntl.fcntl(self.fd, _SETLKW, _flock(kind, first, count))
 
     def unlock(self, first: int, count: int = 1) -> None:
         """Free the bytes; whoever waits for them wakes up."""
-        fcntl.fcntl(self.fd, _SETLK, _FLOCK.pack(_UNLOCK, 0, first, count, 0))
+        fcntl.fcntl(self.fd, _SETLK, _flock(_UNLOCK, first, count))
 
     def held_elsewhere(self, first: int) -> bool:
         """Whether another description holds any lock on byte ``first``."""
-        answer = fcntl.fcntl(self.fd, _GETLK, _FLOCK.pack(Kind.EXCLUSIVE, 0, first, 1, 0))
+        answer = fcntl.fcntl(self.fd, _GETLK, _flock(Kind.EXCLUSIVE, first, 1))
         return int(_FLOCK.unpack(answer)[0]) != _UNLOCK
 
     def close(self) -> None:
@@ -87,7 +93,7 @@ class Locks:
         if fd >= 0:
             # Unlock first: a helper thread may still be inside the kernel with this description.
             with contextlib.suppress(OSError):
-                fcntl.fcntl(fd, _SETLK, _FLOCK.pack(_UNLOCK, 0, 0, 0, 0))
+                fcntl.fcntl(fd, _SETLK, _flock(_UNLOCK, 0, 0))
             os.close(fd)
 
 

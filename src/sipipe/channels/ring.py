@@ -96,6 +96,17 @@ class _Side:
         self.words = self._make_words()
         self.locks = locks or self._make_locks()
         self.payload = memoryview(memory.map)[self.layout.payload : self.layout.size]
+        # Computed once, because every message asks for them.
+        ranks, stride = self.layout.ranks, self.layout.stride
+        self._places = [(slot * ranks, ranks) for slot in range(self.layout.slots)]
+        self._headers = [
+            [self.layout.slot_word(slot, rank) for rank in range(ranks)]
+            for slot in range(self.layout.slots)
+        ]
+        self._views = [
+            self.payload[slot * stride : slot * stride + self.layout.slot_bytes]
+            for slot in range(self.layout.slots)
+        ]
 
     def _make_words(self) -> Words:
         return Words(self.memory, self.layout.header_words)
@@ -266,7 +277,7 @@ class RingWriter(_Side):
         """Make the reserved slot visible; returns its use."""
         assert self._ahead
         use = self.next
-        slot = self.layout.slot_word(use % self.layout.slots, self.rank)
+        slot = self._headers[use % self.layout.slots][self.rank]
         self.words.stamp(slot + at.S_STAMP, stamps)
         self.words.store(slot + at.S_TICKET, use + 1)
         self.words.store(self._own + at.W_PUBLISHED, use + 1)
@@ -276,8 +287,7 @@ class RingWriter(_Side):
 
     def slot_view(self, slot: int) -> memoryview:
         """The payload of a slot."""
-        start = slot * self.layout.stride
-        return self.payload[start : start + self.layout.slot_bytes]
+        return self._views[slot]
 
     def _wait_late(self, claim: int, byte: int, timeout: float | None) -> None:
         began = time.monotonic()
@@ -360,6 +370,7 @@ class RingReader(_Side):
     def __init__(self, memory: SharedMemory, name: str, locks: Locks | None = None) -> None:
         super().__init__(memory, locks)
         self.name = name
+        self._views = [view.toreadonly() for view in self._views]
         self.waits = 0
         self.wait_seconds = 0.0
         self._bounded = BoundedWait(self.locks, f"{self.channel}-{name}")
@@ -397,7 +408,7 @@ class RingReader(_Side):
         self._check_declared()
 
     def _bytes(self, use: int) -> tuple[int, int]:
-        return use % self.layout.slots * self.layout.ranks, self.layout.ranks
+        return self._places[use % self.layout.slots]
 
     def _try_enter(self, use: int) -> bool:
         return self.locks.try_lock(Kind.SHARED, *self._bytes(use))
@@ -420,9 +431,8 @@ class RingReader(_Side):
 
     def _tickets(self, use: int) -> int | None:
         """The first rank whose ticket is not that of ``use``, or None."""
-        slot = use % self.layout.slots
-        for rank in range(self.layout.ranks):
-            if self.words.load(self.layout.slot_word(slot, rank) + at.S_TICKET) != use + 1:
+        for rank, word in enumerate(self._headers[use % self.layout.slots]):
+            if self.words.load(word + at.S_TICKET) != use + 1:
                 return rank
         return None
 
@@ -453,12 +463,11 @@ class RingReader(_Side):
         return use
 
     def stamps(self, use: int, rank: int = 0) -> tuple[int, ...]:
-        return self.words.stamps(self.layout.slot_word(use % self.layout.slots, rank) + at.S_STAMP)
+        return self.words.stamps(self._headers[use % self.layout.slots][rank] + at.S_STAMP)
 
     def slot_view(self, use: int) -> memoryview:
         """The payload of the slot of ``use``, read-only."""
-        start = use % self.layout.slots * self.layout.stride
-        return self.payload[start : start + self.layout.slot_bytes].toreadonly()
+        return self._views[use % self.layout.slots]
 
     def depth(self) -> int:
         """Complete messages that this reader has not received yet."""

@@ -1,0 +1,341 @@
+"""Latency and CPU time of SiPipe's channels, beside vLLM's ``MessageQueue`` in the same run.
+
+``python -m benchmarks.channels [--quick]``. Every reader and sender is a process of its own. A
+message's latency runs from just before the call that sends it to the moment the reader has it in
+hand; both clocks are the machine's monotonic clock. Messages are a millisecond or two apart, as
+iterations are, so that readers wait for each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import struct
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import report
+from sipipe.channels import (
+    ChannelClosed,
+    DispatchProducer,
+    DispatchReader,
+    GatherReceiver,
+    GatherSender,
+    LogitsChannel,
+    LogitsReader,
+    LogitsWriter,
+)
+
+SPAWN = multiprocessing.get_context("spawn")
+PACE = 0.002  # seconds between messages
+IDLE = 3.0
+
+
+def _cpu() -> float:
+    """CPU seconds of this process so far."""
+    return time.process_time()
+
+
+# One channel, several readers: both sides behind the same two functions.
+
+
+def _open(side: str, handle: Any, rank: int) -> Any:
+    if side == "sipipe":
+        reader = DispatchReader.open(handle, f"reader{rank}")
+
+        def receive() -> None:
+            reader.receive().release()
+
+    else:
+        from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+        queue = MessageQueue.create_from_handle(handle, rank)
+        queue.wait_until_ready()
+
+        def receive() -> None:
+            queue.dequeue()
+
+    return receive
+
+
+def _reader(side: str, handle: Any, rank: int, count: int, back: Connection) -> None:
+    receive = _open(side, handle, rank)
+    back.send("ready")
+    receive()  # the first message brings everything into the caches
+    times = np.empty(count, np.int64)
+    began = _cpu()
+    for i in range(count):
+        receive()
+        times[i] = time.perf_counter_ns()
+    spent = _cpu() - began
+    began = _cpu()
+    with contextlib.suppress(ChannelClosed):
+        receive()  # idle: the last message comes after IDLE seconds
+    back.send((times, spent, _cpu() - began))
+
+
+def _dispatch(side: str, size: int, readers: int, count: int) -> dict[str, Any]:
+    names = [f"reader{i}" for i in range(readers)]
+    body = os.urandom(size)
+    producer = queue = None
+    handle: Any
+    if side == "sipipe":
+        producer = DispatchProducer.create("bench", slots=16, slot_bytes=size + 4096, readers=names)
+        handle = producer.endpoint
+
+        def send() -> None:
+            producer.publish([body], 10)
+
+    else:
+        from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+        queue = MessageQueue(readers, readers, max_chunk_bytes=size + 4096, max_chunks=16)
+        handle = queue.export_handle()
+
+        def send() -> None:
+            queue.enqueue(body, 10)
+
+    pipes, children = [], []
+    for rank in range(readers):
+        here, there = SPAWN.Pipe()
+        child = SPAWN.Process(target=_reader, args=(side, handle, rank, count, there))
+        child.start()
+        pipes.append(here)
+        children.append(child)
+    if queue is not None:
+        queue.wait_until_ready()
+    for pipe in pipes:
+        pipe.recv()
+    send()
+    time.sleep(0.1)
+    sent = np.empty(count, np.int64)
+    began = _cpu()
+    for i in range(count):
+        time.sleep(PACE)
+        sent[i] = time.perf_counter_ns()
+        send()
+    spent = _cpu() - began
+    time.sleep(IDLE)
+    send()
+    results = [pipe.recv() for pipe in pipes]
+    for child in children:
+        child.join()
+    if producer is not None:
+        producer.close()
+    latency = np.concatenate([times - sent for times, _, _ in results]) / 1e3
+    last = np.max([times for times, _, _ in results], axis=0)
+    return {
+        "channel": "SiPipe dispatch" if side == "sipipe" else "vLLM MessageQueue",
+        "message": f"{size // 1024:,} KB",
+        "p50 µs": float(np.percentile(latency, 50)),
+        "p99 µs": float(np.percentile(latency, 99)),
+        "last reader p50 µs": float(np.percentile((last - sent) / 1e3, 50)),
+        "writer CPU µs/msg": spent / count * 1e6,
+        "reader CPU µs/msg": float(np.mean([cpu for _, cpu, _ in results])) / count * 1e6,
+        "reader idle CPU %": float(np.mean([cpu for _, _, cpu in results])) / IDLE * 100,
+    }
+
+
+# Logits: a 40 MB slot handed over in place, against 40 MB through a queue.
+
+
+def _logits_reader(handle: Any, count: int, back: Connection) -> None:
+    with LogitsReader.open(handle, "sampler") as reader:
+        back.send("ready")
+        times = np.empty(count, np.int64)
+        for i in range(count):
+            with reader.receive() as slot:
+                times[i] = time.perf_counter_ns()
+                assert slot.array[-1, -1] == slot.iteration
+                assert not slot.array.flags.owndata
+        back.send(times)
+
+
+def _logits(count: int) -> dict[str, Any]:
+    vocab, batch = 151_936, 66
+    with LogitsChannel.create(
+        "bench", slots=3, vocab=vocab, batch=batch, readers=["sampler"]
+    ) as channel:
+        here, there = SPAWN.Pipe()
+        child = SPAWN.Process(target=_logits_reader, args=(channel.endpoint, count, there))
+        child.start()
+        here.recv()
+        sent = np.empty(count, np.int64)
+        fill = np.empty(count)
+        with LogitsWriter.open(channel.endpoint) as writer:
+            for i in range(count):
+                with writer.acquire(i, batch, 10) as region:
+                    began = time.perf_counter()
+                    region[...] = i
+                    fill[i] = time.perf_counter() - began
+                    time.sleep(PACE)
+                    sent[i] = time.perf_counter_ns()
+            times = here.recv()
+            child.join()
+    return {
+        "channel": "SiPipe logits slot, in place",
+        "bytes": vocab * batch * 4,
+        "p50 µs": float(np.percentile((times - sent) / 1e3, 50)),
+        "p99 µs": float(np.percentile((times - sent) / 1e3, 99)),
+        "writing the slot, ms": float(np.median(fill)) * 1e3,
+    }
+
+
+def _queue_logits(count: int) -> dict[str, Any]:
+    row = _dispatch_array(151_936 * 66 * 4, count)
+    return {
+        "channel": "vLLM MessageQueue, pickled array",
+        "bytes": 151_936 * 66 * 4,
+        "p50 µs": float(np.percentile(row, 50)),
+        "p99 µs": float(np.percentile(row, 99)),
+        "writing the slot, ms": None,
+    }
+
+
+def _queue_reader(handle: Any, count: int, back: Connection) -> None:
+    receive = _open("vllm", handle, 0)
+    back.send("ready")
+    times = np.empty(count, np.int64)
+    for i in range(count):
+        receive()
+        times[i] = time.perf_counter_ns()
+    back.send(times)
+
+
+def _dispatch_array(size: int, count: int) -> np.ndarray[Any, Any]:
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    queue = MessageQueue(1, 1, max_chunk_bytes=size + (1 << 20), max_chunks=3)
+    here, there = SPAWN.Pipe()
+    child = SPAWN.Process(target=_queue_reader, args=(queue.export_handle(), count, there))
+    child.start()
+    queue.wait_until_ready()
+    here.recv()
+    array = np.ones(size // 4, np.float32)
+    sent = np.empty(count, np.int64)
+    for i in range(count):
+        time.sleep(PACE)
+        sent[i] = time.perf_counter_ns()
+        queue.enqueue(array)
+    times = here.recv()
+    child.join()
+    return np.asarray((times - sent) / 1e3)
+
+
+# Gather: each sampler answers a dispatched message, as it does in an iteration.
+
+
+def _sender(dispatch: Any, gather: Any, name: str, payload: int) -> None:
+    reader = DispatchReader.open(dispatch, name)
+    sender = GatherSender.connect(gather, name)
+    body = bytes(payload)
+    with contextlib.suppress(ChannelClosed):
+        while True:
+            with reader.receive() as message:
+                iteration = message.sequence
+            sender.send(iteration, [struct.pack("<q", time.perf_counter_ns()), body])
+    sender.close()
+
+
+def _gather(samplers: int, tcp: bool, count: int) -> dict[str, Any]:
+    names = [f"sampler{i}" for i in range(samplers)]
+    address = ("127.0.0.1", 0) if tcp else None
+    with (
+        DispatchProducer.create("bench", readers=names) as producer,
+        GatherReceiver.create(names, address) as receiver,
+    ):
+        children = [
+            SPAWN.Process(target=_sender, args=(producer.endpoint, receiver.endpoint, name, 64 * 4))
+            for name in names
+        ]
+        for child in children:
+            child.start()
+        while producer.absent_readers() or len(receiver.connected()) < samplers:
+            time.sleep(0.01)
+        latency, loop = np.empty(count), np.empty(count)
+        spent = 0.0
+        for i in range(-20, count):
+            time.sleep(PACE)
+            cpu, began = _cpu(), time.perf_counter_ns()
+            producer.publish([b"go"], 10)
+            gathered = receiver.collect(10)
+            now = time.perf_counter_ns()
+            if i >= 0:
+                last = max(struct.unpack_from("<q", p)[0] for p in gathered.payloads.values())
+                latency[i], loop[i] = (now - last) / 1e3, (now - began) / 1e3
+                spent += _cpu() - cpu
+    for child in children:
+        child.join()
+    return {
+        "samplers": samplers,
+        "transport": "TCP, loopback" if tcp else "Unix socket",
+        "last send to complete p50 µs": float(np.percentile(latency, 50)),
+        "p99 µs": float(np.percentile(latency, 99)),
+        "dispatch to complete p50 µs": float(np.percentile(loop, 50)),
+        "dispatcher CPU µs/iteration": spent / count * 1e6,
+    }
+
+
+# Deltas: is it worth comparing a part with the last message of its slot?
+
+
+def _deltas() -> list[dict[str, Any]]:
+    rows = []
+    for size in (1 << 10, 1 << 12, 1 << 16, 1 << 20):
+        old, new, target = bytearray(os.urandom(size)), b"", bytearray(size)
+        new = bytes(old)
+        repeat = max(50, (1 << 24) // size)
+        began = time.perf_counter()
+        for _ in range(repeat):
+            target[:] = new
+        copy = (time.perf_counter() - began) / repeat
+        view = memoryview(old)
+        began = time.perf_counter()
+        for _ in range(repeat):
+            assert view == new
+        compare = (time.perf_counter() - began) / repeat
+        began = time.perf_counter()
+        for _ in range(repeat):
+            assert old == new
+        compare_raw = (time.perf_counter() - began) / repeat
+        rows.append(
+            {
+                "part": f"{size // 1024:,} KB",
+                "copy µs": copy * 1e6,
+                "compare (memcmp) µs": compare_raw * 1e6,
+                "compare (memoryview) µs": compare * 1e6,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer messages, 4 KB only")
+    parser.add_argument("--without-vllm", action="store_true", help="SiPipe's side only")
+    arguments = parser.parse_args()
+    count = 500 if arguments.quick else 3000
+    sizes = [4096] if arguments.quick else [4096, 1 << 16, 1 << 20]
+    sides = ["sipipe"] if arguments.without_vllm else ["sipipe", "vllm"]
+
+    rows = [_dispatch(side, size, 2, count) for size in sizes for side in sides]
+    report("channels", "One producer, two readers", rows, file="channels-dispatch")
+    rows = [_logits(100)] + ([] if arguments.without_vllm else [_queue_logits(50)])
+    report("channels", "40 MB of logits to one sampler", rows, file="channels-logits")
+    rows = [_gather(n, tcp, count // 2) for n in (1, 8) for tcp in (False, True)]
+    report("channels", "Samplers answer a dispatched message", rows, file="channels-gather")
+    report(
+        "channels",
+        "Copying a part against comparing it with the slot's last one",
+        _deltas(),
+        file="channels-deltas",
+    )
+
+
+if __name__ == "__main__":
+    main()
