@@ -8,13 +8,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sipipe.cli.parser import make_parser
 from sipipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sipipe.planner import Choice, Cluster, ModelFacts, Plan, Prediction, Workload
+    from sipipe.planner import Cluster, ModelFacts, Plan, Workload
     from sipipe.planner.calibration import Calibration
 
 __all__ = ["add_arguments", "main", "run"]
@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     add = group.add_argument
     add("--json", action="store_true", help="everything as JSON instead of the table")
+    add("--details", action="store_true", help="also memory, communication and bubbles by kind")
     add("--plot", metavar="FILE", help="draw throughput and TPOT over (p, t) into an .svg file")
 
 
@@ -123,7 +124,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(plan, calibration)
     else:
-        _print_tables(plan, calibration)
+        from sipipe.cli.plan_tables import print_tables
+
+        print_tables(plan, calibration, details=args.details)
         if plot is not None:
             print(f"drawn: {plot}")
     return 0 if plan.best else 1
@@ -231,112 +234,3 @@ def _print_json(plan: Plan, calibration: Calibration | None) -> None:
 
     fits = {} if calibration is None else {"calibration": calibration.to_dict()}
     sys.stdout.write(to_json(plan, **fits) + "\n")
-
-
-def _print_tables(plan: Plan, calibration: Calibration | None) -> None:
-    from rich.console import Console
-
-    from sipipe.planner.report import SEVERAL_HOSTS, serve_commands
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=140)
-    facts, cluster = plan.facts, plan.cluster
-    kv = facts.kv_bytes_per_token(plan.workload.kv_element_bytes) / 1024
-    between = (
-        f", {cluster.network.adapters} x {cluster.network.gigabits:g} Gb/s between hosts"
-        if cluster.hosts > 1
-        else ""
-    )
-    console.print(
-        f"{facts.name}: {facts.parameters / 1e9:.1f}B parameters, {facts.layers} layers, "
-        f"{kv:.0f} KiB of KV cache a token"
-    )
-    console.print(
-        f"{cluster.hosts} host(s) of {cluster.devices_per_host} x {cluster.device.name}, "
-        f"{cluster.device.link.name}{between}"
-    )
-    if calibration is not None:
-        console.print(_fit_table(calibration))
-    if plan.choices:
-        console.print(_choice_table(plan))
-    if plan.rejected:
-        console.print("ruled out:")
-        for reject in plan.rejected:
-            console.print(f"  P{reject.p}T{reject.t}  {reject.reason}", markup=False)
-    if plan.best is None:
-        console.print("no (p, t) of this cluster serves this workload")
-        return
-    notes = sorted({note for c in plan.choices for note in c.best.unmeasured})
-    for note in notes:
-        console.print(f"* {note}", markup=False)
-    if calibration is None:
-        console.print(
-            "predicted from data sheets, checked against nothing of yours: compare rows, and "
-            "calibrate (--calibrate DIR) before relying on a number"
-        )
-    console.print()
-    for command in serve_commands(plan, plan.best):
-        print(command)
-    if cluster.hosts > 1:
-        console.print(SEVERAL_HOSTS, markup=False)
-
-
-def _choice_table(plan: Plan) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("p", "t", "tok/s", "TPOT ms", "running", "KV tokens", "idle"):
-        table.add_column(name, justify="right")
-    table.add_column("limited by")
-    for name in ("baseline tok/s", "TPOT ms", "idle", "gain"):
-        table.add_column(name, justify="right")
-    for choice in plan.choices:
-        table.add_row(*_cells(choice))
-    return table
-
-
-def _cells(choice: Choice) -> list[str]:
-    from sipipe.planner.report import limits
-
-    def shown(prediction: Prediction | None) -> list[str]:
-        if prediction is None:
-            return ["over budget", "", ""]
-        idle = prediction.iteration.bubbles.total
-        return [f"{prediction.throughput:,.0f}", f"{prediction.tpot * 1e3:.1f}", f"{idle:.0%}"]
-
-    rate, delay, idle = shown(choice.best)
-    mark = " *" if choice.best.unmeasured else ""
-    gain = "" if choice.gain is None else f"{choice.gain:.2f}x"
-    return [
-        str(choice.p),
-        str(choice.t),
-        rate,
-        delay,
-        f"{choice.best.batch:,}",
-        f"{choice.memory.kv_tokens:,}",
-        idle,
-        limits(choice.best) + mark,
-        *shown(choice.baseline),
-        gain,
-    ]
-
-
-def _fit_table(calibration: Calibration) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", title="calibration")
-    table.add_column("phase")
-    for name in ("records", "mean ms", "median error", "90 % error", "batch seen"):
-        table.add_column(name, justify="right")
-    for fit in calibration.fits.values():
-        low, high = fit.batch_range
-        table.add_row(
-            fit.phase,
-            f"{fit.count:,}",
-            f"{fit.mean_seconds * 1e3:.3f}",
-            f"{fit.median_error:.0%}",
-            f"{fit.high_error:.0%}",
-            f"{low:g}-{high:g}",
-        )
-    return table

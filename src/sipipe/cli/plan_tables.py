@@ -1,0 +1,159 @@
+"""The tables that ``sipipe plan`` prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sipipe.planner.report import SEVERAL_HOSTS, limits, serve_commands
+
+if TYPE_CHECKING:
+    from sipipe.planner import Choice, Plan, Prediction
+    from sipipe.planner.calibration import Calibration
+
+__all__ = ["print_tables"]
+
+
+def print_tables(plan: Plan, calibration: Calibration | None, *, details: bool) -> None:
+    """The ranking, what was ruled out, notes, and the serve command."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=140)
+    facts, cluster = plan.facts, plan.cluster
+    kv = facts.kv_bytes_per_token(plan.workload.kv_element_bytes) / 1024
+    between = (
+        f", {cluster.network.adapters} x {cluster.network.gigabits:g} Gb/s between hosts"
+        if cluster.hosts > 1
+        else ""
+    )
+    console.print(
+        f"{facts.name}: {facts.parameters / 1e9:.1f}B parameters, {facts.layers} layers, "
+        f"{kv:.0f} KiB of KV cache a token"
+    )
+    console.print(
+        f"{cluster.hosts} host(s) of {cluster.devices_per_host} x {cluster.device.name}, "
+        f"{cluster.device.link.name}{between}"
+    )
+    if calibration is not None:
+        console.print(_fit_table(calibration))
+    if plan.choices:
+        console.print(_choice_table(plan, console.width))
+        if details:
+            console.print(_detail_table(plan))
+    if plan.rejected:
+        console.print("ruled out:")
+        for reject in plan.rejected:
+            console.print(f"  P{reject.p}T{reject.t}  {reject.reason}", markup=False)
+    if plan.best is None:
+        console.print("no (p, t) of this cluster serves this workload")
+        return
+    notes = sorted({note for c in plan.choices for note in c.best.unmeasured})
+    for note in notes:
+        console.print(f"* {note}", markup=False)
+    if calibration is None:
+        console.print(
+            "predicted from data sheets, checked against nothing of yours: compare rows, and "
+            "calibrate (--calibrate DIR) before relying on a number"
+        )
+    console.print()
+    for command in serve_commands(plan, plan.best):
+        print(command)
+    if cluster.hosts > 1:
+        console.print(SEVERAL_HOSTS, markup=False)
+
+
+def _choice_table(plan: Plan, width: int) -> Any:
+    """The ranking; in a narrow terminal without what can be left out."""
+    columns = ["p", "t", "tok/s", "TPOT ms", "running", "KV tokens", "idle", "limited by"]
+    columns += ["baseline tok/s", "TPOT ms", "idle", "gain"]
+    shown = [index for index in range(len(columns)) if width >= 118 or index not in (5, 9, 10)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index in shown:
+        justify: Any = "left" if columns[index] == "limited by" else "right"
+        table.add_column(columns[index], justify=justify)
+    for choice in plan.choices:
+        cells = _cells(choice)
+        table.add_row(*(cells[index] for index in shown))
+    return table
+
+
+def _cells(choice: Choice) -> list[str]:
+    def shown(prediction: Prediction | None) -> list[str]:
+        if prediction is None:
+            return ["over budget", "", ""]
+        idle = prediction.iteration.bubbles.total
+        return [f"{prediction.throughput:,.0f}", f"{prediction.tpot * 1e3:.1f}", f"{idle:.0%}"]
+
+    rate, delay, idle = shown(choice.best)
+    mark = " *" if choice.best.unmeasured else ""
+    return [
+        str(choice.p),
+        str(choice.t),
+        rate,
+        delay,
+        f"{choice.best.batch:,}",
+        f"{choice.memory.kv_tokens:,}",
+        idle,
+        limits(choice.best) + mark,
+        *shown(choice.baseline),
+        "" if choice.gain is None else f"{choice.gain:.2f}x",
+    ]
+
+
+def _detail_table(plan: Plan) -> Any:
+    """Memory and communication per device, and both engines' bubbles by kind."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title="per device")
+    names = ["p", "t", "weights GB", "KV GB", "sent MB a token of all", "hops between hosts"]
+    names += ["idle: imbalance", "intra-stage", "inter-stage", "starved"]
+    for name in names:
+        table.add_column(name, justify="right")
+    for choice in plan.choices:
+        memory = choice.memory
+        cache = memory.available - memory.weights - memory.workspace
+        for prediction in (choice.best, choice.baseline):
+            if prediction is None:
+                continue
+            bubbles = prediction.iteration.bubbles
+            kinds = (
+                bubbles.load_imbalance,
+                bubbles.intra_stage,
+                bubbles.inter_stage,
+                bubbles.starved,
+            )
+            ours = prediction is choice.best
+            table.add_row(
+                *(
+                    (
+                        str(choice.p),
+                        str(choice.t),
+                        f"{memory.weights / 1e9:.1f}",
+                        f"{cache / 1e9:.1f}",
+                        f"{choice.communication_bytes / 1e6:,.1f}",
+                        str(choice.placement.crossings),
+                    )
+                    if ours
+                    else ("", "", "", "", "", prediction.engine.key)
+                ),
+                *(f"{kind:.0%}" for kind in kinds),
+            )
+    return table
+
+
+def _fit_table(calibration: Calibration) -> Any:
+    table = Table(box=None, pad_edge=False, header_style="bold", title="calibration")
+    table.add_column("phase")
+    for name in ("records", "mean ms", "median error", "90 % error", "batch seen"):
+        table.add_column(name, justify="right")
+    for fit in calibration.fits.values():
+        low, high = fit.batch_range
+        table.add_row(
+            fit.phase,
+            f"{fit.count:,}",
+            f"{fit.mean_seconds * 1e3:.3f}",
+            f"{fit.median_error:.0%}",
+            f"{fit.high_error:.0%}",
+            f"{low:g}-{high:g}",
+        )
+    return table
