@@ -98,16 +98,20 @@ def _environment(stages: int, ranks: int) -> dict[str, str]:
 
 def _measure(side: str, job: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
     print(f"measuring {side} …", file=sys.stderr, flush=True)
-    with tempfile.TemporaryFile() as log:
-        # A session of its own, so that the engine's processes can be ended with it.
+    alive, ours = os.pipe()
+    with tempfile.TemporaryFile() as log, os.fdopen(ours, "w"):
+        # A session of its own, so that it can be ended with all the engine's processes; the pipe
+        # ends it when this process is killed.
         process = subprocess.Popen(
-            [sys.executable, "-m", "sipipe.vllm.measure"],
+            [sys.executable, "-m", "sipipe.vllm.measure", str(alive)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             env=environment,
+            pass_fds=(alive,),
             start_new_session=True,
         )
+        os.close(alive)
         try:
             out, _ = process.communicate(json.dumps(job).encode(), timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -119,12 +123,12 @@ def _measure(side: str, job: Mapping[str, Any], environment: Mapping[str, str]) 
             lines = log.read().decode(errors="replace").strip().splitlines()
             print("\n".join(lines[-30:]), file=sys.stderr)
             raise SiPipeError(f"bench: {side} failed; the end of its log is above")
-    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    result: dict[str, Any] = json.loads(out)
     return result
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the measured engine: politely first, then for certain."""
+    """End the measured engine where it still runs: politely first, then for certain."""
     for number, seconds in ((signal.SIGINT, 15.0), (signal.SIGKILL, 5.0)):
         if process.poll() is not None:
             return

@@ -1,8 +1,13 @@
 """Measures one engine: start-up, and tokens per second for each way of sampling.
 
-Run as a process of its own per side (``python -m sipipe.vllm.measure``), because an engine leaves
-global state behind. It reads a :class:`Job` as JSON from stdin and prints a :class:`Result` as
-JSON on its last line of stdout; the engine's log goes to stderr.
+Run as a process of its own per side (``python -m sipipe.vllm.measure FD``), because an engine
+leaves global state behind. It reads a :class:`Job` as JSON from stdin and prints a
+:class:`Result` as JSON on stdout; the engine's log goes to stderr.
+
+Who runs here
+    The main thread measures. The watch thread sleeps on the pipe ``FD``, whose other end is the
+    parent's: it is readable only once the parent is gone, and then the thread kills the process
+    group, which is this process's own, with the engine in it.
 """
 
 from __future__ import annotations
@@ -11,7 +16,9 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -99,7 +106,18 @@ def measure(job: Job) -> Result:
     return Result(startup_seconds=startup, tokens_per_second=figures)
 
 
+def end_with_parent(pipe: int) -> None:
+    """Kill this process group as soon as the other end of ``pipe`` is closed."""
+
+    def watch() -> None:
+        os.read(pipe, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="EndWithParent", daemon=True).start()
+
+
 def main() -> None:
+    end_with_parent(int(sys.argv[1]))
     # Only the result may go to stdout; vLLM and its processes print there too.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
