@@ -72,18 +72,37 @@ def main(argv: Sequence[str]) -> int:
         "tokens": own.tokens,
         "repeat": own.repeat,
     }
-    environment = _environment(int(own.pp or 1), int(own.tp or 1))
-    sides = {"stock": None, "sipipe": settings}
-    results = {
-        side: _measure(side, job | {"settings": sides[side]}, environment)
-        for side in sides
-        if own.only in (None, side)
-    }
+    results = measure_sides(
+        job,
+        settings,
+        stages=int(own.pp or 1),
+        ranks=int(own.tp or 1),
+        sides=(own.only,) if own.only else ("stock", "sipipe"),
+    )
     if own.json:
         print(json.dumps({"job": job, "results": results}, indent=1))
     else:
         _show(results, own.requests, own.tokens)
     return 0
+
+
+def measure_sides(
+    job: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    stages: int,
+    ranks: int = 1,
+    sides: Sequence[str] = ("stock", "sipipe"),
+) -> dict[str, Any]:
+    """Run ``job`` (:class:`sipipe.vllm.measure.Job` without its settings) on each side in turn.
+
+    Returns a :class:`sipipe.vllm.measure.Result` as a dict for each side.
+    """
+    environment = _environment(stages, ranks)
+    own: dict[str, Mapping[str, Any] | None] = {"stock": None, "sipipe": settings}
+    return {
+        side: _measure(side, dict(job) | {"settings": own[side]}, environment) for side in sides
+    }
 
 
 def _environment(stages: int, ranks: int) -> dict[str, str]:
