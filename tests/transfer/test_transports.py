@@ -16,20 +16,12 @@ from sipipe.transfer import (
     Receiver,
     Sender,
     TransferMismatchError,
-    create_link,
     open_receiver,
     open_sender,
 )
 
 BOUND = 30.0
 H = 24
-
-
-@pytest.fixture(params=["shm", "socket"])
-def endpoint(request: pytest.FixtureRequest) -> LinkEndpoint:
-    return create_link(
-        request.param, max_tokens=64, depth=3, name="stage0-1.r0", stall_timeout=BOUND
-    )
 
 
 @pytest.fixture

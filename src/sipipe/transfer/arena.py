@@ -70,23 +70,28 @@ class Arena:
                 self._flat.clear()
             start = slot * self.size
             tensors = []
-            for spec, (_, dtype), offset in zip(
-                structure.specs,
+            for (_, dtype), offset, extent in zip(
                 structure.keys_and_dtypes,
                 structure.offsets(self._max_tokens),
+                structure.extents(self._max_tokens),
                 strict=False,
             ):
-                nbytes = spec.elements(self._max_tokens) * spec.itemsize
-                tensors.append(self._bytes[start + offset : start + offset + nbytes].view(dtype))
+                piece = self._bytes[start + offset : start + offset + extent.nbytes]
+                tensors.append(piece.view(dtype))
             self._flat[key] = tuple(tensors)
         return self._flat[key]
 
     def views(self, structure: Structure, slot: int, num_tokens: int) -> list[torch.Tensor]:
         """What ``num_tokens`` tokens of ``structure`` occupy: [...] whole, [n/shards] sharded."""
         views = []
-        for spec, flat in zip(structure.specs, self.flat(structure, slot), strict=True):
-            part = flat.narrow(0, 0, spec.elements(num_tokens))
-            views.append(part.view(spec.full_shape(num_tokens)) if spec.shards == 1 else part)
+        for spec, flat, (shape, elements, _) in zip(
+            structure.specs,
+            self.flat(structure, slot),
+            structure.extents(num_tokens),
+            strict=True,
+        ):
+            part = flat.narrow(0, 0, elements)
+            views.append(part.view(shape) if spec.shards == 1 else part)
         return views
 
     def fill(
@@ -98,13 +103,17 @@ class Arena:
         calling thread, which fights the forward pass for the worker's cores.
         """
         start = self._address + slot * self.size
-        offsets = structure.offsets(self._max_tokens)
-        for spec, part, offset in zip(structure.specs, parts, offsets, strict=False):
+        for index, (part, offset, extent) in enumerate(
+            zip(
+                parts,
+                structure.offsets(self._max_tokens),
+                structure.extents(num_tokens),
+                strict=False,
+            )
+        ):
             if part.is_contiguous():
-                nbytes = spec.elements(num_tokens) * spec.itemsize
-                ctypes.memmove(start + offset, part.data_ptr(), nbytes)
+                ctypes.memmove(start + offset, part.data_ptr(), extent.nbytes)
             else:
-                index = structure.specs.index(spec)
                 self.views(structure, slot, num_tokens)[index].copy_(part)
 
     def write_check(self, slot: int, word: int) -> None:

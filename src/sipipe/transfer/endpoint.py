@@ -57,11 +57,16 @@ class LinkEndpoint:
         """The link in a message."""
         return f"link {self.name} ({self.kind})"
 
+    @property
+    def device(self) -> str:
+        """``"cpu"`` or ``"cuda"``: where tensors must be."""
+        return _DEVICES[self.kind]
+
     def check_device(self, key: str, tensor: torch.Tensor) -> None:
         """Refuse a tensor that this kind of link cannot carry."""
-        if tensor.device.type != _DEVICES[self.kind]:
+        if tensor.device.type != self.device:
             raise UnsupportedError(
-                f"{self.describe()} carries {_DEVICES[self.kind]} tensors and {key!r} is on "
+                f"{self.describe()} carries {self.device} tensors and {key!r} is on "
                 f"{tensor.device}; choose another transport"
             )
 

@@ -225,7 +225,8 @@ class Receiver:
     def _tensors(self, arrival: Arrival, num_tokens: int) -> dict[str, torch.Tensor]:
         views = arrival.arena.views(arrival.structure, arrival.record.slot, num_tokens)
         result = {}
-        for spec, view in zip(arrival.structure.specs, views, strict=True):
+        extents = arrival.structure.extents(num_tokens)
+        for spec, view, extent in zip(arrival.structure.specs, views, extents, strict=True):
             if spec.shards == 1:
                 result[spec.key] = view
                 continue
@@ -234,5 +235,5 @@ class Receiver:
                     f"{self._endpoint.describe()}: {spec.key!r} comes in {spec.shards} shards; "
                     "open_receiver needs all_gather="
                 )
-            result[spec.key] = self._all_gather(view).view(spec.full_shape(num_tokens))
+            result[spec.key] = self._all_gather(view).view(extent.shape)
         return result

@@ -69,6 +69,7 @@ class Sender:
     def __init__(self, endpoint: LinkEndpoint, transport: SendingTransport) -> None:
         self._endpoint = endpoint
         self._transport = transport
+        self._on_cpu = endpoint.device == "cpu"
         self._free = deque(range(endpoint.depth))
         # Invariant: len(_free) + in flight == depth; written by the thread that calls send().
         self._known: dict[int, Structure] = {}
@@ -125,6 +126,7 @@ class Sender:
             self._validate(iteration, num_tokens)
             number = self._number_of(tensors, num_tokens)
             structure = self._known[number]
+            parts = self._parts(structure, tensors, num_tokens)
             if not self._free:
                 self._wait_for_slot(iteration, timeout)
             record = Record(
@@ -136,7 +138,7 @@ class Sender:
                 num_tokens,
                 structure.fingerprint,
             )
-            job = _Job(record, structure, self._parts(structure, tensors, num_tokens))
+            job = _Job(record, structure, parts)
             self._last_iteration = iteration
             small = structure.nbytes(num_tokens) <= self._transport.inline_bytes
             idle = self._submitted == self._completed and self._connected
@@ -235,8 +237,6 @@ class Sender:
             shards=self._endpoint.shards,
             whole=self._endpoint.whole,
         )
-        for key, tensor in tensors.items():
-            self._endpoint.check_device(key, tensor)
         if len(self._known) == _MAX_STRUCTURES:
             del self._known[next(iter(self._known))]
         self._last_number += 1
@@ -248,11 +248,13 @@ class Sender:
         self, structure: Structure, tensors: Mapping[str, torch.Tensor], num_tokens: int
     ) -> list[torch.Tensor]:
         parts = []
-        for spec in structure.specs:
+        for spec, extent in zip(structure.specs, structure.extents(num_tokens), strict=True):
             tensor = tensors[spec.key]
+            if tensor.is_cpu is not self._on_cpu:
+                self._endpoint.check_device(spec.key, tensor)
             if spec.shards > 1:
-                size = spec.elements(num_tokens)
-                tensor = tensor.reshape(-1).narrow(0, self._endpoint.shard * size, size)
+                start = self._endpoint.shard * extent.elements
+                tensor = tensor.reshape(-1).narrow(0, start, extent.elements)
             parts.append(tensor)
         return parts
 

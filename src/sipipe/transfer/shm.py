@@ -243,6 +243,7 @@ class ShmReceiving:
         self._listener.close()
         if self._connection is not None:
             self._connection.close()
+        self._arena = None
 
     def _accept(self, timeout: float) -> bool:
         poll = select.poll()

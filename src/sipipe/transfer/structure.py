@@ -12,17 +12,19 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALIGNMENT", "TOKENS", "Structure", "TensorSpec", "align"]
+__all__ = ["ALIGNMENT", "TOKENS", "Extent", "Structure", "TensorSpec", "align"]
 
 TOKENS = -1
 """Stands in a shape for the dimension that counts tokens."""
+
+_REMEMBERED = 4096
 
 ALIGNMENT = 64
 """Bytes; every tensor of a slot starts on a cache line (and an AVX-512 register)."""
@@ -31,6 +33,16 @@ ALIGNMENT = 64
 def align(nbytes: int, to: int = ALIGNMENT) -> int:
     """``nbytes`` rounded up to a multiple of ``to``."""
     return -(-nbytes // to) * to
+
+
+class Extent(NamedTuple):
+    """What one tensor occupies at a given number of tokens."""
+
+    shape: tuple[int, ...]
+    """The whole tensor's."""
+    elements: int
+    """That travel on one link: 1/shards of the tensor's."""
+    nbytes: int
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -46,13 +58,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     shards: int = 1
     """1: sent whole. t: each tensor-parallel rank sends its 1/t of the flattened tensor."""
 
-    def full_shape(self, num_tokens: int) -> tuple[int, ...]:
-        """The shape of the whole tensor for ``num_tokens`` tokens."""
-        return tuple(num_tokens if size == TOKENS else size for size in self.shape)
-
-    def elements(self, num_tokens: int) -> int:
-        """Elements that travel on one link, which is 1/shards of the tensor."""
-        return math.prod(self.full_shape(num_tokens)) // self.shards
+    def extent(self, num_tokens: int) -> Extent:
+        """Shape and size for ``num_tokens`` tokens."""
+        shape = tuple(num_tokens if size == TOKENS else size for size in self.shape)
+        elements = math.prod(shape) // self.shards
+        return Extent(shape, elements, elements * self.itemsize)
 
 
 class Structure(msgspec.Struct, frozen=True, array_like=True, dict=True):
@@ -111,9 +121,10 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """Whether ``tensors`` have exactly this structure at ``num_tokens`` tokens."""
         if len(tensors) != len(self.specs):
             return False
-        for (key, dtype), shape in zip(self.keys_and_dtypes, self._shapes(num_tokens), strict=True):
+        extents = self.extents(num_tokens)
+        for (key, dtype), extent in zip(self.keys_and_dtypes, extents, strict=True):
             tensor = tensors.get(key)
-            if tensor is None or tensor.dtype is not dtype or tensor.shape != shape:
+            if tensor is None or tensor.dtype is not dtype or tensor.shape != extent.shape:
                 return False
         return True
 
@@ -131,11 +142,22 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return int.from_bytes(digest, "little")
 
     @functools.cached_property
-    def _layouts(self) -> dict[int, tuple[int, ...]]:
+    def _extents(self) -> dict[int, tuple[Extent, ...]]:
         return {}
 
-    def _shapes(self, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(spec.full_shape(num_tokens) for spec in self.specs)
+    def extents(self, num_tokens: int) -> tuple[Extent, ...]:
+        """Each tensor's shape and size for ``num_tokens`` tokens, remembered."""
+        extents = self._extents.get(num_tokens)
+        if extents is None:
+            if len(self._extents) == _REMEMBERED:
+                self._extents.clear()
+            extents = tuple(spec.extent(num_tokens) for spec in self.specs)
+            self._extents[num_tokens] = extents
+        return extents
+
+    @functools.cached_property
+    def _layouts(self) -> dict[int, tuple[int, ...]]:
+        return {}
 
     def offsets(self, max_tokens: int) -> tuple[int, ...]:
         """Byte offset of each tensor in a slot made for ``max_tokens`` tokens, then the end.
@@ -145,14 +167,14 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """
         if max_tokens not in self._layouts:
             offsets = [0]
-            for spec in self.specs:
-                offsets.append(offsets[-1] + align(spec.elements(max_tokens) * spec.itemsize))
+            for extent in self.extents(max_tokens):
+                offsets.append(offsets[-1] + align(extent.nbytes))
             self._layouts[max_tokens] = tuple(offsets)
         return self._layouts[max_tokens]
 
     def nbytes(self, num_tokens: int) -> int:
         """Bytes of data that one iteration of ``num_tokens`` tokens sends on one link."""
-        return sum(spec.elements(num_tokens) * spec.itemsize for spec in self.specs)
+        return sum(extent.nbytes for extent in self.extents(num_tokens))
 
     def encode(self) -> bytes:
         """The description that is sent once."""

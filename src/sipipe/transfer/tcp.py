@@ -318,12 +318,15 @@ class TcpReceiving:
         if record.num_tokens > endpoint.max_tokens or record.slot >= endpoint.depth:
             raise RecordError(f"frame {record.sequence} is larger than max_tokens")
         start = record.slot * self._arena.size
-        buffers = []
-        for spec, offset in zip(
-            structure.specs, structure.offsets(endpoint.max_tokens), strict=False
-        ):
-            nbytes = spec.elements(record.num_tokens) * spec.itemsize
-            buffers.append(self._memory[start + offset : start + offset + nbytes])
+        memory = self._memory
+        buffers = [
+            memory[start + offset : start + offset + extent.nbytes]
+            for offset, extent in zip(
+                structure.offsets(endpoint.max_tokens),
+                structure.extents(record.num_tokens),
+                strict=False,
+            )
+        ]
         seal = bytearray(_SEAL.size)
         self._fill(sock, [*buffers, memoryview(seal)])
         if _SEAL.unpack(seal)[0] != record.sequence ^ record.value:

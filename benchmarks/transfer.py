@@ -1,0 +1,284 @@
+"""Hidden states from one stage to the next: ours beside vLLM's isend/irecv_tensor_dict.
+
+Two processes; the earlier one makes fresh hidden states as a forward pass would, notes the time,
+sends, notes the time again ("blocked"); the later one, which waits for them, notes when it holds
+usable tensors. The clocks are one clock. "copy" is one ``memcpy`` of the same freshly made bytes
+into mapped shared memory, measured in the sender in the same loop; "beyond copy" is the median
+of usable minus copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import multiprocessing
+import os
+import socket
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import report
+
+HIDDEN = 4096
+PATHS = {
+    "sipipe shm": "shm",
+    "sipipe socket (loopback)": "socket",
+    "bare TCP, one buffer (loopback)": "tcp",
+    "vLLM, CPU shared memory": "vllm_shm",
+    "vLLM, gloo": "vllm_gloo",
+}
+
+
+class _Ours:
+    """A SiPipe link behind the three calls that the loops below make."""
+
+    def __init__(self, endpoint: Any, *, sends: bool) -> None:
+        from sipipe.transfer import open_receiver, open_sender
+
+        self._end = open_sender(endpoint) if sends else open_receiver(endpoint)
+        self._ahead = 0
+
+    def send(self, iteration: int, tensors: dict[str, Any], num_tokens: int) -> None:
+        self._end.send(iteration, num_tokens, tensors)
+
+    def expect(self, iteration: int, num_tokens: int) -> None:
+        self._end.post(iteration, num_tokens)
+
+    def receive(self, iteration: int) -> dict[str, Any]:
+        return self._end.take(iteration, 60.0)
+
+    def done(self, iteration: int) -> None:
+        self._end.release(iteration)
+
+    def close(self) -> None:
+        self._end.close()
+
+
+class _Bare:
+    """The floor for sockets: the same bytes in one buffer, one sendall, one blocking read."""
+
+    def __init__(self, port: int, *, sends: bool) -> None:
+        if sends:
+            while True:
+                try:
+                    self._sock = socket.create_connection(("127.0.0.1", port))
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.05)
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            with socket.create_server(("127.0.0.1", port)) as server:
+                self._sock, _ = server.accept()
+        self._buffer = bytearray(0)
+
+    def send(self, iteration: int, tensors: dict[str, Any], num_tokens: int) -> None:
+        import torch
+
+        # Halves of one tensor stand for the two: what is timed is the socket alone.
+        self._sock.sendall(tensors["joint"].view(torch.uint8).numpy())
+
+    def expect(self, iteration: int, num_tokens: int) -> None:
+        if len(self._buffer) != num_tokens * HIDDEN * 4:
+            self._buffer = bytearray(num_tokens * HIDDEN * 4)
+
+    def receive(self, iteration: int) -> dict[str, Any]:
+        view = memoryview(self._buffer)
+        while view:
+            view = view[self._sock.recv_into(view, 0, socket.MSG_WAITALL) :]
+        return {}
+
+    def done(self, iteration: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class _Stock:
+    """vLLM's own pipeline group of two processes."""
+
+    def __init__(self, port: int, *, rank: int, shared_memory: bool) -> None:
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.distributed import parallel_state
+        from vllm.platforms import current_platform
+
+        os.environ["VLLM_DIST_IDENT"] = f"sipipe-bench-{port}"
+        current_platform.import_kernels()
+        with set_current_vllm_config(VllmConfig()):
+            parallel_state.init_distributed_environment(
+                2, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo"
+            )
+            parallel_state.initialize_model_parallel(1, 2)
+        self._state = parallel_state
+        self._group = parallel_state.get_pp_group()
+        if shared_memory and not self._group.use_cpu_custom_send_recv:
+            raise RuntimeError("vLLM does not take its CPU shared-memory path on this machine")
+        self._group.use_cpu_custom_send_recv = shared_memory
+
+    def send(self, iteration: int, tensors: dict[str, Any], num_tokens: int) -> None:
+        self._group.isend_tensor_dict(tensors)
+
+    def expect(self, iteration: int, num_tokens: int) -> None:
+        pass
+
+    def receive(self, iteration: int) -> dict[str, Any]:
+        tensors, handles, postprocess = self._group.irecv_tensor_dict()
+        for handle in handles:
+            handle.wait()
+        for call in postprocess:
+            call()
+        return tensors
+
+    def done(self, iteration: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._state.destroy_model_parallel()
+        self._state.destroy_distributed_environment()
+
+
+def _open(path: str, place: Any, rank: int) -> _Ours | _Bare | _Stock:
+    if path == "tcp":
+        return _Bare(place, sends=rank == 0)
+    if path.startswith("vllm"):
+        return _Stock(place, rank=rank, shared_memory=path == "vllm_shm")
+    return _Ours(place, sends=rank == 0)
+
+
+def _stage(rank: int, path: str, place: Any, plan: list[tuple[int, int]], pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    end = _open(path, place, rank)
+    results = [
+        (_sends if rank == 0 else _receives)(end, start, num_tokens, count, pipe)
+        for start, (num_tokens, count) in zip(
+            np.cumsum([0, *(count for _, count in plan)]).tolist(), plan, strict=False
+        )
+    ]
+    pipe.send(results)
+    pipe.recv()  # both are done: nobody leaves a collective early
+    end.close()
+
+
+def _sends(end: Any, start: int, num_tokens: int, count: int, pipe: Connection) -> list[Any]:
+    import torch
+
+    base = torch.randn(num_tokens, HIDDEN).to(torch.bfloat16)
+    copies = mmap.mmap(-1, 2 * base.nbytes)
+    target = torch.frombuffer(copies, dtype=torch.uint8)
+    target.zero_()
+    times = []
+    for iteration in range(start, start + count):
+        time.sleep(0.004)  # a forward pass, which leaves both processes' cores to others
+        made = {"hidden_states": base + 1, "residual": base - 1}
+        began = time.perf_counter()
+        for index, tensor in enumerate(made.values()):
+            ctypes.memmove(target.data_ptr() + index * base.nbytes, tensor.data_ptr(), base.nbytes)
+        copied = time.perf_counter() - began
+        joint = torch.stack([base + iteration % 7, base - iteration % 7])
+        made = {"hidden_states": joint[0], "residual": joint[1]}
+        if isinstance(end, _Bare):
+            made = {"joint": joint}
+        began = time.perf_counter()
+        end.send(iteration, made, num_tokens)
+        times.append((began, time.perf_counter() - began, copied))
+    return times
+
+
+def _receives(end: Any, start: int, num_tokens: int, count: int, pipe: Connection) -> list[Any]:
+    ahead = 2
+    for iteration in range(start, start + ahead):
+        end.expect(iteration, num_tokens)
+    times = []
+    for iteration in range(start, start + count):
+        if iteration + ahead < start + count:
+            end.expect(iteration + ahead, num_tokens)
+        tensors = end.receive(iteration)
+        times.append(time.perf_counter())
+        assert not tensors or tensors["residual"].shape == (num_tokens, HIDDEN)
+        end.done(iteration)
+    return times
+
+
+def measure(path: str, plan: list[tuple[int, int]]) -> list[dict[str, float]]:
+    """One row of medians for each (tokens, iterations) of ``plan``."""
+    from sipipe.transfer import create_link
+
+    if path == "tcp" or path.startswith("vllm"):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            place: Any = probe.getsockname()[1]
+    else:
+        place = create_link(path, max_tokens=max(t for t, _ in plan), name="stage0-1.r0")  # type: ignore[arg-type]
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in (0, 1):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_stage, args=(rank, path, place, plan, theirs))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        sent, received = (pipe.recv() for pipe in pipes)
+        for pipe in pipes:
+            pipe.send(None)
+        for process in processes:
+            process.join(30)
+    finally:
+        for process in processes:
+            process.kill()
+    rows = []
+    for sends, arrivals in zip(sent, received, strict=True):
+        warm = slice(len(sends) // 5, None)
+        began, blocked, copied = np.array(sends)[warm].T
+        usable = np.array(arrivals)[warm] - began
+        rows.append(
+            {
+                "blocked p50 µs": float(np.median(blocked) * 1e6),
+                "blocked p99 µs": float(np.percentile(blocked, 99) * 1e6),
+                "usable p50 µs": float(np.median(usable) * 1e6),
+                "usable p99 µs": float(np.percentile(usable, 99) * 1e6),
+                "copy µs": float(np.median(copied) * 1e6),
+                "beyond copy p50 µs": float(np.median(usable - copied) * 1e6),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure every path in turn and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer iterations")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32, 256, 1024])
+    parser.add_argument("--paths", nargs="+", default=list(PATHS.values()))
+    options = parser.parse_args()
+    count = 60 if options.quick else 400
+    plan = [(tokens, count) for tokens in options.tokens]
+    rows = []
+    for title, path in PATHS.items():
+        if path not in options.paths:
+            continue
+        try:
+            measured = measure(path, plan)
+        except EOFError:
+            print(f"{title}: a process failed, see above; left out")
+            continue
+        for (tokens, _), row in zip(plan, measured, strict=True):
+            rows.append({"path": title, "B": tokens, **row})
+    rows.sort(key=lambda row: row["B"])
+    report(
+        "transfer",
+        f"hidden_states and residual, B × {HIDDEN} bf16 each, from one stage to the next",
+        rows,
+        note="blocked: the sending stage's time in send; usable: until the next stage holds tensors",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Making links: the choice of transport, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from sipipe.errors import ConfigError, ResourceError, UnsupportedError
+from sipipe.transfer import create_link, open_receiver, open_sender
+
+
+@pytest.mark.parametrize(
+    ("device", "same_host", "kind"),
+    [("cpu", True, "shm"), ("cpu", False, "socket"), ("cuda", True, "cuda_ipc"),
+     ("cuda", False, "nccl")],
+)  # fmt: skip
+def test_the_choice_of_transport(device, same_host, kind):
+    link = create_link(
+        max_tokens=1, device=device, same_host=same_host, address=("10.0.0.2", 29_000), name="a"
+    )
+    assert link.kind == kind
+    assert link.describe() == f"link a ({kind})"
+
+
+def test_an_endpoint_is_a_small_value_that_hides_its_secret():
+    link = create_link("shm", max_tokens=8)
+    assert pickle.loads(pickle.dumps(link)) == link
+    assert len(pickle.dumps(link)) < 1000
+    assert repr(link.secret) not in repr(link)
+
+
+def test_every_socket_link_has_a_port_of_its_own():
+    ports = {create_link("socket", max_tokens=1).address[1] for _ in range(20)}
+    assert len(ports) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "rdma"}, r"transport='rdma': choose auto, shm, socket, cuda_ipc, nccl"),
+        ({"depth": 1}, "depth=1"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"shards": 2, "shard": 2}, "shard=2 of shards=2"),
+        ({"same_host": False}, "needs the address"),
+    ],
+)
+def test_what_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        create_link(**{"max_tokens": 4, **arguments})
+
+
+def test_opening_twice_names_the_link():
+    link = create_link("shm", max_tokens=1, name="stage0-1.r0")
+    with (
+        open_receiver(link),
+        pytest.raises(ResourceError, match=r"stage0-1\.r0.*is it open already"),
+    ):
+        open_receiver(link)
+
+
+def test_a_port_that_is_taken_names_the_port():
+    link = create_link("socket", max_tokens=1)
+    with (
+        open_receiver(link),
+        pytest.raises(ResourceError, match=rf"{link.address[1]}.*another port"),
+    ):
+        open_receiver(link)
+
+
+def test_a_tensor_on_another_device_is_refused():
+    link = create_link("shm", max_tokens=4)
+    with (
+        open_sender(link) as sender,
+        pytest.raises(UnsupportedError, match=r"'h' is on meta.*another transport"),
+    ):
+        sender.send(0, 2, {"h": torch.zeros(2, 3, device="meta")})
+    assert not sender.statistics().data_messages

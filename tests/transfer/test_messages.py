@@ -1,0 +1,185 @@
+"""What travels, counted: one message a microbatch and rank, and nothing else after the first."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from sipipe.errors import ResourceError
+from sipipe.transfer import create_link, open_receiver, open_sender
+from sipipe.transfer.sender import Sender
+from sipipe.transfer.shm import ShmSending
+from sipipe.transfer.tcp import TcpSending
+
+BOUND = 60.0
+
+
+class Counting:
+    """A transport that counts what goes through it."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.announced = self.transmitted = self.waits = 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def announce(self, number, structure):
+        self.announced += 1
+        self.inner.announce(number, structure)
+
+    def transmit(self, record, structure, parts, *, wait):
+        self.transmitted += 1
+        return self.inner.transmit(record, structure, parts, wait=wait)
+
+    def collect_releases(self, timeout):
+        self.waits += timeout > 0
+        return self.inner.collect_releases(timeout)
+
+
+@pytest.fixture
+def counting(endpoint):
+    return Counting((ShmSending if endpoint.kind == "shm" else TcpSending)(endpoint))
+
+
+def test_no_metadata_after_the_first_iteration(endpoint, counting, hidden):
+    with Sender(endpoint, counting) as sender, open_receiver(endpoint) as receiver:
+        for iteration in range(200):
+            num_tokens = 1 + iteration * 7 % 64
+            receiver.post(iteration, num_tokens)
+            sender.send(iteration, num_tokens, hidden(num_tokens, iteration))
+            receiver.take(iteration, BOUND)
+            receiver.release(iteration)
+            assert counting.announced == 1
+            assert counting.transmitted == iteration + 1
+
+
+def test_a_slow_last_stage_blocks_only_at_the_bound_and_then_in_the_kernel(
+    endpoint, counting, hidden
+):
+    with Sender(endpoint, counting) as sender, open_receiver(endpoint) as receiver:
+        receiver.post(0, 4)
+        sender.send(0, 4, hidden(4))
+        receiver.take(0, BOUND)
+        for iteration in range(1, endpoint.depth):
+            sender.send(iteration, 4, hidden(4))
+        assert (counting.waits, sender.statistics().waits) == (0, 0)
+        releasing = threading.Timer(0.3, receiver.release, [0])
+        releasing.start()
+        cpu = time.thread_time()
+        sender.send(endpoint.depth, 4, hidden(4))
+        cpu = time.thread_time() - cpu
+        releasing.join()
+        statistics = sender.statistics()
+        assert statistics.waits == 1
+        assert statistics.waited_seconds > 0
+        # One call that sleeps in poll(); a loop that looked again and again would show in both.
+        assert counting.waits <= 2
+        assert cpu < statistics.waited_seconds / 2
+
+
+def test_buffers_grow_for_a_larger_structure_while_older_ones_are_held(endpoint):
+    small, large = {"h": torch.randn(4, 2)}, {"h": torch.randn(4, 3000)}
+    with open_sender(endpoint) as sender, open_receiver(endpoint) as receiver:
+        for iteration, tensors in enumerate([small, large, small]):
+            receiver.post(iteration, 4)
+            sender.send(iteration, 4, tensors)
+        taken = [receiver.take(iteration, BOUND)["h"] for iteration in range(3)]
+        for got, tensors in zip(taken, [small, large, small], strict=True):
+            assert torch.equal(got, tensors["h"])
+        for iteration in range(3):
+            receiver.release(iteration)
+        for iteration in range(3, 9):
+            receiver.post(iteration, 4)
+            sender.send(iteration, 4, large)
+            assert torch.equal(receiver.take(iteration, BOUND)["h"], large["h"])
+            receiver.release(iteration)
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_ranks_send_their_part_and_gather(endpoint, hidden, shards):
+    """Rank r sends 1/t to rank r; what does not divide, and what ranks do not share, goes whole."""
+    links = [
+        create_link(
+            endpoint.kind,
+            max_tokens=64,
+            name=f"stage0-1.r{rank}",
+            shards=shards,
+            shard=rank,
+            whole=frozenset({"private"}),
+        )
+        for rank in range(shards)
+    ]
+    parts: list[torch.Tensor | None] = [None] * shards
+    barrier = threading.Barrier(shards)
+    results: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(shards)]
+    sizes = [1, 7, 64, 5]
+
+    def inputs(iteration: int, rank: int) -> dict[str, torch.Tensor]:
+        return {
+            **hidden(sizes[iteration], iteration),
+            "odd": torch.arange(sizes[iteration] * 5).view(sizes[iteration], 5),
+            "private": torch.full((sizes[iteration], 6), float(rank)),
+        }
+
+    def last_stage(rank: int) -> None:
+        def all_gather(part: torch.Tensor) -> torch.Tensor:
+            parts[rank] = part
+            barrier.wait(BOUND)
+            whole = torch.cat([part for part in parts if part is not None])
+            barrier.wait(BOUND)
+            return whole
+
+        with open_receiver(links[rank], all_gather=all_gather) as receiver:
+            for iteration, size in enumerate(sizes):
+                receiver.post(iteration, size)
+                taken = receiver.take(iteration, BOUND)
+                results[rank].append({key: tensor.clone() for key, tensor in taken.items()})
+                receiver.release(iteration)
+
+    threads = [threading.Thread(target=last_stage, args=(rank,)) for rank in range(shards)]
+    for thread in threads:
+        thread.start()
+    senders = [open_sender(link) for link in links]
+    for iteration, size in enumerate(sizes):
+        for rank, sender in enumerate(senders):
+            sender.send(iteration, size, inputs(iteration, rank))
+    for thread in threads:
+        thread.join(BOUND)
+    whole = sum(tensor.nbytes for i in range(len(sizes)) for tensor in hidden(sizes[i]).values())
+    sent = senders[0].statistics().bytes_sent
+    assert sent == whole // shards + sum(size * (5 * 8 + 6 * 4) for size in sizes)
+    for sender in senders:
+        sender.close()
+    for rank in range(shards):
+        for iteration in range(len(sizes)):
+            for key, tensor in inputs(iteration, rank).items():
+                assert torch.equal(results[rank][iteration][key], tensor), (rank, iteration, key)
+
+
+def test_strangers_at_the_port_do_no_harm(hidden):
+    """A scanner that says nothing useful, and a link with another secret; then the real sender."""
+    endpoint = create_link("socket", max_tokens=8)
+    with open_receiver(endpoint) as receiver:
+        with socket.create_connection(endpoint.address) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(30))
+            stranger.settimeout(BOUND)
+            while stranger.recv(100):
+                pass
+        with open_sender(endpoint) as sender:
+            receiver.post(0, 3)
+            sender.send(0, 3, hidden(3))
+            assert torch.equal(receiver.take(0, BOUND)["residual"], hidden(3)["residual"])
+
+
+def test_a_port_that_another_engine_answers():
+    mine = create_link("socket", max_tokens=8, name="stage0-1.r0")
+    other = create_link("socket", max_tokens=8, address=mine.address)
+    with open_receiver(other), open_sender(mine) as sender:
+        sender.send(0, 1, {"h": torch.zeros(1, 2)})
+        with pytest.raises(ResourceError, match=r"stage0-1\.r0.*another program uses the port"):
+            sender.wait_sent(BOUND)
