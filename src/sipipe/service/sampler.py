@@ -50,6 +50,8 @@ from sipipe.service.protocol import (
     int32_bytes,
     int32_view,
 )
+from sipipe.trace import Phase, open_recorder
+from sipipe.trace.live import LivePage
 
 __all__ = ["SamplerBoot", "main"]
 
@@ -67,7 +69,11 @@ class SamplerBoot:
     vocab_size: int
     layout: Literal["rows", "columns"]
     logprobs_mode: LogprobsMode
+    stages: int
+    inflight: int
+    run: str
     trace: str | None = None
+    live: str | None = None
     snapshot: Snapshot | None = None
 
 
@@ -76,12 +82,22 @@ class Sampler:
 
     def __init__(self, boot: SamplerBoot) -> None:
         self._index = boot.index
+        self._slot = 0
         self._layout = boot.layout
         self._steps = DispatchReader.open(boot.bic_i, boot.name)
         self._logits = LogitsReader.open(boot.bic_l, boot.name)
         self._tokens = GatherSender.connect(boot.bic_o, boot.name, boot.incarnation)
         self._columns = SequenceColumns(boot.vocab_size, logprobs_mode=boot.logprobs_mode)
         self._waiting: Step | None = None
+        self._recorder = open_recorder(
+            boot.trace,
+            "sampler",
+            boot.index,
+            stages=boot.stages,
+            inflight=boot.inflight,
+            run=boot.run,
+            live=LivePage.attach(boot.live).writer("sampler", boot.index) if boot.live else None,
+        )
         if boot.snapshot is not None:
             self._restore(boot.snapshot)
 
@@ -92,6 +108,7 @@ class Sampler:
             grammar: Grammar | None = None
             with self._steps.receive() as message:
                 header = decode_header(message.parts[0])
+                self._slot = header.slot
                 if header.kind is Kind.SCHEDULE:
                     step = decode_step(message.parts[1])
                 elif header.kind is Kind.GRAMMAR:
@@ -107,6 +124,7 @@ class Sampler:
     def close(self) -> None:
         for channel in (self._steps, self._logits, self._tokens):
             channel.close()
+        self._recorder.close()
 
     def _restore(self, snapshot: Snapshot) -> None:
         for join in snapshot.joins:
@@ -156,10 +174,11 @@ class Sampler:
             bitmask_rows = np.asarray(
                 [found.get(handle, -1) for handle in handles.tolist()], np.int32
             )
+        waited = time.monotonic_ns()
         with self._receive(step.iteration) as slot:
             if not len(rows):
                 return
-            began = time.perf_counter()
+            began = time.monotonic_ns()
             drawn = self._columns.sample(
                 handles,
                 slot.array,
@@ -168,7 +187,11 @@ class Sampler:
                 bitmask=bitmask,
                 bitmask_rows=bitmask_rows,
             )
-            seconds = time.perf_counter() - began
+            ended = time.monotonic_ns()
+        for phase, start, end in ((Phase.WAIT_LOGITS, waited, began), (Phase.SAMPLE, began, ended)):
+            self._recorder.record(
+                phase, step.iteration, self._slot, start, end, batch=len(rows), tokens=len(rows)
+            )
         sampled = Sampled(
             step.iteration,
             int32_bytes(rows),
@@ -183,7 +206,7 @@ class Sampler:
                 for i, lp in drawn.logprobs.items()
             ],
             [(int(rows[i]), reason) for i, reason in drawn.errors.items()],
-            seconds,
+            (ended - began) * 1e-9,
         )
         self._tokens.send(step.iteration, [encode(sampled)])
 

@@ -44,9 +44,12 @@ from sipipe.service.header import Kind
 from sipipe.service.pool import SamplerPool
 from sipipe.service.protocol import Snapshot, decode_sampled, encode
 from sipipe.service.sampler import SamplerBoot
+from sipipe.trace import Phase
+from sipipe.trace.live import Word
 from sipipe.vllm.control import ControlPlane
 from sipipe.vllm.inflight import InFlight, build_output
 from sipipe.vllm.requests import RequestTracker
+from sipipe.vllm.telemetry import Telemetry
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -55,13 +58,21 @@ class DataPlane:
     """See the module's text."""
 
     def __init__(
-        self, vllm_config: VllmConfig, config: SiPipeConfig, plan: CorePlan, *, slots: int
+        self,
+        vllm_config: VllmConfig,
+        config: SiPipeConfig,
+        plan: CorePlan,
+        telemetry: Telemetry,
+        *,
+        slots: int,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._slots = slots
         self._samplers = len(plan.samplers)
         self._pool = SamplerPool(self._samplers, cores=plan.samplers)
+        self._telemetry = telemetry
+        self._recorder = telemetry.recorder
         self._tracker = RequestTracker(
             engine_seed=vllm_config.model_config.seed or 0, balancer=Balancer(self._samplers)
         )
@@ -92,17 +103,19 @@ class DataPlane:
         control.listen_for(self)
 
     def make_logits(self, ranks: list[dict[str, Any]]) -> Any:
-        """Make BIC-L as wide as the last stage's ranks say; returns its endpoint."""
-        tp = self._vllm_config.parallel_config.tensor_parallel_size
-        first, *others = (info for info in ranks[-tp:] if info.get("logits_width"))
+        """Make BIC-L as wide as the last stage says; returns its endpoint.
+
+        vLLM's models gather the shards of a tensor-parallel group on its first rank (on the CPU
+        engine on all of them), so one rank writes.
+        """
+        writer = ranks[-self._vllm_config.parallel_config.tensor_parallel_size]
         self._logits = LogitsChannel.create(
             "bic-l",
             slots=max(3, self._slots + 2),
-            vocab=first["logits_width"] + sum(info["logits_width"] for info in others),
+            vocab=writer["logits_width"],
             batch=self._vllm_config.scheduler_config.max_num_seqs,
-            dtype=first["logits_dtype"],
+            dtype=writer["logits_dtype"],
             layout=self._config.logits_layout,
-            ranks=1 + len(others),
             readers=self.sampler_names,
             directory=self._config.shm_dir,
         )
@@ -139,10 +152,16 @@ class DataPlane:
                 iteration = self._tracker.advance(number, output)
                 inflight = self._last = InFlight(number, slot, iteration)
                 self._inflight[number] = inflight
+            output.sipipe_iteration = number  # type: ignore[attr-defined]
+            if scheduled := output.__dict__.pop("sipipe_scheduled", None):
+                self._recorder.record(
+                    Phase.SCHEDULE, number, slot, *scheduled, batch=len(iteration.request_ids)
+                )
             if inflight.needs_samplers:
                 assert self._gather is not None
                 names = self.sampler_names
                 self._gather.expect(number, [names[i] for i in iteration.samplers])
+            began = time.monotonic_ns()
             buffers: list[pickle.PickleBuffer] = []
             body = pickle.dumps(output, 5, buffer_callback=buffers.append)
             self._control.publish(
@@ -151,6 +170,9 @@ class DataPlane:
                 number,
                 [encode(iteration.step), body, *(buffer.raw() for buffer in buffers)],
             )
+            inflight.published = self._record(Phase.DISPATCH, inflight, began)
+            self._telemetry.live.set(Word.INFLIGHT, len(self._inflight))
+            self._telemetry.live.set(Word.RUNNING, len(self._tracker))
         return None
 
     def sample(self, output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
@@ -196,7 +218,9 @@ class DataPlane:
                     for name, payload in gathered.payloads.items()
                 }
                 with self._lock:
-                    inflight = self._inflight[gathered.iteration]
+                    inflight = self._inflight.get(gathered.iteration)
+                    if inflight is None:
+                        continue  # failed meanwhile
                     inflight.sampled = parts
                 self._settle(inflight)
         except ChannelClosed:
@@ -214,12 +238,26 @@ class DataPlane:
             output, drawn, errors = build_output(inflight)
             for request_id, token in drawn:
                 self._tracker.record(inflight.number, request_id, token)
+        self._record(Phase.GATHER, inflight, inflight.published, tokens=len(drawn))
         for request_id, reason in errors:
             logger.error("request %s fails: %s", request_id, reason)
         if errors:
             output.sipipe_errors = {request_id for request_id, _ in errors}  # type: ignore[attr-defined]
         with suppress(InvalidStateError):
             inflight.future.set_result(output)
+
+    def _record(self, phase: Phase, inflight: InFlight, began: int, tokens: int = 0) -> int:
+        ended = time.monotonic_ns()
+        self._recorder.record(
+            phase,
+            inflight.number,
+            inflight.slot,
+            began,
+            ended,
+            batch=len(inflight.iteration.request_ids),
+            tokens=tokens,
+        )
+        return ended
 
     # ---- samplers that die ------------------------------------------------------------------
 
@@ -238,7 +276,11 @@ class DataPlane:
             vocab_size=model.get_vocab_size(),
             layout=self._config.logits_layout,
             logprobs_mode=model.logprobs_mode,
+            stages=self._vllm_config.parallel_config.pipeline_parallel_size,
+            inflight=self._slots,
+            run=self._telemetry.run,
             trace=self._config.trace,
+            live=self._telemetry.path,
         )
 
     def _restart(self, index: int, incarnation: int, reason: str) -> None:
@@ -249,6 +291,7 @@ class DataPlane:
             self._fail(WorkerDiedError(f"sampler{index} keeps dying ({reason}); the engine stops"))
             return
         logger.warning("sampler%d died (%s); starting it again", index, reason)
+        self._telemetry.live.add(Word.RESTARTS)
         assert self._control is not None
         assert self._logits is not None
         name = self.sampler_names[index]

@@ -23,7 +23,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -43,8 +42,10 @@ from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.vllm.compat import Choice, check_features, check_version, choose_path
 from sipipe.vllm.links import make_links
+from sipipe.vllm.observed_scheduler import observed
 from sipipe.vllm.placement import apply_core_plan, bind_scheduler
 from sipipe.vllm.processes import start_workers, stop_workers
+from sipipe.vllm.telemetry import Telemetry
 from sipipe.vllm.worker import STOCK_WORKERS
 
 if TYPE_CHECKING:
@@ -90,14 +91,19 @@ class Executor(VllmExecutor):
         self.config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
         self.choice = choose_path(self.vllm_config, self.config)
         self._adopt(self.choice)
-        self._run = uuid.uuid4().hex
+        plan = apply_core_plan(self.vllm_config, self.config)
+        self._plan = plan
+        self._telemetry = Telemetry(
+            self.vllm_config,
+            self.config,
+            samplers=len(plan.samplers) if self.choice.path == "sipipe" else 0,
+            slots=self.slots,
+        )
         self._failure: BaseException | None = None
         self._failure_callback: Callable[[], None] | None = None
         self._closed = False
         self._data: DataPlane | None = None
         self._control: ControlPlane | None = None
-        plan = apply_core_plan(self.vllm_config, self.config)
-        self._plan = plan
         stages = self.parallel_config.pipeline_parallel_size
         init_methods = [get_file_store_init_method() for _ in range(stages)]
         workers = start_workers(
@@ -105,13 +111,16 @@ class Executor(VllmExecutor):
             self.config,
             self.choice.path,
             slots=self.slots,
-            run=self._run,
+            run=self._telemetry.run,
+            live=self._telemetry.path,
             init_methods=init_methods,
         )
         self._finalizer = weakref.finalize(self, stop_workers, workers)
         try:
             if self.choice.path == "sipipe":
-                self._data = DataPlane(self.vllm_config, self.config, plan, slots=self.slots)
+                self._data = DataPlane(
+                    self.vllm_config, self.config, plan, self._telemetry, slots=self.slots
+                )
             self._control = ControlPlane(
                 workers,
                 self.config,
@@ -175,6 +184,9 @@ class Executor(VllmExecutor):
         control.call("sipipe:open", (), {"links": links, "logits": logits}).result(timeout)
         if self._data is not None:
             self._data.start()
+            self.scheduler_config.scheduler_cls = observed(
+                self.scheduler_config.get_scheduler_cls(), self._telemetry
+            )
         bind_scheduler(self._plan)
         stages = self.parallel_config.pipeline_parallel_size
         logger.info(
@@ -239,6 +251,7 @@ class Executor(VllmExecutor):
         if self._data is not None:
             self._data.close()
         self._finalizer()
+        self._telemetry.close()
 
     # ---- inside -----------------------------------------------------------------------------
 

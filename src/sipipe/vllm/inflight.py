@@ -33,6 +33,8 @@ class InFlight:
     iteration: Iteration
     future: Future[ModelRunnerOutput] = field(default_factory=Future)
     began: float = field(default_factory=time.monotonic)
+    published: int = field(default_factory=time.monotonic_ns)
+    """When it was on BIC-I, in monotonic nanoseconds; the wait for its tokens begins then."""
     grammar: Grammar | None = None
     sampled: dict[int, Sampled] | None = None
     """Tokens by sampler; None while they are out."""

@@ -47,6 +47,8 @@ class WorkerBoot:
     slots: int
     run: str
     """The same in all processes of an engine; names it in traces."""
+    live: str
+    """Where the page of live figures is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,7 @@ def start_workers(
     *,
     slots: int,
     run: str,
+    live: str,
     init_methods: Sequence[str],
 ) -> list[StageProcess]:
     """Start one process per stage and tensor-parallel rank, each bound to its cores.
@@ -131,6 +134,7 @@ def start_workers(
                 distributed_init_method=init_methods[place.stage],
                 slots=slots,
                 run=run,
+                live=live,
             )
             ours, theirs = context.Pipe(duplex=True)
             process = context.Process(

@@ -44,6 +44,7 @@ from sipipe.channels import ChannelClosed, DispatchReader
 from sipipe.service.header import Header, Kind, decode_header
 from sipipe.stage.communicator import StageStoppedError
 from sipipe.trace import Phase, open_recorder
+from sipipe.trace.live import LivePage
 from sipipe.vllm.processes import GRACE_SECONDS, Ready, WorkerBoot
 
 if TYPE_CHECKING:
@@ -106,6 +107,9 @@ class WorkerProcess:
             inflight=boot.slots,
             run=boot.run,
             model=str(boot.vllm_config.model_config.model),
+            live=LivePage.attach(boot.live).writer(
+                "stage", index=boot.place.stage, rank=boot.place.tp_rank
+            ),
         )
 
     def load(self) -> None:
