@@ -152,6 +152,7 @@ class SlotPolicy:
             started=started_prefill,
             decoding=len(decode),
             running=len(self._slot_of),
+            arriving=arriving,
             kv_free=kv_free,
         )
         return Plan(slot=slot, decode=decode, prefill_tokens=prefill, moves=tuple(moves))

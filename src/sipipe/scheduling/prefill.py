@@ -1,11 +1,18 @@
 """How many prompt tokens a microbatch computes on top of its decodes.
 
-One large prefill chunk in one microbatch makes every stage wait for it in turn, and the other
-microbatches' sequences with it. What is pending is therefore spread over the next m visits, so
-that the microbatches of one rotation cost the same; it is not cut finer than
-``min_prefill_tokens``, since a chunk that small costs hardly less than a bigger one. As the free
-KV cache runs out, no new prompt is started, so that decoding sequences can grow without being
-preempted.
+A pipeline with m microbatches in flight goes round as fast as its largest one: a prompt in one
+microbatch delays the m - 1 others as much as if each of them carried one too. What counts is
+therefore how often and how far the size changes from one microbatch to the next. So:
+
+- What is pending is spread over several rotations, not put where it arrives.
+- A chunk may always fill its microbatch up to the largest of the last m - 1: that is free.
+- It is not cut finer than ``min_prefill_tokens``: the first token would only come later.
+- While little decodes there is little to disturb, and chunks may be larger: ``burst_tokens``.
+- As the free KV cache runs out, no prompt is started, so that decoding sequences can grow
+  instead of preempting one another.
+
+Sizes are in tokens, which stand for time; the simulator's figures (docs/scheduling.md) say how
+far that holds.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ __all__ = ["PrefillThrottle"]
 
 
 class PrefillThrottle:
-    """Sizes prefill by what is pending and by free KV cache.
+    """Sizes prefill by what is pending, by what decodes, and by free KV cache.
 
     Args:
         slots: Microbatches in flight.
@@ -29,30 +36,49 @@ class PrefillThrottle:
     def __init__(self, *, slots: int, max_tokens: int, settings: SlotSettings) -> None:
         self._slots = slots
         self._max_tokens = max_tokens
-        self._least = settings.min_prefill_tokens
-        self._reserve = settings.kv_reserve
-        # What each of the last m visits would have taken: the largest of them holds, so that the
-        # chunks of a rotation are equal instead of shrinking with what is left.
-        self._asked: deque[int] = deque(maxlen=slots)
+        self._settings = settings
+        # Tokens of the other microbatches in flight.
+        self._sizes: deque[int] = deque(maxlen=max(1, slots - 1))
 
     def tokens(
-        self, *, pending: int, started: int, decoding: int, running: int, kv_free: float
+        self,
+        *,
+        pending: int,
+        started: int,
+        decoding: int,
+        running: int,
+        arriving: int,
+        kv_free: float,
     ) -> int:
-        """Prompt tokens for this visit.
+        """Prompt tokens for this visit, at most ``pending``.
 
         Args:
-            pending: Prompt tokens not yet scheduled.
+            pending: Prompt tokens not yet scheduled of requests that may run.
             started: Of these, tokens of requests that hold KV cache.
-            decoding: Sequences that decode in this microbatch.
+            decoding: Tokens that decode in this microbatch.
             running: Sequences that decode in any slot.
+            arriving: Requests that the pending tokens belong to.
             kv_free: Free share of the KV cache, 0 to 1.
         """
         room = max(0, self._max_tokens - decoding)
         if self._slots == 1:
             return room
-        if running and kv_free < self._reserve:
+        if running and kv_free < self._settings.kv_reserve:
             pending = started
-        self._asked.append(-(-pending // self._slots))
-        if pending <= 0:
-            return 0
-        return min(room, max(self._least, *self._asked))
+        size = 0
+        if pending > 0:
+            disturbed = running / (running + max(1, arriving))
+            burst = int(self._settings.burst_tokens * (1 - disturbed))
+            size = max(
+                _share(pending, self._slots * self._settings.prefill_rotations),
+                min(_share(pending, self._slots), burst),
+                max(self._sizes, default=0) - decoding,
+                self._settings.min_prefill_tokens,
+            )
+            size = min(size, room, pending)
+        self._sizes.append(decoding + size)
+        return size
+
+
+def _share(tokens: int, parts: int) -> int:
+    return -(-tokens // parts)

@@ -23,9 +23,16 @@ class SlotSettings:
     """Decoding sequences a microbatch should have before another slot is opened, 1 or more.
     1: up to m sequences run in microbatches of one each."""
 
-    min_prefill_tokens: int = 128
-    """Prompt tokens below which a prefill chunk is not cut further, 1 or more: a microbatch's
-    fixed cost expressed in tokens."""
+    prefill_rotations: int = 4
+    """Rotations of m microbatches over which pending prompt tokens are spread, 1 or more. More
+    rotations are smoother for decoding sequences and later for first tokens."""
+
+    min_prefill_tokens: int = 32
+    """Prompt tokens below which a prefill chunk is not cut further, 1 or more."""
+
+    burst_tokens: int = 256
+    """Prompt tokens that a microbatch may take while nothing decodes, 0 or more; the more
+    decodes beside what arrives, the less of it counts."""
 
     kv_reserve: float = 0.02
     """Share of the KV cache, 0 to below 1, kept free for the growth of decoding sequences: no
@@ -39,7 +46,9 @@ class SlotSettings:
         for name, least in (
             ("max_moves", 0),
             ("min_sequences", 1),
+            ("prefill_rotations", 1),
             ("min_prefill_tokens", 1),
+            ("burst_tokens", 0),
             ("context_unit", 1),
         ):
             value = getattr(self, name)

@@ -27,6 +27,7 @@ only the evenness suffers. Runs in the EngineCore process, on its main thread on
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,14 +112,12 @@ class PipelineScheduler(Scheduler):
                 sequences.append(
                     Sequence(request.request_id, request.num_computed_tokens, pending > 0)
                 )
-        # More than a rotation can compute makes no difference, and the queue may be long.
-        enough = self.max_num_scheduled_tokens * self._policy.slots
         for request in self.kv_holding_waiting:
             started += max(1, request.num_tokens - request.num_computed_tokens)
         pending = started
-        for request in self.waiting:
-            if pending >= enough:
-                break
+        # What cannot be admitted yet is no reason to hurry.
+        admissible = max(0, self.max_num_active_reqs - len(self.running))
+        for request in itertools.islice(self.waiting, admissible):
             if self._is_blocked_waiting_status(request.status):
                 # One token keeps vLLM's scan of the queue going, which is what unblocks it.
                 pending += 1
