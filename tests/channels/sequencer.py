@@ -15,7 +15,7 @@ import os
 import threading
 import types
 
-from sipipe.channels import dispatch, layout, locks, ring
+from sipipe.channels import dispatch, layout, locks, ring, ring_reader, ring_writer
 from sipipe.channels.slot import SlotEvent, SlotState, fire
 
 _HAND_OVER = 60  # seconds; a bug in the sequencer itself, not a bound that a test relies on
@@ -133,8 +133,9 @@ class Sequencer:
         clock = types.SimpleNamespace(monotonic=lambda: sequencer.now, sleep=sleep)
         monkeypatch.setattr(ring, "Locks", SteppedLocks)
         monkeypatch.setattr(ring, "Words", SteppedWords)
-        monkeypatch.setattr(ring, "BoundedWait", SteppedWait)
-        monkeypatch.setattr(ring, "time", clock)
+        for side in (ring_reader, ring_writer):
+            monkeypatch.setattr(side, "BoundedWait", SteppedWait)
+            monkeypatch.setattr(side, "time", clock)
         monkeypatch.setattr(locks, "time", clock)
         monkeypatch.setattr(dispatch, "time", clock)
         monkeypatch.setattr(dispatch, "_CHECK_ALL_AFTER", -1.0)

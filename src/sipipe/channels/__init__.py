@@ -2,9 +2,13 @@
 
 from sipipe.channels.dispatch import DispatchProducer, DispatchReader, Message
 from sipipe.channels.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
-from sipipe.channels.gather import Gathered, GatherReceiver, GatherSender
+from sipipe.channels.gather import Gathered, GatherReceiver
+from sipipe.channels.gather_sender import GatherSender
 from sipipe.channels.logits import LogitsChannel, LogitsReader, LogitsSlot, LogitsWriter
 from sipipe.channels.memory import Endpoint
+from sipipe.channels.relay import serve_replica, serve_source
+from sipipe.channels.relay_replica import RelayReplica
+from sipipe.channels.relay_source import RelaySource
 from sipipe.channels.sockets import SocketEndpoint
 from sipipe.channels.statistics import ChannelStatistics
 
@@ -25,5 +29,9 @@ __all__ = [
     "LogitsSlot",
     "LogitsWriter",
     "Message",
+    "RelayReplica",
+    "RelaySource",
     "SocketEndpoint",
+    "serve_replica",
+    "serve_source",
 ]

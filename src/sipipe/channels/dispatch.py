@@ -30,7 +30,9 @@ from sipipe.channels.errors import ChannelClosed, ChannelError, ChannelPeerDied
 from sipipe.channels.layout import Layout
 from sipipe.channels.locks import deadline_after, remaining
 from sipipe.channels.memory import Endpoint, SharedMemory
-from sipipe.channels.ring import RingOwner, RingReader, RingWriter
+from sipipe.channels.ring import RingOwner
+from sipipe.channels.ring_reader import RingReader
+from sipipe.channels.ring_writer import RingWriter
 from sipipe.channels.statistics import ChannelStatistics
 
 __all__ = ["DispatchProducer", "DispatchReader", "Message", "Part"]
@@ -55,6 +57,7 @@ class DispatchProducer:
         self._owner = owner
         self._writer = RingWriter(owner.memory, 0, owner.locks)
         self._sequence = 0
+        self._messages = 0
         self._bytes = 0
         self._turn = 0
         self._checked = 0.0
@@ -91,8 +94,12 @@ class DispatchProducer:
         """What a reader needs to open the channel, while this process lives."""
         return self._owner.endpoint
 
-    def publish(self, parts: Sequence[Part], timeout: float | None = None) -> int:
+    def publish(
+        self, parts: Sequence[Part], timeout: float | None = None, *, sequence: int | None = None
+    ) -> int:
         """Send one message to every reader; returns its sequence number, counted from 0.
+
+        A replica gives the original's ``sequence``.
 
         Raises:
             ChannelPeerDied: a reader is dead. Nothing was published: ``remove_reader`` (and
@@ -104,6 +111,8 @@ class DispatchProducer:
         if self._closed:
             raise ChannelClosed(f"channel {self._owner.channel}: this producer is closed")
         self._check_readers()
+        if sequence is not None:
+            self._sequence = sequence
         views = [_bytes_of(part) for part in parts]
         sizes = [len(view) for view in views]
         table = _table(len(sizes)).pack(*sizes)
@@ -121,6 +130,7 @@ class DispatchProducer:
         else:
             self._publish_cut(table, views, total, deadline_after(timeout))
         self._bytes += sum(sizes)
+        self._messages += 1
         self._sequence += 1
         return self._sequence - 1
 
@@ -198,7 +208,7 @@ class DispatchProducer:
         """Messages, bytes, waits for late readers, and how far the slowest reader is behind."""
         cursors = [self._owner.cursor(k) for k, _ in self._owner.readers()]
         return ChannelStatistics(
-            messages=self._sequence,
+            messages=self._messages,
             bytes=self._bytes,
             waits=self._writer.waits,
             wait_seconds=self._writer.wait_seconds,
@@ -352,6 +362,10 @@ class DispatchReader:
     def close(self) -> None:
         """Leave; the producer no longer waits for this reader. Idempotent."""
         self._ring.close()
+
+    def abandon(self) -> None:
+        """Go away as if killed; any thread. The producer gets ChannelPeerDied."""
+        self._ring.abandon()
 
     def __enter__(self) -> Self:
         return self

@@ -33,17 +33,16 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-from sipipe.channels.dispatch import Part
 from sipipe.channels.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
-from sipipe.channels.handshake import accept_peer, introduce, new_token
+from sipipe.channels.handshake import accept_peer, new_token
 from sipipe.channels.locks import deadline_after, remaining
-from sipipe.channels.sockets import SocketEndpoint, connect, listen, tune
+from sipipe.channels.sockets import SocketEndpoint, listen, tune
 from sipipe.channels.statistics import ChannelStatistics
 
-__all__ = ["GatherReceiver", "GatherSender", "Gathered"]
+__all__ = ["GatherReceiver", "Gathered"]
 
-_FRAME = struct.Struct("<IQ")  # payload bytes, iteration
-_FAREWELL = (1 << 64) - 1
+FRAME = struct.Struct("<IQ")  # payload bytes, iteration
+FAREWELL = (1 << 64) - 1
 _HANDSHAKE_SECONDS = 5.0
 _RECEIVE_BYTES = 1 << 18
 
@@ -256,20 +255,20 @@ class GatherReceiver:
 
     def _parse(self, connection: _Connection) -> None:
         data, place = connection.data, 0
-        while len(data) - place >= _FRAME.size:
-            size, iteration = _FRAME.unpack_from(data, place)
+        while len(data) - place >= FRAME.size:
+            size, iteration = FRAME.unpack_from(data, place)
             if size > self.endpoint.max_bytes:
                 raise ChannelError(
                     f"channel {self.endpoint.channel}: {connection.name} announced {size:,} bytes, "
                     f"more than max_bytes ({self.endpoint.max_bytes:,}); cut off"
                 )
-            if iteration == _FAREWELL:
+            if iteration == FAREWELL:
                 self._gone(connection, died=False)
                 return
-            end = place + _FRAME.size + size
+            end = place + FRAME.size + size
             if len(data) < end:
                 break
-            self._put(connection.name, iteration, bytes(data[place + _FRAME.size : end]))
+            self._put(connection.name, iteration, bytes(data[place + FRAME.size : end]))
             place = end
         del data[:place]
 
@@ -350,88 +349,3 @@ class GatherReceiver:
             # Last, so that a sender whose connect has returned is known here.
             with contextlib.suppress(OSError):  # it hung up: epoll says so
                 sock.send(proof)
-
-
-class GatherSender:
-    """One sampler's end. Not for two threads at once."""
-
-    def __init__(self, endpoint: SocketEndpoint, name: str, sock: socket.socket) -> None:
-        """Use :meth:`connect`."""
-        self._endpoint = endpoint
-        self._name = name
-        self._sock = sock
-        self._messages = 0
-        self._bytes = 0
-
-    @classmethod
-    def connect(
-        cls, endpoint: SocketEndpoint, name: str, incarnation: int = 0, timeout: float = 10.0
-    ) -> GatherSender:
-        """Connect as ``name``; ``incarnation`` grows by one at each restart of that sampler.
-
-        Raises:
-            ChannelPeerDied: the receiver is gone, or does not take this name and incarnation.
-        """
-        sock = connect(endpoint, timeout)
-        try:
-            introduce(sock, endpoint.token, name, incarnation, timeout, endpoint.channel)
-            sock.settimeout(None)
-        except BaseException:
-            sock.close()
-            raise
-        return cls(endpoint, name, sock)
-
-    def send(self, iteration: int, parts: Sequence[Part], timeout: float | None = 60.0) -> None:
-        """Send this sender's sub-slot of ``iteration``: the parts, one after the other.
-
-        Raises:
-            ChannelPeerDied: the receiver is gone. ChannelTimeout: it takes nothing; the
-                connection is then closed. ChannelError: more than ``max_bytes``.
-        """
-        views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
-        size = sum(map(len, views))
-        if size > self._endpoint.max_bytes:
-            raise ChannelError(
-                f"channel {self._endpoint.channel}: {size:,} bytes are more than max_bytes "
-                f"({self._endpoint.max_bytes:,})"
-            )
-        self._send([memoryview(_FRAME.pack(size, iteration)), *views], timeout)
-        self._messages += 1
-        self._bytes += size
-
-    def _send(self, views: list[memoryview], timeout: float | None) -> None:
-        self._sock.settimeout(timeout)
-        try:
-            while views:
-                sent = self._sock.sendmsg(views[:64])
-                while views and sent >= len(views[0]):
-                    sent -= len(views.pop(0))
-                if sent:
-                    views[0] = views[0][sent:]
-        except TimeoutError:
-            self._sock.close()
-            raise ChannelTimeout(
-                f"channel {self._endpoint.channel}: the receiver took nothing for {timeout} s",
-                ("receiver",),
-            ) from None
-        except OSError as error:
-            raise ChannelPeerDied(
-                f"channel {self._endpoint.channel}: the receiver is gone ({error.strerror})",
-                "receiver",
-            ) from None
-
-    def statistics(self) -> ChannelStatistics:
-        """Sub-slots and bytes sent."""
-        return ChannelStatistics(messages=self._messages, bytes=self._bytes)
-
-    def close(self) -> None:
-        """Say farewell and hang up; the receiver does not report a death. Idempotent."""
-        with contextlib.suppress(OSError, ChannelError):
-            self._send([memoryview(_FRAME.pack(0, _FAREWELL))], 1.0)
-        self._sock.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

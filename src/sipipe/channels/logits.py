@@ -29,7 +29,9 @@ from sipipe.channels import layout as at
 from sipipe.channels.errors import ChannelConfigError, ChannelError
 from sipipe.channels.layout import Layout
 from sipipe.channels.memory import Endpoint, SharedMemory
-from sipipe.channels.ring import RingOwner, RingReader, RingWriter, Words
+from sipipe.channels.ring import RingOwner, Words
+from sipipe.channels.ring_reader import RingReader
+from sipipe.channels.ring_writer import RingWriter
 from sipipe.channels.statistics import ChannelStatistics
 
 __all__ = ["LogitsChannel", "LogitsReader", "LogitsSlot", "LogitsWriter"]
@@ -124,6 +126,10 @@ class LogitsChannel:
             self._ring.mark_closed()
             self._ring.close()
 
+    def abandon(self) -> None:
+        """Let go of the memory as if killed."""
+        self._ring.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -190,6 +196,10 @@ class LogitsWriter:
     def close(self) -> None:
         """Readers get what was published, then ChannelClosed. Idempotent."""
         self._ring.close()
+
+    def abandon(self) -> None:
+        """Go away as if killed: readers get ChannelPeerDied after what was published."""
+        self._ring.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -259,6 +269,10 @@ class LogitsReader:
     def close(self) -> None:
         """Leave; writers no longer wait for this reader. Idempotent."""
         self._ring.close()
+
+    def abandon(self) -> None:
+        """Go away as if killed; any thread."""
+        self._ring.abandon()
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,147 @@
+"""The writing side of a ring; the protocol and its argument are in :mod:`sipipe.channels.ring`."""
+
+from __future__ import annotations
+
+import time
+
+from sipipe.channels import layout as at
+from sipipe.channels.errors import ChannelError, ChannelTimeout
+from sipipe.channels.locks import BoundedWait, Kind, Locks, deadline_after, remaining
+from sipipe.channels.memory import SharedMemory
+from sipipe.channels.ring import ATTACH_POLL, Side
+
+__all__ = ["RingWriter"]
+
+
+class RingWriter(Side):
+    """One rank's writer.
+
+    Invariant: the exclusive lock of ``next % N`` is held from construction to close;
+    that of ``(next + 1) % N`` while ``_ahead``.
+    """
+
+    def __init__(self, memory: SharedMemory, rank: int = 0, locks: Locks | None = None) -> None:
+        super().__init__(memory, locks)
+        self.rank = rank
+        self.next = 0
+        self.waits = 0
+        self.wait_seconds = 0.0
+        self._ahead = False
+        self._table = -1
+        self._absent: list[tuple[int, int, int]] = []  # reader, generation, start
+        self._bounded = BoundedWait(self.locks, f"{self.channel}-writer")
+        self._own = self.layout.writer_word(rank)
+        if self.words.load(self._own + at.W_ATTACHED) or not self.locks.try_lock(
+            Kind.EXCLUSIVE, self._byte(0)
+        ):
+            raise ChannelError(f"channel {self.channel}: rank {rank} has a writer already")
+        self.words.store(self._own + at.W_ATTACHED, 1)
+
+    def _byte(self, use: int) -> int:
+        return use % self.layout.slots * self.layout.ranks + self.rank
+
+    def reserve(self, timeout: float | None) -> int:
+        """Claim the slot after next; returns the slot that may be written now.
+
+        Raises:
+            ChannelTimeout: a late reader still holds it; ``late`` names all that do.
+        """
+        if not self._ahead:
+            claim = self.next + 1
+            if self._table != self.words.load(at.TABLE) or self._absent:
+                self._wait_attached(claim, timeout)
+            byte = self._byte(claim)
+            if not self._bounded.take_nowait(Kind.EXCLUSIVE, byte, 1):
+                self._wait_late(claim, byte, timeout)
+            self._ahead = True
+        return self.next % self.layout.slots
+
+    def publish(self, *stamps: int) -> int:
+        """Make the reserved slot visible; returns its use."""
+        assert self._ahead
+        use = self.next
+        slot = self._headers[use % self.layout.slots][self.rank]
+        self.words.stamp(slot + at.S_STAMP, stamps)
+        self.words.store(slot + at.S_TICKET, use + 1)
+        self.words.store(self._own + at.W_PUBLISHED, use + 1)
+        self.next, self._ahead = use + 1, False
+        self.locks.unlock(self._byte(use))
+        return use
+
+    def slot_view(self, slot: int) -> memoryview:
+        """The payload of a slot."""
+        return self._views[slot]
+
+    def _wait_late(self, claim: int, byte: int, timeout: float | None) -> None:
+        began = time.monotonic()
+        self.waits += 1
+        try:
+            taken = self._bounded.wait(Kind.EXCLUSIVE, byte, 1, timeout)
+        finally:
+            self.wait_seconds += time.monotonic() - began
+        if not taken:
+            # A reader at use u holds slot u, and its cursor is u + 1.
+            held = claim - self.layout.slots
+            raise self._late([k for k, _ in self.readers() if self.cursor(k) <= held + 1], timeout)
+
+    def _wait_attached(self, claim: int, timeout: float | None) -> None:
+        """Wait for declared readers that have not come and would be overtaken by ``claim``."""
+        deadline = deadline_after(timeout)
+        began = 0.0
+        while True:
+            if self._table != (table := self.words.load(at.TABLE)):
+                self._table = table
+                self._absent = [self._entry(k) for k, _ in self.readers(attached=False)]
+            self._absent = [entry for entry in self._absent if self._still_absent(*entry[:2])]
+            late = [
+                k for k, _, start in self._absent if 0 <= start <= claim - self.layout.slots + 1
+            ]
+            if not late:
+                break
+            if not began:
+                began = time.monotonic()
+                self.waits += 1
+            if (left := remaining(deadline)) is not None and left <= 0:
+                self.wait_seconds += time.monotonic() - began
+                raise self._late(late, timeout)
+            time.sleep(ATTACH_POLL)
+        if began:
+            self.wait_seconds += time.monotonic() - began
+
+    def _entry(self, reader: int) -> tuple[int, int, int]:
+        base = self.layout.reader_word(reader)
+        return (
+            reader,
+            self.words.load(base + at.R_GENERATION),
+            self.words.load(base + at.R_START),
+        )
+
+    def _still_absent(self, reader: int, generation: int) -> bool:
+        return self.words.load(self.layout.reader_word(reader) + at.R_ATTACHED) != generation
+
+    def _late(self, late: list[int], timeout: float | None) -> ChannelTimeout:
+        """The error that names the late readers, or the ranks that those wait for."""
+        names: dict[str, None] = {}
+        for k, name in self.readers():
+            if k in late:
+                cursor = self.cursor(k)
+                ranks = [r for r in range(self.layout.ranks) if self._published(r) <= cursor]
+                names |= dict.fromkeys([f"rank {r}" for r in ranks if r != self.rank] or [name])
+        shown = ", ".join(names) or "a reader that was removed and still lives"
+        return ChannelTimeout(
+            f"channel {self.channel}: message {self.next} waited {timeout} s for the slot that "
+            f"{shown} should have left; stuck or too slow",
+            tuple(names),
+        )
+
+    def close(self) -> None:
+        """Tell the readers that no more comes, after what was published."""
+        if self.locks.fd >= 0:
+            self.words.store(self._own + at.W_CLOSED, 1)
+            self._bounded.close()
+            super().close()
+
+    def abandon(self) -> None:
+        """Let go without closing: to the readers, the writer died."""
+        self._bounded.close()
+        super().close()
