@@ -95,9 +95,9 @@ class Word(IntEnum):
 
 
 _MAIN = {
-    "stage": (Phase.FORWARD,),
-    "sampler": (Phase.SAMPLE,),
-    "executor": (Phase.GATHER,),
+    "stage": int(Phase.FORWARD),
+    "sampler": int(Phase.SAMPLE),
+    "executor": int(Phase.GATHER),
 }
 assert Word.PHASE_NS + len(Phase) <= Word.PHASE_COUNT
 assert Word.PHASE_COUNT + len(Phase) <= Word.RING
@@ -242,66 +242,71 @@ class LivePage:
             self._descriptor = None
 
 
+# Plain integers: arithmetic with enum members costs several times as much.
+_PHASE_NS, _PHASE_COUNT, _RING = int(Word.PHASE_NS), int(Word.PHASE_COUNT), int(Word.RING)
+_DISPATCHED, _DISPATCH, _PID = int(Word.DISPATCHED), int(Phase.DISPATCH), int(Word.PID)
+_UPDATED_NS, _ITERATION, _BATCHES = int(Word.UPDATED_NS), int(Word.ITERATION), int(Word.BATCHES)
+_SEQUENCES, _TOKENS, _BUSY_NS = int(Word.SEQUENCES), int(Word.TOKENS), int(Word.BUSY_NS)
+_IMBALANCE_NS = int(Word.IMBALANCE_NS)
+
+
 class LiveWriter:
     """Writes one process's block. Single writer per word; no lock, no system call."""
 
-    __slots__ = ("_base", "_main", "_online", "_page", "_words")
+    __slots__ = ("_main", "_online", "_page", "_words")
 
     def __init__(self, page: LivePage, role: Role, index: int, rank: int) -> None:
         self._page = page  # keeps the mapping alive
-        self._words: Any = page.words
-        self._base = page.block(role, index, rank)
-        self._main = frozenset(_MAIN[role])
+        first = page.block(role, index, rank)
+        self._words: Any = page.words[first : first + _WORDS]
+        self._main = _MAIN[role]
         self._online: Online | None = None
         if role == "stage":
-            before = page.block("stage", index - 1, rank) + Word.RING if index else None
+            before = page.block("stage", index - 1, rank) + _RING if index else None
             executor = page.block("executor")
             self._online = Online(
-                page.words,
-                before,
-                executor + Word.RING,
-                executor + Word.DISPATCHED,
-                page.header,
+                page.words, before, executor + _RING, executor + _DISPATCHED, page.header
             )
-        self._words[self._base + Word.PID] = os.getpid()
+        self._words[_PID] = os.getpid()
 
     def phase(
         self, phase: int, iteration: int, start_ns: int, end_ns: int, batch: int, tokens: int
     ) -> None:
         """Take one record in. Called by the recorder."""
-        words, base = self._words, self._base
-        words[base + Word.PHASE_NS + phase] += end_ns - start_ns
-        words[base + Word.PHASE_COUNT + phase] += 1
-        if self._online is not None:
-            self._online.see(phase, iteration, start_ns, end_ns)
-        if phase not in self._main:
-            if phase == Phase.DISPATCH:
-                pair = base + Word.DISPATCHED + 2 * (iteration % RING)
+        words = self._words
+        words[_PHASE_NS + phase] += end_ns - start_ns
+        words[_PHASE_COUNT + phase] += 1
+        online = self._online
+        if online is not None:
+            online.see(phase, iteration, start_ns, end_ns)
+        if phase != self._main:
+            if phase == _DISPATCH:
+                pair = _DISPATCHED + 2 * (iteration % RING)
                 words[pair + 1] = end_ns
                 words[pair] = iteration
             return
-        words[base + Word.UPDATED_NS] = end_ns
-        words[base + Word.ITERATION] = iteration
-        words[base + Word.BATCHES] += 1
-        words[base + Word.SEQUENCES] += batch
-        words[base + Word.TOKENS] += tokens
-        pair = base + Word.RING + 2 * (iteration % RING)
+        words[_UPDATED_NS] = end_ns
+        words[_ITERATION] = iteration
+        words[_BATCHES] += 1
+        words[_SEQUENCES] += batch
+        words[_TOKENS] += tokens
+        pair = _RING + 2 * (iteration % RING)
         words[pair + 1] = end_ns
         words[pair] = iteration
-        if self._online is not None:
-            busy, bubbles = self._online.account(iteration, start_ns, end_ns)
-            words[base + Word.BUSY_NS] += busy
-            for number, spent in enumerate(bubbles):
+        if online is not None:
+            busy, bubbles = online.account(iteration, start_ns, end_ns)
+            words[_BUSY_NS] += busy
+            for number, spent in enumerate(bubbles, _IMBALANCE_NS):
                 if spent:
-                    words[base + Word.IMBALANCE_NS + number] += spent
+                    words[number] += spent
 
     def add(self, word: Word, amount: int = 1) -> None:
         """Let a counter grow."""
-        self._words[self._base + word] += amount
+        self._words[word] += amount
 
     def set(self, word: Word, value: int) -> None:
         """Set a gauge."""
-        self._words[self._base + word] = value
+        self._words[word] = value
 
 
 def find(run: str | None = None, pid: int | None = None) -> list[LivePage]:
