@@ -14,8 +14,10 @@ uses two trace directories that exist already.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,10 +39,12 @@ from sipipe.planner.workload import Microbatch
 from sipipe.trace import Phase, Trace, read_trace
 
 MODELS = Path("build/models")
-LEVELS = ((16, 64), (32, 32), (64, 16), (128, 8))
+LEVELS = ((16, 64), (32, 32), (64, 16))
 """(requests at once, prompt tokens): all levels fill the same token budget, so that stock vLLM too
 spreads the requests evenly over its microbatches."""
-SECONDS = 600
+TOKENS = 48
+SECONDS = 400
+"""That one engine may take."""
 
 
 # --- the paper's findings ----------------------------------------------------------------------
@@ -130,16 +134,26 @@ def produce(model: Path, side: str, p: int, directory: Path) -> None:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.planner", "--engine", json.dumps(spec)],
-        env=environment,
-        timeout=SECONDS,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{side}, p = {p}, failed:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
+    with tempfile.TemporaryFile() as log:
+        # A session of its own, so that whatever the engine started ends with it.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.planner", "--engine", json.dumps(spec)],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            status = f"more than {SECONDS} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if status:
+            log.seek(0)
+            end = log.read().decode(errors="replace")[-3000:]
+            raise SystemExit(f"{end}\n{side}, p = {p}: failed ({status})")
 
 
 def run_engine(spec: dict[str, Any]) -> None:
@@ -147,9 +161,9 @@ def run_engine(spec: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(**spec)
-    params = SamplingParams(temperature=0.8, max_tokens=48, ignore_eos=True)
     rng = np.random.default_rng(0)
-    for _ in range(2):  # the first round compiles
+    for tokens in (3, TOKENS):  # the first round compiles
+        params = SamplingParams(temperature=0.8, max_tokens=tokens, ignore_eos=True)
         for requests, length in LEVELS:
             prompts = [
                 {"prompt_token_ids": rng.integers(10, 1000, length).tolist()}
@@ -159,16 +173,25 @@ def run_engine(spec: dict[str, Any]) -> None:
 
 
 def observed(trace: Trace) -> dict[int, tuple[float, int]]:
-    """Microbatch size to the median seconds between two tokens of a slot, and how many."""
+    """Microbatch size to the median seconds between two tokens of a slot, and how many.
+
+    Only steady decoding counts: every microbatch between the two has as many sequences, give or
+    take one, and none carries a prompt.
+    """
     assert trace.executor is not None
     records = trace.executor.phase(Phase.GATHER)
     records = records[np.argsort(records["iteration"], kind="stable")]
-    inflight = trace.inflight
     gaps: dict[int, list[float]] = {}
-    for now, then in zip(records[inflight:], records[:-inflight], strict=True):
-        # the same sequences, one token each, and as many in every microbatch between
-        if now["slot"] == then["slot"] and now["batch"] == then["batch"] == now["tokens"]:
-            gap = (int(now["end_ns"]) - int(then["end_ns"])) * 1e-9
+    latest: dict[int, int] = {}
+    for position, now in enumerate(records):
+        before = latest.get(int(now["slot"]))
+        latest[int(now["slot"])] = position
+        if before is None or position - before != trace.inflight:
+            continue
+        between = records[before : position + 1]
+        even = np.ptp(between["batch"]) <= 1
+        if even and (between["batch"] == between["tokens"]).all():
+            gap = (int(now["end_ns"]) - int(records[before]["end_ns"])) * 1e-9
             gaps.setdefault(int(now["batch"]), []).append(gap)
     return {
         batch: (float(np.median(values)), len(values))
@@ -232,12 +255,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the paper's findings only")
     parser.add_argument("--side", choices=("sipipe", "stock"), default="sipipe")
     parser.add_argument("--stages", default="1,2", help="pipeline sizes to run (default: 1,2)")
+    parser.add_argument("--keep", metavar="DIR", help="write the traces there and keep them")
     parser.add_argument("--traces", nargs="+", metavar="DIR", help="use these instead of running")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
         run_engine(json.loads(args.engine))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines are ended too
     report("planner", "The paper's findings and the model's", findings(), file="planner-findings")
     if args.quick:
         return
@@ -246,7 +271,7 @@ def main() -> None:
         directories = [Path(name) for name in args.traces or ()]
         if not directories:
             for p in map(int, args.stages.split(",")):
-                directories.append(Path(scratch) / f"p{p}")
+                directories.append(Path(args.keep or scratch) / f"{args.side}-p{p}")
                 produce(model, args.side, p, directories[-1])
         traces = [read_trace(directory) for directory in directories]
         rows = check(model, traces)
