@@ -4,8 +4,9 @@ from sipipe.channels.dispatch import DispatchProducer, DispatchReader, Message
 from sipipe.channels.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
 from sipipe.channels.gather import Gathered, GatherReceiver
 from sipipe.channels.gather_sender import GatherSender
+from sipipe.channels.layout import required_bytes
 from sipipe.channels.logits import LogitsChannel, LogitsReader, LogitsSlot, LogitsWriter
-from sipipe.channels.memory import Endpoint
+from sipipe.channels.memory import Endpoint, check_room
 from sipipe.channels.relay import serve_replica, serve_source
 from sipipe.channels.relay_replica import RelayReplica
 from sipipe.channels.relay_source import RelaySource
@@ -32,6 +33,8 @@ __all__ = [
     "RelayReplica",
     "RelaySource",
     "SocketEndpoint",
+    "check_room",
+    "required_bytes",
     "serve_replica",
     "serve_source",
 ]

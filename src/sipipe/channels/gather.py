@@ -154,7 +154,10 @@ class GatherReceiver:
                     raise self._events.popleft()
             left = remaining(deadline)
             began = time.monotonic()
-            ready = self._epoll.poll(left)
+            try:
+                ready = self._epoll.poll(left)
+            except (OSError, ValueError):  # closed by another thread
+                continue
             waited += time.monotonic() - began
             if not ready and left is not None:
                 if (left := remaining(deadline)) is not None and left > 0:
@@ -200,6 +203,13 @@ class GatherReceiver:
                 connection.sock.close()
             self._connections.clear()
             self._current.clear()
+            # The eventfds are not closed while another thread may be about to use them.
+            self._epoll.close()
+
+    def __del__(self) -> None:
+        for fd in (getattr(self, "_wake", -1), getattr(self, "_stop", -1)):
+            if fd >= 0:
+                os.close(fd)
 
     def __enter__(self) -> Self:
         return self

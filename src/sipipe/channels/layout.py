@@ -38,7 +38,7 @@ import dataclasses
 from sipipe.channels.errors import ChannelConfigError
 from sipipe.channels.memory import PAGE
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "required_bytes"]
 
 READERS = 64  # places for readers, some of them used again after a restart
 LIFE = 1 << 32
@@ -108,3 +108,12 @@ class Layout:
 
     def slot_word(self, slot: int, rank: int) -> int:
         return self.reader_word(READERS) + (slot * self.ranks + rank) * SLOT_WORDS
+
+
+def required_bytes(*, slots: int, slot_bytes: int, ranks: int = 1) -> int:
+    """Shared memory of one ring, to be summed up and checked before anything is started.
+
+    A dispatch channel has ``slots`` and ``slot_bytes`` as given to it; a logits channel's slot
+    has vocab x batch x bytes of its dtype (``LogitsChannel.required_bytes`` knows).
+    """
+    return -(-Layout(slots, slot_bytes, ranks).size // PAGE) * PAGE

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from sipipe.channels import layout as at
 from sipipe.channels.errors import ChannelConfigError, ChannelError
-from sipipe.channels.layout import Layout
+from sipipe.channels.layout import Layout, required_bytes
 from sipipe.channels.memory import Endpoint, SharedMemory
 from sipipe.channels.ring import RingOwner, Words
 from sipipe.channels.ring_reader import RingReader
@@ -105,6 +105,14 @@ class LogitsChannel:
                 name, Layout(slots, slot_bytes, ranks), list(readers), directory, framing
             )
         )
+
+    @staticmethod
+    def required_bytes(
+        *, slots: int, vocab: int, batch: int, dtype: str = "float32", ranks: int = 1
+    ) -> int:
+        """Shared memory that such a channel takes."""
+        slot_bytes = vocab * batch * np.dtype(DTYPES[dtype]).itemsize
+        return required_bytes(slots=slots, slot_bytes=slot_bytes, ranks=ranks)
 
     @property
     def endpoint(self) -> Endpoint:

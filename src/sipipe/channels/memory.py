@@ -30,7 +30,7 @@ _ID = slice(0, 16)
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a channel's memory is: small, picklable, JSON-able with msgspec or ``_asdict``."""
+    """Where a channel's memory is: small, picklable, JSON-able with msgspec."""
 
     channel: str
     """The channel's name, for messages."""
@@ -51,7 +51,8 @@ class SharedMemory:
     def __init__(self, endpoint: Endpoint, fd: int, keep_fd: bool) -> None:
         self.endpoint = endpoint
         self._fd = fd if keep_fd else -1
-        self.map = mmap.mmap(fd, endpoint.size)
+        # Populated: the first lap would otherwise take a page fault every 4 KB.
+        self.map = mmap.mmap(fd, endpoint.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         if not keep_fd:
             os.close(fd)
 
