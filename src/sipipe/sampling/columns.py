@@ -17,9 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.sampling.batch import as_stored, sample_columns, sample_rows, sample_shards
-from sipipe.sampling.params import SequenceParams
-from sipipe.sampling.rows import (
+from sipipe.sampling.kernels.batch import as_stored, join_shards, sample_rows, transpose
+from sipipe.sampling.kernels.rows import (
     ALL_MASKED,
     HAS_INFINITY,
     HAS_NAN,
@@ -30,10 +29,11 @@ from sipipe.sampling.rows import (
     Columns,
     Output,
 )
-from sipipe.sampling.seen import SeenTables
+from sipipe.sampling.kernels.seen import SeenTables
+from sipipe.sampling.kernels.work import GROUP, Work, make_work
+from sipipe.sampling.params import SequenceParams
 from sipipe.sampling.special import Special, is_special, make_extras
 from sipipe.sampling.thinking import ThinkingBudget
-from sipipe.sampling.work import GROUP, Work, make_work
 
 Layout = Literal["rows", "columns"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
@@ -322,22 +322,31 @@ class SequenceColumns:
             raise ValueError("logits must be contiguous in their last dimension")
         flat = _flat(logits)
         stride = logits.strides[-2] // logits.itemsize
+        if layout == "rows" and not sharded:
+            starts = places * stride
+            sample_rows(
+                flat, starts, 0, False, vocab, columns, state, extras, mode, self._work, out
+            )
+            return
+        group = 1
+        work = self._work
         if layout == "columns":
             if self._columns_work is None:
-                self._columns_work = self._work._replace(rows=make_work(vocab, GROUP).rows)
+                self._columns_work = work._replace(rows=make_work(vocab, GROUP).rows)
             work = self._columns_work
-            sample_columns(flat, places, stride, vocab, columns, state, extras, mode, work, out)
-        elif sharded:
-            shards, _, size = logits.shape
-            apart = logits.strides[0] // logits.itemsize
-            starts = places * stride
-            sample_shards(
-                flat, starts, shards, size, apart, vocab, columns, state, extras, mode,
-                self._work, out,
-            )  # fmt: skip
-        else:
-            starts = places * stride
-            sample_rows(flat, starts, vocab, columns, state, extras, mode, self._work, out)
+            group = GROUP
+        rows = work.rows.reshape(-1)
+        for first in range(0, columns.size, group):
+            part = places[first : first + group]
+            if layout == "columns":
+                transpose(flat, stride, vocab, part, work.rows)
+            else:
+                shards, _, size = logits.shape
+                apart = logits.strides[0] // logits.itemsize
+                start = int(part[0]) * stride
+                join_shards(flat, start, shards, size, apart, vocab, work.rows[0])
+            chosen = columns[first : first + group]
+            sample_rows(rows, part, first, True, vocab, chosen, state, extras, mode, work, out)
 
     def _thinking(self, params: SequenceParams, prompt: Iterable[int]) -> ThinkingBudget | None:
         start, end = self._reasoning

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sipipe.sampling.kernels.rows import Extras
 from sipipe.sampling.params import SequenceParams
-from sipipe.sampling.rows import Extras
 from sipipe.sampling.thinking import ThinkingBudget
 
 Ids = npt.NDArray[np.int32]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sipipe.sampling._jit import kernel
+from sipipe.sampling.kernels._jit import entry
 
 _M0 = np.uint64(0xD2511F53)
 _M1 = np.uint64(0xCD9E8D57)
@@ -22,7 +22,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
-@kernel
+@entry
 def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     """Ten rounds over four counter words and two key words (32 bits each, held in uint64)."""
     a, b, c, d = np.uint64(c0), np.uint64(c1), np.uint64(c2), np.uint64(c3)
@@ -36,7 +36,7 @@ def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     return a, b, c, d
 
 
-@kernel
+@entry
 def uniform(seed: Any, position: Any) -> Any:
     """A float64 in [0, 1) with 53 random bits, for output token number ``position`` of ``seed``."""
     key = np.uint64(seed)

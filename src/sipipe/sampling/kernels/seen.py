@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.sampling._jit import kernel
+from sipipe.sampling.kernels._jit import entry, kernel
 
 _SMALLEST = 64
 _EMPTY = np.int32(-1)
@@ -37,7 +37,7 @@ def _enter(tokens: Any, counts: Any, first: int, room: int, token: int, times: i
     return new
 
 
-@kernel
+@entry
 def enter_all(tokens: Any, counts: Any, first: int, room: int, added: Any, times: int) -> Any:
     """Enter every token of ``added`` into one table with room; how many were new."""
     new = 0
@@ -46,7 +46,7 @@ def enter_all(tokens: Any, counts: Any, first: int, room: int, added: Any, times
     return new
 
 
-@kernel
+@entry
 def append_all(
     tokens: Any,
     counts: Any,
@@ -73,7 +73,7 @@ def append_all(
     return columns.size
 
 
-@kernel
+@entry
 def move_table(
     tokens: Any, counts: Any, first: int, room: int, target: int, target_room: int
 ) -> None:
@@ -118,8 +118,8 @@ class SeenTables:
         """Give ``column`` a table of its prompt (if it counts) and output tokens."""
         size = output.size + (0 if prompt is None else prompt.size)
         room = _SMALLEST
-        # Few tokens of a long text are distinct: start for 1/4 and grow where that is not so.
-        while room * 3 < size and room < (1 << 22):
+        # Few tokens of a long text are distinct: start small, and grow where that is not so.
+        while room * 12 < size:
             room *= 2
         self._take(column, room)
         if prompt is not None:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sipipe.sampling._jit import kernel
-from sipipe.sampling.blocks import block_copy, element
-from sipipe.sampling.choose import (
+from sipipe.sampling.kernels._jit import kernel
+from sipipe.sampling.kernels.blocks import block_copy, element
+from sipipe.sampling.kernels.choose import (
     candidates_of_top,
     choose_sorted,
     draw_candidates,
@@ -27,7 +27,7 @@ from sipipe.sampling.choose import (
     threshold_for_tail,
     top_p_cut,
 )
-from sipipe.sampling.overlay import (
+from sipipe.sampling.kernels.overlay import (
     FORCED,
     apply_overlay,
     change,
@@ -37,8 +37,8 @@ from sipipe.sampling.overlay import (
     clear_overlay,
     restore_row,
 )
-from sipipe.sampling.philox import uniform
-from sipipe.sampling.scan import (
+from sipipe.sampling.kernels.philox import uniform
+from sipipe.sampling.kernels.scan import (
     LOG2E,
     LOWEST,
     NOTHING,
@@ -48,7 +48,7 @@ from sipipe.sampling.scan import (
     gather,
     kth_largest,
 )
-from sipipe.sampling.scores import score_kept, score_row
+from sipipe.sampling.kernels.scores import score_kept, score_row
 
 GREEDY_BELOW = np.float32(1e-5)
 """Temperatures below this are greedy, as in vLLM."""
@@ -168,7 +168,8 @@ def _first_maximum(x: Any, vocab: Any, top: Any, work: Any) -> Any:
 @kernel
 def _greedy_overlaid(x: Any, vocab: Any, changed: Any, work: Any) -> Any:
     """The maximum of a row with an overlay, lowest id among equals; -1: not found this way."""
-    count = candidates_of_top(x, vocab, 1, np.float32(1.0), changed, work)
+    k = np.int64(vocab > 0)  # 1, but no literal: that would be another specialization
+    count = candidates_of_top(x, vocab, k, np.float32(1.0), changed, work)
     best = -1
     top = NOTHING
     for i in range(count):
@@ -228,7 +229,7 @@ def _draw_plain(
             if mass >= target or threshold == LOWEST:
                 break
             tries += 1
-        cut, cut_id = top_p_cut(count, top, target, inverse, work)
+        cut, cut_id = top_p_cut(count, top, threshold, target, inverse, work)
         token, kept, total = draw_candidates(count, cut, cut_id, u, work)
         scale_candidates(kept, temperature, work)
         return token, kept, scaled_top, math.log(total)
@@ -249,7 +250,7 @@ def _draw_plain(
     total = candidate_weights(count, high, np.float32(LOG2E), work)
     cut, cut_id = NOTHING, 0
     if top_p < 1.0:
-        cut, cut_id = top_p_cut(count, high, top_p * total, 1.0, work)
+        cut, cut_id = top_p_cut(count, high, NOTHING, top_p * total, 1.0, work)
     token, kept, total = draw_candidates(count, cut, cut_id, u, work)
     return token, kept, np.float64(high), math.log(total)
 
@@ -281,7 +282,7 @@ def draw_row(
     changed = _overlay(x, vocab, i, column, columns, extras, work)
     temperature = columns.temperature[column]
     greedy = temperature < GREEDY_BELOW
-    k = columns.top_k[column]
+    k = int(columns.top_k[column])
     if k >= vocab or greedy:
         k = 0
     top_p = columns.top_p[column]

@@ -20,12 +20,14 @@ LANES = 16
 VECTORS = 16
 BLOCK = LANES * VECTORS
 
-_F32 = ir.FloatType()
+F32 = ir.FloatType()
+PEAK = ir.LiteralStructType([F32, ir.IntType(1)])
+"""A maximum, and whether any value is NaN."""
 _I1 = ir.IntType(1)
 _I16 = ir.IntType(16)
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
-VF = ir.VectorType(_F32, LANES)
+VF = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
 VB = ir.VectorType(_I1, LANES)
 V16 = ir.VectorType(_I16, LANES)
@@ -50,6 +52,25 @@ def splat(builder: Any, scalar: Any, kind: Any) -> Any:
     return builder.shuffle_vector(first, undefined, lanes)
 
 
+def outlined(builder: Any, name: str, returned: Any, arguments: list[Any], body: Any) -> Any:
+    """Call an LLVM function of its own, defined once per module: ``body(builder, *arguments)``.
+
+    Kernels stay small, which is what their compilation time depends on; a call for 256 logits
+    costs nothing that can be measured.
+    """
+    kinds = [argument.type for argument in arguments]
+    module = builder.module
+    function = module.globals.get(name)
+    if function is None:
+        function = ir.Function(module, ir.FunctionType(returned, kinds), name)
+        function.linkage = "linkonce_odr"
+        function.attributes.add("noinline")
+        function.attributes.add("nounwind")
+        inner = ir.IRBuilder(function.append_basic_block("entry"))
+        inner.ret(body(inner, *function.args))
+    return builder.call(function, arguments)
+
+
 def data_pointer(context: Any, builder: Any, kind: Any, array: Any) -> Any:
     return cgutils.create_struct_proxy(kind)(context, builder, array).data
 
@@ -68,9 +89,9 @@ def widen(builder: Any, value: Any, element: Any, lanes: int) -> Any:
         wide = I32 if lanes == 1 else VI
         shift = ir.Constant(I32, 16) if lanes == 1 else constant(VI, 16)
         bits = builder.shl(builder.zext(value, wide), shift)
-        return builder.bitcast(bits, _F32 if lanes == 1 else VF)
+        return builder.bitcast(bits, F32 if lanes == 1 else VF)
     half = ir.HalfType() if lanes == 1 else ir.VectorType(ir.HalfType(), lanes)
-    return builder.fpext(builder.bitcast(value, half), _F32 if lanes == 1 else VF)
+    return builder.fpext(builder.bitcast(value, half), F32 if lanes == 1 else VF)
 
 
 def load_vector(builder: Any, pointer: Any, offset: Any, element: Any) -> Any:

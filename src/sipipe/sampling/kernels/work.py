@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sipipe.sampling._vector import BLOCK, LANES
+from sipipe.sampling.kernels._vector import BLOCK, LANES
 
 BINS = 1024
 GROUP = 16
@@ -25,7 +25,7 @@ class Work(NamedTuple):
     sums:    [V + 256] float64, running sums of candidate weights.
     slots:   [V] int32, 1 + index in the overlay of a token whose logit was changed, else 0.
     changed_ids, changed_raw, changed: the overlay: token, logit before, logit after.
-    stale:   [N] uint8, blocks whose maximum must be taken again; bins, counts: [1024].
+    stale:   [N] uint8, blocks whose maximum must be taken again; bins, counts: [1024]; stack: bounds yet to sort.
     """
 
     rows: Any
@@ -45,6 +45,7 @@ class Work(NamedTuple):
     stale: Any
     bins: Any
     counts: Any
+    stack: Any
 
 
 def make_work(vocab_size: int, rows: int = 1) -> Work:
@@ -69,4 +70,5 @@ def make_work(vocab_size: int, rows: int = 1) -> Work:
         stale=np.zeros(blocks, np.uint8),
         bins=np.zeros(BINS, np.float64),
         counts=np.zeros(BINS, np.int64),
+        stack=np.zeros(128, np.int64),
     )

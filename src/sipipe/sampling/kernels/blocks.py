@@ -14,7 +14,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 from numba.extending import intrinsic
 
-from sipipe.sampling import _vector as vec
+from sipipe.sampling.kernels import _vector as vec
 
 _ACCUMULATORS = 4  # independent chains, so that latency does not bound a pass
 
@@ -23,14 +23,20 @@ def _offset(builder: Any, start: Any, vector: int) -> Any:
     return builder.add(start, ir.Constant(vec.I64, vector * vec.LANES))
 
 
+def _vectors(builder: Any, source: Any, start: Any, element: Any) -> Any:
+    """The 16 vectors of the block at ``source[start:]``, as float32, one after the other."""
+    for v in range(vec.VECTORS):
+        yield vec.load_vector(builder, source, _offset(builder, start, v), element)
+
+
 def _fold(parts: list[Any], operation: Any) -> Any:
     while len(parts) > 1:
         parts = [operation(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
 
-def _maxima(context: Any, builder: Any, signature: Any, vectors: Any) -> Any:
-    """The tuple (maximum, whether any is NaN) over ``vectors``, an iterable of values."""
+def _maxima(builder: Any, vectors: Any) -> Any:
+    """The pair (maximum, whether any is NaN) over ``vectors``, an iterable of values."""
     best: list[Any] = []
     bad: list[Any] = []
     for index, value in enumerate(vectors):
@@ -44,11 +50,14 @@ def _maxima(context: Any, builder: Any, signature: Any, vectors: Any) -> Any:
             bad[lane] = builder.or_(bad[lane], nan)
     top = _fold(best, lambda a, b: vec.maximum(builder, a, b))
     nan = _fold(bad, builder.or_)
-    return context.make_tuple(
-        builder,
-        signature.return_type,
-        [vec.reduce_maximum(builder, top), vec.any_lane(builder, nan)],
-    )
+    pair = ir.Constant(vec.PEAK, ir.Undefined)
+    pair = builder.insert_value(pair, vec.reduce_maximum(builder, top), 0)
+    return builder.insert_value(pair, vec.any_lane(builder, nan), 1)
+
+
+def _peak(context: Any, builder: Any, signature: Any, pair: Any) -> Any:
+    parts = [builder.extract_value(pair, 0), builder.extract_value(pair, 1)]
+    return context.make_tuple(builder, signature.return_type, parts)
 
 
 @intrinsic
@@ -90,12 +99,15 @@ def block_max(_: Any, x: Any, start: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
-        pointer = vec.data_pointer(context, builder, kind, arguments[0])
-        vectors = (
-            vec.load_vector(builder, pointer, _offset(builder, arguments[1], v), kind.dtype)
-            for v in range(vec.VECTORS)
+
+        def body(inner: Any, source: Any, start: Any) -> Any:
+            return _maxima(inner, _vectors(inner, source, start, kind.dtype))
+
+        source = vec.data_pointer(context, builder, kind, arguments[0])
+        pair = vec.outlined(
+            builder, f"sipipe_max_{kind.dtype}", vec.PEAK, [source, arguments[1]], body
         )
-        return _maxima(context, builder, signature, vectors)
+        return _peak(context, builder, signature, pair)
 
     return types.Tuple((types.float32, types.boolean))(x, types.intp), generate
 
@@ -106,18 +118,20 @@ def block_copy(_: Any, x: Any, start: Any, y: Any, target: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
+
+        def body(inner: Any, source: Any, start: Any, sink: Any, target: Any) -> Any:
+            def vectors() -> Any:
+                for v, value in enumerate(_vectors(inner, source, start, kind.dtype)):
+                    vec.store_vector(inner, value, sink, _offset(inner, target, v))
+                    yield value
+
+            return _maxima(inner, vectors())
+
         source = vec.data_pointer(context, builder, kind, arguments[0])
         sink = vec.data_pointer(context, builder, signature.args[2], arguments[2])
-
-        def vectors() -> Any:
-            for v in range(vec.VECTORS):
-                value = vec.load_vector(
-                    builder, source, _offset(builder, arguments[1], v), kind.dtype
-                )
-                vec.store_vector(builder, value, sink, _offset(builder, arguments[3], v))
-                yield value
-
-        return _maxima(context, builder, signature, vectors())
+        values = [source, arguments[1], sink, arguments[3]]
+        pair = vec.outlined(builder, f"sipipe_copy_{kind.dtype}", vec.PEAK, values, body)
+        return _peak(context, builder, signature, pair)
 
     returned = types.Tuple((types.float32, types.boolean))
     return returned(x, types.intp, y, types.intp), generate
@@ -131,44 +145,41 @@ def block_mask(_: Any, y: Any, start: Any, words: Any, first: Any) -> Any:
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def body(inner: Any, sink: Any, start: Any, mask: Any, first: Any) -> Any:
+            pointer = ir.IntType(vec.LANES).as_pointer()
+            halves = inner.bitcast(inner.gep(mask, [first]), pointer)
+            nothing = vec.constant(vec.VF, float("-inf"))
+
+            def vectors() -> Any:
+                for v, value in enumerate(_vectors(inner, sink, start, types.float32)):
+                    bits = inner.load(inner.gep(halves, [ir.Constant(vec.I64, v)]))
+                    bits.align = 2
+                    kept = inner.select(inner.bitcast(bits, vec.VB), value, nothing)
+                    vec.store_vector(inner, kept, sink, _offset(inner, start, v))
+                    yield kept
+
+            return _maxima(inner, vectors())
+
         sink = vec.data_pointer(context, builder, signature.args[0], arguments[0])
         mask = vec.data_pointer(context, builder, signature.args[2], arguments[2])
-        halves = builder.bitcast(
-            builder.gep(mask, [arguments[3]]), ir.IntType(vec.LANES).as_pointer()
-        )
-        nothing = vec.constant(vec.VF, float("-inf"))
-
-        def vectors() -> Any:
-            for v in range(vec.VECTORS):
-                bits = builder.load(builder.gep(halves, [ir.Constant(vec.I64, v)]))
-                bits.align = 2
-                where = _offset(builder, arguments[1], v)
-                value = vec.load_vector(builder, sink, where, types.float32)
-                value = builder.select(builder.bitcast(bits, vec.VB), value, nothing)
-                vec.store_vector(builder, value, sink, where)
-                yield value
-
-        return _maxima(context, builder, signature, vectors())
+        values = [sink, arguments[1], mask, arguments[3]]
+        pair = vec.outlined(builder, "sipipe_mask", vec.PEAK, values, body)
+        return _peak(context, builder, signature, pair)
 
     returned = types.Tuple((types.float32, types.boolean))
     return returned(y, types.intp, words, types.intp), generate
 
 
 def _exponentials(
-    context: Any, builder: Any, signature: Any, arguments: Any, sink: Any | None
+    builder: Any, source: Any, start: Any, reference: Any, scale: Any, element: Any, sink: Any
 ) -> Any:
-    kind = signature.args[0]
-    pointer = vec.data_pointer(context, builder, kind, arguments[0])
-    reference = vec.splat(builder, arguments[2], vec.VF)
-    scale = vec.splat(builder, arguments[3], vec.VF)
+    reference = vec.splat(builder, reference, vec.VF)
+    scale = vec.splat(builder, scale, vec.VF)
     sums: list[Any] = []
-    for v in range(vec.VECTORS):
-        where = _offset(builder, arguments[1], v)
-        value = vec.load_vector(builder, pointer, where, kind.dtype)
-        power = builder.fmul(builder.fsub(value, reference), scale)
-        weight = vec.exp2(builder, power)
+    for v, value in enumerate(_vectors(builder, source, start, element)):
+        weight = vec.exp2(builder, builder.fmul(builder.fsub(value, reference), scale))
         if sink is not None:
-            vec.store_vector(builder, weight, sink, where)
+            vec.store_vector(builder, weight, sink, _offset(builder, start, v))
         if v < _ACCUMULATORS:
             sums.append(weight)
         else:
@@ -184,7 +195,14 @@ def block_exp_sum(_: Any, x: Any, start: Any, reference: Any, scale: Any) -> Any
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _exponentials(context, builder, signature, arguments, None)
+        kind = signature.args[0]
+
+        def body(inner: Any, source: Any, start: Any, reference: Any, scale: Any) -> Any:
+            return _exponentials(inner, source, start, reference, scale, kind.dtype, None)
+
+        source = vec.data_pointer(context, builder, kind, arguments[0])
+        values = [source, *arguments[1:]]
+        return vec.outlined(builder, f"sipipe_exp_sum_{kind.dtype}", vec.F32, values, body)
 
     return types.float32(x, types.intp, types.float32, types.float32), generate
 
@@ -194,8 +212,15 @@ def block_exp(_: Any, x: Any, start: Any, reference: Any, scale: Any, y: Any) ->
     """Like `block_exp_sum`, and the terms themselves into ``y`` at the same offsets."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+
+        def body(inner: Any, source: Any, start: Any, reference: Any, scale: Any, sink: Any) -> Any:
+            return _exponentials(inner, source, start, reference, scale, kind.dtype, sink)
+
+        source = vec.data_pointer(context, builder, kind, arguments[0])
         sink = vec.data_pointer(context, builder, signature.args[4], arguments[4])
-        return _exponentials(context, builder, signature, arguments, sink)
+        values = [source, *arguments[1:4], sink]
+        return vec.outlined(builder, f"sipipe_exp_{kind.dtype}", vec.F32, values, body)
 
     return types.float32(x, types.intp, types.float32, types.float32, y), generate
 
@@ -212,21 +237,27 @@ def block_gather(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
+
+        def body(
+            inner: Any, source: Any, start: Any, first: Any, threshold: Any,
+            ids: Any, values: Any, count: Any,
+        ) -> Any:  # fmt: skip
+            threshold = vec.splat(inner, threshold, vec.VF)
+            base = vec.splat(inner, inner.trunc(first, vec.I32), vec.VI)
+            base = inner.add(base, ir.Constant(vec.VI, list(range(vec.LANES))))
+            for v, value in enumerate(_vectors(inner, source, start, kind.dtype)):
+                mask = inner.fcmp_ordered(">=", value, threshold)
+                vec.compress(inner, value, mask, values, count)
+                names = inner.add(base, vec.constant(vec.VI, v * vec.LANES))
+                vec.compress(inner, names, mask, ids, count)
+                count = inner.add(count, vec.count_lanes(inner, mask))
+            return count
+
         source = vec.data_pointer(context, builder, kind, arguments[0])
-        threshold = vec.splat(builder, arguments[3], vec.VF)
         ids = vec.data_pointer(context, builder, signature.args[4], arguments[4])
         values = vec.data_pointer(context, builder, signature.args[5], arguments[5])
-        count = arguments[6]
-        base = vec.splat(builder, builder.trunc(arguments[2], vec.I32), vec.VI)
-        base = builder.add(base, ir.Constant(vec.VI, list(range(vec.LANES))))
-        for v in range(vec.VECTORS):
-            value = vec.load_vector(builder, source, _offset(builder, arguments[1], v), kind.dtype)
-            mask = builder.fcmp_ordered(">=", value, threshold)
-            vec.compress(builder, value, mask, values, count)
-            names = builder.add(base, vec.constant(vec.VI, v * vec.LANES))
-            vec.compress(builder, names, mask, ids, count)
-            count = builder.add(count, vec.count_lanes(builder, mask))
-        return count
+        given = [source, *arguments[1:4], ids, values, arguments[6]]
+        return vec.outlined(builder, f"sipipe_gather_{kind.dtype}", vec.I64, given, body)
 
     signature = types.intp(x, types.intp, types.intp, types.float32, ids, values, types.intp)
     return signature, generate
@@ -238,17 +269,23 @@ def block_count(_: Any, x: Any, start: Any, shift: Any, offset: Any, threshold: 
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
-        pointer = vec.data_pointer(context, builder, kind, arguments[0])
-        shift = vec.splat(builder, arguments[2], vec.VF)
-        offset = vec.splat(builder, arguments[3], vec.VF)
-        threshold = vec.splat(builder, arguments[4], vec.VF)
-        total = ir.Constant(vec.I64, 0)
-        for v in range(vec.VECTORS):
-            value = vec.load_vector(builder, pointer, _offset(builder, arguments[1], v), kind.dtype)
-            value = builder.fsub(builder.fsub(value, shift), offset)
-            mask = builder.fcmp_ordered(">=", value, threshold)
-            total = builder.add(total, vec.count_lanes(builder, mask))
-        return total
+
+        def body(
+            inner: Any, source: Any, start: Any, shift: Any, offset: Any, threshold: Any
+        ) -> Any:
+            shift, offset, threshold = (
+                vec.splat(inner, scalar, vec.VF) for scalar in (shift, offset, threshold)
+            )
+            total = ir.Constant(vec.I64, 0)
+            for value in _vectors(inner, source, start, kind.dtype):
+                score = inner.fsub(inner.fsub(value, shift), offset)
+                mask = inner.fcmp_ordered(">=", score, threshold)
+                total = inner.add(total, vec.count_lanes(inner, mask))
+            return total
+
+        source = vec.data_pointer(context, builder, kind, arguments[0])
+        values = [source, *arguments[1:]]
+        return vec.outlined(builder, f"sipipe_count_{kind.dtype}", vec.I64, values, body)
 
     signature = types.intp(x, types.intp, types.float32, types.float32, types.float32)
     return signature, generate

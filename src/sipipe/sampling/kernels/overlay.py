@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from sipipe.sampling._jit import kernel
-from sipipe.sampling.blocks import block_max, element
-from sipipe.sampling.scan import NOTHING
+from sipipe.sampling.kernels._jit import kernel
+from sipipe.sampling.kernels.blocks import block_max, element
+from sipipe.sampling.kernels.scan import NOTHING
 
 FORCED = np.float32(1e9)
 """Logit of a token that the thinking budget forces, as in vLLM."""

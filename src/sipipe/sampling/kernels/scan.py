@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from sipipe.sampling._jit import kernel
-from sipipe.sampling.blocks import (
+from sipipe.sampling.kernels._jit import kernel
+from sipipe.sampling.kernels.blocks import (
     block_count,
     block_exp,
     block_exp_sum,

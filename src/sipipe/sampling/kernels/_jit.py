@@ -93,12 +93,26 @@ class _Cache(FunctionCache):
     _impl_class = _Implementation
 
 
-def kernel(function: F) -> F:
-    """Compile ``function`` on first call: no GIL, no bounds checks, cached in `cache_directory`."""
-    compiled = numba.njit(nogil=True)(function)
+# Kernels allocate nothing, so they are compiled without Numba's reference counting (`_nrt`): it
+# would count every array of every call up and down, which is most of the code of a small function.
+
+
+def entry(function: F) -> F:
+    """Compile ``function`` on first call, to be called from Python: no GIL, cached on disk."""
+    compiled = numba.njit(nogil=True, _nrt=False)(function)
     if hasattr(compiled, "_cache"):  # not under NUMBA_DISABLE_JIT
         compiled._cache = _Cache(function)
     return compiled  # type: ignore[no-any-return]
+
+
+def kernel(function: F) -> F:
+    """Compile ``function`` for other kernels only.
+
+    Without the wrappers that would let Python call it: unpacking a few dozen arrays in each of
+    some forty functions took most of the time that compilation takes.
+    """
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return numba.njit(nogil=True, _nrt=False, **options)(function)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

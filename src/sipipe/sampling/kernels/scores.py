@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from sipipe.sampling._jit import kernel
-from sipipe.sampling.blocks import element
-from sipipe.sampling.choose import SMALL, key_of, key_value, threshold_for_count
-from sipipe.sampling.scan import (
+from sipipe.sampling.kernels._jit import kernel
+from sipipe.sampling.kernels.blocks import element
+from sipipe.sampling.kernels.choose import SMALL, key_of, key_value, sort_keys, threshold_for_count
+from sipipe.sampling.kernels.scan import (
     LOG2E,
     LOWEST,
     NOTHING,
@@ -44,7 +44,7 @@ def sort_candidates(count: Any, work: Any) -> None:
     """``work.keys`` of the candidates, largest value first, lower id first among equals."""
     for i in range(count):
         work.keys[i] = key_of(work.values[i], np.int64(work.ids[i]))
-    work.keys[:count].sort()
+    sort_keys(count, work)
 
 
 @kernel

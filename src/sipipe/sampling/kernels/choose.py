@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from sipipe.sampling._jit import kernel
-from sipipe.sampling.blocks import bits_float, element, float_bits
-from sipipe.sampling.scan import (
+from sipipe.sampling.kernels._jit import kernel
+from sipipe.sampling.kernels.blocks import bits_float, element, float_bits
+from sipipe.sampling.kernels.scan import (
     LOWEST,
     NOTHING,
     candidate_weights,
@@ -23,7 +23,7 @@ from sipipe.sampling.scan import (
     gather,
     kth_largest,
 )
-from sipipe.sampling.work import BINS
+from sipipe.sampling.kernels.work import BINS
 
 SMALL = 2048
 """Candidates up to which a row is settled by sorting them."""
@@ -52,6 +52,47 @@ def key_value(key: Any) -> Any:
 def key_high_id(key: Any) -> Any:
     """The token id of a key made with ``low = 0xFFFFFFFF - id`` (highest id first among ties)."""
     return np.int64(_FULL - (key & _FULL))
+
+
+@kernel
+def sort_keys(count: Any, work: Any) -> None:
+    """Sort ``work.keys[:count]`` in place: quicksort, the larger side kept on ``work.stack``."""
+    keys, stack = work.keys, work.stack
+    depth = 0
+    low, high = 0, count - 1
+    while True:
+        while high - low > 16:
+            middle = (low + high) >> 1
+            a, b, c = keys[low], keys[middle], keys[high]
+            pivot = max(min(a, b), min(max(a, b), c))
+            i, j = low, high
+            while i <= j:
+                while keys[i] < pivot:
+                    i += 1
+                while keys[j] > pivot:
+                    j -= 1
+                if i <= j:
+                    keys[i], keys[j] = keys[j], keys[i]
+                    i += 1
+                    j -= 1
+            if j - low > high - i:
+                stack[depth], stack[depth + 1] = low, j
+                low = i
+            else:
+                stack[depth], stack[depth + 1] = i, high
+                high = j
+            depth += 2
+        for i in range(low + 1, high + 1):
+            key = keys[i]
+            j = i - 1
+            while j >= low and keys[j] > key:
+                keys[j + 1] = keys[j]
+                j -= 1
+            keys[j + 1] = key
+        if depth == 0:
+            return
+        depth -= 2
+        low, high = stack[depth], stack[depth + 1]
 
 
 @kernel
@@ -104,7 +145,7 @@ def choose_sorted(count: Any, k: Any, min_p: Any, top_p: Any, u: Any, work: Any)
     for i in range(count):
         low = np.int64(0xFFFFFFFF) - np.int64(work.ids[i])
         work.keys[i] = key_of(work.values[i], low)
-    work.keys[:count].sort()
+    sort_keys(count, work)
     top = key_value(work.keys[0])
     if 0 < k < count:
         cut = key_value(work.keys[k - 1])
@@ -221,15 +262,16 @@ def threshold_for_tail(x: Any, vocab: Any, top: Any, scale: Any, mass: Any, work
 
 
 @kernel
-def top_p_cut(count: Any, top: Any, target: Any, inverse: Any, work: Any) -> Any:
+def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: Any) -> Any:
     """The last candidate of the smallest set whose mass reaches ``target``: (value, id).
 
-    Weights are exp((value - top) * inverse). Kept are those with a larger value, or the same and
+    No candidate is below ``low`` (-inf: not known). Weights are exp((value - top) * inverse). Kept are those with a larger value, or the same and
     an id no smaller. Bins by value, ever finer, until those around the cut are few or all tied.
     """
-    low = top
-    for i in range(count):
-        low = min(low, work.values[i])
+    if low <= LOWEST:
+        low = top
+        for i in range(count):
+            low = min(low, work.values[i])
     high = top
     above = 0.0  # mass of all candidates with a value larger than `high`
     while True:
@@ -274,7 +316,7 @@ def top_p_cut(count: Any, top: Any, target: Any, inverse: Any, work: Any) -> Any
         if low == high:
             break
         if found <= SMALL:
-            work.keys[:found].sort()
+            sort_keys(found, work)
             for i in range(found):
                 value = key_value(work.keys[i])
                 above += math.exp((np.float64(value) - np.float64(top)) * inverse)

@@ -1,0 +1,96 @@
+"""Draw frequencies against exact float64 probabilities: chi-square, seeds fixed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.sampling import naive
+from tests.sampling.support import bfloat16, draws, from_bfloat16
+from tests.sampling.test_filters import logits
+
+from sipipe.sampling import SequenceParams
+
+STRATEGIES = {
+    "temperature": {"temperature": 0.9},
+    "top_k": {"top_k": 20},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.05},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    "all": {
+        "temperature": 0.8,
+        "top_k": 50,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+    },
+    "large_top_k": {"top_k": 5000, "top_p": 0.99},
+}
+PROMPT, OUTPUT = [0, 1, 2, 3], [3, 4, 4, 5]
+
+
+def chi_square(tokens: np.ndarray, probabilities: np.ndarray) -> float:
+    """p-value of the observed tokens, rare ones pooled by likelihood to at least 8 expected."""
+    stats = pytest.importorskip("scipy.stats")
+    observed = np.bincount(tokens, minlength=probabilities.size).astype(float)
+    assert observed[probabilities == 0].sum() == 0  # nothing filtered is ever drawn
+    order = np.argsort(-probabilities, kind="stable")
+    expected = probabilities[order] * tokens.size
+    pool = np.floor(np.cumsum(expected) / 8).astype(int)
+    pool[expected >= 8] = np.arange((expected >= 8).sum())
+    pool[expected < 8] += tokens.size
+    _, pool = np.unique(pool, return_inverse=True)
+    e = np.bincount(pool, expected)
+    o = np.bincount(pool, observed[order])
+    if len(e) > 1 and e[-1] < 4:
+        e[-2] += e[-1]
+        o[-2] += o[-1]
+        e, o = e[:-1], o[:-1]
+    if len(e) == 1:
+        return 1.0
+    return float(stats.chisquare(o, e * o.sum() / e.sum()).pvalue)
+
+
+def check(x: np.ndarray, strategy: str, count: int, **options: object) -> None:
+    params = SequenceParams(**STRATEGIES[strategy])
+    exact = from_bfloat16(x) if x.dtype == np.uint16 else x
+    probabilities = naive.softmax(naive.processed_logits(exact, params, PROMPT, OUTPUT))
+    tokens = draws(x, params, count, prompt_token_ids=PROMPT, output_token_ids=OUTPUT, **options)
+    assert chi_square(tokens, probabilities) > 1e-4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
+@pytest.mark.parametrize("size", [7, 300, 6000])
+def test_frequencies(strategy: str, shape: str, size: int) -> None:
+    check(logits(shape, size), strategy, 4000, seed=size)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("shape", ["flat", "peaked", "zipf"])
+def test_frequencies_at_a_large_vocabulary(strategy: str, shape: str) -> None:
+    check(logits(shape, 200_000), strategy, 1024, seed=7)
+
+
+@pytest.mark.parametrize("strategy", ["temperature", "top_p", "all"])
+def test_frequencies_of_bfloat16(strategy: str) -> None:
+    check(bfloat16(logits("zipf", 3000)), strategy, 4000)
+
+
+def test_a_long_sequence_draws_independently() -> None:
+    """Successive positions of one seed are as good as seeds."""
+    from sipipe.sampling import SequenceColumns
+
+    x = logits("zipf", 300).reshape(1, -1)
+    columns = SequenceColumns(300)
+    columns.join(0, SequenceParams(seed=11))
+    tokens = []
+    for _ in range(3000):
+        token = int(columns.sample([0], x).token_ids[0])
+        columns.append(0, token)
+        tokens.append(token)
+    assert chi_square(np.array(tokens), naive.softmax(x[0])) > 1e-4
+    pairs = np.array(tokens[:-1]) * 300 + np.array(tokens[1:])
+    joint = np.outer(naive.softmax(x[0]), naive.softmax(x[0])).reshape(-1)
+    assert chi_square(pairs, joint) > 1e-4
