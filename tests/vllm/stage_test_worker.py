@@ -1,70 +1,133 @@
-"""A CPU worker that runs through vLLM's runner or SiPipe's stage runner, as the test says.
+"""A CPU worker that runs through vLLM's runner or SiPipe's stage runner, as it is told.
 
-Not a test: `test_stage_runner_parity.py` names it as vLLM's ``worker_cls``. One engine serves as
-the oracle and as the subject, since a process can hold only one.
+Not a test: `stage_run.py` names it as vLLM's ``worker_cls``. One engine serves as the oracle and
+as the subject, since a process can hold only one.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from sipipe.stage import StageExecutor
 from sipipe.vllm.stage_runner import StageRunner
 from sipipe.vllm.stage_tokens import TokenHistory
 
-SETTINGS: dict[str, Any] = {"slots": 1, "versions": 2, "stock": False}
-WORKERS: list[StageTestWorker] = []
-
 
 class StageTestWorker(CPUWorker):
-    """Greedy argmax over the stage runner's logits, or vLLM's own path; one stage."""
+    """Greedy argmax over the stage runner's logits, or vLLM's own path.
+
+    ``STAGE_SLOTS`` and ``STAGE_VERSIONS`` in the environment; ``STAGE_THREADS=1`` runs the
+    iterations through :class:`StageExecutor`'s two threads.
+    """
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
-        self.slots, self.versions = SETTINGS["slots"], SETTINGS["versions"]
+        self.slots = int(os.environ.get("STAGE_SLOTS", "1"))
+        self.versions = int(os.environ.get("STAGE_VERSIONS", "2"))
         self.runner = StageRunner(
-            self.model_runner, slots=self.slots, versions=self.versions, check_token_safety=True
+            self.model_runner,
+            slots=self.slots,
+            versions=self.versions,
+            check_token_safety=True,
+            shard_logits=os.environ.get("STAGE_SHARDS") == "1",
         )
         self.history = TokenHistory()
-        self.iteration = 0
-        self.steady = 0
-        WORKERS.append(self)
+        self.stock = True
+        self.iteration = self.steady = 0
+        self.executor = None
+        if os.environ.get("STAGE_THREADS") == "1":
+            self.executor = StageExecutor(self, versions=self.versions, depth=self.slots)
+
+    def use_stock(self, stock: bool) -> None:
+        self.stock = stock
+
+    def facts(self) -> dict[str, Any]:
+        counters = self.runner.counters
+        return {
+            "iterations": self.iteration,
+            "steady": self.steady,
+            **{name: getattr(counters, name) for name in counters.__slots__},
+        }
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
-        if SETTINGS["stock"]:
+        if self.stock:
             return super().execute_model(scheduler_output)
         self.history.fill(scheduler_output)
         iteration = self.iteration
-        inputs = self.runner.prepare(
-            scheduler_output, iteration % self.slots, iteration % self.versions, iteration
-        )
-        hidden = self.runner.forward(inputs)
-        if hidden is None:
-            return EMPTY_MODEL_RUNNER_OUTPUT
         self.iteration += 1
+        if self.executor is not None:
+            self.executor.submit(iteration, iteration % self.slots, scheduler_output)
+            self.executor.drain()
+        else:
+            inputs = self.prepare(
+                iteration, iteration % self.slots, iteration % self.versions, scheduler_output
+            )
+            result = self.forward(iteration, inputs, self.receive(iteration, inputs))
+            self.send(iteration, inputs, result)
+        return None if scheduler_output.total_num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        if self.stock:
+            return super().sample_tokens(grammar_output)
+        return self.result
+
+    # ---- StageCalls -----------------------------------------------------------------------------
+
+    def prepare(self, iteration: int, slot: int, version: int, output: Any) -> Any:
+        inputs = self.runner.prepare(output, slot, version, iteration)
+        scheduled = [r for r in output.num_scheduled_tokens if r in set(inputs.sampled_req_ids)]
+        assert inputs.sampled_req_ids == scheduled, "sampled rows are in scheduling order"
+        return inputs
+
+    def announce(self, iteration: int, inputs: Any) -> None:
+        pass
+
+    def receive(self, iteration: int, inputs: Any) -> Any:
+        pp = get_pp_group()
+        if pp.is_first_rank or not inputs.num_tokens:
+            return None
+        tensors, handles, finish = pp.irecv_tensor_dict(all_gather_group=get_tp_group())
+        for handle in handles:
+            handle.wait()
+        for call in finish:
+            call()
+        return tensors
+
+    def forward(self, iteration: int, inputs: Any, received: Any) -> Any:
+        return self.runner.forward(inputs, received)
+
+    def send(self, iteration: int, inputs: Any, result: Any) -> None:
         self.steady += inputs.steady
-        assert isinstance(hidden, torch.Tensor)
-        assert inputs.logits_rows is not None
+        self.result = None
+        if result is None:
+            return
+        if isinstance(result, dict):
+            pp = get_pp_group()
+            for handle in pp.isend_tensor_dict(result, all_gather_group=get_tp_group()):
+                handle.wait()
+            return
         tokens: list[list[int]] = [[] for _ in inputs.req_ids]
         if len(inputs.sampled):
-            logits = self.runner.compute_logits(hidden[inputs.logits_rows])
-            best = logits.argmax(dim=-1).tolist()
-            for row, token in zip(inputs.sampled, best, strict=True):
+            logits = self.runner.compute_logits(result[inputs.logits_rows])
+            start, stop = self.runner.logits_columns
+            assert logits.shape[1] == stop - start
+            if (start, stop) != (0, self.runner.vocab_size):
+                shards: list[Any] = [None] * get_tp_group().world_size
+                torch.distributed.all_gather_object(shards, logits, group=get_tp_group().cpu_group)
+                logits = torch.cat(shards, dim=1)
+            assert logits.shape[1] == self.runner.vocab_size
+            for row, token in zip(inputs.sampled, logits.argmax(dim=-1).tolist(), strict=True):
                 tokens[row] = [token]
-        prompt_logprobs = self.runner.prompt_logprobs(inputs, hidden)
         self.history.record(inputs.req_ids, tokens)
         self.result = ModelRunnerOutput(
             req_ids=list(inputs.req_ids),
             req_id_to_index={req_id: i for i, req_id in enumerate(inputs.req_ids)},
             sampled_token_ids=tokens,
-            prompt_logprobs_dict=prompt_logprobs,
+            prompt_logprobs_dict=self.runner.prompt_logprobs(inputs, result),
         )
-        return None
-
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        if SETTINGS["stock"]:
-            return super().sample_tokens(grammar_output)
-        return self.result

@@ -267,17 +267,23 @@ class InputPreparer:
         else:
             self._append_blocks(cached_rows, cached.new_block_ids)
 
+        known = len(cached.req_ids)
         req_ids = [*cached.req_ids, *(request.req_id for request in new)]
         computed = np.array(
             cached.num_computed_tokens + [request.num_computed_tokens for request in new],
             dtype=np.int32,
         )
         outputs = np.zeros(len(req_ids), np.int32)
-        outputs[: len(cached.req_ids)] = cached.num_output_tokens
+        outputs[:known] = cached.num_output_tokens
         amounts = output.num_scheduled_tokens
-        scheduled = np.fromiter((amounts[req_id] for req_id in req_ids), np.int32, len(req_ids))
-        tokens: list[Any] = self._tokens_of_cached(cached, cached_rows, scheduled)
-        for index, request in enumerate(new, start=len(cached.req_ids)):
+        in_order = list(amounts) == req_ids
+        scheduled = np.fromiter(
+            amounts.values() if in_order else map(amounts.__getitem__, req_ids),
+            np.int32,
+            len(req_ids),
+        )
+        tokens = self._tokens_of_cached(cached, cached_rows, scheduled)
+        for index, request in enumerate(new, start=known):
             prompt = cache.prompts[cache.index[request.req_id]]
             first = request.num_computed_tokens
             tokens.append(prompt[first : first + int(scheduled[index])])
@@ -285,7 +291,7 @@ class InputPreparer:
         # In the order of ``num_scheduled_tokens``, which is what everybody else counts rows in
         # (resumed requests can stand behind new ones there).
         places: np.ndarray | None = None
-        if list(amounts) != req_ids:
+        if not in_order:
             index = {req_id: place for place, req_id in enumerate(req_ids)}
             order = np.array([index[req_id] for req_id in amounts])
         else:
@@ -302,10 +308,19 @@ class InputPreparer:
             batch.resolve(req_ids, cache)
         rows = batch.rows
 
-        flat = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in tokens])
-        if flat.shape[0] != output.total_num_scheduled_tokens:
-            raise ValueError(_missing_tokens(cached))
-        target.input_ids.np[: flat.shape[0]] = flat
+        try:
+            if order is None:
+                start = int(scheduled[:known].sum())
+                target.input_ids.np[:start] = np.fromiter(
+                    chain.from_iterable(tokens[:known]), np.int32, start
+                )
+            else:
+                known = start = 0
+            if tokens[known:]:
+                flat = np.concatenate([np.asarray(ids, np.int32) for ids in tokens[known:]])
+                target.input_ids.np[start : output.total_num_scheduled_tokens] = flat
+        except ValueError:
+            raise ValueError(_missing_tokens(cached)) from None
 
         inputs.req_ids = batch.req_ids
         samples = computed + scheduled >= cache.prompt_lens[rows] + outputs
@@ -315,8 +330,8 @@ class InputPreparer:
         if places is None:
             inputs.sampled = np.flatnonzero(samples)
         else:
-            in_order = np.argsort(places)
-            inputs.sampled = in_order[samples[in_order]]
+            scheduling = np.argsort(places)
+            inputs.sampled = scheduling[samples[scheduling]]
         inputs.logits_rows = torch.from_numpy(ends[inputs.sampled].astype(np.int64)).to(
             self._device, non_blocking=True
         )
@@ -328,6 +343,8 @@ class InputPreparer:
         self, cached: Any, rows: list[int], scheduled: np.ndarray
     ) -> list[Sequence[int] | np.ndarray]:
         tokens: list[Any] = list(cached.new_token_ids) or [()] * len(rows)
+        if all(tokens):
+            return tokens
         for index, row in enumerate(rows):
             if len(tokens[index]):
                 continue
