@@ -1,6 +1,6 @@
 """Hidden states from one stage to the next: ours beside vLLM's isend/irecv_tensor_dict.
 
-Two processes; the earlier one makes fresh hidden states as a forward pass would, notes the time,
+Two processes, each on a core of its own; the earlier one makes fresh hidden states as a forward pass would, notes the time,
 sends, notes the time again ("blocked"); the later one, which waits for them, notes when it holds
 usable tensors. The clocks are one clock. "copy" is one ``memcpy`` of the same freshly made bytes
 into mapped shared memory, measured in the sender in the same loop; "beyond copy" is the median
@@ -153,6 +153,9 @@ def _stage(rank: int, path: str, place: Any, plan: list[tuple[int, int]], pipe: 
     import torch
 
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:  # as vLLM binds its workers: a core for each stage
+        os.sched_setaffinity(0, {cores[rank]})
     end = _open(path, place, rank)
     results = [
         (_sends if rank == 0 else _receives)(end, start, num_tokens, count, pipe)

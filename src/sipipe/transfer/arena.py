@@ -111,7 +111,7 @@ class Arena:
                 strict=False,
             )
         ):
-            if part.is_contiguous():
+            if part.is_cpu and part.is_contiguous():
                 ctypes.memmove(start + offset, part.data_ptr(), extent.nbytes)
             else:
                 self.views(structure, slot, num_tokens)[index].copy_(part)

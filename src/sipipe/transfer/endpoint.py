@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["LinkEndpoint", "TransportKind", "create_link", "open_receiver", "open_sender"]
 
-TransportKind = Literal["shm", "socket", "cuda_ipc", "nccl"]
-_DEVICES = {"shm": "cpu", "socket": "cpu", "cuda_ipc": "cuda", "nccl": "cuda"}
+TransportKind = Literal["shm", "socket"]
+_NOT_BUILT = {
+    "cuda_ipc": "shm, which stages GPU tensors through host memory",
+    "nccl": "socket, which stages GPU tensors through host memory",
+}
+"""Planned transports, and what to use meanwhile: see docs/transfer.md for why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,8 @@ class LinkEndpoint:
     """Seconds that one side waits for the other to start."""
     stall_timeout: float
     """Seconds that a wait takes at most where the call names no bound of its own."""
+    device: Literal["cpu", "cuda"]
+    """Where the later stage needs the tensors."""
     address: tuple[str, int]
     """Where the later stage listens, for transports over TCP; ``("", 0)`` for others."""
     secret: bytes = dataclasses.field(repr=False)
@@ -57,22 +63,20 @@ class LinkEndpoint:
         """The link in a message."""
         return f"link {self.name} ({self.kind})"
 
-    @property
-    def device(self) -> str:
-        """``"cpu"`` or ``"cuda"``: where tensors must be."""
-        return _DEVICES[self.kind]
-
     def check_device(self, key: str, tensor: torch.Tensor) -> None:
-        """Refuse a tensor that this kind of link cannot carry."""
-        if tensor.device.type != self.device:
+        """Refuse a tensor that has no data to carry, or a device we do not know.
+
+        Raises:
+            UnsupportedError: names the tensor and its device.
+        """
+        if tensor.device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
-                f"{self.describe()} carries {self.device} tensors and {key!r} is on "
-                f"{tensor.device}; choose another transport"
+                f"{self.describe()} carries CPU and CUDA tensors and {key!r} is on {tensor.device}"
             )
 
 
 def create_link(
-    kind: Literal["auto"] | TransportKind = "auto",
+    kind: Literal["auto", "cuda_ipc", "nccl"] | TransportKind = "auto",
     *,
     max_tokens: int,
     bytes_per_token_hint: int = 0,
@@ -90,14 +94,16 @@ def create_link(
     """Describe a link; cheap, opens nothing.
 
     Args:
-        kind: ``"auto"`` chooses by ``device`` and ``same_host``.
+        kind: ``"auto"``: ``"shm"`` on one host, ``"socket"`` between hosts.
         max_tokens: most tokens of a microbatch, padding included.
         bytes_per_token_hint: expected bytes a token of all tensors; saves enlarging buffers when
             a later structure is larger than the first.
         depth: at least 2, so that one iteration is received while another is used.
         name: for messages.
+        device: where the later stage needs the tensors. ``"cpu"``: in host memory, in place.
+            ``"cuda"``: on its current GPU, by a copy from host memory.
         same_host: whether both stages run on one host.
-        address: host and port where the later stage listens (``socket``, ``nccl``). None: a free
+        address: host and port where the later stage listens (``socket``). None: a free
             port of the loopback interface, where ``same_host``.
         shards, shard: see :class:`LinkEndpoint`; worth it where the network between stages is
             slower than the one between tensor-parallel ranks, never for ``shm``.
@@ -109,28 +115,31 @@ def create_link(
         ConfigError: a value is out of range.
         UnsupportedError: the transport is not available here.
     """
-    if kind == "auto":
-        chosen: TransportKind
-        if device == "cpu":
-            chosen = "shm" if same_host else "socket"
-        else:
-            chosen = "cuda_ipc" if same_host else "nccl"
-    elif kind in _DEVICES:
-        chosen = kind
+    if kind in _NOT_BUILT:
+        raise UnsupportedError(
+            f"transport={kind!r} is not built yet; use transport='auto' or {_NOT_BUILT[kind]}"
+        )
+    if kind not in ("auto", "shm", "socket"):
+        raise ConfigError(f"transport={kind!r}: choose auto, shm or socket")
+    chosen: TransportKind
+    if kind == "shm" or (kind == "auto" and same_host):
+        chosen = "shm"
     else:
-        raise ConfigError(f"transport={kind!r}: choose auto, {', '.join(_DEVICES)}")
+        chosen = "socket"
+    if chosen == "shm" and not same_host:
+        raise ConfigError(f"link {name}: transport='shm' needs both stages on one host")
     if max_tokens < 1:
         raise ConfigError(f"max_tokens={max_tokens}: must be 1 or more")
     if depth < 2:
         raise ConfigError(f"depth={depth}: must be 2 or more")
     if not 0 <= shard < shards:
         raise ConfigError(f"shard={shard} of shards={shards}: must be 0 to {shards - 1}")
-    if chosen not in ("socket", "nccl"):
+    if chosen == "shm":
         address = ("", 0)
     elif address is None:
         if not same_host:
             raise ConfigError(
-                f"link {name}: transport={chosen!r} between hosts needs the address and a port of "
+                f"link {name}: transport='socket' between hosts needs the address and a port of "
                 "the later stage's host"
             )
         address = ("127.0.0.1", _free_port())
@@ -145,6 +154,7 @@ def create_link(
         whole=whole,
         start_timeout=start_timeout,
         stall_timeout=stall_timeout,
+        device=device,
         address=address,
         secret=secrets.token_bytes(16),
     )
@@ -179,12 +189,10 @@ def open_sender(endpoint: LinkEndpoint) -> Sender:
         from sipipe.transfer.shm import ShmSending
 
         transport = ShmSending(endpoint)
-    elif endpoint.kind == "socket":
+    else:
         from sipipe.transfer.tcp import TcpSending
 
         transport = TcpSending(endpoint)
-    else:
-        raise _unsupported(endpoint)
     return Sender(endpoint, transport)
 
 
@@ -200,14 +208,8 @@ def open_receiver(endpoint: LinkEndpoint, *, all_gather: AllGather | None = None
         from sipipe.transfer.shm import ShmReceiving
 
         transport = ShmReceiving(endpoint)
-    elif endpoint.kind == "socket":
+    else:
         from sipipe.transfer.tcp import TcpReceiving
 
         transport = TcpReceiving(endpoint)
-    else:
-        raise _unsupported(endpoint)
     return Receiver(endpoint, transport, all_gather)
-
-
-def _unsupported(endpoint: LinkEndpoint) -> UnsupportedError:
-    return UnsupportedError(f"{endpoint.describe()}: this transport is not available yet")

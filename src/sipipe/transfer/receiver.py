@@ -97,7 +97,7 @@ class Receiver:
             self._posted[iteration] = num_tokens
 
     def take(self, iteration: int, timeout: float | None = None) -> dict[str, torch.Tensor]:
-        """The hidden states of ``iteration``, in place.
+        """The hidden states of ``iteration``, in place (or on the GPU, if the link says so).
 
         Waits in the kernel until they are there. The tensors may be written to; they are valid
         until :meth:`release`, after which the sender overwrites them.
@@ -227,6 +227,9 @@ class Receiver:
         result = {}
         extents = arrival.structure.extents(num_tokens)
         for spec, view, extent in zip(arrival.structure.specs, views, extents, strict=True):
+            if self._endpoint.device == "cuda":
+                # From pageable memory: the copy is complete on return.
+                view = view.to("cuda")  # noqa: PLW2901
             if spec.shards == 1:
                 result[spec.key] = view
                 continue

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sipipe.errors import StallError
 from sipipe.transfer.errors import LinkClosedError
@@ -56,11 +56,12 @@ class SenderStatistics:
     """Iterations sent and not yet released."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(NamedTuple):
     record: Record
     structure: Structure
     parts: list[torch.Tensor]
+    ready: Any
+    """For tensors on a GPU, the event after the kernels that make them; else None."""
 
 
 class Sender:
@@ -69,7 +70,6 @@ class Sender:
     def __init__(self, endpoint: LinkEndpoint, transport: SendingTransport) -> None:
         self._endpoint = endpoint
         self._transport = transport
-        self._on_cpu = endpoint.device == "cpu"
         self._free = deque(range(endpoint.depth))
         # Invariant: len(_free) + in flight == depth; written by the thread that calls send().
         self._known: dict[int, Structure] = {}
@@ -77,7 +77,8 @@ class Sender:
         self._last_number = 0
         self._last_iteration = -1
         self._submitted = 0  # written by the thread that calls send()
-        self._completed = 0  # written by whoever transmits, under _progress
+        self._completed = 0  # written by whoever transmits
+        self._waiting = False  # under _progress
         self._announced: set[int] = set()
         self._counts = {"metadata": 0, "bytes": 0, "inline": 0, "waits": 0}
         self._waited = 0.0
@@ -111,7 +112,8 @@ class Sender:
             iteration: larger than the last one sent; iterations without tokens are left out.
             num_tokens: tokens of the microbatch, padding included, 0 to ``max_tokens``; the
                 receiver must have posted the same number.
-            tensors: CPU tensors, [num_tokens, ...] or of a fixed shape, any dtype.
+            tensors: [num_tokens, ...] or of a fixed shape, any dtype. Tensors on a GPU are copied
+                to host memory by our thread when the kernels queued so far are done.
             timeout: seconds to wait when the receiver is ``depth`` iterations behind; None: the
                 link's ``stall_timeout``.
 
@@ -127,6 +129,7 @@ class Sender:
             number = self._number_of(tensors, num_tokens)
             structure = self._known[number]
             parts = self._parts(structure, tensors, num_tokens)
+            ready = None if all(part.is_cpu for part in parts) else _event_after(parts)
             if not self._free:
                 self._wait_for_slot(iteration, timeout)
             record = Record(
@@ -138,12 +141,12 @@ class Sender:
                 num_tokens,
                 structure.fingerprint,
             )
-            job = _Job(record, structure, parts)
+            job = _Job(record, structure, parts, ready)
             self._last_iteration = iteration
             small = structure.nbytes(num_tokens) <= self._transport.inline_bytes
             idle = self._submitted == self._completed and self._connected
             self._submitted += 1
-            if small and idle and number in self._announced:
+            if small and idle and ready is None and number in self._announced:
                 try:
                     if self._transmit(job, wait=False):
                         self._counts["inline"] += 1
@@ -163,9 +166,11 @@ class Sender:
         """
         bound = self._endpoint.stall_timeout if timeout is None else timeout
         with self._progress:
+            self._waiting = True
             done = self._progress.wait_for(
                 lambda: self._completed == self._submitted or self._error is not None, bound
             )
+            self._waiting = False
         self._check()
         if not done:
             raise StallError(
@@ -250,7 +255,7 @@ class Sender:
         parts = []
         for spec, extent in zip(structure.specs, structure.extents(num_tokens), strict=True):
             tensor = tensors[spec.key]
-            if tensor.is_cpu is not self._on_cpu:
+            if not tensor.is_cpu:
                 self._endpoint.check_device(spec.key, tensor)
             if spec.shards > 1:
                 start = self._endpoint.shard * extent.elements
@@ -302,6 +307,8 @@ class Sender:
             self._announced.add(number)
             self._announced.discard(number - 2 * _MAX_STRUCTURES)
             self._counts["metadata"] += 1
+        if job.ready is not None:
+            job.ready.synchronize()
         if self._transport.transmit(job.record, job.structure, job.parts, wait=wait):
             self._complete(job)
             return True
@@ -311,12 +318,25 @@ class Sender:
     def _complete(self, job: _Job) -> None:
         self._partial = None
         self._counts["bytes"] += job.structure.nbytes(job.record.num_tokens)
-        with self._progress:
-            self._completed += 1
-            self._progress.notify_all()
+        self._completed += 1
+        # Whoever waits has set _waiting before it looked at _completed, so one of us sees the
+        # other; steady iterations spare themselves the condition.
+        if self._waiting:
+            with self._progress:
+                self._progress.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         with self._progress:
             if self._error is None:
                 self._error = error
             self._progress.notify_all()
+
+
+def _event_after(parts: list[torch.Tensor]) -> Any:
+    """An event behind what the GPU has been given so far; waiting for it does not spin."""
+    import torch
+
+    device = next(part.device for part in parts if not part.is_cpu)
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -63,8 +63,8 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
 class ShmSending:
     """The sender's end."""
 
-    inline_bytes = 512 << 10
-    """A copy of half a megabyte that is still in the cache takes 5 to 30 µs."""
+    inline_bytes = 256 << 10
+    """Copied in 3 to 15 µs; more is cheaper to hand to a thread, as far as the caller goes."""
 
     def __init__(self, endpoint: LinkEndpoint) -> None:
         self._endpoint = endpoint

@@ -102,8 +102,8 @@ def rest(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A CPU tensor's memory; of a copy, where it is not contiguous."""
+    """A tensor's memory; a copy's, where it is on a GPU or not contiguous."""
     import torch
 
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
