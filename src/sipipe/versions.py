@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 
-__all__ = ["SUPPORTED_VLLM", "InstalledVllm", "installed_vllm"]
+from sipipe.errors import ResourceError
+
+__all__ = ["SUPPORTED_VLLM", "InstalledVllm", "installed_vllm", "require_vllm"]
 
 SUPPORTED_VLLM = ("0.32.0",)
 """Releases that SiPipe is tested with. Minor versions of vLLM change what a plugin stands on."""
@@ -37,3 +40,16 @@ def installed_vllm() -> InstalledVllm | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def require_vllm() -> None:
+    """Say in one line that an engine is missing, before anything tries to import it.
+
+    Raises:
+        ResourceError: vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ResourceError(
+            f"vLLM is not installed here: pip install vllm=={SUPPORTED_VLLM[-1]} (CUDA), or "
+            "`make setup` in SiPipe's repository (CPU)"
+        )

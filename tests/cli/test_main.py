@@ -98,3 +98,12 @@ def test_output_into_a_closed_pipe_is_not_an_error():
     )
     assert done.returncode == 0
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "bench"])
+def test_a_missing_vllm_is_said_in_one_line(capsys, monkeypatch, command):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    assert main([command, "model"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("sipipe: vLLM is not installed here: pip install vllm==")
+    assert error.count("\n") == 1

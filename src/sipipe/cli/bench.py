@@ -20,6 +20,7 @@ from sipipe.cli.parser import (
 )
 from sipipe.cores import plan_cores, this_machine
 from sipipe.errors import ConfigError, SiPipeError
+from sipipe.versions import require_vllm
 
 EPILOG = """\
 Every engine option of vLLM is taken as well and given to both sides. On the CPU engine both sides
@@ -72,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
         "tokens": own.tokens,
         "repeat": own.repeat,
     }
+    require_vllm()
     results = measure_sides(
         job,
         settings,

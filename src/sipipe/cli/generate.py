@@ -16,6 +16,7 @@ from sipipe.cli.parser import (
     split_engine_options,
 )
 from sipipe.errors import ConfigError
+from sipipe.versions import require_vllm
 
 if TYPE_CHECKING:
     from sipipe.vllm.generate import Completion, Event
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
     # The engine's log is for servers; here the text matters. Set before vLLM is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    require_vllm()
     from sipipe.vllm.generate import generate
 
     show = _show_json if own.json else _show_text

@@ -10,6 +10,7 @@ from sipipe.cli.parser import (
     make_parser,
     split_engine_options,
 )
+from sipipe.versions import require_vllm
 
 EPILOG = """\
 Every option of `vllm serve` is taken as well: sipipe serve --help=all lists them.
@@ -30,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     own, rest = split_engine_options(parser, argv)
     settings = engine_settings(own)
 
+    require_vllm()
     from sipipe.vllm.launch import serve
 
     status: int = serve(rest, settings)

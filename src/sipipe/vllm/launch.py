@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 from vllm.config import VllmConfig
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
@@ -44,7 +45,6 @@ def serve(argv: Sequence[str], settings: dict[str, Any]) -> int:
         ConfigError, UnsupportedError, ResourceError: before anything has been started.
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     check_version()
     cli_env_setup()
@@ -77,6 +77,7 @@ def parse_engine_args(
     otherwise, because compiling the model costs more than a short command gains.
     """
     check_version()
+    cli_env_setup()  # processes are spawned: a fork of a process with threads may hang
     parser = FlexibleArgumentParser(prog="sipipe")
     AsyncEngineArgs.add_cli_args(parser)
     parser.add_argument("model_tag", metavar="MODEL")
