@@ -32,7 +32,6 @@ class PromptLogprobs:
 
         All tensor-parallel ranks of the stage must call it, since scoring gathers logits.
         """
-        self.forget(inputs.finished)
         complete: dict[str, LogprobsTensors] = {}
         for chunk in inputs.prompt_rows:
             result = self._score(chunk, hidden)

@@ -183,6 +183,8 @@ class StageRunner:
 
     def _before_forward(self, inputs: ModelInput) -> None:
         """Changes to the KV cache that the scheduler ordered before this iteration."""
+        if inputs.finished:
+            self._prompt_logprobs.forget(inputs.finished)
         if inputs.blocks_to_zero:
             self.stock._zero_block_ids(inputs.blocks_to_zero)
         if inputs.block_copies:
