@@ -296,3 +296,23 @@ def test_browser_says_what_was_left_out(browser, runs, tmp_path):
 
 def test_kinds_are_the_documented_ones():
     assert KINDS == ("busy", "load_imbalance", "intra_stage", "inter_stage", "unscheduled")
+
+
+@pytest.mark.slow
+def test_browser_opens_a_hundred_thousand_iterations(browser, tmp_path):
+    write_example(tmp_path, Example(iterations=100_000, inflight=5))
+    run = Run(read_trace(tmp_path))
+    page = render([run])
+    assert len(page) < 16_000_000
+    file = tmp_path / "report.html"
+    file.write_text(page)
+    browser.events.clear()
+    browser.size(1280, 1000)
+    browser.open(file)
+    counts = browser.run("sipipe.lanes()[0].map(l => l.count)")
+    assert sum(counts) > 3_000_000
+    # Every level of detail draws: whole run, by bins, by intervals, single boxes.
+    for span in (run.account.wall_ns / 1e9, 300, 20, 1, 0.1):
+        browser.run(f"sipipe.zoom(100, {100 + span})")
+        browser.settle()
+    assert browser.problems() == []

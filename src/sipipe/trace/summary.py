@@ -36,9 +36,15 @@ class Run:
         self.pipeline = Pipeline(trace, end)
         self.iteration_ms = statistics.iteration_times(self.pipeline, self.window)
         self.tpot_ms = statistics.tpot(trace, self.pipeline, self.window)
+        self._summary: dict[str, Any] | None = None
 
     def summary(self) -> dict[str, Any]:
         """Everything but the curves; times in the units that the names end with."""
+        if self._summary is None:
+            self._summary = self._summarize()
+        return self._summary
+
+    def _summarize(self) -> dict[str, Any]:
         trace, wall = self.trace, self.account.wall_ns
         total = self.account.total()
         tokens = statistics.tokens_drawn(trace, self.window)

@@ -1,0 +1,98 @@
+"""Stock vLLM, recorded: an engine of two stages runs, and its trace is complete and adds up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from sipipe.trace import Phase, read_trace
+from sipipe.trace.summary import Run
+
+PROGRAM = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    model, directory = sys.argv[1:]
+    llm = LLM(
+        model=model, pipeline_parallel_size=2, max_model_len=256, max_num_seqs=16,
+        worker_cls="sipipe.vllm.trace_stock.TracedWorker",
+        scheduler_cls="sipipe.vllm.trace_stock.TracedScheduler",
+        additional_config={"sipipe": {"trace": directory}},
+    )
+    began = time.perf_counter()
+    outputs = llm.generate(
+        [f"prompt number {i}" for i in range(16)],
+        SamplingParams(max_tokens=40, temperature=0.8, ignore_eos=True, seed=1),
+    )
+    took = time.perf_counter() - began
+    tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+    print(json.dumps({"took": took, "tokens": tokens}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    from sipipe.cli import main
+
+    base = tmp_path_factory.mktemp("stock")
+    model, program, directory = base / "model", base / "program.py", base / "trace"
+    assert main(["make-model", "llama", str(model)]) == 0
+    program.write_text(PROGRAM)
+    cores = sorted(os.sched_getaffinity(0))
+    bind = f"{cores[0]}|{cores[-1]}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), str(model), str(directory)],
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": bind, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
+    return directory, json.loads(line)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_trace_of_stock_is_complete_and_adds_up(recorded):
+    directory, said = recorded
+    trace = read_trace(directory)
+    assert trace.warnings == ()
+    assert trace.label == "stock vLLM"
+    assert trace.stages == 2
+    executor, (first, last) = trace.executor, trace.of("stage")
+    assert executor is not None
+    scheduled = executor.phase(Phase.SCHEDULE)["iteration"]
+    assert (scheduled == np.arange(len(scheduled))).all()
+    assert executor.phase(Phase.GATHER)["tokens"].sum() == said["tokens"]
+    for process, phases in (
+        (first, (Phase.WAIT_SCHEDULING, Phase.PREPARE, Phase.FORWARD, Phase.SEND)),
+        (last, (Phase.WAIT_SCHEDULING, Phase.PREPARE, Phase.WAIT_HIDDEN, Phase.FORWARD,
+                Phase.LOGITS, Phase.SAMPLE)),
+    ):  # fmt: skip
+        for phase in phases:
+            assert (process.phase(phase)["iteration"] == scheduled).all(), phase
+    for process in trace.processes:
+        assert (process.records["end_ns"] >= process.records["start_ns"]).all()
+    # The order of an iteration's phases, across processes: clocks and numbers agree.
+    dispatched = executor.phase(Phase.DISPATCH)["end_ns"]
+    gathered = executor.phase(Phase.GATHER)["end_ns"]
+    assert (dispatched <= first.phase(Phase.PREPARE)["start_ns"]).all()
+    assert (first.phase(Phase.FORWARD)["end_ns"] <= last.phase(Phase.FORWARD)["start_ns"]).all()
+    assert (last.phase(Phase.SAMPLE)["end_ns"] <= gathered).all()
+
+    run = Run(trace)
+    for stage in run.account.stages:
+        assert sum(stage.by_kind) == run.account.wall_ns
+    # The window lies within the call of generate().
+    assert run.account.wall_ns / 1e9 <= said["took"] * 1.01
+    summary = run.summary()
+    assert summary["tokens"] == said["tokens"]
+    assert summary["share"]["busy"] > 0
