@@ -29,6 +29,8 @@ from sipipe.channels import (
     LogitsChannel,
     LogitsReader,
     LogitsWriter,
+    serve_replica,
+    serve_source,
 )
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -281,6 +283,44 @@ def _gather(samplers: int, tcp: bool, count: int) -> dict[str, Any]:
     }
 
 
+# Relay: one more hop over TCP; the reader is at the replica.
+
+
+def _relay(count: int) -> dict[str, Any]:
+    with DispatchProducer.create("bench", readers=["relay"]) as producer:
+        here, there = SPAWN.Pipe()
+        source = SPAWN.Process(
+            target=serve_source, args=(there, producer.endpoint, "relay", ("127.0.0.1", 0))
+        )
+        source.start()
+        over, there = SPAWN.Pipe()
+        replica = SPAWN.Process(
+            target=serve_replica, args=(there, here.recv()), kwargs={"readers": ["reader0"]}
+        )
+        replica.start()
+        back, there = SPAWN.Pipe()
+        child = SPAWN.Process(target=_reader, args=("sipipe", over.recv(), 0, count, there))
+        child.start()
+        back.recv()
+        body = os.urandom(4096)
+        producer.publish([body], 10)
+        sent = np.empty(count, np.int64)
+        for i in range(count):
+            time.sleep(PACE)
+            sent[i] = time.perf_counter_ns()
+            producer.publish([body], 10)
+        producer.publish([body], 10)
+        times, _, _ = back.recv()
+        child.join()
+    for end in (source, replica):
+        end.join()
+    return {
+        "channel": "4 KB through a relay on loopback",
+        "p50 µs": float(np.percentile((times - sent) / 1e3, 50)),
+        "p99 µs": float(np.percentile((times - sent) / 1e3, 99)),
+    }
+
+
 # Deltas: is it worth comparing a part with the last message of its slot?
 
 
@@ -329,6 +369,7 @@ def main() -> None:
     report("channels", "40 MB of logits to one sampler", rows, file="channels-logits")
     rows = [_gather(n, tcp, count // 2) for n in (1, 8) for tcp in (False, True)]
     report("channels", "Samplers answer a dispatched message", rows, file="channels-gather")
+    report("channels", "Relay", [_relay(count // 2)], file="channels-relay")
     report(
         "channels",
         "Copying a part against comparing it with the slot's last one",

@@ -127,7 +127,8 @@ class Sequencer:
                 pass
 
         def sleep(seconds):
-            sequencer.step(block=True, deadline=sequencer.now + seconds)
+            # A second at least: a loop that looks every millisecond would take thousands of turns.
+            sequencer.step(block=True, deadline=sequencer.now + max(seconds, 1.0))
 
         self.racing = set()
         clock = types.SimpleNamespace(monotonic=lambda: sequencer.now, sleep=sleep)

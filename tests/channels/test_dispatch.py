@@ -1,6 +1,7 @@
 """The dispatch channel: content, order, late and dead peers, cut messages, joining."""
 
 import json
+import threading
 
 import msgspec
 import numpy as np
@@ -223,3 +224,32 @@ def test_an_endpoint_travels_as_json(make):
     with DispatchReader.open(msgspec.json.decode(text, type=Endpoint), "a") as a:
         producer.publish([b"x"])
         assert content(a) == (0, [b"x"])
+
+
+def test_threads_take_turns_to_publish_and_to_add_readers(make):
+    producer = make(readers=["a"], slots=32)
+    a = make.reader(producer, "a")
+    late = []
+
+    def publish():
+        for _ in range(200):
+            producer.publish([b"x"], 30)
+
+    def join():
+        for i in range(10):
+            producer.add_reader(f"late{i}")
+            reader = DispatchReader.open(producer.endpoint, f"late{i}")
+            late.append(reader.receive(30).sequence)
+            reader.close()
+
+    threads = [threading.Thread(target=target) for target in (publish, publish, join)]
+    for thread in threads:
+        thread.start()
+    got = [content(a, 30)[0] for _ in range(400)]
+    while threads[2].is_alive():  # a reader that joined after the last message waits for one more
+        producer.publish([b"x"], 30)
+        got.append(content(a, 30)[0])
+    for thread in threads:
+        thread.join(30)
+    assert got == list(range(len(got)))
+    assert late == sorted(late)

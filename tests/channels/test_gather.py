@@ -3,6 +3,7 @@
 import os
 import socket
 import struct
+import threading
 
 import pytest
 
@@ -131,3 +132,35 @@ def test_close_ends_both_ends():
     with pytest.raises(ChannelPeerDied, match="nobody listens"):
         GatherSender.connect(receiver.endpoint, "a", timeout=1)
     a.close()
+
+
+def test_another_thread_may_expect_and_close():
+    got = []
+    with GatherReceiver.create(["a"]) as receiver:
+
+        def collect():
+            try:
+                while True:
+                    got.append(receiver.collect())
+            except ChannelClosed as end:
+                got.append(end)
+
+        receiver.expect(3, ["a"])
+        thread = threading.Thread(target=collect)
+        thread.start()
+        with GatherSender.connect(receiver.endpoint, "a") as a:
+            a.send(4, [b"early"])  # kept until it is declared
+            a.send(3, [b"three"])
+            receiver.expect(4, ["a"])
+            receiver.expect(5, [])  # complete when it is declared: the collector is woken for it
+            a.send(6, [b"six"])
+            receiver.expect(6, ["a"])
+            while len(got) < 4:
+                thread.join(0.001)
+        receiver.close()
+        thread.join(30)
+        assert not thread.is_alive()
+    assert [one.iteration for one in got[:-1]] == [3, 4, 5, 6]
+    assert got[1].payloads == {"a": b"early"}
+    assert isinstance(got[-1], ChannelClosed)
+    assert receiver.statistics().depth == 0

@@ -150,6 +150,7 @@ def test_a_kill_after_every_step(victim):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(RELAXED, max_examples=5000)
 @given(choices=CHOICES, kills=KILLS)
 def test_many_interleavings_with_kills(choices, kills):
@@ -182,7 +183,7 @@ class Logits:
         writer = LogitsWriter.open(owner.endpoint, rank)
         for iteration in range(self.iterations):
             try:
-                with writer.acquire(iteration, 2, timeout=0.05) as region:
+                with writer.acquire(iteration, 2, timeout=5) as region:
                     region[...] = iteration
             except ChannelTimeout as late:
                 actors = self.sequencer.actors
@@ -196,7 +197,7 @@ class Logits:
         reader = LogitsReader.open(owner.endpoint, name)
         try:
             while True:
-                with reader.receive(timeout=0.5) as slot:
+                with reader.receive(timeout=20) as slot:
                     for _ in range(2):
                         self.sequencer.step()
                         assert np.all(slot.array == slot.iteration)

@@ -1,6 +1,6 @@
 """BIC-I: one producer's messages to every reader of this host, in order, without a copy.
 
-Who runs here: one producer thread; each reader in a process (or thread) of its own. The ring
+Who runs here: the producer's threads, one at a time; each reader in a process (or thread) of its own. The ring
 below does all synchronization; this module only lays messages out in slots.
 
 A message is a sequence of parts. It is written once, whatever the number of readers::
@@ -13,14 +13,15 @@ each reader puts it together in memory of its own; one that fits (form WHOLE) is
 A producer whose time is up amid a cut message gives it up: the next message begins with WHOLE or
 FIRST, and the readers drop what they have of the old one.
 
-Deltas against the last message of a microbatch's slot were measured and rejected: comparing costs
-as much as copying (docs/log.md).
+Deltas against the last message of a microbatch's slot were measured and rejected: a part of 4 KB
+that need not be copied saves a tenth of a microsecond of forty (docs/log.md).
 """
 
 from __future__ import annotations
 
 import functools
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -50,12 +51,14 @@ def _aligned(size: int) -> int:
 
 
 class DispatchProducer:
-    """The one writer of a dispatch channel, and its owner. Not for two threads at once."""
+    """The one writer of a dispatch channel, and its owner. Any thread; publishing and adding a
+    reader take turns, removing one does not wait for a publish that is stuck."""
 
     def __init__(self, owner: RingOwner) -> None:
         """Use :meth:`create`."""
         self._owner = owner
         self._writer = RingWriter(owner.memory, 0, owner.locks)
+        self._turns = threading.Lock()  # a new reader's first message is known only between two
         self._sequence = 0
         self._messages = 0
         self._bytes = 0
@@ -108,6 +111,10 @@ class DispatchProducer:
                 was published; the call may be made again.
             ChannelClosed: this producer is closed.
         """
+        with self._turns:
+            return self._publish(parts, timeout, sequence)
+
+    def _publish(self, parts: Sequence[Part], timeout: float | None, sequence: int | None) -> int:
         if self._closed:
             raise ChannelClosed(f"channel {self._owner.channel}: this producer is closed")
         self._check_readers()
@@ -195,8 +202,9 @@ class DispatchProducer:
         It may be a name used before, once the reader that had it is dead, has left, or was
         removed and is gone.
         """
-        self._owner.add_reader(name, start=self._writer.next)
-        self._waiting = True
+        with self._turns:
+            self._owner.add_reader(name, start=self._writer.next)
+            self._waiting = True
 
     def remove_reader(self, name: str) -> None:
         """Forget a reader, dead or alive. One that lives gets ChannelClosed at its next receive;
