@@ -32,6 +32,7 @@ from sipipe.models import make_model
 from sipipe.planner import Cluster, Workload, device, load_model, local_cpu, make_plan, network
 from sipipe.planner.calibration import calibrate
 from sipipe.planner.costs import DatasheetCosts
+from sipipe.planner.fit import group_means
 from sipipe.planner.hardware import efficiency, engine, sampling
 from sipipe.planner.pipeline import iterate
 from sipipe.planner.placement import place
@@ -43,7 +44,7 @@ LEVELS = ((16, 64), (32, 32), (64, 16))
 """(requests at once, prompt tokens): all levels fill the same token budget, so that stock vLLM too
 spreads the requests evenly over its microbatches."""
 TOKENS = 48
-SECONDS = 400
+SECONDS = 600
 """That one engine may take."""
 
 
@@ -173,7 +174,7 @@ def run_engine(spec: dict[str, Any]) -> None:
 
 
 def observed(trace: Trace) -> dict[int, tuple[float, int]]:
-    """Microbatch size to the median seconds between two tokens of a slot, and how many.
+    """Microbatch size to the mean seconds between two tokens of a slot, and how many.
 
     Only steady decoding counts: every microbatch between the two has as many sequences, give or
     take one, and none carries a prompt.
@@ -193,11 +194,13 @@ def observed(trace: Trace) -> dict[int, tuple[float, int]]:
         if even and (between["batch"] == between["tokens"]).all():
             gap = (int(now["end_ns"]) - int(records[before]["end_ns"])) * 1e-9
             gaps.setdefault(int(now["batch"]), []).append(gap)
-    return {
-        batch: (float(np.median(values)), len(values))
-        for batch, values in gaps.items()
-        if len(values) >= 20
-    }
+    found = {}
+    for batch, values in gaps.items():
+        # as for the phases: what took three times the median was something else's doing
+        _, means, counts, _ = group_means([()] * len(values), np.asarray(values))
+        if counts[0] >= 20:
+            found[batch] = (float(means[0]), int(counts[0]))
+    return found
 
 
 def check(model: Path, traces: list[Trace]) -> list[dict[str, Any]]:

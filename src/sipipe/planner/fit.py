@@ -35,7 +35,7 @@ class Fit:
     count: int
     """Records used."""
     dropped: int
-    """Records left out as far outliers (first calls, compilation)."""
+    """Records left out as far outliers (first calls, compilation, preemption)."""
     mean_seconds: float
     median_error: float
     """Median relative error on the half of the records that was held out."""
@@ -61,7 +61,7 @@ class Fit:
 
 
 def group_means(
-    keys: Sequence[tuple[float, ...]], seconds: Array, *, outlier: float = 10.0
+    keys: Sequence[tuple[float, ...]], seconds: Array, *, outlier: float = 3.0
 ) -> tuple[list[tuple[float, ...]], Array, Array, int]:
     """Mean time of the records that share a key.
 
