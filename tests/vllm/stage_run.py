@@ -59,7 +59,7 @@ def workload(llm, spec):
     todo = []
     for number in range(spec["requests"]):
         prompt = [rng.randrange(3, 1000) for _ in range(rng.randint(*spec["prompt"]))]
-        if number % 3 == 0:  # a shared beginning, for the prefix cache
+        if spec.get("shared", True) and number % 3 == 0:  # a shared beginning, for the prefix cache
             prompt = list(range(3, 40)) + prompt
         params = SamplingParams(
             temperature=0,
