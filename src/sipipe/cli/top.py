@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "main", "run"]
 
-BAR = 40
+BAR = 24
 STYLES = {
     "busy": "blue",
     "load_imbalance": "yellow",
@@ -124,7 +124,8 @@ def render(rates: Rates) -> RenderableType:
     stages = Table(box=None, pad_edge=False)
     for name in ("stage", "device", "busy", "imbalance", "intra", "inter", "unsched.", "forward"):
         stages.add_column(name, justify="left" if name in ("stage", "device") else "right")
-    stages.add_column("queues s/i/h", justify="right")
+    stages.columns[1].min_width = BAR
+    stages.add_column("queued", justify="right")
     stages.add_column("iteration", justify="right")
     for stage in rates.stages:
         stages.add_row(
