@@ -126,7 +126,7 @@ def render(rates: Rates) -> RenderableType:
         stages.add_column(name, justify="left" if name in ("stage", "device") else "right")
     stages.columns[1].min_width = BAR
     stages.add_column("queued", justify="right")
-    stages.add_column("iteration", justify="right")
+    stages.add_column("iter.", justify="right")
     for stage in rates.stages:
         stages.add_row(
             f"{stage.index}" + (f".{stage.rank}" if stage.rank else ""),
