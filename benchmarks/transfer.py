@@ -3,8 +3,9 @@
 Two processes, each on a core of its own; the earlier one makes fresh hidden states as a forward pass would, notes the time,
 sends, notes the time again ("blocked"); the later one, which waits for them, notes when it holds
 usable tensors. The clocks are one clock. "copy" is one ``memcpy`` of the same freshly made bytes
-into mapped shared memory, measured in the sender in the same loop; "beyond copy" is the median
-of usable minus copy.
+into one of three mapped buffers in turn, measured in the sender in the same loop; "beyond copy" is the median
+of usable minus copy. "Next stage late": the later stage is still busy with an earlier iteration
+when the earlier one sends, as it is in a full pipeline.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import numpy as np
 from benchmarks.harness import report
 
 HIDDEN = 4096
+_COPIES = 3  # places the reference copy goes to in turn, as a link's three slots
+_LATE = 0.02  # seconds that the later stage lags where it is late: one and a half iterations
 PATHS = {
     "sipipe shm": "shm",
     "sipipe socket (loopback)": "socket",
@@ -157,31 +160,33 @@ def _stage(rank: int, path: str, place: Any, plan: list[tuple[int, int]], pipe: 
     if len(cores) > 1:  # as vLLM binds its workers: a core for each stage
         os.sched_setaffinity(0, {cores[rank]})
     end = _open(path, place, rank)
-    results = [
-        (_sends if rank == 0 else _receives)(end, start, num_tokens, count, pipe)
-        for start, (num_tokens, count) in zip(
-            np.cumsum([0, *(count for _, count in plan)]).tolist(), plan, strict=False
-        )
-    ]
+    results = []
+    start = 0
+    for num_tokens, count in plan:
+        for late in (False, True):
+            run = _sends if rank == 0 else _receives
+            results.append(run(end, start, num_tokens, count // 4 if late else count, late))
+            start += count
     pipe.send(results)
     pipe.recv()  # both are done: nobody leaves a collective early
     end.close()
 
 
-def _sends(end: Any, start: int, num_tokens: int, count: int, pipe: Connection) -> list[Any]:
+def _sends(end: Any, start: int, num_tokens: int, count: int, late: bool) -> list[Any]:
     import torch
 
     base = torch.randn(num_tokens, HIDDEN).to(torch.bfloat16)
-    copies = mmap.mmap(-1, 2 * base.nbytes)
+    copies = mmap.mmap(-1, _COPIES * 2 * base.nbytes)
     target = torch.frombuffer(copies, dtype=torch.uint8)
     target.zero_()
     times = []
     for iteration in range(start, start + count):
-        time.sleep(0.004)  # a forward pass, which leaves both processes' cores to others
+        time.sleep(_LATE / 2 if late else 0.004)  # the rest of a forward pass
         made = {"hidden_states": base + 1, "residual": base - 1}
+        to = target.data_ptr() + iteration % _COPIES * 2 * base.nbytes
         began = time.perf_counter()
         for index, tensor in enumerate(made.values()):
-            ctypes.memmove(target.data_ptr() + index * base.nbytes, tensor.data_ptr(), base.nbytes)
+            ctypes.memmove(to + index * base.nbytes, tensor.data_ptr(), base.nbytes)
         copied = time.perf_counter() - began
         joint = torch.stack([base + iteration % 7, base - iteration % 7])
         made = {"hidden_states": joint[0], "residual": joint[1]}
@@ -193,17 +198,21 @@ def _sends(end: Any, start: int, num_tokens: int, count: int, pipe: Connection) 
     return times
 
 
-def _receives(end: Any, start: int, num_tokens: int, count: int, pipe: Connection) -> list[Any]:
+def _receives(end: Any, start: int, num_tokens: int, count: int, late: bool) -> list[Any]:
     ahead = 2
     for iteration in range(start, start + ahead):
         end.expect(iteration, num_tokens)
     times = []
+    if late:
+        time.sleep(_LATE)
     for iteration in range(start, start + count):
         if iteration + ahead < start + count:
             end.expect(iteration + ahead, num_tokens)
         tensors = end.receive(iteration)
         times.append(time.perf_counter())
         assert not tensors or tensors["residual"].shape == (num_tokens, HIDDEN)
+        if late:
+            time.sleep(_LATE / 2)  # this stage's own forward pass
         end.done(iteration)
     return times
 
@@ -237,7 +246,8 @@ def measure(path: str, plan: list[tuple[int, int]]) -> list[dict[str, float]]:
         for process in processes:
             process.kill()
     rows = []
-    for sends, arrivals in zip(sent, received, strict=True):
+    pairs = list(zip(sent, received, strict=True))
+    for (sends, arrivals), (late_sends, _) in zip(pairs[::2], pairs[1::2], strict=True):
         warm = slice(len(sends) // 5, None)
         began, blocked, copied = np.array(sends)[warm].T
         usable = np.array(arrivals)[warm] - began
@@ -245,6 +255,9 @@ def measure(path: str, plan: list[tuple[int, int]]) -> list[dict[str, float]]:
             {
                 "blocked p50 µs": float(np.median(blocked) * 1e6),
                 "blocked p99 µs": float(np.percentile(blocked, 99) * 1e6),
+                "blocked, next stage late p50 µs": float(
+                    np.median([blocked for _, blocked, _ in late_sends[2:]]) * 1e6
+                ),
                 "usable p50 µs": float(np.median(usable) * 1e6),
                 "usable p99 µs": float(np.percentile(usable, 99) * 1e6),
                 "copy µs": float(np.median(copied) * 1e6),

@@ -183,3 +183,16 @@ def test_a_port_that_another_engine_answers():
         sender.send(0, 1, {"h": torch.zeros(1, 2)})
         with pytest.raises(ResourceError, match=r"stage0-1\.r0.*another program uses the port"):
             sender.wait_sent(BOUND)
+
+
+def test_more_structures_than_are_remembered(endpoint):
+    """Forgotten ones are announced again; memory of them is bounded."""
+    with open_sender(endpoint) as sender, open_receiver(endpoint) as receiver:
+        for iteration in range(150):
+            tensors = {f"key{iteration % 40}": torch.full((2, 3), iteration)}
+            receiver.post(iteration, 2)
+            sender.send(iteration, 2, tensors)
+            for key, got in receiver.take(iteration, BOUND).items():
+                assert torch.equal(got, tensors[key])
+            receiver.release(iteration)
+        assert sender.statistics().metadata_messages == 150  # 40 in turn never stay among 32

@@ -19,7 +19,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sipipe.errors import StallError
+from sipipe.transfer.arena import Arena
 from sipipe.transfer.errors import LinkClosedError, TransferMismatchError
+from sipipe.transfer.structure import Structure
 from sipipe.transfer.transport import Arrival, ReceivingTransport
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class Receiver:
         self._held: dict[int, int] = {}  # iteration -> slot, under _state
         self._state = threading.Lock()
         self._taking = threading.Lock()
+        self._last: Arrival | None = None
+        self._ready: tuple[Arena, Structure, int, int, list[torch.Tensor]] | None = None
         self._last_posted = -1
         self._taken = 0
         self._bytes = 0
@@ -118,6 +122,7 @@ class Receiver:
         """
         with self._taking:
             num_tokens = self._expected(iteration)
+            self._prepare(num_tokens)
             arrival = self._wait(iteration, timeout)
             try:
                 self._verify(arrival, iteration, num_tokens)
@@ -163,6 +168,7 @@ class Receiver:
             self._transport.interrupt()
             with self._taking:
                 self._transport.close()
+                self._last = self._ready = None
 
     def __enter__(self) -> Receiver:
         return self
@@ -222,11 +228,30 @@ class Receiver:
                 f"{record.sequence} of an unknown structure, expected frame {self._taken}"
             )
 
+    def _prepare(self, num_tokens: int) -> None:
+        """Make the views that the next frame will most likely need, while it is on its way.
+
+        Slots come in turn as long as they are released in turn, and structures seldom change.
+        """
+        last = self._last
+        if last is not None:
+            slot = (last.record.slot + 1) % self._endpoint.depth
+            views = last.arena.views(last.structure, slot, num_tokens)
+            self._ready = (last.arena, last.structure, slot, num_tokens, views)
+
     def _tensors(self, arrival: Arrival, num_tokens: int) -> dict[str, torch.Tensor]:
-        views = arrival.arena.views(arrival.structure, arrival.record.slot, num_tokens)
+        arena, structure, slot = arrival.arena, arrival.structure, arrival.record.slot
+        ready, self._ready, self._last = self._ready, None, arrival
+        if ready is not None and ready[:4] == (arena, structure, slot, num_tokens):
+            views = ready[4]
+        else:
+            views = arena.views(structure, slot, num_tokens)
+        if self._plain():
+            return dict(zip(structure.keys, views, strict=True))
         result = {}
-        extents = arrival.structure.extents(num_tokens)
-        for spec, view, extent in zip(arrival.structure.specs, views, extents, strict=True):
+        for spec, extent, view in zip(
+            structure.specs, structure.extents(num_tokens), views, strict=True
+        ):
             if self._endpoint.device == "cuda":
                 # From pageable memory: the copy is complete on return.
                 view = view.to("cuda")  # noqa: PLW2901
@@ -240,3 +265,7 @@ class Receiver:
                 )
             result[spec.key] = self._all_gather(view).view(extent.shape)
         return result
+
+    def _plain(self) -> bool:
+        """Whether the views in the slot are all that is wanted."""
+        return self._endpoint.shards == 1 and self._endpoint.device == "cpu"

@@ -289,7 +289,10 @@ class ShmReceiving:
         structure = self._structures.get(record.structure)
         if structure is None or self._arena is None:
             raise RecordError(f"frame {record.sequence} has a structure never announced")
-        if self._arena.read_check(record.slot) != record.sequence ^ record.value:
+        if (
+            record.slot >= self._arena.depth
+            or self._arena.read_check(record.slot) != record.sequence ^ record.value
+        ):
             raise RecordError(
                 f"slot {record.slot} was overwritten while frame {record.sequence} was in it"
             )

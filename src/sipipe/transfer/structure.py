@@ -136,6 +136,11 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return tuple((spec.key, getattr(torch, spec.dtype)) for spec in self.specs)
 
     @functools.cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The keys, in order."""
+        return tuple(spec.key for spec in self.specs)
+
+    @functools.cached_property
     def fingerprint(self) -> int:
         """64 bits that two different structures share with probability 2⁻⁶⁴."""
         digest = hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()

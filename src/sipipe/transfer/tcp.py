@@ -5,7 +5,7 @@ thread that accepts the sender, then reads each frame straight into its slot and
 ``receive`` through a queue. A frame is one ``sendmsg``: record, tensors where they lie, seal::
 
     ┌──────────────┬────────────┬────────────┬───┬────────────┐
-    │ record, 52 B │ tensor 0   │ tensor 1   │ … │ seal, 8 B  │   then, backwards, one
+    │ record, 48 B │ tensor 0   │ tensor 1   │ … │ seal, 8 B  │   then, backwards, one
     └──────────────┴────────────┴────────────┴───┴────────────┘   RELEASE record per frame
 
 Guarantees: no copy outside the kernel on either side; a frame is read as soon as it arrives,
