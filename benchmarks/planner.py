@@ -27,17 +27,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import report
-from sipipe.cli.plan_traces import run_of
+from sipipe.cli.plan_traces import check_loop, run_of
 from sipipe.models import make_model
 from sipipe.planner import Cluster, Workload, device, load_model, local_cpu, make_plan, network
 from sipipe.planner.calibration import calibrate
 from sipipe.planner.costs import DatasheetCosts
-from sipipe.planner.fit import group_means
-from sipipe.planner.hardware import efficiency, engine, sampling
-from sipipe.planner.pipeline import iterate
-from sipipe.planner.placement import place
-from sipipe.planner.workload import Microbatch
-from sipipe.trace import Phase, Trace, read_trace
+from sipipe.planner.hardware import efficiency, sampling
+from sipipe.trace import Trace, read_trace
 
 MODELS = Path("build/models")
 LEVELS = ((16, 64), (32, 32), (64, 16))
@@ -173,84 +169,40 @@ def run_engine(spec: dict[str, Any]) -> None:
             llm.generate(prompts, params, use_tqdm=False)
 
 
-def observed(trace: Trace) -> dict[int, tuple[float, int]]:
-    """Microbatch size to the mean seconds between two tokens of a slot, and how many.
-
-    Only steady decoding counts: every microbatch between the two has as many sequences, give or
-    take one, and none carries a prompt.
-    """
-    assert trace.executor is not None
-    records = trace.executor.phase(Phase.GATHER)
-    records = records[np.argsort(records["iteration"], kind="stable")]
-    gaps: dict[int, list[float]] = {}
-    latest: dict[int, int] = {}
-    for position, now in enumerate(records):
-        before = latest.get(int(now["slot"]))
-        latest[int(now["slot"])] = position
-        if before is None or position - before != trace.inflight:
-            continue
-        between = records[before : position + 1]
-        even = np.ptp(between["batch"]) <= 1
-        if even and (between["batch"] == between["tokens"]).all():
-            gap = (int(now["end_ns"]) - int(records[before]["end_ns"])) * 1e-9
-            gaps.setdefault(int(now["batch"]), []).append(gap)
-    found = {}
-    for batch, values in gaps.items():
-        # as for the phases: what took three times the median was something else's doing
-        _, means, counts, _ = group_means([()] * len(values), np.asarray(values))
-        if counts[0] >= 20:
-            found[batch] = (float(means[0]), int(counts[0]))
-    return found
-
-
 def check(model: Path, traces: list[Trace]) -> list[dict[str, Any]]:
-    """Calibrate on each trace, predict every batch size of the others."""
+    """Calibrate on each trace, predict every microbatch size of all."""
     facts = load_model(str(model))
     cores = len(os.sched_getaffinity(0))
-    rows = []
-    for fitted in traces:
-        for other in traces:
-            cluster = Cluster(
-                device=local_cpu(cores),
-                hosts=1,
-                devices_per_host=max(1, other.stages),
-                network=network(100),
-                cores_per_host=cores,
-            )
-            sheet = DatasheetCosts(
-                facts=facts,
-                cluster=cluster,
-                efficiency=efficiency(),
-                sampling=sampling("temperature"),
-                kv_element_bytes=float(facts.activation_bytes),
-            )
-            run = run_of(fitted)
-            costs = calibrate(sheet, [run])
-            samplers = max(1, len(other.of("sampler")))
-            for batch, (seconds, count) in sorted(observed(other).items()):
-                work = Microbatch(batch=batch, tokens=batch, context=64)
-                found = iterate(
-                    costs,
-                    engine("sipipe" if other.label == "sipipe" else "vllm"),
-                    place(facts.layers, other.stages, 1, max(1, other.stages)),
-                    work,
-                    inflight=other.inflight,
-                    samplers=samplers,
-                )
-                rows.append(
-                    {
-                        "engine": other.label,
-                        "fitted to": f"p {fitted.stages}",
-                        "predicted": f"p {other.stages}",
-                        "microbatch": batch,
-                        "tokens seen": count,
-                        "measured ms": seconds * 1e3,
-                        "predicted ms": found.delay * 1e3,
-                        "error %": 100 * (found.delay / seconds - 1),
-                        "limit": found.limit,
-                    }
-                )
-    return rows
+    cluster = Cluster(
+        device=local_cpu(cores),
+        hosts=1,
+        devices_per_host=cores,
+        network=network(100),
+        cores_per_host=cores,
+    )
+    sheet = DatasheetCosts(
+        facts=facts,
+        cluster=cluster,
+        efficiency=efficiency(),
+        sampling=sampling("temperature"),
+        kv_element_bytes=float(facts.activation_bytes),
+    )
+    return [
+        {
+            "engine": found.engine,
+            "fitted to": f"p {fitted.stages}",
+            "predicted": f"p {found.p}",
+            "microbatch": found.batch,
+            "tokens seen": found.count,
+            "measured ms": found.measured * 1e3,
+            "predicted ms": found.predicted * 1e3,
+            "error %": 100 * found.error,
+            "limit": found.limit,
+        }
+        for fitted in traces
+        for other in traces
+        for found in check_loop(calibrate(sheet, [run_of(fitted)]), other)
+    ]
 
 
 def main() -> None:

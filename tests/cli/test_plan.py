@@ -259,3 +259,31 @@ def test_a_trace_of_another_model(capsys, bench, tmp_path):
     arguments = (model, "--gpu", "cpu", "--calibrate", str(tmp_path / "deep"))
     assert main(["plan", *arguments]) == 2
     assert "is it a trace of this model?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        {"stock": True, "inflight": 4},
+        {"stock": True, "inflight": 4, "sample": 0.5, "prepare": 4.0},
+        {"inflight": 5},
+        {"inflight": 4, "sample": 12.0},
+        {"inflight": 5, "stages": 2, "sample": 24.0},
+    ],
+)
+def test_a_simulated_pipeline_is_predicted_from_its_trace(capsys, bench, tmp_path, example):
+    """sipipe.trace makes timelines up event by event; the fitted loop must give their TPOT."""
+    from sipipe.trace.example import Example, write_example
+
+    model, _ = bench
+    spec = Example(iterations=1_200, prefill_every=100, **example)
+    write_example(tmp_path / "made-up", spec)
+    _, out = plan(
+        capsys,
+        *(model, "--gpu", "cpu", "--gpus-per-host", str(spec.stages), "--cores", "64"),
+        *("--calibrate", str(tmp_path / "made-up"), "--input", "0", "--json"),
+    )
+    (check,) = json.loads(out)["calibration"]["loop"]
+    assert check["batch"] == spec.batch
+    assert check["count"] > 100
+    assert abs(check["error"]) < 0.1

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sipipe.cli.parser import make_parser
 from sipipe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sipipe.cli.plan_traces import LoopCheck
     from sipipe.planner import Cluster, ModelFacts, Plan, Workload
     from sipipe.planner.calibration import Calibration
 
@@ -104,11 +106,12 @@ def run(args: argparse.Namespace) -> int:
     bits = None if args.weight_bits is None else _positive("--weight-bits", args.weight_bits)
     facts = load_model(args.model, weight_bits=bits)
     cluster, workload = _cluster(args), _workload(args, facts)
-    calibration = None
+    calibration: Calibration | None = None
+    checks: list[LoopCheck] = []
     if args.calibrate:
         from sipipe.cli.plan_traces import calibrate_from_traces
 
-        calibration = calibrate_from_traces(args.calibrate, facts, cluster, workload)
+        calibration, checks = calibrate_from_traces(args.calibrate, facts, cluster, workload)
     plan = make_plan(
         facts,
         cluster,
@@ -122,11 +125,11 @@ def run(args: argparse.Namespace) -> int:
     if plot is not None:
         _write_plot(plot, plan)
     if args.json:
-        _print_json(plan, calibration)
+        _print_json(plan, calibration, checks)
     else:
         from sipipe.cli.plan_tables import print_tables
 
-        print_tables(plan, calibration, details=args.details)
+        print_tables(plan, calibration, checks, details=args.details)
         if plot is not None:
             print(f"drawn: {plot}")
     return 0 if plan.best else 1
@@ -229,8 +232,13 @@ def _list() -> None:
         )
 
 
-def _print_json(plan: Plan, calibration: Calibration | None) -> None:
+def _print_json(plan: Plan, calibration: Calibration | None, checks: list[LoopCheck]) -> None:
     from sipipe.planner.report import to_json
 
-    fits = {} if calibration is None else {"calibration": calibration.to_dict()}
-    sys.stdout.write(to_json(plan, **fits) + "\n")
+    more: dict[str, Any] = {}
+    if calibration is not None:
+        more["calibration"] = {
+            **calibration.to_dict(),
+            "loop": [{**dataclasses.asdict(check), "error": check.error} for check in checks],
+        }
+    sys.stdout.write(to_json(plan, **more) + "\n")

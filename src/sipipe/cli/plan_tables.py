@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -10,13 +11,18 @@ from rich.table import Table
 from sipipe.planner.report import SEVERAL_HOSTS, limits, serve_commands
 
 if TYPE_CHECKING:
+    from sipipe.cli.plan_traces import LoopCheck
     from sipipe.planner import Choice, Plan, Prediction
     from sipipe.planner.calibration import Calibration
 
 __all__ = ["print_tables"]
 
+_NO_LOOP = "the traces hold no steady decoding to compare a whole prediction with"
 
-def print_tables(plan: Plan, calibration: Calibration | None, *, details: bool) -> None:
+
+def print_tables(
+    plan: Plan, calibration: Calibration | None, checks: Sequence[LoopCheck], *, details: bool
+) -> None:
     """The ranking, what was ruled out, notes, and the serve command."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -38,6 +44,7 @@ def print_tables(plan: Plan, calibration: Calibration | None, *, details: bool) 
     )
     if calibration is not None:
         console.print(_fit_table(calibration))
+        console.print(_loop_table(checks) if checks else _NO_LOOP)
     if plan.choices:
         console.print(_choice_table(plan, console.width))
         if details:
@@ -82,7 +89,7 @@ def _choice_table(plan: Plan, width: int) -> Any:
 def _cells(choice: Choice) -> list[str]:
     def shown(prediction: Prediction | None) -> list[str]:
         if prediction is None:
-            return ["over budget", "", ""]
+            return ["over budget" if "budget" in choice.baseline_reason else "none", "", ""]
         idle = prediction.iteration.bubbles.total
         return [f"{prediction.throughput:,.0f}", f"{prediction.tpot * 1e3:.1f}", f"{idle:.0%}"]
 
@@ -138,6 +145,22 @@ def _detail_table(plan: Plan) -> Any:
                 ),
                 *(f"{kind:.0%}" for kind in kinds),
             )
+    return table
+
+
+def _loop_table(checks: Sequence[LoopCheck]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title="the traced runs themselves")
+    table.add_column("engine")
+    for name in ("p", "t", "in flight", "a microbatch", "measured ms", "predicted ms", "error"):
+        table.add_column(name, justify="right")
+    for check in checks:
+        table.add_row(
+            check.engine,
+            *(str(number) for number in (check.p, check.t, check.inflight, check.batch)),
+            f"{check.measured * 1e3:.2f}",
+            f"{check.predicted * 1e3:.2f}",
+            f"{check.error:+.0%}",
+        )
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,18 +15,45 @@ if TYPE_CHECKING:
     from sipipe.planner.calibration import Calibration, Observation, Run
     from sipipe.trace import Trace
 
-__all__ = ["calibrate_from_traces", "run_of"]
+__all__ = ["LoopCheck", "calibrate_from_traces", "check_loop", "run_of"]
 
 _MOST = 4_000
 """Records taken of one process and phase, evenly over the run: enough for a mean."""
+_FEWEST = 20
+"""Times between tokens below which a microbatch size is not compared."""
 _WARM_UP = 0.05
 """Share of the iterations at the start that is left out."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoopCheck:
+    """The whole loop of one traced run, at one microbatch size: measured and predicted."""
+
+    engine: str
+    p: int
+    t: int
+    inflight: int
+    batch: int
+    """Sequences of a microbatch."""
+    count: int
+    """Times between two tokens of a slot that were measured."""
+    measured: float
+    """Their mean, seconds."""
+    predicted: float
+    """The calibrated model's time per output token, seconds."""
+    limit: str
+    """What the prediction spends its time on."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.measured - 1.0
+
+
 def calibrate_from_traces(
     directories: Sequence[str], facts: ModelFacts, cluster: Cluster, workload: Workload
-) -> Calibration:
-    """Costs fitted to the traces in ``directories``.
+) -> tuple[Calibration, list[LoopCheck]]:
+    """Costs fitted to the traces in ``directories``, and how well they predict those runs.
 
     Raises:
         ConfigError: a directory holds no usable trace; names it.
@@ -41,17 +69,91 @@ def calibrate_from_traces(
         sampling=sampling(workload.sampling),
         kv_element_bytes=workload.kv_element_bytes or float(facts.activation_bytes),
     )
-    return calibrate(sheet, [_read(directory, cluster) for directory in directories])
+    cores = max(1, cluster.device.cores)
+    traces = [_read(directory) for directory in directories]
+    costs = calibrate(sheet, [run_of(trace, cores=cores) for trace in traces])
+    return costs, [check for trace in traces for check in check_loop(costs, trace)]
 
 
-def _read(directory: str, cluster: Cluster) -> Run:
+def _read(directory: str) -> Trace:
     from sipipe.trace import TraceError, read_trace
 
     try:
-        trace = read_trace(directory)
+        return read_trace(directory)
     except TraceError as error:
         raise ConfigError(f"--calibrate: {error}") from None
-    return run_of(trace, cores=max(1, cluster.device.cores))
+
+
+def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
+    """What ``costs`` predict for the run of ``trace``, beside what it took; by microbatch size.
+
+    Empty where the run had no steady decoding, or its executor was not traced.
+    """
+    from sipipe.planner.hardware import engine
+    from sipipe.planner.pipeline import iterate
+    from sipipe.planner.placement import place
+    from sipipe.planner.workload import Microbatch
+
+    sheet = costs.sheet
+    run = run_of(trace, cores=costs.cores)
+    placement = place(sheet.facts.layers, run.p, run.t, sheet.cluster.devices_per_host)
+    found = []
+    for batch, (seconds, count) in sorted(_steady(trace).items()):
+        predicted = iterate(
+            costs,
+            engine(run.engine),
+            placement,
+            Microbatch(batch=batch, tokens=batch, context=0.0),
+            inflight=trace.inflight,
+            samplers=max(1, len(trace.of("sampler"))),
+        )
+        found.append(
+            LoopCheck(
+                engine=trace.label,
+                p=run.p,
+                t=run.t,
+                inflight=trace.inflight,
+                batch=batch,
+                count=count,
+                measured=seconds,
+                predicted=predicted.delay,
+                limit=predicted.limit,
+            )
+        )
+    return found
+
+
+def _steady(trace: Trace) -> dict[int, tuple[float, int]]:
+    """Microbatch size to the mean seconds between two tokens of a slot, and how many.
+
+    Only steady decoding counts: every microbatch between the two has as many sequences, give or
+    take one, and none carries a prompt (it would draw fewer tokens than it has sequences).
+    """
+    from sipipe.planner.fit import group_means
+    from sipipe.trace import Phase
+
+    if trace.executor is None:
+        return {}
+    records = trace.executor.phase(Phase.GATHER)
+    records = records[np.argsort(records["iteration"], kind="stable")]
+    gaps: dict[int, list[float]] = {}
+    latest: dict[int, int] = {}
+    for position, now in enumerate(records):
+        before = latest.get(int(now["slot"]))
+        latest[int(now["slot"])] = position
+        if before is None or position - before != trace.inflight:
+            continue
+        between = records[before : position + 1]
+        if np.ptp(between["batch"]) <= 1 and (between["batch"] == between["tokens"]).all():
+            gap = (int(now["end_ns"]) - int(records[before]["end_ns"])) * 1e-9
+            gaps.setdefault(int(now["batch"]), []).append(gap)
+    found = {}
+    for batch, values in gaps.items():
+        # as for the phases: what took three times the median was something else's doing
+        _, means, counts, _ = group_means([()] * len(values), np.asarray(values))
+        if counts[0] >= _FEWEST:
+            found[batch] = (float(means[0]), int(counts[0]))
+    return found
 
 
 def run_of(trace: Trace, *, cores: int = 1) -> Run:
@@ -69,7 +171,7 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
         p=trace.stages,
         t=1 + max((process.header.rank for process in stages), default=0),
         observations=found,
-        engine="sipipe" if trace.label == "sipipe" else "vllm",
+        engine="vllm" if "stock" in trace.label.lower() else "sipipe",
         cores=cores,
     )
 

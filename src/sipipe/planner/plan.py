@@ -59,7 +59,9 @@ class Choice:
     best: Prediction
     """With SiPipe."""
     baseline: Prediction | None
-    """With the engine compared to; None where that one cannot meet the latency budget."""
+    """With the engine compared to; None where there is no prediction for it."""
+    baseline_reason: str
+    """Why there is none; empty where there is."""
     samplers: int
     """CPU sampler processes."""
     communication_bytes: float
@@ -206,7 +208,7 @@ def _consider(
     if not found:
         return out(reason)
     best = max(found, key=lambda prediction: prediction.throughput)
-    other = predict(costs, theirs, placement, memory, workload, p, cores, extrapolate=True)
+    other = predict(costs, theirs, placement, memory, workload, p, cores, extrapolate)
     again = functools.partial(
         iterate, costs, ours, placement, best.iteration.microbatch, inflight=best.iteration.inflight
     )
@@ -218,6 +220,7 @@ def _consider(
         memory=memory,
         best=best,
         baseline=other if isinstance(other, Prediction) else None,
+        baseline_reason="" if isinstance(other, Prediction) else other,
         samplers=samplers or _enough_samplers(lambda n: again(samplers=n), cores),
         communication_bytes=volume * workload.tokens_per_sequence * facts.activation_bytes,
     )
@@ -290,7 +293,10 @@ def predict(
         within = [batch for batch in _candidates(1, cap) if not outside(batch)]
         if within:
             cap, why = within[-1], "calibrated range"
-    if not extrapolate and (unseen := outside(cap)):
+    if not extrapolate and outside(cap):
+        unseen = min(map(outside, _candidates(1, cap)), key=len)
+        if workload.fixed_batch is not None:
+            unseen = outside(cap)
         return "not predicted: " + "; ".join(unseen) + " (--extrapolate predicts it, marked)"
     least = cap if workload.fixed_batch is not None else 1
     if run(least).delay > workload.tpot_slo:

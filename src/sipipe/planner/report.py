@@ -96,6 +96,7 @@ def _choice(plan: Plan, choice: Choice) -> dict[str, Any]:
         "t": choice.t,
         "sipipe": _prediction(choice.best),
         "baseline": _prediction(choice.baseline) if choice.baseline else None,
+        "baseline_reason": choice.baseline_reason or None,
         "gain": choice.gain,
         "samplers": choice.samplers,
         "kv_tokens": choice.memory.kv_tokens,
