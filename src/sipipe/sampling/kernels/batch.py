@@ -15,22 +15,22 @@ import numpy as np
 
 from sipipe.sampling.kernels._jit import entry, kernel
 from sipipe.sampling.kernels.blocks import block_copy, block_mask, element
-from sipipe.sampling.kernels.rows import Columns, Extras, Output, copy_row, draw_row
-from sipipe.sampling.kernels.scan import NOTHING
+from sipipe.sampling.kernels.rows import (
+    PROCESSED_LOGPROBS,
+    Columns,
+    Extras,
+    Output,
+    copy_row,
+    draw_row,
+    score_raw,
+)
+from sipipe.sampling.kernels.scan import NOTHING, block_maxima
 from sipipe.sampling.kernels.work import Work
 
 
 @kernel
-def _mask_row(row: Any, vocab: Any, i: Any, extras: Any) -> None:
-    """Apply allowed token ids and the grammar's bitmask of call row ``i`` to a float32 row."""
-    first, last = extras.allowed[i], extras.allowed[i + 1]
-    if last > first:  # ascending, unique: everything between is masked
-        at = 0
-        for j in range(first, last):
-            token = extras.allowed_tokens[j]
-            row[at:token] = NOTHING
-            at = token + 1
-        row[at:vocab] = NOTHING
+def _apply_bitmask(row: Any, vocab: Any, i: Any, extras: Any) -> None:
+    """Apply the grammar's bitmask of call row ``i``, if any, to a float32 row."""
     m = extras.mask_rows[i]
     if m >= 0:
         words = extras.mask[m]
@@ -40,6 +40,19 @@ def _mask_row(row: Any, vocab: Any, i: Any, extras: Any) -> None:
         for t in range(full << 8, vocab):
             if not (words[t >> 5] >> (t & 31)) & 1:
                 row[t] = NOTHING
+
+
+@kernel
+def _apply_allowed(row: Any, vocab: Any, i: Any, extras: Any) -> None:
+    """Mask all but the allowed tokens (ascending, unique) of call row ``i``, if it has any."""
+    first, last = extras.allowed[i], extras.allowed[i + 1]
+    if last > first:
+        at = 0
+        for j in range(first, last):
+            token = extras.allowed_tokens[j]
+            row[at:token] = NOTHING
+            at = token + 1
+        row[at:vocab] = NOTHING
 
 
 @kernel
@@ -68,18 +81,24 @@ def sample_rows(
     for i in range(starts.size):
         r = first + i
         row = work.rows[i if owned else 0]
-        masked = _is_masked(r, extras)
-        if masked or owned:
+        masked = owned or _is_masked(r, extras)
+        if masked:
             if not owned:
                 copy_row(flat[starts[i] : starts[i] + vocab], vocab, row)
-            if masked:
-                _mask_row(row, vocab, r, extras)
-            draw_row(
-                row, row, masked or owned, vocab, r, indices[i], columns, extras, mode, work, out
-            )
+            _apply_bitmask(row, vocab, r, extras)
+            # Raw scores are after the grammar's mask but before the allow list, as in vLLM.
+            limited = extras.allowed[r + 1] > extras.allowed[r]
+            late = limited and extras.wanted[r] >= 0 and mode < PROCESSED_LOGPROBS
+            if late:
+                copy_row(row, vocab, work.spare)
+            _apply_allowed(row, vocab, r, extras)
+            draw_row(row, row, masked, late, vocab, r, indices[i], columns, extras, mode, work, out)
+            if late and out.tokens[r] >= 0:
+                top, _ = block_maxima(work.spare, vocab, work)
+                score_raw(work.spare, vocab, r, top, extras, mode, work, out)
         else:
             x = flat[starts[i] : starts[i] + vocab]
-            draw_row(x, row, owned, vocab, r, indices[i], columns, extras, mode, work, out)
+            draw_row(x, row, masked, masked, vocab, r, indices[i], columns, extras, mode, work, out)
 
 
 @entry

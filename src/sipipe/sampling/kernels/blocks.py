@@ -289,3 +289,44 @@ def block_count(_: Any, x: Any, start: Any, shift: Any, offset: Any, threshold: 
 
     signature = types.intp(x, types.intp, types.float32, types.float32, types.float32)
     return signature, generate
+
+
+@intrinsic
+def block_mass(_: Any, values: Any, weights: Any, start: Any, threshold: Any) -> Any:
+    """(sum of ``weights``, how many) where float32 ``values`` >= ``threshold``, in a block."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pair = ir.LiteralStructType([vec.F32, vec.I64])
+
+        def body(inner: Any, values: Any, weights: Any, start: Any, threshold: Any) -> Any:
+            threshold = vec.splat(inner, threshold, vec.VF)
+            zero = vec.constant(vec.VF, 0.0)
+            sums: list[Any] = []
+            count = ir.Constant(vec.I64, 0)
+            each = zip(
+                _vectors(inner, values, start, types.float32),
+                _vectors(inner, weights, start, types.float32),
+                strict=True,
+            )
+            for v, (value, weight) in enumerate(each):
+                mask = inner.fcmp_ordered(">=", value, threshold)
+                kept = inner.select(mask, weight, zero)
+                count = inner.add(count, vec.count_lanes(inner, mask))
+                if v < _ACCUMULATORS:
+                    sums.append(kept)
+                else:
+                    sums[v % _ACCUMULATORS] = inner.fadd(sums[v % _ACCUMULATORS], kept)
+            total = vec.reduce_sum(inner, _fold(sums, inner.fadd))
+            found = inner.insert_value(ir.Constant(pair, ir.Undefined), total, 0)
+            return inner.insert_value(found, count, 1)
+
+        pointers = [
+            vec.data_pointer(context, builder, signature.args[i], arguments[i]) for i in (0, 1)
+        ]
+        given = [*pointers, *arguments[2:]]
+        found = vec.outlined(builder, "sipipe_mass", pair, given, body)
+        parts = [builder.extract_value(found, 0), builder.extract_value(found, 1)]
+        return context.make_tuple(builder, signature.return_type, parts)
+
+    returned = types.Tuple((types.float32, types.int64))
+    return returned(values, weights, types.intp, types.float32), generate

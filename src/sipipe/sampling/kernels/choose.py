@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sipipe.sampling.kernels._jit import kernel
-from sipipe.sampling.kernels.blocks import bits_float, element, float_bits
+from sipipe.sampling.kernels.blocks import bits_float, block_mass, element, float_bits
 from sipipe.sampling.kernels.scan import (
     LOWEST,
     NOTHING,
@@ -262,66 +262,64 @@ def threshold_for_tail(x: Any, vocab: Any, top: Any, scale: Any, mass: Any, work
 
 
 @kernel
+def mass_from(count: Any, threshold: Any, work: Any) -> Any:
+    """(mass, number) of the candidates with a value >= ``threshold``."""
+    mass = 0.0
+    number = 0
+    for start in range(0, count, 256):
+        part, some = block_mass(work.values, work.weights, start, threshold)
+        mass += part
+        number += some
+    return mass, number
+
+
+@kernel
 def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: Any) -> Any:
     """The last candidate of the smallest set whose mass reaches ``target``: (value, id).
 
-    No candidate is below ``low`` (-inf: not known). Weights are exp((value - top) * inverse). Kept are those with a larger value, or the same and
-    an id no smaller. Bins by value, ever finer, until those around the cut are few or all tied.
+    Kept are those with a larger value, or the same and an id no smaller. Bisection by value, a
+    vectorized pass over the candidates each, until those around the cut are few or all tied.
+    No candidate is below ``low`` (-inf: not known). Weights are exp((value - top) * inverse).
     """
     if low <= LOWEST:
         low = top
         for i in range(count):
             low = min(low, work.values[i])
-    high = top
-    above = 0.0  # mass of all candidates with a value larger than `high`
-    while True:
-        if low == high:
-            break
-        width = np.float64(BINS) / (np.float64(high) - np.float64(low))
-        work.bins[:] = 0.0
-        work.counts[:] = 0
+    # Invariant: mass(>= low) >= target (or low is the smallest), mass(>= high) = above < target.
+    high = np.float32(np.inf)
+    above, skipped = 0.0, 0
+    between = count
+    step = max(np.float32(top), np.float32(low))
+    while between > 64:
+        if high == np.inf:
+            middle = step
+        else:
+            middle = np.float32(low + (high - low) * np.float32(0.5))
+        if middle <= low or middle >= high:
+            break  # `low` and `high` are neighbours: all between are tied
+        mass, number = mass_from(count, middle, work)
+        if mass >= target:
+            low = middle
+            between = number - skipped
+        else:
+            high = middle
+            above = mass
+            between -= number - skipped
+            skipped = number
+    found = 0
+    if between <= 64:
         for i in range(count):
             value = work.values[i]
-            if low <= value <= high:
-                b = min(int((np.float64(high) - np.float64(value)) * width), BINS - 1)
-                work.bins[b] += work.weights[i]
-                work.counts[b] += 1
-        b = 0
-        last = 0
-        while b < BINS:
-            if work.counts[b]:
-                last = b
-                if above + work.bins[b] >= target:
-                    break
-                above += work.bins[b]
-            b += 1
-        if b == BINS:  # rounding: everything is needed; the last occupied bin decides
-            above -= work.bins[last]
-            b = last
-        first, final = np.float32(np.inf), NOTHING
-        found = 0
-        for i in range(count):
-            value = work.values[i]
-            if low <= value <= high:
-                at = min(int((np.float64(high) - np.float64(value)) * width), BINS - 1)
-                if at == b:
-                    first = min(first, value)
-                    final = max(final, value)
-                    if found < SMALL:
-                        work.keys[found] = key_of(
-                            value, np.int64(0xFFFFFFFF) - np.int64(work.ids[i])
-                        )
-                    found += 1
-        low, high = first, final
-        if low == high:
-            break
-        if found <= SMALL:
-            sort_keys(found, work)
-            for i in range(found):
-                value = key_value(work.keys[i])
-                above += math.exp((np.float64(value) - np.float64(top)) * inverse)
-                if above >= target or i == found - 1:
-                    return value, key_high_id(work.keys[i])
+            if low <= value < high:
+                low_bits = np.int64(0xFFFFFFFF) - np.int64(work.ids[i])
+                work.keys[found] = key_of(value, low_bits)
+                found += 1
+        sort_keys(found, work)
+        for i in range(found):
+            value = key_value(work.keys[i])
+            above += math.exp((np.float64(value) - np.float64(top)) * inverse)
+            if above >= target or i == found - 1:
+                return value, key_high_id(work.keys[i])
     weight = math.exp((np.float64(low) - np.float64(top)) * inverse)
     needed = math.ceil((target - above) / weight) if weight > 0.0 else count
     needed = max(needed, 1)
@@ -337,27 +335,59 @@ def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: A
 
 @kernel
 def draw_candidates(count: Any, cut: Any, cut_id: Any, u: Any, work: Any) -> Any:
-    """Keep the candidates from (cut, cut_id) up, and draw one; (token, number kept, mass)."""
-    kept = 0
+    """One of the candidates from (cut, cut_id) up; (token, their mass).
+
+    In order of token ids those above the cut, then those tied with it.
+    """
+    beyond = np.nextafter(cut, np.float32(np.inf)) if cut >= LOWEST else LOWEST
     total = 0.0
+    for start in range(0, count, 256):
+        part, _ = block_mass(work.values, work.weights, start, beyond)
+        total += part
+        work.sums[start >> 8] = total
+    tied = 0
+    weight = 0.0
+    if cut >= LOWEST:
+        for i in range(count):
+            if work.values[i] == cut and work.ids[i] >= cut_id:
+                tied += 1
+                weight = np.float64(work.weights[i])
+    target = u * (total + tied * weight)
+    last = -1
+    if target < total or tied * weight == 0.0:
+        b = 0
+        while work.sums[b] <= target and (b + 1) * 256 < count:
+            b += 1
+        before = work.sums[b - 1] if b else 0.0
+        for i in range(b * 256, count):  # past the block only where rounding leads there
+            if work.values[i] >= beyond:
+                before += np.float64(work.weights[i])
+                last = work.ids[i]
+                if before > target:
+                    break
+    if last < 0:
+        rest = min(int((target - total) / weight), tied - 1) if weight > 0.0 else 0
+        for i in range(count):
+            if work.values[i] == cut and work.ids[i] >= cut_id:
+                last = work.ids[i]
+                if rest <= 0:
+                    break
+                rest -= 1
+    return last, total + tied * weight
+
+
+@kernel
+def keep_from(count: Any, cut: Any, cut_id: Any, work: Any) -> Any:
+    """Drop the candidates below (cut, cut_id); how many stay."""
+    kept = 0
     for i in range(count):
         value = work.values[i]
         token = work.ids[i]
         if value > cut or (value == cut and token >= cut_id):
-            total += work.weights[i]
             work.ids[kept] = token
             work.values[kept] = value
-            work.sums[kept] = total
             kept += 1
-    target = u * total
-    low, high = 0, kept - 1
-    while low < high:  # the first running sum above the target
-        middle = (low + high) >> 1
-        if work.sums[middle] > target:
-            high = middle
-        else:
-            low = middle + 1
-    return work.ids[low], kept, total
+    return kept
 
 
 @kernel

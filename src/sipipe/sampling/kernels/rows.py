@@ -22,6 +22,7 @@ from sipipe.sampling.kernels.choose import (
     draw_candidates,
     draw_full,
     keep_at_least,
+    keep_from,
     scale_candidates,
     threshold_for_count,
     threshold_for_tail,
@@ -199,11 +200,12 @@ def _draw_plain(
     min_p: Any,
     top_p: Any,
     u: Any,
+    listed: Any,
     work: Any,
 ) -> Any:
     """Draw from a row without overlay; (token, kept or -1 for the whole row, maximum, log mass).
 
-    ``kept`` tokens are in ``work.ids``/``values``, divided by the temperature.
+    Where ``listed``, the ``kept`` tokens are in ``work.ids``/``values``, divided by the temperature.
     """
     inverse = 1.0 / np.float64(temperature)
     scale = np.float32(inverse * LOG2E)
@@ -230,9 +232,11 @@ def _draw_plain(
                 break
             tries += 1
         cut, cut_id = top_p_cut(count, top, threshold, target, inverse, work)
-        token, kept, total = draw_candidates(count, cut, cut_id, u, work)
-        scale_candidates(kept, temperature, work)
-        return token, kept, scaled_top, math.log(total)
+        token, total = draw_candidates(count, cut, cut_id, u, work)
+        if listed:
+            count = keep_from(count, cut, cut_id, work)
+            scale_candidates(count, temperature, work)
+        return token, count, scaled_top, math.log(total)
     threshold = LOWEST
     if k > 0:
         threshold = threshold_for_count(x, vocab, k, work)
@@ -251,8 +255,22 @@ def _draw_plain(
     cut, cut_id = NOTHING, 0
     if top_p < 1.0:
         cut, cut_id = top_p_cut(count, high, NOTHING, top_p * total, 1.0, work)
-    token, kept, total = draw_candidates(count, cut, cut_id, u, work)
-    return token, kept, np.float64(high), math.log(total)
+    token, total = draw_candidates(count, cut, cut_id, u, work)
+    if listed:
+        count = keep_from(count, cut, cut_id, work)
+    return token, count, np.float64(high), math.log(total)
+
+
+@kernel
+def score_raw(
+    x: Any, vocab: Any, i: Any, top: Any, extras: Any, mode: Any, work: Any, out: Any
+) -> None:
+    """Raw scores of call row ``i``, whose token is drawn, from ``x`` and its block maxima."""
+    named = extras.named_tokens[extras.named[i] : extras.named[i + 1]]
+    out.ranks[i] = score_row(
+        x, vocab, top, mode == RAW_LOGITS, out.tokens[i], extras.wanted[i], named,
+        out.score_ids[i], out.scores[i], work,
+    )  # fmt: skip
 
 
 @kernel
@@ -260,6 +278,7 @@ def draw_row(
     x: Any,
     row: Any,
     owned: Any,
+    late: Any,
     vocab: Any,
     i: Any,
     column: Any,
@@ -272,6 +291,7 @@ def draw_row(
     """Sample row ``i`` of this call for ``column`` into ``out``.
 
     ``x`` holds the logits. ``row`` is float32 room for a copy; where ``owned``, it is ``x`` itself.
+    ``late``: the caller takes raw scores itself.
     """
     out.tokens[i] = -1
     top, bad = block_maxima(x, vocab, work)
@@ -316,13 +336,13 @@ def draw_row(
             u = uniform(columns.seed[column], columns.position[column])
             if written:
                 token, kept, high, log_mass = _draw_plain(
-                    row, vocab, top, temperature, k, min_p, top_p, u, work
+                    row, vocab, top, temperature, k, min_p, top_p, u, processed, work
                 )
                 if greedy:
                     token = _first_maximum(row, vocab, top, work)
             else:
                 token, kept, high, log_mass = _draw_plain(
-                    x, vocab, top, temperature, k, min_p, top_p, u, work
+                    x, vocab, top, temperature, k, min_p, top_p, u, processed, work
                 )
                 if greedy:
                     token = _first_maximum(x, vocab, top, work)
@@ -339,18 +359,13 @@ def draw_row(
         return
     out.tokens[i] = token
     out.codes[i] = OK
-    if scored:
+    if processed:
         named = extras.named_tokens[extras.named[i] : extras.named[i + 1]]
-        logits = mode in (RAW_LOGITS, PROCESSED_LOGITS)
-        wanted = extras.wanted[i]
-        ids, scores = out.score_ids[i], out.scores[i]
-        if processed:
-            out.ranks[i] = score_kept(
-                kept, vocab, high, log_mass, logits, token, wanted, named, ids, scores, work
-            )
-        else:
-            if written:
-                block_maxima(x, vocab, work)
-            out.ranks[i] = score_row(
-                x, vocab, raw_top, logits, token, wanted, named, ids, scores, work
-            )
+        out.ranks[i] = score_kept(
+            kept, vocab, high, log_mass, mode == PROCESSED_LOGITS, token, extras.wanted[i], named,
+            out.score_ids[i], out.scores[i], work,
+        )  # fmt: skip
+    elif scored and not late:
+        if written:
+            block_maxima(x, vocab, work)
+        score_raw(x, vocab, i, raw_top, extras, mode, work, out)

@@ -17,6 +17,7 @@ class Work(NamedTuple):
     """Scratch arrays shared by all kernels; V is the vocabulary, N = ceil(V / 256) blocks.
 
     rows:    [1 or 16, 256 N] float32, a materialized row (masked, penalized, transposed).
+    spare:   [256 N] float32, a row as it was before its allow list.
     tail:    [256] float32, the last, incomplete block of a row read in place.
     peaks:   [N] float32, maximum of each block; picks: a copy to select from.
     masses:  [N] float32, sum of weights of each block.
@@ -29,6 +30,7 @@ class Work(NamedTuple):
     """
 
     rows: Any
+    spare: Any
     tail: Any
     peaks: Any
     picks: Any
@@ -49,11 +51,12 @@ class Work(NamedTuple):
 
 
 def make_work(vocab_size: int, rows: int = 1) -> Work:
-    """About 7.5 MB for ``rows=1`` at a vocabulary of 151,936."""
+    """About 8 MB for ``rows=1`` at a vocabulary of 151,936."""
     blocks = -(-vocab_size // BLOCK)
     room = blocks * BLOCK + BLOCK + LANES
     return Work(
         rows=np.full((rows, blocks * BLOCK), -np.inf, np.float32),
+        spare=np.zeros(blocks * BLOCK, np.float32),
         tail=np.full(BLOCK, -np.inf, np.float32),
         peaks=np.zeros(blocks, np.float32),
         picks=np.zeros(blocks, np.float32),

@@ -1,0 +1,341 @@
+"""Milliseconds to sample one sequence: stock vLLM's sampler, a plain read of the logits, and ours.
+
+    python -m benchmarks.sampling [--quick] [--stock/--no-stock]
+
+One core, steady state: sequences have joined with 200 prompt and 200 output tokens, and every call
+draws one token for each. The read is one streaming maximum over the same logits (our first pass).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import median_seconds, report
+from sipipe.sampling import SequenceColumns, SequenceParams, sample, warm_up
+from sipipe.sampling.cost import WEIGHTS
+from sipipe.sampling.kernels._jit import entry
+from sipipe.sampling.kernels.blocks import block_max
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top-k": {"top_k": 50},
+    "top-p": {"top_p": 0.95},
+    "min-p": {"min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+    "all": {
+        "temperature": 0.8,
+        "top_k": 50,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+    },
+}
+V, B = 151_936, 64
+
+
+@entry
+def read(flat: Any, rows: int, vocab: int) -> Any:
+    """One streaming read of the logits: the maximum of each row."""
+    total = np.float32(0.0)
+    for r in range(rows):
+        top = np.float32(-np.inf)
+        for b in range(vocab >> 8):
+            peak, _ = block_max(flat, r * vocab + (b << 8))
+            top = max(top, peak)
+        total += top
+    return total
+
+
+@entry
+def read_hot(flat: Any, rows: int, vocab: int, hot: Any) -> Any:
+    """Read only some tokens of each row, as hot-vocabulary sampling would: their maximum."""
+    total = np.float32(0.0)
+    for r in range(rows):
+        top = np.float32(-np.inf)
+        for i in range(hot.size):
+            top = max(top, flat[r * vocab + hot[i]])
+        total += top
+    return total
+
+
+def normal(batch: int, vocab: int) -> np.ndarray:
+    """Logits N(0, 3 squared), float32."""
+    return np.random.default_rng(0).standard_normal((batch, vocab), dtype=np.float32) * 3
+
+
+def zipf(batch: int, vocab: int) -> np.ndarray:
+    """Peaked logits: probabilities ~ rank ** -1.5, ranks permuted."""
+    rng = np.random.default_rng(0)
+    law = (-1.5 * np.log(np.arange(1, vocab + 1))).astype(np.float32)
+    return np.stack([rng.permutation(law) for _ in range(batch)])
+
+
+def bfloat16(x: np.ndarray) -> np.ndarray:
+    return (x.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def joined(strategy: str, batch: int, vocab: int, output: int = 200) -> SequenceColumns:
+    columns = SequenceColumns(vocab)
+    rng = np.random.default_rng(1)
+    for handle in range(batch):
+        params = SequenceParams(seed=handle, **STRATEGIES[strategy])
+        columns.join(handle, params, rng.integers(0, vocab, 200), rng.integers(0, vocab, output))
+    return columns
+
+
+def ours(columns: SequenceColumns, logits: np.ndarray, layout: Any = "rows") -> Callable[[], None]:
+    handles = np.arange(len(columns))
+
+    def call() -> None:
+        columns.sample(handles, logits, layout=layout)
+
+    return call
+
+
+def milliseconds(call: Callable[[], object], batch: int, repeat: int = 9) -> float:
+    return median_seconds(call, repeat=repeat, budget=1.5) / batch * 1e3
+
+
+def stock(strategy: str, logits: np.ndarray) -> float | None:
+    """Milliseconds a sequence of vLLM's own sampler on one thread; None without vLLM."""
+    try:
+        import torch
+        from vllm.v1.sample.logits_processor import LogitsProcessors, MinPLogitsProcessor
+        from vllm.v1.sample.metadata import SamplingMetadata
+        from vllm.v1.sample.sampler import Sampler
+    except ImportError:
+        return None
+    torch.set_num_threads(1)
+    batch, vocab = logits.shape
+    given = SequenceParams(**STRATEGIES[strategy])
+    rng = np.random.default_rng(1)
+    column = lambda value, kind=torch.float32: torch.full((batch,), value, dtype=kind)  # noqa: E731
+    processors = LogitsProcessors()
+    if given.min_p:
+        min_p = MinPLogitsProcessor.__new__(MinPLogitsProcessor)
+        min_p.min_p_count = batch
+        min_p.min_p = column(given.min_p).unsqueeze(1)
+        processors.argmax_invariant.append(min_p)
+    metadata = SamplingMetadata(
+        temperature=None if given.greedy else column(given.temperature),
+        all_greedy=given.greedy,
+        all_random=not given.greedy,
+        top_p=column(given.top_p) if given.top_p < 1 else None,
+        top_k=column(given.top_k, torch.int32) if given.top_k else None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=not given.penalized,
+        prompt_token_ids=torch.from_numpy(rng.integers(0, vocab, (batch, 200))),
+        frequency_penalties=column(given.frequency_penalty),
+        presence_penalties=column(given.presence_penalty),
+        repetition_penalties=column(given.repetition_penalty),
+        output_token_ids=rng.integers(0, vocab, (batch, 200)).tolist(),
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=processors,
+    )
+    sampler = Sampler()
+    tensor = torch.from_numpy(logits)
+    # The sampler works in place on float32: each call gets a copy, made outside the clock.
+    times = []
+    import time
+
+    for _ in range(3):
+        copy = tensor.clone()
+        began = time.perf_counter()
+        sampler(copy, metadata)
+        times.append(time.perf_counter() - began)
+    return float(np.median(times[1:])) / batch * 1e3
+
+
+def strategies(with_stock: bool) -> None:
+    rows = []
+    x, peaked = normal(B, V), zipf(B, V)
+    bits = bfloat16(x)
+    floor = milliseconds(lambda: read(x.reshape(-1), B, V), B)
+    floor16 = milliseconds(lambda: read(bits.reshape(-1), B, V), B)
+    rows.append({"strategy": "(one read)", "float32": floor, "bfloat16": floor16})
+    for name in STRATEGIES:
+        columns = joined(name, B, V)
+        row: dict[str, Any] = {"strategy": name}
+        row["float32"] = milliseconds(ours(columns, x), B)
+        row["bfloat16"] = milliseconds(ours(columns, bits), B)
+        row["peaked"] = milliseconds(ours(columns, peaked), B)
+        row["stock"] = stock(name, x) if with_stock else None
+        row["stock / ours"] = row["stock"] / row["float32"] if row["stock"] else None
+        rows.append(row)
+    keys = ["strategy", "float32", "bfloat16", "peaked", "stock", "stock / ours"]
+    rows = [{key: row.get(key) for key in keys} for row in rows]
+    report(
+        "sampling",
+        f"ms a sequence, V {V:,}, B {B}, N(0, 3²) logits, one core",
+        rows,
+        note="peaked: probabilities ~ rank^-1.5, float32. stock: vLLM's sampler, float32",
+    )
+
+
+def sizes(quick: bool) -> None:
+    rows = []
+    for vocab in (32_000, 151_936) if quick else (32_000, 128_256, 151_936, 200_000):
+        for batch in (16, 64, 256):
+            x = normal(batch, vocab)
+            row: dict[str, Any] = {"V": vocab, "B": batch}
+            row["read"] = milliseconds(lambda x=x: read(x.reshape(-1), *x.shape), batch)
+            for name in ("greedy", "temperature", "top-k", "top-p", "all"):
+                row[name] = milliseconds(ours(joined(name, batch, vocab), x), batch, repeat=5)
+            rows.append(row)
+    report(
+        "sampling", "ms a sequence by vocabulary and batch, float32", rows, file="sampling-sizes"
+    )
+
+
+def layouts() -> None:
+    rows = []
+    x = normal(B, V)
+    across = np.ascontiguousarray(x.T)
+    bits, bits_across = bfloat16(x), np.ascontiguousarray(bfloat16(x).T)
+    for name in ("greedy", "temperature", "top-p", "all"):
+        columns = joined(name, B, V)
+        rows.append(
+            {
+                "strategy": name,
+                "rows [B, V]": milliseconds(ours(columns, x), B),
+                "columns [V, B]": milliseconds(ours(columns, across, "columns"), B, repeat=5),
+                "rows, bfloat16": milliseconds(ours(columns, bits), B),
+                "columns, bfloat16": milliseconds(
+                    ours(columns, bits_across, "columns"), B, repeat=5
+                ),
+            }
+        )
+    report("sampling", "ms a sequence by layout", rows, file="sampling-layouts")
+
+
+def state() -> None:
+    """Sparse tables of seen tokens by output length, beside reading three dense rows."""
+    rows = []
+    batch = 16
+    x = normal(batch, V)
+    dense = np.zeros((batch * 3, V), np.float32)
+    lower = milliseconds(lambda: read(dense.reshape(-1), batch * 3, V), batch)
+    for output in (0, 200, 2_000, 8_000, 32_000):
+        columns = joined("all", batch, V, output)
+        rows.append(
+            {
+                "output tokens": output,
+                "all, sparse": milliseconds(ours(columns, x), batch, repeat=5),
+                "dense: reading 3 rows alone": lower,
+                "sparse KB a sequence": columns.state_nbytes / batch / 1e3,
+                "dense KB a sequence": 3 * V * 4 / 1e3,
+            }
+        )
+    report("sampling", "penalty state, ms a sequence, V 151,936", rows, file="sampling-state")
+
+
+def other() -> None:
+    x = normal(B, V)
+    every = [SequenceParams(**STRATEGIES["all"])] * B
+    rng = np.random.default_rng(1)
+    prompts = list(rng.integers(0, V, (B, 200)))
+    outputs = list(rng.integers(0, V, (B, 200)))
+    kept = milliseconds(ours(joined("all", B, V), x), B)
+    stateless = milliseconds(
+        lambda: sample(x, every, prompt_token_ids=prompts, output_token_ids=outputs), B
+    )
+    rows = [{"case": "all, state kept", "ms": kept}, {"case": "all, facade", "ms": stateless}]
+    for title, extra in (
+        ("temperature, 5 logprobs", {"logprobs": 5}),
+        ("top-k 1,000", {"top_k": 1000}),
+        ("allowed 100 tokens", {"allowed_token_ids": list(range(100))}),
+    ):
+        columns = SequenceColumns(V)
+        for handle in range(B):
+            columns.join(handle, SequenceParams(seed=handle, **extra))
+        rows.append({"case": title, "ms": milliseconds(ours(columns, x), B, repeat=5)})
+    for size in (8_192, 32_768):
+        hot = np.sort(rng.permutation(V)[:size])
+        time = milliseconds(lambda hot=hot: read_hot(x.reshape(-1), B, V, hot), B)
+        rows.append({"case": f"reading {size:,} hot tokens alone", "ms": time})
+    report("sampling", "ms a sequence, other cases", rows, file="sampling-other")
+
+
+def _worker(batch: int, start: Any, results: Any) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[multiprocessing.current_process()._identity[0] % len(cores)]})
+    x = normal(batch, V)
+    columns = joined("all", batch, V)
+    call = ours(columns, x)
+    call()
+    start.wait()
+    results.put(median_seconds(call, repeat=15))
+
+
+def processes() -> None:
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    for count in (1, 2):
+        start, results = context.Barrier(count), context.Queue()
+        batch = B // count
+        workers = [
+            context.Process(target=_worker, args=(batch, start, results)) for _ in range(count)
+        ]
+        for worker in workers:
+            worker.start()
+        slowest = max(results.get(timeout=300) for _ in workers)
+        for worker in workers:
+            worker.join()
+        rows.append({"processes": count, "ms for 64 sequences": slowest * 1e3})
+    report("sampling", "all strategies, one process against two", rows, file="sampling-processes")
+
+
+def weights() -> None:
+    """The entries of `sipipe.sampling.cost`, microseconds per 100,000 logits."""
+    x = normal(B, V)
+    unit = 1e3 / (V / 1e5)
+
+    def cost(**given: Any) -> float:
+        columns = SequenceColumns(V)
+        for handle in range(B):
+            columns.join(handle, SequenceParams(seed=handle, **given), range(400))
+        return milliseconds(ours(columns, x), B, repeat=5) * unit
+
+    temperature = cost()
+    measured = {
+        "greedy": cost(temperature=0.0),
+        "temperature": temperature,
+        "top_k": cost(top_k=50),
+        "min_p": cost(min_p=0.01),
+        "top_p": cost(top_p=0.95),
+        "write": cost(presence_penalty=0.1, repetition_penalty=1.1) - temperature,
+        "mask": cost(allowed_token_ids=list(range(100))),
+        "logprobs": cost(logprobs=5) - temperature,
+    }
+    rows = [{"term": k, "measured": v, "in use": WEIGHTS[k]} for k, v in measured.items()]
+    report("sampling", "cost weights, µs per 100,000 logits", rows, file="sampling-weights")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--stock", action=argparse.BooleanOptionalAction, default=True)
+    options = parser.parse_args()
+    warm_up()
+    strategies(options.stock)
+    sizes(options.quick)
+    layouts()
+    state()
+    other()
+    weights()
+    processes()
+
+
+if __name__ == "__main__":
+    main()
