@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -38,8 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``sipipe`` command; returns the exit status.
 
     0: done. 1: something failed. 2: a mistake in the command line. 130: interrupted.
+    143: ended by SIGTERM.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        # A command that is ended cleans up as one that is interrupted does. (vLLM's server
+        # installs handlers of its own.)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return _dispatch(arguments)
     except SiPipeError as error:
