@@ -207,7 +207,7 @@ def test_no_new_prompt_starts_when_the_cache_is_nearly_full():
     started = policy.visit(
         [Sequence("a", 5, True)], pending_prefill=90, started_prefill=5, kv_free=0.01
     )
-    assert started.prefill_tokens >= 5
+    assert 1 <= started.prefill_tokens <= 5
 
 
 def test_fewer_slots_for_few_sequences():

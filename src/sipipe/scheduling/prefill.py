@@ -73,7 +73,8 @@ class PrefillThrottle:
                 _share(pending, self._slots * self._settings.prefill_rotations),
                 min(_share(pending, self._slots), burst),
                 max(self._sizes, default=0) - decoding,
-                self._settings.min_prefill_tokens,
+                self._settings.min_prefill_tokens // self._slots,
+                1,
             )
             size = min(size, room, pending)
         self._sizes.append(decoding + size)

@@ -23,12 +23,13 @@ class SlotSettings:
     """Decoding sequences a microbatch should have before another slot is opened, 1 or more.
     1: up to m sequences run in microbatches of one each."""
 
-    prefill_rotations: int = 4
+    prefill_rotations: int = 3
     """Rotations of m microbatches over which pending prompt tokens are spread, 1 or more. More
     rotations are smoother for decoding sequences and later for first tokens."""
 
-    min_prefill_tokens: int = 32
-    """Prompt tokens below which a prefill chunk is not cut further, 1 or more."""
+    min_prefill_tokens: int = 96
+    """Prompt tokens of one rotation below which prefill is not cut further, 1 or more: a chunk
+    has at least ``min_prefill_tokens // m`` of them."""
 
     burst_tokens: int = 256
     """Prompt tokens that a microbatch may take while nothing decodes, 0 or more; the more

@@ -96,7 +96,8 @@ class PipelineScheduler(Scheduler):
         if not self.need_mamba_block_aligned_split:
             return parsed
         # A chunk that ends inside a Mamba block is cut to nothing: never offer less than a block.
-        least = max(parsed.min_prefill_tokens, self.cache_config.block_size)
+        block = self.cache_config.block_size * self.vllm_config.max_concurrent_batches
+        least = max(parsed.min_prefill_tokens, block)
         return dataclasses.replace(parsed, min_prefill_tokens=least)
 
     def _visit(self) -> Plan:
