@@ -239,6 +239,19 @@ def test_closing_wakes_a_waiting_take(link):
     closing.join()
 
 
+def test_closing_wakes_a_waiting_send(link):
+    sender, receiver = link
+    for i in range(3):
+        receiver.post(i, 1)
+        sender.send(i, 1, hidden(1))
+    receiver.take(0, BOUND)
+    closing = threading.Timer(0.05, sender.close)
+    closing.start()
+    with pytest.raises(LinkClosedError, match="this sender"):
+        sender.send(3, 1, hidden(1))
+    closing.join()
+
+
 def test_closing_before_the_other_side_exists(endpoint):
     sender = open_sender(endpoint)
     sender.send(0, 1, hidden(1))

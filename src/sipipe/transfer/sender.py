@@ -281,6 +281,9 @@ class Sender:
                         "and releases none; look at its log"
                     )
                 self._free.extend(self._transport.collect_releases(min(left, 1.0)))
+        except Exception:
+            self._check()  # closed meanwhile, or our thread knows better what went wrong
+            raise
         finally:
             self._waited += time.monotonic() - began
 
