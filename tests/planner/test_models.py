@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sipipe.errors import ConfigError, UnsupportedError
 from sipipe.planner.hf_config import builtin_models, facts_from_config, load_model
@@ -104,6 +106,35 @@ def test_architectures_that_the_model_does_not_describe_are_refused(change):
 )
 def test_weight_bytes(change, width):
     assert facts_from_config(BASE | change, name="m").weight_bytes == width
+
+
+FIELDS = sorted(
+    {key for entry in builtin_models().values() for key in entry["config"]}
+    | {"head_dim", "n_shared_experts", "shared_expert_intermediate_size", "layer_types", "dtype"}
+)
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.floats(allow_nan=True),
+    st.text(max_size=5),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.dictionaries(st.sampled_from(["quant_method", "bits", "group_size"]), st.integers(-1, 9)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(builtin_models())), st.dictionaries(st.sampled_from(FIELDS), VALUES))
+def test_any_config_is_read_or_refused_in_one_line(name, changes):
+    facts, message = None, ""
+    try:
+        facts = facts_from_config(builtin_models()[name]["config"] | changes, name="m")
+    except (ConfigError, UnsupportedError) as error:
+        message = str(error)
+    assert "\n" not in message
+    assert (facts is None) == bool(message)
+    if facts is not None:
+        assert 0 < facts.active_parameters <= facts.parameters
 
 
 def test_nested_text_config_and_unreadable_files(tmp_path):

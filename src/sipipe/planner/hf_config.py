@@ -130,7 +130,7 @@ def facts_from_config(
         weight_bytes=bits / 8,
         activation_bytes=activation,
         block=block,
-        context_length=int(config.get("max_position_embeddings") or 0),
+        context_length=fields.optional("max_position_embeddings"),
         source=source,
     )
 
@@ -159,6 +159,17 @@ class _Fields:
         self._missing.append(" or ".join(names))
         return 1
 
+    def optional(self, name: str, default: int = 0) -> int:
+        """A whole number of 0 or more, or ``default`` where the field is missing or null."""
+        value = self.config.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(
+                f"MODEL: {self.source}: {name} must be a whole number of 0 or more, not {value!r}"
+            )
+        return value
+
     def finish(self) -> None:
         """Name everything that was missing."""
         if self._missing:
@@ -170,6 +181,8 @@ class _Fields:
 
 def _refuse_undescribed(config: Mapping[str, Any], source: str) -> None:
     kinds = config.get("layer_types") or config.get("layers_block_type") or []
+    if not isinstance(kinds, list):
+        raise ConfigError(f"MODEL: {source}: layer_types must be a list")
     odd = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     odd += sorted(key for key in config if key.lower().startswith(_NOT_DESCRIBED))
     if config.get("is_encoder_decoder"):
@@ -184,7 +197,7 @@ def _refuse_undescribed(config: Mapping[str, Any], source: str) -> None:
 def _attention(fields: _Fields, hidden: int) -> Attention:
     config = fields.config
     heads = fields.number("num_attention_heads")
-    if config.get("kv_lora_rank"):
+    if fields.optional("kv_lora_rank"):
         return _latent_attention(fields, hidden, heads)
     kv_heads = fields.number("num_key_value_heads", default=heads)
     head_dim = fields.number("head_dim", default=max(1, hidden // heads))
@@ -203,7 +216,7 @@ def _attention(fields: _Fields, hidden: int) -> Attention:
 def _latent_attention(fields: _Fields, hidden: int, heads: int) -> Attention:
     rank, rope = fields.number("kv_lora_rank"), fields.number("qk_rope_head_dim")
     nope, value = fields.number("qk_nope_head_dim"), fields.number("v_head_dim")
-    q_rank = fields.number("q_lora_rank", default=0)
+    q_rank = fields.optional("q_lora_rank")
     q_out = heads * (nope + rope)
     query = hidden * q_rank + q_rank + q_rank * q_out if q_rank else hidden * q_out
     latent = hidden * (rank + rope) + rank + rank * heads * (nope + value)
@@ -225,7 +238,7 @@ def _mixture(
     """The sparse layer, which layers have it, and the width of one expert (0 without experts)."""
     config = fields.config
     names = ("num_local_experts", "n_routed_experts", "num_experts")
-    if not any((config.get(name) or 0) for name in names):
+    if not any(fields.optional(name) for name in names):
         return None, [], 0
     experts = fields.number(*names)
     chosen = fields.number("num_experts_per_tok", "experts_per_token")
@@ -235,12 +248,16 @@ def _mixture(
             f"but there are only {experts} experts"
         )
     width = fields.number("moe_intermediate_size", "intermediate_size")
-    shared = int(config.get("n_shared_experts") or 0) * width
-    shared = int(config.get("shared_expert_intermediate_size") or shared)
-    first = int(config.get("first_k_dense_replace") or 0)
-    step = int(config.get("moe_layer_freq") or config.get("decoder_sparse_step") or 1)
-    offset = 0 if config.get("moe_layer_freq") else 1  # Qwen counts layers from 1
-    dense = set(config.get("mlp_only_layers") or [])
+    shared = fields.optional("n_shared_experts") * width
+    shared = fields.optional("shared_expert_intermediate_size") or shared
+    first = fields.optional("first_k_dense_replace")
+    every = fields.optional("moe_layer_freq")
+    step = every or fields.optional("decoder_sparse_step") or 1
+    offset = 0 if every else 1  # Qwen counts layers from 1
+    listed = config.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
+        raise ConfigError(f"MODEL: {fields.source}: mlp_only_layers must be a list")
+    dense = {layer for layer in listed if isinstance(layer, int)}
     sparse = [
         layer
         for layer in range(first, layers)
@@ -270,7 +287,8 @@ def _weight_bits(
         return 8.0 * activation, 1
     method = str(quantization.get("quant_method", ""))
     sizes = quantization.get("weight_block_size")
-    block = int(sizes[0]) if isinstance(sizes, list) and sizes else 1
+    block = sizes[0] if isinstance(sizes, list) and sizes and isinstance(sizes[0], int) else 1
+    block = max(1, block)
     bits = quantization.get("bits", quantization.get("w_bit"))
     if isinstance(bits, int) and bits > 0:
         group = quantization.get("group_size", quantization.get("q_group_size")) or 0
