@@ -50,8 +50,9 @@ def _open(side: str, handle: Any, rank: int) -> Any:
     if side == "sipipe":
         reader = DispatchReader.open(handle, f"reader{rank}")
 
-        def receive() -> None:
-            reader.receive().release()
+        def receive() -> int:
+            with reader.receive():
+                return time.perf_counter_ns()
 
     else:
         from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
@@ -59,8 +60,9 @@ def _open(side: str, handle: Any, rank: int) -> Any:
         queue = MessageQueue.create_from_handle(handle, rank)
         queue.wait_until_ready()
 
-        def receive() -> None:
+        def receive() -> int:
             queue.dequeue()
+            return time.perf_counter_ns()
 
     return receive
 
@@ -72,8 +74,7 @@ def _reader(side: str, handle: Any, rank: int, count: int, back: Connection) -> 
     times = np.empty(count, np.int64)
     began = _cpu()
     for i in range(count):
-        receive()
-        times[i] = time.perf_counter_ns()
+        times[i] = receive()
     spent = _cpu() - began
     began = _cpu()
     with contextlib.suppress(ChannelClosed):
@@ -204,8 +205,7 @@ def _queue_reader(handle: Any, count: int, back: Connection) -> None:
     back.send("ready")
     times = np.empty(count, np.int64)
     for i in range(count):
-        receive()
-        times[i] = time.perf_counter_ns()
+        times[i] = receive()
     back.send(times)
 
 

@@ -139,7 +139,8 @@ class Sequencer:
             monkeypatch.setattr(side, "time", clock)
         monkeypatch.setattr(locks, "time", clock)
         monkeypatch.setattr(dispatch, "time", clock)
-        monkeypatch.setattr(dispatch, "_CHECK_ALL_AFTER", -1.0)
+        monkeypatch.setattr(dispatch, "_LOOK_AT_ALL_AFTER", -1.0)
+        monkeypatch.setattr(dispatch, "_LOOK_FIRST_AFTER", -1.0)
         monkeypatch.setattr(layout, "READERS", 4)
 
     def watch(self, shape):

@@ -123,7 +123,7 @@ KILLS = st.dictionaries(
     st.sampled_from(["a", "b", "a.1", "b.1", "producer"]), st.integers(0, 150), max_size=3
 )
 RELAXED = settings(
-    max_examples=100,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

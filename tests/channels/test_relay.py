@@ -125,6 +125,7 @@ def test_a_lost_replica_is_reported_to_the_producer():
     end = Running(source)
     assert "no connection from its replica" in str(end.end())
     DispatchReader.open(producer.endpoint, "near").close()
+    producer._looked = 0.0
     with pytest.raises(ChannelPeerDied) as died:
         producer.publish([b"x"], 0)
     assert died.value.name == "relay"
@@ -156,7 +157,7 @@ def test_a_dead_reader_over_there_is_removed_and_its_successor_joins():
     producer.publish([b"0"], 30)
     assert content(near) == content(far) == content(other)
     far.abandon()
-    replica._sink.producer._checked = 0.0
+    replica._sink.producer._looked = 0.0
     producer.publish([b"1"], 30)
     assert content(near) == content(other)
     assert replica.dead_readers() == ("far",)

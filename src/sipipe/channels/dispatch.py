@@ -42,12 +42,10 @@ Part = bytes | bytearray | memoryview
 """What a part may be: any C-contiguous buffer, a NumPy array too."""
 
 WHOLE, FIRST, MIDDLE, LAST = 0, 1, 2, 3
-_ALIGN = 16
-_CHECK_ALL_AFTER = 0.005
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
+_MASK = -16  # parts begin at multiples of 16: & _MASK rounds down
+# Seconds since the last look at the readers after which one looks at all, and before publishing.
+_LOOK_AT_ALL_AFTER = 0.005
+_LOOK_FIRST_AFTER = 0.05
 
 
 class DispatchProducer:
@@ -63,7 +61,8 @@ class DispatchProducer:
         self._messages = 0
         self._bytes = 0
         self._turn = 0
-        self._checked = 0.0
+        self._looked = 0.0
+        self._dead: str | None = None
         self._attached: list[tuple[int, str]] = []
         self._waiting = True
         self._closed = False
@@ -105,86 +104,92 @@ class DispatchProducer:
         A replica gives the original's ``sequence``.
 
         Raises:
-            ChannelPeerDied: a reader is dead. Nothing was published: ``remove_reader`` (and
-                perhaps ``add_reader``) first, then publish again.
+            ChannelPeerDied: a reader was found dead. Nothing was published:
+                ``remove_reader`` (and perhaps ``add_reader``) first, then publish again. Amid a
+                stream of messages it is found after at most as many as there are readers.
             ChannelTimeout: a late reader still holds the slot after ``timeout`` seconds. Nothing
                 was published; the call may be made again.
             ChannelClosed: this producer is closed.
         """
         with self._turns:
-            return self._publish(parts, timeout, sequence)
-
-    def _publish(self, parts: Sequence[Part], timeout: float | None, sequence: int | None) -> int:
-        if self._closed:
-            raise ChannelClosed(f"channel {self._owner.channel}: this producer is closed")
-        self._check_readers()
-        if sequence is not None:
-            self._sequence = sequence
-        views = [_bytes_of(part) for part in parts]
-        sizes = [len(view) for view in views]
-        table = _table(len(sizes)).pack(*sizes)
-        ends = [_aligned(len(table))]
-        for size in sizes:
-            ends.append(_aligned(ends[-1] + size))
-        total = ends[-1]
-        if total <= self._writer.layout.slot_bytes:
-            slot = self._writer.reserve(timeout)
-            target = self._writer.slot_view(slot)
-            target[: len(table)] = table
-            for view, size, start in zip(views, sizes, ends, strict=False):
-                target[start : start + size] = view
-            self._writer.publish(self._sequence, WHOLE, total, len(views), total)
-        else:
-            self._publish_cut(table, views, total, deadline_after(timeout))
-        self._bytes += sum(sizes)
-        self._messages += 1
-        self._sequence += 1
-        return self._sequence - 1
+            if time.monotonic() - self._looked > _LOOK_FIRST_AFTER:
+                self._look_at_readers()
+            if self._closed or self._dead is not None:
+                self._refuse()
+            if sequence is not None:
+                self._sequence = sequence
+            writer = self._writer
+            views, sizes = [], []
+            total = (8 * len(parts) + 15) & _MASK
+            for part in parts:
+                view = part if type(part) is bytes else _bytes_of(part)
+                size = len(view)
+                views.append(view)
+                sizes.append(size)
+                total += (size + 15) & _MASK
+            if total > writer.layout.slot_bytes:
+                self._publish_cut(views, sizes, total, deadline_after(timeout))
+            else:
+                target = writer.slot_view(writer.reserve(timeout))
+                place = _lay_out(target, views, sizes)
+                writer.publish((self._sequence, WHOLE, place, len(sizes), total))
+            self._bytes += sum(sizes)
+            self._messages += 1
+            self._sequence += 1
+            self._look_at_readers()
+            writer.claim_nowait()
+            return self._sequence - 1
 
     def _publish_cut(
         self,
-        table: bytes,
         views: Sequence[bytes | bytearray | memoryview],
+        sizes: Sequence[int],
         total: int,
         deadline: float | None,
     ) -> None:
         size = self._writer.layout.slot_bytes
-        flat = bytearray(total)
-        place = 0
-        for view in (table, *views):
-            flat[place : place + len(view)] = view
-            place += _aligned(len(view))
-        source = memoryview(flat)
+        source = memoryview(bytearray(total))
+        _lay_out(source, views, sizes)
         for start in range(0, total, size):
             piece = source[start : start + size]
             form = FIRST if start == 0 else LAST if start + size >= total else MIDDLE
             slot = self._writer.reserve(remaining(deadline))
             self._writer.slot_view(slot)[: len(piece)] = piece
-            self._writer.publish(self._sequence, form, len(piece), len(views), total)
+            self._writer.publish((self._sequence, form, len(piece), len(sizes), total))
 
-    def _check_readers(self) -> None:
-        """Raise for a dead reader: all are looked at after a pause, one in turn amid a stream."""
+    def _look_at_readers(self) -> None:
+        """Look for a dead reader: at all of them after a pause, at one in turn amid a stream.
+
+        Normally after a message, when it delays nobody; in an idle engine before it.
+        """
+        if self._closed:
+            return
         if self._waiting:
-            attached = list(self._owner.readers(attached=True))
+            self._attached = list(self._owner.readers(attached=True))
             self._waiting = any(True for _ in self._owner.readers(attached=False))
-            self._attached = attached
         now = time.monotonic()
-        if now - self._checked > _CHECK_ALL_AFTER:
+        if now - self._looked > _LOOK_AT_ALL_AFTER:
             look = self._attached
         elif self._attached:
             self._turn = (self._turn + 1) % len(self._attached)
             look = [self._attached[self._turn]]
         else:
             return
-        self._checked = now
-        for k, name in look:
-            if self._owner.is_dead(k):
-                self._checked = 0.0
-                raise ChannelPeerDied(
-                    f"channel {self._owner.channel}: reader {name} died; "
-                    "nothing was sent, remove it and send again",
-                    name,
-                )
+        self._looked = now
+        self._dead = next((name for k, name in look if self._owner.is_dead(k)), None)
+
+    def _refuse(self) -> None:
+        if self._closed:
+            raise ChannelClosed(f"channel {self._owner.channel}: this producer is closed")
+        # Looked at again: it may have been removed meanwhile, and others may have died.
+        dead = self.dead_readers()
+        self._dead = dead[0] if dead else None
+        if self._dead is not None:
+            raise ChannelPeerDied(
+                f"channel {self._owner.channel}: reader {self._dead} died; "
+                "nothing was sent, remove it and send again",
+                self._dead,
+            )
 
     def dead_readers(self) -> tuple[str, ...]:
         """Names of the attached readers that are dead now."""
@@ -251,9 +256,10 @@ class Message:
     receive; copy what must live longer. ``sequence`` counts from the producer's first message.
     """
 
-    __slots__ = ("parts", "sequence")
+    __slots__ = ("_ring", "parts", "sequence")
 
-    def __init__(self, sequence: int, parts: tuple[memoryview, ...]) -> None:
+    def __init__(self, sequence: int, parts: tuple[memoryview, ...], ring: RingReader) -> None:
+        self._ring = ring
         self.sequence = sequence
         self.parts = parts
 
@@ -269,6 +275,7 @@ class Message:
             except BufferError:
                 pass
         self.parts = ()
+        self._ring.settle()
 
     def __enter__(self) -> Self:
         return self
@@ -322,7 +329,7 @@ class DispatchReader:
             if form == WHOLE:
                 if self._partial is not None:
                     self._drop()
-                return self._deliver(sequence, view[:size], count)
+                return self._deliver(sequence, view, count)
             if form == FIRST:
                 self._drop()
                 self._partial = bytearray(total)
@@ -331,6 +338,7 @@ class DispatchReader:
             self._filled += size
             if form == LAST:
                 assert self._filled == total
+                self._ring.settle()
                 whole = memoryview(self._partial).toreadonly()
                 self._partial, self._filled = None, 0
                 return self._deliver(sequence, whole, count)
@@ -342,14 +350,14 @@ class DispatchReader:
             )
         self._expected = sequence + 1
         lengths = _table(count).unpack_from(view)
-        place = _aligned(8 * count)
+        place = (8 * count + 15) & _MASK
         parts = []
         for length in lengths:
             parts.append(view[place : place + length])
-            place += _aligned(length)
+            place += (length + 15) & _MASK
+            self._bytes += length
         self._messages += 1
-        self._bytes += sum(lengths)
-        return Message(sequence, tuple(parts))
+        return Message(sequence, tuple(parts), self._ring)
 
     def _drop(self) -> None:
         if self._partial is not None:
@@ -386,6 +394,18 @@ class DispatchReader:
 def _table(count: int) -> struct.Struct:
     """The lengths of ``count`` parts."""
     return struct.Struct(f"<{count}Q")
+
+
+def _lay_out(
+    target: memoryview, views: Sequence[bytes | bytearray | memoryview], sizes: Sequence[int]
+) -> int:
+    """Write the table and the parts of a message; returns where it ends."""
+    _table(len(sizes)).pack_into(target, 0, *sizes)
+    place = (8 * len(sizes) + 15) & _MASK
+    for view, size in zip(views, sizes, strict=True):
+        target[place : place + size] = view
+        place += (size + 15) & _MASK
+    return place
 
 
 def _bytes_of(part: Part) -> bytes | bytearray | memoryview:

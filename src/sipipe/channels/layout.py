@@ -17,7 +17,7 @@
     │           left               │
     ├──────────────────────────────┤
     │ slot s, rank r: ticket,      │  writer rank r, while it    slots x ranks x 64 bytes
-    │           7 stamp words      │  holds the slot's lock
+    │           5 stamp words      │  holds the slot's lock
     ├──────────────────────────────┤
     │ payload of slot s            │  the same                   slots x slot bytes, page aligned
     └──────────────────────────────┘
@@ -55,7 +55,7 @@ R_ATTACHED, R_CURSOR, R_LEFT = 16, 17, 18
 NAME_BYTES = (R_ATTACHED - R_NAME) * 8
 SLOT_WORDS = 8
 S_TICKET, S_STAMP = 0, 1
-STAMPS = SLOT_WORDS - S_STAMP
+STAMPS = 5
 
 # Values of a reader's state word.
 FREE, DECLARED, REMOVED = 0, 1, 2

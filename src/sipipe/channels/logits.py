@@ -186,7 +186,8 @@ class LogitsWriter:
         array = self._shape.array(self._ring.slot_view(slot), batch)
         region = self._shape.region(array, self._ring.rank, self._ring.layout.ranks)
         yield region
-        self._ring.publish(iteration, batch)
+        self._ring.publish((iteration, batch, 0, 0, 0))
+        self._ring.claim_nowait()
         self._messages += 1
         self._bytes += math.prod(region.shape) * region.itemsize
 
@@ -219,9 +220,12 @@ class LogitsWriter:
 class LogitsSlot:
     """One iteration's logits, valid until the block ends, at the latest until the next receive."""
 
-    __slots__ = ("array", "batch", "iteration")
+    __slots__ = ("_ring", "array", "batch", "iteration")
 
-    def __init__(self, iteration: int, batch: int, array: npt.NDArray[Any]) -> None:
+    def __init__(
+        self, iteration: int, batch: int, array: npt.NDArray[Any], ring: RingReader
+    ) -> None:
+        self._ring = ring
         self.iteration = iteration
         self.batch = batch
         self.array = array
@@ -231,6 +235,7 @@ class LogitsSlot:
 
     def __exit__(self, *_: object) -> None:
         self.array = self.array[:0]
+        self._ring.settle()
 
 
 class LogitsReader:
@@ -262,7 +267,7 @@ class LogitsReader:
         array = self._shape.array(self._ring.slot_view(use), batch)
         self._messages += 1
         self._bytes += array.nbytes
-        return LogitsSlot(iteration, batch, array)
+        return LogitsSlot(iteration, batch, array, self._ring)
 
     def statistics(self) -> ChannelStatistics:
         """Iterations, bytes, waits, and iterations that are there now."""

@@ -8,7 +8,8 @@ The protocol (paper, section 5, with the reader's side made safe):
 * A writer always holds the exclusive lock of the slot that is next in turn. To write use n it
   first claims slot n + 1, then writes slot n, then its ticket, then frees slot n.
 * A reader always holds the shared lock of the last slot that it read. It takes the shared lock
-  of the next slot *before* it frees that one.
+  of the next slot *before* it frees that one; frees it when it lets the new message go, at the
+  latest before it asks for another, and so never waits with two locks in hand.
 
 Guarantees, each from those two rules alone:
 
@@ -17,6 +18,9 @@ Guarantees, each from those two rules alone:
   ticket still there, which the reader tells from a message by the ticket.
 * A late reader is never overtaken: use n + N needs the lock that a reader at n holds. The writer
   waits with a bound and names the reader by its cursor.
+* What a reader need not do to have a message, and a writer to publish one, comes afterwards:
+  freeing the slot before, statistics, looking for dead readers, and claiming the next slot if it
+  happens to be free. Between the two system calls of a hand-over there is little else.
 * A dead reader stops nobody: the kernel frees its locks.
 * With N >= 3 nobody waits in a circle: a writer at n waits for readers at n + 1 - N, whose next
   slot is published; a reader at n waits for the writer at n + 1, which waits for no one at n.
@@ -64,9 +68,9 @@ class Words:
     def store(self, word: int, value: int) -> None:
         self._words[word] = value
 
-    def stamp(self, word: int, values: tuple[int, ...]) -> None:
-        """Write the stamp words of a slot, of which ``values`` are the first."""
-        _STAMPS.pack_into(self._raw, word * 8, *values, *(0,) * (at.STAMPS - len(values)))
+    def stamp(self, word: int, values: tuple[int, int, int, int, int]) -> None:
+        """Write the stamp words of a slot."""
+        _STAMPS.pack_into(self._raw, word * 8, *values)
 
     def stamps(self, word: int) -> tuple[int, ...]:
         return _STAMPS.unpack_from(self._raw, word * 8)

@@ -14,7 +14,8 @@ __all__ = ["RingReader"]
 
 
 class RingReader(Side):
-    """One reader. Invariant: once attached, the shared lock of slot ``(next - 1) % N`` is held."""
+    """One reader. Invariant: once attached, the shared lock of slot ``(next - 1) % N`` is
+    held, and that of ``(next - 2) % N`` while not ``_settled``."""
 
     def __init__(self, memory: SharedMemory, name: str, locks: Locks | None = None) -> None:
         super().__init__(memory, locks)
@@ -25,6 +26,8 @@ class RingReader(Side):
         self._bounded = BoundedWait(self.locks, f"{self.channel}-{name}")
         self._writers_came = False
         self._again = False
+        self._settled = True
+        self.slots = self.layout.slots
         try:
             self._attach()
         except BaseException:
@@ -92,6 +95,7 @@ class RingReader(Side):
             ChannelTimeout: nothing came in time. ChannelClosed: nothing more comes.
             ChannelPeerDied: the writer is gone.
         """
+        self.settle()
         if self._again:
             self._again = False
             return self.next - 1
@@ -99,17 +103,25 @@ class RingReader(Side):
         if not self._writers_came:
             timeout = self._wait_writers(timeout)
         use = self.next
-        place = self._bytes(use)
-        if not self._bounded.take_nowait(Kind.SHARED, *place):
-            self._wait(place, timeout)
-        wrong = self._tickets(use)
-        if wrong is not None:
-            self.locks.unlock(*place)
-            raise self._ended(wrong)
-        self.next = use + 1
-        self.words.store(self._base + at.R_CURSOR, self.next)
-        self.locks.unlock(*self._bytes(use - 1))
+        slot = use % self.slots
+        first, count = self._places[slot]
+        if not self._bounded.take_nowait(Kind.SHARED, first, count):
+            self._wait(first, count, timeout)
+        ticket = use + 1
+        for rank, header in enumerate(self._headers[slot]):
+            if self.words.load(header + at.S_TICKET) != ticket:
+                self.locks.unlock(first, count)
+                raise self._ended(rank)
+        self.next, self._settled = ticket, False
         return use
+
+    def settle(self) -> None:
+        """Free the slot before the one that was received last. Idempotent."""
+        if not self._settled:
+            self._settled = True
+            self.words.store(self._base + at.R_CURSOR, self.next)
+            if self.locks.fd >= 0:
+                self.locks.unlock(*self._places[(self.next - 2) % self.slots])
 
     def stamps(self, use: int, rank: int = 0) -> tuple[int, ...]:
         return self.words.stamps(self._headers[use % self.layout.slots][rank] + at.S_STAMP)
@@ -122,11 +134,11 @@ class RingReader(Side):
         """Complete messages that this reader has not received yet."""
         return min(self._published(r) for r in range(self.layout.ranks)) - self.next
 
-    def _wait(self, place: tuple[int, int], timeout: float | None) -> None:
+    def _wait(self, first: int, count: int, timeout: float | None) -> None:
         began = time.monotonic()
         self.waits += 1
         try:
-            taken = self._bounded.wait(Kind.SHARED, *place, timeout)
+            taken = self._bounded.wait(Kind.SHARED, first, count, timeout)
         finally:
             self.wait_seconds += time.monotonic() - began
         if not taken:

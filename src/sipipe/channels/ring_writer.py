@@ -31,14 +31,14 @@ class RingWriter(Side):
         self._absent: list[tuple[int, int, int]] = []  # reader, generation, start
         self._bounded = BoundedWait(self.locks, f"{self.channel}-writer")
         self._own = self.layout.writer_word(rank)
+        self.slots = self.layout.slots
+        self._bytes = [place[0] + rank for place in self._places]
+        self._own_headers = [headers[rank] for headers in self._headers]
         if self.words.load(self._own + at.W_ATTACHED) or not self.locks.try_lock(
-            Kind.EXCLUSIVE, self._byte(0)
+            Kind.EXCLUSIVE, self._bytes[0]
         ):
             raise ChannelError(f"channel {self.channel}: rank {rank} has a writer already")
         self.words.store(self._own + at.W_ATTACHED, 1)
-
-    def _byte(self, use: int) -> int:
-        return use % self.layout.slots * self.layout.ranks + self.rank
 
     def reserve(self, timeout: float | None) -> int:
         """Claim the slot after next; returns the slot that may be written now.
@@ -48,25 +48,34 @@ class RingWriter(Side):
         """
         if not self._ahead:
             claim = self.next + 1
-            if self._table != self.words.load(at.TABLE) or self._absent:
+            if self._absent or self._table != self.words.load(at.TABLE):
                 self._wait_attached(claim, timeout)
-            byte = self._byte(claim)
+            byte = self._bytes[claim % self.slots]
             if not self._bounded.take_nowait(Kind.EXCLUSIVE, byte, 1):
                 self._wait_late(claim, byte, timeout)
             self._ahead = True
-        return self.next % self.layout.slots
+        return self.next % self.slots
 
-    def publish(self, *stamps: int) -> int:
+    def publish(self, stamps: tuple[int, int, int, int, int]) -> int:
         """Make the reserved slot visible; returns its use."""
         assert self._ahead
         use = self.next
-        slot = self._headers[use % self.layout.slots][self.rank]
-        self.words.stamp(slot + at.S_STAMP, stamps)
-        self.words.store(slot + at.S_TICKET, use + 1)
-        self.words.store(self._own + at.W_PUBLISHED, use + 1)
+        slot = use % self.slots
+        header = self._own_headers[slot]
+        self.words.stamp(header + at.S_STAMP, stamps)
+        self.words.store(header + at.S_TICKET, use + 1)
         self.next, self._ahead = use + 1, False
-        self.locks.unlock(self._byte(use))
+        self.locks.unlock(self._bytes[slot])
+        # From here on the readers run; what follows does not delay them.
+        self.words.store(self._own + at.W_PUBLISHED, use + 1)
         return use
+
+    def claim_nowait(self) -> None:
+        """Claim the slot after next already now, if it is free, to have less to do at the next
+        message."""
+        if not self._ahead and not self._absent and self._table == self.words.load(at.TABLE):
+            byte = self._bytes[(self.next + 1) % self.slots]
+            self._ahead = self._bounded.take_nowait(Kind.EXCLUSIVE, byte, 1)
 
     def slot_view(self, slot: int) -> memoryview:
         """The payload of a slot."""
