@@ -10,7 +10,9 @@ import sys
 
 def main() -> None:
     spec = json.load(sys.stdin)
-    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    from vllm import LLM
 
     engine = spec["engine"]
     if spec["sipipe"] is not None:
@@ -25,10 +27,30 @@ def main() -> None:
     results = []
     for batch in spec["batches"]:
         prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in batch["prompts"]]
-        params = [SamplingParams(**p) for p in batch["params"]]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        params = [sampling_params(p) for p in batch["params"]]
+        lora = batch.get("lora")
+        outputs = llm.generate(
+            prompts,
+            params,
+            use_tqdm=False,
+            lora_request=[LoRARequest(*at) if at else None for at in lora] if lora else None,
+        )
         results.append([request(output) for output in outputs])
     print("RESULT " + json.dumps(results), flush=True)
+
+
+def sampling_params(values):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from vllm import SamplingParams
+
+    structured = values.pop("structured_outputs", None)
+    if bias := values.get("logit_bias"):  # JSON has no integer keys
+        values["logit_bias"] = {int(token): value for token, value in bias.items()}
+    return SamplingParams(
+        **values,
+        structured_outputs=StructuredOutputsParams(**structured) if structured else None,
+    )
 
 
 def request(output):

@@ -82,11 +82,20 @@ def run_engine(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGABRT)
         text, _ = process.communicate()
-        pytest.fail(f"the engine was not done after {SECONDS} s:\n{text[-4000:]}")
+        pytest.fail(f"the engine was not done after {SECONDS} s, {_kept(process.pid, text)}")
     found = re.search(r"^RESULT (.*)$", text, re.MULTILINE)
     if process.returncode or not found:
-        pytest.fail(f"the engine ended with {process.returncode}:\n{text[-6000:]}")
+        pytest.fail(f"the engine ended with {process.returncode}, {_kept(process.pid, text)}")
     return json.loads(found.group(1))
+
+
+def _kept(pid: int, text: str) -> str:
+    """Keep the whole log of a failed engine; the lines that say most, for the test's message."""
+    path = Path("build/engine-logs") / f"{pid}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    telling = [line for line in text.splitlines() if re.search(r"Error|error:|SiPipe", line)]
+    return f"log in {path}:\n" + "\n".join(dict.fromkeys(telling[-20:]))
 
 
 def engine_environment() -> dict:

@@ -41,10 +41,10 @@ def main() -> None:
         **engine,
     )
     runs = []
-    for stock in spec["stock"]:
+    for stock, what in spec["runs"]:
         llm.collective_rpc("use_stock", args=(stock,))
         llm.reset_prefix_cache()
-        runs.append(workload(llm, spec["workload"]))
+        runs.append(workload(llm, what))
     facts = llm.collective_rpc("facts")  # of every worker
     print("RESULT " + json.dumps({"runs": runs, "facts": facts}), flush=True)
 

@@ -35,11 +35,12 @@ class StageTestWorker(CPUWorker):
             slots=self.slots,
             versions=self.versions,
             check_token_safety=True,
+            graph_sizes=[int(n) for n in os.environ.get("STAGE_GRAPHS", "").split()],
             shard_logits=os.environ.get("STAGE_SHARDS") == "1",
         )
         self.history = TokenHistory()
         self.stock = True
-        self.iteration = self.steady = 0
+        self.iteration = self.steady = self.padded = 0
         self.executor = None
         if os.environ.get("STAGE_THREADS") == "1":
             self.executor = StageExecutor(self, versions=self.versions, depth=self.slots)
@@ -52,6 +53,7 @@ class StageTestWorker(CPUWorker):
         return {
             "iterations": self.iteration,
             "steady": self.steady,
+            "padded": self.padded,
             **{name: getattr(counters, name) for name in counters.__slots__},
         }
 
@@ -104,6 +106,7 @@ class StageTestWorker(CPUWorker):
 
     def send(self, iteration: int, inputs: Any, result: Any) -> None:
         self.steady += inputs.steady
+        self.padded += inputs.num_tokens_padded > inputs.num_tokens
         self.result = None
         if result is None:
             return

@@ -76,8 +76,9 @@ class SampledLogprobs:
     def __init__(self, rows: dict[int, LogprobsLists]) -> None:
         self._rows = rows
 
-    def slice_request(self, req_idx: int, num_positions: int) -> LogprobsLists:  # noqa: ARG002
-        return self._rows[req_idx]
+    def slice_request(self, req_idx: int, num_positions: int) -> LogprobsLists:
+        """Those of one request; empty while it is in the middle of its prompt."""
+        return self._rows[req_idx] if num_positions else _NO_LOGPROBS
 
 
 def build_output(
@@ -115,6 +116,11 @@ def build_output(
         prompt_logprobs_dict=dict(inflight.extras or {}),
     )
     return output, drawn, errors
+
+
+_NO_LOGPROBS = LogprobsLists(
+    np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32)
+)
 
 
 def _logprobs_lists(

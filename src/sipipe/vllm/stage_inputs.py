@@ -16,7 +16,7 @@ Who runs here: the CPU executor's thread alone (or any thread, one call at a tim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -82,6 +82,8 @@ class ModelInput:
     attn_metadata: dict[str, Any] = field(default_factory=dict)
     slot_mapping: dict[str, torch.Tensor] = field(default_factory=dict)
     batch_descriptor: Any = None
+    graph_size: int | None = None
+    """The captured batch size that the batch is padded to, or None to run it as it is."""
     lora: tuple[tuple[int, ...], tuple[int, ...], set[Any]] | None = None
     """Adapter of each sampled row, of each token, and the requests for them."""
     blocks_to_zero: list[int] | None = None
@@ -124,6 +126,8 @@ class InputPreparer:
             InputVersion(tokens, stock.max_num_reqs, widths, self._device) for _ in range(versions)
         ]
         self._safety = safety
+        self.padded_size: Callable[[int], int | None] = lambda _batch: None
+        """The captured size that a decode batch is to be padded to; see `StageGraphs`."""
         self._lora_requests: dict[int, Any] = {}
         self._prompt_logprobs: dict[str, int] = {}
         self._ones = np.ones(stock.max_num_reqs, np.int32)
@@ -463,7 +467,9 @@ class InputPreparer:
             num_active_loras=adapters,
             valid_modes=_NO_GRAPH,
         )
-        padded = inputs.num_tokens_padded = inputs.batch_descriptor.num_tokens
+        if inputs.steady:
+            inputs.graph_size = self.padded_size(count)
+        padded = inputs.num_tokens_padded = inputs.graph_size or inputs.batch_descriptor.num_tokens
         if padded > tokens:
             target.input_ids.np[tokens:padded] = 0
             target.positions.np[tokens:padded] = 0
@@ -471,7 +477,15 @@ class InputPreparer:
             for mapping in target.slots:
                 mapping.np[tokens:padded] = -1
         target.padding.np[:tokens] = False
-        target.upload(padded, count)
+        rows = count
+        if inputs.graph_size is not None:
+            rows = inputs.graph_size
+            target.query_start.np[count + 1 : rows + 1] = tokens
+            target.seq_lens.np[count:rows] = 0
+            target.prefilling.np[count:rows] = False
+            for table in target.tables:
+                table.np[count:rows] = 0  # vLLM's null block
+        target.upload(padded, rows)
         if lora:
             self._describe_adapters(inputs, batch)
         self._build_metadata(inputs, target, longest_query, longest_seq)
@@ -485,9 +499,16 @@ class InputPreparer:
         )
 
     def _build_metadata(
-        self, inputs: ModelInput, target: InputVersion, longest_query: int, longest_seq: int
+        self,
+        inputs: ModelInput,
+        target: InputVersion,
+        longest_query: int,
+        longest_seq: int,
+        *,
+        capturing: bool = False,
     ) -> None:
-        count, tokens = inputs.num_reqs, inputs.num_tokens
+        count = inputs.graph_size or inputs.num_reqs
+        tokens = inputs.graph_size or inputs.num_tokens
         common = CommonAttentionMetadata(
             query_start_loc=target.query_start.device[: count + 1],
             query_start_loc_cpu=target.query_start.host[: count + 1],
@@ -512,11 +533,43 @@ class InputPreparer:
                 else common
             )
             for group in groups:
-                metadata = group.build_metadata(of_group, inputs.version)
+                metadata = (
+                    group.build_metadata_for_cudagraph_capture(of_group, inputs.version)
+                    if capturing
+                    else group.build_metadata(of_group, inputs.version)
+                )
                 for layer in group.layer_names:
                     inputs.attn_metadata[layer] = metadata
             for layer in self._groups[gid].layer_names:
                 inputs.slot_mapping[layer] = of_group.slot_mapping
+
+    def pose(self, version: int, size: int) -> ModelInput:
+        """Inputs of ``size`` made-up sequences of one token, for capturing a graph."""
+        target = self.versions[version]
+        inputs = ModelInput(
+            iteration=-1,
+            slot=0,
+            version=version,
+            req_ids=[],
+            num_reqs=size,
+            num_tokens=size,
+            num_tokens_padded=size,
+            graph_size=size,
+            batch_descriptor=None,
+        )
+        target.input_ids.np[:size] = 0
+        target.positions.np[:size] = 0
+        target.padding.np[:size] = False
+        target.query_start.np[: size + 1] = np.arange(size + 1)
+        target.seq_lens.np[:size] = 1
+        target.prefilling.np[:size] = False
+        for table, mapping in zip(target.tables, target.slots, strict=True):
+            table.np[:size] = 0
+            mapping.np[:size] = -1
+        target.upload(size, size)
+        target.wait_until_ready()
+        self._build_metadata(inputs, target, 1, self._stock.max_model_len, capturing=True)
+        return inputs
 
 
 def _missing_tokens(cached: Any) -> str:

@@ -82,6 +82,8 @@ class StageLoop:
             hidden = torch.zeros(
                 1, model_config.get_hidden_size(), dtype=model_config.dtype, device=stock.device
             )
+            if self._boot.vllm_config.lora_config is not None:
+                stock._set_active_loras((0,), (0,), set())  # the projection looks for a mapping
             logits = self._runner.compute_logits(hidden)
             if logits is not None:  # None on ranks that do not gather
                 info["logits_width"] = logits.shape[1]

@@ -13,7 +13,7 @@ forward pass reads (KV cache blocks to zero or copy, active LoRA adapters) is de
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from vllm.sequence import IntermediateTensors
 from sipipe.errors import UnsupportedError
 from sipipe.stage.safety import TokenSafety
 from sipipe.stage.sequence_cache import Counters
+from sipipe.vllm.stage_graphs import StageGraphs
 from sipipe.vllm.stage_inputs import InputPreparer, ModelInput
 from sipipe.vllm.stage_logits import StageLogits
 from sipipe.vllm.stage_prompt_logprobs import PromptLogprobs
@@ -43,6 +44,8 @@ class StageRunner:
         versions: input versions; 2 lets one be written while the other is read.
         shard_logits: whether :meth:`compute_logits` may return a tensor-parallel rank's own columns
             of the vocabulary instead of gathering whole rows.
+        graph_sizes: batch sizes to capture CUDA graphs for (on a CPU: to pad decode batches to);
+            empty for none. See :mod:`sipipe.vllm.stage_graphs`.
         check_token_safety: stamp every version and raise
             :class:`~sipipe.stage.safety.TokenSafetyError` at the first overlap.
 
@@ -58,6 +61,7 @@ class StageRunner:
         versions: int = 2,
         check_token_safety: bool = False,
         shard_logits: bool = False,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
         reason = unsupported_reason(stock)
         if reason is not None:
@@ -72,6 +76,13 @@ class StageRunner:
             StageLogits(stock, shard=shard_logits) if get_pp_group().is_last_rank else None
         )
         self._prompt_logprobs = PromptLogprobs(stock)
+        self._graphs: StageGraphs | None = None
+        if graph_sizes:
+            reason = StageGraphs.reason(stock)
+            if reason is not None:
+                raise UnsupportedError(f"graph_sizes: {reason}")
+            with torch.inference_mode():
+                self._graphs = StageGraphs(stock, self.preparer, self._call, graph_sizes)
         self._iteration = 0
 
     @staticmethod
@@ -119,37 +130,49 @@ class StageRunner:
         self._before_forward(inputs)
         if not inputs.num_tokens:
             return None
-        pp = get_pp_group()
+        received = None
+        if not get_pp_group().is_first_rank:
+            received = _of_rows(intermediate, inputs.num_tokens_padded)
         source = self.preparer.versions[inputs.version]
         if self.safety is not None:
             self.safety.begin_read(inputs.version, inputs.iteration)
         source.wait_until_ready()
         if inputs.lora is not None:
             self.stock._set_active_loras(*inputs.lora)
-        padded = inputs.num_tokens_padded
-        with set_forward_context(
-            inputs.attn_metadata,
-            self.stock.vllm_config,
-            num_tokens=padded,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            batch_descriptor=inputs.batch_descriptor,
-            slot_mapping=inputs.slot_mapping,
-            is_padding=source.padding.device[:padded],
-        ):
-            result = self.model(
-                input_ids=source.input_ids.device[:padded],
-                positions=source.positions.device[:padded],
-                intermediate_tensors=None
-                if pp.is_first_rank
-                else IntermediateTensors(_of_rows(intermediate, padded)),
-                inputs_embeds=None,
-            )
+        if inputs.graph_size is None:
+            result = self._call(inputs, inputs.num_tokens_padded, received)
+        else:
+            assert self._graphs is not None
+            result = self._graphs.run(inputs, received)
         source.release()
         if self.safety is not None:
             if self.stock.device.type != "cpu":
                 source.wait_until_free()  # the check wants the true end of the reading
             self.safety.end_read(inputs.version, inputs.iteration)
         return result.tensors if isinstance(result, IntermediateTensors) else result
+
+    def _call(
+        self, inputs: ModelInput, rows: int, received: Mapping[str, torch.Tensor] | None
+    ) -> Any:
+        """The model on ``rows`` rows of an input version, in vLLM's forward context."""
+        source = self.preparer.versions[inputs.version]
+        with set_forward_context(
+            inputs.attn_metadata,
+            self.stock.vllm_config,
+            num_tokens=rows,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            batch_descriptor=inputs.batch_descriptor,
+            slot_mapping=inputs.slot_mapping,
+            is_padding=source.padding.device[:rows],
+        ):
+            return self.model(
+                input_ids=source.input_ids.device[:rows],
+                positions=source.positions.device[:rows],
+                intermediate_tensors=None
+                if received is None
+                else IntermediateTensors(dict(received)),
+                inputs_embeds=None,
+            )
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
