@@ -250,7 +250,7 @@ def test_trace_of_stock_is_complete_and_adds_up(recorded):
     run = Run(trace)
     for stage in run.account.stages:
         assert sum(stage.by_kind) == run.account.wall_ns
-    # The window lies within the call of generate().
+    # The window is the call of generate(), but for what comes before the first step.
     assert run.account.wall_ns / 1e9 <= said["took"] * 1.01
     summary = run.summary()
     assert summary["tokens"] == said["tokens"]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sipipe.trace.format import CLOCK, CPU, DROPPED, SUFFIX, Header, TraceError, read_file
-from sipipe.trace.phases import DEVICE_PHASES, WAIT_PHASES
+from sipipe.trace.phases import DEVICE_PHASES, WAIT_PHASES, Phase
 
 Records = npt.NDArray[Any]
 CPU_SAMPLE = np.dtype([("start_ns", "<i8"), ("end_ns", "<i8"), ("cpu_ns", "<i8")])
@@ -76,9 +76,10 @@ class Trace:
         return next(iter(self.of("executor")), None)
 
     def window(self) -> tuple[int, int]:
-        """The trace's wall time: from the first work of any stage to its last record, in ns.
+        """The trace's wall time in ns: from the first work of any stage to the last tokens.
 
-        A stage that waits before there is anything to do is not part of it.
+        That is the last record of a stage or the last gather, whichever ends later. Waiting before
+        there is anything to do is not part of it.
         """
         spans = []
         for process in self.of("stage"):
@@ -89,7 +90,11 @@ class Trace:
                 spans.append((int(first["start_ns"].min()), int(records["end_ns"].max())))
         if not spans:
             raise TraceError(f"{self.directory}: no stage recorded anything; nothing to report")
-        return min(s for s, _ in spans), max(e for _, e in spans)
+        end = max(e for _, e in spans)
+        if self.executor is not None:
+            gathered = self.executor.phase(Phase.GATHER)["end_ns"]
+            end = max(end, int(gathered.max(initial=end)))
+        return min(s for s, _ in spans), end
 
 
 def read_trace(directory: str | os.PathLike[str]) -> Trace:
