@@ -119,6 +119,7 @@ class Workload:
         self.free = list(range(1, 16_000))
         self.members: list[dict[str, int]] = [{} for _ in range(SLOTS)]
         self.blocks: dict[str, list[int]] = {}
+        self.prompts: dict[str, int] = {}
         self.slot = -1
 
     def output(self) -> Any:
@@ -139,7 +140,7 @@ class Workload:
             all_token_ids={},
             new_block_ids=[self._grow(name, members[name]) for name in names],
             num_computed_tokens=[members[name] for name in names],
-            num_output_tokens=[members[name] - PROMPT + 1 for name in names],
+            num_output_tokens=[members[name] - self.prompts[name] + 1 for name in names],
         )
         amounts = dict.fromkeys(names, 1)
         for name in names:
@@ -166,7 +167,7 @@ class Workload:
         length = PROMPT + hash(name) % BLOCK
         held = [self.free.pop() for _ in range(-(-(length + 1) // BLOCK))]
         self.blocks[name] = list(held)
-        members[name] = length
+        self.prompts[name] = members[name] = length
         amounts[name] = length
         return NewRequestData(
             req_id=name,

@@ -52,9 +52,16 @@ class GraphBank:
         place = bisect.bisect_left(self._sizes, batch)
         return self._sizes[place] if place < len(self._sizes) else None
 
-    def capture(self, run: Callable[[int, int], Any], *, warm_ups: int = 2) -> None:
+    def capture(
+        self,
+        run: Callable[[int, int], Any],
+        *,
+        before: Callable[[int, int], None] | None = None,
+        warm_ups: int = 2,
+    ) -> None:
         """Capture ``run(version, size)`` for every version and size, largest first.
 
+        ``before(version, size)`` puts something to read into the inputs; it is not captured.
         ``run`` must read and write only tensors whose addresses stay, and return the tensors of
         its result. All graphs share one memory pool, so that a graph's result is valid until the
         next graph runs.
@@ -70,6 +77,8 @@ class GraphBank:
         stream = torch.cuda.Stream()
         for size in reversed(self._sizes):
             for version in range(self._versions):
+                if before is not None:
+                    before(version, size)
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
                     for _ in range(warm_ups):
@@ -95,3 +104,23 @@ class GraphBank:
         """Free all graphs: before weights move."""
         self._graphs.clear()
         self._pool = None
+
+
+class PlainBank(GraphBank):
+    """The same interface with plain calls: for devices without graphs."""
+
+    _run: Callable[[int, int], Any]
+
+    def capture(
+        self,
+        run: Callable[[int, int], Any],
+        *,
+        before: Callable[[int, int], None] | None = None,  # noqa: ARG002 - nothing is captured
+        warm_ups: int = 2,  # noqa: ARG002
+    ) -> None:
+        """Keep ``run``; nothing is run."""
+        self._run = run
+
+    def replay(self, version: int, size: int) -> Any:
+        """Call ``run(version, size)``."""
+        return self._run(version, size)
