@@ -160,3 +160,17 @@ def test_sizes_and_ranks(make):
         with pytest.raises(ChannelError):
             make(**bad)
     assert len(writer.buffer) >= 4 * 101 * 8 * 4
+
+
+def test_a_restarted_sampler_joins_while_the_ranks_are_amid_the_first_slot(make):
+    owner, (first, second), (reader,) = make(ranks=2)
+    with first.acquire(0, 1):
+        pass
+    reader._ring.locks.close()
+    owner.remove_reader("s")
+    owner.add_reader("s")
+    again = LogitsReader.open(owner.endpoint, "s")
+    make.opened.append(again)
+    with second.acquire(0, 1):
+        pass
+    assert again.receive(30).iteration == 0

@@ -76,10 +76,11 @@ class RingReader(Side):
                         return
                     self.locks.unlock(*self._bytes(use))
             if end == 0 and self._try_enter(-1):
-                if not any(self._published(r) for r in range(self.layout.ranks)):
+                if self._tickets(-1) is None:  # never written: nobody is a lap ahead
                     self.next = 0
                     return
                 self.locks.unlock(*self._bytes(-1))
+            time.sleep(ATTACH_POLL)  # the ranks are amid a slot
 
     def _tickets(self, use: int) -> int | None:
         """The first rank whose ticket is not that of ``use``, or None."""
