@@ -83,12 +83,12 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
     return (x.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def joined(strategy: str, batch: int, vocab: int, output: int = 200) -> SequenceColumns:
+def joined(strategy: str, batch: int, vocab: int) -> SequenceColumns:
     columns = SequenceColumns(vocab)
     rng = np.random.default_rng(1)
     for handle in range(batch):
         params = SequenceParams(seed=handle, **STRATEGIES[strategy])
-        columns.join(handle, params, rng.integers(0, vocab, 200), rng.integers(0, vocab, output))
+        columns.join(handle, params, rng.integers(0, vocab, 200), rng.integers(0, vocab, 200))
     return columns
 
 
@@ -226,11 +226,29 @@ def state() -> None:
     x = normal(batch, V)
     dense = np.zeros((batch * 3, V), np.float32)
     lower = milliseconds(lambda: read(dense.reshape(-1), batch * 3, V), batch)
-    for output in (0, 200, 2_000, 8_000, 32_000):
-        columns = joined("all", batch, V, output)
+    rng = np.random.default_rng(2)
+    for output, law in (
+        (0, "uniform"),
+        (200, "uniform"),
+        (2_000, "uniform"),
+        (8_000, "uniform"),
+        (32_000, "uniform"),
+        (2_000, "zipf"),
+        (32_000, "zipf"),
+    ):
+        text = rng.integers(0, V, (batch, output))
+        if law == "zipf":  # like text: few distinct tokens
+            text = rng.zipf(1.2, (batch, output)) % V
+        columns = SequenceColumns(V)
+        for handle in range(batch):
+            params = SequenceParams(seed=handle, **STRATEGIES["all"])
+            columns.join(handle, params, (), text[handle])
+        distinct = np.mean([np.unique(row).size for row in text]) if output else 0
         rows.append(
             {
                 "output tokens": output,
+                "drawn": law,
+                "distinct": int(distinct),
                 "all, sparse": milliseconds(ours(columns, x), batch, repeat=5),
                 "dense: reading 3 rows alone": lower,
                 "sparse KB a sequence": columns.state_nbytes / batch / 1e3,
@@ -315,7 +333,7 @@ def weights() -> None:
         "min_p": cost(min_p=0.01),
         "top_p": cost(top_p=0.95),
         "write": cost(presence_penalty=0.1, repetition_penalty=1.1) - temperature,
-        "mask": cost(allowed_token_ids=list(range(100))),
+        "mask": cost(allowed_token_ids=list(range(100))) - temperature,
         "logprobs": cost(logprobs=5) - temperature,
     }
     rows = [{"term": k, "measured": v, "in use": WEIGHTS[k]} for k, v in measured.items()]

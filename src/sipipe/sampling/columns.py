@@ -97,11 +97,13 @@ class SequenceColumns:
         max_columns: int | None = None,
         reasoning_start_token_ids: Sequence[int] = (),
         reasoning_end_token_ids: Sequence[int] = (),
+        work: Work | None = None,
     ) -> None:
         """``max_columns``: refuse to hold more sequences (None: no limit).
 
         The reasoning token ids are those of vLLM's ``ReasoningConfig``; without end tokens a
-        ``thinking_token_budget`` has no effect, as in vLLM.
+        ``thinking_token_budget`` has no effect, as in vLLM. ``work`` is memory of `make_work` to use
+        instead of one's own, by one thread at a time.
         """
         if vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
@@ -118,7 +120,7 @@ class SequenceColumns:
         self._special: list[Special | None] = []
         self._observers: dict[int, Special] = {}
         self._seen = SeenTables(0)
-        self._work: Work = make_work(vocab_size)
+        self._work: Work = make_work(vocab_size) if work is None else work
         self._columns_work: Work | None = None
         self._arrays: dict[str, npt.NDArray[Any]] = {
             "temperature": np.zeros(0, np.float32),

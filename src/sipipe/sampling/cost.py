@@ -9,15 +9,15 @@ from __future__ import annotations
 from sipipe.sampling.params import SequenceParams
 
 WEIGHTS = {
-    "greedy": 11.0,
-    "temperature": 22.0,
-    "top_k": 13.0,
-    "min_p": 16.0,
-    "top_p": 60.0,
-    "write": 16.0,
-    "mask": 16.0,
-    "logprobs": 45.0,
-    "seen": 0.008,
+    "greedy": 14.0,
+    "temperature": 25.0,
+    "top_k": 18.0,
+    "min_p": 19.0,
+    "top_p": 62.0,
+    "write": 10.0,
+    "mask": 9.0,
+    "logprobs": 20.0,
+    "seen": 0.012,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,21 @@ from sipipe.sampling.columns import (
     SampleResult,
     SequenceColumns,
 )
+from sipipe.sampling.kernels.work import Work, make_work
 from sipipe.sampling.params import SequenceParams
 
 Tokens = Sequence[Sequence[int] | npt.NDArray[np.integer[Any]]]
+
+
+_kept = threading.local()
+
+
+def _work(vocab_size: int) -> Work:
+    """This thread's work memory, kept from call to call while the vocabulary stays the same."""
+    if getattr(_kept, "vocab_size", None) != vocab_size:
+        _kept.work, _kept.vocab_size = make_work(vocab_size), vocab_size
+    work: Work = _kept.work
+    return work
 
 
 def as_array(logits: Any) -> npt.NDArray[Any]:
@@ -59,7 +72,8 @@ def _sample(
     ):
         if len(given) != batch:
             raise ValueError(f"{name}: {len(given)} for {batch} sequences")
-    columns = SequenceColumns(width if vocab_size is None else vocab_size, logprobs_mode=mode)
+    vocab = width if vocab_size is None else vocab_size
+    columns = SequenceColumns(vocab, logprobs_mode=mode, work=_work(vocab) if vocab > 0 else None)
     for row in range(batch):
         columns.join(row, every[row], prompts[row], outputs[row])
     result = columns.sample(range(batch), array, layout=layout)
