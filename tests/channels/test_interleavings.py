@@ -151,7 +151,7 @@ def test_a_kill_after_every_step(victim):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(RELAXED, max_examples=5000)
+@settings(RELAXED, max_examples=2000)
 @given(choices=CHOICES, kills=KILLS)
 def test_many_interleavings_with_kills(choices, kills):
     explore(9, ["a", "b", "c"], choices, kills)
