@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.sampling.test_filters import logits
 
 from sipipe.sampling import SequenceColumns, SequenceParams
-from sipipe.sampling.kernels.seen import SeenTables
+from sipipe.sampling.seen import SeenTables
 
 V = 1000
 KINDS = [

@@ -29,9 +29,9 @@ from sipipe.sampling.kernels.rows import (
     Columns,
     Output,
 )
-from sipipe.sampling.kernels.seen import SeenTables
 from sipipe.sampling.kernels.work import GROUP, Work, make_work
 from sipipe.sampling.params import SequenceParams
+from sipipe.sampling.seen import SeenTables
 from sipipe.sampling.special import Special, is_special, make_extras
 from sipipe.sampling.thinking import ThinkingBudget
 
