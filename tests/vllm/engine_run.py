@@ -29,6 +29,7 @@ def main() -> None:
         prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in batch["prompts"]]
         params = [sampling_params(p) for p in batch["params"]]
         lora = batch.get("lora")
+        print("GENERATING", flush=True)
         outputs = llm.generate(
             prompts,
             params,

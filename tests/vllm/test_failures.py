@@ -99,9 +99,9 @@ def test_a_killed_sampler_is_replaced_and_no_token_changes(models, tmp_path):
     undisturbed = run_engine(path, [batch], sipipe={"samplers": 2}, **TWO_STAGES)
     engine = Running(path, [batch], tmp_path / "log")
     try:
-        engine.wait_for(r"SiPipe \S+: 2 stages")
+        engine.wait_for("GENERATING")
         for _ in range(2):
-            time.sleep(0.4)
+            time.sleep(0.3)
             samplers = engine.find(r"sipipe\.service")
             if samplers:
                 samplers[0].kill()
@@ -121,7 +121,8 @@ def test_a_killed_worker_ends_the_engine_with_its_name(models, tmp_path):
     }
     engine = Running(path, [batch], tmp_path / "log")
     try:
-        engine.wait_for(r"SiPipe \S+: 2 stages")
+        engine.wait_for("GENERATING")
+        time.sleep(0.5)
         everybody = engine.descendants()
         worker = [p for p in everybody if "Worker_PP1" in " ".join(p.cmdline())]
         assert worker, [p.cmdline() for p in everybody]
@@ -141,7 +142,7 @@ def test_a_killed_engine_leaves_no_process(models, tmp_path):
         tmp_path / "log",
     )
     try:
-        engine.wait_for(r"SiPipe \S+: 2 stages")
+        engine.wait_for("GENERATING")
         everybody = engine.descendants()
         core = [p for p in everybody if "EngineCore" in " ".join(p.cmdline())]
         assert core
