@@ -57,7 +57,8 @@ class SiPipeConfig:
 
     cpu_sampling: Literal["auto", "on", "off"] = "auto"
     """Whether tokens are drawn by CPU sampler processes. ``"off"``: by vLLM's own sampler on the
-    last stage. ``"auto"``: on, unless a measurement at start-up finds the device faster."""
+    last stage. ``"auto"``: by samplers wherever SiPipe's path is taken; ``"on"``: an error where it
+    is not. (A choice by measurement at start-up is planned, and not built.)"""
 
     stage_runner: Literal["auto", "sipipe", "vllm"] = "auto"
     """Who turns a scheduling output into hidden states. ``"sipipe"``: SiPipe's stage runner, or
@@ -68,13 +69,17 @@ class SiPipeConfig:
     """Which scheduler forms microbatches. ``"pipeline"``: SiPipe's, which keeps them stable and
     even. ``"vllm"``: the stock one. A class given with ``--scheduler-cls`` wins over both."""
 
+    microbatches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Tunables of the pipeline scheduler, such as ``{"max_moves": 4}``: the fields of
+    :class:`sipipe.scheduling.SlotSettings`. Empty: its defaults."""
+
     overlap: bool = True
     """Token-safe execution: prepare the next microbatch's inputs while the device runs this one.
     False: prepare and run in turn, with one version of the inputs."""
 
-    transport: Literal["auto", "shm", "socket", "cuda_ipc", "nccl"] = "auto"
-    """How hidden states travel between stages. ``"auto"``: ``shm`` for CPU stages of one host,
-    ``cuda_ipc`` for GPUs of one host, ``socket`` or ``nccl`` between hosts."""
+    transport: Literal["auto", "shm", "socket"] = "auto"
+    """How hidden states travel between stages. ``"auto"``: ``shm``, while all stages are on one
+    host. Tensors of GPU stages go through host memory (CUDA IPC and NCCL are not built)."""
 
     logits_layout: Literal["rows", "columns"] = "rows"
     """Layout of a logits slot in shared memory. ``"rows"``: [B, V], a sequence is contiguous.
@@ -92,8 +97,8 @@ class SiPipeConfig:
     overlap. Costs a few microseconds an iteration."""
 
     shm_dir: str | None = None
-    """Directory on a memory file system for channel slots and transfer buffers. None:
-    ``/dev/shm``."""
+    """Directory for the channels' slots, best on a memory file system. None: anonymous memory,
+    which needs no ``/dev/shm`` and leaves nothing behind, whatever happens."""
 
     stall_timeout: float = 300.0
     """Seconds that one iteration may take before the engine stops with an error that names the
@@ -155,6 +160,7 @@ class SiPipeConfig:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if isinstance(self.cores, CorePlacement):
             values["cores"] = self.cores.to_dict()
+        values["microbatches"] = dict(self.microbatches)
         return values
 
     def resolved_inflight(self, stages: int) -> int:
@@ -249,6 +255,13 @@ def _core_lists(key: str, value: Any) -> tuple[tuple[int, ...], ...]:
     return lists
 
 
+def _microbatches(_key: str, value: Any) -> Mapping[str, Any]:
+    from sipipe.scheduling import SlotSettings
+
+    SlotSettings.from_mapping(value)  # names a wrong key or value itself
+    return dict(value or {})
+
+
 def _placement(key: str, value: Any) -> CorePlacement | str:
     if isinstance(value, CorePlacement) or value in ("auto", "off"):
         placement: CorePlacement | str = value
@@ -275,8 +288,9 @@ _PARSERS: Mapping[str, Parser] = types.MappingProxyType(
         "cpu_sampling": _one_of("auto", "on", "off"),
         "stage_runner": _one_of("auto", "sipipe", "vllm"),
         "scheduler": _one_of("pipeline", "vllm"),
+        "microbatches": _microbatches,
         "overlap": _flag,
-        "transport": _one_of("auto", "shm", "socket", "cuda_ipc", "nccl"),
+        "transport": _one_of("auto", "shm", "socket"),
         "logits_layout": _one_of("rows", "columns"),
         "cores": _placement,
         "trace": _directory,

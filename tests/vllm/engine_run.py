@@ -10,9 +10,8 @@ import sys
 
 def main() -> None:
     spec = json.load(sys.stdin)
-    from vllm.lora.request import LoRARequest
-
     from vllm import LLM
+    from vllm.lora.request import LoRARequest
 
     engine = spec["engine"]
     if spec["sipipe"] is not None:
@@ -41,9 +40,8 @@ def main() -> None:
 
 
 def sampling_params(values):
-    from vllm.sampling_params import StructuredOutputsParams
-
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     structured = values.pop("structured_outputs", None)
     if bias := values.get("logit_bias"):  # JSON has no integer keys

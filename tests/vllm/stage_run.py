@@ -51,9 +51,8 @@ def main() -> None:
 
 def workload(llm, spec):
     """Add requests as the run goes on, abort some; returns tokens by request number."""
-    from vllm.lora.request import LoRARequest
-
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     rng = random.Random(spec.get("seed", 0))
     todo = []

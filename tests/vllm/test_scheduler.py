@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
@@ -28,7 +29,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from sipipe.models import make_model
 from sipipe.vllm.scheduler import PipelineScheduler
-from vllm import SamplingParams
 
 BLOCK = 16
 

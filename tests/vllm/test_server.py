@@ -52,10 +52,8 @@ def server(path, log, *options):
         while True:
             if process.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(f"the server did not start:\n{log.read_text()[-4000:]}")
-            with contextlib.suppress(OSError):
-                with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-                    if answer.status == 200:
-                        break
+            if healthy(address):
+                break
             time.sleep(0.3)
         yield address, process
     finally:
@@ -65,6 +63,14 @@ def server(path, log, *options):
                     child.kill()
             process.kill()
             process.wait()
+
+
+def healthy(address) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
 
 
 async def stream(session, address, index, rng):
@@ -105,10 +111,9 @@ async def load(address):
     timeout = aiohttp.ClientTimeout(total=200)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        ends = await asyncio.gather(
+        return await asyncio.gather(
             *(stream(session, address, i, random.Random(rng.random())) for i in range(STREAMS))
         )
-    return ends
 
 
 def metric(address, name) -> float:

@@ -172,8 +172,7 @@ def _what_sipipe_does(stages: int, ranks: int, gpus: Sequence[str]) -> Iterator[
             "GPUs", f"--pp {stages} --tp {ranks} needs {stages * ranks}, here are {len(gpus)}"
         )
     inflight = SiPipeConfig().resolved_inflight(stages)
-    transport = "cuda_ipc" if device == "cuda" else "shm"
-    yield _ok("pipeline", f"{inflight} microbatches in flight, transport {transport}")
+    yield _ok("pipeline", f"{inflight} microbatches in flight, transport shm")
     yield _ok("start with", f"sipipe serve MODEL --pp {stages} --tp {ranks}")
 
 

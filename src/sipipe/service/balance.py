@@ -15,16 +15,17 @@ class Balancer:
     them, so one top-p sequence weighs as much as several greedy ones.
     """
 
-    def __init__(self, samplers: int) -> None:
+    def __init__(self, samplers: int, *, vocab_size: int) -> None:
         if samplers < 1:
             raise ValueError(f"samplers must be 1 or more, not {samplers}")
+        self._vocab_size = vocab_size
         self._load = [0.0] * samplers
         self._count = [0] * samplers
 
     def place(self, params: SequenceParams) -> int:
         """The sampler for a new sequence, counted from 0."""
         sampler = min(range(len(self._load)), key=self._load.__getitem__)
-        self._load[sampler] += cost_estimate(params)
+        self._load[sampler] += self._cost(params)
         self._count[sampler] += 1
         return sampler
 
@@ -33,8 +34,11 @@ class Balancer:
         self._count[sampler] -= 1
         # Exactly zero when empty: rounding must not pile up over millions of requests.
         self._load[sampler] = (
-            self._load[sampler] - cost_estimate(params) if self._count[sampler] else 0.0
+            self._load[sampler] - self._cost(params) if self._count[sampler] else 0.0
         )
+
+    def _cost(self, params: SequenceParams) -> float:
+        return cost_estimate(params, self._vocab_size)
 
     @property
     def loads(self) -> tuple[float, ...]:

@@ -38,9 +38,15 @@ OnDeath = Callable[[int, int, str], None]
 
 
 class SamplerPool:
-    """``count`` sampler processes, each bound to its cores of ``cores`` (empty: not bound)."""
+    """``count`` sampler processes, each bound to its cores of ``cores`` (empty: not bound).
 
-    def __init__(self, count: int, *, cores: Sequence[Sequence[int]] = ()) -> None:
+    ``warm``: logits dtype and layout that the kernels are compiled for as the process starts.
+    """
+
+    def __init__(
+        self, count: int, *, warm: tuple[str, str], cores: Sequence[Sequence[int]] = ()
+    ) -> None:
+        self._warm = warm
         self._cores = [tuple(cores[i]) if i < len(cores) else () for i in range(count)]
         self._on_death: OnDeath | None = None
         self._closed = False
@@ -109,7 +115,7 @@ class SamplerPool:
     def _start(self, index: int) -> subprocess.Popen[bytes]:
         cores = self._cores[index]
         process = subprocess.Popen(
-            [sys.executable, "-m", "sipipe.service"],
+            [sys.executable, "-m", "sipipe.service", *self._warm],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # select() must see what readline() has not taken

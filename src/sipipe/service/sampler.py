@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from sipipe.channels import (
     LogitsSlot,
 )
 from sipipe.sampling import SequenceColumns, warm_up
-from sipipe.sampling.columns import LogprobsMode
+from sipipe.sampling.columns import Layout, LogprobsMode
 from sipipe.service.header import Kind, decode_header
 from sipipe.service.protocol import (
     Grammar,
@@ -69,6 +69,8 @@ class SamplerBoot:
     vocab_size: int
     layout: Literal["rows", "columns"]
     logprobs_mode: LogprobsMode
+    reasoning: tuple[list[int], list[int]]
+    """Token ids that begin and end thinking."""
     stages: int
     inflight: int
     run: str
@@ -87,7 +89,12 @@ class Sampler:
         self._steps = DispatchReader.open(boot.bic_i, boot.name)
         self._logits = LogitsReader.open(boot.bic_l, boot.name)
         self._tokens = GatherSender.connect(boot.bic_o, boot.name, boot.incarnation)
-        self._columns = SequenceColumns(boot.vocab_size, logprobs_mode=boot.logprobs_mode)
+        self._columns = SequenceColumns(
+            boot.vocab_size,
+            logprobs_mode=boot.logprobs_mode,
+            reasoning_start_token_ids=boot.reasoning[0],
+            reasoning_end_token_ids=boot.reasoning[1],
+        )
         self._waiting: Step | None = None
         self._recorder = open_recorder(
             boot.trace,
@@ -240,9 +247,11 @@ def _read_exactly(pipe: io.RawIOBase, size: int) -> bytes:
 
 
 def main() -> int:
-    """Entry point: compile, boot from standard input, say "open" on standard output, serve."""
+    """Entry point: compile for the dtype and layout named by the arguments, boot from standard input,
+    say "open" on standard output, serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the executor decides when to stop
-    warm_up()
+    dtype, layout = sys.argv[1:3]
+    warm_up([dtype], [cast(Layout, layout)])  # while the workers load the model
     with open(0, "rb", buffering=0, closefd=False) as pipe:
         boot = read_boot(pipe)
     if boot is None:

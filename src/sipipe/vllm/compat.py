@@ -16,13 +16,13 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+import vllm
 from vllm.config import VllmConfig
 
-import vllm
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, UnsupportedError
+from sipipe.versions import SUPPORTED_VLLM
 
-SUPPORTED_VLLM = ("0.32.0",)
 IGNORE_VERSION = "SIPIPE_IGNORE_VLLM_VERSION"
 
 Path = Literal["sipipe", "vllm"]
@@ -108,14 +108,14 @@ def _why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         return "pooling models have no tokens to sample"
     if model.logits_processors:
         return "custom logits processors (--logits-processors) run in vLLM's own sampler"
-    if vllm_config.reasoning_config is not None:
-        return "thinking budgets (--reasoning-config) are kept by vLLM's own sampler"
     if model.is_multimodal_model:
         return "multi-modal models need vLLM's encoder path"
     if model.is_encoder_decoder:
         return "encoder-decoder models need vLLM's cross-attention path"
     if model.is_hybrid or model.is_attention_free:
         return "models with recurrent state (hybrid, mamba) need vLLM's own runner"
+    if model.return_sampling_mask:
+        return "sampling masks (--return-sampling-mask) come from vLLM's own sampler"
     if model.enable_prompt_embeds:
         return "prompt embeddings (--enable-prompt-embeds) need vLLM's own runner"
     if getattr(vllm_config.scheduler_config, "async_scheduling", False):

@@ -35,6 +35,7 @@ from sipipe.channels import (
     ChannelPeerDied,
     GatherReceiver,
     LogitsChannel,
+    check_room,
 )
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
@@ -70,11 +71,16 @@ class DataPlane:
         self._config = config
         self._slots = slots
         self._samplers = len(plan.samplers)
-        self._pool = SamplerPool(self._samplers, cores=plan.samplers)
+        dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+        self._check_room(dtype)
+        self._pool = SamplerPool(
+            self._samplers, cores=plan.samplers, warm=(dtype, config.logits_layout)
+        )
         self._telemetry = telemetry
         self._recorder = telemetry.recorder
         self._tracker = RequestTracker(
-            engine_seed=vllm_config.model_config.seed or 0, balancer=Balancer(self._samplers)
+            engine_seed=vllm_config.model_config.seed or 0,
+            balancer=Balancer(self._samplers, vocab_size=vllm_config.model_config.get_vocab_size()),
         )
         self._lock = threading.Lock()
         self._order = threading.RLock()
@@ -89,6 +95,25 @@ class DataPlane:
         self._thread: threading.Thread | None = None
         self._fail: Callable[[BaseException], None] = lambda _error: None
         self._control: ControlPlane | None = None
+
+    def _check_room(self, dtype: str) -> None:
+        """Refuse at start-up what would run out of shared memory later.
+
+        Raises:
+            ResourceError: how much is needed, and which option to lower.
+        """
+        size = LogitsChannel.required_bytes(
+            slots=self._logits_slots,
+            vocab=self._vllm_config.model_config.get_vocab_size(),
+            batch=self._vllm_config.scheduler_config.max_num_seqs,
+            dtype=dtype,
+        )
+        check_room(size, self._config.shm_dir, "bic-l (logits)")
+
+    @property
+    def _logits_slots(self) -> int:
+        """Every undrawn iteration stays readable, for a sampler that is started again."""
+        return max(3, self._slots + 2)
 
     @property
     def sampler_names(self) -> tuple[str, ...]:
@@ -111,7 +136,7 @@ class DataPlane:
         writer = ranks[-self._vllm_config.parallel_config.tensor_parallel_size]
         self._logits = LogitsChannel.create(
             "bic-l",
-            slots=max(3, self._slots + 2),
+            slots=self._logits_slots,
             vocab=writer["logits_width"],
             batch=self._vllm_config.scheduler_config.max_num_seqs,
             dtype=writer["logits_dtype"],
@@ -276,6 +301,7 @@ class DataPlane:
             vocab_size=model.get_vocab_size(),
             layout=self._config.logits_layout,
             logprobs_mode=model.logprobs_mode,
+            reasoning=_reasoning_tokens(self._vllm_config),
             stages=self._vllm_config.parallel_config.pipeline_parallel_size,
             inflight=self._slots,
             run=self._telemetry.run,
@@ -346,3 +372,11 @@ class DataPlane:
         self._pool.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
+
+
+def _reasoning_tokens(vllm_config: VllmConfig) -> tuple[list[int], list[int]]:
+    """The token ids that begin and end thinking, for thinking budgets; empty without them."""
+    reasoning = vllm_config.reasoning_config
+    if reasoning is None or not reasoning.enabled:
+        return [], []
+    return reasoning.reasoning_start_token_ids or [], reasoning.reasoning_end_token_ids or []

@@ -16,12 +16,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from vllm import AsyncEngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from sipipe.errors import ConfigError
 from sipipe.vllm.launch import announce, checked, parse_engine_args
-from vllm import AsyncEngineArgs, SamplingParams
 
 Event = Literal["begin", "text", "end"]
 

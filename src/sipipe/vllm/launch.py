@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
+from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args
@@ -30,7 +31,6 @@ from sipipe.cores import plan_cores, this_machine
 from sipipe.errors import ConfigError, ResourceError
 from sipipe.vllm.compat import check_features, check_version, choose_path
 from sipipe.vllm.plugin import EXECUTOR_NAMES, register
-from vllm import AsyncEngineArgs
 
 EXECUTOR = "sipipe.Executor"
 

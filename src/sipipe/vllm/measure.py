@@ -67,8 +67,9 @@ class Result:
 
 def measure(job: Job) -> Result:
     """Start the engine, warm it up, and run the job's requests."""
-    from sipipe.vllm.launch import checked, parse_engine_args
     from vllm import LLM, EngineArgs, SamplingParams
+
+    from sipipe.vllm.launch import checked, parse_engine_args
 
     began = time.perf_counter()
     args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)

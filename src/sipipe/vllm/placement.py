@@ -5,13 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan, plan_cores, this_machine
-from vllm import envs
 
 logger = init_logger(f"vllm.{__name__}")
 

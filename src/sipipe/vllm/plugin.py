@@ -1,6 +1,7 @@
 """The ``vllm.general_plugins`` entry point: what vLLM runs in each of its processes.
 
-vLLM refuses a custom executor given by name together with pipeline parallelism, because it looks
+It adds SiPipe's figures to ``/metrics`` (a collector that says nothing where no SiPipe engine
+runs), and one hook. vLLM refuses a custom executor given by name together with pipeline parallelism, because it looks
 for ``supports_pp`` on the name. :func:`register` lets ``EngineArgs`` resolve our name to the
 class first. Nothing else of vLLM is touched, and nothing happens to engines that do not ask for
 SiPipe.
@@ -20,6 +21,9 @@ def register() -> None:
     """Called by vLLM, possibly several times in a process."""
     from vllm.engine.arg_utils import EngineArgs
 
+    from sipipe.trace import metrics
+
+    metrics.register()
     check = EngineArgs._check_feature_supported
     if getattr(check, "__sipipe__", False):
         return

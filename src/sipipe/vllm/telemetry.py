@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from sipipe.config import SiPipeConfig
 from sipipe.trace import open_recorder
 from sipipe.trace.live import LivePage
+from sipipe.trace.metrics import Publisher
 
 
 class Telemetry:
@@ -36,6 +37,8 @@ class Telemetry:
         self.path = self._page.path
         """Where the other processes find the page."""
         self.live = self._page.writer("executor")
+        self._publisher = Publisher(self._page)
+        self._publisher.start()
         self.recorder = open_recorder(
             config.trace,
             "executor",
@@ -49,4 +52,5 @@ class Telemetry:
     def close(self) -> None:
         """Write what is left of the trace, and let the page go."""
         self.recorder.close()
+        self._publisher.close()
         self._page.close()
