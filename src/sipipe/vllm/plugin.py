@@ -9,6 +9,7 @@ SiPipe.
 
 from __future__ import annotations
 
+import os
 from functools import wraps
 from typing import Any
 
@@ -38,6 +39,9 @@ def register() -> None:
             # Options are checked here too, in the process that the user sees.
             SiPipeConfig.from_additional_config(self.additional_config)
             self.distributed_executor_backend = Executor
+            # The stage runner stands on vLLM's first model runner; the second one returns
+            # sampled tokens by collectives across stages, which SiPipe's stages do not share.
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         return check(self, *args, **kwargs)
 
     resolve_then_check.__sipipe__ = True  # type: ignore[attr-defined]
