@@ -21,8 +21,6 @@ class Kind(enum.IntEnum):
     """The structured-output bitmask of an iteration already published; workers skip it."""
     CONTROL = 3
     """A call for the stage workers, in order with the iterations; samplers skip it."""
-    SNAPSHOT = 4
-    """State for one restarted sampler; everybody else skips it."""
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -35,11 +35,12 @@ from sipipe.channels import (
     LogitsReader,
     LogitsSlot,
 )
-from sipipe.sampling import SequenceColumns, warm_up
+from sipipe.sampling import SequenceColumns, SequenceParams, warm_up
 from sipipe.sampling.columns import Layout, LogprobsMode
 from sipipe.service.header import Kind, decode_header
 from sipipe.service.protocol import (
     Grammar,
+    Join,
     Logprobs,
     Sampled,
     Snapshot,
@@ -96,6 +97,8 @@ class Sampler:
             reasoning_end_token_ids=boot.reasoning[1],
         )
         self._waiting: Step | None = None
+        self._broken: dict[int, str] = {}
+        """Sequences that could not join, and why: their rows are errors, the others go on."""
         self._recorder = open_recorder(
             boot.trace,
             "sampler",
@@ -135,9 +138,7 @@ class Sampler:
 
     def _restore(self, snapshot: Snapshot) -> None:
         for join in snapshot.joins:
-            self._columns.join(
-                join.handle, join.params, int32_view(join.prompt), int32_view(join.outputs)
-            )
+            self._join(join)
         grammars = {grammar.iteration: grammar for grammar in snapshot.grammars}
         for step in snapshot.steps:
             if step.iteration in grammars:
@@ -159,17 +160,25 @@ class Sampler:
         columns = self._columns
         for handle in int32_view(step.leaves).tolist():
             columns.discard(handle)
+            self._broken.pop(handle, None)
         for join in step.joins:
             if join.sampler == self._index:
-                columns.join(
-                    join.handle, join.params, int32_view(join.prompt), int32_view(join.outputs)
-                )
+                self._join(join)
         told = zip(
             int32_view(step.appended).tolist(), int32_view(step.tokens).tolist(), strict=True
         )
         mine = [(handle, token) for handle, token in told if handle in columns]
         if mine:
             columns.append([handle for handle, _ in mine], [token for _, token in mine])
+
+    def _join(self, join: Join) -> None:
+        try:
+            self._columns.join(
+                join.handle, join.params, int32_view(join.prompt), int32_view(join.outputs)
+            )
+        except ValueError as error:
+            self._broken[join.handle] = str(error)
+            self._columns.join(join.handle, SequenceParams(temperature=0.0))
 
     def _draw(self, step: Step, grammar: Grammar | None) -> None:
         rows = np.flatnonzero(int32_view(step.owners) == self._index).astype(np.int32)
@@ -199,10 +208,15 @@ class Sampler:
             self._recorder.record(
                 phase, step.iteration, self._slot, start, end, batch=len(rows), tokens=len(rows)
             )
+        errors, tokens = drawn.errors, drawn.token_ids
+        if self._broken:
+            for i, handle in enumerate(handles.tolist()):
+                if handle in self._broken:
+                    errors[i], tokens[i] = self._broken[handle], -1
         sampled = Sampled(
             step.iteration,
             int32_bytes(rows),
-            int32_bytes(drawn.token_ids),
+            int32_bytes(tokens),
             [
                 Logprobs(
                     int(rows[i]),
@@ -212,7 +226,7 @@ class Sampler:
                 )
                 for i, lp in drawn.logprobs.items()
             ],
-            [(int(rows[i]), reason) for i, reason in drawn.errors.items()],
+            [(int(rows[i]), reason) for i, reason in errors.items()],
             (ended - began) * 1e-9,
         )
         self._tokens.send(step.iteration, [encode(sampled)])

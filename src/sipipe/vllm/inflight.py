@@ -93,14 +93,14 @@ def build_output(
     index = {request_id: i for i, request_id in enumerate(iteration.request_ids)}
     tokens: list[list[int]] = [[] for _ in iteration.request_ids]
     drawn: list[tuple[str, int]] = []
-    errors: list[tuple[str, str]] = []
+    errors = list(iteration.errors.items())
     logprobs: dict[int, LogprobsLists] = {}
     for part in (inflight.sampled or {}).values():
         rows = int32_view(part.rows).tolist()
         for row, token in zip(rows, int32_view(part.tokens).tolist(), strict=True):
-            if token < 0:
-                continue
             request_id = iteration.sampled[row]
+            if token < 0 or request_id in iteration.errors:
+                continue
             tokens[index[request_id]].append(token)
             drawn.append((request_id, token))
         for lp in part.logprobs:

@@ -19,7 +19,7 @@ import msgspec
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
-from sipipe.sampling import SequenceParams, derive_seed
+from sipipe.sampling import SequenceParams, derive_seed, unsupported
 from sipipe.service.protocol import Grammar, Join, Step, int32_bytes
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class TrackedRequest:
     prompt_logprobs: bool = False
     iteration: int = -1
     """The last iteration that the request is in."""
+    error: str = ""
+    """Why no sampler can draw for it; it fails with its first token."""
 
     def join(self) -> Join:
         self.told = len(self.outputs)
@@ -62,6 +64,8 @@ class Iteration:
     """Requests that get a token, in the order of the rows of the logits slot."""
     samplers: tuple[int, ...]
     """The samplers that own a row."""
+    errors: dict[str, str]
+    """Requests that fail with this iteration, and why."""
     prompt_logprobs: tuple[str, ...]
     """Requests whose prompt log-probabilities are complete after this iteration."""
 
@@ -158,6 +162,7 @@ class RequestTracker:
             request_ids=list(output.num_scheduled_tokens),
             sampled=sampled,
             samplers=tuple(sorted(set(owners))),
+            errors={r: self._requests[r].error for r in sampled if self._requests[r].error},
             prompt_logprobs=tuple(complete),
         )
 
@@ -188,12 +193,17 @@ class RequestTracker:
         self, request_id: str, prompt: Sequence[int], sampling_params: SamplingParams | None
     ) -> Join:
         assert sampling_params is not None, "pooling requests do not reach the samplers"
-        params = sequence_params(sampling_params, derive_seed(self._engine_seed, request_id))
+        error = ""
+        try:
+            params = sequence_params(sampling_params, derive_seed(self._engine_seed, request_id))
+        except ValueError as problem:
+            params, error = SequenceParams(temperature=0.0), str(problem)
         request = TrackedRequest(
             handle=self._next_handle,
             sampler=self._balancer.place(params),
             params=params,
             prompt=prompt,
+            error=error,
             prompt_logprobs=sampling_params.prompt_logprobs is not None,
         )
         self._next_handle += 1
@@ -205,7 +215,12 @@ def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:
     """What of vLLM's ``SamplingParams`` concerns drawing a token.
 
     ``seed`` is used where the request brings none.
+
+    Raises:
+        ValueError: a parameter that the samplers do not take.
     """
+    if field := unsupported(params):
+        raise ValueError(f"{field} is not supported by SiPipe's samplers")
     found = SequenceParams.of(params)
     return found if found.seed is not None else msgspec.structs.replace(found, seed=seed)
 
