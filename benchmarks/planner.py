@@ -149,7 +149,7 @@ def produce(model: Path, side: str, p: int, directory: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
         if status:
             log.seek(0)
-            end = log.read().decode(errors="replace")[-3000:]
+            end = log.read().decode(errors="replace")[-8000:]
             raise SystemExit(f"{end}\n{side}, p = {p}: failed ({status})")
 
 

@@ -12,7 +12,7 @@ from sipipe.errors import ConfigError
 from sipipe.planner import Cluster, Workload, facts_from_config, local_cpu, make_plan, network
 from sipipe.planner.calibration import Observation, Run, calibrate
 from sipipe.planner.costs import DatasheetCosts
-from sipipe.planner.fit import fit_terms, group_means
+from sipipe.planner.fit import fit_robustly, fit_terms, group_means
 from sipipe.planner.hardware import efficiency, engine, sampling
 from sipipe.planner.pipeline import iterate
 from sipipe.planner.placement import place
@@ -65,6 +65,25 @@ def test_terms_that_grow_together_are_not_both_blamed():
     matrix = np.ones((20, 2))
     found = fit_terms(matrix, np.full(20, 3.0), np.ones(20))
     assert sorted(found) == pytest.approx([0.0, 3.0])
+
+
+def test_disturbed_groups_do_not_bend_the_robust_fit():
+    rng = np.random.default_rng(0)
+    size = np.arange(1.0, 41.0)
+    matrix = np.stack([np.ones(40), size], axis=1)
+    seconds = (2.0 + 0.1 * size) * rng.normal(1, 0.03, 40)
+    seconds[::8] *= 2.5  # another program ran during an eighth of the groups
+    found = fit_robustly(matrix, seconds, np.ones(40))
+    assert found == pytest.approx([2.0, 0.1], rel=0.15)
+
+
+def test_the_robust_fit_is_not_biased_low():
+    rng = np.random.default_rng(1)
+    seconds = rng.lognormal(0, 0.4, 2000)
+    (found,) = fit_robustly(np.ones((2000, 1)), seconds, np.ones(2000))
+    (plain,) = fit_terms(np.ones((2000, 1)), seconds, np.ones(2000))
+    assert plain < 0.85
+    assert found == pytest.approx(1.0, abs=0.06)
 
 
 def test_a_compilation_is_not_a_cost():

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sipipe.planner import Cluster, ModelFacts, Workload
     from sipipe.planner.calibration import Calibration, Observation, Run
     from sipipe.trace import Trace
+    from sipipe.trace.reader import Records
 
 __all__ = ["LoopCheck", "calibrate_from_traces", "check_loop", "run_of"]
 
@@ -167,6 +168,7 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
             found += _observations(process.records, process.header.index, "device_sample")
         elif process.header.role != "stage":
             found += _observations(process.records, -1, "sample")
+    found += _turnarounds(trace)
     return Run(
         p=trace.stages,
         t=1 + max((process.header.rank for process in stages), default=0),
@@ -176,7 +178,42 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
     )
 
 
-def _observations(records: np.ndarray, stage: int, sample_name: str) -> list[Observation]:
+def _turnarounds(trace: Trace) -> list[Observation]:
+    """A stage's time from the end of one microbatch to the start of the next, where the next one's
+    inputs were prepared and its hidden states were sent before that: nobody's wait, but time that
+    the stage loses."""
+    from sipipe.planner.calibration import Observation
+    from sipipe.trace import Phase
+
+    def ends(records: Records, *phases: Phase) -> dict[int, int]:
+        chosen = records[np.isin(records["phase"], phases)]
+        return dict(zip(chosen["iteration"].tolist(), chosen["end_ns"].tolist(), strict=True))
+
+    found = []
+    sent: dict[int, int] | None = None
+    for process in trace.of("stage"):
+        if process.header.rank:
+            continue
+        records = process.records
+        prepared = ends(records, Phase.PREPARE)
+        # sorted by start: a later phase of the same iteration replaces an earlier one
+        done = ends(records, Phase.FORWARD, Phase.LOGITS, Phase.HANDOVER, Phase.SAMPLE)
+        for row in records[records["phase"] == Phase.FORWARD]:
+            iteration, start = int(row["iteration"]), int(row["start_ns"])
+            free = done.get(iteration - 1)
+            if free is None or free > start or prepared.get(iteration, free) >= free:
+                continue
+            if sent is None or sent.get(iteration, free) < free:
+                batch, tokens = int(row["batch"]), int(row["tokens"])
+                seconds = (start - free) * 1e-9
+                found.append(
+                    Observation(process.header.index, "turnaround", batch, tokens, seconds)
+                )
+        sent = ends(records, Phase.SEND)
+    return found[-_MOST:]
+
+
+def _observations(records: Records, stage: int, sample_name: str) -> list[Observation]:
     from sipipe.planner.calibration import Observation
     from sipipe.trace import Phase
 

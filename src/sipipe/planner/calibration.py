@@ -18,7 +18,7 @@ import numpy as np
 from sipipe.errors import ConfigError
 from sipipe.planner.communication import all_reduce_seconds
 from sipipe.planner.costs import DatasheetCosts, ForwardTime
-from sipipe.planner.fit import Fit, fit_terms, group_means
+from sipipe.planner.fit import Fit, fit_robustly, group_means
 from sipipe.planner.hardware import Engine
 from sipipe.planner.models import ModelFacts
 from sipipe.planner.placement import Stage, place
@@ -40,7 +40,8 @@ class Observation:
     """Stage index; -1 for the executor and for samplers."""
     phase: str
     """Lower-case name of the phase: forward, logits, prepare, send, handover, schedule, dispatch,
-    update, ``sample`` (a sampler's share) or ``device_sample`` (a stage that samples itself)."""
+    update, ``sample`` (a sampler's share), ``device_sample`` (a stage that samples itself), or
+    ``turnaround`` (a stage's time between two microbatches when nothing is missing)."""
     batch: int
     """Sequences; for ``sample`` those of this sampler."""
     tokens: int
@@ -82,6 +83,9 @@ class _Shapes:
         reduce = all_reduce_seconds(self.sheet.cluster, stage, size)
         terms = {
             "layers": float(stage.layers),
+            # Where caches are large enough to keep a stage's weights, the vocabulary projection
+            # evicts them: the last stage reads its layers from memory every time.
+            "layers of the last": float(stage.layers if stage.is_last else 0),
             "products": 2.0 * active * tokens / cores,
             "all-reduce": 2 * stage.layers * reduce,
         }
@@ -110,6 +114,7 @@ class _Shapes:
             "logits": lambda: self.logits(stage, seen.batch, cores),
             "handover": lambda: self.columns(seen.batch, stage.t),
             "send": lambda: self.hidden(seen.tokens),
+            "turnaround": lambda: self.sequences(seen.batch),
             "prepare": lambda: self.sequences(seen.batch),
             "schedule": lambda: self.sequences(seen.batch),
             "dispatch": lambda: self.sequences(seen.batch),
@@ -183,7 +188,7 @@ def _fit(key: str, rows: list[tuple[Terms, Observation]]) -> Fit:
     seconds = np.asarray([seen.seconds for _, seen in rows])
     errors = _held_out_errors(values, seconds)
     keys, means, counts, dropped = group_means(values, seconds)
-    coefficients = fit_terms(np.asarray(keys), means, counts)
+    coefficients = fit_robustly(np.asarray(keys), means, counts)
     batches = [seen.batch for _, seen in rows]
     tokens = [seen.tokens for _, seen in rows]
     return Fit(
@@ -203,7 +208,7 @@ def _fit(key: str, rows: list[tuple[Terms, Observation]]) -> Fit:
 def _held_out_errors(values: list[tuple[float, ...]], seconds: Any) -> Any:
     """Relative errors of group means of the odd records, predicted from the even ones."""
     keys, means, counts, _ = group_means(values[::2], seconds[::2])
-    coefficients = fit_terms(np.asarray(keys), means, counts)
+    coefficients = fit_robustly(np.asarray(keys), means, counts)
     keys, means, counts, _ = group_means(values[1::2], seconds[1::2])
     errors = np.abs(np.asarray(keys) @ coefficients / means - 1.0)
     return np.repeat(errors, counts.astype(int))
@@ -237,7 +242,7 @@ class Calibration:
         parts = {name: fit.part(name, value) for name, value in terms.items()}
         return ForwardTime(
             compute=parts["products"],
-            weights=parts["layers"],
+            weights=parts["layers"] + parts["layers of the last"],
             attention=parts.get("cache reads", 0.0),
             overhead=0.0,
             all_reduce=parts["all-reduce"],
@@ -260,13 +265,14 @@ class Calibration:
         return self.sheet.preparation(engine, stage, work) if found is None else found
 
     def transfer(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
-        """See :class:`~sipipe.planner.costs.Costs`."""
+        """Sending, where there is a next stage, and what passes between two microbatches."""
+        sending = self._of(engine.key, "send", self._shapes.hidden(work.tokens))
+        between = self._of(engine.key, "turnaround", self._shapes.sequences(work.batch))
         if stage.stages == 1:
-            return 0.0
-        found = self._of(engine.key, "send", self._shapes.hidden(work.tokens))
-        if found is None:
+            return between or 0.0
+        if sending is None and between is None:
             return self.sheet.transfer(engine, stage, work)
-        return 0.0 if stage.is_last else found
+        return (0.0 if stage.is_last else sending or 0.0) + (between or 0.0)
 
     def hop(self, stage: Stage, work: Microbatch) -> float:
         """See :class:`~sipipe.planner.costs.Costs`."""

@@ -16,10 +16,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Fit", "fit_terms", "group_means"]
+__all__ = ["Fit", "fit_robustly", "fit_terms", "group_means"]
 
 Array = npt.NDArray[np.float64]
 
+_USUAL = 0.15
+"""Relative deviation up to which a group counts in full; beyond, in proportion less."""
 _TOLERANCE = 1.02
 """A subset is about as good when its weighted residual is within this factor of the best."""
 
@@ -118,3 +120,23 @@ def fit_terms(matrix: Array, seconds: Array, weights: Array) -> Array:
     floor = 1e-9 * float(np.linalg.norm(target))
     close = [entry for entry in found if entry[0] <= best * _TOLERANCE + floor]
     return min(close, key=lambda entry: (entry[1], entry[0]))[2]
+
+
+def fit_robustly(matrix: Array, seconds: Array, weights: Array) -> Array:
+    """:func:`fit_terms`, repeated so that disturbed groups do not bend the fit.
+
+    Two things are put right by reweighting. Relative to the *measured* value an overestimate costs
+    more than an underestimate, which biases the fit low: errors are taken relative to the fitted
+    value. And a group that is far off (something else ran just then) counts less, by Huber's rule.
+    Arguments and result as :func:`fit_terms`.
+    """
+    coefficients = fit_terms(matrix, seconds, weights)
+    for _ in range(10):
+        fitted = np.maximum(matrix @ coefficients, 1e-3 * seconds)
+        deviation = np.abs(seconds / fitted - 1.0)
+        trust = _USUAL / np.maximum(deviation, _USUAL)
+        new = fit_terms(matrix, seconds, weights * trust * (seconds / fitted) ** 2)
+        if np.allclose(new, coefficients, rtol=1e-4, atol=0.0):
+            break
+        coefficients = new
+    return coefficients
