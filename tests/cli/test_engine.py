@@ -1,5 +1,6 @@
 """`sipipe generate` and `sipipe serve` as a user starts them, on a tiny model in two stages."""
 
+import contextlib
 import http.client
 import importlib.util
 import json
@@ -131,10 +132,10 @@ def wait_until_ready(server, port, log: Path):
     while time.monotonic() < deadline:
         assert server.poll() is None, log.read_text()[-3000:]
         try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return
+            with connect(port, 5) as connection:
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
         except OSError:
             pass
         time.sleep(0.5)
@@ -151,17 +152,21 @@ def complete(port, model, *, stream):
         "ignore_eos": True,
         "stream": stream,
     }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    response = connection.getresponse()
-    assert response.status == 200
-    if not stream:
-        return json.load(response)["choices"][0]["text"]
-    pieces = []
-    for line in response:
-        event = line.decode().removeprefix("data: ").strip()
-        if event and event != "[DONE]":
-            pieces.append(json.loads(event)["choices"][0]["text"])
+    with connect(port, 120) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        assert response.status == 200
+        if not stream:
+            return json.load(response)["choices"][0]["text"]
+        pieces = []
+        for line in response:
+            event = line.decode().removeprefix("data: ").strip()
+            if event and event != "[DONE]":
+                pieces.append(json.loads(event)["choices"][0]["text"])
     assert len(pieces) > 4
     return "".join(pieces)
+
+
+def connect(port, timeout):
+    return contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=timeout))

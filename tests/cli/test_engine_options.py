@@ -11,7 +11,7 @@ from sipipe.cli.parser import (
     make_parser,
     split_engine_options,
 )
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, SiPipeError
 
 
 def split(*argv):
@@ -109,7 +109,17 @@ def test_bench_prints_both_sides(capsys):
     assert capsys.readouterr().out.splitlines()[-1].split() == ["greedy", "20", "50", "2.5x"]
 
 
-def test_bench_shows_the_log_of_a_side_that_fails(capsys, monkeypatch):
-    monkeypatch.setattr(bench.sys, "executable", "/bin/false")
-    with pytest.raises(Exception, match="bench: stock failed"):
+def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(monkeypatch, tmp_path):
+    engine = tmp_path / "python"
+    engine.write_text(
+        "#!/bin/sh\necho 'RuntimeError: no memory' >&2\necho 'KeyError: 1' >&2\nexit 1\n"
+    )
+    engine.chmod(0o755)
+    monkeypatch.setattr(bench.sys, "executable", str(engine))
+    monkeypatch.setattr(bench.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(bench, "require_vllm", lambda: None)
+    with pytest.raises(SiPipeError, match=r"stock failed: RuntimeError: no memory \(log: ") as it:
         bench.main(["m", "--pp", "2"])
+    assert "\n" not in str(it.value)
+    (kept,) = tmp_path.glob("sipipe-bench-stock-*.log")
+    assert "KeyError" in kept.read_text()

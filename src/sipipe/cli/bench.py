@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -141,11 +142,19 @@ def _measure(side: str, job: Mapping[str, Any], environment: Mapping[str, str]) 
             _end(process)
         if process.returncode != 0:
             log.seek(0)
-            lines = log.read().decode(errors="replace").strip().splitlines()
-            print("\n".join(lines[-30:]), file=sys.stderr)
-            raise SiPipeError(f"bench: {side} failed; the end of its log is above")
+            raise SiPipeError(f"bench: {side} failed: {_keep(side, log.read())}")
     result: dict[str, Any] = json.loads(out)
     return result
+
+
+def _keep(side: str, log: bytes) -> str:
+    """Keep a failed engine's log; its first error, which is the cause, and where the log is."""
+    with tempfile.NamedTemporaryFile(
+        prefix=f"sipipe-bench-{side}-", suffix=".log", delete=False
+    ) as file:
+        file.write(log)
+    found = re.search(r"\w+(Error|Exception): .*", log.decode(errors="replace"))
+    return f"{found.group() if found else 'no error in its log'} (log: {file.name})"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         return _prompts(words, own.file)
 
     # The engine's log is for servers; here the text matters. Set before vLLM is imported.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     require_vllm()
     from sipipe.vllm.generate import generate
 
