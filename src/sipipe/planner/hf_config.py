@@ -109,7 +109,7 @@ def facts_from_config(
     moe, sparse, width = _mixture(fields, layers, hidden)
     dense = 0
     if len(sparse) < layers:
-        projections = 2 if config.get("model_type") in _UNGATED else 3
+        projections = 2 if str(config.get("model_type")) in _UNGATED else 3
         dense_width = fields.number("intermediate_size")
         dense = projections * hidden * dense_width
         width = min(width, dense_width) if width else dense_width
