@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 RECIPE_FILE = "sipipe_model.json"
 """What a checkpoint was made from; a second call with the same recipe has nothing to do."""
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 """Raised when the same arguments begin to give other files."""
 
 
@@ -94,8 +94,15 @@ def make_model(
 
 
 def _write(directory: Path, family: Family, shape: Shape, dtype: str, seed: int) -> None:
-    special = {"bos_token_id": None, "pad_token_id": 0, "eos_token_id": 2}
-    config = family.config(shape) | special | {"dtype": dtype}
+    more = {
+        "bos_token_id": None,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+        "dtype": dtype,
+        # Without it transformers takes a large tokenizer for an old one and warns of it.
+        "transformers_version": "5.0.0",
+    }
+    config = family.config(shape) | more
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
