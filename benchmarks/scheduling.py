@@ -5,7 +5,7 @@ and 8 stages with stage costs like a GPU's and like a CPU's. *Served*: vLLM with
 its own executor on both sides (``--executor sipipe`` for SiPipe's), once with its scheduler and
 once with ours: all requests at once, then Poisson arrivals.
 
-``python -m benchmarks.scheduling [--quick] [--part simulated|served|all]``
+``python -m benchmarks.scheduling [--quick] [--part simulated|served|thin|all]``
 """
 
 from __future__ import annotations
@@ -146,6 +146,31 @@ def served(quick: bool, size: str, executor: str) -> None:
     )
 
 
+def thin(quick: bool, size: str, executor: str) -> None:
+    """Few requests: microbatches of one sequence each, or fewer and fuller ones?"""
+    counts = [1, 2, 4, 8] if quick else [1, 2, 4, 8, 16, 32]
+    with tempfile.TemporaryDirectory(prefix="sipipe-bench-") as scratch:
+        from sipipe.models import make_model
+
+        model = make_model("llama", Path(scratch) / "model", size=size)
+        base = {"model": str(model), "executor": executor, "counts": counts, "loads": []}
+        base |= {"repeats": 3, "output": 32, "rate": 1.0, "requests": 0}
+        sides = {"vLLM's": {"scheduler": "vllm"}}
+        for least in (1, 4, 1000):
+            sides[f"min_sequences {least}"] = {"scheduler": "pipeline", "min_sequences": least}
+        rows = []
+        for label, side in sides.items():
+            cases = _engine({**base, **side})["cases"]
+            speeds = {f"{n} requests": cases[f"{n} at once"]["tok/s"] for n in counts}
+            rows.append({"scheduler": label, **speeds})
+    report(
+        "scheduling",
+        f"Few requests, two stages, {executor} executor, tok/s",
+        rows,
+        file=f"scheduling-thin-{executor}-{size}",
+    )
+
+
 def _engine(spec: dict[str, Any]) -> dict[str, Any]:
     environment = {
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
@@ -190,6 +215,11 @@ def _run_engine(spec: dict[str, Any]) -> None:
             max_model_len=2048,
             max_num_batched_tokens=BUDGET,
             enable_prefix_caching=False,
+            additional_config=(
+                {"sipipe": {"microbatches": {"min_sequences": spec["min_sequences"]}}}
+                if "min_sequences" in spec
+                else {}
+            ),
             disable_log_stats=False,
         )
         engine = llm.llm_engine
@@ -223,6 +253,9 @@ def _run_engine(spec: dict[str, Any]) -> None:
             sizes = [int(size) for size in sizes_file.read_text().split()]
             middle = sizes[len(sizes) // 2 - 2 : len(sizes) // 2 + 2]
             cases[f"{count} at once"] = _row(max(speeds), finished, middle)
+        if not spec["loads"]:
+            print("RESULT " + json.dumps({"cases": cases, "rate": 0.0}), flush=True)
+            return
         trace = [
             a._replace(prompt=min(a.prompt, 512), output=max(4, a.output // 8))
             for a in poisson_trace(spec["requests"], 4)
@@ -259,7 +292,7 @@ def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer requests, depths and loads")
-    parser.add_argument("--part", choices=("simulated", "served", "all"), default="all")
+    parser.add_argument("--part", choices=("simulated", "served", "thin", "all"), default="all")
     parser.add_argument("--size", default="bench", help="model size of make-model")
     parser.add_argument("--executor", choices=("stock", "sipipe"), default="stock")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
@@ -267,12 +300,14 @@ def main() -> None:
     if options.engine:
         _run_engine(json.loads(options.engine))
         return
-    if options.part != "served":
+    if options.part in ("simulated", "all"):
         if options.quick:
             simulated(120, (0.8, float("inf")), (2, 4))
         else:
             simulated(300, LOADS, (2, 4, 8))
-    if options.part != "simulated":
+    if options.part == "thin":
+        thin(options.quick, options.size, options.executor)
+    if options.part in ("served", "all"):
         served(options.quick, options.size, options.executor)
 
 
