@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-BENCHMARKS := $(filter-out harness,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS := $(filter-out harness %_recorders,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint format bench clean

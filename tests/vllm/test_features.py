@@ -85,7 +85,22 @@ def test_logprobs_of_chosen_tokens_equal_stock(both):
         same_logprobs(ours["outputs"][0]["logprobs"], theirs["outputs"][0]["logprobs"])
 
 
-def same_logprobs(ours, theirs):
+def test_served_logprobs_of_a_bfloat16_model_equal_stock(models):
+    """One request at a time: in batches bfloat16 rounds by their shape, also in stock."""
+    path = model(models)
+    asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 5}
+    batches = [{"prompts": [p], "params": [asked]} for p in prompts(4, longest=40, seed=8)]
+    said = run_engine(path, batches, sipipe={}, dtype="bfloat16", **TWO_STAGES)
+    stock = stock_tokens(path, batches, dtype="bfloat16")
+    for ours, theirs in zip(said, stock, strict=True):
+        assert tokens(ours) == tokens(theirs)
+        # Tied logits are frequent in bfloat16, and the order of ties is anybody's: no ranks.
+        same_logprobs(
+            ours[0]["outputs"][0]["logprobs"], theirs[0]["outputs"][0]["logprobs"], ranks=False
+        )
+
+
+def same_logprobs(ours, theirs, *, ranks=True):
     assert (ours is None) == (theirs is None)
     for a, b in zip(ours or (), theirs or (), strict=True):
         assert (a is None) == (b is None)
@@ -95,7 +110,8 @@ def same_logprobs(ours, theirs):
         for token, (value, rank) in b.items():
             if math.isfinite(value):
                 assert a[token][0] == pytest.approx(value, abs=1e-3)
-            assert a[token][1] == rank
+            if ranks:
+                assert a[token][1] == rank
 
 
 def test_seeded_draws_do_not_depend_on_the_batch_or_the_samplers(models):

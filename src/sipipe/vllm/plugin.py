@@ -32,13 +32,15 @@ def register() -> None:
     @wraps(check)
     def resolve_then_check(self: Any, *args: Any, **kwargs: Any) -> Any:
         backend = self.distributed_executor_backend
-        if isinstance(backend, str) and backend in EXECUTOR_NAMES:
+        named = isinstance(backend, str) and backend in EXECUTOR_NAMES
+        if named or getattr(backend, "__module__", "") == "sipipe.vllm.executor":
             from sipipe.config import SiPipeConfig
             from sipipe.vllm.executor import Executor
 
             # Options are checked here too, in the process that the user sees.
             SiPipeConfig.from_additional_config(self.additional_config)
-            self.distributed_executor_backend = Executor
+            if named:
+                self.distributed_executor_backend = Executor
             # The stage runner stands on vLLM's first model runner; the second one returns
             # sampled tokens by collectives across stages, which SiPipe's stages do not share.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
