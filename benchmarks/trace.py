@@ -165,7 +165,12 @@ def main() -> None:
                     "of a 10 ms iteration (%)": seconds / 10e-3 * 100,
                 }
             )
-        report("trace", "What one record costs (CPU time of the recording thread)", rows, note=f"{len(PHASES)} records an iteration")
+        report(
+            "trace",
+            "What one record costs (CPU time of the recording thread)",
+            rows,
+            note=f"{len(PHASES)} records an iteration",
+        )
         report(
             "trace",
             "A worker's loop with and without recording",

@@ -233,6 +233,8 @@ def check(inputs, preparer, output, requests):
     ]
     assert inputs.sampled_req_ids == samplers
     assert inputs.logits_rows.tolist() == [ends[name] for name in samplers]
+    assert inputs.build_metadata is not None, "on the CPU the device executor builds it"
+    inputs.build_metadata()
     for group in range(2):
         common, version = inputs.attn_metadata[f"layer{group}"]
         assert version == inputs.version

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -79,6 +80,9 @@ class ModelInput:
     prompt_rows: list[PromptRows] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
     """Requests that finished since the scheduling output before."""
+    build_metadata: Callable[[], None] | None = None
+    """What is left for the device executor: fills ``attn_metadata`` and ``slot_mapping``. None
+    where the CPU executor has done it, which it may on every device but the CPU."""
     attn_metadata: dict[str, Any] = field(default_factory=dict)
     slot_mapping: dict[str, torch.Tensor] = field(default_factory=dict)
     batch_descriptor: Any = None
@@ -488,7 +492,14 @@ class InputPreparer:
         target.upload(padded, rows)
         if lora:
             self._describe_adapters(inputs, batch)
-        self._build_metadata(inputs, target, longest_query, longest_seq)
+        if self._device.type == "cpu":
+            # Its builder grows a scratch area that all of the process's attention kernels share
+            # (ScratchPadManager): while a forward pass runs, that frees memory under it.
+            inputs.build_metadata = partial(
+                self._build_metadata, inputs, target, longest_query, longest_seq
+            )
+        else:
+            self._build_metadata(inputs, target, longest_query, longest_seq)
 
     def _describe_adapters(self, inputs: ModelInput, batch: SlotBatch) -> None:
         adapters = batch.adapters

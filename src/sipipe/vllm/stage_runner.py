@@ -137,6 +137,8 @@ class StageRunner:
         if self.safety is not None:
             self.safety.begin_read(inputs.version, inputs.iteration)
         source.wait_until_ready()
+        if inputs.build_metadata is not None:
+            inputs.build_metadata()
         if inputs.lora is not None:
             self.stock._set_active_loras(*inputs.lora)
         if inputs.graph_size is None:
