@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+CODE := src tests benchmarks scripts
 BENCHMARKS := $(filter-out harness %_recorders,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
 .DEFAULT_GOAL := help
@@ -24,14 +25,14 @@ test-all: setup ## all tests, engines included
 	@$(BIN)/pytest -q -m ""
 
 lint: setup ## formatting, lint, types, layers
-	@$(BIN)/ruff format --check --quiet .
-	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet $(CODE)
+	@$(BIN)/ruff check --quiet $(CODE)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
 format: setup ## format, and mend what lint can mend
-	@$(BIN)/ruff format .
-	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format $(CODE)
+	@$(BIN)/ruff check --fix $(CODE)
 
 bench: setup ## every benchmark, quick form
 	@for name in $(sort $(BENCHMARKS)); do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
