@@ -135,7 +135,8 @@ def test_a_killed_worker_ends_the_engine_with_its_name(models, tmp_path):
             engine.stop()
 
 
-def test_a_killed_engine_leaves_no_process(models, tmp_path):
+@pytest.mark.parametrize("who", ["both", "front end"])
+def test_a_killed_engine_leaves_no_process(models, tmp_path, who):
     engine = Running(
         model(models),
         [{"prompts": prompts(4), "params": greedy(4, shortest=300, longest=400)}],
@@ -146,7 +147,8 @@ def test_a_killed_engine_leaves_no_process(models, tmp_path):
         everybody = engine.descendants()
         core = [p for p in everybody if "EngineCore" in " ".join(p.cmdline())]
         assert core
-        core[0].send_signal(signal.SIGKILL)
+        if who == "both":
+            core[0].send_signal(signal.SIGKILL)
         os.kill(engine.process.pid, signal.SIGKILL)
         engine.process.wait(20)
         assert gone(everybody)

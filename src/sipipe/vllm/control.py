@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -184,11 +185,20 @@ class ControlPlane:
     def _listen(self) -> None:
         pipes = {worker.pipe: worker for worker in self.workers}
         sentinels = {worker.process.sentinel: worker for worker in self.workers}
+        parent = multiprocessing.parent_process()
         try:
             while not self._closed:
                 wanted: list[Any] = [*pipes, *sentinels, self._wake_read]
+                if parent is not None:
+                    wanted.append(parent.sentinel)
                 for item in multiprocessing.connection.wait(wanted, self._patience()):
                     if item is self._wake_read or self._closed:
+                        return
+                    if parent is not None and item == parent.sentinel:
+                        # vLLM's engine process does not watch its front end: a killed one
+                        # would leave the engine, its workers and samplers behind.
+                        logger.error("the process that started this engine is gone; ending it")
+                        os.kill(os.getpid(), signal.SIGTERM)
                         return
                     if item in pipes:
                         if not self._take(pipes[item]):
