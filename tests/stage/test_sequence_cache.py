@@ -25,35 +25,49 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(name=names, prompt=st.lists(st.integers(0, 9), max_size=4), blocks=block_lists)
     def insert(self, name, prompt, blocks):
-        self.cache.insert(name, prompt, blocks, adapter=len(prompt))
-        self.slot.touch(name)
+        row = self.cache.insert(name, prompt, adapter=len(prompt))
+        self.slot.touch([row])
+        self.cache.append_blocks([row], [blocks])
         self.model[name] = (prompt, [list(ids) for ids in blocks], len(prompt))
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), blocks=block_lists)
-    def append(self, data, blocks):
-        name = data.draw(st.sampled_from(sorted(self.model)))
-        held = self.model[name][1]
-        if any(len(h) + len(b) > w for h, b, w in zip(held, blocks, WIDTHS, strict=True)):
-            return
-        self.cache.append_blocks(self.cache.index[name], blocks)
-        for ids, added in zip(held, blocks, strict=True):
-            ids.extend(added)
+    @rule(data=st.data())
+    def append(self, data):
+        """Several sequences grow in one iteration."""
+        named = data.draw(
+            st.dictionaries(st.sampled_from(sorted(self.model)), block_lists, max_size=4)
+        )
+        grown = {
+            name: blocks
+            for name, blocks in named.items()
+            if all(
+                len(held) + len(added) <= width
+                for held, added, width in zip(self.model[name][1], blocks, WIDTHS, strict=True)
+            )
+        }
+        self.cache.append_blocks([self.cache.index[name] for name in grown], list(grown.values()))
+        for name, blocks in grown.items():
+            for held, added in zip(self.model[name][1], blocks, strict=True):
+                held.extend(added)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), blocks=block_lists)
     def resume(self, data, blocks):
         name = data.draw(st.sampled_from(sorted(self.model)))
-        self.cache.resume(self.cache.index[name], blocks)
-        self.slot.touch(name)
+        row = self.cache.index[name]
+        self.cache.resume(row)
+        self.slot.touch([row])
+        self.cache.append_blocks([row], [blocks])
         prompt, _, adapter = self.model[name]
         self.model[name] = (prompt, [list(ids) for ids in blocks], adapter)
 
-    @rule(name=names)
-    def remove(self, name):
-        assert self.cache.remove(name) == (name in self.model)
-        self.slot.touch(name)
-        self.model.pop(name, None)
+    @rule(gone=st.sets(names, max_size=3))
+    def remove(self, gone):
+        rows = {self.cache.index[name] for name in gone if name in self.model}
+        assert set(self.cache.remove(gone)) == rows
+        self.slot.touch(list(rows))
+        for name in gone:
+            self.model.pop(name, None)
 
     @rule(data=st.data())
     def resolve(self, data):
@@ -63,7 +77,8 @@ class CacheMachine(RuleBasedStateMachine):
             else []
         )
         if not self.slot.same(chosen):
-            self.slot.resolve(chosen, self.cache)
+            rows = [self.cache.index[name] for name in chosen]
+            self.slot.resolve(chosen, rows, self.cache)
         # Whether the rows were looked up now or before, they are the right ones.
         assert self.slot.rows.tolist() == [self.cache.index[name] for name in chosen]
 
@@ -74,7 +89,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(set(cache.index.values())) == len(self.model)
         for name, (prompt, blocks, adapter) in self.model.items():
             row = cache.index[name]
-            assert cache.prompts[row].tolist() == prompt
+            assert cache.prompts[row] == prompt
             assert cache.prompt_lens[row] == len(prompt)
             assert cache.adapters[row] == adapter
             for group, ids in enumerate(blocks):
@@ -89,38 +104,36 @@ TestCache = CacheMachine.TestCase
 def test_a_name_that_comes_back_with_another_row_is_not_taken_for_the_old_one():
     cache = SequenceCache(4, (4,))
     slots = [SlotBatch(0), SlotBatch(1)]
-    cache.insert("a", [1], [[5]])
-    cache.insert("b", [2], [[6]])
-    slots[0].resolve(["a", "b"], cache)
-    old = slots[0].rows.tolist()
-    for name in ("b", "a"):
-        cache.remove(name)
-        for slot in slots:
-            slot.touch(name)
-    cache.insert("b", [2], [[7]])
-    cache.insert("a", [1], [[8]])
+    old = [cache.insert("a", [1]), cache.insert("b", [2])]
+    cache.append_blocks(old, [[[5]], [[6]]])
+    slots[0].resolve(["a", "b"], old, cache)
+    gone = cache.remove(["a", "b"])
+    assert gone == old
+    for slot in slots:
+        slot.touch(gone)
+    new = [cache.insert("a", [1]), cache.insert("b", [2])]
+    cache.append_blocks(new, [[[8]], [[7]]])
+    assert new != old
     assert not slots[0].same(["a", "b"])
-    slots[0].resolve(["a", "b"], cache)
-    assert slots[0].rows.tolist() != old
+    slots[0].resolve(["a", "b"], new, cache)
     assert cache.blocks[0][slots[0].rows, 0].tolist() == [8, 7]
 
 
 def test_a_steady_slot_is_recognised_without_looking_at_the_cache():
     cache = SequenceCache(4, (4,))
     slot = SlotBatch(0)
-    cache.insert("a", [1], [[5]])
-    cache.decoding[cache.index["a"]] = True
-    slot.resolve(["a"], cache)
+    row = cache.insert("a", [1])
+    slot.resolve(["a"], [row], cache)
+    slot.touch([row + 1])
     assert slot.same(["a"])
-    assert slot.decoding
     assert not slot.same(["a", "b"])
     assert cache.counters.batches_rebuilt == 1
 
 
 def test_more_blocks_than_a_row_has_is_an_error_not_a_neighbours_row():
     cache = SequenceCache(2, (2,))
-    cache.insert("a", [1], [[5, 6]])
-    cache.insert("b", [1], [[7]])
+    rows = [cache.insert("a", [1]), cache.insert("b", [1])]
+    cache.append_blocks(rows, [[[5, 6]], [[7]]])
     with pytest.raises(ValueError, match="given 3 blocks, its row holds 2"):
-        cache.append_blocks(cache.index["a"], [[9]])
+        cache.append_blocks(rows[:1], [[[9]]])
     assert np.array_equal(cache.blocks[0][cache.index["b"]], [7, 0])

@@ -10,13 +10,13 @@ import os
 from typing import Any
 
 import torch
+from plain_bank import PlainBank
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sipipe.stage import StageExecutor
 from sipipe.vllm.stage_runner import StageRunner
-from sipipe.vllm.stage_tokens import TokenHistory
 
 
 class StageTestWorker(CPUWorker):
@@ -30,15 +30,24 @@ class StageTestWorker(CPUWorker):
         super().initialize_from_config(*args, **kwargs)
         self.slots = int(os.environ.get("STAGE_SLOTS", "1"))
         self.versions = int(os.environ.get("STAGE_VERSIONS", "2"))
+        sizes = [int(n) for n in os.environ.get("STAGE_GRAPHS", "").split()]
         self.runner = StageRunner(
             self.model_runner,
             slots=self.slots,
             versions=self.versions,
             check_token_safety=True,
-            graph_sizes=[int(n) for n in os.environ.get("STAGE_GRAPHS", "").split()],
-            shard_logits=os.environ.get("STAGE_SHARDS") == "1",
+            bank=PlainBank(sizes, self.versions) if sizes else None,
         )
-        self.history = TokenHistory()
+        # Not at the top: brings Numba, which vLLM's worker must not find while it starts.
+        from sipipe.service.balance import Balancer
+        from sipipe.vllm.requests import RequestTracker
+
+        # What SiPipe's executor does: fills in the tokens that vLLM's scheduler leaves out, and
+        # says which requests the rows of the logits are.
+        self.tracker = RequestTracker(
+            engine_seed=0, balancer=Balancer(1, vocab_size=self.model_config.get_vocab_size())
+        )
+        self.lora = self.vllm_config.lora_config is not None
         self.stock = True
         self.iteration = self.steady = self.padded = 0
         self.executor = None
@@ -60,9 +69,10 @@ class StageTestWorker(CPUWorker):
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
         if self.stock:
             return super().execute_model(scheduler_output)
-        self.history.fill(scheduler_output)
         iteration = self.iteration
         self.iteration += 1
+        if get_pp_group().is_last_rank:
+            self.told = self.tracker.advance(iteration, scheduler_output)
         if self.executor is not None:
             self.executor.submit(iteration, iteration % self.slots, scheduler_output)
             self.executor.drain()
@@ -83,8 +93,8 @@ class StageTestWorker(CPUWorker):
 
     def prepare(self, iteration: int, slot: int, version: int, output: Any) -> Any:
         inputs = self.runner.prepare(output, slot, version, iteration)
-        scheduled = [r for r in output.num_scheduled_tokens if r in set(inputs.sampled_req_ids)]
-        assert inputs.sampled_req_ids == scheduled, "sampled rows are in scheduling order"
+        if get_pp_group().is_last_rank:
+            assert inputs.sampled_req_ids == self.told.sampled, "rows that the samplers expect"
         return inputs
 
     def announce(self, iteration: int, inputs: Any) -> None:
@@ -117,17 +127,18 @@ class StageTestWorker(CPUWorker):
             return
         tokens: list[list[int]] = [[] for _ in inputs.req_ids]
         if len(inputs.sampled):
-            logits = self.runner.compute_logits(result[inputs.logits_rows])
-            start, stop = self.runner.logits_columns
-            assert logits.shape[1] == stop - start
-            if (start, stop) != (0, self.runner.vocab_size):
+            logits = self.runner.logits(inputs, result)
+            head = self.runner.head
+            assert (head.shard is None) == (get_tp_group().world_size == 1 or self.lora)
+            assert logits.shape[1] == head.columns[1] - head.columns[0]
+            if head.shard is not None:
                 shards: list[Any] = [None] * get_tp_group().world_size
                 torch.distributed.all_gather_object(shards, logits, group=get_tp_group().cpu_group)
                 logits = torch.cat(shards, dim=1)
-            assert logits.shape[1] == self.runner.vocab_size
+            assert logits.shape[1] == head.vocab_size
             for row, token in zip(inputs.sampled, logits.argmax(dim=-1).tolist(), strict=True):
                 tokens[row] = [token]
-        self.history.record(inputs.req_ids, tokens)
+                self.tracker.record(inputs.iteration, inputs.req_ids[row], token)
         self.result = ModelRunnerOutput(
             req_ids=list(inputs.req_ids),
             req_id_to_index={req_id: i for i, req_id in enumerate(inputs.req_ids)},

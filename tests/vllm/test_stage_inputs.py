@@ -18,9 +18,11 @@ from vllm.v1.core.sched.output import (  # noqa: E402
     SchedulerOutput,
 )
 
+from sipipe.service.balance import Balancer  # noqa: E402
 from sipipe.stage import TokenSafety, TokenSafetyError  # noqa: E402
+from sipipe.vllm.requests import RequestTracker  # noqa: E402
+from sipipe.vllm.stage_attention import AttentionMetadata  # noqa: E402
 from sipipe.vllm.stage_inputs import InputPreparer  # noqa: E402
-from sipipe.vllm.stage_tokens import TokenHistory  # noqa: E402
 
 BLOCK_SIZES = (4, 8)
 MAX_LEN = 64
@@ -35,7 +37,7 @@ class FakeGroup:
         return common, version
 
 
-def fake_stock(*, threshold=None, padding=1, rows=4):
+def fake_stock(*, threshold=None):
     return SimpleNamespace(
         device=torch.device("cpu"),
         vllm_config=None,
@@ -50,18 +52,13 @@ def fake_stock(*, threshold=None, padding=1, rows=4):
         ),
         max_num_reqs=64,
         max_num_tokens=512,
+        max_model_len=MAX_LEN,
         kv_cache_config=SimpleNamespace(
             kv_cache_groups=[SimpleNamespace(layer_names=[f"layer{g}"]) for g in (0, 1)]
         ),
         attn_groups=[[FakeGroup(0)], [FakeGroup(1)]],
         _kernel_block_sizes=[None, None],
         reorder_batch_threshold=threshold,
-        cudagraph_dispatcher=SimpleNamespace(
-            dispatch=lambda num_tokens, **_: (
-                None,
-                SimpleNamespace(num_tokens=-(-num_tokens // padding) * padding),
-            )
-        ),
     )
 
 
@@ -196,12 +193,11 @@ class MadeUpScheduler:
         return sampled
 
 
-def check(inputs, preparer, output, requests):
+def check(inputs, preparer, attention, output, requests):
     """Every array against what the requests say."""
     amounts = output.num_scheduled_tokens
     target = preparer.versions[inputs.version]
     assert sorted(inputs.req_ids) == sorted(amounts)
-    assert inputs.num_scheduled.tolist() == [amounts[name] for name in inputs.req_ids]
     start = 0
     ends = {}
     for row, name in enumerate(inputs.req_ids):
@@ -232,17 +228,22 @@ def check(inputs, preparer, output, requests):
         if requests[name].computed + amount == len(requests[name].tokens)
     ]
     assert inputs.sampled_req_ids == samplers
-    assert inputs.logits_rows.tolist() == [ends[name] for name in samplers]
-    assert inputs.build_metadata is not None, "on the CPU the device executor builds it"
-    inputs.build_metadata()
+    assert target.last_tokens.np[: len(samplers)].tolist() == [ends[name] for name in samplers]
+    if inputs.all_sample:
+        assert [ends[name] for name in samplers] == list(range(start))
+    attention.build(inputs)
     for group in range(2):
         common, version = inputs.attn_metadata[f"layer{group}"]
         assert version == inputs.version
-        assert common.num_reqs == len(amounts)
-        assert common.num_actual_tokens == start
+        rows = inputs.graph_size or len(amounts)
+        assert common.num_reqs == rows
+        assert common.num_actual_tokens == (inputs.graph_size or start)
         assert common.max_query_len == max(amounts.values())
         assert common.max_seq_len == target.seq_lens.np[: len(amounts)].max()
-        assert common.query_start_loc.tolist() == target.query_start.np[: len(amounts) + 1].tolist()
+        starts = target.query_start.np[: len(amounts) + 1].tolist()
+        padding = rows - len(amounts)
+        assert common.query_start_loc.tolist() == starts + [start] * padding
+        assert common.seq_lens[len(amounts) :].tolist() == [0] * padding
         assert common.block_table_tensor.data_ptr() == target.tables[group].device.data_ptr()
 
 
@@ -251,16 +252,17 @@ def check(inputs, preparer, output, requests):
 @pytest.mark.parametrize("slots", [1, 3])
 def test_every_array_of_every_iteration(seed, threshold, slots):
     scheduler = MadeUpScheduler(np.random.default_rng(seed), slots)
-    padding = 8 if seed % 2 else 1
-    preparer = InputPreparer(
-        fake_stock(threshold=threshold, padding=padding), slots=slots, versions=2, safety=None
-    )
-    steady = 0
+    stock = fake_stock(threshold=threshold)
+    preparer = InputPreparer(stock, slots=slots, versions=2, safety=None)
+    attention = AttentionMetadata(stock, preparer.versions)
+    if seed % 2:  # decode batches are padded, as for captured graphs
+        preparer.padded_size = lambda batch: -(-batch // 4) * 4
+    steady = whole = 0
     for iteration in range(250):
         output, requests = scheduler.output()
         inputs = preparer.prepare(output, iteration % slots, iteration % 2, iteration)
         if output.total_num_scheduled_tokens:
-            check(inputs, preparer, output, requests)
+            check(inputs, preparer, attention, output, requests)
             if threshold is not None:
                 short = [
                     requests[n].computed > 0
@@ -270,27 +272,32 @@ def test_every_array_of_every_iteration(seed, threshold, slots):
                 ]
                 assert short == sorted(short, reverse=True), "decodes come first"
         steady += inputs.steady
+        whole += inputs.all_sample
         scheduler.sample(output, requests)
     known = {r.name for group in (*scheduler.running, *scheduler.preempted) for r in group}
     assert known <= set(preparer.cache.index)
     assert preparer.cache.counters.resumed > 0
     assert preparer.cache.counters.removed > 0
-    assert steady > 0
+    assert whole > steady > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tokens_that_the_scheduler_leaves_out_come_from_the_history(seed):
+def test_tokens_that_the_scheduler_leaves_out_come_from_the_executor(seed):
+    """With the tracker that SiPipe's executor has, whose rows of the logits are the same."""
     scheduler = MadeUpScheduler(np.random.default_rng(seed), 2, tokens_given=False)
-    preparer = InputPreparer(fake_stock(), slots=2, versions=2, safety=None)
-    history = TokenHistory()
+    stock = fake_stock()
+    preparer = InputPreparer(stock, slots=2, versions=2, safety=None)
+    attention = AttentionMetadata(stock, preparer.versions)
+    tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
     for iteration in range(200):
         output, requests = scheduler.output()
-        history.fill(output)
+        told = tracker.advance(iteration, output)
         inputs = preparer.prepare(output, iteration % 2, iteration % 2, iteration)
         if output.total_num_scheduled_tokens:
-            check(inputs, preparer, output, requests)
-        sampled = scheduler.sample(output, requests)
-        history.record(list(sampled), [[token] for token in sampled.values()])
+            check(inputs, preparer, attention, output, requests)
+            assert inputs.sampled_req_ids == told.sampled
+        for name, token in scheduler.sample(output, requests).items():
+            tracker.record(iteration, name, token)
 
 
 def decode_output(names, computed, tokens, finished=()):
@@ -349,7 +356,7 @@ def test_a_steady_microbatch_moves_no_sequence():
 @pytest.mark.parametrize("tokens", [[], [[5], []], [[], []]])
 def test_missing_tokens_are_an_error_that_says_what_to_do(tokens):
     preparer = started("a", "b", safety=None)
-    with pytest.raises(ValueError, match=r"new_token_ids has \d tokens for 2 .*TokenHistory"):
+    with pytest.raises(ValueError, match=r"new_token_ids has \d tokens for 2 .*RequestTracker"):
         preparer.prepare(decode_output("ab", 1, tokens), 0, 1, 1)
 
 

@@ -223,16 +223,16 @@ def test_two_thousand_iterations(models):
     )
     assert_equal_tokens(stock, ours, workload["aborts"])
     assert facts["iterations"] >= 2000
+    assert facts["resumed"] >= 50, "the workload was meant to preempt"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", ["0", "1"])
-def test_tensor_parallel_parity(models, shards):
+def test_tensor_parallel_parity(models):
+    """Each rank computes its own columns of the logits."""
     (stock, ours), facts = run(
         engines.model(models, "llama"),
         engine={**CROWDED, "tensor_parallel_size": 2},
         VLLM_CPU_OMP_THREADS_BIND="0|1",
-        STAGE_SHARDS=shards,
     )
     assert_equal_tokens(stock, ours, WORKLOAD["aborts"])
     assert facts[0] == facts[1], "both ranks did the same"

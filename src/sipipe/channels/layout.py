@@ -5,7 +5,7 @@
     │ 0  identity (2 words)        │  creator, once
     │ 2  slots, slot bytes, ranks  │  creator, once
     │ 6  closed, readers' version   │  owner
-    │ 8  words for the framing     │  creator, once (dispatch: -, logits: V, B, dtype, layout)
+    │ 8  words for the framing     │  creator, once (dispatch: -, logits: V, B, dtype, layout, shard)
     ├──────────────────────────────┤
     │ writer r: attached, closed,  │  writer rank r              RANKS x 64 bytes
     │           published          │

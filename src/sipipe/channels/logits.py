@@ -8,7 +8,8 @@ sleeps until the last rank has published.
 A slot is one contiguous array of ``batch`` sequences, for ``batch`` up to the maximum:
 
 * layout ``columns``: ``[V, batch]``, the paper's; rank r of t writes rows ``[rV/t, (r+1)V/t)``,
-  contiguous, so that tensor-parallel shards are concatenated by being written.
+  contiguous, so that tensor-parallel shards are concatenated by being written (or, with
+  ``shard``, rows ``[r shard, (r+1) shard)`` as far as V goes: vLLM pads its vocabulary);
 * layout ``rows``: ``[batch, V]``; rank r writes those columns of every row.
 
 bfloat16, which NumPy has not, is uint16. On a CUDA machine :attr:`LogitsWriter.buffer` is what to
@@ -44,7 +45,9 @@ class _Shape:
     """The array in a slot: the words of the header that the framing may use."""
 
     def __init__(self, words: Words) -> None:
-        self.vocab, self.batch, dtype, layout = (words.load(at.FRAMING + i) for i in range(4))
+        self.vocab, self.batch, dtype, layout, self.shard = (
+            words.load(at.FRAMING + i) for i in range(5)
+        )
         self.dtype = np.dtype(list(DTYPES.values())[dtype])
         self.columns = LAYOUTS[layout] == "columns"
 
@@ -54,7 +57,10 @@ class _Shape:
         return flat.reshape((self.vocab, batch) if self.columns else (batch, self.vocab))
 
     def region(self, array: npt.NDArray[Any], rank: int, ranks: int) -> npt.NDArray[Any]:
-        part = slice(rank * self.vocab // ranks, (rank + 1) * self.vocab // ranks)
+        if self.shard:
+            part = slice(rank * self.shard, (rank + 1) * self.shard)
+        else:
+            part = slice(rank * self.vocab // ranks, (rank + 1) * self.vocab // ranks)
         return array[part] if self.columns else array[:, part]
 
 
@@ -76,6 +82,7 @@ class LogitsChannel:
         dtype: Literal["float32", "float16", "bfloat16"] = "float32",
         layout: Literal["columns", "rows"] = "rows",
         ranks: int = 1,
+        shard: int | None = None,
         readers: Sequence[str] = (),
         directory: str | None = None,
     ) -> LogitsChannel:
@@ -86,6 +93,8 @@ class LogitsChannel:
             slots: N, 3 or more; microbatches in flight + 2 keeps every undrawn iteration for a
                 sampler that is restarted.
             ranks: tensor-parallel writers, each its own region.
+            shard: columns of each rank, the last ones having what is left of the vocabulary, which
+                may be none; None: even parts.
             readers: names of the samplers.
             directory: where the memory lies; None: a memfd.
 
@@ -98,8 +107,12 @@ class LogitsChannel:
             raise ChannelConfigError(
                 f"channel {name}: bad size (vocab {vocab}, batch {batch}, ranks {ranks})"
             )
+        if shard is not None and not (shard >= 1 and shard * ranks >= vocab):
+            raise ChannelConfigError(
+                f"channel {name}: {ranks} shards of {shard} columns do not cover {vocab}"
+            )
         slot_bytes = vocab * batch * np.dtype(DTYPES[dtype]).itemsize
-        framing = (vocab, batch, list(DTYPES).index(dtype), LAYOUTS.index(layout))
+        framing = (vocab, batch, list(DTYPES).index(dtype), LAYOUTS.index(layout), shard or 0)
         return cls(
             RingOwner.create(
                 name, Layout(slots, slot_bytes, ranks), list(readers), directory, framing

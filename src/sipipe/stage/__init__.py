@@ -7,14 +7,13 @@ kernels, the debug check and the bank of captured graphs. ``docs/execution.md`` 
 
 from sipipe.stage.communicator import StageStoppedError, Statistics
 from sipipe.stage.executor import StageCalls, StageExecutor
-from sipipe.stage.graph_bank import GraphBank, PlainBank
+from sipipe.stage.graph_bank import GraphBank
 from sipipe.stage.safety import TokenSafety, TokenSafetyError
 from sipipe.stage.sequence_cache import Counters, SequenceCache
 
 __all__ = [
     "Counters",
     "GraphBank",
-    "PlainBank",
     "SequenceCache",
     "StageCalls",
     "StageExecutor",

@@ -25,29 +25,28 @@ class SlotBatch:
         """[B] row of each sequence in the cache, in batch order."""
         self.decoding = False
         """Invariant: True only if every row of the batch has ``cache.decoding``."""
-        self.adapters: NDArray[np.int32] = np.zeros(0, np.int32)
-        """[B] LoRA id of each sequence, 0 for none."""
-        self.stale = True
-        """A member was forgotten or resumed since the rows were resolved; they must be resolved
-        again even if the names are the same, for a name can come back with another row."""
-        self._members: frozenset[str] = frozenset()
+        self._members: frozenset[int] | None = frozenset()
+        """The rows as a set; None: to be made when they are asked for."""
+        self._stale = True
+        """A row of the batch was freed, given away or resumed since it was resolved; it must be
+        resolved again even if the names are the same, for a name can come back with another row."""
 
     def same(self, req_ids: SequenceOf[str]) -> bool:
         """Whether the resolved rows serve a microbatch of exactly these sequences."""
-        return not self.stale and self.req_ids == req_ids
+        return not self._stale and self.req_ids == req_ids
 
-    def touch(self, req_id: str) -> None:
-        """``req_id`` was forgotten, replaced or resumed, in whatever slot."""
-        if req_id in self._members:
-            self.stale = True
+    def touch(self, rows: SequenceOf[int]) -> None:
+        """The sequences of ``rows`` were forgotten, introduced or resumed, in whatever slot."""
+        if self._stale:
+            return
+        if self._members is None:
+            self._members = frozenset(self.rows.tolist())
+        self._stale = not self._members.isdisjoint(rows)
 
-    def resolve(self, req_ids: list[str], cache: SequenceCache) -> None:
-        """Look up the rows of a changed membership; O(B), writes no sequence state."""
-        index = cache.index
-        self.rows = np.array([index[req_id] for req_id in req_ids], dtype=np.int64)
+    def resolve(self, req_ids: list[str], rows: SequenceOf[int], cache: SequenceCache) -> None:
+        """Take a changed membership and its rows; O(B), writes no sequence state."""
         self.req_ids = req_ids
-        self._members = frozenset(req_ids)
-        self.adapters = cache.adapters[self.rows]
-        self.decoding = bool(cache.decoding[self.rows].all())
-        self.stale = False
+        self.rows = np.array(rows, np.int64)
+        self._members = None
+        self._stale = False
         cache.counters.batches_rebuilt += 1

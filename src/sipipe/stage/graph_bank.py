@@ -43,6 +43,11 @@ class GraphBank:
         return len(self._graphs)
 
     @property
+    def versions(self) -> int:
+        """Input versions that graphs are captured for."""
+        return self._versions
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Captured batch sizes, ascending."""
         return tuple(self._sizes)
@@ -61,10 +66,10 @@ class GraphBank:
     ) -> None:
         """Capture ``run(version, size)`` for every version and size, largest first.
 
-        ``before(version, size)`` puts something to read into the inputs; it is not captured.
-        ``run`` must read and write only tensors whose addresses stay, and return the tensors of
-        its result. All graphs share one memory pool, so that a graph's result is valid until the
-        next graph runs.
+        ``before(version, size)`` puts something to read into the inputs; it is not captured, and
+        must have done so when it returns. ``run`` must read and write only tensors whose addresses
+        stay, and return the tensors of its result. All graphs share one memory pool, so that a
+        graph's result is valid until the next graph of the bank runs.
 
         Raises:
             RuntimeError: without a CUDA device.
@@ -74,6 +79,7 @@ class GraphBank:
         if not torch.cuda.is_available():
             raise RuntimeError("capturing CUDA graphs needs a CUDA device")
         self._pool = torch.cuda.graph_pool_handle()
+        # The warm-ups' stream is the capture's: what libraries keep by stream (workspaces) exists.
         stream = torch.cuda.Stream()
         for size in reversed(self._sizes):
             for version in range(self._versions):
@@ -83,11 +89,11 @@ class GraphBank:
                 with torch.cuda.stream(stream):
                     for _ in range(warm_ups):
                         run(version, size)
-                torch.cuda.current_stream().wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool):
+                with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                     result = run(version, size)
                 self._graphs[version, size] = Captured(graph, result)
+        torch.cuda.current_stream().wait_stream(stream)
 
     def replay(self, version: int, size: int) -> Any:
         """Run the graph of <version, size>; returns its result tensors, to be used or copied
@@ -99,28 +105,3 @@ class GraphBank:
         captured = self._graphs[version, size]
         captured.graph.replay()
         return captured.result
-
-    def clear(self) -> None:
-        """Free all graphs: before weights move."""
-        self._graphs.clear()
-        self._pool = None
-
-
-class PlainBank(GraphBank):
-    """The same interface with plain calls: for devices without graphs."""
-
-    _run: Callable[[int, int], Any]
-
-    def capture(
-        self,
-        run: Callable[[int, int], Any],
-        *,
-        before: Callable[[int, int], None] | None = None,  # noqa: ARG002 - nothing is captured
-        warm_ups: int = 2,  # noqa: ARG002
-    ) -> None:
-        """Keep ``run``; nothing is run."""
-        self._run = run
-
-    def replay(self, version: int, size: int) -> Any:
-        """Call ``run(version, size)``."""
-        return self._run(version, size)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @njit(nogil=True, cache=True)
@@ -126,23 +127,141 @@ def gather_blocks(
     return row
 
 
+@njit(nogil=True, cache=True)
+def _find_sampled(
+    rows: Any,
+    computed: Any,
+    outputs: Any,
+    prompt_lens: Any,
+    query_start: Any,
+    seq_lens: Any,
+    prefilling: Any,
+    decoding: Any,
+    sampled: Any,
+    last_tokens: Any,
+) -> int:
+    found = 0
+    for row in range(rows.shape[0]):
+        source = rows[row]
+        prompt = prompt_lens[source]
+        prefilling[row] = computed[row] < prompt
+        samples = seq_lens[row] >= prompt + outputs[row]
+        decoding[source] = samples
+        if samples:
+            sampled[found] = row
+            last_tokens[found] = query_start[row + 1] - 1
+            found += 1
+    return found
+
+
+def find_sampled(
+    rows: Int64,
+    computed: Int32,
+    outputs: Int32,
+    *,
+    prompt_lens: Int32,
+    query_start: Int32,
+    seq_lens: Int32,
+    prefilling: Bools,
+    decoding: Bools,
+    sampled: Int64,
+    last_tokens: Int64,
+) -> int:
+    """Find the rows of a batch that produce a token: those whose known tokens end here.
+
+    Args:
+        rows: [B], each sequence's row in the sequence cache.
+        computed: [B], tokens computed before this iteration.
+        outputs: [B], tokens that were sampled for each sequence so far.
+        prompt_lens: [R], prompt tokens of every cached sequence.
+        query_start: [B + 1] and
+        seq_lens: [B], as :func:`spans` wrote them.
+        prefilling: out, at least [B]; whether the sequence is in its prompt.
+        decoding: in and out, [R]; whether the sequence's last iteration ended with a sampled
+            token; written at ``rows`` only.
+        sampled: out, at least [B]; batch rows that sample, ascending.
+        last_tokens: out, at least [B]; the last token of each of them.
+
+    Returns:
+        How many rows sample.
+    """
+    found: int = _find_sampled(
+        rows,
+        computed,
+        outputs,
+        prompt_lens,
+        query_start,
+        seq_lens,
+        prefilling,
+        decoding,
+        sampled,
+        last_tokens,
+    )
+    return found
+
+
+@njit(nogil=True, cache=True)
+def _append_blocks(rows: Any, lengths: Any, ids: Any, blocks: Any, counts: Any) -> int:
+    start = 0
+    for change in range(rows.shape[0]):
+        row = rows[change]
+        count = counts[row]
+        length = lengths[change]
+        if count + length > blocks.shape[1]:
+            return change
+        for j in range(length):
+            blocks[row, count + j] = ids[start + j]
+        counts[row] = count + length
+        start += length
+    return -1
+
+
+def append_blocks(rows: Int64, lengths: Int32, ids: Int32, *, blocks: Int32, counts: Int32) -> int:
+    """Write block ids behind those that sequences have.
+
+    Args:
+        rows: [n], rows of the sequence cache, which may repeat.
+        lengths: [n], how many ids each receives, 0 or more.
+        ids: their ids, one sequence after another.
+        blocks: in and out, [R, W].
+        counts: in and out, [R], how many of a row are valid.
+
+    Returns:
+        -1, or the first change that does not fit its row (it and later ones are not written).
+    """
+    change: int = _append_blocks(rows, lengths, ids, blocks, counts)
+    return change
+
+
 def warm_up() -> None:
     """Compile every kernel (or load it from the cache): at start-up, not in the first request."""
     one = np.ones(1, dtype=np.int32)
-    spans(
+    row = np.zeros(1, np.int64)
+    table = np.zeros((1, 2), np.int32)
+    flag = np.zeros(1, np.bool_)
+    query_start, seq_lens = np.zeros(2, np.int32), np.zeros(1, np.int32)
+    spans(one, one, query_start=query_start, positions=row.copy(), seq_lens=seq_lens)
+    find_sampled(
+        row,
         one,
         one,
-        query_start=np.zeros(2, np.int32),
-        positions=np.zeros(1, np.int64),
-        seq_lens=np.zeros(1, np.int32),
+        prompt_lens=one,
+        query_start=query_start,
+        seq_lens=seq_lens,
+        prefilling=flag,
+        decoding=flag.copy(),
+        sampled=row.copy(),
+        last_tokens=row.copy(),
     )
+    counts = np.zeros(1, np.int32)
+    append_blocks(row, one, one, blocks=table, counts=counts)
     gather_blocks(
-        np.zeros(1, np.int64),
+        row,
         one,
         one,
-        blocks=np.zeros((1, 1), np.int32),
-        counts=one,
+        blocks=table,
+        counts=counts,
         block_size=2,
-        table=np.zeros((1, 1), np.int32),
-        slots=np.zeros(1, np.int64),
+        table=table.copy(),
+        slots=row.copy(),
     )

@@ -3,21 +3,26 @@
 A sequence has one row from its first iteration until it finishes, whatever slot it is in and
 whether or not it takes part in the current iteration. A batch is a list of row numbers, so that a
 sequence which sits out an iteration, or changes its place in the batch, costs nothing: only new
-sequences, resumed ones, new blocks and finished sequences write here. (vLLM's first runner keeps
-the state in batch order instead, and so removes and re-adds every sequence of a microbatch when
-microbatches alternate.)
+sequences, resumed ones, new blocks and finished sequences write here, all those of an iteration
+together. (vLLM's first runner keeps the state in batch order instead, and so removes and re-adds
+every sequence of a microbatch when microbatches alternate.)
 
 Who runs here: the CPU executor's thread, alone. The device never reads these arrays, it reads the
-versioned copies of :mod:`sipipe.stage.buffers`.
+versioned copies of :mod:`sipipe.vllm.stage_buffers`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
+
+BlockIds = SequenceOf[SequenceOf[int]]
+"""Block ids of one sequence, per KV cache group."""
 
 
 @dataclass(slots=True)
@@ -30,8 +35,6 @@ class Counters:
     """Sequences that came back from preemption with new blocks."""
     removed: int = 0
     """Sequences that finished or were aborted."""
-    blocks_appended: int = 0
-    """Sequences that received further blocks."""
     batches_rebuilt: int = 0
     """Times that a slot's list of rows was made anew, since its membership changed."""
 
@@ -46,6 +49,9 @@ class SequenceCache:
     """
 
     def __init__(self, rows: int, widths: SequenceOf[int]) -> None:
+        from sipipe.stage import kernels  # not at the top: see InputPreparer
+
+        self._kernels = kernels
         rows = max(1, rows)
         self.index: dict[str, int] = {}
         """Row of each known sequence."""
@@ -60,7 +66,7 @@ class SequenceCache:
         self.decoding: NDArray[np.bool_] = np.zeros(rows, np.bool_)
         """Whether the sequence's last iteration ended with a sampled token. Invariant: while it
         holds, and until the sequence is resumed, each further iteration of one token samples."""
-        self.prompts: list[NDArray[np.int32] | None] = [None] * rows
+        self.prompts: list[SequenceOf[int]] = [()] * rows
         self.counters = Counters()
         self._free = list(range(rows - 1, -1, -1))
 
@@ -70,17 +76,10 @@ class SequenceCache:
     def __contains__(self, req_id: str) -> bool:
         return req_id in self.index
 
-    def insert(
-        self,
-        req_id: str,
-        prompt: SequenceOf[int],
-        blocks: SequenceOf[SequenceOf[int]],
-        *,
-        adapter: int = 0,
-    ) -> int:
-        """Give a new sequence a row; ``prompt`` are its token ids. Returns the row.
+    def insert(self, req_id: str, prompt: SequenceOf[int], *, adapter: int = 0) -> int:
+        """Give a new sequence a row, without blocks; ``prompt`` are its token ids, kept as they are.
 
-        A sequence of that name which is still known is replaced, in its row.
+        A sequence of that name which is still known is replaced, in its row. Returns the row.
         """
         row = self.index.get(req_id)
         if row is None:
@@ -88,51 +87,50 @@ class SequenceCache:
                 self._grow()
             row = self._free.pop()
             self.index[req_id] = row
-        self.prompts[row] = np.asarray(prompt, dtype=np.int32)
+        self.prompts[row] = prompt
         self.prompt_lens[row] = len(prompt)
         self.adapters[row] = adapter
-        self.decoding[row] = False
-        self._set_blocks(row, blocks)
+        self._restart(row)
         self.counters.inserted += 1
         return row
 
-    def resume(self, row: int, blocks: SequenceOf[SequenceOf[int]]) -> None:
-        """Replace all blocks of a sequence that was preempted."""
-        self._set_blocks(row, blocks)
-        self.decoding[row] = False
+    def resume(self, row: int) -> None:
+        """Drop all blocks of a sequence that was preempted; it is computed anew."""
+        self._restart(row)
         self.counters.resumed += 1
 
-    def append_blocks(self, row: int, blocks: SequenceOf[SequenceOf[int]]) -> None:
-        """Add newly allocated blocks, per group, behind those the sequence has."""
-        for table, counts, ids in zip(self.blocks, self.counts, blocks, strict=True):
-            if ids:
-                start = int(counts[row])
-                _check_width(table, start + len(ids))
-                table[row, start : start + len(ids)] = ids
-                counts[row] = start + len(ids)
-        self.counters.blocks_appended += 1
+    def append_blocks(self, rows: SequenceOf[int], blocks: SequenceOf[BlockIds]) -> None:
+        """Add newly allocated blocks behind those that the sequences of ``rows`` have.
 
-    def remove(self, req_id: str) -> bool:
-        """Forget a sequence; returns whether it was known."""
-        row = self.index.pop(req_id, None)
-        if row is None:
-            return False
-        self.prompts[row] = None
+        Raises:
+            ValueError: more blocks than a row holds.
+        """
+        where = np.array(rows, np.int64)
+        for group, (table, counts) in enumerate(zip(self.blocks, self.counts, strict=True)):
+            lists = [of_sequence[group] for of_sequence in blocks]
+            lengths = np.array([len(ids) for ids in lists], np.int32)
+            ids = np.fromiter(chain.from_iterable(lists), np.int32)
+            change = self._kernels.append_blocks(where, lengths, ids, blocks=table, counts=counts)
+            if change >= 0:
+                row = rows[change]
+                raise ValueError(
+                    f"a sequence was given {int(counts[row]) + len(lists[change])} blocks, "
+                    f"its row holds {table.shape[1]}"
+                )
+
+    def remove(self, req_ids: Iterable[str]) -> list[int]:
+        """Forget sequences; returns the rows of those that were known."""
+        rows = [row for req_id in req_ids if (row := self.index.pop(req_id, None)) is not None]
+        for row in rows:
+            self.prompts[row] = ()
+        self._free += rows
+        self.counters.removed += len(rows)
+        return rows
+
+    def _restart(self, row: int) -> None:
+        for counts in self.counts:
+            counts[row] = 0
         self.decoding[row] = False
-        self._free.append(row)
-        self.counters.removed += 1
-        return True
-
-    def clear(self) -> None:
-        """Forget every sequence."""
-        for req_id in list(self.index):
-            self.remove(req_id)
-
-    def _set_blocks(self, row: int, blocks: SequenceOf[SequenceOf[int]]) -> None:
-        for table, counts, ids in zip(self.blocks, self.counts, blocks, strict=True):
-            _check_width(table, len(ids))
-            table[row, : len(ids)] = ids
-            counts[row] = len(ids)
 
     def _grow(self) -> None:
         old = len(self.prompts)
@@ -141,10 +139,5 @@ class SequenceCache:
         self.prompt_lens = np.concatenate((self.prompt_lens, np.zeros_like(self.prompt_lens)))
         self.adapters = np.concatenate((self.adapters, np.zeros_like(self.adapters)))
         self.decoding = np.concatenate((self.decoding, np.zeros_like(self.decoding)))
-        self.prompts.extend([None] * old)
+        self.prompts.extend([()] * old)
         self._free.extend(range(2 * old - 1, old - 1, -1))
-
-
-def _check_width(table: NDArray[np.int32], blocks: int) -> None:
-    if blocks > table.shape[1]:
-        raise ValueError(f"a sequence was given {blocks} blocks, its row holds {table.shape[1]}")

@@ -130,10 +130,12 @@ class DataPlane:
     def make_logits(self, ranks: list[dict[str, Any]]) -> Any:
         """Make BIC-L as wide as the last stage says; returns its endpoint.
 
-        vLLM's models gather the shards of a tensor-parallel group on its first rank (on the CPU
-        engine on all of them), so one rank writes.
+        Every rank of the last stage writes its columns, or the first one whole rows where vLLM
+        has to gather them.
         """
-        writer = ranks[-self._vllm_config.parallel_config.tensor_parallel_size]
+        tp_size = self._vllm_config.parallel_config.tensor_parallel_size
+        writer = ranks[-tp_size]
+        shard = writer["logits_shard"]
         self._logits = LogitsChannel.create(
             "bic-l",
             slots=self._logits_slots,
@@ -141,6 +143,8 @@ class DataPlane:
             batch=self._vllm_config.scheduler_config.max_num_seqs,
             dtype=writer["logits_dtype"],
             layout=self._config.logits_layout,
+            ranks=tp_size if shard else 1,
+            shard=shard,
             readers=self.sampler_names,
             directory=self._config.shm_dir,
         )

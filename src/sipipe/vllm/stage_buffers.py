@@ -5,9 +5,19 @@ the other. On a CPU device the host array *is* the device tensor. On CUDA the ho
 :meth:`InputVersion.upload` copies it on a stream of its own, and two events order the copies
 against the forward passes that read them.
 
-Who runs here: the CPU executor's thread writes (``wait_until_free``, the arrays, ``upload``); the
-device executor's thread reads (``wait_until_ready``, the tensors, ``release``). The order between
-the two is the state machine's (:mod:`sipipe.stage.machine`); ``TokenSafety`` checks it.
+Who runs here
+    The CPU executor's thread writes: ``wait_until_free``, the arrays, ``upload``. The device
+    executor's thread reads: ``wait_until_ready``, the tensors, ``release``.
+Guarantees, on CUDA
+    The copies of a version start when every kernel launched before its last ``release`` is done
+    (the host waits for that event before it even writes the pinned arrays, so staging is never
+    written under a copy either), and what is launched after ``wait_until_ready`` starts when the
+    copies are done.
+Relies on
+    The state machine (:mod:`sipipe.stage.machine`): between two ``upload`` of a version its device
+    side was taken and released, so that ``_released`` is of the iteration that read it last.
+    ``TokenSafety`` checks it. Whatever reads the version's tensors is launched between
+    ``wait_until_ready`` and ``release``, on one stream.
 """
 
 from __future__ import annotations
@@ -57,20 +67,60 @@ class InputVersion:
         self.seq_lens = DualTensor((sequences,), torch.int32, device)
         self.prefilling = DualTensor((sequences,), torch.bool, device)
         self.padding = DualTensor((tokens,), torch.bool, device)
+        self.last_tokens = DualTensor((sequences,), torch.int64, device)
+        """[n] the token of each sequence that samples whose hidden state its logits come from."""
         self.tables = [DualTensor((sequences, width), torch.int32, device) for width in widths]
         self.slots = [DualTensor((tokens,), torch.int64, device) for _ in widths]
+        self._device = device
         self._stream: Any = None
         self._uploaded: Any = None
         self._released: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
+            # The tensors above are being zeroed on the current stream.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
             self._uploaded = torch.cuda.Event()
-            self._released = torch.cuda.Event()
+            # Blocking: the CPU executor sleeps for it, outside the GIL, rather than spins.
+            self._released = torch.cuda.Event(blocking=True)
 
     def wait_until_free(self) -> None:
         """Block until the device is done with what was last put here."""
         if self._released is not None:
             self._released.synchronize()
+
+    def pad(self, tokens: int, padded: int, rows: int, padded_rows: int) -> None:
+        """Fill what a captured size has more than the batch: no tokens, no KV cache slots.
+
+        ``tokens`` to ``padded`` and ``rows`` to ``padded_rows``.
+        """
+        self.input_ids.np[tokens:padded] = 0
+        self.positions.np[tokens:padded] = 0
+        self.padding.np[tokens:padded] = True
+        for mapping in self.slots:
+            mapping.np[tokens:padded] = -1
+        self.query_start.np[rows + 1 : padded_rows + 1] = tokens
+        self.seq_lens.np[rows:padded_rows] = 0
+        self.prefilling.np[rows:padded_rows] = False
+        for table in self.tables:
+            table.np[rows:padded_rows] = 0  # vLLM's null block
+
+    def pose(self, size: int) -> None:
+        """Write and upload ``size`` made-up sequences of one token, with nothing running.
+
+        Returns when the copies are done: the next pose writes the same host arrays.
+        """
+        self.input_ids.np[:size] = 0
+        self.positions.np[:size] = 0
+        self.padding.np[:size] = False
+        self.query_start.np[: size + 1] = np.arange(size + 1)
+        self.seq_lens.np[:size] = 1
+        self.prefilling.np[:size] = False
+        for table, mapping in zip(self.tables, self.slots, strict=True):
+            table.np[:size] = 0
+            mapping.np[:size] = -1
+        self.upload(size, size)
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
 
     def upload(self, tokens: int, sequences: int) -> None:
         """Start the copies of a batch of ``tokens`` (padded) tokens and ``sequences`` rows."""
@@ -79,17 +129,17 @@ class InputVersion:
         with torch.cuda.stream(self._stream):
             for per_token in (self.input_ids, self.positions, self.padding, *self.slots):
                 per_token.upload(tokens)
-            for per_row in (self.seq_lens, self.prefilling, *self.tables):
+            for per_row in (self.seq_lens, self.prefilling, self.last_tokens, *self.tables):
                 per_row.upload(sequences)
             self.query_start.upload(sequences + 1)
-            self._uploaded.record()
+            self._uploaded.record(self._stream)
 
     def wait_until_ready(self) -> None:
         """Order the device's current stream behind the copies."""
         if self._uploaded is not None:
-            torch.cuda.current_stream().wait_event(self._uploaded)
+            torch.cuda.current_stream(self._device).wait_event(self._uploaded)
 
     def release(self) -> None:
         """All that reads this version has been launched on the device's current stream."""
         if self._released is not None:
-            self._released.record()
+            self._released.record(torch.cuda.current_stream(self._device))

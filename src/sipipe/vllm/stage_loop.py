@@ -25,7 +25,9 @@ from sipipe.stage import StageExecutor
 from sipipe.trace import Phase, Recorder
 from sipipe.transfer import LinkEndpoint, Receiver, Sender, open_receiver, open_sender
 from sipipe.vllm.processes import WorkerBoot
-from sipipe.vllm.stage_runner import ModelInput, StageRunner
+from sipipe.vllm.stage_model_input import ModelInput
+from sipipe.vllm.stage_runner import StageRunner
+from sipipe.vllm.stage_timing import StageTiming
 
 Report = Callable[[int, dict[str, Any]], None]
 
@@ -50,7 +52,7 @@ class StageLoop:
         self._place = boot.place
         self._worker = worker
         self._report = report
-        self._recorder = recorder
+        self._timing = StageTiming(recorder)
         self._runner: StageRunner | None = None
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
@@ -72,6 +74,7 @@ class StageLoop:
         }
         if self._boot.path != "sipipe" or unsupported:
             return info
+        self._timing.watch(stock.device)
         self._runner = StageRunner(
             stock,
             slots=self._boot.slots,
@@ -86,7 +89,9 @@ class StageLoop:
                 stock._set_active_loras((0,), (0,), set())  # the projection looks for a mapping
             logits = self._runner.compute_logits(hidden)
             if logits is not None:  # None on ranks that do not gather
-                info["logits_width"] = logits.shape[1]
+                head = self._runner.head
+                info["logits_shard"] = head.shard
+                info["logits_width"] = head.vocab_size if head.shard else logits.shape[1]
                 info["logits_dtype"] = LOGITS_DTYPES[logits.dtype]
         return info
 
@@ -104,8 +109,9 @@ class StageLoop:
             group = get_pp_group()
             group.receive, group.send = self._receive_stock, self._send_stock
             return
-        if place.is_last and place.tp_rank == 0:
-            self._logits = LogitsWriter.open(logits, rank=0)
+        assert self._runner is not None
+        if place.is_last and (place.tp_rank == 0 or self._runner.head.shard):
+            self._logits = LogitsWriter.open(logits, rank=place.tp_rank)
         self.executor = StageExecutor(
             self,
             versions=self._versions,
@@ -129,7 +135,7 @@ class StageLoop:
         assert self._runner is not None
         began = time.monotonic_ns()
         inputs = self._runner.prepare(output, slot, version, iteration)
-        self._record(Phase.PREPARE, inputs, began)
+        self._timing.host(Phase.PREPARE, inputs, began)
         return inputs
 
     def announce(self, iteration: int, inputs: ModelInput) -> None:
@@ -143,7 +149,7 @@ class StageLoop:
             return None
         began = time.monotonic_ns()
         tensors = self._receiver.take(iteration)
-        self._record(Phase.WAIT_HIDDEN, inputs, began)
+        self._timing.host(Phase.WAIT_HIDDEN, inputs, began)
         return tensors
 
     def forward(
@@ -151,11 +157,10 @@ class StageLoop:
     ) -> Any:
         """Run the stage's layers."""
         assert self._runner is not None
-        began = time.monotonic_ns()
-        result = self._runner.forward(inputs, received)
+        with self._timing.device(Phase.FORWARD, inputs):
+            result = self._runner.forward(inputs, received)
         if self._receiver is not None:
             self._receiver.release(iteration)
-        self._record(Phase.FORWARD, inputs, began)
         return result
 
     def send(self, iteration: int, inputs: ModelInput, result: Any) -> None:
@@ -166,7 +171,7 @@ class StageLoop:
         assert self._sender is not None
         began = time.monotonic_ns()
         self._sender.send(iteration, inputs.num_tokens_padded, result)
-        self._record(Phase.SEND, inputs, began)
+        self._timing.host(Phase.SEND, inputs, began)
 
     def _finish(self, iteration: int, inputs: ModelInput, hidden: torch.Tensor) -> None:
         """Last stage: logits to the samplers, and a report where the executor waits for one."""
@@ -174,33 +179,17 @@ class StageLoop:
         extras = self._runner.prompt_logprobs(inputs, hidden) if inputs.prompt_rows else {}
         rows = len(inputs.sampled)
         if rows:
-            began = time.monotonic_ns()
-            # One token a sequence: every row samples, and they are in order.
-            every = rows == inputs.num_tokens
-            logits = self._runner.compute_logits(
-                hidden[:rows] if every else hidden[inputs.logits_rows]
-            )
-            ended = self._record(Phase.LOGITS, inputs, began)
+            with self._timing.device(Phase.LOGITS, inputs):
+                logits = self._runner.logits(inputs, hidden)
             if self._logits is not None:
+                assert logits is not None
+                began = time.monotonic_ns()
                 timeout = self._boot.config.stall_timeout
                 with self._logits.acquire(iteration, rows, timeout) as region:
                     _store(region, logits, self._boot.config.logits_layout)
-                self._record(Phase.HANDOVER, inputs, ended)
+                self._timing.host(Phase.HANDOVER, inputs, began)
         if (extras or not rows) and self._place.tp_rank == 0:
             self._report(iteration, extras)
-
-    def _record(self, phase: Phase, inputs: ModelInput, began: int) -> int:
-        ended = time.monotonic_ns()
-        self._recorder.record(
-            phase,
-            inputs.iteration,
-            inputs.slot,
-            began,
-            ended,
-            batch=inputs.num_reqs,
-            tokens=inputs.num_tokens,
-        )
-        return ended
 
     def drain(self) -> None:
         """Return when no iteration is in the worker; control calls run then."""
@@ -243,6 +232,7 @@ class StageLoop:
 
     def close(self) -> None:
         """Release links and channels; the executors have ended."""
+        self._timing.close()
         for end in (self._receiver, self._sender, self._logits):
             if end is not None:
                 end.close()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
-from sipipe.vllm.stage_inputs import ModelInput, PromptRows
+from sipipe.vllm.stage_model_input import ModelInput, PromptRows
 
 
 class PromptLogprobs:

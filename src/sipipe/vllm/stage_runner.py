@@ -5,29 +5,32 @@ the attention groups and LoRA. The steady path is SiPipe's, written against what
 runners share: the model's forward and ``compute_logits``, ``set_forward_context``, attention
 metadata builders fed with common attention metadata, and ``SchedulerOutput``.
 
-Who runs here: ``prepare`` in the CPU executor's thread; ``forward``, ``compute_logits`` and
+Who runs here: ``prepare`` in the CPU executor's thread; ``forward``, ``logits`` and
 ``prompt_logprobs`` in the device executor's. Everything that changes state which a running
-forward pass reads (KV cache blocks to zero or copy, active LoRA adapters) is described by
-``prepare`` and done by ``forward``.
+forward pass reads (KV cache blocks to zero or copy, active LoRA adapters, attention metadata) is
+described by ``prepare`` and done by ``forward``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed import get_pp_group
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.sequence import IntermediateTensors
 
 from sipipe.errors import UnsupportedError
+from sipipe.stage.graph_bank import GraphBank
 from sipipe.stage.safety import TokenSafety
 from sipipe.stage.sequence_cache import Counters
-from sipipe.vllm.stage_graphs import StageGraphs
-from sipipe.vllm.stage_inputs import InputPreparer, ModelInput
+from sipipe.vllm.stage_attention import AttentionMetadata
+from sipipe.vllm.stage_graphs import StageGraphs, graph_sizes
+from sipipe.vllm.stage_inputs import InputPreparer
 from sipipe.vllm.stage_logits import StageLogits
+from sipipe.vllm.stage_model_input import ModelInput
 from sipipe.vllm.stage_prompt_logprobs import PromptLogprobs
 from sipipe.vllm.stage_support import unsupported_reason
 
@@ -42,10 +45,8 @@ class StageRunner:
             is initialised.
         slots: microbatches in flight, m; iteration i belongs to slot i mod m.
         versions: input versions; 2 lets one be written while the other is read.
-        shard_logits: whether :meth:`compute_logits` may return a tensor-parallel rank's own columns
-            of the vocabulary instead of gathering whole rows.
-        graph_sizes: batch sizes to capture CUDA graphs for (on a CPU: to pad decode batches to);
-            empty for none. See :mod:`sipipe.vllm.stage_graphs`.
+        bank: graphs to run decode batches with, not captured yet; None: those that vLLM's settings
+            ask for (:func:`sipipe.vllm.stage_graphs.graph_sizes`), if any.
         check_token_safety: stamp every version and raise
             :class:`~sipipe.stage.safety.TokenSafetyError` at the first overlap.
 
@@ -60,8 +61,7 @@ class StageRunner:
         slots: int,
         versions: int = 2,
         check_token_safety: bool = False,
-        shard_logits: bool = False,
-        graph_sizes: Sequence[int] = (),
+        bank: GraphBank | None = None,
     ) -> None:
         reason = unsupported_reason(stock)
         if reason is not None:
@@ -72,27 +72,23 @@ class StageRunner:
         self.model = stock.model
         self.safety = TokenSafety(versions) if check_token_safety else None
         self.preparer = InputPreparer(stock, slots=slots, versions=versions, safety=self.safety)
-        self._logits = (
-            StageLogits(stock, shard=shard_logits) if get_pp_group().is_last_rank else None
-        )
+        self.attention = AttentionMetadata(stock, self.preparer.versions)
+        self._is_first, self._is_last = get_pp_group().is_first_rank, get_pp_group().is_last_rank
+        self._logits = StageLogits(stock) if self._is_last else None
         self._prompt_logprobs = PromptLogprobs(stock)
         self._graphs: StageGraphs | None = None
-        if graph_sizes:
-            reason = StageGraphs.reason(stock)
-            if reason is not None:
-                raise UnsupportedError(f"graph_sizes: {reason}")
+        if bank is None and (sizes := graph_sizes(stock)):
+            bank = GraphBank(sizes, versions)
+        if bank is not None:
             with torch.inference_mode():
-                self._graphs = StageGraphs(stock, self.preparer, self._call, graph_sizes)
+                self._graphs = StageGraphs(stock, self.attention, self._call, bank)
+            self.preparer.padded_size = bank.size_for
         self._iteration = 0
 
     @staticmethod
     def reason(stock: Any) -> str | None:
         """Why this model must be run by vLLM's own path, or None. Static, the same on all ranks."""
         return unsupported_reason(stock)
-
-    def unsupported_reason(self) -> str | None:
-        """As :meth:`reason`, of the runner's own model: None, or the constructor had raised."""
-        return unsupported_reason(self.stock)
 
     @property
     def counters(self) -> Counters:
@@ -131,14 +127,13 @@ class StageRunner:
         if not inputs.num_tokens:
             return None
         received = None
-        if not get_pp_group().is_first_rank:
+        if not self._is_first:
             received = _of_rows(intermediate, inputs.num_tokens_padded)
         source = self.preparer.versions[inputs.version]
         if self.safety is not None:
             self.safety.begin_read(inputs.version, inputs.iteration)
         source.wait_until_ready()
-        if inputs.build_metadata is not None:
-            inputs.build_metadata()
+        self.attention.build(inputs)
         if inputs.lora is not None:
             self.stock._set_active_loras(*inputs.lora)
         if inputs.graph_size is None:
@@ -146,10 +141,11 @@ class StageRunner:
         else:
             assert self._graphs is not None
             result = self._graphs.run(inputs, received)
+        if self._is_last and not inputs.all_sample:
+            inputs.logits_rows = source.last_tokens.device[: len(inputs.sampled)].clone()
         source.release()
         if self.safety is not None:
-            if self.stock.device.type != "cpu":
-                source.wait_until_free()  # the check wants the true end of the reading
+            source.wait_until_free()  # the check wants the true end of the reading
             self.safety.end_read(inputs.version, inputs.iteration)
         return result.tensors if isinstance(result, IntermediateTensors) else result
 
@@ -163,7 +159,7 @@ class StageRunner:
             self.stock.vllm_config,
             num_tokens=rows,
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            batch_descriptor=inputs.batch_descriptor,
+            batch_descriptor=BatchDescriptor(rows),
             slot_mapping=inputs.slot_mapping,
             is_padding=source.padding.device[:rows],
         ):
@@ -176,27 +172,27 @@ class StageRunner:
                 inputs_embeds=None,
             )
 
-    @torch.inference_mode()
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, columns] of hidden-state rows [n, H]; see :attr:`logits_columns`.
+    def logits(self, inputs: ModelInput, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits [n, columns] of the rows that sample, from ``forward``'s hidden states.
 
-        On the last stage. ``hidden[inputs.logits_rows]`` are the rows that sample. All ranks of
-        the stage must call it, in the same order.
+        On the last stage, by all ranks of it, in the same order. Rows are in the order of the
+        scheduling output's ``num_scheduled_tokens``; columns as :attr:`columns` says. None on a
+        rank that has none.
         """
+        rows = hidden[: inputs.num_tokens] if inputs.all_sample else hidden[inputs.logits_rows]
+        return self.compute_logits(rows)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """As :meth:`logits`, of any hidden-state rows [n, H]."""
         assert self._logits is not None, "only the last stage has logits"
         return self._logits.compute(hidden)
 
     @property
-    def logits_columns(self) -> tuple[int, int]:
-        """First and last + 1 of the vocabulary's columns that this rank computes."""
+    def head(self) -> StageLogits:
+        """Which columns of the vocabulary this rank of the last stage computes."""
         assert self._logits is not None, "only the last stage has logits"
-        return self._logits.columns
-
-    @property
-    def vocab_size(self) -> int:
-        """Columns of a whole row of logits."""
-        assert self._logits is not None, "only the last stage has logits"
-        return self._logits.vocab_size
+        return self._logits
 
     @torch.inference_mode()
     def prompt_logprobs(self, inputs: ModelInput, hidden: torch.Tensor) -> dict[str, Any]:

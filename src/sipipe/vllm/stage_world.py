@@ -97,6 +97,11 @@ class PipelineStandIn:
         self.send(tensors)
         return []
 
+    @contextmanager
+    def graph_capture(self, context: Any = None) -> Iterator[Any]:
+        """Around vLLM's capture of CUDA graphs: no collective of ours to prepare for it."""
+        yield context
+
     def destroy(self) -> None:
         """Called by vLLM's tear-down; there is no process group to destroy."""
 
