@@ -200,7 +200,7 @@ def test_one_slot_gives_the_whole_budget():
 
 
 def test_no_new_prompt_starts_when_the_cache_is_nearly_full():
-    policy = SlotPolicy(slots=2, max_tokens=100, settings=SlotSettings(min_prefill_tokens=8))
+    policy = SlotPolicy(slots=2, max_tokens=100, settings=SlotSettings(min_chunk_tokens=4))
     policy.visit([Sequence("a", 5, True)], pending_prefill=0)
     full = policy.visit([Sequence("a", 5, True)], pending_prefill=90, kv_free=0.01)
     assert full.prefill_tokens == 0

@@ -4,9 +4,11 @@ A pipeline with m microbatches in flight goes round as fast as its largest one: 
 microbatch delays the m - 1 others as much as if each of them carried one too. What counts is
 therefore how often and how far the size changes from one microbatch to the next. So:
 
-- What is pending is spread over several rotations, not put where it arrives.
+- What is pending is spread over ``prefill_spread`` microbatches, not put where it arrives. A
+  number of rotations alone is too coarse for short pipelines; a number of microbatches alone is
+  too slow for short ones or too coarse for long ones; so its default grows with m.
 - A chunk may always fill its microbatch up to the largest of the last m - 1: that is free.
-- It is not cut finer than ``min_prefill_tokens``: the first token would only come later.
+- It is not cut finer than ``min_chunk_tokens``: the first token would only come later.
 - While little decodes there is little to disturb, and chunks may be larger: ``burst_tokens``.
 - As the free KV cache runs out, no prompt is started, so that decoding sequences can grow
   instead of preempting one another.
@@ -36,7 +38,7 @@ class PrefillThrottle:
     def __init__(self, *, slots: int, max_tokens: int, settings: SlotSettings) -> None:
         self._slots = slots
         self._max_tokens = max_tokens
-        self._settings = settings
+        self._settings = settings.resolved(slots)
         # Tokens of the other microbatches in flight.
         self._sizes: deque[int] = deque(maxlen=max(1, slots - 1))
 
@@ -70,11 +72,10 @@ class PrefillThrottle:
             disturbed = running / (running + max(1, arriving))
             burst = int(self._settings.burst_tokens * (1 - disturbed))
             size = max(
-                _share(pending, self._slots * self._settings.prefill_rotations),
+                _share(pending, self._settings.prefill_spread),
                 min(_share(pending, self._slots), burst),
                 max(self._sizes, default=0) - decoding,
-                self._settings.min_prefill_tokens // self._slots,
-                1,
+                self._settings.min_chunk_tokens,
             )
             size = min(size, room, pending)
         self._sizes.append(decoding + size)

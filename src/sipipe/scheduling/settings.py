@@ -23,13 +23,12 @@ class SlotSettings:
     """Decoding sequences a microbatch should have before another slot is opened, 1 or more.
     1: up to m sequences run in microbatches of one each."""
 
-    prefill_rotations: int = 3
-    """Rotations of m microbatches over which pending prompt tokens are spread, 1 or more. More
-    rotations are smoother for decoding sequences and later for first tokens."""
+    prefill_spread: int = 0
+    """Microbatches over which pending prompt tokens are spread. 0: 4 m + 4 up to 24, then
+    2 m + 8. More are smoother for decoding sequences and later for first tokens."""
 
-    min_prefill_tokens: int = 96
-    """Prompt tokens of one rotation below which prefill is not cut further, 1 or more: a chunk
-    has at least ``min_prefill_tokens // m`` of them."""
+    min_chunk_tokens: int = 0
+    """Prompt tokens below which a chunk is not cut further. 0: 64 / m, and 24 or more."""
 
     burst_tokens: int = 256
     """Prompt tokens that a microbatch may take while nothing decodes, 0 or more; the more
@@ -47,8 +46,8 @@ class SlotSettings:
         for name, least in (
             ("max_moves", 0),
             ("min_sequences", 1),
-            ("prefill_rotations", 1),
-            ("min_prefill_tokens", 1),
+            ("prefill_spread", 0),
+            ("min_chunk_tokens", 0),
             ("burst_tokens", 0),
             ("context_unit", 1),
         ):
@@ -66,6 +65,14 @@ class SlotSettings:
                 'sipipe config: "microbatches.kv_reserve" must be a number from 0 to below 1, '
                 f"not {self.kv_reserve!r}"
             )
+
+    def resolved(self, slots: int) -> SlotSettings:
+        """The same with the defaults that depend on the microbatches in flight, ``slots``."""
+        return dataclasses.replace(
+            self,
+            prefill_spread=self.prefill_spread or max(min(4 * slots + 4, 24), 2 * slots + 8),
+            min_chunk_tokens=self.min_chunk_tokens or max(24, 64 // slots),
+        )
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any] | None) -> SlotSettings:

@@ -96,9 +96,9 @@ class PipelineScheduler(Scheduler):
         if not self.need_mamba_block_aligned_split:
             return parsed
         # A chunk that ends inside a Mamba block is cut to nothing: never offer less than a block.
-        block = self.cache_config.block_size * self.vllm_config.max_concurrent_batches
-        least = max(parsed.min_prefill_tokens, block)
-        return dataclasses.replace(parsed, min_prefill_tokens=least)
+        resolved = parsed.resolved(self.vllm_config.max_concurrent_batches)
+        least = max(resolved.min_chunk_tokens, self.cache_config.block_size)
+        return dataclasses.replace(resolved, min_chunk_tokens=least)
 
     def _visit(self) -> Plan:
         """Tell the policy what runs and what is pending."""
