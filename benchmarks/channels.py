@@ -51,7 +51,8 @@ def _open(side: str, handle: Any, rank: int) -> Any:
         reader = DispatchReader.open(handle, f"reader{rank}")
 
         def receive() -> int:
-            with reader.receive():
+            with reader.receive() as message:
+                message.parts[0][-1]  # in place: what is received is there
                 return time.perf_counter_ns()
 
     else:
@@ -131,12 +132,15 @@ def _dispatch(side: str, size: int, readers: int, count: int) -> dict[str, Any]:
     if producer is not None:
         producer.close()
     latency = np.concatenate([times - sent for times, _, _ in results]) / 1e3
+    first = np.min([times for times, _, _ in results], axis=0)
     last = np.max([times for times, _, _ in results], axis=0)
     return {
         "channel": "SiPipe dispatch" if side == "sipipe" else "vLLM MessageQueue",
         "message": f"{size // 1024:,} KB",
+        "readers": readers,
         "p50 µs": float(np.percentile(latency, 50)),
         "p99 µs": float(np.percentile(latency, 99)),
+        "first reader p50 µs": float(np.percentile((first - sent) / 1e3, 50)),
         "last reader p50 µs": float(np.percentile((last - sent) / 1e3, 50)),
         "writer CPU µs/msg": spent / count * 1e6,
         "reader CPU µs/msg": float(np.mean([cpu for _, cpu, _ in results])) / count * 1e6,
@@ -286,20 +290,29 @@ def _gather(samplers: int, tcp: bool, count: int) -> dict[str, Any]:
 # Relay: one more hop over TCP; the reader is at the replica.
 
 
+def _relay_pair(endpoint: Any, reader: str, slots: int, logits: bool) -> tuple[Any, list[Any]]:
+    """A relay of two processes; the far endpoint, and the processes with their pipes."""
+    pipes = [SPAWN.Pipe() for _ in range(2)]
+    source = SPAWN.Process(
+        target=serve_source,
+        args=(pipes[0][1], endpoint, "relay", ("127.0.0.1", 0)),
+        kwargs={"logits": logits},
+    )
+    source.start()
+    replica = SPAWN.Process(
+        target=serve_replica,
+        args=(pipes[1][1], pipes[0][0].recv()),
+        kwargs={"readers": [reader], "slots": slots},
+    )
+    replica.start()
+    return pipes[1][0].recv(), [source, replica, pipes]
+
+
 def _relay(count: int) -> dict[str, Any]:
     with DispatchProducer.create("bench", readers=["relay"]) as producer:
-        here, there = SPAWN.Pipe()
-        source = SPAWN.Process(
-            target=serve_source, args=(there, producer.endpoint, "relay", ("127.0.0.1", 0))
-        )
-        source.start()
-        over, there = SPAWN.Pipe()
-        replica = SPAWN.Process(
-            target=serve_replica, args=(there, here.recv()), kwargs={"readers": ["reader0"]}
-        )
-        replica.start()
+        endpoint, (source, replica, _pipes) = _relay_pair(producer.endpoint, "reader0", 16, False)
         back, there = SPAWN.Pipe()
-        child = SPAWN.Process(target=_reader, args=("sipipe", over.recv(), 0, count, there))
+        child = SPAWN.Process(target=_reader, args=("sipipe", endpoint, 0, count, there))
         child.start()
         back.recv()
         body = os.urandom(4096)
@@ -314,10 +327,39 @@ def _relay(count: int) -> dict[str, Any]:
         child.join()
     for end in (source, replica):
         end.join()
+    return _relayed("4 KB message", 4096, times - sent)
+
+
+def _relay_logits(count: int) -> dict[str, Any]:
+    vocab, batch = 151_936, 66
+    with LogitsChannel.create(
+        "bench", slots=3, vocab=vocab, batch=batch, readers=["relay"]
+    ) as channel:
+        endpoint, (source, replica, _pipes) = _relay_pair(channel.endpoint, "sampler", 3, True)
+        back, there = SPAWN.Pipe()
+        child = SPAWN.Process(target=_logits_reader, args=(endpoint, count, there))
+        child.start()
+        back.recv()
+        sent = np.empty(count, np.int64)
+        with LogitsWriter.open(channel.endpoint) as writer:
+            for i in range(count):
+                with writer.acquire(i, batch, 10) as region:
+                    region[...] = i
+                    time.sleep(0.1)  # the one before has arrived
+                    sent[i] = time.perf_counter_ns()
+            times = back.recv()
+            child.join()
+    for end in (source, replica):
+        end.join()
+    return _relayed("logits slot", vocab * batch * 4, times - sent)
+
+
+def _relayed(what: str, size: int, latency: np.ndarray[Any, Any]) -> dict[str, Any]:
     return {
-        "channel": "4 KB through a relay on loopback",
-        "p50 µs": float(np.percentile((times - sent) / 1e3, 50)),
-        "p99 µs": float(np.percentile((times - sent) / 1e3, 99)),
+        "through a relay on loopback": what,
+        "bytes": size,
+        "p50 µs": float(np.percentile(latency / 1e3, 50)),
+        "p99 µs": float(np.percentile(latency / 1e3, 99)),
     }
 
 
@@ -360,16 +402,23 @@ def main() -> None:
     parser.add_argument("--without-vllm", action="store_true", help="SiPipe's side only")
     arguments = parser.parse_args()
     count = 500 if arguments.quick else 3000
-    sizes = [4096] if arguments.quick else [4096, 1 << 16, 1 << 20]
+    kinds = [(4096, 2)]
+    if not arguments.quick:
+        kinds += [(4096, 1), (4096, 4), (4096, 9), (1 << 16, 2), (1 << 20, 2)]
     sides = ["sipipe"] if arguments.without_vllm else ["sipipe", "vllm"]
 
-    rows = [_dispatch(side, size, 2, count) for size in sizes for side in sides]
-    report("channels", "One producer, two readers", rows, file="channels-dispatch")
+    rows = [
+        _dispatch(side, size, readers, count if (size, readers) == kinds[0] else count // 3)
+        for size, readers in kinds
+        for side in sides
+    ]
+    report("channels", "One producer, its readers", rows, file="channels-dispatch")
     rows = [_logits(100)] + ([] if arguments.without_vllm else [_queue_logits(50)])
     report("channels", "40 MB of logits to one sampler", rows, file="channels-logits")
     rows = [_gather(n, tcp, count // 2) for n in (1, 8) for tcp in (False, True)]
     report("channels", "Samplers answer a dispatched message", rows, file="channels-gather")
-    report("channels", "Relay", [_relay(count // 2)], file="channels-relay")
+    rows = [_relay(count // 2), _relay_logits(20 if arguments.quick else 60)]
+    report("channels", "Relay", rows, file="channels-relay")
     report(
         "channels",
         "Copying a part against comparing it with the slot's last one",

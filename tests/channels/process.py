@@ -1,6 +1,8 @@
 """What the processes of ``test_processes`` do: ``python process.py ROLE JSON``."""
 
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import subprocess
@@ -21,14 +23,19 @@ from sipipe.channels import (
     LogitsChannel,
     LogitsReader,
     LogitsWriter,
+    RelayEndpoint,
     SocketEndpoint,
+    serve_replica,
+    serve_source,
 )
+
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def body_of(number: int) -> list[bytes]:
-    """The parts of message ``number``: 0 to 9,000 bytes, which two slots of 4 KB do not hold."""
+    """The parts of message ``number``: 0 to 9,000 bytes, three slots of 4 KB at most."""
     rng = random.Random(number)
-    size = rng.choice([0, 10, 500, 3000, 9000]) + rng.randrange(10)
+    size = rng.randrange(1 + rng.choice([0, 10, 500, 3000, 9000]))
     return [number.to_bytes(8, "little"), bytes([number % 256]) * size, b"end"]
 
 
@@ -110,5 +117,73 @@ def engine(directory, samplers):
             os.sched_yield()
 
 
+def near(kind, directory, retry):
+    """A host's channel and the relay's source, which it feeds until one of them ends."""
+    if kind == "logits":
+        channel = LogitsChannel.create(
+            "bic-l", slots=4, vocab=100, batch=4, readers=["relay"], directory=directory
+        )
+        writer = LogitsWriter.open(channel.endpoint)
+    else:
+        channel = DispatchProducer.create("bic-i", readers=["relay"], directory=directory)
+    back, there = SPAWN.Pipe()
+    source = SPAWN.Process(
+        target=serve_source,
+        args=(there, channel.endpoint, "relay", ("127.0.0.1", 0)),
+        kwargs={"logits": kind == "logits", "retry": retry},
+    )
+    source.start()
+    there.close()
+    endpoint = back.recv()
+    say(json.dumps({"pid": source.pid, "source": msgspec.to_builtins(endpoint)}))
+    iteration = 0
+    try:
+        while not back.poll():
+            if kind == "logits":
+                with writer.acquire(iteration, 1 + iteration % 4, 60) as region:
+                    region[...] = iteration
+            else:
+                channel.publish(body_of(iteration), 60)
+            iteration += 1
+            time.sleep(0.001)
+        say(f"{back.recv()[1]}")
+    except ChannelPeerDied as died:
+        say(f"{died.name} died")
+    except EOFError:
+        say("source is gone")
+    channel.close()
+    source.join()
+
+
+def far(kind, directory, retry, source):
+    """Another host's replica and its reader, until the channel ends."""
+    back, there = SPAWN.Pipe()
+    replica = SPAWN.Process(
+        target=serve_replica,
+        args=(there, msgspec.convert(source, RelayEndpoint)),
+        kwargs={"readers": ["far"], "slots": 4, "directory": directory, "retry": retry},
+    )
+    replica.start()
+    there.close()
+    endpoint = back.recv()
+    say(json.dumps({"pid": replica.pid}))
+    reader = (LogitsReader if kind == "logits" else DispatchReader).open(endpoint, "far")
+    try:
+        for iteration in itertools.count():
+            with reader.receive() as got:
+                if kind == "logits":
+                    assert (got.iteration, got.batch) == (iteration, 1 + iteration % 4)
+                    assert (got.array == iteration).all()
+                else:
+                    assert got.sequence == iteration
+                    assert [bytes(part) for part in got.parts] == body_of(iteration)
+            if iteration == 20:
+                say("running")
+    except ChannelError as end:
+        say(type(end).__name__)
+    replica.join()
+
+
 if __name__ == "__main__":
-    {"reader": reader, "sampler": sampler, "engine": engine}[sys.argv[1]](**json.loads(sys.argv[2]))
+    roles = {"reader": reader, "sampler": sampler, "engine": engine, "near": near, "far": far}
+    roles[sys.argv[1]](**json.loads(sys.argv[2]))

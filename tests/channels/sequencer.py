@@ -15,7 +15,7 @@ import os
 import threading
 import types
 
-from sipipe.channels import dispatch, layout, locks, ring, ring_reader, ring_writer
+from sipipe.channels import layout, locks, ring, ring_reader, ring_writer, statistics, watch
 from sipipe.channels.slot import SlotEvent, SlotState, fire
 
 _HAND_OVER = 60  # seconds; a bug in the sequencer itself, not a bound that a test relies on
@@ -103,6 +103,10 @@ class Sequencer:
                 sequencer.step()
                 super().stamp(word, values)
 
+            def slot(self, word):
+                sequencer.step()
+                return super().slot(word)
+
             def load(self, word):
                 if word in sequencer.racing:
                     sequencer.step()
@@ -111,6 +115,8 @@ class Sequencer:
         class SteppedWait:
             def __init__(self, held, name):
                 self.locks = held
+                self.waits = statistics.Waits()
+                self.pending = None
 
             def take_nowait(self, kind, first, count):
                 return self.locks.try_lock(kind, first, count)
@@ -137,10 +143,10 @@ class Sequencer:
         for side in (ring_reader, ring_writer):
             monkeypatch.setattr(side, "BoundedWait", SteppedWait)
             monkeypatch.setattr(side, "time", clock)
-        monkeypatch.setattr(locks, "time", clock)
-        monkeypatch.setattr(dispatch, "time", clock)
-        monkeypatch.setattr(dispatch, "_LOOK_AT_ALL_AFTER", -1.0)
-        monkeypatch.setattr(dispatch, "_LOOK_FIRST_AFTER", -1.0)
+        for module in (locks, statistics, watch):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(watch, "LOOK_AT_ALL_AFTER", -1.0)
+        monkeypatch.setattr(watch, "LOOK_FIRST_AFTER", -1.0)
         monkeypatch.setattr(layout, "READERS", 4)
 
     def watch(self, shape):

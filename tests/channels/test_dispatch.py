@@ -169,7 +169,7 @@ def test_a_dead_reader_is_an_event_and_its_successor_joins_at_the_next_message(m
     producer.publish([b"0"])
     assert content(a) == content(b) == (0, [b"0"])
     a._ring.locks.close()  # what the kernel does to a dead process
-    producer._looked = 0.0  # after a pause it looks first, amid a stream afterwards
+    producer._watch._looked = 0.0  # after a pause it looks first, amid a stream afterwards
     for _ in range(2):
         with pytest.raises(ChannelPeerDied) as died:
             producer.publish([b"1"], timeout=0)

@@ -65,6 +65,23 @@ def test_ranks_write_one_array(make, ranks, layout, dtype):
             assert slot.array.size == 0
 
 
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_ranks_write_uneven_shards(make, layout):
+    columns = layout == "columns"
+    _, writers, (reader,) = make(ranks=3, shard=60, layout=layout)
+    widths = []
+    for rank, writer in enumerate(writers):
+        with writer.acquire(0, 2, 1) as region:
+            widths.append(region.shape[0 if columns else 1])
+            region[...] = rank + 1
+    assert widths == [60, 41, 0]  # of a vocabulary of 101
+    with reader.receive(1) as slot:
+        row = (slot.array.T if columns else slot.array)[1]
+        assert list(row) == [1] * 60 + [2] * 41
+    with pytest.raises(ChannelError, match="do not cover"):
+        make(ranks=3, shard=30)
+
+
 def test_complete_only_with_the_last_rank(make):
     _, (first, second), (reader,) = make(ranks=2)
     with first.acquire(0, 2) as region:

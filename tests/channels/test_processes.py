@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import msgspec
@@ -40,6 +41,8 @@ def stress(messages, kills, readers, directory):
                 victim = children[rng.choice(names)]
                 victim.kill()
                 killed.append(victim)
+            if rng.random() < 0.002:
+                time.sleep(rng.random() * 0.004)
             try:
                 producer.publish(process.body_of(number), 120)
                 number += 1

@@ -1,28 +1,38 @@
 """The relay on loopback: same messages, dropped connections, ends that die."""
 
 import contextlib
+import json
 import multiprocessing
+import re
 import socket
 import threading
 
 import numpy as np
+import psutil
 import pytest
 
 from sipipe.channels import (
     ChannelClosed,
     ChannelPeerDied,
+    ChannelTimeout,
     DispatchProducer,
     DispatchReader,
     LogitsChannel,
     LogitsReader,
     LogitsWriter,
+    RelayEndpoint,
     RelayReplica,
     RelaySource,
-    SocketEndpoint,
+    relay_replica,
     serve_replica,
     serve_source,
 )
+from sipipe.channels.handshake import receive_into
+from sipipe.errors import ConfigError
 
+from . import process
+
+SPAWN = multiprocessing.get_context("spawn")
 LOOPBACK = ("127.0.0.1", 0)
 
 
@@ -49,8 +59,10 @@ class Running:
 
 def make(readers=("far",), retry=20.0, **options):
     producer = DispatchProducer.create("test", 8, 4096, ["near", "relay"])
-    source = RelaySource.dispatch(producer.endpoint, "relay", LOOPBACK, retry=retry)
-    replica = RelayReplica.dispatch(
+    source = RelaySource.dispatch(
+        producer.endpoint, "relay", LOOPBACK, retry=retry, start_timeout=retry
+    )
+    replica = RelayReplica.create(
         source.endpoint, readers=readers, slots=8, slot_bytes=4096, retry=retry, **options
     )
     return producer, source, replica
@@ -125,7 +137,7 @@ def test_a_lost_replica_is_reported_to_the_producer():
     end = Running(source)
     assert "no connection from its replica" in str(end.end())
     DispatchReader.open(producer.endpoint, "near").close()
-    producer._looked = 0.0
+    producer._watch._looked = 0.0
     with pytest.raises(ChannelPeerDied) as died:
         producer.publish([b"x"], 0)
     assert died.value.name == "relay"
@@ -141,7 +153,8 @@ def test_a_lost_replica_is_reported_to_the_producer():
 def test_a_wrong_token_is_not_let_in():
     producer, source, replica = make(retry=0.5)
     endpoint = source.endpoint
-    replica._source = SocketEndpoint(endpoint.channel, endpoint.host, endpoint.port, "0" * 64, 1)
+    replica._source = RelayEndpoint(endpoint.channel, endpoint.host, endpoint.port, "0" * 64, 1)
+    assert endpoint.token not in repr(endpoint)
     ends = [Running(source), Running(replica)]
     for end in ends:
         assert isinstance(end.end(), ChannelPeerDied)
@@ -157,7 +170,7 @@ def test_a_dead_reader_over_there_is_removed_and_its_successor_joins():
     producer.publish([b"0"], 30)
     assert content(near) == content(far) == content(other)
     far.abandon()
-    replica._sink.producer._looked = 0.0
+    replica._sink._producer._watch._looked = 0.0
     producer.publish([b"1"], 30)
     assert content(near) == content(other)
     assert replica.dead_readers() == ("far",)
@@ -171,52 +184,192 @@ def test_a_dead_reader_over_there_is_removed_and_its_successor_joins():
         reader.close()
 
 
+@pytest.fixture
+def far_logits():
+    """A logits channel of two ranks, its relay and the far sampler."""
+    opened = []
+
+    def make(layout="rows", **options):
+        original = LogitsChannel.create(
+            "test", slots=4, vocab=100, batch=8, layout=layout, ranks=2, readers=["relay"]
+        )
+        writers = [LogitsWriter.open(original.endpoint, rank) for rank in range(2)]
+        source = RelaySource.logits(original.endpoint, "relay", LOOPBACK, retry=20)
+        replica = RelayReplica.create(source.endpoint, readers=["sampler"], slots=4, **options)
+        sampler = LogitsReader.open(replica.endpoint, "sampler")
+        opened.extend([sampler, *writers, original])
+        return writers, source, replica, sampler
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+def write(writers, iteration, batch):
+    for rank, writer in enumerate(writers):
+        with writer.acquire(iteration, batch, 30) as region:
+            region[...] = 10 * iteration + rank
+
+
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_logits(layout):
-    shape = {"slots": 4, "vocab": 100, "batch": 8, "layout": layout}
-    original = LogitsChannel.create("test", **shape, ranks=2, readers=["relay"])
-    writers = [LogitsWriter.open(original.endpoint, rank) for rank in range(2)]
-    source = RelaySource.logits(original.endpoint, "relay", LOOPBACK)
-    there = LogitsChannel.create("there", **shape, readers=["sampler"])
-    replica = RelayReplica.logits(source.endpoint, there)
+def test_logits(far_logits, layout):
+    writers, source, replica, sampler = far_logits(layout)
+    assert sampler.shape == source.endpoint.logits
     ends = [Running(source), Running(replica)]
-    with LogitsReader.open(replica.endpoint, "sampler") as sampler:
-        for i, batch in enumerate([8, 3, 0, 5, 8, 1, 8]):
-            for rank, writer in enumerate(writers):
-                with writer.acquire(i, batch, 30) as region:
-                    region[...] = 10 * i + rank
-            with sampler.receive(30) as slot:
-                assert (slot.iteration, slot.batch) == (i, batch)
-                array = slot.array if layout == "columns" else slot.array.T
-                np.testing.assert_array_equal(array[:50], 10 * i)
-                np.testing.assert_array_equal(array[50:], 10 * i + 1)
-        for writer in writers:
-            writer.close()
-        with pytest.raises(ChannelClosed):
-            sampler.receive(30)
+    for i, batch in enumerate([8, 3, 0, 5, 8, 1, 8]):
+        write(writers, i, batch)
+        with sampler.receive(30) as slot:
+            assert (slot.iteration, slot.batch) == (i, batch)
+            array = slot.array if layout == "columns" else slot.array.T
+            np.testing.assert_array_equal(array[:50], 10 * i)
+            np.testing.assert_array_equal(array[50:], 10 * i + 1)
+    for writer in writers:
+        writer.close()
+    with pytest.raises(ChannelClosed):
+        sampler.receive(30)
     assert [end.end() for end in ends] == [None, None]
-    original.close()
+
+
+def test_a_connection_that_drops_amid_logits_is_retried(far_logits, monkeypatch):
+    writers, source, replica, sampler = far_logits()
+    dropped = []
+
+    def drop_once(sock, view):
+        if len(view) > 1000 and len(dropped) < 2:
+            dropped.append(sock.recv_into(view[: len(view) // 2]))
+            raise EOFError
+        receive_into(sock, view)
+
+    monkeypatch.setattr(relay_replica, "receive_into", drop_once)
+    ends = [Running(source), Running(replica)]
+    for i in range(10):
+        write(writers, i, 8)
+        with sampler.receive(30) as slot:
+            assert slot.iteration == i
+            assert set(slot.array[:, 0]) == {10 * i}
+            assert set(slot.array[:, 99]) == {10 * i + 1}
+    for writer in writers:
+        writer.close()
+    assert [end.end() for end in ends] == [None, None]
+    assert len(dropped) == replica.statistics().dropped == 2
+
+
+def test_a_sampler_over_there_that_is_started_again_begins_with_the_oldest_logits(far_logits):
+    writers, source, replica, sampler = far_logits()
+    ends = [Running(source), Running(replica)]
+    write(writers, 7, 1)
+    assert sampler.receive(30).iteration == 7
+    sampler.abandon()
+    replica.remove_reader("sampler")
+    replica.add_reader("sampler")
+    with LogitsReader.open(replica.endpoint, "sampler") as again:
+        assert again.receive(30).iteration == 7
+        write(writers, 8, 1)
+        assert again.receive(30).iteration == 8
+    for writer in writers:
+        writer.close()
+    assert [end.end() for end in ends] == [None, None]
+    assert replica.dead_readers() == ()
+
+
+@pytest.mark.parametrize("kind", ["dispatch", "logits"])
+def test_a_reader_over_there_that_is_stuck_ends_the_relay(far_logits, kind):
+    if kind == "logits":
+        writers, source, replica, sampler = far_logits(stall=0.1)
+
+        def publish(i):
+            write(writers, i, 1)
+    else:
+        producer, source, replica = make(stall=0.1)
+        DispatchReader.open(producer.endpoint, "near").close()
+        sampler = DispatchReader.open(replica.endpoint, "far")
+
+        def publish(i):
+            producer.publish([b"%d" % i], 30)
+
+    Running(source)
+    end = Running(replica)
+    for i in range(4 if kind == "logits" else 8):
+        publish(i)
+    error = end.end()
+    assert isinstance(error, ChannelTimeout)
+    assert error.late == (sampler._ring.name,)
+    sampler.close()
+
+
+def test_bad_bounds_are_refused():
+    endpoint = RelayEndpoint("test", "127.0.0.1", 1, "0" * 64, 1)
+    for bad in ({"retry": 0}, {"stall": 0}):
+        with pytest.raises(ConfigError, match="retry and stall"):
+            RelayReplica.create(endpoint, readers=[], **bad)
+
+
+def daemon(target, *arguments, **options):
+    here, there = SPAWN.Pipe()
+    started = SPAWN.Process(target=target, args=(there, *arguments), kwargs=options)
+    started.start()
+    there.close()
+    return started, here
 
 
 def test_as_processes():
-    spawn = multiprocessing.get_context("spawn")
     producer = DispatchProducer.create("test", readers=["relay"])
-    source_end, there = spawn.Pipe()
-    source = spawn.Process(target=serve_source, args=(there, producer.endpoint, "relay", LOOPBACK))
-    source.start()
-    endpoint = source_end.recv()
-    replica_end, there = spawn.Pipe()
-    replica = spawn.Process(
-        target=serve_replica, args=(there, endpoint), kwargs={"readers": ["far"]}
-    )
-    replica.start()
-    with DispatchReader.open(replica_end.recv(), "far") as far:
-        producer.publish([b"over there"], 30)
-        assert content(far) == (0, [b"over there"])
-        replica.kill()
-        with pytest.raises(ChannelPeerDied):
-            far.receive(30)
-    producer.close()
+    source, source_end = daemon(serve_source, producer.endpoint, "relay", LOOPBACK)
+    replica, replica_end = daemon(serve_replica, source_end.recv(), readers=["far"])
+    endpoint = replica_end.recv()
+    far = DispatchReader.open(endpoint, "far")
+    producer.publish([b"over there"], 30)
+    assert content(far) == (0, [b"over there"])
+    replica_end.send(("add_reader", "far"))
+    assert "is there already" in replica_end.recv()[1]
+    far.abandon()
+    replica_end.send(("remove_reader", "far"))
+    replica_end.send(("add_reader", "far"))
+    assert [replica_end.recv() for _ in range(2)] == [
+        ("remove_reader", None),
+        ("add_reader", None),
+    ]
+    with DispatchReader.open(endpoint, "far") as again:
+        producer.publish([b"more"], 30)
+        assert content(again) == (1, [b"more"])
+        producer.close()
+        with pytest.raises(ChannelClosed):
+            again.receive(30)
+    for end, back in ((source, source_end), (replica, replica_end)):
+        assert back.recv() == ("end", None)
+        end.join(30)
+        assert end.exitcode == 0
+
+
+def test_a_replica_that_cannot_be_made_says_why():
+    source = RelayEndpoint("test", "127.0.0.1", 1, "0" * 64, 1)
+    replica, back = daemon(serve_replica, source, readers=[], directory="/no/such/place")
+    what, line = back.recv()
+    assert what == "end"
+    assert "name a directory that exists" in line
     replica.join(30)
-    source.kill()
-    source.join(30)
+
+
+@pytest.mark.parametrize("kind", ["dispatch", "logits"])
+@pytest.mark.parametrize("victim", ["near", "source", "replica", "far", "everybody"])
+def test_kill_9_of_either_side_is_noticed_and_leaves_nothing(kind, victim, tmp_path):
+    options = {"kind": kind, "directory": str(tmp_path), "retry": 0.5}
+    hosts = {"near": process.start("near", **options)}
+    started = json.loads(hosts["near"].stdout.readline())
+    daemons = {"source": psutil.Process(started["pid"])}
+    hosts["far"] = process.start("far", **options, source=started["source"])
+    daemons["replica"] = psutil.Process(json.loads(hosts["far"].stdout.readline())["pid"])
+    assert hosts["far"].stdout.readline() == "running\n"
+    everybody = {**hosts, **daemons}
+    for one in everybody.values() if victim == "everybody" else [everybody[victim]]:
+        one.kill()
+    words = {name: host.communicate(timeout=60)[0] for name, host in hosts.items()}
+    gone, alive = psutil.wait_procs(list(daemons.values()), timeout=60)
+    for straggler in alive:
+        straggler.kill()
+    assert len(gone) == 2
+    assert not list(tmp_path.iterdir())
+    if victim not in ("far", "everybody"):
+        assert words["far"] == "ChannelPeerDied\n"
+    if victim not in ("near", "everybody"):
+        assert re.match("relay died|source is gone|relay relay: no connection", words["near"])

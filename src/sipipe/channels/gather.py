@@ -31,8 +31,8 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Self
 
+from sipipe.channels.ends import End
 from sipipe.channels.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
 from sipipe.channels.handshake import accept_peer, new_token
 from sipipe.channels.locks import deadline_after, remaining
@@ -63,7 +63,7 @@ class _Connection:
     data: bytearray
 
 
-class GatherReceiver:
+class GatherReceiver(End):
     """The one receiver; see the module for who may call what."""
 
     def __init__(
@@ -210,12 +210,6 @@ class GatherReceiver:
         for fd in (getattr(self, "_wake", -1), getattr(self, "_stop", -1)):
             if fd >= 0:
                 os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # The collecting thread.
 

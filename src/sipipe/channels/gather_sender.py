@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Sequence
-from typing import Self
 
-from sipipe.channels.dispatch import Part
+from sipipe.channels.ends import End
 from sipipe.channels.errors import ChannelError, ChannelPeerDied, ChannelTimeout
 from sipipe.channels.gather import FAREWELL, FRAME
 from sipipe.channels.handshake import introduce
+from sipipe.channels.message import Part
 from sipipe.channels.sockets import SocketEndpoint, connect
 from sipipe.channels.statistics import ChannelStatistics
 
 __all__ = ["GatherSender"]
 
 
-class GatherSender:
+class GatherSender(End):
     """One sampler's end. Not for two threads at once."""
 
     def __init__(self, endpoint: SocketEndpoint, name: str, sock: socket.socket) -> None:
@@ -94,9 +94,3 @@ class GatherSender:
         with contextlib.suppress(OSError, ChannelError):
             self._send([memoryview(FRAME.pack(0, FAREWELL))], 1.0)
         self._sock.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

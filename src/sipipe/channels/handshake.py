@@ -22,7 +22,7 @@ import time
 
 from sipipe.channels.errors import ChannelError, ChannelPeerDied
 
-__all__ = ["accept_peer", "introduce", "new_token", "receive_exactly"]
+__all__ = ["accept_peer", "introduce", "new_token", "receive_exactly", "receive_into"]
 
 _MAGIC = b"SiPipe-1"
 _HELLO = struct.Struct("<16sQB")  # nonce B, incarnation, bytes of the name
@@ -37,13 +37,17 @@ def new_token() -> str:
 def receive_exactly(sock: socket.socket, size: int) -> bytes:
     """``size`` bytes, or EOFError; OSError and TimeoutError are the socket's."""
     data = bytearray(size)
-    view = memoryview(data)
+    receive_into(sock, memoryview(data))
+    return bytes(data)
+
+
+def receive_into(sock: socket.socket, view: memoryview) -> None:
+    """Fill ``view``; EOFError, OSError and TimeoutError as above."""
     while view:
         count = sock.recv_into(view)
         if not count:
             raise EOFError
         view = view[count:]
-    return bytes(data)
 
 
 def _proof(token: str, role: bytes, first: bytes, hello: bytes) -> bytes:

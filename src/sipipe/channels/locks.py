@@ -37,6 +37,8 @@ import threading
 import time
 import weakref
 
+from sipipe.channels.statistics import Waits
+
 __all__ = ["BoundedWait", "Kind", "Locks"]
 
 _GETLK, _SETLK, _SETLKW = 36, 37, 38  # F_OFD_*, absent from Python's fcntl before 3.14
@@ -53,6 +55,8 @@ class Kind(enum.IntEnum):
 
     SHARED = fcntl.F_RDLCK
     EXCLUSIVE = fcntl.F_WRLCK
+
+    __hash__ = int.__hash__  # Enum's is a Python function, and called on every lock request
 
 
 _UNLOCK = fcntl.F_UNLCK
@@ -113,13 +117,14 @@ os.register_at_fork(after_in_child=_close_in_child)
 class BoundedWait:
     """Waits for locks of ``locks`` with a time-out, one request at a time.
 
-    Invariant: while ``_pending`` is a request, the helper owns it, and no other request is made.
+    Invariant: while ``pending`` is a request, the helper owns it, and no other request is made.
     """
 
     def __init__(self, locks: Locks, name: str) -> None:
+        self.waits = Waits()
         self._locks = locks
         self._name = name
-        self._pending: tuple[Kind, int, int] | None = None
+        self.pending: tuple[Kind, int, int] | None = None
         self._done = threading.Semaphore(0)
         self._ask = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
@@ -128,28 +133,34 @@ class BoundedWait:
 
     def take_nowait(self, kind: Kind, first: int, count: int) -> bool:
         """Whether the lock could be taken at once."""
-        if self._pending is None:
+        if self.pending is None:
             return self._locks.try_lock(kind, first, count)
         return self.wait(kind, first, count, 0)
 
     def wait(self, kind: Kind, first: int, count: int, timeout: float | None) -> bool:
         """Whether the lock was taken within ``timeout`` seconds; None waits without a bound."""
-        request = (kind, first, count)
-        if self._pending is None:
-            if timeout is None:
-                self._locks.wait_lock(kind, first, count)
-                return True
-            if timeout <= 0:
+        began = time.monotonic()
+        if timeout is None and self.pending is None:
+            self._locks.wait_lock(kind, first, count)
+            taken = True
+        else:
+            taken = self._wait_with_helper((kind, first, count), timeout)
+        self.waits.add(began)
+        return taken
+
+    def _wait_with_helper(self, request: tuple[Kind, int, int], timeout: float | None) -> bool:
+        if self.pending is None:
+            if timeout is not None and timeout <= 0:
                 return False
-            self._pending = request
+            self.pending = request
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._ask.release()
-        assert self._pending == request, (self._pending, request)
+        assert self.pending == request, (self.pending, request)
         if not self._done.acquire(timeout=timeout):
             return False
-        self._pending = None
+        self.pending = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -163,10 +174,10 @@ class BoundedWait:
     def _run(self) -> None:
         while True:
             self._ask.acquire()
-            if self._closed or self._pending is None:
+            if self._closed or self.pending is None:
                 return
             try:
-                self._locks.wait_lock(*self._pending)
+                self._locks.wait_lock(*self.pending)
             except OSError as error:
                 self._error = error
             self._done.release()

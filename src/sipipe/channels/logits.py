@@ -12,7 +12,7 @@ A slot is one contiguous array of ``batch`` sequences, for ``batch`` up to the m
   ``shard``, rows ``[r shard, (r+1) shard)`` as far as V goes: vLLM pads its vocabulary);
 * layout ``rows``: ``[batch, V]``; rank r writes those columns of every row.
 
-bfloat16, which NumPy has not, is uint16. On a CUDA machine :attr:`LogitsWriter.buffer` is what to
+On a CUDA machine :attr:`LogitsWriter.buffer` is what to
 page-lock (``cudaHostRegister``) once, after which the device copies straight into the slot.
 """
 
@@ -23,48 +23,27 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Self
 
-import numpy as np
 import numpy.typing as npt
 
 from sipipe.channels import layout as at
+from sipipe.channels.ends import End, ReaderEnd
 from sipipe.channels.errors import ChannelConfigError, ChannelError
 from sipipe.channels.layout import Layout, required_bytes
+from sipipe.channels.logits_shape import LogitsShape
 from sipipe.channels.memory import Endpoint, SharedMemory
-from sipipe.channels.ring import RingOwner, Words
+from sipipe.channels.ring import RingOwner, Side
 from sipipe.channels.ring_reader import RingReader
 from sipipe.channels.ring_writer import RingWriter
 from sipipe.channels.statistics import ChannelStatistics
 
 __all__ = ["LogitsChannel", "LogitsReader", "LogitsSlot", "LogitsWriter"]
 
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-LAYOUTS = ("columns", "rows")
+
+def _shape_of(ring: Side) -> LogitsShape:
+    return LogitsShape.of_words(tuple(ring.words.load(at.FRAMING + i) for i in range(4)))
 
 
-class _Shape:
-    """The array in a slot: the words of the header that the framing may use."""
-
-    def __init__(self, words: Words) -> None:
-        self.vocab, self.batch, dtype, layout, self.shard = (
-            words.load(at.FRAMING + i) for i in range(5)
-        )
-        self.dtype = np.dtype(list(DTYPES.values())[dtype])
-        self.columns = LAYOUTS[layout] == "columns"
-
-    def array(self, slot: memoryview, batch: int) -> npt.NDArray[Any]:
-        """``[V, batch]`` or ``[batch, V]`` at the start of a slot."""
-        flat = np.frombuffer(slot, self.dtype, self.vocab * batch)
-        return flat.reshape((self.vocab, batch) if self.columns else (batch, self.vocab))
-
-    def region(self, array: npt.NDArray[Any], rank: int, ranks: int) -> npt.NDArray[Any]:
-        if self.shard:
-            part = slice(rank * self.shard, (rank + 1) * self.shard)
-        else:
-            part = slice(rank * self.vocab // ranks, (rank + 1) * self.vocab // ranks)
-        return array[part] if self.columns else array[:, part]
-
-
-class LogitsChannel:
+class LogitsChannel(End):
     """The owner of a logits channel. It need not write or read."""
 
     def __init__(self, ring: RingOwner) -> None:
@@ -101,22 +80,41 @@ class LogitsChannel:
         Raises:
             ResourceError: not enough memory. ChannelConfigError: a size that cannot work.
         """
-        if dtype not in DTYPES or layout not in LAYOUTS:
-            raise ChannelConfigError(f"channel {name}: no dtype {dtype!r} or layout {layout!r}")
-        if not 1 <= ranks <= vocab or batch < 1:
+        shape = LogitsShape.checked(name, vocab, batch, dtype, layout)
+        return cls.of_shape(
+            name,
+            shape,
+            slots=slots,
+            ranks=ranks,
+            shard=shard,
+            readers=readers,
+            directory=directory,
+        )
+
+    @classmethod
+    def of_shape(
+        cls,
+        name: str,
+        shape: LogitsShape,
+        *,
+        slots: int,
+        ranks: int = 1,
+        shard: int | None = None,
+        readers: Sequence[str] = (),
+        directory: str | None = None,
+    ) -> LogitsChannel:
+        """Like :meth:`create`, for an array like another channel's."""
+        if not 1 <= ranks <= shape.vocab:
             raise ChannelConfigError(
-                f"channel {name}: bad size (vocab {vocab}, batch {batch}, ranks {ranks})"
+                f"channel {name}: {ranks} ranks cannot share a vocabulary of {shape.vocab}"
             )
-        if shard is not None and not (shard >= 1 and shard * ranks >= vocab):
+        if shard is not None and not (shard >= 1 and shard * ranks >= shape.vocab):
             raise ChannelConfigError(
-                f"channel {name}: {ranks} shards of {shard} columns do not cover {vocab}"
+                f"channel {name}: {ranks} shards of {shard} columns do not cover {shape.vocab}"
             )
-        slot_bytes = vocab * batch * np.dtype(DTYPES[dtype]).itemsize
-        framing = (vocab, batch, list(DTYPES).index(dtype), LAYOUTS.index(layout), shard or 0)
+        sizes = Layout(slots, shape.slot_bytes, ranks)
         return cls(
-            RingOwner.create(
-                name, Layout(slots, slot_bytes, ranks), list(readers), directory, framing
-            )
+            RingOwner.create(name, sizes, list(readers), directory, (*shape.words, shard or 0))
         )
 
     @staticmethod
@@ -124,7 +122,7 @@ class LogitsChannel:
         *, slots: int, vocab: int, batch: int, dtype: str = "float32", ranks: int = 1
     ) -> int:
         """Shared memory that such a channel takes."""
-        slot_bytes = vocab * batch * np.dtype(DTYPES[dtype]).itemsize
+        slot_bytes = LogitsShape(vocab, batch, dtype).slot_bytes
         return required_bytes(slots=slots, slot_bytes=slot_bytes, ranks=ranks)
 
     @property
@@ -151,20 +149,15 @@ class LogitsChannel:
         """Let go of the memory as if killed."""
         self._ring.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class LogitsWriter:
+class LogitsWriter(End):
     """One rank's writer. Not for two threads at once."""
 
     def __init__(self, ring: RingWriter) -> None:
         """Use :meth:`open`."""
         self._ring = ring
-        self._shape = _Shape(ring.words)
+        self._shape = _shape_of(ring)
+        self._shard = ring.words.load(at.FRAMING + 4)
         self._messages = 0
         self._bytes = 0
 
@@ -195,9 +188,8 @@ class LogitsWriter:
             raise ChannelError(
                 f"channel {self._ring.channel}: batch {batch} is above {self._shape.batch}"
             )
-        slot = self._ring.reserve(timeout)
-        array = self._shape.array(self._ring.slot_view(slot), batch)
-        region = self._shape.region(array, self._ring.rank, self._ring.layout.ranks)
+        array = self._shape.array(self._ring.reserve(timeout), batch)
+        region = self._shape.region(array, self._ring.rank, self._ring.layout.ranks, self._shard)
         yield region
         self._ring.publish((iteration, batch, 0, 0, 0))
         self._ring.claim_nowait()
@@ -206,14 +198,7 @@ class LogitsWriter:
 
     def statistics(self) -> ChannelStatistics:
         """Iterations and bytes of this rank, waits for late samplers, depth."""
-        cursors = [self._ring.cursor(k) for k, _ in self._ring.readers()]
-        return ChannelStatistics(
-            messages=self._messages,
-            bytes=self._bytes,
-            waits=self._ring.waits,
-            wait_seconds=self._ring.wait_seconds,
-            depth=self._ring.next - min(cursors, default=self._ring.next),
-        )
+        return self._ring.statistics(self._messages, self._bytes)
 
     def close(self) -> None:
         """Readers get what was published, then ChannelClosed. Idempotent."""
@@ -222,12 +207,6 @@ class LogitsWriter:
     def abandon(self) -> None:
         """Go away as if killed: readers get ChannelPeerDied after what was published."""
         self._ring.abandon()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class LogitsSlot:
@@ -251,20 +230,13 @@ class LogitsSlot:
         self._ring.settle()
 
 
-class LogitsReader:
+class LogitsReader(ReaderEnd):
     """One sampler's side. Not for two threads at once."""
 
     def __init__(self, ring: RingReader) -> None:
         """Use :meth:`open`."""
-        self._ring = ring
-        self._shape = _Shape(ring.words)
-        self._messages = 0
-        self._bytes = 0
-
-    @classmethod
-    def open(cls, endpoint: Endpoint, name: str) -> LogitsReader:
-        """Attach as the declared reader ``name``; see :meth:`DispatchReader.open`."""
-        return cls(RingReader(SharedMemory.open(endpoint), name))
+        super().__init__(ring)
+        self.shape = _shape_of(ring)
 
     def receive(self, timeout: float | None = None) -> LogitsSlot:
         """Wait, asleep, until every rank has published the next iteration.
@@ -272,36 +244,11 @@ class LogitsReader:
         Returns its ``iteration``, ``batch`` and ``array``: ``[V, batch]`` or ``[batch, V]``,
         read-only, in place. Errors are those of :meth:`DispatchReader.receive`.
         """
-        use = self._ring.receive(timeout)
-        iteration, batch, *_ = self._ring.stamps(use)
+        _, iteration, batch, *_ = self._ring.receive(timeout)
         for rank in range(1, self._ring.layout.ranks):
-            other = self._ring.stamps(use, rank)
-            assert other[:2] == (iteration, batch), f"ranks disagree: {other[:2]}, rank {rank}"
-        array = self._shape.array(self._ring.slot_view(use), batch)
+            other = self._ring.slot_words(rank)[1:3]
+            assert other == (iteration, batch), f"ranks disagree: {other}, rank {rank}"
+        array = self.shape.array(self._ring.view, batch)
         self._messages += 1
         self._bytes += array.nbytes
         return LogitsSlot(iteration, batch, array, self._ring)
-
-    def statistics(self) -> ChannelStatistics:
-        """Iterations, bytes, waits, and iterations that are there now."""
-        return ChannelStatistics(
-            messages=self._messages,
-            bytes=self._bytes,
-            waits=self._ring.waits,
-            wait_seconds=self._ring.wait_seconds,
-            depth=max(0, self._ring.depth()),
-        )
-
-    def close(self) -> None:
-        """Leave; writers no longer wait for this reader. Idempotent."""
-        self._ring.close()
-
-    def abandon(self) -> None:
-        """Go away as if killed; any thread."""
-        self._ring.abandon()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

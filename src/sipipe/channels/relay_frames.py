@@ -14,12 +14,22 @@ import struct
 from typing import NamedTuple
 
 from sipipe.channels.handshake import receive_exactly
+from sipipe.channels.logits_shape import LogitsShape
+from sipipe.channels.sockets import SocketEndpoint
 
-__all__ = ["Frame", "receive_short", "send_all", "short"]
+__all__ = ["Frame", "RelayEndpoint", "receive_short", "send_all", "short"]
 
 HEAD = struct.Struct("<BQIQ")
 HELLO, ACKNOWLEDGE, MESSAGE, CLOSED, DIED = range(1, 6)
 MAX_PARTS = 1 << 16
+LOGITS_HEAD = struct.Struct("<qq")  # iteration, batch: the first part of a logits message
+
+
+class RelayEndpoint(SocketEndpoint, frozen=True):
+    """Where a source listens, and what it follows. Holds the secret: keep it off command lines."""
+
+    logits: LogitsShape | None = None
+    """The array of each slot of a logits channel; None: a dispatch channel."""
 
 
 class Frame(NamedTuple):

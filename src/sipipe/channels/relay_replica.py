@@ -1,4 +1,7 @@
-"""The relay's end on another host: a replica feeds a ring there; see the source's module."""
+"""The relay's end on another host: a replica feeds a ring there; see the source's module.
+
+Who runs here: one thread that runs the replica; any other may add and remove readers.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,23 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sipipe.channels.dispatch import DispatchProducer
-from sipipe.channels.errors import ChannelError, ChannelPeerDied
-from sipipe.channels.handshake import introduce, receive_exactly
+from sipipe.channels.errors import ChannelConfigError, ChannelError, ChannelPeerDied
+from sipipe.channels.handshake import introduce, receive_exactly, receive_into
 from sipipe.channels.locks import deadline_after, remaining
 from sipipe.channels.logits import LogitsChannel, LogitsWriter
 from sipipe.channels.memory import Endpoint
-from sipipe.channels.relay_frames import ACKNOWLEDGE, CLOSED, HEAD, HELLO, MAX_PARTS, MESSAGE, short
-from sipipe.channels.sockets import SocketEndpoint, connect
+from sipipe.channels.relay_frames import (
+    ACKNOWLEDGE,
+    CLOSED,
+    HEAD,
+    HELLO,
+    LOGITS_HEAD,
+    MAX_PARTS,
+    MESSAGE,
+    RelayEndpoint,
+    short,
+)
+from sipipe.channels.sockets import connect
 from sipipe.channels.statistics import ChannelStatistics
 
 __all__ = ["RelayReplica"]
@@ -27,8 +40,14 @@ class _Sink(Protocol):
 
     endpoint: Endpoint
 
-    def put(self, sequence: int, parts: Sequence[memoryview]) -> None:
-        """Publish one message."""
+    def take(self, sock: socket.socket, sequence: int, lengths: Sequence[int]) -> None:
+        """Receive the parts of one message and publish it. Nothing is published on an error."""
+
+    def add_reader(self, name: str) -> None: ...
+
+    def remove_reader(self, name: str) -> None: ...
+
+    def dead_readers(self) -> tuple[str, ...]: ...
 
     def close(self) -> None:
         """End in good order."""
@@ -39,24 +58,42 @@ class _Sink(Protocol):
 
 class _DispatchSink:
     def __init__(self, producer: DispatchProducer, stall: float) -> None:
-        self.producer = producer
+        self._producer = producer
+        self._stall = stall
+        self._died: list[str] = []
+        # Held from a reader's death until it is removed: its successor is not removed for it.
+        self._readers = threading.Lock()
         self.endpoint = producer.endpoint
         self.close = producer.close
         self.abandon = producer.abandon
-        self.died: list[str] = []
-        self.lock = threading.Lock()
-        self._stall = stall
 
-    def put(self, sequence: int, parts: Sequence[memoryview]) -> None:
-        while True:
-            try:
-                with self.lock:
-                    self.producer.publish(parts, self._stall, sequence=sequence)
-                return
-            except ChannelPeerDied as died:  # its executor hears it from the gather ring
-                with self.lock:
-                    self.producer.remove_reader(died.name)
-                    self.died.append(died.name)
+    def take(self, sock: socket.socket, sequence: int, lengths: Sequence[int]) -> None:
+        data = memoryview(bytearray(sum(lengths)))
+        receive_into(sock, data)
+        parts, place = [], 0
+        for length in lengths:
+            parts.append(data[place : place + length])
+            place += length
+        published = False
+        while not published:
+            with self._readers:
+                try:
+                    self._producer.publish(parts, self._stall, sequence=sequence)
+                    published = True
+                except ChannelPeerDied as died:  # its executor hears it from the gather ring
+                    self._producer.remove_reader(died.name)
+                    self._died.append(died.name)
+
+    def add_reader(self, name: str) -> None:
+        with self._readers:
+            self._producer.add_reader(name)
+
+    def remove_reader(self, name: str) -> None:
+        with self._readers:
+            self._producer.remove_reader(name)
+
+    def dead_readers(self) -> tuple[str, ...]:
+        return tuple(self._died)
 
 
 class _LogitsSink:
@@ -65,12 +102,23 @@ class _LogitsSink:
         self._writer = LogitsWriter.open(channel.endpoint)
         self._stall = stall
         self.endpoint = channel.endpoint
+        self.add_reader = channel.add_reader
+        self.remove_reader = channel.remove_reader
 
-    def put(self, sequence: int, parts: Sequence[memoryview]) -> None:  # noqa: ARG002
-        iteration, batch = struct.unpack("<qq", parts[0])
+    def take(self, sock: socket.socket, sequence: int, lengths: Sequence[int]) -> None:  # noqa: ARG002
+        if len(lengths) != 2 or lengths[0] != LOGITS_HEAD.size:
+            raise ChannelError(f"channel {self.endpoint.channel}: a damaged frame of logits")
+        iteration, batch = LOGITS_HEAD.unpack(receive_exactly(sock, lengths[0]))
         with self._writer.acquire(iteration, batch, self._stall) as region:
-            flat = region.reshape(-1)
-            flat.view("u1")[:] = parts[1]
+            if region.nbytes != lengths[1]:
+                raise ChannelError(
+                    f"channel {self.endpoint.channel}: iteration {iteration} has {lengths[1]:,} "
+                    f"bytes, a batch of {batch} {region.nbytes:,}; is it the original's shape?"
+                )
+            receive_into(sock, region.reshape(-1).view("u1").data)  # into the slot itself
+
+    def dead_readers(self) -> tuple[str, ...]:
+        return ()  # nobody need remove them: a dead sampler's locks are free
 
     def close(self) -> None:
         self._writer.close()
@@ -84,8 +132,8 @@ class _LogitsSink:
 class RelayReplica:
     """Feeds a channel of this host with what a source on another host sends."""
 
-    def __init__(self, source: SocketEndpoint, sink: _Sink, retry: float) -> None:
-        """Use :meth:`dispatch` or :meth:`logits`."""
+    def __init__(self, source: RelayEndpoint, sink: _Sink, retry: float) -> None:
+        """Use :meth:`create`."""
         self._source = source
         self._sink = sink
         self._retry = retry
@@ -94,9 +142,9 @@ class RelayReplica:
         self._messages = self._bytes = self._reconnects = 0
 
     @classmethod
-    def dispatch(
+    def create(
         cls,
-        source: SocketEndpoint,
+        source: RelayEndpoint,
         *,
         readers: Sequence[str],
         slots: int = 16,
@@ -105,27 +153,35 @@ class RelayReplica:
         retry: float = 30.0,
         stall: float = 300.0,
     ) -> RelayReplica:
-        """Make a dispatch channel here, with readers of its own, fed by ``source``.
+        """Make a channel here like the one that ``source`` follows, with readers of its own.
 
         Args:
+            readers: names of this host's readers.
+            slots: of the channel here; for logits as many as the original has.
+            slot_bytes: of a dispatch channel; a logits slot is as large as the original's.
+            directory: where the memory lies; None: a memfd.
             retry: seconds to try to reach the source.
-            stall: seconds that a local reader may be late.
-        """
-        producer = DispatchProducer.create(source.channel, slots, slot_bytes, readers, directory)
-        return cls(source, _DispatchSink(producer, stall), retry)
+            stall: seconds that a reader here may be late.
 
-    @classmethod
-    def logits(
-        cls,
-        source: SocketEndpoint,
-        channel: LogitsChannel,
-        *,
-        retry: float = 30.0,
-        stall: float = 300.0,
-    ) -> RelayReplica:
-        """Feed ``channel``, made on this host with one rank and the original's vocab, batch,
-        dtype and layout."""
-        return cls(source, _LogitsSink(channel, stall), retry)
+        Raises:
+            ResourceError: not enough memory. ChannelConfigError: a size that cannot work.
+        """
+        if stall <= 0 or retry <= 0:
+            raise ChannelConfigError(f"relay {source.channel}: retry and stall are seconds above 0")
+        sink: _Sink
+        if (shape := source.logits) is None:
+            sink = _DispatchSink(
+                DispatchProducer.create(source.channel, slots, slot_bytes, readers, directory),
+                stall,
+            )
+        else:
+            sink = _LogitsSink(
+                LogitsChannel.of_shape(
+                    source.channel, shape, slots=slots, readers=readers, directory=directory
+                ),
+                stall,
+            )
+        return cls(source, sink, retry)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -133,20 +189,17 @@ class RelayReplica:
         return self._sink.endpoint
 
     def add_reader(self, name: str) -> None:
-        """Declare a reader of a dispatch replica; its first message is the next. Any thread."""
-        assert isinstance(self._sink, _DispatchSink)
-        with self._sink.lock:
-            self._sink.producer.add_reader(name)
+        """Declare a reader, which begins with the next message, or the oldest logits that are
+        there (as with the original). Any thread."""
+        self._sink.add_reader(name)
 
     def remove_reader(self, name: str) -> None:
-        """Forget a reader of a dispatch replica. Any thread."""
-        assert isinstance(self._sink, _DispatchSink)
-        with self._sink.lock:
-            self._sink.producer.remove_reader(name)
+        """Forget a reader. Any thread; waits for a publish that is stuck on a late one."""
+        self._sink.remove_reader(name)
 
     def dead_readers(self) -> tuple[str, ...]:
         """Readers of a dispatch replica that died and were removed, in order."""
-        return tuple(self._sink.died) if isinstance(self._sink, _DispatchSink) else ()
+        return self._sink.dead_readers()
 
     def run(self) -> None:
         """Feed the channel until the original is closed; then close it too.
@@ -162,6 +215,8 @@ class RelayReplica:
                     try:
                         self._feed(self._sock)
                         return
+                    except ChannelError:  # a timeout of ours is an OSError too
+                        raise
                     except (OSError, EOFError):
                         self._reconnects += 1
         except BaseException:
@@ -202,24 +257,9 @@ class RelayReplica:
 
     def _feed(self, sock: socket.socket) -> None:
         while True:
-            head = receive_exactly(sock, HEAD.size)
-            kind, sequence, count, size = HEAD.unpack(head)
+            kind, sequence, count, size = HEAD.unpack(receive_exactly(sock, HEAD.size))
             if kind == MESSAGE:
-                if count > MAX_PARTS or size > self._source.max_bytes:
-                    raise ChannelError(
-                        f"relay {self._source.channel}: a message of {count} parts and {size:,} "
-                        "bytes is beyond its bound"
-                    )
-                lengths = struct.unpack(f"<{count}Q", receive_exactly(sock, 8 * count))
-                data = memoryview(receive_exactly(sock, size))
-                if sum(lengths) != size:
-                    raise ChannelError(f"relay {self._source.channel}: a damaged frame")
-                parts, place = [], 0
-                for length in lengths:
-                    parts.append(data[place : place + length])
-                    place += length
-                assert self._messages == 0 or sequence == self._wanted, (sequence, self._wanted)
-                self._sink.put(sequence, parts)
+                self._sink.take(sock, sequence, self._lengths(sock, sequence, count, size))
                 self._wanted = sequence + 1
                 self._messages += 1
                 self._bytes += size
@@ -232,3 +272,18 @@ class RelayReplica:
             raise ChannelPeerDied(
                 f"relay {self._source.channel}: the original's producer died", "producer"
             )
+
+    def _lengths(
+        self, sock: socket.socket, sequence: int, count: int, size: int
+    ) -> tuple[int, ...]:
+        """The lengths of a message's parts, checked before anything of them is believed."""
+        if count > MAX_PARTS or size > self._source.max_bytes:
+            raise ChannelError(
+                f"relay {self._source.channel}: a message of {count} parts and {size:,} "
+                "bytes is beyond its bound"
+            )
+        lengths = struct.unpack(f"<{count}Q", receive_exactly(sock, 8 * count))
+        if sum(lengths) != size:
+            raise ChannelError(f"relay {self._source.channel}: a damaged frame")
+        assert self._messages == 0 or sequence == self._wanted, (sequence, self._wanted)
+        return lengths

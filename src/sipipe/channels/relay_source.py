@@ -28,18 +28,27 @@ import collections
 import contextlib
 import select
 import socket
-import struct
 import threading
 import time
 from typing import Protocol
 
-from sipipe.channels.dispatch import DispatchReader
+from sipipe.channels.dispatch_reader import DispatchReader
 from sipipe.channels.errors import ChannelClosed, ChannelError, ChannelPeerDied
 from sipipe.channels.handshake import accept_peer, new_token
 from sipipe.channels.logits import LogitsReader
+from sipipe.channels.logits_shape import LogitsShape
 from sipipe.channels.memory import Endpoint
-from sipipe.channels.relay_frames import CLOSED, DIED, MESSAGE, Frame, receive_short, send_all
-from sipipe.channels.sockets import SocketEndpoint, listen, tune
+from sipipe.channels.relay_frames import (
+    CLOSED,
+    DIED,
+    LOGITS_HEAD,
+    MESSAGE,
+    Frame,
+    RelayEndpoint,
+    receive_short,
+    send_all,
+)
+from sipipe.channels.sockets import listen, tune
 from sipipe.channels.statistics import ChannelStatistics
 
 __all__ = ["RelaySource"]
@@ -47,6 +56,9 @@ __all__ = ["RelaySource"]
 
 class _Tap(Protocol):
     """What a source follows."""
+
+    @property
+    def shape(self) -> LogitsShape | None: ...
 
     def next(self) -> tuple[int, list[bytes]]:
         """Wait for the next message and copy it."""
@@ -56,6 +68,8 @@ class _Tap(Protocol):
 
 
 class _DispatchTap:
+    shape = None
+
     def __init__(self, endpoint: Endpoint, name: str) -> None:
         self._reader = DispatchReader.open(endpoint, name)
 
@@ -70,13 +84,14 @@ class _DispatchTap:
 class _LogitsTap:
     def __init__(self, endpoint: Endpoint, name: str) -> None:
         self._reader = LogitsReader.open(endpoint, name)
+        self.shape = self._reader.shape
         self._count = 0
 
     def next(self) -> tuple[int, list[bytes]]:
         with self._reader.receive() as slot:
             self._count += 1
             return self._count - 1, [
-                struct.pack("<qq", slot.iteration, slot.batch),
+                LOGITS_HEAD.pack(slot.iteration, slot.batch),
                 slot.array.tobytes(),
             ]
 
@@ -88,15 +103,24 @@ class RelaySource:
     """Follows a channel of this host for one replica."""
 
     def __init__(
-        self, tap: _Tap, name: str, address: tuple[str, int], retry: float, window: int, limit: int
+        self,
+        tap: _Tap,
+        name: str,
+        address: tuple[str, int],
+        *,
+        retry: float,
+        start_timeout: float,
+        window: int,
+        max_bytes: int,
     ) -> None:
         """Use :meth:`dispatch` or :meth:`logits`."""
         self._tap = tap
         self._name = name
         self._retry = retry
+        self._patience = start_timeout  # for the next connection
         self._window = window
         self._listener, host, port = listen(name, address)
-        self.endpoint = SocketEndpoint(name, host, port, new_token(), limit)
+        self.endpoint = RelayEndpoint(name, host, port, new_token(), max_bytes, tap.shape)
         self._kept: collections.deque[Frame] = collections.deque()
         self._state = threading.Condition()  # guards _kept and _failed
         self._sending = threading.Lock()  # guards _connection; taken before _state
@@ -114,6 +138,7 @@ class RelaySource:
         address: tuple[str, int],
         *,
         retry: float = 30.0,
+        start_timeout: float = 300.0,
         window: int = 64,
         max_bytes: int = 1 << 30,
     ) -> RelaySource:
@@ -122,9 +147,18 @@ class RelaySource:
         Args:
             address: where the replica will connect to; port 0 for any.
             retry: seconds that a connection may be missing.
+            start_timeout: the same for the first connection, while the other host starts.
             window: messages kept for a replica that has not acknowledged them.
         """
-        return cls(_DispatchTap(endpoint, name), name, address, retry, window, max_bytes)
+        return cls(
+            _DispatchTap(endpoint, name),
+            name,
+            address,
+            retry=retry,
+            start_timeout=start_timeout,
+            window=window,
+            max_bytes=max_bytes,
+        )
 
     @classmethod
     def logits(
@@ -134,11 +168,20 @@ class RelaySource:
         address: tuple[str, int],
         *,
         retry: float = 30.0,
+        start_timeout: float = 300.0,
         window: int = 3,
         max_bytes: int = 1 << 32,
     ) -> RelaySource:
         """Follow a logits channel as its declared reader ``name``; see :meth:`dispatch`."""
-        return cls(_LogitsTap(endpoint, name), name, address, retry, window, max_bytes)
+        return cls(
+            _LogitsTap(endpoint, name),
+            name,
+            address,
+            retry=retry,
+            start_timeout=start_timeout,
+            window=window,
+            max_bytes=max_bytes,
+        )
 
     def run(self) -> None:
         """Relay until the original is closed and the replica knows it.
@@ -239,7 +282,8 @@ class RelaySource:
 
     def _accept(self) -> socket.socket:
         """The replica's next connection, authentic."""
-        end = time.monotonic() + self._retry
+        patience, self._patience = self._patience, self._retry
+        end = time.monotonic() + patience
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         while (left := end - time.monotonic()) > 0:
@@ -247,7 +291,7 @@ class RelaySource:
                 break
             sock, _ = self._listener.accept()
             try:
-                _, _, proof = accept_peer(sock, self.endpoint.token, min(5.0, self._retry))
+                _, _, proof = accept_peer(sock, self.endpoint.token, 5.0)
                 tune(sock)
                 sock.sendall(proof)
                 sock.settimeout(None)
@@ -256,7 +300,7 @@ class RelaySource:
                 continue
             return sock
         raise ChannelPeerDied(
-            f"relay {self._name}: no connection from its replica for {self._retry} s; "
+            f"relay {self._name}: no connection from its replica for {patience} s; "
             "is its host up, and may it connect to this one?",
             self._name,
         )

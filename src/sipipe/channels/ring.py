@@ -48,10 +48,12 @@ from sipipe.channels.errors import ChannelError
 from sipipe.channels.layout import Layout
 from sipipe.channels.locks import Kind, Locks
 from sipipe.channels.memory import Endpoint, SharedMemory
+from sipipe.channels.statistics import ChannelStatistics, Waits
 
 __all__ = ["RingOwner", "Side", "Words"]
 
 _STAMPS = struct.Struct(f"<{at.STAMPS}q")
+_SLOT = struct.Struct(f"<{1 + at.STAMPS}q")
 ATTACH_POLL = 0.001
 
 
@@ -72,8 +74,9 @@ class Words:
         """Write the stamp words of a slot."""
         _STAMPS.pack_into(self._raw, word * 8, *values)
 
-    def stamps(self, word: int) -> tuple[int, ...]:
-        return _STAMPS.unpack_from(self._raw, word * 8)
+    def slot(self, word: int) -> tuple[int, ...]:
+        """Ticket and stamps of a slot."""
+        return _SLOT.unpack_from(self._raw, word * 8)
 
     def text(self, word: int, value: bytes | None = None) -> bytes:
         """A reader's name, zero-padded; with ``value``, write it."""
@@ -89,6 +92,8 @@ class Words:
 
 class Side:
     """What owner, writer and reader of a ring have in common."""
+
+    waits: Waits  # of writers and readers
 
     def __init__(self, memory: SharedMemory, locks: Locks | None = None) -> None:
         self.memory = memory
@@ -146,6 +151,22 @@ class Side:
         return not self.locks.held_elsewhere(at.LIFE + reader) and self.words.load(
             base + at.R_LEFT
         ) != self.words.load(base + at.R_GENERATION)
+
+    def depth(self) -> int:
+        """Complete messages that are not received yet."""
+        raise NotImplementedError
+
+    def statistics(self, messages: int, size: int, dropped: int = 0) -> ChannelStatistics:
+        """What this side has done, with what its framing has counted."""
+        return ChannelStatistics(
+            messages=messages,
+            bytes=size,
+            waits=self.waits.count,
+            wait_seconds=self.waits.seconds,
+            longest_wait=self.waits.longest,
+            depth=self.depth(),
+            dropped=dropped,
+        )
 
     def close(self) -> None:
         """Free every lock and let go of the memory. Idempotent."""

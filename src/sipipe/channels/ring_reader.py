@@ -21,13 +21,14 @@ class RingReader(Side):
         super().__init__(memory, locks)
         self.name = name
         self._views = [view.toreadonly() for view in self._views]
-        self.waits = 0
-        self.wait_seconds = 0.0
+        self.slots = self.layout.slots
         self._bounded = BoundedWait(self.locks, f"{self.channel}-{name}")
+        self.waits = self._bounded.waits
+        self.use = -1
+        self.view = self._views[0]
         self._writers_came = False
         self._again = False
         self._settled = True
-        self.slots = self.layout.slots
         try:
             self._attach()
         except BaseException:
@@ -71,50 +72,64 @@ class RingReader(Side):
             end = min(self._published(r) for r in range(self.layout.ranks))
             for use in range(max(0, end - self.layout.slots + 1), end):
                 if self._try_enter(use):
-                    if self._tickets(use) is None:
+                    if self._incomplete(use) is None:
                         self.next, self._again = use + 1, True
+                        self.use, self.view = use, self._views[use % self.slots]
                         return
                     self.locks.unlock(*self._bytes(use))
             if end == 0 and self._try_enter(-1):
-                if self._tickets(-1) is None:  # never written: nobody is a lap ahead
+                if self._incomplete(-1) is None:  # never written: nobody is a lap ahead
                     self.next = 0
                     return
                 self.locks.unlock(*self._bytes(-1))
             time.sleep(ATTACH_POLL)  # the ranks are amid a slot
 
-    def _tickets(self, use: int) -> int | None:
+    def _incomplete(self, use: int) -> int | None:
         """The first rank whose ticket is not that of ``use``, or None."""
         for rank, word in enumerate(self._headers[use % self.layout.slots]):
             if self.words.load(word + at.S_TICKET) != use + 1:
                 return rank
         return None
 
-    def receive(self, timeout: float | None) -> int:
-        """Wait for the next use; it stays readable until the next call.
+    def receive(self, timeout: float | None) -> tuple[int, ...]:
+        """Wait for the next use; returns ticket and stamps of its first rank. ``use`` is then its
+        number and ``view`` its payload, read-only, until the next call.
 
         Raises:
             ChannelTimeout: nothing came in time. ChannelClosed: nothing more comes.
             ChannelPeerDied: the writer is gone.
         """
-        self.settle()
+        if not self._settled:
+            self.settle()
         if self._again:
             self._again = False
-            return self.next - 1
+            return self.slot_words(0)
         self._check_declared()
         if not self._writers_came:
             timeout = self._wait_writers(timeout)
         use = self.next
         slot = use % self.slots
         first, count = self._places[slot]
-        if not self._bounded.take_nowait(Kind.SHARED, first, count):
-            self._wait(first, count, timeout)
-        ticket = use + 1
-        for rank, header in enumerate(self._headers[slot]):
-            if self.words.load(header + at.S_TICKET) != ticket:
-                self.locks.unlock(first, count)
-                raise self._ended(rank)
-        self.next, self._settled = ticket, False
-        return use
+        bounded = self._bounded
+        if timeout is None and bounded.pending is None and self._incomplete(use) is not None:
+            # The usual case, with as little as can be between the waking and the return. The lock
+            # is not tried first: its ticket is not there, so it would be refused.
+            began = time.monotonic()
+            self.locks.wait_lock(Kind.SHARED, first, count)
+            self.waits.add(began)
+        elif not (
+            bounded.take_nowait(Kind.SHARED, first, count)
+            or bounded.wait(Kind.SHARED, first, count, timeout)
+        ):
+            raise self._silent(timeout)
+        # From here to the return is what every reader does between its waking and its message.
+        words = self.words.slot(self._headers[slot][0])
+        if words[0] != use + 1 or (count > 1 and self._incomplete(use) is not None):
+            self.locks.unlock(first, count)
+            raise self._ended(self._incomplete(use) or 0)
+        self.use, self.view = use, self._views[slot]
+        self.next, self._settled = use + 1, False
+        return words
 
     def settle(self) -> None:
         """Free the slot before the one that was received last. Idempotent."""
@@ -124,30 +139,21 @@ class RingReader(Side):
             if self.locks.fd >= 0:
                 self.locks.unlock(*self._places[(self.next - 2) % self.slots])
 
-    def stamps(self, use: int, rank: int = 0) -> tuple[int, ...]:
-        return self.words.stamps(self._headers[use % self.layout.slots][rank] + at.S_STAMP)
-
-    def slot_view(self, use: int) -> memoryview:
-        """The payload of the slot of ``use``, read-only."""
-        return self._views[use % self.layout.slots]
+    def slot_words(self, rank: int) -> tuple[int, ...]:
+        """Ticket and stamps that a rank gave to the use that was received last."""
+        return self.words.slot(self._headers[self.use % self.slots][rank])
 
     def depth(self) -> int:
         """Complete messages that this reader has not received yet."""
-        return min(self._published(r) for r in range(self.layout.ranks)) - self.next
+        published = min(self._published(r) for r in range(self.layout.ranks))
+        return max(0, published - self.next)
 
-    def _wait(self, first: int, count: int, timeout: float | None) -> None:
-        began = time.monotonic()
-        self.waits += 1
-        try:
-            taken = self._bounded.wait(Kind.SHARED, first, count, timeout)
-        finally:
-            self.wait_seconds += time.monotonic() - began
-        if not taken:
-            raise ChannelTimeout(
-                f"channel {self.channel}: {self.name} got no message {self.next} within "
-                f"{timeout} s; the producer is alive but silent",
-                ("producer",),
-            )
+    def _silent(self, timeout: float | None) -> ChannelTimeout:
+        return ChannelTimeout(
+            f"channel {self.channel}: {self.name} got no message {self.next} within "
+            f"{timeout} s; the producer is alive but silent",
+            ("producer",),
+        )
 
     def _wait_writers(self, timeout: float | None) -> float | None:
         """Wait until every rank's writer has come; returns what is left of ``timeout``."""

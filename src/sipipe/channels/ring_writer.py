@@ -24,12 +24,11 @@ class RingWriter(Side):
         super().__init__(memory, locks)
         self.rank = rank
         self.next = 0
-        self.waits = 0
-        self.wait_seconds = 0.0
         self._ahead = False
         self._table = -1
         self._absent: list[tuple[int, int, int]] = []  # reader, generation, start
         self._bounded = BoundedWait(self.locks, f"{self.channel}-writer")
+        self.waits = self._bounded.waits
         self._own = self.layout.writer_word(rank)
         self.slots = self.layout.slots
         self._bytes = [place[0] + rank for place in self._places]
@@ -40,8 +39,8 @@ class RingWriter(Side):
             raise ChannelError(f"channel {self.channel}: rank {rank} has a writer already")
         self.words.store(self._own + at.W_ATTACHED, 1)
 
-    def reserve(self, timeout: float | None) -> int:
-        """Claim the slot after next; returns the slot that may be written now.
+    def reserve(self, timeout: float | None) -> memoryview:
+        """Claim the slot after next; returns the payload of the one that may be written now.
 
         Raises:
             ChannelTimeout: a late reader still holds it; ``late`` names all that do.
@@ -54,7 +53,7 @@ class RingWriter(Side):
             if not self._bounded.take_nowait(Kind.EXCLUSIVE, byte, 1):
                 self._wait_late(claim, byte, timeout)
             self._ahead = True
-        return self.next % self.slots
+        return self._views[self.next % self.slots]
 
     def publish(self, stamps: tuple[int, int, int, int, int]) -> int:
         """Make the reserved slot visible; returns its use."""
@@ -77,18 +76,13 @@ class RingWriter(Side):
             byte = self._bytes[(self.next + 1) % self.slots]
             self._ahead = self._bounded.take_nowait(Kind.EXCLUSIVE, byte, 1)
 
-    def slot_view(self, slot: int) -> memoryview:
-        """The payload of a slot."""
-        return self._views[slot]
+    def depth(self) -> int:
+        """Messages that the slowest reader has not taken."""
+        cursors = [self.cursor(k) for k, _ in self.readers()]
+        return self.next - min(cursors, default=self.next)
 
     def _wait_late(self, claim: int, byte: int, timeout: float | None) -> None:
-        began = time.monotonic()
-        self.waits += 1
-        try:
-            taken = self._bounded.wait(Kind.EXCLUSIVE, byte, 1, timeout)
-        finally:
-            self.wait_seconds += time.monotonic() - began
-        if not taken:
+        if not self._bounded.wait(Kind.EXCLUSIVE, byte, 1, timeout):
             # A reader at use u holds slot u, and its cursor is u + 1.
             held = claim - self.layout.slots
             raise self._late([k for k, _ in self.readers() if self.cursor(k) <= held + 1], timeout)
@@ -96,7 +90,7 @@ class RingWriter(Side):
     def _wait_attached(self, claim: int, timeout: float | None) -> None:
         """Wait for declared readers that have not come and would be overtaken by ``claim``."""
         deadline = deadline_after(timeout)
-        began = 0.0
+        began = None
         while True:
             if self._table != (table := self.words.load(at.TABLE)):
                 self._table = table
@@ -105,17 +99,15 @@ class RingWriter(Side):
             late = [
                 k for k, _, start in self._absent if 0 <= start <= claim - self.layout.slots + 1
             ]
+            over = (left := remaining(deadline)) is not None and left <= 0
+            if began is not None and (over or not late):
+                self.waits.add(began)
             if not late:
-                break
-            if not began:
-                began = time.monotonic()
-                self.waits += 1
-            if (left := remaining(deadline)) is not None and left <= 0:
-                self.wait_seconds += time.monotonic() - began
+                return
+            if over:
                 raise self._late(late, timeout)
+            began = began or time.monotonic()
             time.sleep(ATTACH_POLL)
-        if began:
-            self.wait_seconds += time.monotonic() - began
 
     def _entry(self, reader: int) -> tuple[int, int, int]:
         base = self.layout.reader_word(reader)

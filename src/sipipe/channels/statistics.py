@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
-__all__ = ["ChannelStatistics"]
+__all__ = ["ChannelStatistics", "Waits"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,9 @@ class ChannelStatistics:
     wait_seconds: float = 0.0
     """Seconds slept in those waits."""
 
+    longest_wait: float = 0.0
+    """Seconds of the longest of them."""
+
     depth: int = 0
     """Producer: messages that the slowest reader has not taken. Reader: messages it may take
     now. Gather: iterations expected and not complete."""
@@ -30,3 +34,19 @@ class ChannelStatistics:
     dropped: int = 0
     """Gather: sub-slots dropped because they were duplicates or stale. Reader: partial messages
     dropped because the producer gave them up."""
+
+
+@dataclasses.dataclass(slots=True)
+class Waits:
+    """How often one side of a channel slept, and for how long; counted by the thread that sleeps."""
+
+    count: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
+
+    def add(self, began: float) -> None:
+        """Count a wait that began at ``began`` (of ``time.monotonic``) and ends now."""
+        lasted = time.monotonic() - began
+        self.count += 1
+        self.seconds += lasted
+        self.longest = max(self.longest, lasted)

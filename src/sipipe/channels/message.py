@@ -1,0 +1,113 @@
+"""How a dispatch message lies in memory, and what a reader gets to see of it.
+
+    ┌ 8-byte length of each part ┬ part 0 ┬ part 1 ┬ …   parts start at multiples of 16
+
+The same in a slot and in the memory in which a reader puts a cut message together.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from sipipe.channels.ring_reader import RingReader
+
+__all__ = ["Bytes", "Message", "Part", "lay_out", "measure", "parts_in"]
+
+Part = bytes | bytearray | memoryview
+"""What a part may be: any C-contiguous buffer, a NumPy array too."""
+
+Bytes = bytes | bytearray | memoryview
+"""A part as one-dimensional bytes."""
+
+_MASK = -16  # parts begin at multiples of 16: & _MASK rounds down
+
+
+class Message:
+    """One received message, a context manager that lets its memory go at the end.
+
+    ``parts`` are read-only and stay valid until :meth:`release`, at the latest until the next
+    receive; copy what must live longer. ``sequence`` counts from the producer's first message.
+    """
+
+    __slots__ = ("_ring", "parts", "sequence")
+
+    def __init__(self, sequence: int, parts: Sequence[memoryview], ring: RingReader) -> None:
+        self._ring = ring
+        self.sequence = sequence
+        self.parts = parts
+
+    def release(self) -> None:
+        """Let the memory go: ``parts`` can no longer be read. Idempotent.
+
+        An array made from a part keeps that part alive, but its content changes with a later
+        message.
+        """
+        for part in self.parts:
+            try:  # noqa: SIM105 - suppress() costs as much as all the rest
+                part.release()
+            except BufferError:
+                pass
+        self.parts = ()
+        self._ring.settle()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+@functools.lru_cache(maxsize=256)
+def _table(count: int) -> struct.Struct:
+    """The lengths of ``count`` parts."""
+    return struct.Struct(f"<{count}Q")
+
+
+def measure(parts: Sequence[Part]) -> tuple[list[Bytes], list[int], int]:
+    """The bytes and the size of each part, and how much they take together with their table."""
+    views, sizes = [], []
+    total = (8 * len(parts) + 15) & _MASK
+    for part in parts:
+        view = part if type(part) is bytes else _bytes_of(part)
+        size = len(view)
+        views.append(view)
+        sizes.append(size)
+        total += (size + 15) & _MASK
+    return views, sizes, total
+
+
+def lay_out(target: memoryview, views: Sequence[Bytes], sizes: Sequence[int]) -> None:
+    """Write the table and the parts of a message."""
+    count = len(sizes)
+    _table(count).pack_into(target, 0, *sizes)
+    place = (8 * count + 15) & _MASK
+    for view, size in zip(views, sizes, strict=True):
+        target[place : place + size] = view
+        place += (size + 15) & _MASK
+
+
+def parts_in(view: memoryview, count: int) -> list[memoryview]:
+    """The parts of the message at the start of ``view``, in place."""
+    place = (8 * count + 15) & _MASK
+    parts = []
+    for length in _table(count).unpack_from(view):
+        parts.append(view[place : place + length])
+        place += (length + 15) & _MASK
+    return parts
+
+
+def _bytes_of(part: Part) -> Bytes:
+    """``part`` itself or a view of its bytes."""
+    if isinstance(part, bytes | bytearray):
+        return part
+    view = memoryview(part)
+    return view.cast("B") if view.nbytes else b""
