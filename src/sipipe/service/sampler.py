@@ -36,7 +36,8 @@ from sipipe.channels import (
     LogitsSlot,
 )
 from sipipe.sampling import SequenceColumns, SequenceParams, warm_up
-from sipipe.sampling.columns import Layout, LogprobsMode
+from sipipe.sampling.columns import LogprobsMode
+from sipipe.sampling.layout import Layout
 from sipipe.service.header import Kind, decode_header
 from sipipe.service.protocol import (
     Grammar,
@@ -192,9 +193,10 @@ class Sampler:
             )
         waited = time.monotonic_ns()
         with self._receive(step.iteration) as slot:
+            began = time.monotonic_ns()
+            self._record(Phase.WAIT_LOGITS, step, waited, began, len(rows))
             if not len(rows):
                 return
-            began = time.monotonic_ns()
             drawn = self._columns.sample(
                 handles,
                 slot.array,
@@ -204,10 +206,7 @@ class Sampler:
                 bitmask_rows=bitmask_rows,
             )
             ended = time.monotonic_ns()
-        for phase, start, end in ((Phase.WAIT_LOGITS, waited, began), (Phase.SAMPLE, began, ended)):
-            self._recorder.record(
-                phase, step.iteration, self._slot, start, end, batch=len(rows), tokens=len(rows)
-            )
+        self._record(Phase.SAMPLE, step, began, ended, len(rows))
         errors, tokens = drawn.errors, drawn.token_ids
         if self._broken:
             for i, handle in enumerate(handles.tolist()):
@@ -230,6 +229,11 @@ class Sampler:
             (ended - began) * 1e-9,
         )
         self._tokens.send(step.iteration, [encode(sampled)])
+
+    def _record(self, phase: Phase, step: Step, start: int, end: int, rows: int) -> None:
+        self._recorder.record(
+            phase, step.iteration, self._slot, start, end, batch=rows, tokens=rows
+        )
 
     def _receive(self, iteration: int) -> LogitsSlot:
         """The logits of ``iteration``. Every sampler takes every slot, in order, so that a sampler

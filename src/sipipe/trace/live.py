@@ -73,17 +73,9 @@ class Word(IntEnum):
     WAITING = 18
     """Executor, gauge: requests that wait to be scheduled."""
     FALLBACKS = 19
-    """Counter: batches that took vLLM's own path."""
+    """Executor, counter: batches that took vLLM's own path."""
     RESTARTS = 20
     """Executor, counter: processes that died and were started again."""
-    QUEUE_SCHEDULING = 21
-    """Gauge: scheduling outputs received and not yet prepared."""
-    QUEUE_INPUTS = 22
-    """Stage, gauge: microbatches prepared and not yet run."""
-    QUEUE_HIDDEN = 23
-    """Stage, gauge: hidden states that arrived and were not yet used."""
-    QUEUE_LOGITS = 24
-    """Sampler, gauge: microbatches of logits that wait."""
     PHASE_NS = 32
     """First of the time spent in each phase, by number of the phase."""
     PHASE_COUNT = 48
@@ -92,6 +84,8 @@ class Word(IntEnum):
     """First of RING pairs (iteration, end): the main phase's last ends, by iteration % RING."""
     DISPATCHED = 128
     """Executor: the same of its dispatches."""
+    PHASE_LAST = 192
+    """First of the last iteration that each phase saw, plus 1: 0 before the first."""
 
 
 _MAIN = {
@@ -102,7 +96,8 @@ _MAIN = {
 assert Word.PHASE_NS + len(Phase) <= Word.PHASE_COUNT
 assert Word.PHASE_COUNT + len(Phase) <= Word.RING
 assert Word.RING + 2 * RING <= Word.DISPATCHED
-assert Word.DISPATCHED + 2 * RING <= _WORDS
+assert Word.DISPATCHED + 2 * RING <= Word.PHASE_LAST
+assert Word.PHASE_LAST + len(Phase) <= _WORDS
 
 
 class PageHeader(msgspec.Struct, kw_only=True, frozen=True):
@@ -207,7 +202,7 @@ class LivePage:
             raise ValueError(f"the page has no block for {role} {index} rank {rank}")
         return (number + 1) * _WORDS
 
-    def blocks(self) -> Iterator[tuple[str, int, int, int]]:
+    def blocks(self) -> Iterator[tuple[Role, int, int, int]]:
         """Role, index, rank and first word of every block."""
         h = self.header
         yield "executor", 0, 0, self.block("executor")
@@ -247,7 +242,7 @@ _PHASE_NS, _PHASE_COUNT, _RING = int(Word.PHASE_NS), int(Word.PHASE_COUNT), int(
 _DISPATCHED, _DISPATCH, _PID = int(Word.DISPATCHED), int(Phase.DISPATCH), int(Word.PID)
 _UPDATED_NS, _ITERATION, _BATCHES = int(Word.UPDATED_NS), int(Word.ITERATION), int(Word.BATCHES)
 _SEQUENCES, _TOKENS, _BUSY_NS = int(Word.SEQUENCES), int(Word.TOKENS), int(Word.BUSY_NS)
-_IMBALANCE_NS = int(Word.IMBALANCE_NS)
+_IMBALANCE_NS, _PHASE_LAST = int(Word.IMBALANCE_NS), int(Word.PHASE_LAST)
 
 
 class LiveWriter:
@@ -276,6 +271,7 @@ class LiveWriter:
         words = self._words
         words[_PHASE_NS + phase] += end_ns - start_ns
         words[_PHASE_COUNT + phase] += 1
+        words[_PHASE_LAST + phase] = iteration + 1
         online = self._online
         if online is not None:
             online.see(phase, iteration, start_ns, end_ns)

@@ -26,6 +26,7 @@ from typing import Any, Literal
 from sipipe.trace.live import LivePage, Word, find, run_id
 from sipipe.trace.online import BUBBLES
 from sipipe.trace.phases import Phase
+from sipipe.trace.queues import queues
 
 Kind = Literal["gauge", "counter"]
 Labels = tuple[tuple[str, str], ...]
@@ -58,16 +59,6 @@ HELP: dict[str, str] = {
 }
 """Metric name (counters get ``_total`` when shown) and its help text."""
 
-_QUEUES = {
-    "executor": (),
-    "stage": (
-        ("scheduling", Word.QUEUE_SCHEDULING),
-        ("inputs", Word.QUEUE_INPUTS),
-        ("hidden_states", Word.QUEUE_HIDDEN),
-    ),
-    "sampler": (("scheduling", Word.QUEUE_SCHEDULING), ("logits", Word.QUEUE_LOGITS)),
-}
-
 
 class Reader:
     """Turns pages into samples; keeps the last look at each block for the ratios."""
@@ -80,11 +71,17 @@ class Reader:
         """All samples of all pages."""
         for page in pages:
             for role, index, rank, first in page.blocks():
-                words = page.read(role, index, rank)  # type: ignore[arg-type]
+                words = page.read(role, index, rank)
                 labels: Labels = (("engine", page.header.engine), (role, str(index)))
                 if role == "stage":
                     labels = (*labels, ("rank", str(rank)))
                 yield from self._block(page, role, words, labels, first)
+                where = "executor" if role == "executor" else f"{role} {index}"
+                own = (labels[0], ("process", where))
+                for queue, depth in queues(page, role, index, rank, words).items():
+                    yield Sample(
+                        "sipipe_queue_depth", "gauge", (*own, ("queue", queue)), float(depth)
+                    )
 
     def _block(
         self,
@@ -103,6 +100,7 @@ class Reader:
             )
             yield Sample("sipipe_tokens", "counter", labels, float(words[Word.TOKENS]))
             yield Sample("sipipe_restarts", "counter", labels, float(words[Word.RESTARTS]))
+            yield Sample("sipipe_fallbacks", "counter", labels, float(words[Word.FALLBACKS]))
         elif role == "stage":
             yield Sample("sipipe_stage_busy_ratio", "gauge", labels, ratio)
             yield Sample("sipipe_stage_busy_seconds", "counter", labels, words[Word.BUSY_NS] / 1e9)
@@ -115,13 +113,6 @@ class Reader:
             drawn = float(words[Word.SEQUENCES])
             yield Sample("sipipe_sampler_sequences", "counter", labels, drawn)
             yield Sample("sipipe_sampler_seconds_per_sequence", "gauge", labels, per_sequence)
-        where = "executor" if role == "executor" else f"{role} {labels[1][1]}"
-        own = (labels[0], ("process", where))
-        yield Sample("sipipe_fallbacks", "counter", own, float(words[Word.FALLBACKS]))
-        for queue, word in _QUEUES[role]:
-            yield Sample(
-                "sipipe_queue_depth", "gauge", (*own, ("queue", queue)), float(words[word])
-            )
 
     def _since(
         self, page: LivePage, first: int, words: list[int], sampled: int

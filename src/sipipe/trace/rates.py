@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from sipipe.trace.live import LivePage, Word
 from sipipe.trace.online import BUBBLES
 from sipipe.trace.phases import Phase
+from sipipe.trace.queues import queues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +76,18 @@ class Watch:
         grown: list[int] = []
         fallbacks = 0
         for role, index, rank, first in page.blocks():
-            words = page.read(role, index, rank)  # type: ignore[arg-type]
+            words = page.read(role, index, rank)
             before = self._last.get(first, [0] * len(words))
             delta = [a - b for a, b in zip(words, before, strict=True)]
             self._last[first] = words
             fallbacks += words[Word.FALLBACKS]
+            waiting = queues(page, role, index, rank, words)
             if role == "executor":
                 top, grown = words, delta
             elif role == "stage":
-                stages.append(_stage(index, rank, words, delta, span))
+                stages.append(_stage(index, rank, words, delta, span, waiting))
             else:
-                samplers.append(_sampler(index, words, delta, span))
+                samplers.append(_sampler(index, delta, span, waiting["logits"]))
         self._then = now
         return Rates(
             model=page.header.model,
@@ -104,7 +106,9 @@ class Watch:
         )
 
 
-def _stage(index: int, rank: int, words: list[int], delta: list[int], span: int) -> StageRate:
+def _stage(
+    index: int, rank: int, words: list[int], delta: list[int], span: int, waiting: dict[str, int]
+) -> StageRate:
     count = delta[Word.BATCHES]
     return StageRate(
         index=index,
@@ -117,22 +121,18 @@ def _stage(index: int, rank: int, words: list[int], delta: list[int], span: int)
         microbatches_per_s=count / (span / 1e9),
         forward_ms=delta[Word.PHASE_NS + Phase.FORWARD] / 1e6 / count if count else 0.0,
         iteration=words[Word.ITERATION],
-        queues={
-            "scheduling": words[Word.QUEUE_SCHEDULING],
-            "inputs": words[Word.QUEUE_INPUTS],
-            "hidden": words[Word.QUEUE_HIDDEN],
-        },
+        queues=waiting,
     )
 
 
-def _sampler(index: int, words: list[int], delta: list[int], span: int) -> SamplerRate:
+def _sampler(index: int, delta: list[int], span: int, waiting: int) -> SamplerRate:
     spent, drawn = delta[Word.PHASE_NS + Phase.SAMPLE], delta[Word.SEQUENCES]
     return SamplerRate(
         index=index,
         busy=_share(spent, span),
         sequences_per_s=drawn / (span / 1e9),
         us_per_sequence=spent / 1e3 / drawn if drawn else 0.0,
-        queue=words[Word.QUEUE_LOGITS],
+        queue=waiting,
     )
 
 

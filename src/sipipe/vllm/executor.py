@@ -40,6 +40,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 import sipipe
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
+from sipipe.trace.live import Word
 from sipipe.vllm.compat import Choice, check_features, check_version, choose_path
 from sipipe.vllm.links import make_links
 from sipipe.vllm.observed_scheduler import observed
@@ -204,6 +205,8 @@ class Executor(VllmExecutor):
     ) -> Any:
         """Publish one iteration. Its tokens come from :meth:`sample_tokens`."""
         if self._data is None:
+            if scheduler_output.total_num_scheduled_tokens:
+                self._telemetry.live.add(Word.FALLBACKS)
             return self.collective_rpc(
                 "execute_model",
                 args=(scheduler_output,),
