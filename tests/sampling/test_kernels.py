@@ -8,23 +8,16 @@ import pytest
 from tests.sampling.support import bfloat16, from_bfloat16
 
 from sipipe.sampling import derive_seed
-from sipipe.sampling.kernels import blocks
+from sipipe.sampling.kernels import blocks, lists
+from sipipe.sampling.kernels.layouts import transpose
 from sipipe.sampling.kernels.philox import philox4x32, uniform
 
-
-@numba.njit
-def _max(x, at):
-    return blocks.block_max(x, at)
+SHOWN = np.zeros(64, np.uint32)
 
 
 @numba.njit
-def _copy(x, at, y, to):
-    return blocks.block_copy(x, at, y, to)
-
-
-@numba.njit
-def _mask(y, at, words, first):
-    return blocks.block_mask(y, at, words, first)
+def _max(x, at, hidden, word):
+    return blocks.block_max(x, at, hidden, word)
 
 
 @numba.njit
@@ -33,18 +26,28 @@ def _exp(x, at, top, scale, y):
 
 
 @numba.njit
-def _exp_sum(x, at, top, scale):
-    return blocks.block_exp_sum(x, at, top, scale)
+def _exp_sum(x, at, hidden, word, top, scale):
+    return blocks.block_exp_sum(x, at, hidden, word, top, scale)
 
 
 @numba.njit
-def _gather(x, at, first, threshold, ids, values, count):
-    return blocks.block_gather(x, at, first, threshold, ids, values, count)
+def _gather(x, at, hidden, word, first, threshold, ids, values, count):
+    return blocks.block_gather(x, at, hidden, word, first, threshold, ids, values, count)
 
 
 @numba.njit
-def _count(x, at, shift, offset, threshold):
-    return blocks.block_count(x, at, shift, offset, threshold)
+def _count(x, at, hidden, word, shift, offset, threshold):
+    return blocks.block_count(x, at, hidden, word, shift, offset, threshold)
+
+
+@numba.njit
+def _penalize(values, at, counts, first, repetition, inverse, frequency, presence):
+    lists.list_penalize(values, at, counts, first, repetition, inverse, frequency, presence)
+
+
+@numba.njit
+def _mass(values, weights, at, threshold):
+    return lists.list_mass(values, weights, at, threshold)
 
 
 def stored(dtype: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -60,35 +63,76 @@ def stored(dtype: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("at", [0, 3, 700])
-def test_blocks(dtype: str, at: int) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_blocks(dtype: str, at: int, masked: bool) -> None:
     x, values = stored(dtype)
+    hidden = SHOWN
     block = values[at : at + 256]
-    assert _max(x, at) == (block.max(), False)
-    y = np.zeros(600, np.float32)
-    assert _copy(x, at, y, 40) == (block.max(), False)
-    np.testing.assert_array_equal(y[40:296], block)
-    assert not y[:40].any()
-    assert not y[296:].any()
+    if masked:
+        hidden = np.random.default_rng(at).integers(0, 2**32, 64, dtype=np.uint64)
+        hidden = hidden.astype(np.uint32)
+        bits = (hidden[5:13, None] >> np.arange(32, dtype=np.uint32)) & 1
+        block = np.where(bits.reshape(-1) == 1, np.float32(-np.inf), block)
+    assert _max(x, at, hidden, 5) == (block.max(), False)
     top, scale = np.float32(block.max()), np.float32(1.4426950408889634)
     exact = np.exp(block.astype(float) - float(top))
-    assert _exp_sum(x, at, top, scale) == pytest.approx(exact.sum(), rel=1e-6)
+    assert _exp_sum(x, at, hidden, 5, top, scale) == pytest.approx(exact.sum(), rel=1e-6)
     ids, kept = np.zeros(600, np.int32), np.zeros(600, np.float32)
     threshold = np.float32(2.0)
-    count = _gather(x, at, 5000, threshold, ids, kept, 7)
+    count = _gather(x, at, hidden, 5, 5000, threshold, ids, kept, 7)
     where = np.flatnonzero(block >= threshold)
     np.testing.assert_array_equal(ids[7:count], where + 5000)
     np.testing.assert_array_equal(kept[7:count], block[where])
     scores = (block - np.float32(1.5)) - np.float32(0.25)
-    assert _count(x, at, np.float32(1.5), np.float32(0.25), np.float32(-1)) == (scores >= -1).sum()
+    counted = _count(x, at, hidden, 5, np.float32(1.5), np.float32(0.25), np.float32(-1))
+    assert counted == (scores >= -1).sum()
 
 
 @pytest.mark.parametrize("where", [0, 15, 16, 255])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_nan_is_found_anywhere(where: int, dtype: str) -> None:
+def test_nan_is_found_anywhere_but_behind_a_mask(where: int, dtype: str) -> None:
     x, _ = stored(dtype)
     x = x[:256].copy()
     x[where] = {"float32": np.nan, "bfloat16": 0xFFC1, "float16": 0x7E01}[dtype]
-    assert _max(x, 0)[1]
+    assert _max(x, 0, SHOWN, 0)[1]
+    hidden = np.zeros(8, np.uint32)
+    hidden[where // 32] = np.uint32(1) << np.uint32(where % 32)
+    assert not _max(x, 0, hidden, 0)[1]
+
+
+def test_penalties_round_as_float32_steps() -> None:
+    rng = np.random.default_rng(0)
+    values = (rng.normal(size=300) * 4).astype(np.float32)
+    counts = rng.integers(0, 4, 300).astype(np.int32)
+    repetition, frequency, presence = np.float32(1.3), np.float32(0.7), np.float32(-0.3)
+    inverse = np.float32(1) / repetition
+    expected = values.copy()
+    for i in range(40, 296):
+        expected[i] *= inverse if expected[i] > 0 else repetition
+        if counts[i - 5] > 0:
+            expected[i] -= frequency * np.float32(counts[i - 5])
+            expected[i] -= presence
+    _penalize(values, 40, counts, 35, repetition, inverse, frequency, presence)
+    np.testing.assert_array_equal(values, expected)
+
+
+def test_mass_above_a_threshold() -> None:
+    values = np.random.default_rng(0).normal(size=300).astype(np.float32)
+    weights = np.exp(values)
+    mass, count = _mass(values, weights, 30, np.float32(0.5))
+    kept = values[30:286] >= 0.5
+    assert count == kept.sum()
+    assert mass == pytest.approx(weights[30:286][kept].sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.uint16, np.int16])
+@pytest.mark.parametrize("count", [3, 16])
+def test_transposition(kind: type, count: int) -> None:
+    x = (np.arange(53 * 40) % 30_000).astype(kind).reshape(53, 40)
+    rows = np.zeros((count, 64), kind)
+    transpose(x.reshape(-1), 40, 53, 5, count, rows.reshape(-1), 64)
+    np.testing.assert_array_equal(rows[:, :53], x[:, 5 : 5 + count].T)
+    assert not rows[:, 53:].any()
 
 
 def test_exponentials_are_exact_to_float32() -> None:
@@ -103,16 +147,6 @@ def test_exponentials_are_exact_to_float32() -> None:
     np.testing.assert_allclose(y[near], exact[near], rtol=2.5e-7)
     assert y[0] == 0
     assert y[-1] == 1
-
-
-def test_masks_by_bits() -> None:
-    rng = np.random.default_rng(0)
-    words = rng.integers(-(2**31), 2**31, 20, dtype=np.int64).astype(np.int32)
-    bits = (words[3:11].view(np.uint32)[:, None] >> np.arange(32)) & 1
-    y = rng.normal(size=300).astype(np.float32)
-    expected = np.where(bits.reshape(-1) == 1, y[10:266], -np.inf)
-    assert _mask(y, 10, words, 3) == (expected.max(), False)
-    np.testing.assert_array_equal(y[10:266], expected)
 
 
 @pytest.mark.parametrize(

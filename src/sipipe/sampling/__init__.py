@@ -4,11 +4,12 @@
 iteration to iteration. No vLLM and no torch is needed.
 """
 
-from sipipe.sampling.columns import Logprobs, SampleResult, SequenceColumns
+from sipipe.sampling.columns import SequenceColumns
 from sipipe.sampling.cost import cost_estimate
 from sipipe.sampling.facade import sample, sample_with_logprobs
 from sipipe.sampling.kernels.philox import derive_seed
 from sipipe.sampling.params import SequenceParams, unsupported
+from sipipe.sampling.results import Logprobs, SampleResult
 from sipipe.sampling.warmup import warm_up
 
 __all__ = [

@@ -9,19 +9,14 @@ the batch, the column a sequence happens to have, or whether its state was kept 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.sampling.kernels.batch import as_stored, join_shards, sample_rows, transpose
-from sipipe.sampling.kernels.rows import (
-    ALL_MASKED,
-    HAS_INFINITY,
-    HAS_NAN,
+from sipipe.sampling.kernels.rows import sample_rows
+from sipipe.sampling.kernels.state import (
     PROCESSED_LOGITS,
     PROCESSED_LOGPROBS,
     RAW_LOGITS,
@@ -29,13 +24,14 @@ from sipipe.sampling.kernels.rows import (
     Columns,
     Output,
 )
-from sipipe.sampling.kernels.work import GROUP, Work, make_work
+from sipipe.sampling.kernels.work import Work, make_work
+from sipipe.sampling.layout import Layout, Reader, writeable
 from sipipe.sampling.params import SequenceParams
+from sipipe.sampling.results import Logprobs, SampleResult
 from sipipe.sampling.seen import SeenTables
 from sipipe.sampling.special import Special, is_special, make_extras
 from sipipe.sampling.thinking import ThinkingBudget
 
-Layout = Literal["rows", "columns"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 
 _MODES = {
@@ -44,49 +40,15 @@ _MODES = {
     "processed_logprobs": PROCESSED_LOGPROBS,
     "processed_logits": PROCESSED_LOGITS,
 }
-_MESSAGES = {
-    HAS_NAN: "the model's logits hold NaN",
-    HAS_INFINITY: "the model's logits hold +inf",
-    ALL_MASKED: "no token is left to sample: every logit is -inf or masked",
-}
 _SEED_MASK = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """A row as in vLLM's ``LogprobsTensors``: the drawn token first, then the most likely ones."""
-
-    token_ids: npt.NDArray[np.int32]
-    """[1 + logprobs asked for]."""
-    logprobs: npt.NDArray[np.float32]
-    """Same shape: natural logarithms (or logits, by mode), -inf for masked tokens."""
-    rank: int
-    """How many tokens score at least the drawn one's score, itself included."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleResult:
-    """What `SequenceColumns.sample` found, per row of the call."""
-
-    token_ids: npt.NDArray[np.int32]
-    """[n], -1 where there is an error."""
-    codes: npt.NDArray[np.uint8]
-    """[n], 0: drawn, else why not; see `errors`."""
-    logprobs: dict[int, Logprobs]
-    """{row of the call: its logprobs}, for sequences that asked for any and got a token."""
-
-    @property
-    def errors(self) -> dict[int, str]:
-        """{row of the call: what is wrong with it}; empty when every token was drawn."""
-        return {int(i): _MESSAGES[int(self.codes[i])] for i in np.flatnonzero(self.codes)}
 
 
 class SequenceColumns:
     """The sequences of one sampler, by handles (any integers) that the caller chooses.
 
     ``vocab_size`` is the model's; logits may be wider (padded), the rest is ignored. Memory: about
-    8 MB of work arrays at a vocabulary of 151,936 (10 MB more once the column layout is used), 8 to
-    22 bytes per distinct token seen by a sequence that has penalties, and nothing for others.
+    7 MB of work arrays at a vocabulary of 151,936 (10 MB more once the column layout is used), 13 to
+    27 bytes per distinct token seen by a sequence that has penalties, and nothing for others.
     """
 
     def __init__(
@@ -117,11 +79,11 @@ class SequenceColumns:
         self._index: dict[int, int] = {}
         self._room = 0
         self._free: list[int] = []
-        self._special: list[Special | None] = []
+        self._special: dict[int, Special] = {}
         self._observers: dict[int, Special] = {}
         self._seen = SeenTables(0)
         self._work: Work = make_work(vocab_size) if work is None else work
-        self._columns_work: Work | None = None
+        self._reader = Reader(vocab_size)
         self._arrays: dict[str, npt.NDArray[Any]] = {
             "temperature": np.zeros(0, np.float32),
             "top_k": np.zeros(0, np.int32),
@@ -133,7 +95,7 @@ class SequenceColumns:
             "seed": np.zeros(0, np.uint64),
             "position": np.zeros(0, np.int64),
         }
-        self._special_flags = np.zeros(0, np.bool_)
+        self._has_special = np.zeros(0, np.bool_)
         self._grow(16)
 
     def __len__(self) -> int:
@@ -189,13 +151,12 @@ class SequenceColumns:
         arrays["position"][column] = output.size
         if params.penalized:
             self._seen.open(column, prompt, output)
-        special = None
         if is_special(params):
             special = Special(params, self._thinking(params, prompt_token_ids), output.tolist())
             if special.needs_tokens:
                 self._observers[column] = special
-        self._special[column] = special
-        self._special_flags[column] = special is not None
+            self._special[column] = special
+            self._has_special[column] = True
         self._index[handle] = column
 
     def leave(self, handle: int) -> None:
@@ -203,8 +164,8 @@ class SequenceColumns:
         column = self._column(handle)
         del self._index[handle]
         self._seen.close(column)
-        self._special[column] = None
-        self._special_flags[column] = False
+        self._special.pop(column, None)
+        self._has_special[column] = False
         self._observers.pop(column, None)
         self._free.append(column)
 
@@ -258,17 +219,15 @@ class SequenceColumns:
         """
         columns = self._columns(handles)
         n = columns.size
-        stored = as_stored(logits)
         places = np.arange(n) if rows is None else np.asarray(rows, np.int64)
+        if places.size != n:
+            raise ValueError(f"rows: {places.size} for {n} handles")
         mask, mask_rows = self._bitmask(n, bitmask, bitmask_rows)
-        flagged = self._special_flags[columns]
-        specials: list[Special | None]
-        if flagged.any():
-            specials = [self._special[c] for c in columns]
-        else:
-            specials = [None] * n
+        specials = {
+            int(i): self._special[columns[i]] for i in np.flatnonzero(self._has_special[columns])
+        }
         extras, width = make_extras(
-            specials, self._arrays["position"][columns], self.vocab_size, mask, mask_rows
+            n, specials, self._arrays["position"][columns], self.vocab_size, mask, mask_rows
         )
         out = Output(
             np.full(n, -1, np.int32),
@@ -279,12 +238,16 @@ class SequenceColumns:
         )
         state = Columns(
             **self._arrays,
-            seen_first=self._seen.first,
-            seen_room=self._seen.room,
+            seen_start=self._seen.start,
+            seen_used=self._seen.used,
             seen_tokens=self._seen.tokens,
             seen_counts=self._seen.counts,
         )
-        self._run(stored, places, columns, state, extras, out, layout)
+        work, mode, vocab = self._work, self._mode, self.vocab_size
+        for part in self._reader.parts(logits, places, layout):
+            sample_rows(
+                part.flat, part.starts, part.which, vocab, columns, state, extras, mode, work, out
+            )
         logprobs = {}
         if width:
             for i in np.flatnonzero((extras.wanted >= 0) & (out.codes == 0)).tolist():
@@ -293,62 +256,6 @@ class SequenceColumns:
                     out.score_ids[i, :own], out.scores[i, :own], int(out.ranks[i])
                 )
         return SampleResult(out.tokens, out.codes, logprobs)
-
-    def _run(
-        self,
-        logits: npt.NDArray[Any],
-        places: npt.NDArray[np.int64],
-        columns: npt.NDArray[np.int64],
-        state: Columns,
-        extras: Any,
-        out: Output,
-        layout: Layout,
-    ) -> None:
-        vocab, mode = self.vocab_size, self._mode
-        if layout not in ("rows", "columns"):
-            raise ValueError(f'layout must be "rows" or "columns", got {layout!r}')
-        sharded = layout == "rows" and logits.ndim == 3
-        if logits.ndim != 2 and not sharded:
-            raise ValueError(f"logits must have 2 dimensions, got {logits.ndim}")
-        batch = logits.shape[0 if layout == "rows" and not sharded else 1]
-        width = logits.shape[0] if layout == "columns" else logits.shape[-1]
-        if sharded:
-            width *= logits.shape[0]
-        if width < vocab:
-            raise ValueError(f"logits: {width} tokens, fewer than vocab_size {vocab}")
-        if places.size != columns.size:
-            raise ValueError(f"rows: {places.size} for {columns.size} handles")
-        if places.size and not (places.min() >= 0 and places.max() < batch):
-            raise ValueError(f"rows must be in [0, {batch})")
-        if logits.strides[-1] != logits.itemsize:
-            raise ValueError("logits must be contiguous in their last dimension")
-        flat = _flat(logits)
-        stride = logits.strides[-2] // logits.itemsize
-        if layout == "rows" and not sharded:
-            starts = places * stride
-            sample_rows(
-                flat, starts, 0, False, vocab, columns, state, extras, mode, self._work, out
-            )
-            return
-        group = 1
-        work = self._work
-        if layout == "columns":
-            if self._columns_work is None:
-                self._columns_work = work._replace(rows=make_work(vocab, GROUP).rows)
-            work = self._columns_work
-            group = GROUP
-        rows = work.rows.reshape(-1)
-        for first in range(0, columns.size, group):
-            part = places[first : first + group]
-            if layout == "columns":
-                transpose(flat, stride, vocab, part, work.rows)
-            else:
-                shards, _, size = logits.shape
-                apart = logits.strides[0] // logits.itemsize
-                start = int(part[0]) * stride
-                join_shards(flat, start, shards, size, apart, vocab, work.rows[0])
-            chosen = columns[first : first + group]
-            sample_rows(rows, part, first, True, vocab, chosen, state, extras, mode, work, out)
 
     def _thinking(self, params: SequenceParams, prompt: Iterable[int]) -> ThinkingBudget | None:
         start, end = self._reasoning
@@ -371,7 +278,7 @@ class SequenceColumns:
         where = np.arange(n) if rows is None else np.asarray(rows)
         if where.size != n or (n and not (where.min() >= -1 and where.max() < len(bitmask))):
             raise ValueError(f"bitmask_rows must be {n} rows in [-1, {len(bitmask)})")
-        return _writeable(np.ascontiguousarray(bitmask)), where.astype(np.int32)
+        return writeable(np.ascontiguousarray(bitmask)), where.astype(np.int32)
 
     def _tokens(
         self, name: str, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -379,7 +286,7 @@ class SequenceColumns:
         array = np.ascontiguousarray(tokens, np.int32)
         if array.size and not (array.min() >= 0 and array.max() < self.vocab_size):
             raise ValueError(f"{name}: token ids must be in [0, {self.vocab_size})")
-        return _writeable(array)
+        return writeable(array)
 
     def _column(self, handle: int) -> int:
         try:
@@ -401,34 +308,8 @@ class SequenceColumns:
             self._arrays[name] = np.zeros(room, old.dtype)
             self._arrays[name][: old.size] = old
         flags = np.zeros(room, np.bool_)
-        flags[: self._room] = self._special_flags
-        self._special_flags = flags
-        self._special.extend([None] * (room - self._room))
+        flags[: self._room] = self._has_special
+        self._has_special = flags
         self._seen.grow_columns(room)
         self._free.extend(range(room - 1, self._room - 1, -1))
         self._room = room
-
-
-def _flat(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The memory from an array's first element to its last, as one dimension."""
-    if array.flags.c_contiguous:
-        return _writeable(array.reshape(-1))
-    strides = array.strides
-    size = 1 + sum(
-        (length - 1) * stride // array.itemsize
-        for length, stride in zip(array.shape, strides, strict=True)
-    )
-    flat = np.lib.stride_tricks.as_strided(array, (size,), (array.itemsize,))
-    return _writeable(flat)
-
-
-def _writeable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same memory without the read-only mark: kernels are compiled for one array type only.
-
-    No kernel writes to what it got this way.
-    """
-    if array.flags.writeable:
-        return array
-    memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
-    view: npt.NDArray[Any] = np.frombuffer(memoryview(memory), array.dtype).reshape(array.shape)
-    return view

@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.sampling.columns import (
-    Layout,
-    Logprobs,
-    LogprobsMode,
-    SampleResult,
-    SequenceColumns,
-)
+from sipipe.sampling.columns import LogprobsMode, SequenceColumns
 from sipipe.sampling.kernels.work import Work, make_work
+from sipipe.sampling.layout import Layout
 from sipipe.sampling.params import SequenceParams
+from sipipe.sampling.results import Logprobs, SampleResult
 
 Tokens = Sequence[Sequence[int] | npt.NDArray[np.integer[Any]]]
 

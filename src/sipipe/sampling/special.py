@@ -6,13 +6,13 @@ the flat ranges that the kernels read (`Extras`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.sampling.kernels.rows import Extras
+from sipipe.sampling.kernels.state import Extras
 from sipipe.sampling.params import SequenceParams
 from sipipe.sampling.thinking import ThinkingBudget
 
@@ -106,31 +106,30 @@ class _Ranges:
             self.parts.append(part)
 
     def end(self, kind: type[np.generic]) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-        flat = np.concatenate(self.parts) if self.parts else np.zeros(0, kind)
-        return np.cumsum(self.offsets), flat.astype(kind, copy=False)
+        if not self.parts:
+            return self.offsets, np.zeros(0, kind)
+        return np.cumsum(self.offsets), np.concatenate(self.parts).astype(kind, copy=False)
 
 
 def make_extras(
-    specials: Sequence[Special | None],
+    n: int,
+    specials: Mapping[int, Special],
     positions: npt.NDArray[np.int64],
     vocab_size: int,
     mask: npt.NDArray[np.int32] | None,
     mask_rows: npt.NDArray[np.int32] | None,
 ) -> tuple[Extras, int]:
-    """The kernels' view of one call's rows, and the width of the logprobs they need (0: none).
+    """The kernels' view of one call's ``n`` rows, and the width of the logprobs they need (0: none).
 
-    ``specials`` and ``positions`` (output tokens so far) are per row; ``mask`` is [m, words] int32
-    with ``mask_rows`` naming each row's, -1 for none.
+    ``specials`` by row, for those that have one; ``positions`` (output tokens so far) are per row;
+    ``mask`` is [m, words] int32 with ``mask_rows`` naming each row's, -1 for none.
     """
-    n = len(specials)
     bans, stops, biases, allowed, named = (_Ranges(n) for _ in range(5))
     values: list[npt.NDArray[np.float32]] = []
     forced = np.full(n, -1, np.int32)
     wanted = np.full(n, -1, np.int32)
     width = 0
-    for i, special in enumerate(specials):
-        if special is None:
-            continue
+    for i, special in specials.items():
         bans.add(i, special.bans())
         if positions[i] < special.min_tokens:
             stops.add(i, special.stops)

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.sampling.columns import Layout, SequenceColumns
+from sipipe.sampling.columns import SequenceColumns
 from sipipe.sampling.kernels._jit import compiling
+from sipipe.sampling.layout import Layout
 from sipipe.sampling.params import SequenceParams
 
 DTYPES = ("float32", "bfloat16", "float16")

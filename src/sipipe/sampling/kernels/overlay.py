@@ -1,11 +1,13 @@
 """The few logits of a row that its request changes: masks, bias, penalties, a forced token.
 
-A request touches the tokens it has seen, biased, banned: hundreds of 150,000. They are kept beside
-the row, as (token, logit before, logit after), and either stay there (top-k and greedy rows, which
-are then read once and never copied) or are written into a float32 copy of this one row.
+The row is only read. What masks take out of it is *hidden*: a bit per token in ``work.hidden``,
+which every pass over the row obeys. A token whose logit changes (seen, biased, forced: hundreds of
+150,000) is *lifted*: hidden too, and entered in the overlay, ``work.changed_ids`` and
+``work.changed``, with its new logit. So nothing is copied, and no block's maximum or mass has to be
+put right afterwards.
 
-The order is vLLM's: bad words, min tokens, logit bias, repetition, frequency and presence penalty,
-thinking budget; arithmetic is float32, rounded where vLLM rounds.
+The order is vLLM's: grammar, allowed tokens, bad words, min tokens, logit bias, repetition,
+frequency and presence penalty, thinking budget; arithmetic is float32, rounded where vLLM rounds.
 """
 
 from __future__ import annotations
@@ -16,112 +18,179 @@ import numpy as np
 
 from sipipe.sampling.kernels._jit import kernel
 from sipipe.sampling.kernels.blocks import block_max, element
-from sipipe.sampling.kernels.scan import NOTHING
+from sipipe.sampling.kernels.lists import list_penalize
+from sipipe.sampling.kernels.scan import LOWEST, NOTHING, block_maxima, is_hidden
 
 FORCED = np.float32(1e9)
 """Logit of a token that the thinking budget forces, as in vLLM."""
+_ONE = np.uint32(1)
+_ALL = np.uint32(0xFFFFFFFF)
 
 
 @kernel
-def change(x: Any, token: Any, count: Any, work: Any) -> Any:
-    """(index of ``token`` in the overlay, entering it if new, and the overlay's length)."""
-    slot = work.slots[token]
-    if slot:
-        return slot - 1, count
-    value = element(x, token)
-    work.slots[token] = count + 1
-    work.changed_ids[count] = token
-    work.changed_raw[count] = value
-    work.changed[count] = value
-    return count, count + 1
+def _bit(token: Any) -> Any:
+    return np.uint32(_ONE << np.uint32(token & 31))
 
 
 @kernel
-def change_bans(x: Any, tokens: Any, first: Any, last: Any, count: Any, work: Any) -> Any:
-    for i in range(first, last):
-        index, count = change(x, tokens[i], count, work)
-        work.changed[index] = NOTHING
-    return count
+def hide_by_grammar(i: Any, extras: Any, work: Any) -> Any:
+    """Hide what the grammar of call row ``i`` forbids; whether it has one."""
+    m = extras.mask_rows[i]
+    if m < 0:
+        return False
+    for w in range(min(extras.mask.shape[1], work.hidden.size)):
+        work.hidden[w] = ~np.uint32(extras.mask[m, w])
+    return True
 
 
 @kernel
-def change_biases(
-    x: Any, tokens: Any, biases: Any, first: Any, last: Any, count: Any, work: Any
+def _hide_but_allowed(i: Any, extras: Any, work: Any) -> None:
+    """Hide all but the allowed tokens (ascending, unique) of call row ``i``, if it has any."""
+    at, last = extras.allowed[i], extras.allowed[i + 1]
+    if last > at:
+        for w in range(work.hidden.size):
+            bits = np.uint32(0)
+            while at < last and extras.allowed_tokens[at] >> 5 == w:
+                bits |= _bit(extras.allowed_tokens[at])
+                at += 1
+            work.hidden[w] |= ~bits
+
+
+@kernel
+def _lift(x: Any, token: Any, changed: Any, work: Any) -> Any:
+    """Enter a token that is not in the overlay yet, with its own logit; the overlay's length."""
+    work.hidden[token >> 5] |= _bit(token)
+    work.slots[token] = changed + 1
+    work.changed_ids[changed] = token
+    work.changed[changed] = element(x, token)
+    return changed + 1
+
+
+@kernel
+def _hide_stops(x: Any, vocab: Any, i: Any, masked: Any, extras: Any, work: Any) -> None:
+    """Hide the stop tokens while under min_tokens, unless the grammar can only stop."""
+    hidden = 0
+    for s in range(extras.stops[i], extras.stops[i + 1]):
+        token = extras.stop_tokens[s]
+        if not is_hidden(token, work):
+            work.hidden[token >> 5] |= _bit(token)
+            work.ids[hidden] = token
+            hidden += 1
+    if hidden and masked:
+        top, _ = block_maxima(x, vocab, work)
+        if not top >= LOWEST:
+            for s in range(hidden):
+                work.hidden[work.ids[s] >> 5] &= ~_bit(work.ids[s])
+
+
+@kernel
+def _lift_with_extras(
+    x: Any, vocab: Any, i: Any, column: Any, columns: Any, extras: Any, work: Any
 ) -> Any:
-    for i in range(first, last):
-        index, count = change(x, tokens[i], count, work)
-        work.changed[index] += biases[i]
-    return count
-
-
-@kernel
-def change_penalties(
-    x: Any,
-    tokens: Any,
-    counts: Any,
-    first: Any,
-    last: Any,
-    repetition: Any,
-    presence: Any,
-    frequency: Any,
-    count: Any,
-    work: Any,
-) -> Any:
-    """Penalties of the seen tokens ``tokens[first:last]`` (-1: empty), ``counts`` in the output."""
+    """The overlay of a row with masks, bans, bias or a forced token, one by one; its length."""
+    masked = hide_by_grammar(i, extras, work)
+    _hide_but_allowed(i, extras, work)
+    for b in range(extras.bans[i], extras.bans[i + 1]):
+        token = extras.ban_tokens[b]
+        work.hidden[token >> 5] |= _bit(token)
+    _hide_stops(x, vocab, i, masked, extras, work)
+    # From here on a hidden token without a slot is masked: nothing changes its -inf but force.
+    changed = 0
+    for b in range(extras.biases[i], extras.biases[i + 1]):
+        token = extras.bias_tokens[b]
+        if not is_hidden(token, work):
+            changed = _lift(x, token, changed, work)
+            work.changed[changed - 1] += extras.bias_values[b]
+    first = columns.seen_start[column]
+    repetition = columns.repetition[column]
     inverse = np.float32(1.0) / repetition
-    for i in range(first, last):
-        token = tokens[i]
-        if token < 0:
-            continue
-        index, count = change(x, token, count, work)
-        value = work.changed[index]
-        value *= inverse if value > np.float32(0.0) else repetition
-        n = counts[i]
-        if n > 0:
-            value -= frequency * np.float32(n)
-            value -= presence
-        work.changed[index] = value
-    return count
+    for s in range(first, first + columns.seen_used[column]):
+        token = columns.seen_tokens[s]
+        if not is_hidden(token, work):
+            changed = _lift(x, token, changed, work)
+        at = work.slots[token] - 1
+        if at >= 0:
+            value = work.changed[at]
+            value *= inverse if value > np.float32(0.0) else repetition
+            if columns.seen_counts[s] > 0:
+                value -= columns.frequency[column] * np.float32(columns.seen_counts[s])
+                value -= columns.presence[column]
+            work.changed[at] = value
+    token = extras.forced[i]
+    if token >= 0:
+        if work.slots[token] == 0:
+            changed = _lift(x, token, changed, work)
+        work.changed[work.slots[token] - 1] = FORCED
+    for c in range(changed):
+        work.slots[work.changed_ids[c]] = 0
+    return changed
 
 
 @kernel
-def apply_overlay(row: Any, vocab: Any, count: Any, work: Any) -> Any:
-    """Write the overlay into ``row`` (float32) and put ``work.peaks`` right; the row's maximum."""
-    for i in range(count):
-        token = work.changed_ids[i]
-        value = work.changed[i]
-        row[token] = value
-        b = token >> 8
-        if work.changed_raw[i] == work.peaks[b]:
-            work.stale[b] = 1
-    full = vocab >> 8
-    if vocab & 255:
-        for i in range(vocab & 255):
-            work.tail[i] = row[(full << 8) + i]
-    for i in range(count):
-        b = work.changed_ids[i] >> 8
-        if work.stale[b]:
-            work.stale[b] = 0
-            if b < full:
-                work.peaks[b], _ = block_max(row, b << 8)
-            else:
-                work.peaks[b], _ = block_max(work.tail, 0)
-        elif work.changed[i] > work.peaks[b]:
-            work.peaks[b] = work.changed[i]
-    top = NOTHING
-    for b in range(work.peaks.size):
-        top = max(top, work.peaks[b])
-    return top
+def _lift_seen(x: Any, column: Any, columns: Any, work: Any) -> Any:
+    """The overlay of a row that has penalties only, in vector code; its length."""
+    first, changed = columns.seen_start[column], columns.seen_used[column]
+    for s in range(changed):
+        token = columns.seen_tokens[first + s]
+        work.changed_ids[s] = token
+        work.changed[s] = element(x, token)
+    repetition = columns.repetition[column]
+    for start in range(0, changed, 256):
+        list_penalize(
+            work.changed,
+            start,
+            columns.seen_counts,
+            first + start,
+            repetition,
+            np.float32(1.0) / repetition,
+            columns.frequency[column],
+            columns.presence[column],
+        )
+    return changed
 
 
 @kernel
-def restore_row(row: Any, count: Any, work: Any) -> None:
-    """Take the overlay out of a row that `apply_overlay` changed."""
-    for i in range(count):
-        row[work.changed_ids[i]] = work.changed_raw[i]
+def _has_extras(i: Any, extras: Any) -> Any:
+    return (
+        extras.mask_rows[i] >= 0
+        or extras.forced[i] >= 0
+        or extras.allowed[i + 1] > extras.allowed[i]
+        or extras.bans[i + 1] > extras.bans[i]
+        or extras.stops[i + 1] > extras.stops[i]
+        or extras.biases[i + 1] > extras.biases[i]
+    )
 
 
 @kernel
-def clear_overlay(count: Any, work: Any) -> None:
-    for i in range(count):
-        work.slots[work.changed_ids[i]] = 0
+def lay_over(x: Any, vocab: Any, i: Any, column: Any, columns: Any, extras: Any, work: Any) -> Any:
+    """Hide and lift what the request of call row ``i`` changes, and take the maxima.
+
+    Returns (the overlay's length, maximum of what is left in the row, maximum of both, whether
+    either holds NaN). `show_all` must follow once the row is done.
+    """
+    special = _has_extras(i, extras)
+    changed = np.int64(0)
+    if special:
+        changed = _lift_with_extras(x, vocab, i, column, columns, extras, work)
+    else:
+        first = columns.seen_start[column]
+        for s in range(first, first + columns.seen_used[column]):
+            token = columns.seen_tokens[s]
+            work.hidden[token >> 5] |= _bit(token)
+    row_top, bad = block_maxima(x, vocab, work)
+    if not special:  # after the pass, which has brought the row into the cache
+        changed = _lift_seen(x, column, columns, work)
+    for c in range(changed, (changed + 255) & ~255):
+        work.changed[c] = NOTHING
+    top = row_top
+    for start in range(0, changed, 256):
+        peak, nan = block_max(work.changed, start, work.shown, 0)
+        top = max(top, peak)
+        bad |= nan
+    return changed, row_top, top, bad
+
+
+@kernel
+def show_all(work: Any) -> None:
+    """Nothing is hidden any more."""
+    work.hidden[:] = np.uint32(0)

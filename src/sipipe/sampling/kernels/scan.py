@@ -1,7 +1,9 @@
 """Passes over one row: maxima, sums of exponentials, candidates, ranks.
 
-A row ``x`` is a contiguous 1-D array of at least V logits. Where V is not a multiple of 256 the
-last block lies in ``work.tail``, widened and padded with -inf by `block_maxima`, which comes first.
+A row is a contiguous 1-D array ``x`` of at least V logits, of which those whose bit is set in
+``work.hidden`` count as -inf, and an overlay of ``changed`` tokens that stand for hidden ones with
+another logit (see `overlay`). Where V is not a multiple of 256 the last block lies in ``work.tail``,
+widened and padded with -inf by `block_maxima`, which comes first.
 """
 
 from __future__ import annotations
@@ -19,10 +21,18 @@ from sipipe.sampling.kernels.blocks import (
     block_max,
     element,
 )
+from sipipe.sampling.kernels.lists import list_between
 
 NOTHING = np.float32(-np.inf)
 LOWEST = np.float32(-3.4028235e38)
 LOG2E = 1.4426950408889634
+SMALL = 2048
+"""Candidates up to which a row is settled by sorting them."""
+
+
+@kernel
+def is_hidden(token: Any, work: Any) -> Any:
+    return (work.hidden[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) != 0
 
 
 @kernel
@@ -32,7 +42,7 @@ def block_maxima(x: Any, vocab: Any, work: Any) -> Any:
     top = NOTHING
     bad = False
     for b in range(full):
-        peak, nan = block_max(x, b << 8)
+        peak, nan = block_max(x, b << 8, work.hidden, b << 3)
         work.peaks[b] = peak
         bad |= nan
         top = max(top, peak)
@@ -40,7 +50,7 @@ def block_maxima(x: Any, vocab: Any, work: Any) -> Any:
     if rest:
         for i in range(256):
             work.tail[i] = element(x, (full << 8) + i) if i < rest else NOTHING
-        peak, nan = block_max(work.tail, 0)
+        peak, nan = block_max(work.tail, 0, work.hidden, full << 3)
         work.peaks[full] = peak
         bad |= nan
         top = max(top, peak)
@@ -48,46 +58,69 @@ def block_maxima(x: Any, vocab: Any, work: Any) -> Any:
 
 
 @kernel
-def exp_sums(x: Any, vocab: Any, top: Any, scale: Any, work: Any) -> Any:
-    """Sum over the row of ``2 ** ((x - top) * scale)``; the blocks' sums in ``work.masses``."""
+def exp_sums(x: Any, vocab: Any, top: Any, scale: Any, changed: Any, work: Any) -> Any:
+    """Sum of ``2 ** ((x - top) * scale)`` over row and overlay.
+
+    The sums of the row's blocks are left in ``work.masses``, those of the overlay's behind them.
+    """
     full = vocab >> 8
+    blocks = (vocab + 255) >> 8
     total = 0.0
     for b in range(full):
-        mass = block_exp_sum(x, b << 8, top, scale)
+        mass = block_exp_sum(x, b << 8, work.hidden, b << 3, top, scale)
         work.masses[b] = mass
         total += mass
-    if vocab & 255:
-        mass = block_exp_sum(work.tail, 0, top, scale)
+    if full < blocks:
+        mass = block_exp_sum(work.tail, 0, work.hidden, full << 3, top, scale)
         work.masses[full] = mass
+        total += mass
+    for start in range(0, changed, 256):
+        mass = block_exp_sum(work.changed, start, work.shown, 0, top, scale)
+        work.masses[blocks + (start >> 8)] = mass
         total += mass
     return total
 
 
 @kernel
-def gather(x: Any, vocab: Any, threshold: Any, work: Any) -> Any:
-    """Collect the logits >= ``threshold`` (finite) into ``work.ids``/``values``, by token id.
+def gather(x: Any, vocab: Any, threshold: Any, changed: Any, work: Any) -> Any:
+    """Collect the logits >= ``threshold`` (finite) into ``work.ids``/``values``.
 
-    Reads only blocks whose maximum reaches the threshold.
+    The row's by token id, then the overlay's. Reads only blocks whose maximum reaches the threshold.
     """
     full = vocab >> 8
     count = 0
     for b in range(full):
         if work.peaks[b] >= threshold:
-            count = block_gather(x, b << 8, b << 8, threshold, work.ids, work.values, count)
+            count = block_gather(
+                x, b << 8, work.hidden, b << 3, b << 8, threshold, work.ids, work.values, count
+            )
     if vocab & 255 and work.peaks[full] >= threshold:
-        count = block_gather(work.tail, 0, full << 8, threshold, work.ids, work.values, count)
+        count = block_gather(
+            work.tail, 0, work.hidden, full << 3, full << 8, threshold, work.ids, work.values, count
+        )
+    row = count
+    for start in range(0, changed, 256):
+        count = block_gather(
+            work.changed, start, work.shown, 0, start, threshold, work.ids, work.values, count
+        )
+    for i in range(row, count):
+        work.ids[i] = work.changed_ids[work.ids[i]]
     return count
 
 
 @kernel
-def count_at_least(x: Any, vocab: Any, shift: Any, offset: Any, threshold: Any, work: Any) -> Any:
-    """How many of ``(x - shift) - offset`` are >= ``threshold``."""
+def count_at_least(
+    x: Any, vocab: Any, shift: Any, offset: Any, threshold: Any, changed: Any, work: Any
+) -> Any:
+    """How many of ``(x - shift) - offset``, of row and overlay, are >= ``threshold``."""
     full = vocab >> 8
     count = 0
     for b in range(full):
-        count += block_count(x, b << 8, shift, offset, threshold)
+        count += block_count(x, b << 8, work.hidden, b << 3, shift, offset, threshold)
     if vocab & 255:
-        count += block_count(work.tail, 0, shift, offset, threshold)
+        count += block_count(work.tail, 0, work.hidden, full << 3, shift, offset, threshold)
+    for start in range(0, changed, 256):
+        count += block_count(work.changed, start, work.shown, 0, shift, offset, threshold)
     return count
 
 
@@ -104,28 +137,9 @@ def candidate_weights(count: Any, top: Any, scale: Any, work: Any) -> Any:
 
 
 @kernel
-def kth_largest(values: Any, count: Any, k: Any) -> Any:
-    """The k-th largest (k >= 1) of ``values[:count]`` (no NaN), which is reordered: quickselect."""
-    low, high = 0, count - 1
-    target = k - 1
-    while low < high:
-        middle = (low + high) >> 1
-        a, b, c = values[low], values[middle], values[high]
-        pivot = max(min(a, b), min(max(a, b), c))
-        i, j = low, high
-        while i <= j:
-            while values[i] > pivot:
-                i += 1
-            while values[j] < pivot:
-                j -= 1
-            if i <= j:
-                values[i], values[j] = values[j], values[i]
-                i += 1
-                j -= 1
-        if target <= j:
-            high = j
-        elif target >= i:
-            low = i
-        else:
-            break
-    return values[target]
+def positions_between(count: Any, low: Any, high: Any, work: Any) -> Any:
+    """Where among the candidates the values in [low, high) are, into ``work.places``; how many."""
+    found = 0
+    for start in range(0, count, 256):
+        found = list_between(work.values, start, low, high, work.places, found)
+    return found

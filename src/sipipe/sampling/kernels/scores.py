@@ -13,34 +13,32 @@ import numpy as np
 
 from sipipe.sampling.kernels._jit import kernel
 from sipipe.sampling.kernels.blocks import element
-from sipipe.sampling.kernels.choose import SMALL, key_of, key_value, sort_keys, threshold_for_count
+from sipipe.sampling.kernels.order import (
+    candidate_threshold,
+    key_of,
+    key_value,
+    kth_largest,
+    sort_keys,
+)
 from sipipe.sampling.kernels.scan import (
     LOG2E,
     LOWEST,
     NOTHING,
+    SMALL,
     count_at_least,
     exp_sums,
     gather,
-    kth_largest,
+    is_hidden,
 )
 
 
 @kernel
-def gather_top(x: Any, vocab: Any, k: Any, work: Any) -> Any:
-    """Candidates among which are the k largest logits of a row (all finite ones if fewer)."""
-    blocks = work.peaks.size
-    threshold = LOWEST
-    if k <= blocks:
-        for b in range(blocks):
-            work.picks[b] = work.peaks[b]
-        threshold = max(kth_largest(work.picks, blocks, k), LOWEST)
-    elif k < vocab:
-        threshold = threshold_for_count(x, vocab, k, work)
-    return gather(x, vocab, threshold, work)
+def _shown_logit(x: Any, token: Any, work: Any) -> Any:
+    return NOTHING if is_hidden(token, work) else element(x, token)
 
 
 @kernel
-def sort_candidates(count: Any, work: Any) -> None:
+def _sort_candidates(count: Any, work: Any) -> None:
     """``work.keys`` of the candidates, largest value first, lower id first among equals."""
     for i in range(count):
         work.keys[i] = key_of(work.values[i], np.int64(work.ids[i]))
@@ -48,7 +46,7 @@ def sort_candidates(count: Any, work: Any) -> None:
 
 
 @kernel
-def write_top(
+def _write_top(
     count: Any, k: Any, shift: Any, offset: Any, vocab: Any, ids: Any, values: Any, work: Any
 ) -> None:
     """The k best of the sorted keys into ``ids[1:]``/``values[1:]``; then masked tokens, -inf.
@@ -86,7 +84,7 @@ def score_row(
     values: Any,
     work: Any,
 ) -> Any:
-    """Raw scores of a row whose `block_maxima` are in ``work``; the rank of ``token``.
+    """Raw scores of a row whose `block_maxima` are in ``work``, without overlay; ``token``'s rank.
 
     ``logits`` says whether scores are logits or log-probabilities. ``named`` are token ids asked
     for by name (they replace the top-k), ``ids``/``values`` the row of the result.
@@ -94,20 +92,23 @@ def score_row(
     shift, offset = np.float32(0.0), np.float32(0.0)
     if not logits:
         shift = top
-        offset = np.float32(math.log(exp_sums(x, vocab, top, np.float32(LOG2E), work)))
-    own = (element(x, token) - shift) - offset
+        offset = np.float32(math.log(exp_sums(x, vocab, top, np.float32(LOG2E), 0, work)))
+    own = (_shown_logit(x, token, work) - shift) - offset
     ids[0] = token
     values[0] = own
-    rank = count_at_least(x, vocab, shift, offset, own, work)
+    rank = count_at_least(x, vocab, shift, offset, own, 0, work)
     if named.size:
         for i in range(named.size):
             ids[1 + i] = named[i]
-            values[1 + i] = (element(x, named[i]) - shift) - offset
+            values[1 + i] = (_shown_logit(x, named[i], work) - shift) - offset
     elif k > 0:
         k = min(k, vocab)
-        count = gather_top(x, vocab, k, work)
-        sort_candidates(count, work)
-        write_top(count, k, shift, offset, vocab, ids, values, work)
+        threshold = LOWEST
+        if k < vocab:
+            threshold = candidate_threshold(x, vocab, k, top, 0, work)
+        count = gather(x, vocab, threshold, 0, work)
+        _sort_candidates(count, work)
+        _write_top(count, k, shift, offset, vocab, ids, values, work)
     return rank
 
 
@@ -162,6 +163,6 @@ def score_kept(
                     work.values[kept] = work.values[i]
                     kept += 1
             count = kept
-        sort_candidates(count, work)
-        write_top(count, k, shift, offset, vocab, ids, values, work)
+        _sort_candidates(count, work)
+        _write_top(count, k, shift, offset, vocab, ids, values, work)
     return rank
