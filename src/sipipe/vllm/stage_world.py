@@ -120,6 +120,7 @@ def stage_world(place: StagePlace) -> Iterator[None]:
     ``init_worker_distributed_environment`` by name from their modules; that name is replaced
     for the duration, which is the narrowest seam there is.
     """
+    from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
     from vllm.v1.worker import cpu_worker, gpu_worker
 
     def join_stage(
@@ -130,6 +131,7 @@ def stage_world(place: StagePlace) -> Iterator[None]:
         backend: str = "nccl",
     ) -> None:
         parallel = vllm_config.parallel_config
+        init_batch_invariance()
         parallel_state.set_custom_all_reduce(not parallel.disable_custom_all_reduce)
         seconds = parallel.distributed_timeout_seconds
         parallel_state.init_distributed_environment(
