@@ -20,13 +20,11 @@ Relies on
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -45,7 +43,7 @@ from sipipe.vllm.compat import Choice, check_features, check_version, choose_pat
 from sipipe.vllm.links import make_links
 from sipipe.vllm.observed_scheduler import observed
 from sipipe.vllm.placement import apply_core_plan, bind_scheduler
-from sipipe.vllm.processes import start_workers, stop_workers
+from sipipe.vllm.processes import remove_rendezvous, start_workers, stop_workers
 from sipipe.vllm.telemetry import Telemetry
 from sipipe.vllm.worker import STOCK_WORKERS
 
@@ -106,7 +104,7 @@ class Executor(VllmExecutor):
         self._data: DataPlane | None = None
         self._control: ControlPlane | None = None
         stages = self.parallel_config.pipeline_parallel_size
-        init_methods = [get_file_store_init_method() for _ in range(stages)]
+        self._init_methods = [get_file_store_init_method() for _ in range(stages)]
         workers = start_workers(
             self.vllm_config,
             self.config,
@@ -114,7 +112,7 @@ class Executor(VllmExecutor):
             slots=self.slots,
             run=self._telemetry.run,
             live=self._telemetry.path,
-            init_methods=init_methods,
+            init_methods=self._init_methods,
         )
         self._finalizer = weakref.finalize(self, stop_workers, workers)
         try:
@@ -130,9 +128,7 @@ class Executor(VllmExecutor):
                 fail=self._fail,
             )
             self._control.wait_ready(time.monotonic() + self.config.start_timeout)
-            for method in init_methods:
-                with suppress(FileNotFoundError):
-                    os.unlink(method.removeprefix("file://"))
+            remove_rendezvous(self._init_methods)
             if self._data is not None:
                 self._data.attach(self._control, self._fail)
             self._control.start()
@@ -254,6 +250,7 @@ class Executor(VllmExecutor):
         if self._data is not None:
             self._data.close()
         self._finalizer()
+        remove_rendezvous(self._init_methods)
         self._telemetry.close()
 
     # ---- inside -----------------------------------------------------------------------------

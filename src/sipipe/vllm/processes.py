@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -25,11 +26,12 @@ from vllm.utils.system_utils import get_mp_context
 
 from sipipe.config import SiPipeConfig
 from sipipe.errors import StallError, WorkerDiedError
-from sipipe.vllm.compat import Path
+from sipipe.vllm import compat
 from sipipe.vllm.stage_world import StagePlace
 
 logger = init_logger(f"vllm.{__name__}")
 
+SHARED_MEMORY = Path("/dev/shm")
 GRACE_SECONDS = 10.0
 """How long a worker may take to end by itself before it is told to, and then made to."""
 
@@ -41,7 +43,7 @@ class WorkerBoot:
     vllm_config: VllmConfig
     config: SiPipeConfig
     place: StagePlace
-    path: Path
+    path: compat.Path
     local_rank: int
     distributed_init_method: str
     slots: int
@@ -104,7 +106,7 @@ class StageProcess:
 def start_workers(
     vllm_config: VllmConfig,
     config: SiPipeConfig,
-    path: Path,
+    path: compat.Path,
     *,
     slots: int,
     run: str,
@@ -151,6 +153,20 @@ def start_workers(
         stop_workers(workers)
         raise
     return workers
+
+
+def remove_rendezvous(init_methods: Sequence[str]) -> None:
+    """Remove the files through which the ranks of each stage found each other.
+
+    Once all ranks have joined nobody opens them again, so that nothing is left of them after any
+    kind of exit. vLLM's CPU communicator names its shared memory after the file; a segment that is
+    mapped stays usable without its name.
+    """
+    for method in init_methods:
+        rendezvous = Path(method.removeprefix("file://"))
+        rendezvous.unlink(missing_ok=True)
+        for segment in SHARED_MEMORY.glob(f"{rendezvous.name}-*"):
+            segment.unlink(missing_ok=True)
 
 
 def stop_workers(workers: Sequence[StageProcess]) -> None:

@@ -1,0 +1,151 @@
+"""Tracing a real engine: what it costs, and whether a stage's parts add up to the wall time.
+
+    python -m benchmarks.trace_served [--quick]      # make bench-trace-served
+
+The benchmark model in two CPU stages through SiPipe, 64 greedy requests at once, in engines with and
+without ``"trace"`` in turns. The wall time of a round is the client's: from before the requests are
+sent to after the last token. Beside it stand the parts of the same span, as the traces tell them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import report
+from sipipe.models import make_model
+from sipipe.trace import read_trace
+from sipipe.trace.accounting import KIND_OF, KINDS
+from sipipe.trace.summary import Run
+
+MODELS = Path("build/models")
+REQUESTS, TOKENS, STAGES = 64, 64, 2
+
+
+def engine(model: str, trace: str | None, rounds: int) -> dict[str, Any]:
+    """One engine in a process of its own; the span of each round, ns of the monotonic clock."""
+    job = json.dumps({"model": model, "trace": trace, "rounds": rounds})
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.trace_served", "--engine", job],
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **os.environ},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+            return result
+    raise SystemExit("the engine process gave no result")
+
+
+def run_engine(job: dict[str, Any]) -> None:
+    """In that process."""
+    from vllm import LLM, SamplingParams
+
+    import sipipe
+
+    llm = LLM(
+        job["model"],
+        pipeline_parallel_size=STAGES,
+        distributed_executor_backend=sipipe.Executor,
+        max_model_len=2048,
+        enable_prefix_caching=False,
+        additional_config={"sipipe": {"trace": job["trace"]}},
+    )
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    spans = []
+    for number in range(1 + job["rounds"]):
+        prompts: Any = [
+            {"prompt_token_ids": rng.integers(3, 400, 16).tolist()} for _ in range(REQUESTS)
+        ]
+        began = time.monotonic_ns()
+        llm.generate(prompts, params, use_tqdm=False)
+        if number:  # the first warms up
+            spans.append((began, time.monotonic_ns()))
+    print("RESULT " + json.dumps({"spans": spans}), flush=True)
+
+
+def parts(traces: Path, spans: list[tuple[int, int]]) -> list[dict[str, object]]:
+    """Each stage over all rounds: kinds of time as shares of the client's wall time, and their sum."""
+    account = Run(read_trace(traces)).account
+    wall = sum(end - began for began, end in spans)
+    rows: list[dict[str, object]] = []
+    for stage in account.stages:
+        spent = np.zeros(len(KINDS))
+        for began, end in spans:
+            inside = np.minimum(stage.segments["end_ns"], end) - np.maximum(
+                stage.segments["start_ns"], began
+            )
+            kinds = KIND_OF[stage.segments["cause"]]
+            spent += np.bincount(kinds, np.maximum(inside, 0), minlength=len(KINDS))
+        rows.append(
+            {
+                "stage": f"{stage.index}",
+                **{f"{kind} %": 100 * part / wall for kind, part in zip(KINDS, spent, strict=True)},
+                "sum / wall": spent.sum() / wall,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Both tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one engine a side, fewer rounds")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        run_engine(json.loads(options.engine))
+        return
+    model = str(make_model("llama", MODELS / "llama-bench", size="bench"))
+    turns, rounds = (1, 3) if options.quick else (3, 5)
+    seconds: dict[str, list[float]] = {"off": [], "on": []}
+    with tempfile.TemporaryDirectory(prefix="sipipe-bench-trace-") as scratch:
+        for turn in range(turns):
+            for side in ("off", "on"):
+                traces = str(Path(scratch) / f"{turn}") if side == "on" else None
+                spans = engine(model, traces, rounds)["spans"]
+                seconds[side] += [(end - began) / 1e9 for began, end in spans]
+        rows = parts(Path(scratch) / f"{turns - 1}", spans)
+    base = statistics.median(seconds["off"])
+    report(
+        "trace-served",
+        "A round with and without tracing",
+        [
+            {
+                "trace": side,
+                "rounds": len(times),
+                "median s": statistics.median(times),
+                "fastest s": min(times),
+                "slowest s": max(times),
+                "tok/s": REQUESTS * TOKENS / statistics.median(times),
+                "cost %": 100 * (statistics.median(times) / base - 1),
+            }
+            for side, times in seconds.items()
+        ],
+        note=f"{REQUESTS} requests of {TOKENS} tokens; {turns} engine(s) a side, in turns",
+    )
+    report(
+        "trace-served",
+        "Parts of the wall time, by stage",
+        rows,
+        note="shares of the client's wall time over the rounds of the last engine",
+        file="trace-served-parts",
+    )
+
+
+if __name__ == "__main__":
+    main()
