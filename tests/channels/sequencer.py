@@ -15,7 +15,16 @@ import os
 import threading
 import types
 
-from sipipe.channels import layout, locks, ring, ring_reader, ring_writer, statistics, watch
+from sipipe.channels import (
+    dispatch,
+    layout,
+    locks,
+    ring,
+    ring_reader,
+    ring_writer,
+    statistics,
+    watch,
+)
 from sipipe.channels.slot import SlotEvent, SlotState, fire
 
 _HAND_OVER = 60  # seconds; a bug in the sequencer itself, not a bound that a test relies on
@@ -143,7 +152,7 @@ class Sequencer:
         for side in (ring_reader, ring_writer):
             monkeypatch.setattr(side, "BoundedWait", SteppedWait)
             monkeypatch.setattr(side, "time", clock)
-        for module in (locks, statistics, watch):
+        for module in (locks, dispatch, watch):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(watch, "LOOK_AT_ALL_AFTER", -1.0)
         monkeypatch.setattr(watch, "LOOK_FIRST_AFTER", -1.0)

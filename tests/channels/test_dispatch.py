@@ -11,6 +11,7 @@ from sipipe.channels import (
     ChannelClosed,
     ChannelError,
     ChannelPeerDied,
+    ChannelStatistics,
     ChannelTimeout,
     DispatchProducer,
     DispatchReader,
@@ -36,6 +37,11 @@ def make():
     yield producer
     for one in reversed(opened):
         one.close()
+
+
+def pause(producer):
+    """As if the last look at the readers were long ago."""
+    producer._watch._looked = producer._watch.look_first_at = 0.0
 
 
 def content(reader, timeout=5.0):
@@ -169,7 +175,7 @@ def test_a_dead_reader_is_an_event_and_its_successor_joins_at_the_next_message(m
     producer.publish([b"0"])
     assert content(a) == content(b) == (0, [b"0"])
     a._ring.locks.close()  # what the kernel does to a dead process
-    producer._watch._looked = 0.0  # after a pause it looks first, amid a stream afterwards
+    pause(producer)  # after a pause it looks first, amid a stream afterwards
     for _ in range(2):
         with pytest.raises(ChannelPeerDied) as died:
             producer.publish([b"1"], timeout=0)
@@ -203,6 +209,62 @@ def test_a_removed_reader_is_let_go(make):
     again = make.reader(producer, "a")
     producer.publish([b"y"])
     assert content(again) == (10, [b"y"])
+
+
+def test_a_message_out_of_sequence_is_noticed(make):
+    producer = make(readers=["a"])
+    a = make.reader(producer, "a")
+    producer.publish([b"x"], sequence=5)  # as a replica does, which joins in the middle
+    assert content(a)[0] == 5
+    producer.publish([b"x"], sequence=7)
+    with pytest.raises(ChannelError, match="message 7 came in place of 6"):
+        a.receive(1)
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_the_end_wakes_every_reader_that_sleeps(make, end, timeout):
+    producer = make(readers=["a", "b"])
+    ends = []
+
+    def wait(reader):
+        try:
+            reader.receive(timeout)
+        except ChannelError as error:
+            ends.append(type(error))
+
+    readers = [make.reader(producer, name) for name in "ab"]
+    threads = [threading.Thread(target=wait, args=(reader,)) for reader in readers]
+    for thread in threads:
+        thread.start()
+    getattr(producer, end)()
+    for thread in threads:
+        thread.join(30)
+    assert ends == [ChannelClosed if end == "close" else ChannelPeerDied] * 2
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_waits_and_their_durations_are_counted(make, timeout):
+    producer = make(readers=["a"])
+    a = make.reader(producer, "a")
+    for _ in range(2):  # both are there already
+        producer.publish([b"abc", b"de"])
+    for _ in range(2):
+        content(a, timeout)
+    assert a.statistics() == ChannelStatistics(messages=2, bytes=10)
+    threading.Timer(0.05, producer.publish, ([b"fgh"],)).start()
+    content(a, timeout)
+    seen = a.statistics()
+    assert (seen.messages, seen.bytes, seen.waits, seen.depth) == (3, 13, 1, 0)
+    assert 0 < seen.longest_wait == seen.wait_seconds
+    for _ in range(2):
+        producer.publish([b"x"])
+    with pytest.raises(ChannelTimeout):
+        producer.publish([b"x"], timeout=0.02)
+    assert a.statistics().depth == 2
+    late = producer.statistics()
+    assert (late.messages, late.bytes, late.waits, late.depth) == (5, 15, 1, 2)
+    assert late.longest_wait == late.wait_seconds > 0
 
 
 def test_names(make):

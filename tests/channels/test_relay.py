@@ -68,6 +68,11 @@ def make(readers=("far",), retry=20.0, **options):
     return producer, source, replica
 
 
+def pause(producer):
+    """As if the last look at the readers were long ago."""
+    producer._watch._looked = producer._watch.look_first_at = 0.0
+
+
 def content(reader):
     with reader.receive(30) as message:
         return message.sequence, [bytes(part) for part in message.parts]
@@ -137,7 +142,7 @@ def test_a_lost_replica_is_reported_to_the_producer():
     end = Running(source)
     assert "no connection from its replica" in str(end.end())
     DispatchReader.open(producer.endpoint, "near").close()
-    producer._watch._looked = 0.0
+    pause(producer)
     with pytest.raises(ChannelPeerDied) as died:
         producer.publish([b"x"], 0)
     assert died.value.name == "relay"
@@ -170,7 +175,7 @@ def test_a_dead_reader_over_there_is_removed_and_its_successor_joins():
     producer.publish([b"0"], 30)
     assert content(near) == content(far) == content(other)
     far.abandon()
-    replica._sink._producer._watch._looked = 0.0
+    pause(replica._sink._producer)
     producer.publish([b"1"], 30)
     assert content(near) == content(other)
     assert replica.dead_readers() == ("far",)

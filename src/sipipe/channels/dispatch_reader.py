@@ -34,10 +34,10 @@ class DispatchReader(ReaderEnd):
         """
         deadline = deadline_after(timeout) if timeout else timeout
         ring = self._ring
-        _, sequence, form, _, count, _ = words = ring.receive(timeout)
+        _, sequence, form, payload, count, _ = words = ring.receive(timeout)
         view = ring.view
         if form != WHOLE:
-            sequence, view, count = self._receive_cut(words, deadline)
+            sequence, payload, view, count = self._receive_cut(words, deadline)
         elif self._partial is not None:
             self._drop()
         if self._expected not in (sequence, -1):
@@ -47,18 +47,21 @@ class DispatchReader(ReaderEnd):
         self._expected = sequence + 1
         parts = parts_in(view, count)
         self._messages += 1
-        self._bytes += sum(map(len, parts))
+        self._bytes += payload
         return Message(sequence, parts, ring)
 
     def _receive_cut(
         self, words: tuple[int, ...], deadline: float | None
-    ) -> tuple[int, memoryview, int]:
-        """Put a cut message together, of which a piece was received: sequence, memory, parts."""
+    ) -> tuple[int, int, memoryview, int]:
+        """Put a cut message together, of which a piece was received.
+
+        Returns its sequence, the bytes of its parts, its memory, and how many parts it has.
+        """
         while True:
             _, sequence, form, size, count, total = words
             if form == WHOLE:
                 self._drop()
-                return sequence, self._ring.view, count
+                return sequence, size, self._ring.view, count
             if form == FIRST:
                 self._drop()
                 self._partial = bytearray(total)
@@ -70,7 +73,7 @@ class DispatchReader(ReaderEnd):
                 self._ring.settle()
                 whole = memoryview(self._partial).toreadonly()
                 self._partial, self._filled = None, 0
-                return sequence, whole, count
+                return sequence, sum(map(len, parts_in(whole, count))), whole, count
             words = self._ring.receive(remaining(deadline))
 
     def _drop(self) -> None:

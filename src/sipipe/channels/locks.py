@@ -145,7 +145,7 @@ class BoundedWait:
             taken = True
         else:
             taken = self._wait_with_helper((kind, first, count), timeout)
-        self.waits.add(began)
+        self.waits.add(time.monotonic() - began)
         return taken
 
     def _wait_with_helper(self, request: tuple[Kind, int, int], timeout: float | None) -> bool:

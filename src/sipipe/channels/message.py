@@ -72,36 +72,38 @@ def _table(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}Q")
 
 
-def measure(parts: Sequence[Part]) -> tuple[list[Bytes], list[int], int]:
-    """The bytes and the size of each part, and how much they take together with their table."""
-    views, sizes = [], []
-    total = (8 * len(parts) + 15) & _MASK
+def measure(parts: Sequence[Part]) -> tuple[list[Bytes], int, int]:
+    """The bytes of each part, how many there are, and how many with table and padding."""
+    views = []
+    payload, total = 0, (8 * len(parts) + 15) & _MASK
     for part in parts:
         view = part if type(part) is bytes else _bytes_of(part)
         size = len(view)
         views.append(view)
-        sizes.append(size)
+        payload += size
         total += (size + 15) & _MASK
-    return views, sizes, total
+    return views, payload, total
 
 
-def lay_out(target: memoryview, views: Sequence[Bytes], sizes: Sequence[int]) -> None:
+def lay_out(target: memoryview, views: Sequence[Bytes]) -> None:
     """Write the table and the parts of a message."""
-    count = len(sizes)
-    _table(count).pack_into(target, 0, *sizes)
+    count = len(views)
+    _table(count).pack_into(target, 0, *map(len, views))
     place = (8 * count + 15) & _MASK
-    for view, size in zip(views, sizes, strict=True):
-        target[place : place + size] = view
-        place += (size + 15) & _MASK
+    for view in views:
+        end = place + len(view)
+        target[place:end] = view
+        place = (end + 15) & _MASK
 
 
 def parts_in(view: memoryview, count: int) -> list[memoryview]:
     """The parts of the message at the start of ``view``, in place."""
     place = (8 * count + 15) & _MASK
     parts = []
-    for length in _table(count).unpack_from(view):
-        parts.append(view[place : place + length])
-        place += (length + 15) & _MASK
+    for size in _table(count).unpack_from(view):
+        end = place + size
+        parts.append(view[place:end])
+        place = (end + 15) & _MASK
     return parts
 
 

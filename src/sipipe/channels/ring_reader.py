@@ -29,6 +29,7 @@ class RingReader(Side):
         self._writers_came = False
         self._again = False
         self._settled = True
+        self._slept: float | None = None  # a wait that settle() counts
         try:
             self._attach()
         except BaseException:
@@ -116,7 +117,7 @@ class RingReader(Side):
             # is not tried first: its ticket is not there, so it would be refused.
             began = time.monotonic()
             self.locks.wait_lock(Kind.SHARED, first, count)
-            self.waits.add(began)
+            self._slept = time.monotonic() - began
         elif not (
             bounded.take_nowait(Kind.SHARED, first, count)
             or bounded.wait(Kind.SHARED, first, count, timeout)
@@ -132,9 +133,13 @@ class RingReader(Side):
         return words
 
     def settle(self) -> None:
-        """Free the slot before the one that was received last. Idempotent."""
+        """Free the slot before the one that was received last, and do what else could wait until
+        its message was read. Idempotent."""
         if not self._settled:
             self._settled = True
+            if self._slept is not None:
+                self.waits.add(self._slept)
+                self._slept = None
             self.words.store(self._base + at.R_CURSOR, self.next)
             if self.locks.fd >= 0:
                 self.locks.unlock(*self._places[(self.next - 2) % self.slots])

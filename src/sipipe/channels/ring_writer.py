@@ -101,7 +101,7 @@ class RingWriter(Side):
             ]
             over = (left := remaining(deadline)) is not None and left <= 0
             if began is not None and (over or not late):
-                self.waits.add(began)
+                self.waits.add(time.monotonic() - began)
             if not late:
                 return
             if over:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 __all__ = ["ChannelStatistics", "Waits"]
 
@@ -44,9 +43,8 @@ class Waits:
     seconds: float = 0.0
     longest: float = 0.0
 
-    def add(self, began: float) -> None:
-        """Count a wait that began at ``began`` (of ``time.monotonic``) and ends now."""
-        lasted = time.monotonic() - began
+    def add(self, seconds: float) -> None:
+        """Count a wait that lasted ``seconds``."""
         self.count += 1
-        self.seconds += lasted
-        self.longest = max(self.longest, lasted)
+        self.seconds += seconds
+        self.longest = max(self.longest, seconds)

@@ -1,7 +1,7 @@
 """Which readers of a ring are dead: the owner's look at their life locks, in small pieces.
 
 Who runs here: the thread that publishes calls :meth:`ReaderWatch.look` after each message, when it
-delays nobody, and before one that follows a pause; ``remove`` and ``dead`` are for any thread.
+delays nobody, and before one that follows a pause; ``changed`` and ``dead`` are for any thread.
 
 A look costs a system call per reader. After a pause all are looked at; amid a stream one in turn,
 so that a death is found after at most as many messages as there are readers.
@@ -32,11 +32,8 @@ class ReaderWatch:
         self._changed = True
         self._turn = 0
         self._looked = 0.0
-
-    def look_first(self) -> None:
-        """Before publishing: look if the last look is long ago."""
-        if time.monotonic() - self._looked > LOOK_FIRST_AFTER:
-            self.look()
+        self.look_first_at = 0.0
+        """From this time on (``time.monotonic``) the last look is long ago: look before publishing."""
 
     def look(self) -> None:
         """Look at all readers after a pause, at one in turn amid a stream."""
@@ -52,6 +49,7 @@ class ReaderWatch:
         else:
             return
         self._looked = now
+        self.look_first_at = now + LOOK_FIRST_AFTER
         self.suspect = next((name for k, name in found if self._owner.is_dead(k)), None)
 
     def dead(self) -> tuple[str, ...]:
