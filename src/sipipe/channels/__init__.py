@@ -3,8 +3,9 @@
 from sipipe.channels.dispatch import DispatchProducer
 from sipipe.channels.dispatch_reader import DispatchReader
 from sipipe.channels.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
-from sipipe.channels.gather import Gathered, GatherReceiver
+from sipipe.channels.gather import GatherReceiver
 from sipipe.channels.gather_sender import GatherSender
+from sipipe.channels.gather_slots import Gathered
 from sipipe.channels.layout import required_bytes
 from sipipe.channels.logits import LogitsChannel, LogitsReader, LogitsSlot, LogitsWriter
 from sipipe.channels.logits_shape import LogitsShape

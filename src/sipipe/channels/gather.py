@@ -34,25 +34,18 @@ from collections.abc import Iterable, Sequence
 
 from sipipe.channels.ends import End
 from sipipe.channels.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
+from sipipe.channels.gather_slots import Gathered, GatherSlots
 from sipipe.channels.handshake import accept_peer, new_token
 from sipipe.channels.locks import deadline_after, remaining
 from sipipe.channels.sockets import SocketEndpoint, listen, tune
-from sipipe.channels.statistics import ChannelStatistics
+from sipipe.channels.statistics import ChannelStatistics, Waits
 
-__all__ = ["GatherReceiver", "Gathered"]
+__all__ = ["GatherReceiver"]
 
 FRAME = struct.Struct("<IQ")  # payload bytes, iteration
 FAREWELL = (1 << 64) - 1
 _HANDSHAKE_SECONDS = 5.0
 _RECEIVE_BYTES = 1 << 18
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gathered:
-    """A complete slot: what each expected sender sent for ``iteration``."""
-
-    iteration: int
-    payloads: dict[str, bytes]
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,18 +65,13 @@ class GatherReceiver(End):
         """Use :meth:`create`."""
         self._listener, host, port = listen(channel, address)
         self.endpoint = SocketEndpoint(channel, host, port, new_token(), max_bytes)
-        self._senders = frozenset(senders)
+        self._slots = GatherSlots(senders)
         self._lock = threading.Lock()
         self._connections: dict[int, _Connection] = {}
         self._current: dict[str, _Connection] = {}
         self._latest: dict[str, int] = {}
-        self._expected: dict[int, frozenset[str]] = {}  # Invariant: ascending iterations
-        self._declared = False
-        self._arrived: dict[int, dict[str, bytes]] = {}
-        self._next = 0  # Invariant: every iteration below was returned
         self._events: collections.deque[ChannelError] = collections.deque()
-        self._messages = self._bytes = self._waits = self._dropped = 0
-        self._wait_seconds = 0.0
+        self._waits = Waits()
         self._closed = False
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -118,15 +106,12 @@ class GatherReceiver(End):
         Without any declaration, every sender is expected for every iteration from 0 on.
         """
         names = frozenset(senders)
-        if unknown := names - self._senders:
+        if unknown := names - self._slots.senders:
             raise ChannelError(
                 f"channel {self.endpoint.channel}: unknown senders {sorted(unknown)}"
             )
         with self._lock:
-            last = max(self._expected, default=self._next - 1)
-            assert iteration in self._expected or iteration > last, (iteration, last)
-            self._declared = True
-            self._expected[iteration] = names
+            self._slots.expect(iteration, names)
         os.eventfd_write(self._wake, 1)
 
     def collect(self, timeout: float | None = None) -> Gathered:
@@ -144,11 +129,10 @@ class GatherReceiver(End):
             with self._lock:
                 if self._closed:
                     raise ChannelClosed(f"channel {self.endpoint.channel}: closed")
-                gathered = self._take()
+                gathered = self._slots.take()
                 if gathered is not None or self._events:
                     if waited:
-                        self._waits += 1
-                        self._wait_seconds += waited
+                        self._waits.add(waited)
                     if gathered is not None:
                         return gathered
                     raise self._events.popleft()
@@ -178,14 +162,14 @@ class GatherReceiver(End):
     def statistics(self) -> ChannelStatistics:
         """Iterations, payload bytes, waits, iterations pending, sub-slots dropped."""
         with self._lock:
-            pending = len(self._expected) if self._declared else len(self._arrived)
             return ChannelStatistics(
-                messages=self._messages,
-                bytes=self._bytes,
-                waits=self._waits,
-                wait_seconds=self._wait_seconds,
-                depth=pending,
-                dropped=self._dropped,
+                messages=self._slots.taken,
+                bytes=self._slots.bytes,
+                waits=self._waits.count,
+                wait_seconds=self._waits.seconds,
+                longest_wait=self._waits.longest,
+                depth=self._slots.pending(),
+                dropped=self._slots.dropped,
             )
 
     def close(self) -> None:
@@ -212,29 +196,6 @@ class GatherReceiver(End):
                 os.close(fd)
 
     # The collecting thread.
-
-    def _take(self) -> Gathered | None:
-        """The next iteration, if it is complete. With the lock."""
-        if self._declared:
-            iteration = next(iter(self._expected), None)
-            if iteration is None:
-                return None
-            names = self._expected[iteration]
-        else:
-            iteration, names = self._next, self._senders
-        arrived = self._arrived.get(iteration, {})
-        if not names <= arrived.keys():
-            return None
-        self._expected.pop(iteration, None)
-        self._arrived.pop(iteration, None)
-        self._dropped += len(arrived) - len(names)
-        for old in [i for i in self._arrived if i < iteration]:
-            self._dropped += len(self._arrived.pop(old))
-        self._next = iteration + 1
-        payloads = {name: arrived[name] for name in names}
-        self._messages += 1
-        self._bytes += sum(map(len, payloads.values()))
-        return Gathered(iteration, payloads)
 
     def _read(self, fd: int) -> None:
         connection = self._connections.get(fd)
@@ -272,16 +233,9 @@ class GatherReceiver(End):
             end = place + FRAME.size + size
             if len(data) < end:
                 break
-            self._put(connection.name, iteration, bytes(data[place + FRAME.size : end]))
+            self._slots.put(connection.name, iteration, bytes(data[place + FRAME.size : end]))
             place = end
         del data[:place]
-
-    def _put(self, name: str, iteration: int, payload: bytes) -> None:
-        slot = self._arrived.get(iteration, {})
-        if iteration < self._next or name in slot:
-            self._dropped += 1
-            return
-        self._arrived.setdefault(iteration, slot)[name] = payload
 
     def _gone(self, connection: _Connection, *, died: bool) -> None:
         fd = connection.sock.fileno()
@@ -301,12 +255,7 @@ class GatherReceiver(End):
 
     def _timeout(self, timeout: float | None) -> ChannelTimeout:
         with self._lock:
-            if self._declared:
-                iteration = next(iter(self._expected), self._next)
-                names = self._expected.get(iteration, frozenset())
-            else:
-                iteration, names = self._next, self._senders
-            late = tuple(sorted(names - self._arrived.get(iteration, {}).keys()))
+            iteration, late = self._slots.late()
         what = f"{', '.join(late)} sent nothing for it" if late else "it was not declared"
         return ChannelTimeout(
             f"channel {self.endpoint.channel}: iteration {iteration} is not complete after "
@@ -340,7 +289,7 @@ class GatherReceiver(End):
         sock.setblocking(False)
         with self._lock:
             late = incarnation < self._latest.get(name, 0)
-            if self._closed or name not in self._senders or late:
+            if self._closed or name not in self._slots.senders or late:
                 sock.close()
                 return
             if (old := self._current.pop(name, None)) is not None:
