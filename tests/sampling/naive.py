@@ -46,6 +46,8 @@ def processed_logits(
     if params.greedy:
         return x
     x = x / F32(params.temperature)
+    if not np.isfinite(x).any():
+        return x
     if params.min_p > 0:
         with np.errstate(divide="ignore"):
             x[x.astype(float) < x.max() + np.log(float(F32(params.min_p)))] = -np.inf

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import numpy as np
 
-from sipipe.sampling import SequenceColumns, SequenceParams, sample_with_logprobs
+from sipipe.sampling import SequenceColumns, SequenceParams
 
 
-def processed(logits: np.ndarray, params: SequenceParams, **tokens: object) -> np.ndarray:
+def processed(
+    logits: np.ndarray,
+    params: SequenceParams,
+    *,
+    bitmask: np.ndarray | None = None,
+    **tokens: object,
+) -> np.ndarray:
     """The processed logits [V] that the kernels draw one row from, through the public interface."""
     asked = SequenceParams(**{**_fields(params), "logprobs": -1})
-    _, found = sample_with_logprobs(
-        logits.reshape(1, -1),
-        asked,
-        logprobs_mode="processed_logits",
-        **{name: [value] for name, value in tokens.items()},
-    )
+    columns = SequenceColumns(logits.size, logprobs_mode="processed_logits")
+    columns.join(0, asked, **tokens)
+    result = columns.sample([0], logits.reshape(1, -1), bitmask=bitmask)
+    if result.errors:
+        raise ValueError(result.errors[0])
+    found = result.logprobs[0]
     row = np.full(logits.size, np.nan, np.float32)
-    row[found[0].token_ids] = found[0].logprobs
+    row[found.token_ids] = found.logprobs
     assert not np.isnan(row).any()  # every token exactly once
     return row
+
+
+def bitmask(allowed: np.ndarray) -> np.ndarray:
+    """int32 [1, words] with a bit per allowed token of a boolean [V]."""
+    bits = np.zeros(-(-allowed.size // 32) * 32, np.uint8)
+    bits[: allowed.size] = allowed
+    return np.packbits(bits, bitorder="little").view(np.int32).reshape(1, -1)
 
 
 def _fields(params: SequenceParams) -> dict:

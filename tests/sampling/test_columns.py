@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -24,6 +25,13 @@ KINDS = [
     SequenceParams(top_k=700, seed=8, min_tokens=5, all_stop_token_ids=[1, 2, 3]),
     SequenceParams(allowed_token_ids=list(range(0, V, 7)), seed=9),
     SequenceParams(thinking_token_budget=4, seed=10),
+]
+MIXED = [kind for kind in KINDS if not kind.allowed_token_ids and kind.top_k < 300]
+STEADY = [
+    {"temperature": 0.0},
+    {"top_p": 0.9},
+    {"top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
+    {"frequency_penalty": 0.1},
 ]
 REASONING = {"reasoning_start_token_ids": [7], "reasoning_end_token_ids": [8, 9]}
 
@@ -80,6 +88,69 @@ def test_a_token_depends_on_nothing_but_its_sequence() -> None:
                     home[i] = fresh
             samplers[1] = fresh
     assert got == expected
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SequenceParams(repetition_penalty=1.2, seed=3),
+        SequenceParams(presence_penalty=0.7, top_p=0.9, seed=4),
+        SequenceParams(frequency_penalty=0.1, repetition_penalty=0.9, min_p=0.001, seed=5),
+    ],
+    ids=["temperature", "top_p", "min_p"],
+)
+def test_a_rebuilt_column_draws_as_a_kept_one(params: SequenceParams) -> None:
+    """Through several sizes of its table, so that only the tokens themselves may matter."""
+    x = logits("flat", V).reshape(1, -1)
+    prompt = list(range(0, 90, 3))
+    kept = SequenceColumns(V)
+    kept.join(0, params, prompt)
+    output: list[int] = []
+    for step in range(400):
+        token = int(kept.sample([0], x).token_ids[0])
+        if step % 7 == 0:
+            rebuilt = SequenceColumns(V)
+            for other in range(step % 4):
+                rebuilt.join(10 + other, params, [1, 2])
+            rebuilt.join(0, params, prompt, output)
+            assert rebuilt.sample([0], x).token_ids[0] == token
+        kept.append(0, token)
+        output.append(token)
+
+
+@pytest.mark.parametrize("size", [300, 151_936])
+def test_1024_sequences_draw_as_each_alone(size: int) -> None:
+    """Sampled together, in halves of other orders, and one by one."""
+    batch = 1024 if size == 300 else 64
+    rng = np.random.default_rng(0)
+    matrix = rng.normal(0, 2, (batch, size)).astype(np.float32)
+    together = SequenceColumns(size)
+    for i in range(batch):
+        together.join(i, KINDS[i % len(KINDS)] if size > 999 else MIXED[i % len(MIXED)], [i % 7])
+    expected = together.sample(range(batch), matrix).token_ids
+    order = rng.permutation(batch)
+    for half in (order[: batch // 2], order[batch // 2 :]):
+        np.testing.assert_array_equal(together.sample(half, matrix, half).token_ids, expected[half])
+    for i in order[:: batch // 64].tolist():
+        drawn = together.sample([i], np.ascontiguousarray(matrix[i : i + 1]))
+        assert drawn.token_ids[0] == expected[i]
+
+
+def test_an_iteration_allocates_nothing_of_the_size_of_the_vocabulary() -> None:
+    size, batch = 151_936, 16
+    matrix = np.random.default_rng(0).normal(size=(batch, size)).astype(np.float32)
+    columns = SequenceColumns(size)
+    for i in range(batch):
+        columns.join(i, SequenceParams(**(STEADY[i % len(STEADY)]), seed=i), range(100), range(300))
+    columns.append(range(batch), columns.sample(range(batch), matrix).token_ids)
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            columns.append(range(batch), columns.sample(range(batch), matrix).token_ids)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < size
 
 
 def test_thinking_is_forced_to_end() -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sampling import naive
-from tests.sampling.support import processed
+from tests.sampling.support import bitmask, processed
 
-from sipipe.sampling import SequenceParams, sample
+from sipipe.sampling import SequenceColumns, SequenceParams, sample
 
 SIZES = [7, 255, 256, 257, 1000, 5000]
 SHAPES = ["flat", "peaked", "tied", "zipf"]
@@ -145,6 +145,84 @@ def test_edges(shape: str, size: int, edge: dict) -> None:
     kept_equal(processed(x, params, **tokens), theirs, tolerance=1e-5)
 
 
+def kept(x: np.ndarray, **given: object) -> list[int]:
+    return np.flatnonzero(np.isfinite(processed(x, SequenceParams(**given)))).tolist()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [7, 256, 300, 5000])
+def test_filters_that_filter_nothing(shape: str, size: int) -> None:
+    x = logits(shape, size)
+    for k in (0, -1, size, size + 1, 2**31 - 1):
+        assert len(kept(x, top_k=k)) == size
+    assert len(kept(x, top_p=1.0)) == len(kept(x, min_p=0.0)) == size
+    assert len(kept(x, top_k=size - 1)) == (x > x.min()).sum() or shape == "tied"
+
+
+def test_ties_at_the_cut() -> None:
+    """Top-k keeps all tied with the k-th, min-p all at its bound, top-p as few as reach p."""
+    x = np.zeros(600, np.float32)
+    best, second = [3, 300, 599], [0, 255, 256, 511, 512]
+    x[best], x[second] = 4.0, 2.0
+    assert kept(x, top_k=1) == kept(x, top_k=3) == best
+    assert kept(x, top_k=4) == kept(x, top_k=8) == sorted(best + second)
+    assert len(kept(x, top_k=9)) == 600
+    assert kept(x, min_p=1.0) == best
+    assert kept(x, min_p=float(np.exp(np.float32(-1.9)))) == best
+    assert kept(x, min_p=float(np.exp(np.float32(-2.1)))) == sorted(best + second)
+    assert kept(x, top_p=5e-324) == kept(x, top_p=1e-9) == [599]  # of tied ones the highest ids
+    p = np.exp(x.astype(float)) / np.exp(x.astype(float)).sum()
+    assert kept(x, top_p=1.5 * p[3]) == [300, 599]
+    assert kept(x, top_p=3 * p[3] + 1.5 * p[0]) == [3, 300, 511, 512, 599]
+    assert kept(x, top_k=8, top_p=1e-9) == [599]
+
+
+def test_greedy_begins_below_1e_5() -> None:
+    x = np.zeros((200, 300), np.float32)
+    x[:, [290, 7, 256]] = 1.0
+    seeds = range(200)
+    for temperature in (0.0, 1e-9, 9.9e-6):
+        params = [SequenceParams(temperature=temperature, seed=i) for i in seeds]
+        assert set(sample(x, params).tolist()) == {7}  # ties to the lowest id
+    params = [SequenceParams(temperature=1.1e-5, seed=i) for i in seeds]
+    assert set(sample(x, params).tolist()) == {7, 256, 290}
+
+
+@pytest.mark.parametrize("seen", [1, 255, 256, 257, 300, 2500])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"top_k": 2},
+        {"top_k": 280},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.001},
+        {"temperature": 0.0},
+    ],
+    ids=str,
+)
+def test_long_texts(seen: int, given: dict) -> None:
+    """Up to every token of the vocabulary seen, so that nothing of the row is left as it was."""
+    size = 3000 if seen > 300 else 300
+    x = logits("zipf", size, seen)
+    rng = np.random.default_rng(seen)
+    output = rng.permutation(size)[:seen].tolist()
+    output += rng.choice(output, 50).tolist()
+    params = SequenceParams(
+        repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, **given
+    )
+    theirs = naive.processed_logits(x, params, output[:5], output)
+    ours = processed(x, params, prompt_token_ids=output[:5], output_token_ids=output)
+    kept_equal(ours, theirs, tolerance=1e-4)
+    token = sample(
+        x.reshape(1, -1), params, prompt_token_ids=[output[:5]], output_token_ids=[output]
+    )
+    assert np.isfinite(theirs[token[0]])
+    if params.greedy:
+        assert token[0] == theirs.argmax()
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_everything_equals_the_naive_twin(data: st.DataObject) -> None:
@@ -172,8 +250,18 @@ def test_everything_equals_the_naive_twin(data: st.DataObject) -> None:
     )
     prompt = data.draw(st.lists(token, max_size=20))
     output = data.draw(st.lists(token, max_size=20))
-    theirs = naive.processed_logits(x, params, prompt, output)
+    allowed = None
+    if data.draw(st.booleans()):
+        allowed = np.random.default_rng(data.draw(st.integers(0, 99))).random(size) < 0.7
+        stops_only = not np.isfinite(
+            naive.processed_logits(x, params, prompt, output, allowed=allowed)
+        ).any()
+        if stops_only and params.min_tokens:  # then min_tokens gives way: see test_special
+            allowed = None
+    theirs = naive.processed_logits(x, params, prompt, output, allowed=allowed)
     given = {"prompt_token_ids": prompt, "output_token_ids": output}
+    if allowed is not None:
+        given["bitmask"] = bitmask(allowed)
     if not np.isfinite(theirs).any():
         with pytest.raises(ValueError, match="no token is left"):
             processed(x, params, **given)
@@ -185,9 +273,10 @@ def test_everything_equals_the_naive_twin(data: st.DataObject) -> None:
         np.testing.assert_allclose(ours[finite & other], theirs[finite & other], rtol=2e-6)
     else:
         kept_equal(ours, theirs, tolerance=3e-6)
-    token_id = sample(
-        x.reshape(1, -1), params, prompt_token_ids=[prompt], output_token_ids=[output]
-    )[0]
+    columns = SequenceColumns(size)
+    columns.join(0, params, prompt, output)
+    drawn = columns.sample([0], x.reshape(1, -1), bitmask=given.get("bitmask"))
+    token_id = drawn.token_ids[0]
     if params.greedy:
         assert token_id == int(np.argmax(theirs))
     else:

@@ -68,6 +68,27 @@ def test_layouts_agree(dtype: str) -> None:
     np.testing.assert_array_equal(got.token_ids, expected.token_ids[some])
 
 
+@pytest.mark.parametrize("batch", [1, 2, 15, 16, 17, 33])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_columns_of_any_number(batch: int, dtype: str) -> None:
+    """Windows of 16 columns: fewer, exactly one, one that overlaps; all of them, and some."""
+    x = matrix(dtype)[:batch]
+    columns = joined()
+    expected = columns.sample(range(batch), x).token_ids
+    across = np.ascontiguousarray(x.T)
+    got = columns.sample(range(batch), across, layout="columns").token_ids
+    np.testing.assert_array_equal(got, expected)
+    some = np.random.default_rng(batch).permutation(batch)[: (batch + 1) // 2]
+    got = columns.sample(some, across, some, layout="columns").token_ids
+    np.testing.assert_array_equal(got, expected[some])
+
+
+def test_nobody_to_draw_for() -> None:
+    for given, layout in ((np.zeros((0, V)), "rows"), (np.zeros((V, 3)), "columns")):
+        drawn = joined().sample([], given.astype(np.float32), layout=layout)
+        assert drawn.token_ids.shape == (0,)
+
+
 def test_bfloat16_draws_as_its_float32_values() -> None:
     bits = matrix("bfloat16")
     np.testing.assert_array_equal(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.sampling.support import bitmask
 from tests.sampling.test_filters import logits
 
 from sipipe.sampling import SequenceColumns, SequenceParams
@@ -23,9 +24,7 @@ def greedy(row: np.ndarray, params: SequenceParams, output=(), prompt=(), **opti
 
 
 def mask(*tokens: int) -> np.ndarray:
-    bits = np.zeros(-(-V // 32) * 32, np.uint8)
-    bits[list(tokens)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32).reshape(1, -1)
+    return bitmask(np.isin(np.arange(V), tokens))
 
 
 def test_grammar() -> None:
@@ -87,6 +86,19 @@ def test_thinking_budget_counts() -> None:
     assert ThinkingBudget(0, [7], [8], [7]).forced == 8
     assert ThinkingBudget(3, [7], [8], [7, 1, 1]).forced == -1
     assert ThinkingBudget(2, [7], [8], [7, 1, 1]).forced == 8
+
+
+def test_force_is_stronger_than_any_mask() -> None:
+    """As in vLLM, whose thinking budget comes last."""
+    reasoning = {"reasoning_start_token_ids": [7], "reasoning_end_token_ids": [8]}
+    row = logits("zipf", V)
+    for given in ({}, {"temperature": 0.0}, {"top_p": 0.5, "repetition_penalty": 1.5}):
+        params = SequenceParams(
+            thinking_token_budget=0, bad_words_token_ids=[[8]], logit_bias={8: -50.0}, **given
+        )
+        options = {"state": reasoning, "bitmask": mask(3, 4)}
+        assert greedy(row, params, prompt=[7], **options) == 8
+        assert greedy(np.full(V, -np.inf, np.float32), params, prompt=[7], state=reasoning) == 8
 
 
 @pytest.mark.engine

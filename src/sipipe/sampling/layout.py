@@ -108,7 +108,7 @@ class Reader:
             raise ValueError(f"logits: {width} tokens, fewer than vocab_size {self._vocab_size}")
         if places.size and not (places.min() >= 0 and places.max() < batch):
             raise ValueError(f"rows must be in [0, {batch})")
-        if logits.strides[-1] != logits.itemsize:
+        if logits.size and logits.shape[-1] > 1 and logits.strides[-1] != logits.itemsize:
             raise ValueError("logits must be contiguous in their last dimension")
 
 

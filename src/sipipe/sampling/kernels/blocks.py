@@ -115,7 +115,8 @@ def block_max(_: Any, x: Any, start: Any, hidden: Any, word: Any) -> Any:
                 vectors = vectors_of(inner, source, start, kind.dtype)
                 return _maxima(inner, _shown(inner, vectors, masks))
 
-            vec.prefetch(inner, inner.gep(source, [start]), vec.BLOCK * kind.dtype.bitwidth // 8)
+            size = vec.BLOCK * kind.dtype.bitwidth // 8
+            vec.prefetch(inner, inner.gep(source, [start]), size)
             return _masks(inner, hidden, word, maxima)
 
         source = vec.data_pointer(context, builder, kind, arguments[0])

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from sipipe.sampling.kernels._jit import kernel
-from sipipe.sampling.kernels.blocks import block_count, element
+from sipipe.sampling.kernels.blocks import block_count
 from sipipe.sampling.kernels.lists import bits_float, float_bits
-from sipipe.sampling.kernels.scan import LOWEST, NOTHING, count_at_least, is_hidden
+from sipipe.sampling.kernels.scan import LOWEST, NOTHING, count_at_least, sample_blocks
 
 _SIGN = np.uint32(0x80000000)
 _FULL = np.uint64(0xFFFFFFFF)
@@ -109,36 +109,36 @@ def kth_largest(values: Any, count: Any, k: Any) -> Any:
 
 
 @kernel
-def _peaks_reaching(blocks: Any, threshold: Any, work: Any) -> Any:
+def _reaching(values: Any, count: Any, threshold: Any, work: Any) -> Any:
     zero = np.float32(0.0)
-    count = 0
-    for start in range(0, blocks, 256):
-        count += block_count(work.peaks, start, work.shown, 0, zero, zero, threshold)
-    return count
+    number = 0
+    for start in range(0, count, 256):
+        number += block_count(values, start, work.shown, 0, zero, zero, threshold)
+    return number
 
 
 @kernel
-def threshold_of_peaks(blocks: Any, k: Any, top: Any, work: Any) -> Any:
-    """A value that at least ``k`` block maxima reach, and not many more; -inf if there is none.
+def threshold_reached(values: Any, count: Any, k: Any, top: Any, work: Any) -> Any:
+    """What at least ``k`` of ``values[:count]`` reach, and not many more; -inf if there is none.
 
-    ``top`` is their maximum. Found by bisection, a vectorized count each: a selection by comparing
-    elements takes ten times as long.
+    ``top`` is at least their maximum; behind them the block is filled with -inf. Found by
+    bisection, a vectorized count each: to select by comparing elements takes ten times as long.
     """
     low = high = top
     step = np.float32(1.0)
-    number = _peaks_reaching(blocks, low, work)
+    number = _reaching(values, count, low, work)
     while number < k:
         high = low
         low = top - step
         if low < LOWEST:
             return NOTHING
         step *= np.float32(2.0)
-        number = _peaks_reaching(blocks, low, work)
+        number = _reaching(values, count, low, work)
     while number > k + (k >> 2) + 4:
         middle = low + (high - low) * np.float32(0.5)
         if middle <= low or middle >= high:
             break
-        some = _peaks_reaching(blocks, middle, work)
+        some = _reaching(values, count, middle, work)
         if some >= k:
             low, number = middle, some
         else:
@@ -147,24 +147,20 @@ def threshold_of_peaks(blocks: Any, k: Any, top: Any, work: Any) -> Any:
 
 
 @kernel
-def threshold_for_count(x: Any, vocab: Any, k: Any, changed: Any, work: Any) -> Any:
+def _threshold_by_sample(x: Any, vocab: Any, k: Any, top: Any, changed: Any, work: Any) -> Any:
     """A logit that at least ``k`` tokens reach, and not many more: for k beyond the blocks.
 
-    Guessed from every 64th logit, then checked by counting; lowered until enough.
+    Guessed from a sample, then checked by counting; lowered until enough.
     """
-    step = 64 if vocab >= 16384 else max(1, vocab >> 8)
-    sampled = 0
-    for i in range(0, vocab, step):
-        work.weights[sampled] = NOTHING if is_hidden(i, work) else element(x, i)
-        sampled += 1
-    rank = int(k / vocab * sampled * 1.05) + 8
+    sampled, share = sample_blocks(x, vocab, work)
+    rank = int(k * share * 1.05) + 8
     zero = np.float32(0.0)
     while rank < sampled:
-        guess = kth_largest(work.weights, sampled, rank)
+        guess = threshold_reached(work.values, sampled, rank, top, work)
         if not guess >= LOWEST:
             break
         if count_at_least(x, vocab, zero, zero, guess, changed, work) >= k:
-            return max(guess - abs(guess) * _ROUNDING, LOWEST)
+            return guess
         rank += rank // 4 + 8
     return LOWEST
 
@@ -178,8 +174,9 @@ def candidate_threshold(x: Any, vocab: Any, k: Any, top: Any, changed: Any, work
     """
     blocks = (vocab + 255) >> 8
     threshold = NOTHING
-    if k <= blocks and top >= LOWEST:
-        threshold = threshold_of_peaks(blocks, k, top, work)
-    if not threshold >= LOWEST:
-        return threshold_for_count(x, vocab, k, changed, work)
+    if top >= LOWEST:
+        if k <= blocks:
+            threshold = threshold_reached(work.peaks, blocks, k, top, work)
+        if not threshold >= LOWEST:
+            threshold = _threshold_by_sample(x, vocab, k, top, changed, work)
     return max(threshold - abs(threshold) * _ROUNDING, LOWEST)

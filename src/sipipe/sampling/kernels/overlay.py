@@ -150,7 +150,8 @@ def _lift_seen(x: Any, column: Any, columns: Any, work: Any) -> Any:
 
 
 @kernel
-def _has_extras(i: Any, extras: Any) -> Any:
+def has_extras(i: Any, extras: Any) -> Any:
+    """Whether call row ``i`` has more than penalties to change its logits."""
     return (
         extras.mask_rows[i] >= 0
         or extras.forced[i] >= 0
@@ -168,7 +169,7 @@ def lay_over(x: Any, vocab: Any, i: Any, column: Any, columns: Any, extras: Any,
     Returns (the overlay's length, maximum of what is left in the row, maximum of both, whether
     either holds NaN). `show_all` must follow once the row is done.
     """
-    special = _has_extras(i, extras)
+    special = has_extras(i, extras)
     changed = np.int64(0)
     if special:
         changed = _lift_with_extras(x, vocab, i, column, columns, extras, work)

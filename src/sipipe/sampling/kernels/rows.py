@@ -13,7 +13,7 @@ import numpy as np
 
 from sipipe.sampling.kernels._jit import entry, kernel
 from sipipe.sampling.kernels.choose import choose, divide_candidates, first_maximum
-from sipipe.sampling.kernels.overlay import hide_by_grammar, lay_over, show_all
+from sipipe.sampling.kernels.overlay import has_extras, hide_by_grammar, lay_over, show_all
 from sipipe.sampling.kernels.philox import uniform
 from sipipe.sampling.kernels.scan import LOWEST, block_maxima, gather
 from sipipe.sampling.kernels.scores import score_kept, score_row
@@ -35,11 +35,17 @@ GREEDY_BELOW = np.float32(1e-5)
 
 
 @kernel
-def _score_raw(x: Any, vocab: Any, i: Any, extras: Any, mode: Any, work: Any, out: Any) -> None:
-    """Raw scores of call row ``i``, whose token is drawn: after the grammar, as in vLLM."""
-    show_all(work)
-    hide_by_grammar(i, extras, work)
-    top, _ = block_maxima(x, vocab, work)
+def _score_raw(
+    x: Any, vocab: Any, i: Any, top: Any, touched: Any, extras: Any, mode: Any, work: Any, out: Any
+) -> None:
+    """Raw scores of call row ``i``, whose token is drawn: after the grammar, as in vLLM.
+
+    ``top`` is the row's maximum, unless ``touched``: then the request has hidden some of it.
+    """
+    if touched:
+        show_all(work)
+        hide_by_grammar(i, extras, work)
+        top, _ = block_maxima(x, vocab, work)
     named = extras.named_tokens[extras.named[i] : extras.named[i + 1]]
     out.ranks[i] = score_row(
         x, vocab, top, mode == RAW_LOGITS, out.tokens[i], extras.wanted[i], named,
@@ -94,7 +100,8 @@ def _draw_row(
             out.score_ids[i], out.scores[i], work,
         )  # fmt: skip
     elif scored:
-        _score_raw(x, vocab, i, extras, mode, work, out)
+        touched = changed > 0 or has_extras(i, extras)
+        _score_raw(x, vocab, i, row_top, touched, extras, mode, work, out)
 
 
 @entry

@@ -26,7 +26,7 @@ from sipipe.sampling.kernels.lists import list_between
 NOTHING = np.float32(-np.inf)
 LOWEST = np.float32(-3.4028235e38)
 LOG2E = 1.4426950408889634
-SMALL = 2048
+SMALL = 256
 """Candidates up to which a row is settled by sorting them."""
 
 
@@ -109,14 +109,39 @@ def gather(x: Any, vocab: Any, threshold: Any, changed: Any, work: Any) -> Any:
 
 
 @kernel
+def sample_blocks(x: Any, vocab: Any, work: Any) -> Any:
+    """Every 32nd block of a large row, all whole blocks of a small one, into ``work.values``.
+
+    (How many logits, -inf left out, and which share of the row was looked at.) Filled up with -inf
+    to a whole block.
+    """
+    full = vocab >> 8
+    step = 32 if full >= 64 else 1
+    count = 0
+    looked = 0
+    for b in range(0, full, step):
+        count = block_gather(
+            x, b << 8, work.hidden, b << 3, b << 8, LOWEST, work.ids, work.values, count
+        )
+        looked += 256
+    for i in range(count, (count + 255) & ~255):
+        work.values[i] = NOTHING
+    return count, looked / vocab
+
+
+@kernel
 def count_at_least(
     x: Any, vocab: Any, shift: Any, offset: Any, threshold: Any, changed: Any, work: Any
 ) -> Any:
-    """How many of ``(x - shift) - offset``, of row and overlay, are >= ``threshold``."""
+    """How many of ``(x - shift) - offset``, of row and overlay, are >= ``threshold``.
+
+    Rounding keeps order, so a block whose maximum stays below the threshold holds none.
+    """
     full = vocab >> 8
     count = 0
     for b in range(full):
-        count += block_count(x, b << 8, work.hidden, b << 3, shift, offset, threshold)
+        if (work.peaks[b] - shift) - offset >= threshold:
+            count += block_count(x, b << 8, work.hidden, b << 3, shift, offset, threshold)
     if vocab & 255:
         count += block_count(work.tail, 0, work.hidden, full << 3, shift, offset, threshold)
     for start in range(0, changed, 256):

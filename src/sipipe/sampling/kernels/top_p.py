@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from sipipe.sampling.kernels._jit import kernel
-from sipipe.sampling.kernels.blocks import block_gather
 from sipipe.sampling.kernels.lists import list_mass
 from sipipe.sampling.kernels.order import key_high_id, key_of, key_value, kth_largest, sort_keys
 from sipipe.sampling.kernels.scan import (
@@ -17,6 +16,7 @@ from sipipe.sampling.kernels.scan import (
     candidate_weights,
     gather,
     positions_between,
+    sample_blocks,
 )
 
 
@@ -36,17 +36,12 @@ def _mass_from(count: Any, threshold: Any, work: Any) -> Any:
 def _guess(x: Any, vocab: Any, top: Any, scale: Any, low: Any, tail: Any, work: Any) -> Any:
     """Hardly less than the largest logit below which at most the mass ``tail`` of the row lies.
 
-    From every 32nd block, so only a guess, but above ``low``: the caller checks what it leaves out.
+    From a sample, so only a guess, but above ``low``: the caller checks what it leaves out.
     The mass of the few largest logits cannot be judged by a sample, that of the many small can.
     """
-    full = vocab >> 8
-    count = 0
-    for b in range(0, full, 32):
-        count = block_gather(
-            x, b << 8, work.hidden, b << 3, b << 8, LOWEST, work.ids, work.values, count
-        )
+    count, share = sample_blocks(x, vocab, work)
     mass = candidate_weights(count, top, scale, work)
-    wanted = mass - 0.9 * tail * (count / (full * 256.0))
+    wanted = mass - 0.9 * tail * share
     high = top
     for _ in range(9):
         middle = low + (high - low) * np.float32(0.5)
