@@ -121,7 +121,11 @@ def _environment(stages: int, ranks: int) -> dict[str, str]:
 def _measure(side: str, job: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
     print(f"measuring {side} …", file=sys.stderr, flush=True)
     alive, ours = os.pipe()
-    with tempfile.TemporaryFile() as log, os.fdopen(ours, "w"):
+    with (
+        tempfile.TemporaryFile() as log,
+        os.fdopen(ours, "w"),
+        tempfile.TemporaryDirectory(prefix="sipipe-", ignore_cleanup_errors=True) as sockets,
+    ):
         # A session of its own, so that it can be ended with all the engine's processes; the pipe
         # ends it when this process is killed.
         process = subprocess.Popen(
@@ -129,7 +133,7 @@ def _measure(side: str, job: Mapping[str, Any], environment: Mapping[str, str]) 
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=environment,
+            env={"VLLM_RPC_BASE_PATH": sockets, **environment},
             pass_fds=(alive,),
             start_new_session=True,
         )

@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from sipipe.errors import ConfigError
-from sipipe.vllm.launch import announce, checked, parse_engine_args
+from sipipe.vllm.launch import announce, checked, own_sockets, parse_engine_args
 
 Event = Literal["begin", "text", "end"]
 
@@ -60,7 +60,8 @@ def generate(
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
     except ValueError as error:
         raise ConfigError(f"generate: {error}") from None
-    asyncio.run(_run(engine_args, texts, params, chat, show))
+    with own_sockets():
+        asyncio.run(_run(engine_args, texts, params, chat, show))
 
 
 async def _run(

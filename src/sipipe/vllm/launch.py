@@ -13,7 +13,9 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -63,8 +65,23 @@ def serve(argv: Sequence[str], settings: dict[str, Any]) -> int:
         )
     )
     announce(vllm_config)
-    command.cmd(args)
+    with own_sockets():
+        command.cmd(args)
     return 0
+
+
+@contextmanager
+def own_sockets() -> Iterator[None]:
+    """A directory for the sockets of vLLM's front end, which does not remove them; gone at the end."""
+    if "VLLM_RPC_BASE_PATH" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="sipipe-", ignore_cleanup_errors=True) as directory:
+        os.environ["VLLM_RPC_BASE_PATH"] = directory
+        try:
+            yield
+        finally:
+            del os.environ["VLLM_RPC_BASE_PATH"]
 
 
 def parse_engine_args(
