@@ -34,6 +34,7 @@ from sipipe.channels import (
 )
 
 SPAWN = multiprocessing.get_context("spawn")
+READERS = multiprocessing.get_context("forkserver")  # imports vLLM once, not in every reader
 PACE = 0.002  # seconds between messages
 IDLE = 3.0
 
@@ -106,8 +107,8 @@ def _dispatch(side: str, size: int, readers: int, count: int) -> dict[str, Any]:
 
     pipes, children = [], []
     for rank in range(readers):
-        here, there = SPAWN.Pipe()
-        child = SPAWN.Process(target=_reader, args=(side, handle, rank, count, there))
+        here, there = READERS.Pipe()
+        child = READERS.Process(target=_reader, args=(side, handle, rank, count, there))
         child.start()
         pipes.append(here)
         children.append(child)
@@ -401,14 +402,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer messages, 4 KB only")
     parser.add_argument("--without-vllm", action="store_true", help="SiPipe's side only")
     arguments = parser.parse_args()
-    count = 500 if arguments.quick else 3000
+    count = 500 if arguments.quick else 2000
     kinds = [(4096, 2)]
     if not arguments.quick:
         kinds += [(4096, 1), (4096, 4), (4096, 9), (1 << 16, 2), (1 << 20, 2)]
     sides = ["sipipe"] if arguments.without_vllm else ["sipipe", "vllm"]
+    vllm = [] if arguments.without_vllm else ["vllm.distributed.device_communicators.shm_broadcast"]
+    READERS.set_forkserver_preload(["benchmarks.channels", *vllm])
 
     rows = [
-        _dispatch(side, size, readers, count if (size, readers) == kinds[0] else count // 3)
+        _dispatch(side, size, readers, count if (size, readers) == kinds[0] else count // 4)
         for size, readers in kinds
         for side in sides
     ]
