@@ -66,31 +66,6 @@ def test_ranks_write_one_array(make, ranks, layout, dtype):
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-@pytest.mark.parametrize(
-    ("shard", "widths"), [(34, [34, 34, 33]), (64, [64, 37, 0]), (101, [101, 0, 0])]
-)
-def test_shards_of_a_padded_vocabulary(make, layout, shard, widths):
-    """As vLLM cuts them: equal parts of a padded vocabulary, the last ranks with less or nothing."""
-    _, writers, (reader,) = make(ranks=3, shard=shard, layout=layout)
-    columns = layout == "columns"
-    whole = np.arange(4 * 101, dtype=np.float32).reshape((101, 4) if columns else (4, 101))
-    start = 0
-    for writer, width in zip(writers, widths, strict=True):
-        part = slice(start, start + width)
-        with writer.acquire(0, 4, 1) as region:
-            assert region.shape == ((width, 4) if columns else (4, width))
-            region[...] = whole[part] if columns else whole[:, part]
-        start += width
-    with reader.receive(1) as slot:
-        np.testing.assert_array_equal(slot.array, whole)
-
-
-def test_shards_that_do_not_cover_the_vocabulary_are_refused():
-    with pytest.raises(ChannelError, match="3 shards of 33 columns do not cover 101"):
-        LogitsChannel.create("test", slots=3, vocab=101, batch=1, ranks=3, shard=33)
-
-
-@pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_ranks_write_uneven_shards(make, layout):
     columns = layout == "columns"
     _, writers, (reader,) = make(ranks=3, shard=60, layout=layout)

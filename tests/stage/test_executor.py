@@ -164,9 +164,9 @@ def test_a_control_call_sees_a_drained_worker():
         for round_ in range(20):
             for iteration in range(4):
                 running.submit(round_ * 4 + iteration, 0, 1)
-            with running.drained():
-                assert stage.sent == list(range(round_ * 4 + 4))
-                assert running.statistics().finished == len(stage.sent)
+            running.drain()
+            assert stage.sent == list(range(round_ * 4 + 4))
+            assert running.statistics().finished == len(stage.sent)
 
 
 @pytest.mark.parametrize("where", ["prepare", "receive", "forward", "send"])

@@ -59,11 +59,3 @@ def test_reading_another_iterations_inputs():
         TokenSafetyError, match="iteration 1 from version 1, which holds iteration 3"
     ):
         safety.begin_read(1, 1)
-
-
-def test_reset_forgets_everything():
-    safety = TokenSafety(1)
-    safety.begin_write(0, 1)
-    safety.reset()
-    prepared(safety, 7, 0)
-    safety.begin_read(0, 7)

@@ -239,8 +239,8 @@ def test_tensor_parallel_parity(models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("eager", [True, False])
-def test_pipeline_parity(models, eager):
+@pytest.mark.parametrize(("eager", "graphs"), [(True, ""), (False, ""), (True, "1 4 8")])
+def test_pipeline_parity(models, eager, graphs):
     """Two stages over vLLM's own pipeline group (where stock itself crashes in eager mode)."""
     (stock,), _ = run(engines.model(models, "llama"), stock=[True], engine=CROWDED)
     (ours,), facts = run(
@@ -249,6 +249,8 @@ def test_pipeline_parity(models, eager):
         engine={**CROWDED, "pipeline_parallel_size": 2, "enforce_eager": eager},
         VLLM_CPU_OMP_THREADS_BIND="0|1",
         STAGE_SLOTS="2",
+        STAGE_GRAPHS=graphs,
     )
     assert_equal_tokens(stock, ours, WORKLOAD["aborts"])
     assert len(facts) == 2
+    assert all((fact["padded"] > 0) == bool(graphs) for fact in facts)

@@ -196,12 +196,6 @@ class Communicator:
 
     # ---- looking in ---------------------------------------------------------------------------
 
-    @property
-    def status(self) -> Status:
-        """Both machines now."""
-        with self._lock:
-            return self._status
-
     def statistics(self) -> Statistics:
         """Counts so far."""
         with self._lock:

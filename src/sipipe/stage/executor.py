@@ -124,12 +124,6 @@ class StageExecutor:
         """Return when all submitted iterations are done. Raises like :meth:`submit`."""
         self._communicator.drain(timeout)
 
-    @contextmanager
-    def drained(self, timeout: float | None = None) -> Iterator[None]:
-        """For a control call: the worker is empty inside, as long as nobody submits."""
-        self.drain(timeout)
-        yield
-
     def run_device(self) -> None:
         """Be the device executor until ``close`` or an error, which is raised."""
         try:

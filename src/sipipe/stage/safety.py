@@ -94,8 +94,3 @@ class TokenSafety:
             stamp = self._stamps[version]
             assert stamp.reader == iteration, "end_read without its begin_read"
             stamp.reader = None
-
-    def reset(self) -> None:
-        """Forget all stamps: after an error, when nothing runs."""
-        with self._lock:
-            self._stamps = [_Stamp() for _ in self._stamps]

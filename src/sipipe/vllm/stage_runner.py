@@ -34,7 +34,7 @@ from sipipe.vllm.stage_model_input import ModelInput
 from sipipe.vllm.stage_prompt_logprobs import PromptLogprobs
 from sipipe.vllm.stage_support import unsupported_reason
 
-__all__ = ["ModelInput", "StageRunner"]
+__all__ = ["StageRunner"]
 
 
 class StageRunner:
