@@ -408,7 +408,7 @@ def main() -> None:
         kinds += [(4096, 1), (4096, 4), (4096, 9), (1 << 16, 2), (1 << 20, 2)]
     sides = ["sipipe"] if arguments.without_vllm else ["sipipe", "vllm"]
     vllm = [] if arguments.without_vllm else ["vllm.distributed.device_communicators.shm_broadcast"]
-    READERS.set_forkserver_preload(["benchmarks.channels", *vllm])
+    READERS.set_forkserver_preload(["numpy", "sipipe.channels", *vllm])
 
     rows = [
         _dispatch(side, size, readers, count if (size, readers) == kinds[0] else count // 4)
