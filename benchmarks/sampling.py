@@ -336,11 +336,13 @@ def weights() -> None:
     """The entries of `sipipe.sampling.cost`, microseconds per 100,000 logits."""
     x = normal(B, V)
     unit = 1e3 / (V / 1e5)
+    prompts, outputs = texts(B, V)
 
     def cost(**given: Any) -> float:
         columns = SequenceColumns(V)
         for handle in range(B):
-            columns.join(handle, SequenceParams(seed=handle, **given), range(400))
+            params = SequenceParams(seed=handle, **given)
+            columns.join(handle, params, prompts[handle], outputs[handle])
         return milliseconds(ours(columns, x), B, repeat=5) * unit
 
     temperature = cost()
@@ -348,11 +350,13 @@ def weights() -> None:
         "greedy": cost(temperature=0.0),
         "temperature": temperature,
         "top_k": cost(top_k=50),
+        "large_top_k": cost(top_k=1000),
         "min_p": cost(min_p=0.01),
         "top_p": cost(top_p=0.95),
-        "write": cost(presence_penalty=0.1, repetition_penalty=1.1) - temperature,
         "mask": cost(allowed_token_ids=list(range(100))) - temperature,
         "logprobs": cost(logprobs=5) - temperature,
+        # 400 tokens, and not by the size of the vocabulary
+        "seen": (cost(repetition_penalty=1.1) - temperature) * V / 1e5 / 400,
     }
     rows = [{"term": k, "measured": v, "in use": WEIGHTS[k]} for k, v in measured.items()]
     report("sampling", "cost weights, µs per 100,000 logits", rows, file="sampling-weights")

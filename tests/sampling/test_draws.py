@@ -130,8 +130,8 @@ def test_frequencies_over_different_rows(strategy: str, shape: str, batch: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
+@pytest.mark.parametrize("strategy", ["temperature", "top_p", "all"])
+@pytest.mark.parametrize("shape", ["flat", "zipf"])
 def test_frequencies_of_1024_rows_of_200000(strategy: str, shape: str) -> None:
     assert over_rows(strategy, shape, 200_000, 1024, 1024) > 1e-4
 
@@ -139,9 +139,8 @@ def test_frequencies_of_1024_rows_of_200000(strategy: str, shape: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
-@pytest.mark.parametrize("size", [128_256, 151_936])
-def test_many_draws_of_real_vocabularies(strategy: str, shape: str, size: int) -> None:
-    check(logits(shape, size), strategy, 20_000, seed=size)
+def test_many_draws_of_a_real_vocabulary(strategy: str, shape: str) -> None:
+    check(logits(shape, 151_936), strategy, 20_000)
 
 
 def test_a_long_sequence_draws_independently() -> None:

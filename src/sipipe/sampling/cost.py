@@ -9,16 +9,17 @@ from __future__ import annotations
 from sipipe.sampling.params import SequenceParams
 
 WEIGHTS = {
-    "greedy": 14.0,
-    "temperature": 25.0,
-    "top_k": 18.0,
-    "min_p": 19.0,
-    "top_p": 62.0,
-    "write": 10.0,
-    "mask": 9.0,
-    "logprobs": 20.0,
-    "seen": 0.012,
+    "greedy": 10.0,
+    "temperature": 22.0,
+    "top_k": 12.0,
+    "large_top_k": 35.0,
+    "min_p": 15.0,
+    "top_p": 43.0,
+    "mask": 3.0,
+    "logprobs": 13.0,
+    "seen": 0.004,
 }
+"""``seen`` is per distinct token seen, whatever the vocabulary."""
 
 
 def cost_estimate(params: SequenceParams, vocab_size: int = 128_256, seen_tokens: int = 0) -> float:
@@ -26,19 +27,14 @@ def cost_estimate(params: SequenceParams, vocab_size: int = 128_256, seen_tokens
 
     ``seen_tokens``: distinct tokens in prompt and output, if it has penalties.
     """
-    changes = bool(params.penalized or params.logit_bias or params.bad_words_token_ids)
-    unit = WEIGHTS["top_k"]
-    written = False
     if params.greedy:
         unit = WEIGHTS["greedy"]
-    elif not 0 < params.top_k <= vocab_size // 256:
-        written = changes
-        if params.top_k > 0 or (params.top_p < 1.0 and params.min_p == 0.0):
-            unit = WEIGHTS["top_p"]
-        else:
-            unit = WEIGHTS["min_p" if params.min_p > 0.0 else "temperature"]
-    if written:
-        unit += WEIGHTS["write"]
+    elif 0 < params.top_k < vocab_size:
+        unit = WEIGHTS["top_k" if params.top_k <= vocab_size // 256 else "large_top_k"]
+    elif params.min_p > 0.0:
+        unit = WEIGHTS["min_p"]
+    else:
+        unit = WEIGHTS["top_p" if params.top_p < 1.0 else "temperature"]
     if params.allowed_token_ids:
         unit += WEIGHTS["mask"]
     if params.logprobs is not None or params.logprob_token_ids:
