@@ -105,8 +105,8 @@ class Side:
         words = Words(memory, at.FRAMING)
         self.layout = Layout(*(words.load(i) for i in (at.SLOTS, at.SLOT_BYTES, at.RANKS)))
         words.close()
-        self.words = self._make_words()
-        self.locks = locks or self._make_locks()
+        self.words = Words(memory, self.layout.header_words)
+        self.locks = locks or Locks(memory.endpoint.path)
         self.payload = memoryview(memory.map)[self.layout.payload : self.layout.size]
         # Computed once, because every message asks for them.
         ranks, stride = self.layout.ranks, self.layout.stride
@@ -119,12 +119,6 @@ class Side:
             self.payload[slot * stride : slot * stride + self.layout.slot_bytes]
             for slot in range(self.layout.slots)
         ]
-
-    def _make_words(self) -> Words:
-        return Words(self.memory, self.layout.header_words)
-
-    def _make_locks(self) -> Locks:
-        return Locks(self.memory.endpoint.path)
 
     def readers(self, *, attached: bool | None = None) -> Iterator[tuple[int, str]]:
         """Index and name of each declared reader that has not left."""
