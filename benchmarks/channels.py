@@ -291,7 +291,7 @@ def _gather(samplers: int, tcp: bool, count: int) -> dict[str, Any]:
 # Relay: one more hop over TCP; the reader is at the replica.
 
 
-def _relay_pair(endpoint: Any, reader: str, slots: int, logits: bool) -> tuple[Any, list[Any]]:
+def _relay_pair(endpoint: Any, reader: str, logits: bool) -> tuple[Any, list[Any]]:
     """A relay of two processes; the far endpoint, and the processes with their pipes."""
     pipes = [SPAWN.Pipe() for _ in range(2)]
     source = SPAWN.Process(
@@ -303,7 +303,7 @@ def _relay_pair(endpoint: Any, reader: str, slots: int, logits: bool) -> tuple[A
     replica = SPAWN.Process(
         target=serve_replica,
         args=(pipes[1][1], pipes[0][0].recv()),
-        kwargs={"readers": [reader], "slots": slots},
+        kwargs={"readers": [reader]},
     )
     replica.start()
     return pipes[1][0].recv(), [source, replica, pipes]
@@ -311,7 +311,7 @@ def _relay_pair(endpoint: Any, reader: str, slots: int, logits: bool) -> tuple[A
 
 def _relay(count: int) -> dict[str, Any]:
     with DispatchProducer.create("bench", readers=["relay"]) as producer:
-        endpoint, (source, replica, _pipes) = _relay_pair(producer.endpoint, "reader0", 16, False)
+        endpoint, (source, replica, _pipes) = _relay_pair(producer.endpoint, "reader0", False)
         back, there = SPAWN.Pipe()
         child = SPAWN.Process(target=_reader, args=("sipipe", endpoint, 0, count, there))
         child.start()
@@ -336,7 +336,7 @@ def _relay_logits(count: int) -> dict[str, Any]:
     with LogitsChannel.create(
         "bench", slots=3, vocab=vocab, batch=batch, readers=["relay"]
     ) as channel:
-        endpoint, (source, replica, _pipes) = _relay_pair(channel.endpoint, "sampler", 3, True)
+        endpoint, (source, replica, _pipes) = _relay_pair(channel.endpoint, "sampler", True)
         back, there = SPAWN.Pipe()
         child = SPAWN.Process(target=_logits_reader, args=(endpoint, count, there))
         child.start()

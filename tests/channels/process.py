@@ -161,7 +161,7 @@ def far(kind, directory, retry, source):
     replica = SPAWN.Process(
         target=serve_replica,
         args=(there, msgspec.convert(source, RelayEndpoint)),
-        kwargs={"readers": ["far"], "slots": 4, "directory": directory, "retry": retry},
+        kwargs={"readers": ["far"], "directory": directory, "retry": retry},
     )
     replica.start()
     there.close()

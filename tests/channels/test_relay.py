@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -158,7 +159,7 @@ def test_a_lost_replica_is_reported_to_the_producer():
 def test_a_wrong_token_is_not_let_in():
     producer, source, replica = make(retry=0.5)
     endpoint = source.endpoint
-    replica._source = RelayEndpoint(endpoint.channel, endpoint.host, endpoint.port, "0" * 64, 1)
+    replica._source = msgspec.structs.replace(endpoint, token="0" * 64)
     assert endpoint.token not in repr(endpoint)
     ends = [Running(source), Running(replica)]
     for end in ends:
@@ -200,7 +201,7 @@ def far_logits():
         )
         writers = [LogitsWriter.open(original.endpoint, rank) for rank in range(2)]
         source = RelaySource.logits(original.endpoint, "relay", LOOPBACK, retry=20)
-        replica = RelayReplica.create(source.endpoint, readers=["sampler"], slots=4, **options)
+        replica = RelayReplica.create(source.endpoint, readers=["sampler"], **options)
         sampler = LogitsReader.open(replica.endpoint, "sampler")
         opened.extend([sampler, *writers, original])
         return writers, source, replica, sampler
@@ -220,6 +221,7 @@ def write(writers, iteration, batch):
 def test_logits(far_logits, layout):
     writers, source, replica, sampler = far_logits(layout)
     assert sampler.shape == source.endpoint.logits
+    assert sampler.layout.slots == source.endpoint.slots == 4
     ends = [Running(source), Running(replica)]
     for i, batch in enumerate([8, 3, 0, 5, 8, 1, 8]):
         write(writers, i, batch)
@@ -303,7 +305,7 @@ def test_a_reader_over_there_that_is_stuck_ends_the_relay(far_logits, kind):
 
 
 def test_bad_bounds_are_refused():
-    endpoint = RelayEndpoint("test", "127.0.0.1", 1, "0" * 64, 1)
+    endpoint = RelayEndpoint("test", "127.0.0.1", 1, "0" * 64, 1, slots=4, slot_bytes=64)
     for bad in ({"retry": 0}, {"stall": 0}):
         with pytest.raises(ConfigError, match="retry and stall"):
             RelayReplica.create(endpoint, readers=[], **bad)
@@ -347,7 +349,7 @@ def test_as_processes():
 
 
 def test_a_replica_that_cannot_be_made_says_why():
-    source = RelayEndpoint("test", "127.0.0.1", 1, "0" * 64, 1)
+    source = RelayEndpoint("test", "127.0.0.1", 1, "0" * 64, 1, slots=4, slot_bytes=64)
     replica, back = daemon(serve_replica, source, readers=[], directory="/no/such/place")
     what, line = back.recv()
     assert what == "end"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
+from sipipe.channels.layout import Layout
 from sipipe.channels.memory import Endpoint, SharedMemory
 from sipipe.channels.ring_reader import RingReader
 from sipipe.channels.statistics import ChannelStatistics
@@ -44,6 +45,11 @@ class ReaderEnd(End):
                 somebody else has attached as it.
         """
         return cls(RingReader(SharedMemory.open(endpoint), name))
+
+    @property
+    def layout(self) -> Layout:
+        """The ring's sizes."""
+        return self._ring.layout
 
     def statistics(self) -> ChannelStatistics:
         """Messages, bytes, waits for messages, and messages that are there now."""

@@ -28,6 +28,12 @@ LOGITS_HEAD = struct.Struct("<qq")  # iteration, batch: the first part of a logi
 class RelayEndpoint(SocketEndpoint, frozen=True):
     """Where a source listens, and what it follows. Holds the secret: keep it off command lines."""
 
+    slots: int
+    """N of the original."""
+
+    slot_bytes: int
+    """Payload bytes of its slots."""
+
     logits: LogitsShape | None = None
     """The array of each slot of a logits channel; None: a dispatch channel."""
 

@@ -147,8 +147,8 @@ class RelayReplica:
         source: RelayEndpoint,
         *,
         readers: Sequence[str],
-        slots: int = 16,
-        slot_bytes: int = 1 << 16,
+        slots: int | None = None,
+        slot_bytes: int | None = None,
         directory: str | None = None,
         retry: float = 30.0,
         stall: float = 300.0,
@@ -157,8 +157,9 @@ class RelayReplica:
 
         Args:
             readers: names of this host's readers.
-            slots: of the channel here; for logits as many as the original has.
-            slot_bytes: of a dispatch channel; a logits slot is as large as the original's.
+            slots: of the channel here; None: as many as the original has.
+            slot_bytes: of a dispatch channel's slots; None: as the original's. A logits slot is
+                always as large as the original's.
             directory: where the memory lies; None: a memfd.
             retry: seconds to try to reach the source.
             stall: seconds that a reader here may be late.
@@ -168,10 +169,13 @@ class RelayReplica:
         """
         if stall <= 0 or retry <= 0:
             raise ChannelConfigError(f"relay {source.channel}: retry and stall are seconds above 0")
+        slots = slots or source.slots
         sink: _Sink
         if (shape := source.logits) is None:
             sink = _DispatchSink(
-                DispatchProducer.create(source.channel, slots, slot_bytes, readers, directory),
+                DispatchProducer.create(
+                    source.channel, slots, slot_bytes or source.slot_bytes, readers, directory
+                ),
                 stall,
             )
         else:

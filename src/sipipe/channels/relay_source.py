@@ -35,6 +35,7 @@ from typing import Protocol
 from sipipe.channels.dispatch_reader import DispatchReader
 from sipipe.channels.errors import ChannelClosed, ChannelError, ChannelPeerDied
 from sipipe.channels.handshake import accept_peer, new_token
+from sipipe.channels.layout import Layout
 from sipipe.channels.logits import LogitsReader
 from sipipe.channels.logits_shape import LogitsShape
 from sipipe.channels.memory import Endpoint
@@ -57,6 +58,8 @@ __all__ = ["RelaySource"]
 class _Tap(Protocol):
     """What a source follows."""
 
+    layout: Layout
+
     @property
     def shape(self) -> LogitsShape | None: ...
 
@@ -72,6 +75,7 @@ class _DispatchTap:
 
     def __init__(self, endpoint: Endpoint, name: str) -> None:
         self._reader = DispatchReader.open(endpoint, name)
+        self.layout = self._reader.layout
 
     def next(self) -> tuple[int, list[bytes]]:
         with self._reader.receive() as message:
@@ -84,6 +88,7 @@ class _DispatchTap:
 class _LogitsTap:
     def __init__(self, endpoint: Endpoint, name: str) -> None:
         self._reader = LogitsReader.open(endpoint, name)
+        self.layout = self._reader.layout
         self.shape = self._reader.shape
         self._count = 0
 
@@ -120,7 +125,16 @@ class RelaySource:
         self._patience = start_timeout  # for the next connection
         self._window = window
         self._listener, host, port = listen(name, address)
-        self.endpoint = RelayEndpoint(name, host, port, new_token(), max_bytes, tap.shape)
+        self.endpoint = RelayEndpoint(
+            name,
+            host,
+            port,
+            new_token(),
+            max_bytes,
+            tap.layout.slots,
+            tap.layout.slot_bytes,
+            tap.shape,
+        )
         self._kept: collections.deque[Frame] = collections.deque()
         self._state = threading.Condition()  # guards _kept and _failed
         self._sending = threading.Lock()  # guards _connection; taken before _state
