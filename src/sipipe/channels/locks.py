@@ -135,7 +135,7 @@ class BoundedWait:
         """Whether the lock could be taken at once."""
         if self.pending is None:
             return self._locks.try_lock(kind, first, count)
-        return self.wait(kind, first, count, 0)
+        return self._wait_with_helper((kind, first, count), 0)
 
     def wait(self, kind: Kind, first: int, count: int, timeout: float | None) -> bool:
         """Whether the lock was taken within ``timeout`` seconds; None waits without a bound."""
