@@ -148,16 +148,16 @@ def served(quick: bool, size: str, executor: str) -> None:
 
 def thin(quick: bool, size: str, executor: str) -> None:
     """Few requests: microbatches of one sequence each, or fewer and fuller ones?"""
-    counts = [1, 2, 4, 8] if quick else [1, 2, 4, 8, 16, 32]
+    counts = [2, 8, 32, 64] if quick else [1, 2, 4, 8, 16, 32, 64, 128]
     with tempfile.TemporaryDirectory(prefix="sipipe-bench-") as scratch:
         from sipipe.models import make_model
 
         model = make_model("llama", Path(scratch) / "model", size=size)
         base = {"model": str(model), "executor": executor, "counts": counts, "loads": []}
-        base |= {"repeats": 3, "output": 32, "rate": 1.0, "requests": 0}
+        base |= {"repeats": 3, "output": 64, "rate": 1.0, "requests": 0}
         sides = {"vLLM's": {"scheduler": "vllm"}}
-        for least in (1, 4, 1000):
-            sides[f"min_sequences {least}"] = {"scheduler": "pipeline", "min_sequences": least}
+        for least, label in ((0, "measured"), (1, "a slot each"), (1000, "one slot")):
+            sides[label] = {"scheduler": "pipeline", "min_sequences": least}
         rows = []
         for label, side in sides.items():
             cases = _engine({**base, **side})["cases"]

@@ -19,7 +19,7 @@ def test_missing_keys_keep_their_default():
         ([1], "must be an object"),
         ({"moves": 1}, 'unknown key "microbatches.moves"'),
         ({"max_moves": -1}, '"microbatches.max_moves" must be a whole number of 0 or more'),
-        ({"min_sequences": 0}, '"microbatches.min_sequences" must be'),
+        ({"min_sequences": -1}, '"microbatches.min_sequences" must be'),
         ({"prefill_spread": 1.5}, '"microbatches.prefill_spread" must be'),
         ({"max_moves": True}, '"microbatches.max_moves" must be'),
         ({"kv_reserve": 1}, '"microbatches.kv_reserve" must be a number from 0 to below 1'),

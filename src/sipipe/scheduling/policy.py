@@ -10,6 +10,8 @@ sequences are therefore never in flight when its turn comes. The rules, per visi
 *stay*   A decoding sequence runs in its slot, and only there, until it finishes or is preempted.
 *move*   If the visited slot still holds two sequences more than the lightest, it hands over up
          to ``max_moves`` of them. Only the visited slot gives: nothing of it is in flight.
+*open*   As many slots are open as make a rotation shortest (:mod:`sipipe.scheduling.pace`). When
+         that changes, sequences move as many as it takes; a closed slot only carries prompts.
 *prefill* Prompt chunks belong to no slot. Their size is :class:`PrefillThrottle`'s business.
 
 Nothing here knows vLLM, time or threads; a test or the simulator drives it step by step.
@@ -30,6 +32,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from sipipe.scheduling.pace import Pace
 from sipipe.scheduling.prefill import PrefillThrottle
 from sipipe.scheduling.settings import SlotSettings
 
@@ -96,21 +99,30 @@ class SlotPolicy:
         slots: Microbatches in flight, m of 1 or more.
         max_tokens: Token budget of one microbatch, 1 or more.
         settings: Tunables.
+        pace: Says how many slots to open where ``min_sequences`` leaves it open; None: all.
     """
 
     def __init__(
-        self, *, slots: int, max_tokens: int, settings: SlotSettings | None = None
+        self,
+        *,
+        slots: int,
+        max_tokens: int,
+        settings: SlotSettings | None = None,
+        pace: Pace | None = None,
     ) -> None:
         if slots < 1 or max_tokens < 1:
             raise ValueError(f"slots and max_tokens must be 1 or more, not {slots}, {max_tokens}")
         self.slots = slots
         self.settings = settings or SlotSettings()
+        self.pace = pace
         self._throttle = PrefillThrottle(slots=slots, max_tokens=max_tokens, settings=self.settings)
         self._slot_of: dict[str, int] = {}
         # Invariant: _counts[s] == sum(1 for t in _slot_of.values() if t == s) after a visit.
         self._counts = [0] * slots
         self._contexts = [0] * slots
+        # Slots 0 to _active - 1 are open. While _resizing, sequences move as many as it takes.
         self._active = 1
+        self._resizing = False
         self._visits = 0
         self._slot = slots - 1
         self._joins = self._late_joins = self._leaves = self._moves = 0
@@ -154,6 +166,7 @@ class SlotPolicy:
             running=len(self._slot_of),
             arriving=arriving,
             kv_free=kv_free,
+            slots=self._active,
         )
         return Plan(slot=slot, decode=decode, prefill_tokens=prefill, moves=tuple(moves))
 
@@ -195,15 +208,22 @@ class SlotPolicy:
         return members, unplaced
 
     def _open_slots(self, sequences: int) -> None:
-        """Use as many slots as ``min_sequences`` allows; close one only when clearly too thin."""
+        """Decide how many slots are open: by ``min_sequences``, or by measured stage times."""
         least = self.settings.min_sequences
-        most = max(1, min(self.slots, sequences // least))
-        if least == 1:
+        before = self._active
+        if least > 1:
+            # Close one only when clearly too thin.
+            most = max(1, min(self.slots, sequences // least))
+            if most > before or (before > 1 and sequences < before * least * 3 // 4):
+                self._active = most
+        elif least == 0 and self.pace is not None:
+            self._active = self.pace.microbatches(sequences)
+        else:
             self._active = self.slots
-        elif most > self._active or (
-            self._active > 1 and sequences < self._active * least * 3 // 4
-        ):
-            self._active = most
+        if self._active != before:
+            self._resizing = True
+        elif self._resizing and not any(self._counts[before:]):
+            self._resizing = max(self._counts) - min(self._counts[:before]) > 1
 
     def _join(self, sequence: Sequence, last: int, to_come: int) -> None:
         """Place a sequence whose prompt ended at the previous visit, that of slot ``last``."""
@@ -232,10 +252,11 @@ class SlotPolicy:
         moves: list[Move] = []
         unit = self.settings.context_unit
         candidates = [sequence for sequence in members if sequence.ready]
-        while candidates and len(moves) < self.settings.max_moves:
+        closing = visited >= self._active
+        while candidates and (self._resizing or len(moves) < self.settings.max_moves):
             target = self._lightest(visited)
             surplus = self._counts[visited] - self._counts[target]
-            if target == visited or surplus < 1:
+            if target == visited or (surplus < 1 and not closing):
                 break
             # Cost of a decode step in tokens of context: a sequence counts as ``unit`` of them.
             gap = surplus * unit + self._contexts[visited] - self._contexts[target]
@@ -243,7 +264,6 @@ class SlotPolicy:
                 (abs(gap - 2 * (unit + sequence.context)), index)
                 for index, sequence in enumerate(candidates)
             )
-            closing = visited >= self._active
             # With a surplus of one, counts merely swap, so a move must pay in context.
             if surplus == 1 and not closing and gap - left < unit:
                 break

@@ -36,9 +36,8 @@ class PrefillThrottle:
     """
 
     def __init__(self, *, slots: int, max_tokens: int, settings: SlotSettings) -> None:
-        self._slots = slots
         self._max_tokens = max_tokens
-        self._settings = settings.resolved(slots)
+        self._resolved = {open: settings.resolved(open) for open in range(1, slots + 1)}
         # Tokens of the other microbatches in flight.
         self._sizes: deque[int] = deque(maxlen=max(1, slots - 1))
 
@@ -51,6 +50,7 @@ class PrefillThrottle:
         running: int,
         arriving: int,
         kv_free: float,
+        slots: int,
     ) -> int:
         """Prompt tokens for this visit, at most ``pending``.
 
@@ -61,21 +61,23 @@ class PrefillThrottle:
             running: Sequences that decode in any slot.
             arriving: Requests that the pending tokens belong to.
             kv_free: Free share of the KV cache, 0 to 1.
+            slots: Slots that are open, 1 to m; with one there is nothing to keep even.
         """
+        settings = self._resolved[slots]
         room = max(0, self._max_tokens - decoding)
-        if self._slots == 1:
+        if slots == 1:
             return room
-        if running and kv_free < self._settings.kv_reserve:
+        if running and kv_free < settings.kv_reserve:
             pending = started
         size = 0
         if pending > 0:
             disturbed = running / (running + max(1, arriving))
-            burst = int(self._settings.burst_tokens * (1 - disturbed))
+            burst = int(settings.burst_tokens * (1 - disturbed))
             size = max(
-                _share(pending, self._settings.prefill_spread),
-                min(_share(pending, self._slots), burst),
+                _share(pending, settings.prefill_spread),
+                min(_share(pending, slots), burst),
                 max(self._sizes, default=0) - decoding,
-                self._settings.min_chunk_tokens,
+                settings.min_chunk_tokens,
             )
             size = min(size, room, pending)
         self._sizes.append(decoding + size)

@@ -19,9 +19,10 @@ class SlotSettings:
     """Sequences that one visit may move to another slot to level decode counts, 0 or more.
     A moved sequence waits once for up to m - 1 microbatches. 0: slots level by arrivals only."""
 
-    min_sequences: int = 1
-    """Decoding sequences a microbatch should have before another slot is opened, 1 or more.
-    1: up to m sequences run in microbatches of one each."""
+    min_sequences: int = 0
+    """Decoding sequences a microbatch should have before another slot is opened. 0: as many
+    slots as make a rotation shortest by the stage times measured so far. 1: up to m sequences run
+    in microbatches of one each."""
 
     prefill_spread: int = 0
     """Microbatches over which pending prompt tokens are spread. 0: 4 m + 4 up to 24, then
@@ -45,7 +46,7 @@ class SlotSettings:
     def __post_init__(self) -> None:
         for name, least in (
             ("max_moves", 0),
-            ("min_sequences", 1),
+            ("min_sequences", 0),
             ("prefill_spread", 0),
             ("min_chunk_tokens", 0),
             ("burst_tokens", 0),

@@ -1,4 +1,5 @@
-"""What SiPipe adds to whichever scheduler the engine uses: phases for the trace, failed requests.
+"""What SiPipe adds to whichever scheduler the engine uses: phases for the trace, failed requests,
+and for its own the stage times by which it decides how many microbatches to form.
 
 Mixed in front of SiPipe's scheduler, vLLM's own, or a class of the user's, so that neither tracing
 nor the failure of a single request depends on the choice.
@@ -14,6 +15,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from sipipe.trace import Phase
 from sipipe.trace.live import Word
+from sipipe.vllm.live_pace import LivePace
+from sipipe.vllm.scheduler import PipelineScheduler
 from sipipe.vllm.telemetry import Telemetry
 
 
@@ -22,8 +25,17 @@ class ObservedScheduler:
 
     telemetry: Telemetry
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._live_pace: LivePace | None = None
+        if isinstance(self, PipelineScheduler):
+            self._live_pace = self.telemetry.pace()
+            self.follow(self._live_pace.pace)
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         began = time.monotonic_ns()
+        if self._live_pace is not None:
+            self._live_pace.look()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
             # The executor numbers the iteration; the phase is recorded with its number.

@@ -35,7 +35,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from sipipe.scheduling import Plan, Sequence, SlotPolicy, SlotSettings, SlotStatistics
+from sipipe.scheduling import (
+    Pace,
+    Plan,
+    Sequence,
+    SlotPolicy,
+    SlotSettings,
+    SlotStatistics,
+)
 
 __all__ = ["PipelineScheduler"]
 
@@ -83,6 +90,10 @@ class PipelineScheduler(Scheduler):
             self._prefill_left = None
         output.sipipe_slot = plan.slot
         return output
+
+    def follow(self, pace: Pace) -> None:
+        """Open as many slots as ``pace`` says, where the settings leave it open."""
+        self._policy.pace = pace
 
     def slot_statistics(self) -> SlotStatistics:
         """Joins, leaves, moves and the decode count of each slot."""

@@ -14,6 +14,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.trace import open_recorder
 from sipipe.trace.live import LivePage
 from sipipe.trace.metrics import Publisher
+from sipipe.vllm.live_pace import LivePace
 
 
 class Telemetry:
@@ -48,6 +49,10 @@ class Telemetry:
             model=model,
             live=self.live,
         )
+
+    def pace(self) -> LivePace:
+        """The stage times on the page, for the scheduler."""
+        return LivePace(self._page, slots=self._page.header.inflight)
 
     def close(self) -> None:
         """Write what is left of the trace, and let the page go."""

@@ -1,0 +1,104 @@
+"""How many microbatches to form: as many as make a rotation shortest, by measured stage times.
+
+n sequences in k microbatches of b = n / k go round in
+
+    R(k) = max(sum of s_i(b) + h(b), k * max of s_i(b))
+
+where s_i(b) is the time of stage i for b sequences and h(b) what is needed between the last stage
+and the first (sampling, scheduling, messages). The first term is one microbatch's way through the
+pipeline, the second the slowest stage's work on all k. With equal stages k = p or p + 1 is best
+however thin the microbatches are; where one stage is much longer than the others (a large
+vocabulary behind few layers, say) or h is small, a second thin microbatch only pays that stage's
+fixed cost again.
+
+Each s_i is a straight line, fixed + per sequence, fitted to what the stages took lately. A line
+through batches of one size only cannot be told from others; it is then taken as fixed cost, and
+the smaller k that follows brings the batches of another size that settle it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["Line", "Pace"]
+
+MEMORY = 0.995
+"""Weight of a batch relative to the one after it: about the last 200 count."""
+ENOUGH = 12.0
+"""Weight of batches that a line needs before it is used."""
+OUTLIER = 3.0
+"""Times of more than this multiple of the expected one are cut to it: the stage was interrupted."""
+GAIN = 0.05
+"""Share of a rotation that a change of k must promise."""
+HOLD = 24
+"""Visits between two changes."""
+
+
+@dataclasses.dataclass(slots=True)
+class Line:
+    """Seconds of a batch by its sequences: weighted least squares with forgetting."""
+
+    weight: float = 0.0
+    _b: float = 0.0
+    _bb: float = 0.0
+    _t: float = 0.0
+    _bt: float = 0.0
+
+    def add(self, batch: float, seconds: float, count: int = 1) -> None:
+        """``count`` batches of ``batch`` sequences took ``seconds`` each."""
+        if self.weight >= ENOUGH:
+            seconds = min(seconds, OUTLIER * self(batch))
+        for total, value in (
+            ("weight", 1.0),
+            ("_b", batch),
+            ("_bb", batch * batch),
+            ("_t", seconds),
+            ("_bt", batch * seconds),
+        ):
+            setattr(self, total, getattr(self, total) * MEMORY**count + value * count)
+
+    def __call__(self, batch: float) -> float:
+        """Expected seconds of a batch of ``batch`` sequences."""
+        mean, time = self._b / self.weight, self._t / self.weight
+        spread = self._bb / self.weight - mean * mean
+        # A spread of a few per cent of the size is noise, not a slope.
+        slope = 0.0
+        if spread > (0.05 * mean) ** 2:
+            slope = (self._bt / self.weight - mean * time) / spread
+        slope = min(max(slope, 0.0), time / mean if mean else 0.0)
+        return time + slope * (batch - mean)
+
+
+class Pace:
+    """Stage times seen so far, and the number of microbatches that they recommend.
+
+    Args:
+        stages: Pipeline stages, p.
+        slots: Microbatches in flight at most, m.
+    """
+
+    def __init__(self, *, stages: int, slots: int) -> None:
+        self.stages = [Line() for _ in range(stages)]
+        self.between = Line()
+        """From the last stage's end to the next batch's dispatch, without waiting."""
+        self.slots = slots
+        self.chosen = slots
+        self._held = 0
+
+    def rotation(self, sequences: int, microbatches: int) -> float:
+        """R(k): seconds in which each of ``sequences`` gets a token."""
+        batch = -(-sequences // microbatches)
+        times = [stage(batch) for stage in self.stages]
+        between = self.between(batch) if self.between.weight >= ENOUGH else 0.0
+        return max(sum(times) + between, microbatches * max(times))
+
+    def microbatches(self, sequences: int) -> int:
+        """How many microbatches ``sequences`` decoding sequences should form; one call a visit."""
+        most = max(1, min(self.slots, sequences))
+        self._held += 1
+        if self._held >= HOLD and all(stage.weight >= ENOUGH for stage in self.stages):
+            best = min(range(1, most + 1), key=lambda k: (self.rotation(sequences, k), -k))
+            now = self.rotation(sequences, min(self.chosen, most))
+            if self.rotation(sequences, best) < (1 - GAIN) * now:
+                self.chosen, self._held = best, 0
+        return min(self.chosen, most)

@@ -1,0 +1,123 @@
+"""How many microbatches, by measured stage times: the lines, the choice, and what a policy does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sipipe.scheduling import Pace, Sequence, SlotPolicy
+from sipipe.scheduling.pace import ENOUGH, HOLD, Line
+
+
+def test_a_line_is_found_through_noise():
+    rng = random.Random(1)
+    line = Line()
+    for _ in range(400):
+        batch = rng.randint(1, 64)
+        line.add(batch, (5e-3 + 2e-4 * batch) * rng.uniform(0.9, 1.1))
+    assert line(0) == pytest.approx(5e-3, rel=0.1)
+    assert line(64) == pytest.approx(5e-3 + 64 * 2e-4, rel=0.05)
+
+
+def test_batches_of_one_size_give_no_slope():
+    line = Line()
+    for _ in range(50):
+        line.add(16, 8e-3)
+    assert line(16) == line(64) == pytest.approx(8e-3)
+
+
+def test_an_interrupted_batch_hardly_counts():
+    line = Line()
+    for _ in range(100):
+        line.add(16, 8e-3)
+    line.add(16, 5.0)
+    assert line(16) < 8.5e-3
+
+
+def test_it_follows_times_that_change():
+    line = Line()
+    for _ in range(500):
+        line.add(16, 8e-3)
+    for _ in range(1000):
+        line.add(16, 12e-3)
+    assert line(16) == pytest.approx(12e-3, rel=0.05)
+
+
+def served(pace: Pace, sequences: int, stages, visits: int = 400) -> list[int]:
+    """Visits of an engine whose stages take what ``stages`` say; the choice at each."""
+    chosen = []
+    for _ in range(visits):
+        k = pace.microbatches(sequences)
+        batch = -(-sequences // k)
+        for line, (fixed, each) in zip(pace.stages, stages, strict=True):
+            line.add(batch, fixed + each * batch)
+        pace.between.add(batch, 1e-3)
+        chosen.append(k)
+    return chosen
+
+
+def best(sequences: int, stages, slots: int) -> int:
+    def rotation(k):
+        times = [fixed + each * -(-sequences // k) for fixed, each in stages]
+        return max(sum(times) + 1e-3, k * max(times))
+
+    return min(range(1, slots + 1), key=rotation)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [(10e-3, 1e-4), (10e-3, 1e-4)],  # even: as many as hide the rest
+        [(1e-3, 5e-5), (10e-3, 1e-4)],  # the last stage alone: one
+        [(1e-4, 1e-3), (1e-4, 1e-3)],  # all by the sequence
+        [(5e-3, 1e-4)] * 4,
+    ],
+)
+@pytest.mark.parametrize("sequences", [4, 32, 200])
+def test_the_choice_is_within_reach_of_the_best(stages, sequences):
+    pace = Pace(stages=len(stages), slots=len(stages) + 1)
+    found = served(pace, sequences, stages)[-1]
+    ideal = best(sequences, stages, len(stages) + 1)
+    assert pace.rotation(sequences, found) <= 1.1 * pace.rotation(sequences, ideal)
+
+
+def test_it_does_not_waver():
+    rng = random.Random(2)
+    pace = Pace(stages=2, slots=3)
+    changes, last = 0, 3
+    for _ in range(2000):
+        k = pace.microbatches(32)
+        changes += k != last
+        last = k
+        for line in pace.stages:
+            line.add(32 / k, (6e-3 + 1e-4 * 32 / k) * rng.uniform(0.85, 1.15))
+        pace.between.add(32 / k, 2e-3)
+    assert changes <= 4
+
+
+def test_without_measurements_all_slots_are_open():
+    pace = Pace(stages=2, slots=3)
+    assert [pace.microbatches(n) for n in (1, 2, 64)] == [1, 2, 3]
+    pace.stages[0].add(8, 1e-3, int(ENOUGH))
+    assert pace.microbatches(64) == 3, "the other stage has not been seen"
+
+
+def test_a_policy_closes_and_opens_slots_as_the_pace_says():
+    pace = Pace(stages=2, slots=3)
+    policy = SlotPolicy(slots=3, max_tokens=2048, pace=pace)
+    sequences = [Sequence(str(i), 10, True) for i in range(30)]
+
+    def rotations(count):
+        return [policy.visit(sequences, pending_prefill=0) for _ in range(3 * count)]
+
+    rotations(4)
+    assert policy.statistics().counts == (10, 10, 10)
+    for chosen in (1, 2, 3):
+        pace.chosen = chosen
+        plans = rotations(HOLD // 8)
+        counts = policy.statistics().counts
+        assert sum(count > 0 for count in counts) == chosen
+        assert max(counts) - min(counts[:chosen]) <= 1
+        seen = [id for plan in plans[-3:] for id in plan.decode]
+        assert sorted(seen) == sorted(s.id for s in sequences), "once in a rotation, each"
