@@ -38,6 +38,11 @@ SLOT_BYTES = 64 * 1024
 """Bytes of a BIC-I slot: a decode step of some hundred sequences; longer messages span slots."""
 
 
+def bic_i_shape(microbatches: int) -> dict[str, int]:
+    """Slots of BIC-I and their bytes: bitmasks and control calls travel on it too."""
+    return {"slots": max(16, 4 * microbatches), "slot_bytes": SLOT_BYTES}
+
+
 class Reports(Protocol):
     """Who wants to hear what the last stage says of iterations."""
 
@@ -83,8 +88,7 @@ class ControlPlane:
         self._thread: threading.Thread | None = None
         self.producer = DispatchProducer.create(
             name="bic-i",
-            slots=max(16, 4 * slots),
-            slot_bytes=SLOT_BYTES,
+            **bic_i_shape(slots),
             readers=[worker.name for worker in workers] + list(samplers),
             directory=config.shm_dir,
         )

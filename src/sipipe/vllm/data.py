@@ -36,6 +36,7 @@ from sipipe.channels import (
     GatherReceiver,
     LogitsChannel,
     check_room,
+    required_bytes,
 )
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
@@ -47,7 +48,7 @@ from sipipe.service.protocol import Snapshot, decode_sampled, encode
 from sipipe.service.sampler import SamplerBoot
 from sipipe.trace import Phase
 from sipipe.trace.live import Word
-from sipipe.vllm.control import ControlPlane
+from sipipe.vllm.control import ControlPlane, bic_i_shape
 from sipipe.vllm.inflight import InFlight, build_output
 from sipipe.vllm.requests import RequestTracker
 from sipipe.vllm.telemetry import Telemetry
@@ -102,13 +103,15 @@ class DataPlane:
         Raises:
             ResourceError: how much is needed, and which option to lower.
         """
-        size = LogitsChannel.required_bytes(
+        logits = LogitsChannel.required_bytes(
             slots=self._logits_slots,
             vocab=self._vllm_config.model_config.get_vocab_size(),
             batch=self._vllm_config.scheduler_config.max_num_seqs,
             dtype=dtype,
         )
+        size = logits + required_bytes(**bic_i_shape(self._slots))
         check_room(size, self._config.shm_dir, "bic-l (logits)")
+        logger.info("SiPipe's channels take %.0f MiB of shared memory", size / 2**20)
 
     @property
     def _logits_slots(self) -> int:
