@@ -112,9 +112,9 @@ class Sequencer:
                 sequencer.step()
                 super().stamp(word, values)
 
-            def slot(self, word):
+            def run(self, word):
                 sequencer.step()
-                return super().slot(word)
+                return super().run(word)
 
             def load(self, word):
                 if word in sequencer.racing:

@@ -21,8 +21,8 @@ Guarantees, each from those two rules alone:
 * What a reader need not do to have a message, and a writer to publish one, comes afterwards:
   freeing the slot before, statistics, looking for dead readers, and claiming the next slot if it
   happens to be free. Between the two system calls of a hand-over there is little else.
-* A reader that waits without a bound looks at the tickets first, without a lock. That is a hint
-  only: if one is missing it goes to sleep at once, instead of trying a lock that would be refused;
+* A reader that waits without a bound looks at a ticket first, without a lock. That is a hint
+  only: if it is missing, the reader goes to sleep at once, instead of trying a lock that would be refused;
   what it then reads, it reads with the lock, tickets included.
 * A dead reader stops nobody: the kernel frees its locks.
 * With N >= 3 nobody waits in a circle: a writer at n waits for readers at n + 1 - N, whose next
@@ -57,7 +57,7 @@ from sipipe.channels.statistics import ChannelStatistics, Waits
 __all__ = ["RingOwner", "Side", "Words"]
 
 _STAMPS = struct.Struct(f"<{at.STAMPS}q")
-_SLOT = struct.Struct(f"<{1 + at.STAMPS}q")
+_RUN = struct.Struct(f"<{1 + at.STAMPS}q")
 ATTACH_POLL = 0.001
 
 
@@ -78,9 +78,9 @@ class Words:
         """Write the stamp words of a slot."""
         _STAMPS.pack_into(self._raw, word * 8, *values)
 
-    def slot(self, word: int) -> tuple[int, ...]:
-        """Ticket and stamps of a slot."""
-        return _SLOT.unpack_from(self._raw, word * 8)
+    def run(self, word: int) -> tuple[int, ...]:
+        """Six words: ticket and stamps of a slot, or the first of a reader."""
+        return _RUN.unpack_from(self._raw, word * 8)
 
     def text(self, word: int, value: bytes | None = None) -> bytes:
         """A reader's name, zero-padded; with ``value``, write it."""

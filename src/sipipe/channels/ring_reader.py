@@ -112,7 +112,9 @@ class RingReader(Side):
         slot = use % self.slots
         first, count = self._places[slot]
         bounded = self._bounded
-        if timeout is None and bounded.pending is None and self._incomplete(use) is not None:
+        header = self._headers[slot][0]
+        waiting = self.words.load(header + at.S_TICKET) != use + 1
+        if waiting and timeout is None and bounded.pending is None:
             # The usual case, with as little as can be between the waking and the return. The lock
             # is not tried first: its ticket is not there, so it would be refused.
             began = time.monotonic()
@@ -124,7 +126,7 @@ class RingReader(Side):
         ):
             raise self._silent(timeout)
         # From here to the return is what every reader does between its waking and its message.
-        words = self.words.slot(self._headers[slot][0])
+        words = self.words.run(header)
         if words[0] != use + 1 or (count > 1 and self._incomplete(use) is not None):
             self.locks.unlock(first, count)
             raise self._ended(self._incomplete(use) or 0)
@@ -146,7 +148,7 @@ class RingReader(Side):
 
     def slot_words(self, rank: int) -> tuple[int, ...]:
         """Ticket and stamps that a rank gave to the use that was received last."""
-        return self.words.slot(self._headers[self.use % self.slots][rank])
+        return self.words.run(self._headers[self.use % self.slots][rank])
 
     def depth(self) -> int:
         """Complete messages that this reader has not received yet."""
@@ -184,10 +186,8 @@ class RingReader(Side):
     def _check_declared(self) -> None:
         if self.locks.fd < 0:
             raise ChannelClosed(f"channel {self.channel}: reader {self.name} is closed")
-        if (
-            self.words.load(self._base + at.R_STATE) != at.DECLARED
-            or self.words.load(self._base + at.R_GENERATION) != self._generation
-        ):
+        words = self.words.run(self._base)
+        if words[at.R_STATE] != at.DECLARED or words[at.R_GENERATION] != self._generation:
             self.locks.close()
             raise ChannelClosed(f"channel {self.channel}: reader {self.name} was removed")
 
