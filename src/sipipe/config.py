@@ -77,9 +77,10 @@ class SiPipeConfig:
     """Token-safe execution: prepare the next microbatch's inputs while the device runs this one.
     False: prepare and run in turn, with one version of the inputs."""
 
-    transport: Literal["auto", "shm", "socket"] = "auto"
-    """How hidden states travel between stages. ``"auto"``: ``shm``, while all stages are on one
-    host. Tensors of GPU stages go through host memory (CUDA IPC and NCCL are not built)."""
+    transport: Literal["auto", "shm", "socket", "cuda_ipc", "nccl"] = "auto"
+    """How hidden states travel between stages. ``"auto"``, while all stages are on one host:
+    ``shm`` on CPUs, ``cuda_ipc`` on GPUs. Nothing of it has been tested on a GPU, where ``shm`` and
+    ``socket`` go through host memory."""
 
     logits_layout: Literal["rows", "columns"] = "rows"
     """Layout of a logits slot in shared memory. ``"rows"``: [B, V], a sequence is contiguous.
@@ -290,7 +291,7 @@ _PARSERS: Mapping[str, Parser] = types.MappingProxyType(
         "scheduler": _one_of("pipeline", "vllm"),
         "microbatches": _microbatches,
         "overlap": _flag,
-        "transport": _one_of("auto", "shm", "socket"),
+        "transport": _one_of("auto", "shm", "socket", "cuda_ipc", "nccl"),
         "logits_layout": _one_of("rows", "columns"),
         "cores": _placement,
         "trace": _directory,

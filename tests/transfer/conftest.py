@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.transfer import stand_ins
 
-from sipipe.transfer import LinkEndpoint, create_link
+from sipipe.transfer import LinkEndpoint, create_link, cuda_ipc, nccl
 
 BOUND = 60.0  # seconds; of a machine at its worst
 
 
-@pytest.fixture(params=["shm", "socket"])
-def endpoint(request: pytest.FixtureRequest) -> LinkEndpoint:
-    """One link of each kind that runs on a CPU."""
+@pytest.fixture(params=["shm", "socket", "cuda_ipc", "nccl"])
+def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LinkEndpoint:
+    """One link of each kind; those between GPUs with a stand-in for the device."""
+    on_gpu = request.param in ("cuda_ipc", "nccl")
+    if on_gpu:
+        monkeypatch.setattr(cuda_ipc, "_device", stand_ins.StandInDevice)
+        monkeypatch.setattr(nccl, "_lane", stand_ins.StandInLane)
     return create_link(
-        request.param, max_tokens=64, depth=3, name="stage0-1.r0", stall_timeout=BOUND
+        request.param,
+        max_tokens=64,
+        depth=3,
+        name="stage0-1.r0",
+        device="cuda" if on_gpu else "cpu",
+        stall_timeout=BOUND,
     )
 
 

@@ -2,6 +2,7 @@
 
 The rules below are every legal next call of either side; hypothesis chooses among them, which is
 what delays on either side amount to. Structures are drawn from a pool, repeat, and change size.
+The transports between GPUs run with stand-ins, whose copies come late.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from tests.transfer import stand_ins
 
 from sipipe.transfer import create_link, open_receiver, open_sender
 
@@ -66,9 +68,13 @@ class Link(RuleBasedStateMachine):
     @initialize(pool=st.lists(structures, min_size=1, max_size=4), hint=st.sampled_from([0, 200]))
     def start(self, pool: list[dict[str, Any]], hint: int) -> None:
         self.pool = pool
+        on_gpu = self.kind in ("cuda_ipc", "nccl")
+        if on_gpu:
+            stand_ins.use()
         endpoint = create_link(
             self.kind,  # type: ignore[arg-type]
             max_tokens=MAX_TOKENS,
+            device="cuda" if on_gpu else "cpu",
             depth=self.depth,
             bytes_per_token_hint=hint,
             stall_timeout=BOUND,
@@ -134,11 +140,22 @@ class SocketLink(Link):
     depth = 2
 
 
+class CudaIpcLink(Link):
+    kind = "cuda_ipc"
+
+
+class NcclLink(Link):
+    kind = "nccl"
+    depth = 2
+
+
 TestShm = Link.TestCase
 TestSocket = SocketLink.TestCase
-for case in (TestShm, TestSocket):
+TestCudaIpc = CudaIpcLink.TestCase
+TestNccl = NcclLink.TestCase
+for case in (TestShm, TestSocket, TestCudaIpc, TestNccl):
     case.settings = settings(
-        max_examples=25,
+        max_examples=25 if case in (TestShm, TestSocket) else 8,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=list(HealthCheck),

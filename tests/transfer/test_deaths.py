@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,10 @@ PRELUDE = """
 import base64, os, pickle, signal, sys, time
 import torch
 from sipipe.transfer import open_sender, open_receiver
+from tests.transfer import stand_ins
 endpoint = pickle.loads(base64.b64decode(sys.argv[1]))
+if endpoint.device == "cuda":
+    stand_ins.use()
 def hidden(n, i): return {"hidden_states": torch.full((n, 16), float(i)), "residual": torch.ones(n, 16)}
 def say(): print("ready", flush=True)
 """
@@ -41,12 +45,34 @@ say()
 signal.pause()
 """
 DIES_BEFORE_THE_RECORD = """
-from sipipe.transfer.shm import ShmSending
+from sipipe.transfer.frames import Row
 sender = open_sender(endpoint)
 sender.send(0, 4, hidden(4, 0))
 sender.wait_sent(60)
 say()
-ShmSending._send = lambda *a: os._exit(1)   # the data are in the slot, the record is not sent
+write, run = Row.write, Row.run
+Row.write = lambda row, packet, seal, operations: write(row, packet, seal, operations[:-4])
+Row.run = lambda row: (run(row), os._exit(1))   # the data are in the slot, the record is not sent
+sender.send(1, 4, hidden(4, 1))
+signal.pause()
+"""
+DIES_BEFORE_THE_COPY = """
+sender = open_sender(endpoint)
+sender.send(0, 4, hidden(4, 0))
+sender.wait_sent(60)
+say()
+stand_ins.StandInDevice.copy = lambda *a: os._exit(1)
+sender.send(1, 4, hidden(4, 1))
+signal.pause()
+"""
+DIES_BEFORE_THE_DATA = """
+sender = open_sender(endpoint)
+sender.send(0, 4, hidden(4, 0))
+sender.wait_sent(60)
+say()
+class Group:
+    def send(self, *a): os._exit(1)   # the record has left, so the receive is posted
+sender._transport._group = Group()
 sender.send(1, 4, hidden(4, 1))
 signal.pause()
 """
@@ -112,11 +138,15 @@ class Stage:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
+    torch.distributed.TCPStore("127.0.0.1", 0, 1, True)  # the first one keeps a pipe for good
     shm, descriptors = set(os.listdir("/dev/shm")), set(os.listdir("/proc/self/fd"))
     yield
     gc.collect()  # tracebacks of the errors above hold on to mappings
     left = set(os.listdir("/dev/shm")) - shm
     assert not {name for name in left if "transfer" in name}
+    until = time.monotonic() + 5
+    while set(os.listdir("/proc/self/fd")) - descriptors and time.monotonic() < until:
+        time.sleep(0.01)  # gloo's threads close theirs when they end
     assert len(set(os.listdir("/proc/self/fd")) - descriptors) == 0
 
 
@@ -137,7 +167,12 @@ def test_the_sender_is_killed_while_the_receiver_waits(endpoint):
 
 
 def test_the_sender_dies_in_the_middle_of_a_transfer(endpoint):
-    body = DIES_BEFORE_THE_RECORD if endpoint.kind == "shm" else DIES_INSIDE_A_FRAME
+    body = {
+        "shm": DIES_BEFORE_THE_RECORD,
+        "socket": DIES_INSIDE_A_FRAME,
+        "cuda_ipc": DIES_BEFORE_THE_COPY,
+        "nccl": DIES_BEFORE_THE_DATA,
+    }[endpoint.kind]
     with open_receiver(endpoint) as receiver:
         stage = Stage(body, endpoint)
         receiver.post(0, 4)

@@ -18,9 +18,19 @@ def test_the_choice_of_transport(same_host, kind):
     assert link.describe() == f"link a ({kind})"
 
 
-@pytest.mark.parametrize(("kind", "instead"), [("cuda_ipc", "shm"), ("nccl", "socket")])
-def test_what_is_not_built_says_what_to_use(kind, instead):
-    with pytest.raises(UnsupportedError, match=f"transport='{kind}' is not built yet.*{instead}"):
+@pytest.mark.parametrize(("same_host", "kind"), [(True, "cuda_ipc"), (False, "nccl")])
+def test_the_choice_of_transport_between_gpus(same_host, kind):
+    link = create_link(
+        max_tokens=1, same_host=same_host, address=("10.0.0.2", 29_000), device="cuda"
+    )
+    assert link.kind == kind
+    assert link.transport == f"{kind} (untested on a GPU)"
+    assert create_link("shm", max_tokens=1).transport == "shm"
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
+def test_transports_between_gpus_need_gpus(kind):
+    with pytest.raises(UnsupportedError, match=f"transport='{kind}' joins stages on CUDA devices"):
         create_link(kind, max_tokens=1)
 
 
@@ -39,7 +49,7 @@ def test_every_socket_link_has_a_port_of_its_own():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "rdma"}, r"transport='rdma': choose auto, shm or socket"),
+        ({"kind": "rdma"}, r"transport='rdma': choose auto, shm, socket, cuda_ipc or nccl"),
         ({"depth": 1}, "depth=1"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"shards": 2, "shard": 2}, "shard=2 of shards=2"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import socket
 import threading
 import time
@@ -11,30 +13,26 @@ import torch
 
 from sipipe.errors import ResourceError
 from sipipe.transfer import create_link, open_receiver, open_sender
+from sipipe.transfer.cuda_ipc import CudaIpcSending
+from sipipe.transfer.nccl import NcclSending
+from sipipe.transfer.records import RECORD_BYTES
 from sipipe.transfer.sender import Sender
 from sipipe.transfer.shm import ShmSending
+from sipipe.transfer.shm_connection import PacketConnection
 from sipipe.transfer.tcp import TcpSending
 
 BOUND = 60.0
 
 
 class Counting:
-    """A transport that counts what goes through it."""
+    """A transport that counts how often the sender waits for a buffer."""
 
     def __init__(self, inner):
         self.inner = inner
-        self.announced = self.transmitted = self.waits = 0
+        self.waits = 0
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
-
-    def announce(self, number, structure):
-        self.announced += 1
-        self.inner.announce(number, structure)
-
-    def transmit(self, record, structure, parts, *, wait):
-        self.transmitted += 1
-        return self.inner.transmit(record, structure, parts, wait=wait)
 
     def collect_releases(self, timeout):
         self.waits += timeout > 0
@@ -43,19 +41,80 @@ class Counting:
 
 @pytest.fixture
 def counting(endpoint):
-    return Counting((ShmSending if endpoint.kind == "shm" else TcpSending)(endpoint))
+    kinds = {
+        "shm": ShmSending,
+        "socket": TcpSending,
+        "cuda_ipc": CudaIpcSending,
+        "nccl": NcclSending,
+    }
+    return Counting(kinds[endpoint.kind](endpoint))
 
 
-def test_no_metadata_after_the_first_iteration(endpoint, counting, hidden):
-    with Sender(endpoint, counting) as sender, open_receiver(endpoint) as receiver:
+@pytest.fixture
+def wire(endpoint, monkeypatch):
+    """The endpoint to send to, and a function: bytes and messages that have arrived so far."""
+    if endpoint.kind in ("shm", "cuda_ipc"):
+        sizes = []
+        next_packet = PacketConnection.next_packet
+
+        def count(self, *arguments):
+            sizes.append(next_packet(self, *arguments))
+            return sizes[-1]
+
+        monkeypatch.setattr(PacketConnection, "next_packet", count)
+        yield endpoint, lambda: (sum(sizes), len(sizes))
+        return
+    seen = [0]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def forward(source, target, counts):
+            with contextlib.suppress(OSError):  # at the end both sides hang up
+                while data := source.recv(1 << 16):
+                    seen[0] += len(data) * counts
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        def relay():
+            near = server.accept()[0]
+            far = socket.create_connection(endpoint.address)
+            back = threading.Thread(target=forward, args=(far, near, False))
+            back.start()
+            forward(near, far, True)
+            back.join(BOUND)
+            near.close()
+            far.close()
+
+        relaying = threading.Thread(target=relay)
+        relaying.start()
+        address = server.getsockname()
+        yield dataclasses.replace(endpoint, address=address), lambda: (seen[0], None)
+        relaying.join(BOUND)
+
+
+def test_no_metadata_after_the_first_iteration(endpoint, wire, hidden):
+    """Counted on the wire: a record a microbatch, on sockets with the data and a seal."""
+    to, arrived = wire
+    with open_receiver(endpoint) as receiver, open_sender(to) as sender:
         for iteration in range(200):
             num_tokens = 1 + iteration * 7 % 64
+            width = 24 if iteration < 100 else 6000  # inline, then by the thread
+            sent = hidden(num_tokens, iteration, width)
+            before = arrived()
             receiver.post(iteration, num_tokens)
-            sender.send(iteration, num_tokens, hidden(num_tokens, iteration))
+            sender.send(iteration, num_tokens, sent)
             receiver.take(iteration, BOUND)
             receiver.release(iteration)
-            assert counting.announced == 1
-            assert counting.transmitted == iteration + 1
+            if iteration in (0, 100):  # a structure is described once
+                continue
+            assert sender.statistics().metadata_messages == 1 + (iteration > 100)
+            data = sum(tensor.nbytes for tensor in sent.values())
+            after = arrived()
+            if endpoint.kind in ("shm", "cuda_ipc"):
+                assert (after[0] - before[0], after[1] - before[1]) == (RECORD_BYTES, 1)
+            elif endpoint.kind == "socket":
+                assert after[0] - before[0] == RECORD_BYTES + data + 8
+            else:  # the data go through the process group
+                assert after[0] - before[0] == RECORD_BYTES
 
 
 def test_a_slow_last_stage_blocks_only_at_the_bound_and_then_in_the_kernel(
@@ -107,6 +166,7 @@ def test_ranks_send_their_part_and_gather(endpoint, hidden, shards):
         create_link(
             endpoint.kind,
             max_tokens=64,
+            device=endpoint.device,
             name=f"stage0-1.r{rank}",
             shards=shards,
             shard=rank,

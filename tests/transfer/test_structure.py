@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sipipe.transfer.arena import Arena, slot_bytes
+from sipipe.transfer.arena import HostArena, slot_bytes
 from sipipe.transfer.structure import ALIGNMENT, TOKENS, Structure
 
 
@@ -52,7 +52,7 @@ def test_only_what_divides_evenly_is_sharded():
 
 def test_addresses_do_not_depend_on_the_number_of_tokens():
     structure = Structure.capture(tensors(5, residual=torch.zeros(5, 6)), 5)
-    arena = Arena.private(2, slot_bytes(structure, 10), 10)
+    arena = HostArena.private(2, slot_bytes(structure, 10), 10)
     for slot in range(2):
         few, many = (arena.views(structure, slot, count) for count in (1, 10))
         assert [t.data_ptr() for t in few] == [t.data_ptr() for t in many]

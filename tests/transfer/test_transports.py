@@ -65,6 +65,7 @@ def test_sizes_that_change_every_iteration(link):
 def test_one_description_then_data_alone(link):
     for iteration in range(10):
         exchange(link, iteration, iteration + 1, hidden(iteration + 1, iteration))
+    link[0].wait_sent(BOUND)
     sender, receiver = (end.statistics() for end in link)
     assert (sender.metadata_messages, sender.data_messages) == (1, 10)
     assert (receiver.metadata_messages, receiver.data_messages) == (1, 10)
@@ -205,15 +206,16 @@ def test_misuse_names_what_is_wrong(link):
 
 def test_a_sender_that_closes_ends_the_link_after_its_last_frame(link):
     sender, receiver = link
-    receiver.post(0, 3)
+    exchange(link, 0, 3, hidden(3))
     receiver.post(1, 3)
-    sender.send(0, 3, hidden(3))
+    receiver.post(2, 3)
+    sender.send(1, 3, hidden(3, 1))
     sender.close()
-    assert_equal(receiver.take(0, BOUND), hidden(3))
+    assert_equal(receiver.take(1, BOUND), hidden(3, 1))
     with pytest.raises(LinkClosedError, match="previous stage"):
-        receiver.take(1, BOUND)
+        receiver.take(2, BOUND)
     with pytest.raises(LinkClosedError):
-        sender.send(1, 3, hidden(3))
+        sender.send(2, 3, hidden(3))
 
 
 def test_a_receiver_that_closes_ends_a_waiting_sender(link):

@@ -2,8 +2,9 @@
 
 from sipipe.transfer.endpoint import LinkEndpoint, create_link, open_receiver, open_sender
 from sipipe.transfer.errors import LinkClosedError, PeerDiedError, TransferMismatchError
-from sipipe.transfer.receiver import Receiver, ReceiverStatistics
-from sipipe.transfer.sender import Sender, SenderStatistics
+from sipipe.transfer.receiver import Receiver
+from sipipe.transfer.sender import Sender
+from sipipe.transfer.statistics import ReceiverStatistics, SenderStatistics
 
 __all__ = [
     "LinkClosedError",

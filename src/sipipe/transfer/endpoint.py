@@ -9,24 +9,18 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import socket
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, get_args
 
 from sipipe.errors import ConfigError, ResourceError, UnsupportedError
 from sipipe.transfer.receiver import AllGather, Receiver
 from sipipe.transfer.sender import Sender
 from sipipe.transfer.transport import ReceivingTransport, SendingTransport
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = ["LinkEndpoint", "TransportKind", "create_link", "open_receiver", "open_sender"]
 
-TransportKind = Literal["shm", "socket"]
-_NOT_BUILT = {
-    "cuda_ipc": "shm, which stages GPU tensors through host memory",
-    "nccl": "socket, which stages GPU tensors through host memory",
-}
-"""Planned transports, and what to use meanwhile: see docs/transfer.md for why."""
+TransportKind = Literal["shm", "socket", "cuda_ipc", "nccl"]
+_UNTESTED = frozenset({"cuda_ipc", "nccl"})
+"""Written without a GPU to try them on: see docs/transfer.md."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,24 +53,19 @@ class LinkEndpoint:
     secret: bytes = dataclasses.field(repr=False)
     """16 random bytes: how the ends find and recognize each other."""
 
+    @property
+    def transport(self) -> str:
+        """The transport in a start-up line."""
+        untested = self.kind in _UNTESTED or self.device == "cuda"
+        return f"{self.kind} (untested on a GPU)" if untested else self.kind
+
     def describe(self) -> str:
         """The link in a message."""
         return f"link {self.name} ({self.kind})"
 
-    def check_device(self, key: str, tensor: torch.Tensor) -> None:
-        """Refuse a tensor that has no data to carry, or a device we do not know.
-
-        Raises:
-            UnsupportedError: names the tensor and its device.
-        """
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise UnsupportedError(
-                f"{self.describe()} carries CPU and CUDA tensors and {key!r} is on {tensor.device}"
-            )
-
 
 def create_link(
-    kind: Literal["auto", "cuda_ipc", "nccl"] | TransportKind = "auto",
+    kind: Literal["auto"] | TransportKind = "auto",
     *,
     max_tokens: int,
     bytes_per_token_hint: int = 0,
@@ -94,16 +83,17 @@ def create_link(
     """Describe a link; cheap, opens nothing.
 
     Args:
-        kind: ``"auto"``: ``"shm"`` on one host, ``"socket"`` between hosts.
+        kind: ``"auto"``: ``"shm"`` on one host and ``"socket"`` between hosts, or ``"cuda_ipc"``
+            and ``"nccl"`` where ``device`` is ``"cuda"``.
         max_tokens: most tokens of a microbatch, padding included.
         bytes_per_token_hint: expected bytes a token of all tensors; saves enlarging buffers when
             a later structure is larger than the first.
         depth: at least 2, so that one iteration is received while another is used.
         name: for messages.
         device: where the later stage needs the tensors. ``"cpu"``: in host memory, in place.
-            ``"cuda"``: on its current GPU, by a copy from host memory.
+            ``"cuda"``: on its current GPU; with ``shm`` and ``socket`` by way of host memory.
         same_host: whether both stages run on one host.
-        address: host and port where the later stage listens (``socket``). None: a free
+        address: host and port where the later stage listens (``socket``, ``nccl``). None: a free
             port of the loopback interface, where ``same_host``.
         shards, shard: see :class:`LinkEndpoint`; worth it where the network between stages is
             slower than the one between tensor-parallel ranks, never for ``shm``.
@@ -115,31 +105,35 @@ def create_link(
         ConfigError: a value is out of range.
         UnsupportedError: the transport is not available here.
     """
-    if kind in _NOT_BUILT:
-        raise UnsupportedError(
-            f"transport={kind!r} is not built yet; use transport='auto' or {_NOT_BUILT[kind]}"
-        )
-    if kind not in ("auto", "shm", "socket"):
-        raise ConfigError(f"transport={kind!r}: choose auto, shm or socket")
-    chosen: TransportKind
-    if kind == "shm" or (kind == "auto" and same_host):
-        chosen = "shm"
+    if kind == "auto":
+        if device == "cuda":
+            chosen: TransportKind = "cuda_ipc" if same_host else "nccl"
+        else:
+            chosen = "shm" if same_host else "socket"
+    elif kind in get_args(TransportKind):
+        chosen = kind
     else:
-        chosen = "socket"
-    if chosen == "shm" and not same_host:
-        raise ConfigError(f"link {name}: transport='shm' needs both stages on one host")
+        raise ConfigError(f"transport={kind!r}: choose auto, shm, socket, cuda_ipc or nccl")
+    if chosen in _UNTESTED and device != "cuda":
+        raise UnsupportedError(
+            f"link {name}: transport={chosen!r} joins stages on CUDA devices; use "
+            "transport='auto' here"
+        )
+    over_tcp = chosen in ("socket", "nccl")
+    if not over_tcp and not same_host:
+        raise ConfigError(f"link {name}: transport={chosen!r} needs both stages on one host")
     if max_tokens < 1:
         raise ConfigError(f"max_tokens={max_tokens}: must be 1 or more")
     if depth < 2:
         raise ConfigError(f"depth={depth}: must be 2 or more")
     if not 0 <= shard < shards:
         raise ConfigError(f"shard={shard} of shards={shards}: must be 0 to {shards - 1}")
-    if chosen == "shm":
+    if not over_tcp:
         address = ("", 0)
     elif address is None:
         if not same_host:
             raise ConfigError(
-                f"link {name}: transport='socket' between hosts needs the address and a port of "
+                f"link {name}: transport={chosen!r} between hosts needs the address and a port of "
                 "the later stage's host"
             )
         address = ("127.0.0.1", _free_port())
@@ -189,10 +183,18 @@ def open_sender(endpoint: LinkEndpoint) -> Sender:
         from sipipe.transfer.shm import ShmSending
 
         transport = ShmSending(endpoint)
-    else:
+    elif endpoint.kind == "socket":
         from sipipe.transfer.tcp import TcpSending
 
         transport = TcpSending(endpoint)
+    elif endpoint.kind == "cuda_ipc":
+        from sipipe.transfer.cuda_ipc import CudaIpcSending
+
+        transport = CudaIpcSending(endpoint)
+    else:
+        from sipipe.transfer.nccl import NcclSending
+
+        transport = NcclSending(endpoint)
     return Sender(endpoint, transport)
 
 
@@ -208,8 +210,16 @@ def open_receiver(endpoint: LinkEndpoint, *, all_gather: AllGather | None = None
         from sipipe.transfer.shm import ShmReceiving
 
         transport = ShmReceiving(endpoint)
-    else:
-        from sipipe.transfer.tcp import TcpReceiving
+    elif endpoint.kind == "socket":
+        from sipipe.transfer.tcp_receiving import TcpReceiving
 
         transport = TcpReceiving(endpoint)
+    elif endpoint.kind == "cuda_ipc":
+        from sipipe.transfer.cuda_ipc import CudaIpcReceiving
+
+        transport = CudaIpcReceiving(endpoint)
+    else:
+        from sipipe.transfer.nccl import NcclReceiving
+
+        transport = NcclReceiving(endpoint)
     return Receiver(endpoint, transport, all_gather)

@@ -11,17 +11,16 @@ memory, where the data need nobody to move them: it doubled the wake-ups on the 
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sipipe.errors import StallError
-from sipipe.transfer.arena import Arena
 from sipipe.transfer.errors import LinkClosedError, TransferMismatchError
-from sipipe.transfer.structure import Structure
+from sipipe.transfer.records import Kind, Record
+from sipipe.transfer.statistics import ReceiverStatistics
 from sipipe.transfer.transport import Arrival, ReceivingTransport
 
 if TYPE_CHECKING:
@@ -29,27 +28,14 @@ if TYPE_CHECKING:
 
     from sipipe.transfer.endpoint import LinkEndpoint
 
-__all__ = ["Receiver", "ReceiverStatistics"]
+__all__ = ["AllGather", "Receiver"]
 
 AllGather = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReceiverStatistics:
-    """What a receiver has done so far."""
-
-    data_messages: int
-    """Microbatches taken."""
-    metadata_messages: int
-    """Descriptions of structures that came in."""
-    bytes_received: int
-    """Bytes of hidden states taken."""
-    waited_seconds: float
-    """Seconds that ``take`` waited for data."""
-    posted: int
-    """Iterations posted and not yet taken."""
-    held: int
-    """Iterations taken and not yet released."""
+class _Ahead(NamedTuple):
+    arrival: Arrival
+    tensors: dict[str, torch.Tensor]
 
 
 class Receiver:
@@ -69,7 +55,9 @@ class Receiver:
         self._state = threading.Lock()
         self._taking = threading.Lock()
         self._last: Arrival | None = None
-        self._ready: tuple[Arena, Structure, int, int, list[torch.Tensor]] | None = None
+        self._to_device = endpoint.device == "cuda" and endpoint.kind in ("shm", "socket")
+        # Whether the views in the slot are all that is wanted.
+        self._in_place = endpoint.shards == 1 and not self._to_device
         self._last_posted = -1
         self._taken = 0
         self._bytes = 0
@@ -122,19 +110,24 @@ class Receiver:
         """
         with self._taking:
             num_tokens = self._expected(iteration)
-            self._prepare(num_tokens)
-            arrival = self._wait(iteration, timeout)
-            try:
-                self._verify(arrival, iteration, num_tokens)
-            except TransferMismatchError as error:
-                self._error = error
-                raise
+            ahead = self._prepare(iteration, num_tokens)
+            arrival = self._wait(iteration, timeout, ahead)
+            if ahead is None or arrival is not ahead.arrival:
+                try:
+                    self._verify(arrival, iteration, num_tokens)
+                except TransferMismatchError as error:
+                    self._error = error
+                    raise
+                ahead = self._look(arrival, num_tokens)
             with self._state:
                 del self._posted[iteration]
                 self._held[iteration] = arrival.record.slot
+            self._last = arrival
             self._taken += 1
             self._bytes += arrival.structure.nbytes(num_tokens)
-            return self._tensors(arrival, num_tokens)
+            if self._in_place:
+                return ahead.tensors
+            return self._elsewhere(ahead, num_tokens)
 
     def release(self, iteration: int) -> None:
         """Give the buffer of ``iteration`` back; its tensors must not be used any more.
@@ -168,7 +161,7 @@ class Receiver:
             self._transport.interrupt()
             with self._taking:
                 self._transport.close()
-                self._last = self._ready = None
+                self._last = None
 
     def __enter__(self) -> Receiver:
         return self
@@ -193,11 +186,11 @@ class Receiver:
                 )
             return self._posted[iteration]
 
-    def _wait(self, iteration: int, timeout: float | None) -> Arrival:
+    def _wait(self, iteration: int, timeout: float | None, ahead: _Ahead | None) -> Arrival:
         bound = self._endpoint.stall_timeout if timeout is None else timeout
         began = time.monotonic()
         try:
-            arrival = self._transport.receive(bound)
+            arrival = self._transport.receive(bound, ahead.arrival if ahead else None)
         except Exception as error:
             if self._closed:
                 raise LinkClosedError(
@@ -228,33 +221,40 @@ class Receiver:
                 f"{record.sequence} of an unknown structure, expected frame {self._taken}"
             )
 
-    def _prepare(self, num_tokens: int) -> None:
-        """Make the views that the next frame will most likely need, while it is on its way.
+    def _prepare(self, iteration: int, num_tokens: int) -> _Ahead | None:
+        """What the next frame will most likely be, while it is on its way.
 
-        Slots come in turn as long as they are released in turn, and structures seldom change.
+        Slots come in turn as long as they are released in turn, and structures seldom change: then
+        all that is left to do when the frame is there is to see that it is this one.
         """
         last = self._last
-        if last is not None:
-            slot = (last.record.slot + 1) % self._endpoint.depth
-            views = last.arena.views(last.structure, slot, num_tokens)
-            self._ready = (last.arena, last.structure, slot, num_tokens, views)
+        if last is None:
+            return None
+        record = Record(
+            Kind.DATA,
+            (last.record.slot + 1) % self._endpoint.depth,
+            last.record.structure,
+            self._taken,
+            iteration,
+            num_tokens,
+            last.structure.fingerprint,
+        )
+        return self._look(Arrival(record, last.structure, last.arena), num_tokens)
 
-    def _tensors(self, arrival: Arrival, num_tokens: int) -> dict[str, torch.Tensor]:
-        arena, structure, slot = arrival.arena, arrival.structure, arrival.record.slot
-        ready, self._ready, self._last = self._ready, None, arrival
-        if ready is not None and ready[:4] == (arena, structure, slot, num_tokens):
-            views = ready[4]
-        else:
-            views = arena.views(structure, slot, num_tokens)
-        if self._plain():
-            return dict(zip(structure.keys, views, strict=True))
+    def _look(self, arrival: Arrival, num_tokens: int) -> _Ahead:
+        structure = arrival.structure
+        views = arrival.arena.views(structure, arrival.record.slot, num_tokens)
+        return _Ahead(arrival, dict(zip(structure.keys, views, strict=True)))
+
+    def _elsewhere(self, ahead: _Ahead, num_tokens: int) -> dict[str, torch.Tensor]:
+        """The tensors whole, and on the device where they are wanted."""
+        structure = ahead.arrival.structure
         result = {}
-        for spec, extent, view in zip(
-            structure.specs, structure.extents(num_tokens), views, strict=True
-        ):
-            if self._endpoint.device == "cuda":
+        for spec, extent in zip(structure.specs, structure.extents(num_tokens), strict=True):
+            view = ahead.tensors[spec.key]
+            if self._to_device:
                 # From pageable memory: the copy is complete on return.
-                view = view.to("cuda")  # noqa: PLW2901
+                view = view.to("cuda")
             if spec.shards == 1:
                 result[spec.key] = view
                 continue
@@ -265,7 +265,3 @@ class Receiver:
                 )
             result[spec.key] = self._all_gather(view).view(extent.shape)
         return result
-
-    def _plain(self) -> bool:
-        """Whether the views in the slot are all that is wanted."""
-        return self._endpoint.shards == 1 and self._endpoint.device == "cpu"

@@ -13,9 +13,11 @@ import struct
 import zlib
 from typing import NamedTuple
 
-__all__ = ["RECORD_BYTES", "Kind", "Record", "RecordCodec", "RecordError"]
+__all__ = ["LAYOUT", "RECORD_BYTES", "Kind", "Record", "RecordCodec", "RecordError"]
 
-_LAYOUT = struct.Struct("<IBBHIQQQQI")
+LAYOUT = "IBBHIQQQQI"
+"""A record as :mod:`struct` sees it, little-endian and without gaps."""
+_LAYOUT = struct.Struct(f"<{LAYOUT}")
 _MAGIC = 0x54535053  # "SPST"
 RECORD_BYTES = _LAYOUT.size
 """Bytes of one record."""
@@ -68,6 +70,14 @@ class RecordCodec:
             _MAGIC, 1, kind, slot, structure, sequence, iteration, num_tokens, value, 0
         )[:-4]
         return body + zlib.crc32(body, self._seed).to_bytes(4, "little")
+
+    def fields(
+        self, slot: int, structure: int, sequence: int, iteration: int, tokens: int, value: int
+    ) -> tuple[int, ...]:
+        """A DATA record as the numbers of :data:`LAYOUT`, the check word's seed in its place."""
+        return (
+            _MAGIC, 1, 3, slot, structure, sequence, iteration, tokens, value, self._seed
+        )  # fmt: skip
 
     def unpack(self, data: bytes | bytearray | memoryview) -> Record:
         """The record in the first :data:`RECORD_BYTES` bytes.

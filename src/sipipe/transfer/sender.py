@@ -2,18 +2,17 @@
 
 Who runs here: the thread that calls :meth:`Sender.send` (one at a time), and one thread of ours
 that connects and transmits. Guarantees: frames leave in the order of the calls; ``send`` returns
-before a large frame is copied; at most ``depth`` iterations are between ``send`` and the
-receiver's release, and only then ``send`` waits, in the kernel, for at most its bound; an error
-of the thread is raised by the next call. Relies on: the GIL for plain reads of the counters
-(each has one writer); the transport for memory order. Rejected: queueing without bound (memory),
-and copying every frame in the caller's thread (16 MB take longer than the 50 µs that a forward
-may lose), or every frame in ours (a hand-over to a thread costs more than copying a decode step).
+before a large frame is copied, and that copy does not wait for the GIL (:mod:`.frames`); at most
+``depth`` iterations are between ``send`` and the receiver's release, and only then ``send`` waits,
+in the kernel, for at most its bound; an error of the thread is raised by the next call. Relies
+on: the GIL for plain reads of the counters (each has one writer); the transport for memory order.
+Rejected: queueing without bound (memory), and copying every frame in the caller's thread (16 MB
+take longer than the 50 µs that a forward may lose), or every frame in ours (a hand-over to a
+thread costs more than copying a small decode step).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import queue
 import threading
 import time
 from collections import deque
@@ -22,7 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sipipe.errors import StallError
 from sipipe.transfer.errors import LinkClosedError
-from sipipe.transfer.records import Kind, Record
+from sipipe.transfer.frames import FrameQueue
+from sipipe.transfer.plans import MAX_STRUCTURES, KnownStructures
+from sipipe.transfer.records import Kind, Record, RecordCodec
+from sipipe.transfer.statistics import SenderStatistics
 from sipipe.transfer.structure import Structure
 from sipipe.transfer.transport import SendingTransport
 
@@ -31,37 +33,21 @@ if TYPE_CHECKING:
 
     from sipipe.transfer.endpoint import LinkEndpoint
 
-__all__ = ["Sender", "SenderStatistics"]
-
-_MAX_STRUCTURES = 32
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SenderStatistics:
-    """What a sender has done so far."""
-
-    data_messages: int
-    """Microbatches sent, one message each."""
-    metadata_messages: int
-    """Descriptions sent: one per structure, the first iteration's included."""
-    bytes_sent: int
-    """Bytes of hidden states."""
-    inline_messages: int
-    """Microbatches small enough to be sent by the caller's own thread."""
-    waits: int
-    """Calls of ``send`` that found the receiver ``depth`` iterations behind."""
-    waited_seconds: float
-    """Seconds spent in these."""
-    in_flight: int
-    """Iterations sent and not yet released."""
+__all__ = ["Sender"]
 
 
 class _Job(NamedTuple):
     record: Record
     structure: Structure
     parts: list[torch.Tensor]
-    ready: Any
+    after: Any
     """For tensors on a GPU, the event after the kernels that make them; else None."""
+
+
+class _Row(NamedTuple):
+    nbytes: int
+    tensors: list[torch.Tensor]
+    """Kept alive until the row has run."""
 
 
 class Sender:
@@ -72,12 +58,15 @@ class Sender:
         self._transport = transport
         self._free = deque(range(endpoint.depth))
         # Invariant: len(_free) + in flight == depth; written by the thread that calls send().
-        self._known: dict[int, Structure] = {}
-        self._current = 0
-        self._last_number = 0
+        self._max_tokens = endpoint.max_tokens
+        self._codec = RecordCodec(endpoint.secret)
+        self._row_kind = -1 if transport.row_kind is None else int(transport.row_kind)
+        self._structures = KnownStructures(endpoint, transport)
         self._last_iteration = -1
         self._submitted = 0  # written by the thread that calls send()
         self._completed = 0  # written by whoever transmits
+        self._left_to_python = 0  # jobs that are no rows; written by the thread that calls send()
+        self._handled = 0  # of them; written by our thread
         self._waiting = False  # under _progress
         self._announced: set[int] = set()
         self._counts = {"metadata": 0, "bytes": 0, "inline": 0, "waits": 0}
@@ -85,10 +74,11 @@ class Sender:
         self._error: BaseException | None = None
         self._closed = False
         self._sending = threading.Lock()
+        self._queueing = threading.Lock()  # close() must not wait for a send() that waits
         self._progress = threading.Condition()
-        self._connected = False
         self._partial: _Job | None = None  # left half-way by send(), for our thread to finish
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._frames = FrameQueue(endpoint.depth)
+        self._jobs: deque[_Row | _Job | None] = deque()  # one for each row of _frames
         self._thread = threading.Thread(
             target=self._run, name=f"sipipe-send-{endpoint.name}", daemon=True
         )
@@ -124,39 +114,99 @@ class Sender:
             ValueError: too many tokens, or an iteration out of order.
         """
         with self._sending:
-            self._check()
-            self._validate(iteration, num_tokens)
-            number = self._number_of(tensors, num_tokens)
-            structure = self._known[number]
-            parts = self._parts(structure, tensors, num_tokens)
-            ready = None if all(part.is_cpu for part in parts) else _event_after(parts)
+            if self._closed or self._error is not None:
+                self._check()
+            if iteration <= self._last_iteration or not 0 <= num_tokens <= self._max_tokens:
+                self._refuse(iteration, num_tokens)
+            # A row that comes behind a frame for Python may find that one's larger memory.
+            steady = self._left_to_python == self._handled
+            plan = self._structures.plans.get(num_tokens) if steady else None
+            addresses = plan.addresses(tensors) if plan is not None else None
+            if addresses is None:
+                number = self._structures.recognize(tensors, num_tokens)
+                if steady and self._row_kind >= 0 and number in self._announced:
+                    plan = self._structures.plan(num_tokens)
+                    addresses = plan.addresses(tensors) if plan is not None else None
+            idle = steady and self._submitted == self._completed
+            inline = idle and plan is not None and plan.nbytes <= self._transport.inline_bytes
+            parts = None
+            if plan is None or addresses is None or (inline and not self._transport.inline_rows):
+                parts = self._parts(tensors, num_tokens)
             if not self._free:
                 self._wait_for_slot(iteration, timeout)
-            record = Record(
-                Kind.DATA,
-                self._free.popleft(),
-                number,
-                self._submitted,
-                iteration,
-                num_tokens,
-                structure.fingerprint,
-            )
-            job = _Job(record, structure, parts, ready)
+            slot, sequence = self._free.popleft(), self._submitted
             self._last_iteration = iteration
-            small = structure.nbytes(num_tokens) <= self._transport.inline_bytes
-            idle = self._submitted == self._completed and self._connected
             self._submitted += 1
-            if small and idle and ready is None and number in self._announced:
-                try:
-                    if self._transmit(job, wait=False):
-                        self._counts["inline"] += 1
-                    else:
-                        self._jobs.put(job)
-                except Exception as error:
-                    self._fail(error)
-                    raise
-            else:
-                self._jobs.put(job)
+            if plan is None or addresses is None or parts is not None:
+                assert parts is not None
+                self._send_parts(slot, iteration, num_tokens, parts, idle=idle)
+                return
+            record = self._codec.fields(
+                slot, plan.number, sequence, iteration, num_tokens, plan.fingerprint
+            )
+            with self._queueing:
+                row = self._frames.own if inline else self._frames.row()
+                row.write(
+                    self._row_kind,
+                    sequence ^ plan.fingerprint,
+                    addresses,
+                    plan.places(slot),
+                    record,
+                )
+                if not inline:
+                    self._jobs.append(_Row(plan.nbytes, list(tensors.values())))
+                    self._frames.ring()
+                    return
+            if error := row.run():
+                self._fail(self._transport.failure(error))
+                self._check()
+            self._counts["inline"] += 1
+            self._complete(plan.nbytes)
+
+    def _send_parts(
+        self,
+        slot: int,
+        iteration: int,
+        num_tokens: int,
+        parts: list[torch.Tensor],
+        *,
+        idle: bool,
+    ) -> None:
+        """Send what is no row: by our thread, or at once if the transport can."""
+        number, structure = self._structures.current, self._structures.structure
+        record = Record(
+            Kind.DATA,
+            slot,
+            number,
+            self._submitted - 1,
+            iteration,
+            num_tokens,
+            structure.fingerprint,
+        )
+        after = _event_after(parts)
+        job = _Job(record, structure, parts, after)
+        transport = self._transport
+        small = structure.nbytes(num_tokens) <= transport.inline_bytes
+        if idle and small and number in self._announced and (after is None or transport.on_device):
+            try:
+                if self._transmit(job, wait=False):
+                    self._counts["inline"] += 1
+                    return
+            except Exception as error:
+                self._fail(error)
+                raise
+        if number not in self._announced:
+            # Announcing it may bring other memory. Until that is done no plan is made.
+            self._structures.forget_plans()
+        self._hand_over(job)
+
+    def _hand_over(self, job: _Job | None) -> None:
+        """Give our thread something to do that is no row."""
+        with self._queueing:
+            self._left_to_python += 1
+            self._frames.row().leave_to_python()
+            self._jobs.append(job)
+            self._frames.ring()
 
     def wait_sent(self, timeout: float | None = None) -> None:
         """Wait until every tensor given to :meth:`send` may be overwritten.
@@ -177,6 +227,7 @@ class Sender:
                 f"{self._endpoint.describe()}: iteration {self._last_iteration} did not leave "
                 f"within {bound:g} s; look at the next stage's log"
             )
+        self._transport.settle()
 
     def statistics(self) -> SenderStatistics:
         """Counts so far."""
@@ -195,13 +246,14 @@ class Sender:
         if self._closed:
             return
         self._closed = True
-        self._jobs.put(None)
+        self._hand_over(None)
         if self._submitted != self._completed and self._error is None:
             self._thread.join(timeout)
-        self._transport.interrupt()
+        self._transport.interrupt(farewell=self._submitted == self._completed)
         self._thread.join()  # whatever it waits for has been interrupted
         with self._sending:
             self._transport.close()
+            self._frames.close()
 
     def __enter__(self) -> Sender:
         return self
@@ -217,49 +269,27 @@ class Sender:
         if self._error is not None:
             raise self._error
 
-    def _validate(self, iteration: int, num_tokens: int) -> None:
+    def _refuse(self, iteration: int, num_tokens: int) -> None:
         if iteration <= self._last_iteration:
             raise ValueError(
                 f"{self._endpoint.describe()}: iteration {iteration} after {self._last_iteration}"
             )
-        if not 0 <= num_tokens <= self._endpoint.max_tokens:
-            raise ValueError(
-                f"{self._endpoint.describe()}: {num_tokens} tokens, but the link was made with "
-                f"max_tokens={self._endpoint.max_tokens}"
-            )
-
-    def _number_of(self, tensors: Mapping[str, torch.Tensor], num_tokens: int) -> int:
-        current = self._known.get(self._current)
-        if current is not None and current.matches(tensors, num_tokens):
-            return self._current
-        for number, structure in self._known.items():
-            if structure.matches(tensors, num_tokens):
-                self._current = number
-                return number
-        structure = Structure.capture(
-            tensors,
-            num_tokens,
-            shards=self._endpoint.shards,
-            whole=self._endpoint.whole,
+        raise ValueError(
+            f"{self._endpoint.describe()}: {num_tokens} tokens, but the link was made with "
+            f"max_tokens={self._max_tokens}"
         )
-        if len(self._known) == _MAX_STRUCTURES:
-            del self._known[next(iter(self._known))]
-        self._last_number += 1
-        self._known[self._last_number] = structure
-        self._current = self._last_number
-        return self._current
 
-    def _parts(
-        self, structure: Structure, tensors: Mapping[str, torch.Tensor], num_tokens: int
-    ) -> list[torch.Tensor]:
-        parts = []
+    def _parts(self, tensors: Mapping[str, torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
+        """What of ``tensors``, which are of the current structure, travels here."""
+        structure, parts = self._structures.structure, []
         for spec, extent in zip(structure.specs, structure.extents(num_tokens), strict=True):
             tensor = tensors[spec.key]
-            if not tensor.is_cpu:
-                self._endpoint.check_device(spec.key, tensor)
+            self._transport.check(spec.key, tensor)
             if spec.shards > 1:
                 start = self._endpoint.shard * extent.elements
                 tensor = tensor.reshape(-1).narrow(0, start, extent.elements)
+            if self._transport.on_device:  # here, so that the event comes after it
+                tensor = tensor.contiguous()
             parts.append(tensor)
         return parts
 
@@ -292,14 +322,26 @@ class Sender:
     def _run(self) -> None:
         try:
             self._transport.connect(self._endpoint.start_timeout)
-            self._connected = True
-            # No bound: an idle engine sends nothing for hours; close() puts the None.
-            while (job := self._jobs.get()) is not None:
-                if job is self._partial:
-                    self._transport.flush()
-                    self._complete(job)
+            while True:
+                error = self._frames.step()
+                job = self._jobs.popleft()
+                if error is None:
+                    if job is None:
+                        return
+                    assert isinstance(job, _Job)
+                    if job is self._partial:
+                        self._transport.flush()
+                        self._partial = None
+                        self._complete(job.structure.nbytes(job.record.num_tokens))
+                    else:
+                        self._transmit(job, wait=True)
+                    self._handled += 1
+                elif error == 0:
+                    assert isinstance(job, _Row)
+                    self._complete(job.nbytes)
                 else:
-                    self._transmit(job, wait=True)
+                    raise self._transport.failure(error)
+                del job  # its tensors, before the next wait
         except Exception as error:
             self._fail(error)
 
@@ -308,19 +350,18 @@ class Sender:
         if number not in self._announced:
             self._transport.announce(number, job.structure)
             self._announced.add(number)
-            self._announced.discard(number - 2 * _MAX_STRUCTURES)
+            self._announced.discard(number - 2 * MAX_STRUCTURES)
             self._counts["metadata"] += 1
-        if job.ready is not None:
-            job.ready.synchronize()
-        if self._transport.transmit(job.record, job.structure, job.parts, wait=wait):
-            self._complete(job)
+        if self._transport.transmit(
+            job.record, job.structure, job.parts, after=job.after, wait=wait
+        ):
+            self._complete(job.structure.nbytes(job.record.num_tokens))
             return True
         self._partial = job
         return False
 
-    def _complete(self, job: _Job) -> None:
-        self._partial = None
-        self._counts["bytes"] += job.structure.nbytes(job.record.num_tokens)
+    def _complete(self, nbytes: int) -> None:
+        self._counts["bytes"] += nbytes
         self._completed += 1
         # Whoever waits has set _waiting before it looked at _completed, so one of us sees the
         # other; steady iterations spare themselves the condition.
@@ -336,10 +377,12 @@ class Sender:
 
 
 def _event_after(parts: list[torch.Tensor]) -> Any:
-    """An event behind what the GPU has been given so far; waiting for it does not spin."""
+    """An event behind what the parts' GPU has been given so far; waiting for it does not spin."""
+    device = next((part.device for part in parts if not part.is_cpu), None)
+    if device is None:
+        return None
     import torch
 
-    device = next(part.device for part in parts if not part.is_cpu)
     event = torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
     return event

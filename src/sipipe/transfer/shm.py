@@ -19,7 +19,6 @@ dies); a named segment in /dev/shm (outlives kill -9, and containers limit it to
 
 from __future__ import annotations
 
-import array
 import contextlib
 import mmap
 import os
@@ -28,24 +27,28 @@ import socket
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sipipe.errors import ResourceError
-from sipipe.transfer.arena import Arena, slot_bytes
+from sipipe.transfer.arena import Arena, HostArena, slot_bytes
 from sipipe.transfer.errors import LinkClosedError, PeerDiedError, TransferMismatchError
+from sipipe.transfer.frames import RowKind
 from sipipe.transfer.records import RECORD_BYTES, Kind, Record, RecordCodec, RecordError
 from sipipe.transfer.shm_connection import PacketConnection
 from sipipe.transfer.structure import Structure
-from sipipe.transfer.transport import Arrival
+from sipipe.transfer.transport import Arrival, HostSending
 
 if TYPE_CHECKING:
     import torch
 
     from sipipe.transfer.endpoint import LinkEndpoint
 
-__all__ = ["ShmReceiving", "ShmSending"]
+__all__ = ["MEMORY", "ShmReceiving", "ShmSending"]
 
-_ARENA = struct.Struct("<QI")  # bytes of a slot, whether a memfd comes with it
+_ARENA = struct.Struct("<QI")  # bytes of a slot, whether a memfd comes behind it
+MEMORY = b"memory"
+"""The packet that the memfd comes with. A packet of its own: reading every packet in the way that
+takes descriptors would cost every iteration some microseconds."""
 _POPULATE_BELOW = 64 << 20
 _MAX_PACKET = 1 << 16
 _RETRY_SECONDS = 0.02
@@ -60,17 +63,20 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size, flags)
 
 
-class ShmSending:
+class ShmSending(HostSending):
     """The sender's end."""
 
     inline_bytes = 256 << 10
     """Copied in 3 to 15 µs; more is cheaper to hand to a thread, as far as the caller goes."""
+    row_kind: RowKind | None = RowKind.COPY
+    inline_rows = True
 
     def __init__(self, endpoint: LinkEndpoint) -> None:
-        self._endpoint = endpoint
+        super().__init__(endpoint)
         self._codec = RecordCodec(endpoint.secret)
         self._connection: PacketConnection | None = None
-        self._arena: Arena | None = None
+        self._arena: HostArena | None = None
+        self._size = 0  # bytes of a slot, so far
         self._packet = bytearray(RECORD_BYTES)
         self._closed = threading.Event()
 
@@ -98,40 +104,48 @@ class ShmSending:
                 sock.close()
                 raise
         self._connection = PacketConnection(sock, f"{self._endpoint.describe()}: the next stage")
+        self._descriptor = sock.fileno()
         if self._closed.is_set():  # interrupt() may have looked before the line above
-            self.interrupt()
+            self.interrupt(farewell=True)
         self._send(self._codec.pack(Record(Kind.HELLO)))
 
     def announce(self, number: int, structure: Structure) -> None:
         endpoint = self._endpoint
         need = slot_bytes(structure, endpoint.max_tokens, endpoint.bytes_per_token_hint)
-        descriptor = -1
-        if self._arena is None or need > self._arena.size:
-            total = need * endpoint.depth
-            descriptor = os.memfd_create("sipipe-transfer", os.MFD_CLOEXEC)
-            try:
-                os.ftruncate(descriptor, total)
-                memory = _map(descriptor, total)
-            except OSError as error:
-                os.close(descriptor)
-                raise ResourceError(
-                    f"{endpoint.describe()}: no {total / 2**20:.0f} MiB of memory for "
-                    f"{endpoint.depth} slots of max_tokens={endpoint.max_tokens}: {error}"
-                ) from error
-            self._arena = Arena(memory, endpoint.depth, need, endpoint.max_tokens)
+        grow = need > self._size
+        if grow:
+            self._size = need
         description = structure.encode()
-        packet = (
-            self._codec.pack(
-                Record(Kind.STRUCTURE, structure=number, value=_ARENA.size + len(description))
-            )
-            + _ARENA.pack(self._arena.size, descriptor >= 0)
-            + description
-        )
+        record = Record(Kind.STRUCTURE, structure=number, value=_ARENA.size + len(description))
+        self._send(self._codec.pack(record) + _ARENA.pack(self._size, grow) + description)
+        if grow:
+            self._make_room(self._size * endpoint.depth)
+
+    def _make_room(self, total: int) -> None:
+        endpoint = self._endpoint
+        descriptor = os.memfd_create("sipipe-transfer", os.MFD_CLOEXEC)
         try:
-            self._send(packet, descriptor)
+            os.ftruncate(descriptor, total)
+            memory = _map(descriptor, total)
+            self._send(MEMORY, descriptor)
+        except OSError as error:
+            raise ResourceError(
+                f"{endpoint.describe()}: no {total / 2**20:.0f} MiB of memory for "
+                f"{endpoint.depth} slots of max_tokens={endpoint.max_tokens}: {error}"
+            ) from error
         finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+            os.close(descriptor)
+        self._arena = HostArena(memory, endpoint.depth, self._size, endpoint.max_tokens)
+
+    def places(self, structure: Structure, slot: int, num_tokens: int) -> tuple[int, ...]:
+        arena = self._arena
+        assert arena is not None, "announce comes first"
+        places: list[int] = []
+        for to, extent in zip(
+            arena.places(structure, slot), structure.extents(num_tokens), strict=True
+        ):
+            places += (to, extent.nbytes)
+        return (*places, arena.seal(slot), self._descriptor)
 
     def transmit(
         self,
@@ -139,9 +153,12 @@ class ShmSending:
         structure: Structure,
         parts: list[torch.Tensor],
         *,
+        after: Any,
         wait: bool,  # noqa: ARG002 - a copy never waits
     ) -> bool:
         assert self._arena is not None, "announce comes first"
+        if after is not None:
+            after.synchronize()
         self._arena.fill(structure, record.slot, record.num_tokens, parts)
         self._arena.write_check(record.slot, record.sequence ^ record.value)
         self._send(self._codec.pack(record))
@@ -158,7 +175,7 @@ class ShmSending:
                 time.sleep(min(timeout, _RETRY_SECONDS))  # not yet connected: start-up only
             return slots
         while connection.wait(0.0 if slots else timeout):
-            if not connection.receive_into(self._packet)[0]:
+            if not connection.receive_into(self._packet):
                 raise connection.died()
             record = self._codec.unpack(self._packet)
             if record.kind == Kind.BYE:
@@ -166,7 +183,7 @@ class ShmSending:
             slots.append(record.slot)
         return slots
 
-    def interrupt(self) -> None:
+    def interrupt(self, *, farewell: bool) -> None:  # noqa: ARG002 - packets never interleave
         self._closed.set()
         if self._connection is not None:
             self._connection.interrupt(self._codec.pack(Record(Kind.BYE)))
@@ -176,6 +193,12 @@ class ShmSending:
             self._connection.close()
         self._arena = None
 
+    def failure(self, error: int) -> Exception:  # noqa: ARG002 - whatever it was, the peer is gone
+        if self._closed.is_set():
+            return LinkClosedError(f"{self._endpoint.describe()}: closed")
+        assert self._connection is not None
+        return self._connection.died()
+
     def _send(self, packet: bytes, descriptor: int = -1) -> None:
         assert self._connection is not None
         try:
@@ -184,9 +207,7 @@ class ShmSending:
             else:
                 socket.send_fds(self._connection.sock, [packet], [descriptor])
         except OSError as error:
-            if self._closed.is_set():
-                raise LinkClosedError(f"{self._endpoint.describe()}: closed") from None
-            raise self._connection.died() from error
+            raise self.failure(error.errno or 0) from error
 
 
 class ShmReceiving:
@@ -211,17 +232,23 @@ class ShmReceiving:
                 f"{endpoint.describe()}: cannot listen ({error}); is it open already?"
             ) from error
 
-    def receive(self, timeout: float) -> Arrival | None:
+    def receive(self, timeout: float, expected: Arrival | None) -> Arrival | None:
         deadline = time.monotonic() + timeout
+        packet = self._codec.pack(expected.record) if expected is not None else b""
         while True:
             left = max(0.0, deadline - time.monotonic())
             if self._connection is None:
                 if not self._accept(left):
                     return None
                 continue
-            if not self._connection.wait(left):
+            size = self._connection.next_packet(self._packet, left)
+            if size is None:
                 return None
-            arrival = self._read(self._connection)
+            if expected is not None and self._packet[:size] == packet and self._arena is not None:
+                self._check_seal(expected.record)
+                return expected
+            expected = None  # something is new, memory perhaps
+            arrival = self._read(self._connection, size)
             if arrival is not None:
                 return arrival
 
@@ -261,54 +288,53 @@ class ShmReceiving:
             self.interrupt()
         return True
 
-    def _read(self, connection: PacketConnection) -> Arrival | None:
-        size, ancillary = connection.receive_into(self._packet)
+    def _read(self, connection: PacketConnection, size: int) -> Arrival | None:
         if size == 0:
             raise connection.died()
-        descriptors = array.array("i")
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                descriptors.frombytes(data[: len(data) - len(data) % 4])
         try:
-            return self._interpret(memoryview(self._packet)[:size], descriptors)
+            return self._interpret(connection, memoryview(self._packet)[:size])
         except RecordError as error:
             raise TransferMismatchError(f"{self._endpoint.describe()}: {error}") from error
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
 
-    def _interpret(self, packet: memoryview, descriptors: array.array[int]) -> Arrival | None:
+    def _interpret(self, connection: PacketConnection, packet: memoryview) -> Arrival | None:
         record = self._codec.unpack(packet)
         if record.kind == Kind.HELLO:
             return None
         if record.kind == Kind.BYE:
             raise LinkClosedError(f"{self._endpoint.describe()}: the previous stage closed it")
         if record.kind == Kind.STRUCTURE:
-            self._learn(record, packet[RECORD_BYTES:], descriptors)
+            self._learn(record, packet[RECORD_BYTES:], connection)
             return None
         structure = self._structures.get(record.structure)
         if structure is None or self._arena is None:
             raise RecordError(f"frame {record.sequence} has a structure never announced")
-        if (
-            record.slot >= self._arena.depth
-            or self._arena.read_check(record.slot) != record.sequence ^ record.value
-        ):
-            raise RecordError(
-                f"slot {record.slot} was overwritten while frame {record.sequence} was in it"
-            )
+        if record.slot >= self._arena.depth:
+            raise RecordError(f"frame {record.sequence} is in slot {record.slot}")
+        self._check_seal(record)
         return Arrival(record, structure, self._arena)
 
-    def _learn(self, record: Record, body: memoryview, descriptors: array.array[int]) -> None:
+    def _check_seal(self, record: Record) -> None:
+        assert isinstance(self._arena, HostArena)
+        if self._arena.read_check(record.slot) != record.sequence ^ record.value:
+            raise TransferMismatchError(
+                f"{self._endpoint.describe()}: slot {record.slot} was overwritten while frame "
+                f"{record.sequence} was in it"
+            )
+
+    def _open_room(self, descriptor: int, size: int) -> Arena:
+        endpoint = self._endpoint
+        memory = _map(descriptor, size * endpoint.depth)
+        return HostArena(memory, endpoint.depth, size, endpoint.max_tokens)
+
+    def _learn(self, record: Record, body: memoryview, connection: PacketConnection) -> None:
         size, fresh = _ARENA.unpack_from(body)
         structure = Structure.decode(body[_ARENA.size :])
         if fresh:
-            endpoint = self._endpoint
-            self._arena = Arena(
-                _map(descriptors[0], size * endpoint.depth),
-                endpoint.depth,
-                size,
-                endpoint.max_tokens,
-            )
+            descriptor = connection.receive_descriptor(MEMORY)
+            try:
+                self._arena = self._open_room(descriptor, size)
+            finally:
+                os.close(descriptor)
         self._structures[record.structure] = structure
         if len(self._structures) > 64:
             del self._structures[next(iter(self._structures))]

@@ -7,10 +7,14 @@ import os
 import select
 import socket
 import struct
+import time
 
 from sipipe.transfer.errors import PeerDiedError
 
 __all__ = ["PacketConnection"]
+
+_SLICE = 0.5
+"""Seconds."""
 
 
 class PacketConnection:
@@ -27,6 +31,7 @@ class PacketConnection:
         self.sock = sock
         self._who = who
         self._pidfd = -1
+        self._sliced = False
         pid, uid, _ = struct.unpack(
             "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         )
@@ -49,21 +54,54 @@ class PacketConnection:
             raise self.died()
         return False
 
-    def receive_into(self, packet: bytearray) -> tuple[int, list[tuple[int, int, bytes]]]:
-        """Bytes of the next packet, 0 at the end, and what came with it.
+    def next_packet(self, packet: bytearray, timeout: float) -> int | None:
+        """Bytes of the next packet, 0 at the end; None when ``timeout`` seconds passed.
+
+        Waits in recv(2) itself, by slices: asking poll(2) first costs some microseconds where
+        they count. A peer that a forked child outlives is so noticed within a slice.
+        """
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) >= _SLICE:
+            if not self._sliced:
+                self.sock.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(_SLICE * 1e6))
+                )
+                self._sliced = True
+            try:
+                return self.sock.recv_into(packet)
+            except BlockingIOError:
+                if self.wait(0.0):
+                    break
+            except OSError:
+                break
+        return self.receive_into(packet) if self.wait(max(0.0, left)) else None
+
+    def receive_into(self, packet: bytearray) -> int:
+        """Bytes of the packet that is there, 0 at the end.
 
         A peer that closes with packets unread makes the kernel report a reset first; what it
         sent before is still there behind it.
         """
         for _ in range(2):
             try:
-                size, ancillary, _, _ = self.sock.recvmsg_into([packet], socket.CMSG_SPACE(4))
-                return size, ancillary
+                return self.sock.recv_into(packet)
             except ConnectionResetError:
                 continue
             except OSError:
                 break
-        return 0, []
+        return 0
+
+    def receive_descriptor(self, packet: bytes) -> int:
+        """The descriptor that comes with the next packet, which is ``packet``.
+
+        Raises:
+            PeerDiedError: it did not come.
+        """
+        with contextlib.suppress(OSError):
+            message, descriptors, _, _ = socket.recv_fds(self.sock, len(packet) + 1, 1)
+            if message == packet and descriptors:
+                return descriptors[0]
+        raise self.died()
 
     def died(self) -> PeerDiedError:
         """What to raise when the peer is gone without a farewell."""

@@ -179,7 +179,17 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     def nbytes(self, num_tokens: int) -> int:
         """Bytes of data that one iteration of ``num_tokens`` tokens sends on one link."""
-        return sum(extent.nbytes for extent in self.extents(num_tokens))
+        nbytes = self._nbytes.get(num_tokens)
+        if nbytes is None:
+            if len(self._nbytes) == _REMEMBERED:
+                self._nbytes.clear()
+            nbytes = sum(extent.nbytes for extent in self.extents(num_tokens))
+            self._nbytes[num_tokens] = nbytes
+        return nbytes
+
+    @functools.cached_property
+    def _nbytes(self) -> dict[int, int]:
+        return {}
 
     def encode(self) -> bytes:
         """The description that is sent once."""

@@ -14,12 +14,16 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import struct
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["bytes_of", "challenge", "configure", "prove", "read_exactly", "rest"]
+__all__ = ["SEAL", "bytes_of", "challenge", "configure", "prove", "read_exactly", "rest"]
+
+SEAL = struct.Struct("<Q")
+"""What stands behind a frame's data."""
 
 _NONCE = 16
 _PROOF = 32

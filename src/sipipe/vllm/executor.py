@@ -193,7 +193,7 @@ class Executor(VllmExecutor):
             *_counted(self.parallel_config.tensor_parallel_size),
             self._data.describe() if self._data else "vLLM's runner and sampler",
             *_counted(self.slots, "es"),
-            links[0].kind if links else "none",
+            links[0].transport if links else "none",
         )
 
     def execute_model(  # type: ignore[override]

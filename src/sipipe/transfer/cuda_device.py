@@ -1,0 +1,218 @@
+"""What the GPU transports ask of a device, and the CUDA one.
+
+**Untested on a GPU**: there was none where this was written. The transports are tested with a
+stand-in that keeps CUDA's order: copies happen later, in a stream, and events are counted.
+
+Memory that another process maps comes from the driver (``cuMemAlloc``), not from torch's
+allocator, whose blocks share an allocation and, with expandable segments, cannot be exported.
+The driver's six functions are called with :mod:`ctypes`, which leaves the GIL; events and streams
+are torch's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sipipe.errors import ResourceError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CudaDevice", "Device"]
+
+_IPC_HANDLE_BYTES = 64
+_LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class Device(Protocol):
+    """One process's view of its device. "Copies" are those of :meth:`copy`, in their own stream;
+    "now" is the calling thread's current stream. No method waits for the device."""
+
+    uuid: str
+
+    def check(self, key: str, tensor: torch.Tensor, link: str) -> None:
+        """Refuse a tensor that is elsewhere."""
+
+    def allocate(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        """Memory as bytes [nbytes], and the handle by which another process maps it."""
+
+    def map(self, handle: bytes, uuid: str) -> int:
+        """The address of another process's memory, which lies on the device ``uuid``."""
+
+    def unmap(self, address: int) -> None:
+        """Undo :meth:`map`, when the copies so far are done (this waits)."""
+
+    def event(self) -> tuple[Any, bytes]:
+        """An event, and the handle by which another process opens it."""
+
+    def open_event(self, handle: bytes) -> Any:
+        """An event of another process."""
+
+    def copy(self, to: int, tensor: torch.Tensor) -> None:
+        """Copy a contiguous tensor; its memory is kept until that is done."""
+
+    def hold_copies(self, event: Any) -> None:
+        """Copies from now on wait for ``event``."""
+
+    def mark_copies(self, event: Any) -> None:
+        """Let ``event`` stand for the copies so far."""
+
+    def wait_for_copies(self) -> None:
+        """What is queued now waits for the copies so far."""
+
+    def wait(self, event: Any) -> None:
+        """What is queued now waits for ``event``."""
+
+    def mark(self, event: Any) -> None:
+        """Let ``event`` stand for what is queued now."""
+
+
+class CudaDevice:
+    """The current CUDA device of the thread that makes it."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._index = torch.cuda.current_device()
+        self.uuid = str(torch.cuda.get_device_properties(self._index).uuid)
+        self._copies = torch.cuda.Stream(self._index)
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._context = ctypes.c_void_p()
+        self._copies.synchronize()  # makes the context this thread's current one
+        self._call("cuCtxGetCurrent", ctypes.byref(self._context))
+
+    def check(self, key: str, tensor: torch.Tensor, link: str) -> None:
+        if not tensor.is_cuda or tensor.device.index != self._index:
+            raise UnsupportedError(
+                f"{link} carries tensors on cuda:{self._index} and {key!r} is on {tensor.device}; "
+                'use transport "shm"'
+            )
+
+    def allocate(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        import torch
+
+        memory = _Memory(self, nbytes)
+        handle = (ctypes.c_char * _IPC_HANDLE_BYTES)()
+        self._driver_call("cuIpcGetMemHandle", ctypes.byref(handle), memory.address)
+        # The tensor keeps `memory` alive, and the views keep the tensor's storage.
+        return torch.as_tensor(memory, device=f"cuda:{self._index}"), bytes(handle)
+
+    def map(self, handle: bytes, uuid: str) -> int:
+        self._check_peer(uuid)
+        address = ctypes.c_uint64()
+        self._driver_call(
+            "cuIpcOpenMemHandle_v2",
+            ctypes.byref(address),
+            _Handle(handle),
+            ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS),
+        )
+        return address.value
+
+    def unmap(self, address: int) -> None:
+        self._copies.synchronize()
+        self._driver_call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def event(self) -> tuple[Any, bytes]:
+        import torch
+
+        with torch.cuda.device(self._index):
+            event = torch.cuda.Event(interprocess=True)
+            return event, event.ipc_handle()
+
+    def open_event(self, handle: bytes) -> Any:
+        import torch
+
+        return torch.cuda.Event.from_ipc_handle(torch.device("cuda", self._index), handle)
+
+    def copy(self, to: int, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._copies)  # torch's allocator gives it to nobody until then
+        self._driver_call(
+            "cuMemcpyAsync",
+            ctypes.c_uint64(to),
+            ctypes.c_uint64(tensor.data_ptr()),
+            ctypes.c_size_t(tensor.nbytes),
+            ctypes.c_void_p(self._copies.cuda_stream),
+        )
+
+    def hold_copies(self, event: Any) -> None:
+        self._copies.wait_event(event)
+
+    def mark_copies(self, event: Any) -> None:
+        event.record(self._copies)
+
+    def wait_for_copies(self) -> None:
+        self._now().wait_stream(self._copies)
+
+    def wait(self, event: Any) -> None:
+        self._now().wait_event(event)
+
+    def mark(self, event: Any) -> None:
+        event.record(self._now())
+
+    def _now(self) -> Any:
+        import torch
+
+        return torch.cuda.current_stream(self._index)
+
+    def _check_peer(self, uuid: str) -> None:
+        import torch
+
+        for index in range(torch.cuda.device_count()):
+            if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+                break
+        else:
+            raise UnsupportedError(
+                f"the next stage's GPU {uuid} is not visible to this stage: give every worker the "
+                'same CUDA_VISIBLE_DEVICES, or use transport "shm"'
+            )
+        if index != self._index and not torch.cuda.can_device_access_peer(self._index, index):
+            raise UnsupportedError(
+                f"cuda:{self._index} cannot reach the memory of cuda:{index} on this machine; use "
+                'transport "shm"'
+            )
+
+    def _driver_call(self, name: str, *arguments: Any) -> None:
+        self._call("cuCtxSetCurrent", self._context)  # a thread of ours has none of its own
+        self._call(name, *arguments)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        error = getattr(self._driver, name)(*arguments)
+        if error:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(error, ctypes.byref(text))
+            raise ResourceError(
+                f"CUDA: {name} on cuda:{self._index} failed: "
+                f"{(text.value or b'unknown error').decode()} ({error})"
+            )
+
+
+class _Handle(ctypes.Structure):
+    """A CUipcMemHandle, which travels by value."""
+
+    _fields_ = (("data", ctypes.c_char * _IPC_HANDLE_BYTES),)
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__()
+        ctypes.memmove(ctypes.addressof(self), data, _IPC_HANDLE_BYTES)
+
+
+class _Memory:
+    """Device memory that is freed with the last tensor on it."""
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        self.address = ctypes.c_uint64()
+        self._device: CudaDevice | None = None
+        device._driver_call("cuMemAlloc_v2", ctypes.byref(self.address), ctypes.c_size_t(nbytes))
+        self._device = device
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (self.address.value, False),
+            "strides": None,
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        if self._device is not None:
+            self._device._driver_call("cuMemFree_v2", self.address)
