@@ -1,11 +1,12 @@
 """Hidden states from one stage to the next: ours beside vLLM's isend/irecv_tensor_dict.
 
-Two processes, each on a core of its own; the earlier one makes fresh hidden states as a forward pass would, notes the time,
-sends, notes the time again ("blocked"); the later one, which waits for them, notes when it holds
-usable tensors. The clocks are one clock. "copy" is one ``memcpy`` of the same freshly made bytes
-into one of three mapped buffers in turn, measured in the sender in the same loop; "beyond copy" is the median
-of usable minus copy. "Next stage late": the later stage is still busy with an earlier iteration
-when the earlier one sends, as it is in a full pipeline.
+Two processes, each on a core of its own; the earlier one makes fresh hidden states as a forward
+pass would, notes the time, sends, notes the time again ("blocked"); the later one, which waits for
+them, notes when it holds usable tensors. The clocks are one clock. "copy" is one ``memcpy`` of as
+many bytes, made by the same operations just before (so as far in the caches), into one of three
+mapped buffers in turn, measured in the sender in the same loop; "beyond copy" is the median of
+usable minus copy. "Next stage late": the later stage is still busy with an earlier iteration when
+the earlier one sends, as it is in a full pipeline.
 """
 
 from __future__ import annotations
@@ -182,13 +183,15 @@ def _sends(end: Any, start: int, num_tokens: int, count: int, late: bool) -> lis
     times = []
     for iteration in range(start, start + count):
         time.sleep(_LATE / 2 if late else 0.004)  # the rest of a forward pass
-        made = {"hidden_states": base + 1, "residual": base - 1}
-        to = target.data_ptr() + iteration % _COPIES * 2 * base.nbytes
-        began = time.perf_counter()
-        for index, tensor in enumerate(made.values()):
-            ctypes.memmove(to + index * base.nbytes, tensor.data_ptr(), base.nbytes)
-        copied = time.perf_counter() - began
+        # The copy and the hand-over each get hidden states made by the same operations just now,
+        # so that as much of either lies in the caches.
         joint = torch.stack([base + iteration % 7, base - iteration % 7])
+        to = target.data_ptr() + iteration % _COPIES * joint.nbytes
+        began = time.perf_counter()
+        for half in (0, 1):
+            ctypes.memmove(to + half * base.nbytes, joint[half].data_ptr(), base.nbytes)
+        copied = time.perf_counter() - began
+        joint = torch.stack([base - iteration % 5, base + iteration % 5])
         made = {"hidden_states": joint[0], "residual": joint[1]}
         if isinstance(end, _Bare):
             made = {"joint": joint}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -88,3 +90,9 @@ def test_a_tensor_on_another_device_is_refused():
     ):
         sender.send(0, 2, {"h": torch.zeros(2, 3, device="meta")})
     assert not sender.statistics().data_messages
+
+
+def test_numba_is_loaded_when_a_sender_is_opened():
+    """Not before: vLLM's workers stumble over it while they are initialized."""
+    code = "import sys, sipipe.transfer; assert not {'numba', 'llvmlite'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

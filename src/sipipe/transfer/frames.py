@@ -30,33 +30,26 @@ from __future__ import annotations
 import enum
 import os
 import queue
-import socket
 import struct
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
 
-from sipipe.transfer.records import LAYOUT, RECORD_BYTES
+from sipipe.transfer.records import LAYOUT
 
 __all__ = ["MAX_PARTS", "FrameQueue", "Row", "RowKind"]
 
 MAX_PARTS = 12
 """Tensors of a frame; one with more is left to Python."""
 
-_HEAD = 3
-_PACKET = -(-(_HEAD + 3 * MAX_PARTS + 2) // 8) * 8  # records begin on cache lines
-_WORDS = _PACKET + 8
+HEAD = 3
+PACKET = -(-(HEAD + 3 * MAX_PARTS + 2) // 8) * 8  # records begin on cache lines
+_WORDS = PACKET + 8
 _FORMATS = [
-    struct.Struct(f"<{_HEAD + 3 * k + 2}Q{8 * (_PACKET - _HEAD - 3 * k - 2)}x{LAYOUT}")
+    struct.Struct(f"<{HEAD + 3 * k + 2}Q{8 * (PACKET - HEAD - 3 * k - 2)}x{LAYOUT}")
     for k in range(MAX_PARTS + 1)
 ]
-_CHECKED = RECORD_BYTES - 4
-_FLAGS = int(socket.MSG_NOSIGNAL)
-_MORE = int(socket.MSG_NOSIGNAL | socket.MSG_MORE)
-_EINTR = 4
-_IN_PYTHON = -1
+IN_PYTHON = -1
 
 
 class RowKind(enum.IntEnum):
@@ -68,102 +61,12 @@ class RowKind(enum.IntEnum):
     """Send record, tensors and seal, one behind the other."""
 
 
-_memcpy: Any = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uintp))
-_send: Any = types.ExternalFunction(
-    "send", types.intp(types.int32, types.uintp, types.uintp, types.int32)
-)
-_read: Any = types.ExternalFunction("read", types.intp(types.int32, types.uintp, types.uintp))
-_errno: Any = types.ExternalFunction("__errno_location", types.CPointer(types.int32)())
-
-
-def _crc_table() -> np.ndarray:
-    table = np.arange(256, dtype=np.uint64)
-    for _ in range(8):
-        table = np.where(table & 1, (table >> 1) ^ 0xEDB88320, table >> 1)
-    return table.astype(np.uint64)
-
-
-_CRC = _crc_table()
-
-
-def _send_whole(descriptor: Any, address: Any, left: Any, flags: Any) -> Any:
-    """0, or an errno."""
-    while left > 0:
-        sent = _send(np.int32(descriptor), np.uint64(address), np.uint64(left), np.int32(flags))
-        if sent >= 0:
-            address += np.uint64(sent)
-            left -= np.uint64(sent)
-        elif carray(_errno(), 1)[0] != _EINTR:
-            return np.int64(carray(_errno(), 1)[0])
-    return np.int64(0)
-
-
-def _put_check(packet: Any) -> None:
-    """zlib's CRC-32 of a record, from the seed in the check word's place, into that place."""
-    check = np.uint64(0)
-    for index in range(4):
-        check |= np.uint64(packet[_CHECKED + index]) << np.uint64(8 * index)
-    check ^= np.uint64(0xFFFFFFFF)
-    for index in range(_CHECKED):
-        low = (check ^ np.uint64(packet[index])) & np.uint64(255)
-        check = _CRC[low] ^ (check >> np.uint64(8))
-    check ^= np.uint64(0xFFFFFFFF)
-    for index in range(4):
-        packet[_CHECKED + index] = np.uint8((check >> np.uint64(8 * index)) & np.uint64(255))
-
-
-_send_all: Any = njit(nogil=True, cache=True)(_send_whole)
-_check_word: Any = njit(nogil=True, cache=True)(_put_check)
-
-
-def _run(row: Any) -> Any:
-    """Run a row; 0, or the errno of the send that failed."""
-    parts = row[0]
-    places = _HEAD + parts
-    seal_at, descriptor = row[places + 2 * parts], row[places + 2 * parts + 1]
-    seal = np.uint64(row.ctypes.data + 16)
-    record = np.uint64(row.ctypes.data + 8 * _PACKET)
-    _check_word(row[_PACKET:].view(np.uint8))
-    if row[1] == 0:
-        for part in range(parts):
-            _memcpy(row[places + 2 * part], row[_HEAD + part], row[places + 2 * part + 1])
-        _memcpy(seal_at, seal, np.uint64(8))
-        return _send_all(descriptor, record, np.uint64(RECORD_BYTES), _FLAGS)
-    error = _send_all(descriptor, record, np.uint64(RECORD_BYTES), _MORE)
-    for part in range(parts):
-        if error == 0:
-            error = _send_all(descriptor, row[_HEAD + part], row[places + 2 * part + 1], _MORE)
-    if error == 0:
-        error = _send_all(descriptor, seal, np.uint64(8), _FLAGS)
-    return error
-
-
-_ROW = types.uint64[::1]
-_run_row: Callable[[Any], int] = njit([types.int64(_ROW)], nogil=True, cache=True)(_run)
-
-
-def _step(rows: Any, index: int, doorbell: int, scratch: Any) -> Any:
-    """Wait for a ring, then run the row; ``_IN_PYTHON`` for one that Python must handle."""
-    while _read(np.int32(doorbell), np.uint64(scratch.ctypes.data), np.uint64(8)) != 8:
-        error = carray(_errno(), 1)[0]
-        if error != _EINTR:
-            return np.int64(error)
-    row = rows[index]
-    if row[0] == 0:
-        return np.int64(_IN_PYTHON)
-    return _run_row(row)
-
-
-_step_row: Callable[[Any, int, int, Any], int] = njit(
-    [types.int64(types.uint64[:, ::1], types.int64, types.int64, _ROW)], nogil=True, cache=True
-)(_step)
-
-
 class Row:
     """One frame's place."""
 
-    def __init__(self, words: np.ndarray) -> None:
+    def __init__(self, words: np.ndarray, run: Callable[[np.ndarray], int]) -> None:
         self._words = words
+        self._run = run
         self._buffer = words.data.cast("B")
 
     def write(
@@ -193,18 +96,21 @@ class Row:
 
     def run(self) -> int:
         """Run the row now, on this thread, without the GIL; 0 or an errno."""
-        return _run_row(self._words)
+        return self._run(self._words)
 
 
 class FrameQueue:
     """Rows between the thread that calls ``send`` and the one that transmits."""
 
     def __init__(self, depth: int) -> None:
+        from sipipe.transfer.frame_kernels import run_row, step_row
+
+        self._run_row, self._step_row = run_row, step_row
         self._words = np.zeros((depth + 2, _WORDS), np.uint64)
         # Invariant: row n is written again only after it ran. Frame n + depth has a slot, so one
         # of the frames n … n + depth - 1 was released, so it was taken; frames are taken in
         # order, so frame n was too, and it had been run before. One more row is for closing.
-        self._rows = [Row(words) for words in self._words]
+        self._rows = [Row(words, run_row) for words in self._words]
         self._turn = depth + 1
         self._doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._scratch = np.zeros(1, np.uint64)
@@ -240,11 +146,11 @@ class FrameQueue:
             # Wakes up wanting the GIL, which the caller keeps until it is out of send(): without
             # this the copy would push it off the core that they share.
             self._calls.get()
-            result = _run_row(self._words[index]) if self._words[index, 0] else _IN_PYTHON
+            result = self._run_row(self._words[index]) if self._words[index, 0] else IN_PYTHON
         else:
-            result = _step_row(self._words, index, self._doorbell, self._scratch)
+            result = self._step_row(self._words, index, self._doorbell, self._scratch)
         self._done += 1
-        return None if result == _IN_PYTHON else result
+        return None if result == IN_PYTHON else result
 
     def close(self) -> None:
         """Give the doorbell back; nobody waits for it any more."""

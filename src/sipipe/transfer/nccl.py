@@ -56,6 +56,7 @@ __all__ = ["Lane", "NcclReceiving", "NcclSending"]
 
 _SENDER, _RECEIVER = 0, 1
 _JOIN_SECONDS = 20.0
+_FINISH_SECONDS = 2.0
 
 
 class Lane(Protocol):
@@ -223,13 +224,23 @@ class NcclSending(TcpSending):
         return True
 
     def interrupt(self, *, farewell: bool) -> None:
+        if farewell:
+            self._finish_sends()
         super().interrupt(farewell=farewell)
         if not farewell:
             _abort(self._group)
 
+    def _finish_sends(self) -> None:
+        """Frames that were sent arrive, although the group goes: bounded, as the peer may hang."""
+        bound = datetime.timedelta(seconds=_FINISH_SECONDS)
+        with contextlib.suppress(RuntimeError), self._lane.stream():
+            for work in self._work:
+                if work is not None:
+                    work.wait(bound)
+        self._work = [None] * self._endpoint.depth
+
     def close(self) -> None:
         super().close()
-        self._work.clear()
         self._group = None
 
 

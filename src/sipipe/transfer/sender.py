@@ -14,12 +14,12 @@ thread costs more than copying a small decode step).
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sipipe.errors import StallError
+from sipipe.transfer.credit import Credit
 from sipipe.transfer.errors import LinkClosedError
 from sipipe.transfer.frames import FrameQueue
 from sipipe.transfer.plans import MAX_STRUCTURES, KnownStructures
@@ -56,8 +56,7 @@ class Sender:
     def __init__(self, endpoint: LinkEndpoint, transport: SendingTransport) -> None:
         self._endpoint = endpoint
         self._transport = transport
-        self._free = deque(range(endpoint.depth))
-        # Invariant: len(_free) + in flight == depth; written by the thread that calls send().
+        self._credit = Credit(endpoint, transport, self._check)
         self._max_tokens = endpoint.max_tokens
         self._codec = RecordCodec(endpoint.secret)
         self._row_kind = -1 if transport.row_kind is None else int(transport.row_kind)
@@ -69,8 +68,7 @@ class Sender:
         self._handled = 0  # of them; written by our thread
         self._waiting = False  # under _progress
         self._announced: set[int] = set()
-        self._counts = {"metadata": 0, "bytes": 0, "inline": 0, "waits": 0}
-        self._waited = 0.0
+        self._counts = {"metadata": 0, "bytes": 0, "inline": 0}
         self._error: BaseException | None = None
         self._closed = False
         self._sending = threading.Lock()
@@ -132,9 +130,9 @@ class Sender:
             parts = None
             if plan is None or addresses is None or (inline and not self._transport.inline_rows):
                 parts = self._parts(tensors, num_tokens)
-            if not self._free:
-                self._wait_for_slot(iteration, timeout)
-            slot, sequence = self._free.popleft(), self._submitted
+            if not self._credit.free:
+                self._credit.wait(iteration, timeout)
+            slot, sequence = self._credit.free.popleft(), self._submitted
             self._last_iteration = iteration
             self._submitted += 1
             if plan is None or addresses is None or parts is not None:
@@ -236,9 +234,9 @@ class Sender:
             metadata_messages=self._counts["metadata"],
             bytes_sent=self._counts["bytes"],
             inline_messages=self._counts["inline"],
-            waits=self._counts["waits"],
-            waited_seconds=self._waited,
-            in_flight=self._endpoint.depth - len(self._free),
+            waits=self._credit.waits,
+            waited_seconds=self._credit.waited,
+            in_flight=self._credit.in_flight,
         )
 
     def close(self, timeout: float = 1.0) -> None:
@@ -292,30 +290,6 @@ class Sender:
                 tensor = tensor.contiguous()
             parts.append(tensor)
         return parts
-
-    def _wait_for_slot(self, iteration: int, timeout: float | None) -> None:
-        self._free.extend(self._transport.collect_releases(0.0))
-        if self._free:
-            return
-        bound = self._endpoint.stall_timeout if timeout is None else timeout
-        began = time.monotonic()
-        self._counts["waits"] += 1
-        try:
-            while not self._free:
-                self._check()
-                left = began + bound - time.monotonic()
-                if left <= 0:
-                    raise StallError(
-                        f"{self._endpoint.describe()}: iteration {iteration} waited {bound:g} s "
-                        f"for the next stage, which is {self._endpoint.depth} iterations behind "
-                        "and releases none; look at its log"
-                    )
-                self._free.extend(self._transport.collect_releases(min(left, 1.0)))
-        except Exception:
-            self._check()  # closed meanwhile, or our thread knows better what went wrong
-            raise
-        finally:
-            self._waited += time.monotonic() - began
 
     # -- our thread ------------------------------------------------------------------------------
 
