@@ -24,7 +24,6 @@ from sipipe.sampling.kernels.scan import LOWEST, NOTHING, block_maxima, is_hidde
 FORCED = np.float32(1e9)
 """Logit of a token that the thinking budget forces, as in vLLM."""
 _ONE = np.uint32(1)
-_ALL = np.uint32(0xFFFFFFFF)
 
 
 @kernel
