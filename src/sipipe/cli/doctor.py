@@ -172,7 +172,8 @@ def _what_sipipe_does(stages: int, ranks: int, gpus: Sequence[str]) -> Iterator[
             "GPUs", f"--pp {stages} --tp {ranks} needs {stages * ranks}, here are {len(gpus)}"
         )
     inflight = SiPipeConfig().resolved_inflight(stages)
-    yield _ok("pipeline", f"{inflight} microbatches in flight, transport shm")
+    transport = "shm" if device == "cpu" else "cuda_ipc (untested on a GPU)"
+    yield _ok("pipeline", f"up to {inflight} microbatches in flight, transport {transport}")
     yield _ok("start with", f"sipipe serve MODEL --pp {stages} --tp {ranks}")
 
 

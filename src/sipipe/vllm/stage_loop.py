@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed import get_pp_group
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -25,6 +24,7 @@ from sipipe.stage import StageExecutor
 from sipipe.trace import Phase, Recorder
 from sipipe.transfer import LinkEndpoint, Receiver, Sender, open_receiver, open_sender
 from sipipe.vllm.processes import WorkerBoot
+from sipipe.vllm.stage_handover import LogitsHandover
 from sipipe.vllm.stage_model_input import ModelInput
 from sipipe.vllm.stage_runner import StageRunner
 from sipipe.vllm.stage_timing import StageTiming
@@ -56,7 +56,7 @@ class StageLoop:
         self._runner: StageRunner | None = None
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
-        self._logits: LogitsWriter | None = None
+        self._logits: LogitsHandover | None = None
         self._stock_iteration = 0
         self.executor: StageExecutor | None = None
         """Both executors, once the data plane is open; None on vLLM's own path."""
@@ -111,7 +111,11 @@ class StageLoop:
             return
         assert self._runner is not None
         if place.is_last and (place.tp_rank == 0 or self._runner.head.shard):
-            self._logits = LogitsWriter.open(logits, rank=place.tp_rank)
+            self._logits = LogitsHandover(
+                LogitsWriter.open(logits, rank=place.tp_rank),
+                self._boot.config.logits_layout,
+                self._worker.model_runner.device,
+            )
         self.executor = StageExecutor(
             self,
             versions=self._versions,
@@ -185,8 +189,7 @@ class StageLoop:
                 assert logits is not None
                 began = time.monotonic_ns()
                 timeout = self._boot.config.stall_timeout
-                with self._logits.acquire(iteration, rows, timeout) as region:
-                    _store(region, logits, self._boot.config.logits_layout)
+                self._logits.store(iteration, logits, timeout)
                 self._timing.host(Phase.HANDOVER, inputs, began)
         if (extras or not rows) and self._place.tp_rank == 0:
             self._report(iteration, extras)
@@ -236,14 +239,3 @@ class StageLoop:
         for end in (self._receiver, self._sender, self._logits):
             if end is not None:
                 end.close()
-
-
-def _store(region: np.ndarray, logits: torch.Tensor, layout: str) -> None:
-    """Copy logits [n, V] into a BIC-L region, transposed for the column layout.
-
-    bfloat16 has no NumPy type: region and logits are compared as their bits.
-    """
-    target = torch.from_numpy(region)
-    if target.dtype in (torch.uint16, torch.int16):
-        target = target.view(torch.bfloat16)
-    target.copy_(logits if layout == "rows" else logits.T)
