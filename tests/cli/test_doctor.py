@@ -82,7 +82,7 @@ def test_a_cuda_build_without_enough_gpus(capsys, vllm, monkeypatch):
     assert found["GPU 0"]["text"].startswith("NVIDIA H100")
     assert found["GPUs"]["state"] == "warning"
     assert "needs 2, here are 1" in found["GPUs"]["text"]
-    assert "transport shm" in found["pipeline"]["text"]
+    assert "transport cuda_ipc (untested on a GPU)" in found["pipeline"]["text"]
 
 
 def test_the_text_form_has_a_line_per_finding(capsys, vllm):
