@@ -193,6 +193,7 @@ def check(model: Path, traces: list[Trace]) -> list[dict[str, Any]]:
             "fitted to": f"p {fitted.stages}",
             "predicted": f"p {found.p}",
             "microbatch": found.batch,
+            "in flight": found.inflight,
             "tokens seen": found.count,
             "measured ms": found.measured * 1e3,
             "predicted ms": found.predicted * 1e3,

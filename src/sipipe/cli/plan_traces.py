@@ -99,13 +99,13 @@ def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
     run = run_of(trace, cores=costs.cores)
     placement = place(sheet.facts.layers, run.p, run.t, sheet.cluster.devices_per_host)
     found = []
-    for batch, (seconds, count) in sorted(_steady(trace).items()):
+    for (batch, formed), (seconds, count) in sorted(_steady(trace).items()):
         predicted = iterate(
             costs,
             engine(run.engine),
             placement,
             Microbatch(batch=batch, tokens=batch, context=0.0),
-            inflight=trace.inflight,
+            inflight=formed,
             samplers=max(1, len(trace.of("sampler"))),
         )
         found.append(
@@ -113,7 +113,7 @@ def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
                 engine=trace.label,
                 p=run.p,
                 t=run.t,
-                inflight=trace.inflight,
+                inflight=formed,
                 batch=batch,
                 count=count,
                 measured=seconds,
@@ -124,8 +124,9 @@ def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
     return found
 
 
-def _steady(trace: Trace) -> dict[int, tuple[float, int]]:
-    """Microbatch size to the mean seconds between two tokens of a slot, and how many.
+def _steady(trace: Trace) -> dict[tuple[int, int], tuple[float, int]]:
+    """Mean seconds between two tokens of a slot, and how many, by the microbatch's size and by the
+    microbatches in flight: the scheduler forms as many as pay, up to the trace's.
 
     Only steady decoding counts: every microbatch between the two has as many sequences, give or
     take one, and none carries a prompt (it would draw fewer tokens than it has sequences).
@@ -137,23 +138,23 @@ def _steady(trace: Trace) -> dict[int, tuple[float, int]]:
         return {}
     records = trace.executor.phase(Phase.GATHER)
     records = records[np.argsort(records["iteration"], kind="stable")]
-    gaps: dict[int, list[float]] = {}
+    gaps: dict[tuple[int, int], list[float]] = {}
     latest: dict[int, int] = {}
     for position, now in enumerate(records):
         before = latest.get(int(now["slot"]))
         latest[int(now["slot"])] = position
-        if before is None or position - before != trace.inflight:
+        if before is None or not 1 <= (formed := position - before) <= trace.inflight:
             continue
         between = records[before : position + 1]
         if np.ptp(between["batch"]) <= 1 and (between["batch"] == between["tokens"]).all():
             gap = (int(now["end_ns"]) - int(records[before]["end_ns"])) * 1e-9
-            gaps.setdefault(int(now["batch"]), []).append(gap)
+            gaps.setdefault((int(now["batch"]), formed), []).append(gap)
     found = {}
-    for batch, values in gaps.items():
+    for key, values in gaps.items():
         # as for the phases: what took three times the median was something else's doing
         _, means, counts, _ = group_means([()] * len(values), np.asarray(values))
         if counts[0] >= _FEWEST:
-            found[batch] = (float(means[0]), int(counts[0]))
+            found[key] = (float(means[0]), int(counts[0]))
     return found
 
 
