@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sipipe.scheduling import Pace, Sequence, SlotPolicy
-from sipipe.scheduling.pace import ENOUGH, HOLD, Line
+from sipipe.scheduling.pace import COLD, ENOUGH, HOLD, Line
 
 
 def test_a_line_is_found_through_noise():
@@ -35,6 +35,26 @@ def test_an_interrupted_batch_hardly_counts():
     assert line(16) < 8.5e-3
 
 
+def test_a_cold_start_is_forgotten():
+    line = Line()
+    for _ in range(3):
+        line.add(1, 0.8)
+    for _ in range(40):
+        line.add(20, 12e-3)
+    for _ in range(40):
+        line.add(60, 32e-3)
+    assert line(40) == pytest.approx(22e-3, rel=0.02)
+
+
+def test_a_slope_outlives_the_sizes_that_gave_it():
+    line = Line()
+    for batch in [20, 60] * 50:
+        line.add(batch, 2e-3 + batch * 5e-4)
+    for _ in range(3000):
+        line.add(60, 32e-3)
+    assert line(20) == pytest.approx(12e-3, rel=0.02)
+
+
 def test_it_follows_times_that_change():
     line = Line()
     for _ in range(500):
@@ -44,7 +64,7 @@ def test_it_follows_times_that_change():
     assert line(16) == pytest.approx(12e-3, rel=0.05)
 
 
-def served(pace: Pace, sequences: int, stages, visits: int = 400) -> list[int]:
+def served(pace: Pace, sequences: int, stages, visits: int = 3000) -> list[int]:
     """Visits of an engine whose stages take what ``stages`` say; the choice at each."""
     chosen = []
     for _ in range(visits):
@@ -72,6 +92,7 @@ def best(sequences: int, stages, slots: int) -> int:
         [(1e-3, 5e-5), (10e-3, 1e-4)],  # the last stage alone: one
         [(1e-4, 1e-3), (1e-4, 1e-3)],  # all by the sequence
         [(5e-3, 1e-4)] * 4,
+        [(2e-3, 1.5e-4), (12e-3, 4.5e-4)],  # one microbatch looks best until it has been tried
     ],
 )
 @pytest.mark.parametrize("sequences", [4, 32, 200])
@@ -99,6 +120,7 @@ def test_it_does_not_waver():
 def test_without_measurements_all_slots_are_open():
     pace = Pace(stages=2, slots=3)
     assert [pace.microbatches(n) for n in (1, 2, 64)] == [1, 2, 3]
+    pace.stages[0].add(8, 1e-3, COLD)
     pace.stages[0].add(8, 1e-3, int(ENOUGH))
     assert pace.microbatches(64) == 3, "the other stage has not been seen"
 

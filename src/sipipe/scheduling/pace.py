@@ -11,9 +11,10 @@ however thin the microbatches are; where one stage is much longer than the other
 vocabulary behind few layers, say) or h is small, a second thin microbatch only pays that stage's
 fixed cost again.
 
-Each s_i is a straight line, fixed + per sequence, fitted to what the stages took lately. A line
-through batches of one size only cannot be told from others; it is then taken as fixed cost, and
-the smaller k that follows brings the batches of another size that settle it.
+Each s_i is a straight line, fixed + per sequence, fitted to what the stages took lately. Batches of
+one size say nothing of its slope. The slope seen last, when sizes differed, is kept then; before
+there was any, all is taken as fixed cost, and the smaller k that follows brings the batches of
+another size that settle it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ __all__ = ["Line", "Pace"]
 
 MEMORY = 0.995
 """Weight of a batch relative to the one after it: about the last 200 count."""
+COLD = 16
+"""First batches that do not count: they load pages, warm caches and compile."""
 ENOUGH = 12.0
 """Weight of batches that a line needs before it is used."""
 OUTLIER = 3.0
 """Times of more than this multiple of the expected one are cut to it: the stage was interrupted."""
+SPREAD = 0.15
+"""Standard deviation of batch sizes, as a share of their mean, below which they give no slope."""
 GAIN = 0.05
 """Share of a rotation that a change of k must promise."""
 HOLD = 24
@@ -43,9 +48,14 @@ class Line:
     _bb: float = 0.0
     _t: float = 0.0
     _bt: float = 0.0
+    _slope: float = 0.0
+    _seen: int = 0
 
     def add(self, batch: float, seconds: float, count: int = 1) -> None:
         """``count`` batches of ``batch`` sequences took ``seconds`` each."""
+        self._seen += count
+        if self._seen <= COLD:
+            return
         if self.weight >= ENOUGH:
             seconds = min(seconds, OUTLIER * self(batch))
         for total, value in (
@@ -56,16 +66,15 @@ class Line:
             ("_bt", batch * seconds),
         ):
             setattr(self, total, getattr(self, total) * MEMORY**count + value * count)
+        mean = self._b / self.weight
+        spread = self._bb / self.weight - mean * mean
+        if spread > (SPREAD * mean) ** 2:
+            self._slope = (self._bt / self.weight - mean * self._t / self.weight) / spread
 
     def __call__(self, batch: float) -> float:
         """Expected seconds of a batch of ``batch`` sequences."""
         mean, time = self._b / self.weight, self._t / self.weight
-        spread = self._bb / self.weight - mean * mean
-        # A spread of a few per cent of the size is noise, not a slope.
-        slope = 0.0
-        if spread > (0.05 * mean) ** 2:
-            slope = (self._bt / self.weight - mean * time) / spread
-        slope = min(max(slope, 0.0), time / mean if mean else 0.0)
+        slope = min(max(self._slope, 0.0), time / mean if mean else 0.0)
         return time + slope * (batch - mean)
 
 
