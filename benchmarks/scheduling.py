@@ -154,7 +154,7 @@ def thin(quick: bool, size: str, executor: str) -> None:
 
         model = make_model("llama", Path(scratch) / "model", size=size)
         base = {"model": str(model), "executor": executor, "counts": counts, "loads": []}
-        base |= {"repeats": 3, "output": 64, "rate": 1.0, "requests": 0}
+        base |= {"repeats": 3, "output": 32, "rate": 1.0, "requests": 0}
         sides = {"vLLM's": {"scheduler": "vllm"}}
         for least, label in ((0, "measured"), (1, "a slot each"), (1000, "one slot")):
             sides[label] = {"scheduler": "pipeline", "min_sequences": least}
