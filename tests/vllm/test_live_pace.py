@@ -68,3 +68,18 @@ def test_samplers_work_side_by_side_and_the_executor_before_and_after(page):
             executor.phase(phase, i, 0, 1 * MS, 16, 16)
         live.look()
     assert live.pace.between(16) == pytest.approx(6e-3, rel=0.05)
+
+
+def test_what_no_phase_has_is_seen_with_one_microbatch_alone(page):
+    live = LivePace(page, slots=3)
+    executor = page.writer("executor")
+    for formed, expected in ((3, 0.0), (1, 4e-3), (2, 4e-3)):
+        live.pace.formed = formed
+        for i in range(100):
+            for index in range(2):
+                page.writer("stage", index).phase(Phase.FORWARD, i, 0, 10 * MS, 8, 8)
+            executor.phase(Phase.UPDATE, i, 0, 1 * MS, 8, 8)
+            executor.phase(Phase.GATHER, i, 0, 0, 8, 8)
+            live.look(now=i * 25e-3)
+            live.look(now=i * 25e-3 + 1e-3)  # a visit of a closed slot, nothing new
+        assert live.pace.unseen == pytest.approx(expected, abs=2e-4)

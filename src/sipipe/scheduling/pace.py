@@ -89,7 +89,12 @@ class Pace:
     def __init__(self, *, stages: int, slots: int) -> None:
         self.stages = [Line() for _ in range(stages)]
         self.between = Line()
-        """From the last stage's end to the next batch's dispatch, without waiting."""
+        """What sampling and scheduling take between the last stage and the first."""
+        self.unseen = 0.0
+        """Seconds of a rotation that no phase has: wake-ups, messages. Seen with one microbatch
+        alone in the pipeline, and kept."""
+        self.formed = slots
+        """What :meth:`microbatches` said last."""
         self.slots = slots
         self.chosen = slots
         self._held = 0
@@ -99,7 +104,15 @@ class Pace:
         batch = -(-sequences // microbatches)
         times = [stage(batch) for stage in self.stages]
         between = self.between(batch) if self.between.weight >= ENOUGH else 0.0
-        return max(sum(times) + between, microbatches * max(times))
+        return max(sum(times) + between + self.unseen, microbatches * max(times))
+
+    def alone(self, seconds: float) -> None:
+        """A rotation of one microbatch took ``seconds`` more than its phases.
+
+        A pause between requests looks the same: what is much more than before is cut.
+        """
+        seconds = min(max(seconds, 0.0), OUTLIER * self.unseen + 1e-3)
+        self.unseen += 0.1 * (seconds - self.unseen)
 
     def microbatches(self, sequences: int) -> int:
         """How many microbatches ``sequences`` decoding sequences should form; one call a visit."""
@@ -110,4 +123,5 @@ class Pace:
             now = self.rotation(sequences, min(self.chosen, most))
             if self.rotation(sequences, best) < (1 - GAIN) * now:
                 self.chosen, self._held = best, 0
-        return min(self.chosen, most)
+        self.formed = min(self.chosen, most)
+        return self.formed

@@ -7,6 +7,8 @@ own rule. Runs on the engine's thread, once a scheduling call, for a few microse
 
 from __future__ import annotations
 
+import time
+
 from sipipe.scheduling import Pace
 from sipipe.trace import Phase
 from sipipe.trace.live import LivePage, Word
@@ -37,10 +39,15 @@ class LivePace:
             for index in range(header.samplers)
         ]
 
-    def look(self) -> None:
-        """Take in what has happened since the last look."""
+        # Since the executor took the last batch in: when that was, the stages' seconds, no prompts.
+        self._before, self._spent, self._decodes = time.monotonic(), 0.0, True
+
+    def look(self, now: float | None = None) -> None:
+        """Take in what has happened since the last look, at ``now`` on the monotonic clock."""
         for block, line in zip(self._stages, self.pace.stages, strict=True):
             count, sequences, tokens, seconds = block.grown()
+            self._spent += seconds if count else 0.0
+            self._decodes &= sequences == tokens
             if count and sequences == tokens:
                 line.add(sequences / count, seconds / count, count)
         count, sequences, _, seconds = self._executor.grown()
@@ -50,6 +57,10 @@ class LivePace:
         drawn = [block.grown() for block in self._samplers]
         slowest = max((seconds / count for count, _, _, seconds in drawn if count), default=0.0)
         self.pace.between.add(sequences / count, seconds / count + slowest, count)
+        now = time.monotonic() if now is None else now
+        if count == 1 and self.pace.formed == 1 and self._decodes:
+            self.pace.alone(now - self._before - self._spent - seconds - slowest)
+        self._before, self._spent, self._decodes = now, 0.0, True
 
 
 class _Block:
