@@ -15,6 +15,8 @@ Each s_i is a straight line, fixed + per sequence, fitted to what the stages too
 one size say nothing of its slope. The slope seen last, when sizes differed, is kept then; before
 there was any, all is taken as fixed cost, and the smaller k that follows brings the batches of
 another size that settle it.
+
+Runs on the engine's thread alone, and is not safe for more. It relies on being asked once a visit.
 """
 
 from __future__ import annotations
@@ -58,14 +60,12 @@ class Line:
             return
         if self.weight >= ENOUGH:
             seconds = min(seconds, OUTLIER * self(batch))
-        for total, value in (
-            ("weight", 1.0),
-            ("_b", batch),
-            ("_bb", batch * batch),
-            ("_t", seconds),
-            ("_bt", batch * seconds),
-        ):
-            setattr(self, total, getattr(self, total) * MEMORY**count + value * count)
+        kept = MEMORY**count
+        self.weight = self.weight * kept + count
+        self._b = self._b * kept + count * batch
+        self._bb = self._bb * kept + count * batch * batch
+        self._t = self._t * kept + count * seconds
+        self._bt = self._bt * kept + count * batch * seconds
         mean = self._b / self.weight
         spread = self._bb / self.weight - mean * mean
         if spread > (SPREAD * mean) ** 2:
