@@ -43,6 +43,7 @@ def test_round_trip_through_json():
     config = parse(
         samplers=2,
         inflight=3,
+        layers=[6, 2],
         cores={"stages": [[0, 1], [2]], "samplers": [[3], [4]], "scheduler": [5]},
         trace="traces",
         stall_timeout=5,

@@ -48,6 +48,11 @@ def test_cores_as_json():
     assert split("m", "--cores", "off")[0] == {"cores": "off"}
 
 
+def test_layers_by_name_or_by_number():
+    assert split("m", "--layers", "even")[0] == {"layers": "even"}
+    assert split("m", "--layers", "7,1")[0] == {"layers": [7, 1]}
+
+
 def test_abbreviations_are_not_taken():
     assert split("m", "--sample", "2") == ({}, ["m", "--sample", "2"])
 

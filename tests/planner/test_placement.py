@@ -74,8 +74,8 @@ def capacity(model, p, t):
     return memory_of(
         facts,
         place(facts.layers, p, t, 8),
-        cluster(),
-        hardware.efficiency(),
+        cluster=cluster(),
+        efficiency=hardware.efficiency(),
         utilization=0.9,
         kv_element_bytes=2,
     ).kv_tokens

@@ -66,6 +66,10 @@ def test_every_family_equals_stock(models, family, pp, tp):
     check(models, family, pp, tp)
 
 
+def test_stages_of_uneven_layers_equal_stock(models):
+    check(models, "llama", 2, 1, layers=[1, 3])
+
+
 def test_stock_runner_path_equals_stock(models):
     """vLLM's own runner and sampler in SiPipe's stages, eager: stock crashes here."""
     check(models, "llama", 2, 1, stage_runner="vllm")

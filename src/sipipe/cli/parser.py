@@ -53,6 +53,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--inflight", metavar="N", help="microbatches in flight (default: stages + 1)"
     )
+    group.add_argument(
+        "--layers",
+        metavar="auto|even|N,N",
+        help="decoder layers of each stage, such as 7,1 (default: auto)",
+    )
     group.add_argument("--trace", metavar="DIR", help="record a trace of the pipeline into DIR")
     group.add_argument(
         "--cores",
@@ -94,6 +99,10 @@ def engine_settings(own: argparse.Namespace) -> dict[str, Any]:
         value = getattr(own, name)
         if value is not None:
             settings[name] = int(value) if value.lstrip("-").isdecimal() else value
+    if own.layers is not None:
+        counts = own.layers.split(",")
+        named = not all(count.strip().isdecimal() for count in counts)
+        settings["layers"] = own.layers if named else [int(count) for count in counts]
     if own.trace is not None:
         settings["trace"] = own.trace
     if own.cores is not None:

@@ -97,7 +97,7 @@ def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
 
     sheet = costs.sheet
     run = run_of(trace, cores=costs.cores)
-    placement = place(sheet.facts.layers, run.p, run.t, sheet.cluster.devices_per_host)
+    placement = place(sheet.facts.layers, run.p, run.t, sheet.cluster.devices_per_host, run.layers)
     found = []
     for (batch, formed), (seconds, count) in sorted(_steady(trace).items()):
         predicted = iterate(
@@ -170,12 +170,18 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
         elif process.header.role != "stage":
             found += _observations(process.records, -1, "sample")
     found += _turnarounds(trace)
+    layers = {process.header.index: process.header.layers for process in stages}
     return Run(
         p=trace.stages,
         t=1 + max((process.header.rank for process in stages), default=0),
         observations=found,
         engine="vllm" if "stock" in trace.label.lower() else "sipipe",
         cores=cores,
+        layers=(
+            tuple(layers[stage] for stage in sorted(layers))
+            if len(layers) == trace.stages and all(layers.values())
+            else None
+        ),
     )
 
 

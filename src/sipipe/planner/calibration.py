@@ -62,6 +62,8 @@ class Run:
     """``sipipe`` or ``vllm``: whose preparation, scheduling and hand-over these are."""
     cores: int = 1
     """CPU devices: cores of one rank. GPUs: 1."""
+    layers: tuple[int, ...] | None = None
+    """Layers of each stage; None: cut evenly."""
 
 
 Terms = dict[str, float]
@@ -156,7 +158,14 @@ def calibrate(sheet: DatasheetCosts, runs: Sequence[Run]) -> Calibration:
                 f"--calibrate: the trace has {run.p} stages, {sheet.facts.name} only "
                 f"{sheet.facts.layers} layers; is it a trace of this model?"
             )
-        placement = place(sheet.facts.layers, run.p, run.t, sheet.cluster.devices_per_host)
+        if run.layers is not None and sum(run.layers) != sheet.facts.layers:
+            raise ConfigError(
+                f"--calibrate: the trace's stages have {sum(run.layers)} layers, "
+                f"{sheet.facts.name} has {sheet.facts.layers}; is it a trace of this model?"
+            )
+        placement = place(
+            sheet.facts.layers, run.p, run.t, sheet.cluster.devices_per_host, run.layers
+        )
         for seen in run.observations:
             stage = placement.stages[max(0, min(seen.stage, run.p - 1))]
             terms = shapes.of(seen, stage, run.cores)

@@ -50,9 +50,9 @@ def kv_bytes(facts: ModelFacts, stage: Stage, element_bytes: float) -> float:
 def memory_of(
     facts: ModelFacts,
     placement: Placement,
+    *,
     cluster: Cluster,
     efficiency: Efficiency,
-    *,
     utilization: float,
     kv_element_bytes: float,
 ) -> Memory:

@@ -62,13 +62,18 @@ def layer_split(layers: int, p: int) -> tuple[int, ...]:
     return tuple(base + (p - 1 - rest <= index < p - 1) for index in range(p))
 
 
-def place(layers: int, p: int, t: int, devices_per_host: int) -> Placement:
-    """The placement of ``p`` stages of ``t`` ranks. Requires ``1 <= p <= layers``."""
+def place(
+    layers: int, p: int, t: int, devices_per_host: int, cut: tuple[int, ...] | None = None
+) -> Placement:
+    """The placement of ``p`` stages of ``t`` ranks. Requires ``1 <= p <= layers``.
+
+    ``cut``: layers of each stage; None takes vLLM's even cut.
+    """
     assert 1 <= p <= layers
     assert t >= 1
     stages = []
     first = 0
-    for index, count in enumerate(layer_split(layers, p)):
+    for index, count in enumerate(cut or layer_split(layers, p)):
         ranks = range(index * t, (index + 1) * t)
         begin, end = ranks[0] // devices_per_host, ranks[-1] // devices_per_host
         following = (index + 1) * t // devices_per_host

@@ -13,6 +13,7 @@ from sipipe.planner import hardware
 from sipipe.planner.communication import volume_per_device
 from sipipe.planner.costs import Costs, DatasheetCosts
 from sipipe.planner.hardware import Cluster, Engine
+from sipipe.planner.layer_cut import cut_layers
 from sipipe.planner.memory import Memory, memory_of
 from sipipe.planner.models import ModelFacts
 from sipipe.planner.pipeline import Iteration, iterate
@@ -55,6 +56,9 @@ class Choice:
     p: int
     t: int
     placement: Placement
+    cut: tuple[int, ...]
+    """Layers of each stage, as SiPipe cuts unless told otherwise; ``placement`` has them where
+    they fit the devices' memory."""
     memory: Memory
     best: Prediction
     """With SiPipe."""
@@ -176,15 +180,20 @@ def _consider(
         return out(reason)
     efficiency = hardware.efficiency()
     element = workload.kv_element_bytes or float(facts.activation_bytes)
-    placement = place(facts.layers, p, t, cluster.devices_per_host)
-    memory = memory_of(
+    measure = functools.partial(
+        memory_of,
         facts,
-        placement,
-        cluster,
-        efficiency,
+        cluster=cluster,
+        efficiency=efficiency,
         utilization=workload.memory_utilization,
         kv_element_bytes=element,
     )
+    even = place(facts.layers, p, t, cluster.devices_per_host)
+    cut = cut_layers(facts, p, t, device=cluster.device.kind).layers
+    placement = place(facts.layers, p, t, cluster.devices_per_host, cut)
+    memory, even_memory = measure(placement), measure(even)
+    if _does_not_fit(memory, workload):
+        placement, memory = even, even_memory
     reason = _does_not_fit(memory, workload)
     if reason:
         return out(reason)
@@ -208,7 +217,7 @@ def _consider(
     if not found:
         return out(reason)
     best = max(found, key=lambda prediction: prediction.throughput)
-    other = predict(costs, theirs, placement, memory, workload, p, cores, extrapolate)
+    other = predict(costs, theirs, even, even_memory, workload, p, cores, extrapolate)
     again = functools.partial(
         iterate, costs, ours, placement, best.iteration.microbatch, inflight=best.iteration.inflight
     )
@@ -217,6 +226,7 @@ def _consider(
         p=p,
         t=t,
         placement=placement,
+        cut=cut,
         memory=memory,
         best=best,
         baseline=other if isinstance(other, Prediction) else None,

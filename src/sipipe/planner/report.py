@@ -38,6 +38,9 @@ def serve_commands(plan: Plan, choice: Choice) -> list[str]:
         words += ["--gpu-memory-utilization", f"{workload.memory_utilization:g}"]
     if workload.kv_element_bytes == 1.0:
         words += ["--kv-cache-dtype", "fp8"]
+    layers = tuple(stage.layers for stage in choice.placement.stages)
+    if layers != choice.cut:
+        words += ["--layers", ",".join(map(str, layers))]
     hosts = plan.cluster.hosts
     if hosts == 1:
         return [shlex.join(words)]

@@ -69,6 +69,8 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
     host: str = ""
     stages: int = 0
     """Pipeline size p; 0 where the recorder was not told."""
+    layers: int = 0
+    """Decoder layers of a stage; 0 where unknown (vLLM's even cut is assumed)."""
     inflight: int = 0
     """Microbatches that the engine keeps in flight at most; 0 where unknown (p is assumed)."""
     run: str = ""

@@ -306,6 +306,7 @@ def open_recorder(
     rank: int = 0,
     *,
     stages: int = 0,
+    layers: int = 0,
     inflight: int = 0,
     run: str = "",
     label: str = "sipipe",
@@ -319,6 +320,7 @@ def open_recorder(
         directory: where the file goes (made where it is missing), or None for no file.
         role: ``stage``, ``sampler`` or ``executor``; with ``index`` and tensor-parallel ``rank``.
         stages: the pipeline size p.
+        layers: decoder layers of this stage.
         inflight: how many microbatches the engine keeps in flight at most.
         run: any text that is the same in all processes of a run and differs between runs.
         label: the engine's name in reports.
@@ -342,6 +344,7 @@ def open_recorder(
         pid=os.getpid(),
         host=host,
         stages=stages,
+        layers=layers,
         inflight=inflight,
         run=run,
         label=label,

@@ -40,6 +40,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.trace.live import Word
 from sipipe.vllm.compat import Choice, check_features, check_version, choose_path
+from sipipe.vllm.layers import choose_layers
 from sipipe.vllm.links import make_links
 from sipipe.vllm.observed_scheduler import observed
 from sipipe.vllm.placement import apply_core_plan, bind_scheduler
@@ -112,6 +113,7 @@ class Executor(VllmExecutor):
             slots=self.slots,
             run=self._telemetry.run,
             live=self._telemetry.path,
+            layers=choose_layers(self.vllm_config, self.config, self.choice),
             init_methods=self._init_methods,
         )
         self._finalizer = weakref.finalize(self, stop_workers, workers)

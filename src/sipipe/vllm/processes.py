@@ -51,6 +51,8 @@ class WorkerBoot:
     """The same in all processes of an engine; names it in traces."""
     live: str
     """Where the page of live figures is."""
+    layers: tuple[int, ...]
+    """Decoder layers of each stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,7 @@ def start_workers(
     slots: int,
     run: str,
     live: str,
+    layers: tuple[int, ...],
     init_methods: Sequence[str],
 ) -> list[StageProcess]:
     """Start one process per stage and tensor-parallel rank, each bound to its cores.
@@ -137,6 +140,7 @@ def start_workers(
                 slots=slots,
                 run=run,
                 live=live,
+                layers=layers,
             )
             ours, theirs = context.Pipe(duplex=True)
             process = context.Process(

@@ -45,6 +45,7 @@ from sipipe.service.header import Header, Kind, decode_header
 from sipipe.stage.communicator import StageStoppedError
 from sipipe.trace import Phase, open_recorder
 from sipipe.trace.live import LivePage
+from sipipe.vllm.layers import cut_model
 from sipipe.vllm.processes import GRACE_SECONDS, Ready, WorkerBoot
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class WorkerProcess:
             boot.place.stage,
             boot.place.tp_rank,
             stages=boot.place.stages,
+            layers=boot.layers[boot.place.stage],
             inflight=boot.slots,
             run=boot.run,
             model=str(boot.vllm_config.model_config.model),
@@ -118,6 +120,7 @@ class WorkerProcess:
         title = f"Worker_PP{place.stage}" + (f"_TP{place.tp_rank}" if place.tp_size > 1 else "")
         set_process_title(name=title)
         decorate_logs(title)
+        cut_model(boot.layers)
         wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=place.rank)
         self._wrapper = wrapper
         wrapper.init_worker(
