@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CODE := src tests benchmarks scripts
-BENCHMARKS := $(filter-out harness %_recorders,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS := $(filter-out harness engine_process %_recorders,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint format bench clean

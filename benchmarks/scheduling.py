@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.engine_process import answer, run_in_process
 from benchmarks.harness import report
 from sipipe.scheduling.engine_model import EngineModel
 from sipipe.scheduling.rules import Rule, SlotRule, TokenThrottlingRule, VllmRule
@@ -172,26 +171,7 @@ def thin(quick: bool, size: str, executor: str) -> None:
 
 
 def _engine(spec: dict[str, Any]) -> dict[str, Any]:
-    environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        **os.environ,
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.scheduling", "--engine", json.dumps(spec)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=900,
-        check=True,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            parsed: dict[str, Any] = json.loads(line[len("RESULT ") :])
-            return parsed
-    raise SystemExit("the engine process gave no result")
+    return run_in_process("benchmarks.scheduling", spec, VLLM_CPU_OMP_THREADS_BIND="0|1")
 
 
 def _run_engine(spec: dict[str, Any]) -> None:
@@ -254,7 +234,7 @@ def _run_engine(spec: dict[str, Any]) -> None:
             middle = sizes[len(sizes) // 2 - 2 : len(sizes) // 2 + 2]
             cases[f"{count} at once"] = _row(max(speeds), finished, middle)
         if not spec["loads"]:
-            print("RESULT " + json.dumps({"cases": cases, "rate": 0.0}), flush=True)
+            answer({"cases": cases, "rate": 0.0})
             return
         trace = [
             a._replace(prompt=min(a.prompt, 512), output=max(4, a.output // 8))
@@ -267,7 +247,7 @@ def _run_engine(spec: dict[str, Any]) -> None:
         for load in spec["loads"]:
             finished, seconds = run(at_rate(trace, rate * load), 9)
             cases[f"Poisson {load:.0%}"] = _row(tokens / seconds, finished, [])
-    print("RESULT " + json.dumps({"cases": cases, "rate": rate}), flush=True)
+    answer({"cases": cases, "rate": rate})
 
 
 def _row(speed: float, finished: list[Any], sizes: list[int]) -> dict[str, Any]:

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
+from benchmarks.engine_process import answer, run_in_process
 from benchmarks.harness import report
 from sipipe.models import make_model
 from sipipe.trace import read_trace
@@ -33,21 +32,10 @@ REQUESTS, TOKENS, STAGES = 64, 64, 2
 
 
 def engine(model: str, trace: str | None, rounds: int) -> dict[str, Any]:
-    """One engine in a process of its own; the span of each round, ns of the monotonic clock."""
-    job = json.dumps({"model": model, "trace": trace, "rounds": rounds})
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.trace_served", "--engine", job],
-        env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **os.environ},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=600,
-        check=True,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-            return result
-    raise SystemExit("the engine process gave no result")
+    """One engine in a process of its own: the span of each round, ns of the monotonic clock, and
+    the CPU seconds that all its processes took meanwhile."""
+    job = {"model": model, "trace": trace, "rounds": rounds}
+    return run_in_process("benchmarks.trace_served", job, timeout=600)
 
 
 def run_engine(job: dict[str, Any]) -> None:
@@ -62,20 +50,31 @@ def run_engine(job: dict[str, Any]) -> None:
         distributed_executor_backend=sipipe.Executor,
         max_model_len=2048,
         enable_prefix_caching=False,
-        additional_config={"sipipe": {"trace": job["trace"]}},
+        # As many microbatches in every engine: how many pay is measured anew by each, and two
+        # that chose differently would not be told from two that are traced and not.
+        additional_config={"sipipe": {"trace": job["trace"], "microbatches": {"min_sequences": 1}}},
     )
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    spans = []
+    spans, cpu = [], []
     for number in range(1 + job["rounds"]):
         prompts: Any = [
             {"prompt_token_ids": rng.integers(3, 400, 16).tolist()} for _ in range(REQUESTS)
         ]
+        before = cpu_seconds()
         began = time.monotonic_ns()
         llm.generate(prompts, params, use_tqdm=False)
         if number:  # the first warms up
             spans.append((began, time.monotonic_ns()))
-    print("RESULT " + json.dumps({"spans": spans}), flush=True)
+            cpu.append(cpu_seconds() - before)
+    answer({"spans": spans, "cpu": cpu})
+
+
+def cpu_seconds() -> float:
+    """CPU seconds so far of this process and all that it started."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
 
 
 def parts(traces: Path, spans: list[tuple[int, int]]) -> list[dict[str, object]]:
@@ -113,14 +112,17 @@ def main() -> None:
     model = str(make_model("llama", MODELS / "llama-bench", size="bench"))
     turns, rounds = (1, 3) if options.quick else (3, 5)
     seconds: dict[str, list[float]] = {"off": [], "on": []}
+    cpu: dict[str, list[float]] = {"off": [], "on": []}
     with tempfile.TemporaryDirectory(prefix="sipipe-bench-trace-") as scratch:
         for turn in range(turns):
-            for side in ("off", "on"):
+            for side in ("off", "on") if turn % 2 == 0 else ("on", "off"):
                 traces = str(Path(scratch) / f"{turn}") if side == "on" else None
-                spans = engine(model, traces, rounds)["spans"]
-                seconds[side] += [(end - began) / 1e9 for began, end in spans]
-        rows = parts(Path(scratch) / f"{turns - 1}", spans)
-    base = statistics.median(seconds["off"])
+                result = engine(model, traces, rounds)
+                seconds[side] += [(end - began) / 1e9 for began, end in result["spans"]]
+                cpu[side] += result["cpu"]
+                if traces:
+                    rows = parts(Path(traces), result["spans"])
+    base, base_cpu = statistics.median(seconds["off"]), statistics.median(cpu["off"])
     report(
         "trace-served",
         "A round with and without tracing",
@@ -133,6 +135,8 @@ def main() -> None:
                 "slowest s": max(times),
                 "tok/s": REQUESTS * TOKENS / statistics.median(times),
                 "cost %": 100 * (statistics.median(times) / base - 1),
+                "CPU s a round": statistics.median(cpu[side]),
+                "CPU cost %": 100 * (statistics.median(cpu[side]) / base_cpu - 1),
             }
             for side, times in seconds.items()
         ],

@@ -158,6 +158,29 @@ def test_a_killed_engine_leaves_no_process(models, tmp_path, who):
             engine.stop()
 
 
+def test_an_engine_killed_while_it_starts_leaves_nothing(models, tmp_path):
+    batch = {"prompts": prompts(1), "params": greedy(1)}
+    before = set(os.listdir("/dev/shm"))
+    engine = Running(model(models), [batch], tmp_path / "log")
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            everybody = engine.descendants()
+            if sum("Worker_PP" in " ".join(p.cmdline()) for p in everybody) == 2:
+                break
+            time.sleep(0.05)
+        core = [p for p in everybody if "EngineCore" in " ".join(p.cmdline())]
+        assert core, [p.cmdline() for p in everybody]
+        core[0].send_signal(signal.SIGKILL)
+        os.kill(engine.process.pid, signal.SIGKILL)
+        engine.process.wait(20)
+        assert gone(everybody)
+        assert set(os.listdir("/dev/shm")) <= before
+    finally:
+        if engine.process.poll() is None:
+            engine.stop()
+
+
 def test_logits_without_a_distribution_fail_their_own_request_only(models):
     """A token whose embedding is NaN: its prompt fails, the others go on."""
     path = model(models)

@@ -6,7 +6,7 @@ Who runs here
     the main thread until the data plane is open, and a thread of its own from then on; then the
     main thread, which loaded and compiled the model, is the device executor. A watcher thread
     sleeps on the pipe to the executor: it answers "what are you doing" for the stall report, and
-    ends the process when the pipe closes.
+    ends the process when the pipe closes. Another one sleeps until the executor's process ends.
 Guarantees
     Every iteration of BIC-I is run once, in order, by every rank of every stage; CONTROL calls
     run between iterations, on a worker with no iteration in flight. An exception in an iteration
@@ -18,6 +18,8 @@ Relies on
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
 import multiprocessing.util
 import os
 import pickle
@@ -46,7 +48,7 @@ from sipipe.stage.communicator import StageStoppedError
 from sipipe.trace import Phase, open_recorder
 from sipipe.trace.live import LivePage
 from sipipe.vllm.layers import cut_model
-from sipipe.vllm.processes import GRACE_SECONDS, Ready, WorkerBoot
+from sipipe.vllm.processes import GRACE_SECONDS, Ready, WorkerBoot, remove_rendezvous
 
 if TYPE_CHECKING:
     from sipipe.vllm.stage_loop import StageLoop
@@ -120,6 +122,7 @@ class WorkerProcess:
         title = f"Worker_PP{place.stage}" + (f"_TP{place.tp_rank}" if place.tp_size > 1 else "")
         set_process_title(name=title)
         decorate_logs(title)
+        threading.Thread(target=self._outlive_nobody, name="SiPipeOrphan", daemon=True).start()
         cut_model(boot.layers)
         wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=place.rank)
         self._wrapper = wrapper
@@ -288,6 +291,19 @@ class WorkerProcess:
             if question == "status":
                 doing = self._loop.doing() if self._loop is not None else None
                 self.say(("status", doing or self._doing))
+        self._end()
+
+    def _outlive_nobody(self) -> None:
+        """End the process when its parent, the executor's process, is gone: also while the model
+        loads, when nobody listens to the pipe yet."""
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            multiprocessing.connection.wait([parent.sentinel])
+            self._end()
+
+    def _end(self) -> None:
+        # The executor removes it once all ranks have joined, unless it was killed before that.
+        remove_rendezvous([self._boot.distributed_init_method])
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE_SECONDS / 2)
         os._exit(1)
