@@ -3,7 +3,8 @@
 Two parts. *Simulated*: recorded arrival traces (``benchmarks/traces``) through pipelines of 2, 4
 and 8 stages with stage costs like a GPU's and like a CPU's. *Served*: vLLM with two CPU stages,
 its own executor on both sides (``--executor sipipe`` for SiPipe's), once with its scheduler and
-once with ours: all requests at once, then Poisson arrivals.
+once with ours: all requests at once, then Poisson arrivals. With ``--executor both`` it is all of
+stock vLLM against all of SiPipe.
 
 ``python -m benchmarks.scheduling [--quick] [--part simulated|served|thin|all]``
 """
@@ -115,30 +116,37 @@ def served(quick: bool, size: str, executor: str) -> None:
         model = make_model("llama", Path(scratch) / "model", size=size)
         results = {}
         rate = 0.0
-        for scheduler in ("vllm", "pipeline"):
+        executors = ("stock", "sipipe") if executor == "both" else (executor, executor)
+        for scheduler, used in zip(("vllm", "pipeline"), executors, strict=True):
             spec = {
                 "model": str(model),
                 "scheduler": scheduler,
-                "executor": executor,
+                "executor": used,
                 "counts": [64] if quick else [64, 256],
                 "repeats": 1 if quick else 2,
                 "output": 16 if quick else 32,
                 "rate": rate,
                 "loads": [0.8] if quick else [0.5, 0.8, 0.95],
                 "requests": 24 if quick else 80,
+                "traces": 1 if quick else 3,
             }
             results[scheduler] = _engine(spec)
             # Both sides get the same arrivals: shares of what the stock side can take.
             rate = results[scheduler]["rate"]
     rows = [
-        {"case": case, "scheduler": "ours" if scheduler == "pipeline" else "vLLM's", **values}
+        {"case": case, "side": "SiPipe's" if scheduler == "pipeline" else "vLLM's", **values}
         for case in results["vllm"]["cases"]
         for scheduler in ("vllm", "pipeline")
         for values in [results[scheduler]["cases"][case]]
     ]
     report(
         "scheduling",
-        f"Served, two stages, {executor} executor, model size {size}, greedy",
+        f"Served, two stages, model size {size}, greedy: "
+        + (
+            "SiPipe and stock vLLM"
+            if executor == "both"
+            else f"SiPipe's and vLLM's scheduler, {executor} executor"
+        ),
         rows,
         note="sizes: sequences of the microbatches in the middle of the run; ms",
         file=f"scheduling-served-{executor}-{size}",
@@ -236,17 +244,25 @@ def _run_engine(spec: dict[str, Any]) -> None:
         if not spec["loads"]:
             answer({"cases": cases, "rate": 0.0})
             return
-        trace = [
-            a._replace(prompt=min(a.prompt, 512), output=max(4, a.output // 8))
-            for a in poisson_trace(spec["requests"], 4)
+        traces = [
+            [
+                a._replace(prompt=min(a.prompt, 512), output=max(4, a.output // 8))
+                for a in poisson_trace(spec["requests"], 4 + number)
+            ]
+            for number in range(spec["traces"])
         ]
-        tokens = sum(a.output for a in trace)
+        tokens = sum(a.output for trace in traces for a in trace)
         rate = spec["rate"]
         if not rate:
-            rate = len(trace) / run(at_rate(trace, float("inf")), 8)[1]
+            rate = len(traces[0]) / run(at_rate(traces[0], float("inf")), 8)[1]
         for load in spec["loads"]:
-            finished, seconds = run(at_rate(trace, rate * load), 9)
-            cases[f"Poisson {load:.0%}"] = _row(tokens / seconds, finished, [])
+            served: list[Any] = []
+            total = 0.0
+            for number, trace in enumerate(traces):
+                finished, seconds = run(at_rate(trace, rate * load), 9 + number)
+                served += finished
+                total += seconds
+            cases[f"Poisson {load:.0%}"] = _row(tokens / total, served, [])
     answer({"cases": cases, "rate": rate})
 
 
@@ -274,7 +290,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer requests, depths and loads")
     parser.add_argument("--part", choices=("simulated", "served", "thin", "all"), default="all")
     parser.add_argument("--size", default="bench", help="model size of make-model")
-    parser.add_argument("--executor", choices=("stock", "sipipe"), default="stock")
+    parser.add_argument("--executor", choices=("stock", "sipipe", "both"), default="stock")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:

@@ -25,6 +25,8 @@ from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.ec_transfer import ensure_ec_transfer_initialized
 
+from sipipe.vllm.gloo_device import one_gloo_device
+
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -150,6 +152,7 @@ def stage_world(place: StagePlace) -> Iterator[None]:
         ensure_ec_transfer_initialized(vllm_config)
 
     with (
+        one_gloo_device(),
         patch.object(cpu_worker, "init_worker_distributed_environment", join_stage),
         patch.object(gpu_worker, "init_worker_distributed_environment", join_stage),
     ):
