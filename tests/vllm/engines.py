@@ -116,7 +116,13 @@ def tokens(requests) -> list[list[int]]:
 @functools.cache
 def stock(model_path: str, batches: str, engine: str = "{}"):
     """Stock vLLM at one stage on the same workload, run once per test session."""
-    return run_engine(model_path, json.loads(batches), **json.loads(engine))
+    options = json.loads(engine)
+    # Its CPU build binds one rank to each NUMA node unless it is told which cores to take.
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = options.get("tensor_parallel_size", 1)
+    bind = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    env = {"VLLM_CPU_OMP_THREADS_BIND": bind} if ranks > 1 else None
+    return run_engine(model_path, json.loads(batches), env=env, **options)
 
 
 def stock_tokens(model_path, batches, **engine):

@@ -149,14 +149,16 @@ def test_preemption_prefix_caching_and_several_sequences_per_request(models):
     assert all(len(request["outputs"]) == 3 for request in said[1])
 
 
-def test_lora_adapters_equal_stock(models):
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_lora_adapters_equal_stock(models, tp):
     """All with the adapter, then none. A mixture has no oracle on the CPU engine: stock vLLM 0.32
     applies the adapter to every sequence of a batch there (docs/compatibility.md)."""
     path = model(models)
     adapter = make_adapter(models / "adapter", json.loads((path / "config.json").read_text()))
     plain = {"prompts": prompts(6, seed=3), "params": greedy(6)}
     batches = [{**plain, "lora": [["a", 1, str(adapter)]] * 6}, {**plain, "lora": [None] * 6}]
-    engine = {"enable_lora": True, "max_lora_rank": 8}
+    # Stock's own tokens with an adapter change with the degree, so it has the same.
+    engine = {"enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": tp}
     said = run_engine(path, batches, sipipe={}, **engine, **TWO_STAGES)
     stock = stock_tokens(path, batches, **engine)
     assert [tokens(batch) for batch in said] == [tokens(batch) for batch in stock]

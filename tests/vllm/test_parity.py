@@ -8,7 +8,8 @@ pytestmark = pytest.mark.engine
 
 FAMILIES = ("llama", "qwen2", "mixtral", "qwen3-moe", "deepseek-v3")
 ALONE = {"deepseek-v3"}
-"""Families whose tokens depend on the batch in stock vLLM's CPU kernels: one request at a time."""
+"""Families whose tokens depend on the batch in stock vLLM's CPU kernels, and on the tensor-parallel
+degree: one request at a time, against stock vLLM of the same degree."""
 
 
 def mixed_batches():
@@ -30,8 +31,12 @@ def single_requests():
 
 def check(models, family, pp, tp, **options):
     path = model(models, family)
-    batches = single_requests() if family in ALONE else mixed_batches()
-    expected = stock_tokens(path, batches)
+    if family in ALONE:
+        batches = single_requests()
+        expected = stock_tokens(path, batches, tensor_parallel_size=tp)
+    else:
+        batches = mixed_batches()
+        expected = stock_tokens(path, batches)
     found = run_engine(
         path,
         batches,

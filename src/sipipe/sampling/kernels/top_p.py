@@ -77,6 +77,17 @@ def gather_tail(
 
 
 @kernel
+def _extremes(found: Any, work: Any) -> Any:
+    """The smallest and the largest value of the candidates in ``work.places[:found]``."""
+    smallest = largest = work.values[work.places[0]]
+    for i in range(1, found):
+        value = work.values[work.places[i]]
+        smallest = min(smallest, value)
+        largest = max(largest, value)
+    return smallest, largest
+
+
+@kernel
 def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: Any) -> Any:
     """The last candidate of the smallest set whose mass reaches ``target``: (value, id).
 
@@ -101,6 +112,7 @@ def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: A
         if middle <= low or middle >= high:
             break  # `low` and `high` are neighbours: all between are tied
         mass, number = _mass_from(count, middle, work)
+        before = between
         if mass >= target:
             low = middle
             between = number - skipped
@@ -109,6 +121,13 @@ def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: A
             above = mass
             between -= number - skipped
             skipped = number
+        if between == before:
+            # Nothing was told apart. Logits of 16 bits have many ties, and gaps that bisection
+            # would cross in steps of float32: close in on the values that there are.
+            low, largest = _extremes(positions_between(count, low, high, work), work)
+            if low == largest:
+                break
+            high = np.nextafter(largest, np.float32(np.inf))
     if between <= 64:
         found = positions_between(count, low, high, work)
         for i in range(found):
