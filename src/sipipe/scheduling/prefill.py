@@ -37,7 +37,9 @@ class PrefillThrottle:
 
     def __init__(self, *, slots: int, max_tokens: int, settings: SlotSettings) -> None:
         self._max_tokens = max_tokens
-        self._resolved = {open: settings.resolved(open) for open in range(1, slots + 1)}
+        self._resolved = {
+            active: settings.resolved(slots, active) for active in range(1, slots + 1)
+        }
         # Tokens of the other microbatches in flight.
         self._sizes: deque[int] = deque(maxlen=max(1, slots - 1))
 

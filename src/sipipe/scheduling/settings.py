@@ -25,11 +25,13 @@ class SlotSettings:
     in microbatches of one each."""
 
     prefill_spread: int = 0
-    """Microbatches over which pending prompt tokens are spread. 0: 4 m + 4 up to 24, then
-    2 m + 8. More are smoother for decoding sequences and later for first tokens."""
+    """Microbatches over which pending prompt tokens are spread. 0: with all m slots open 4 m + 4 up
+    to 24, then 2 m + 8; with fewer, twice as many as are open. More are smoother for decoding
+    sequences and later for first tokens."""
 
     min_chunk_tokens: int = 0
-    """Prompt tokens below which a chunk is not cut further. 0: 64 / m, and 24 or more."""
+    """Prompt tokens below which a chunk is not cut further. 0: with all m slots open 64 / m, and 24
+    or more; with fewer, 96."""
 
     burst_tokens: int = 256
     """Prompt tokens that a microbatch may take while nothing decodes, 0 or more; the more
@@ -67,12 +69,18 @@ class SlotSettings:
                 f"not {self.kv_reserve!r}"
             )
 
-    def resolved(self, slots: int) -> SlotSettings:
-        """The same with the defaults that depend on the microbatches in flight, ``slots``."""
+    def resolved(self, slots: int, active: int | None = None) -> SlotSettings:
+        """The same with the defaults that depend on the microbatches in flight, ``slots``, and on
+        how many of them are open, ``active`` (None: all)."""
+        if active is None or active == slots:
+            spread = max(min(4 * slots + 4, 24), 2 * slots + 8)
+            chunk = max(24, 64 // slots)
+        else:  # a closed slot's visits carry prompts that delay no decoding sequence
+            spread, chunk = 2 * active, 96
         return dataclasses.replace(
             self,
-            prefill_spread=self.prefill_spread or max(min(4 * slots + 4, 24), 2 * slots + 8),
-            min_chunk_tokens=self.min_chunk_tokens or max(24, 64 // slots),
+            prefill_spread=self.prefill_spread or spread,
+            min_chunk_tokens=self.min_chunk_tokens or chunk,
         )
 
     @classmethod
