@@ -50,7 +50,8 @@ def check(models, family, pp, tp, **options):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_stages_equal_stock(models, family):
-    check(models, family, 2, 1)
+    # One of them cut unevenly: all have four layers.
+    check(models, family, 2, 1, layers=[1, 3] if family == "qwen2" else "auto")
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (4, 1), (2, 2)])
@@ -69,10 +70,6 @@ def test_more_degrees_equal_stock(models, pp, tp):
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (1, 2), (2, 2), (4, 1), (4, 2)])
 def test_every_family_equals_stock(models, family, pp, tp):
     check(models, family, pp, tp)
-
-
-def test_stages_of_uneven_layers_equal_stock(models):
-    check(models, "llama", 2, 1, layers=[1, 3])
 
 
 def test_stock_runner_path_equals_stock(models):
