@@ -50,7 +50,7 @@ def choose_layers(vllm_config: VllmConfig, config: SiPipeConfig, choice: Choice)
                 f"{total} layers together, not {list(config.layers)}"
             )
         return config.layers
-    if config.layers == "auto" and envs.VLLM_PP_LAYER_PARTITION is None and stages > 1:
+    if config.layers == "auto" and envs.VLLM_PP_LAYER_PARTITION is None and 1 < stages <= total:
         cut = _by_cost(vllm_config, choice)
         if cut is not None and not cut.is_even:
             logger.info(
@@ -72,10 +72,10 @@ def _by_cost(vllm_config: VllmConfig, choice: Choice) -> LayerCut | None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if choice.path != "sipipe":
         return None
-    fields = json.loads(model.hf_text_config.to_json_string(use_diff=False))
     try:
+        fields = json.loads(model.hf_text_config.to_json_string(use_diff=False))
         facts = facts_from_config(fields, name=str(model.model))
-    except (ConfigError, UnsupportedError) as error:
+    except (ConfigError, UnsupportedError, TypeError) as error:  # TypeError: a field is no JSON
         logger.info("Layers are cut evenly: %s", error)
         return None
     if facts.layers != model.get_total_num_hidden_layers():
