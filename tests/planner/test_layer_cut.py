@@ -43,23 +43,18 @@ def test_no_cut_has_a_shorter_slowest_stage(costs, projection, p):
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_large_layers_are_cut_as_vllm_does(name, p, device):
     facts = load_model(name)
-    cut = cut_layers(facts, p, device=device)
-    assert cut.is_even
-    assert cut.layers == layer_split(facts.layers, p)
+    assert cut_layers(facts, p, device=device) == layer_split(facts.layers, p)
 
 
 def test_a_large_vocabulary_takes_layers_from_the_last_stage():
     facts = load_model("qwen2.5-0.5b")
-    cut = cut_layers(facts, 2, device="cpu")
-    assert cut.layers == (14, 10)
-    assert not cut.is_even
-    assert 3 < cut.projection < 4
-    assert sum(cut_layers(facts, 8, device="cpu").layers) == 24
+    assert cut_layers(facts, 2, device="cpu") == (14, 10)
+    assert sum(cut_layers(facts, 8, device="cpu")) == 24
 
 
 def test_dense_layers_of_a_sparse_model_count_for_less():
     facts = load_model("deepseek-v3")  # its first three layers are dense
-    first, *_, last = cut_layers(facts, 4).layers
+    first, *_, last = cut_layers(facts, 4)
     assert first > last
 
 
@@ -75,4 +70,4 @@ def test_one_layer_for_each_stage_leaves_no_choice():
         },
         name="tiny",
     )
-    assert cut_layers(facts, 4, device="cpu").layers == (1, 1, 1, 1)
+    assert cut_layers(facts, 4, device="cpu") == (1, 1, 1, 1)

@@ -189,7 +189,7 @@ def _consider(
         kv_element_bytes=element,
     )
     even = place(facts.layers, p, t, cluster.devices_per_host)
-    cut = cut_layers(facts, p, t, device=cluster.device.kind).layers
+    cut = cut_layers(facts, p, t, device=cluster.device.kind)
     placement = place(facts.layers, p, t, cluster.devices_per_host, cut)
     memory, even_memory = measure(placement), measure(even)
     if _does_not_fit(memory, workload):

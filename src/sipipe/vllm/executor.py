@@ -40,7 +40,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.trace.live import Word
 from sipipe.vllm.compat import Choice, check_features, check_version, choose_path
-from sipipe.vllm.layers import choose_layers
+from sipipe.vllm.layers import choose_layers, log_layers
 from sipipe.vllm.links import make_links
 from sipipe.vllm.observed_scheduler import observed
 from sipipe.vllm.placement import apply_core_plan, bind_scheduler
@@ -91,6 +91,8 @@ class Executor(VllmExecutor):
         self.config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
         self.choice = choose_path(self.vllm_config, self.config)
         self._adopt(self.choice)
+        layers = choose_layers(self.vllm_config, self.config, self.choice)
+        log_layers(layers)
         plan = apply_core_plan(self.vllm_config, self.config)
         self._plan = plan
         self._telemetry = Telemetry(
@@ -113,7 +115,7 @@ class Executor(VllmExecutor):
             slots=self.slots,
             run=self._telemetry.run,
             live=self._telemetry.path,
-            layers=choose_layers(self.vllm_config, self.config, self.choice),
+            layers=layers,
             init_methods=self._init_methods,
         )
         self._finalizer = weakref.finalize(self, stop_workers, workers)

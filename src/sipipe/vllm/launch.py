@@ -32,6 +32,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.cores import plan_cores, this_machine
 from sipipe.errors import ConfigError, ResourceError
 from sipipe.vllm.compat import check_features, check_version, choose_path
+from sipipe.vllm.layers import choose_layers
 from sipipe.vllm.plugin import EXECUTOR_NAMES, register
 
 EXECUTOR = "sipipe.Executor"
@@ -163,6 +164,7 @@ def announce(vllm_config: VllmConfig) -> None:
     config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
     check_features(vllm_config)
     choice = choose_path(vllm_config, config)
+    choose_layers(vllm_config, config, choice)
     parallel = vllm_config.parallel_config
     plan = plan_cores(
         this_machine(),

@@ -19,11 +19,11 @@ from vllm.platforms import current_platform
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, UnsupportedError
 from sipipe.planner.hf_config import facts_from_config
-from sipipe.planner.layer_cut import LayerCut, cut_layers
+from sipipe.planner.layer_cut import cut_layers
 from sipipe.planner.placement import layer_split
 from sipipe.vllm.compat import Choice
 
-__all__ = ["choose_layers", "cut_model"]
+__all__ = ["choose_layers", "cut_model", "log_layers"]
 
 VARIABLE = "VLLM_PP_LAYER_PARTITION"
 
@@ -52,14 +52,8 @@ def choose_layers(vllm_config: VllmConfig, config: SiPipeConfig, choice: Choice)
         return config.layers
     if config.layers == "auto" and envs.VLLM_PP_LAYER_PARTITION is None and 1 < stages <= total:
         cut = _by_cost(vllm_config, choice)
-        if cut is not None and not cut.is_even:
-            logger.info(
-                "Layers of the stages: %s, as the output projection counts for %.1f of them "
-                '("layers": "even" keeps vLLM\'s cut)',
-                ", ".join(map(str, cut.layers)),
-                cut.projection,
-            )
-            return cut.layers
+        if cut is not None:
+            return cut
     try:
         bounds = [get_pp_indices(total, stage, stages) for stage in range(stages)]
     except ValueError as error:
@@ -67,7 +61,18 @@ def choose_layers(vllm_config: VllmConfig, config: SiPipeConfig, choice: Choice)
     return tuple(end - first for first, end in bounds)
 
 
-def _by_cost(vllm_config: VllmConfig, choice: Choice) -> LayerCut | None:
+def log_layers(layers: tuple[int, ...]) -> None:
+    """Say which layers the stages get where it is not what vLLM would give them."""
+    even = layer_split(sum(layers), len(layers))
+    if layers != even:
+        logger.info(
+            'Layers of the stages: %s (vLLM\'s cut: %s; "layers": "even" keeps it)',
+            ", ".join(map(str, layers)),
+            ", ".join(map(str, even)),
+        )
+
+
+def _by_cost(vllm_config: VllmConfig, choice: Choice) -> tuple[int, ...] | None:
     """SiPipe's cut; None where it has no say or no idea."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if choice.path != "sipipe":
