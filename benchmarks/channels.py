@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import struct
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -397,6 +398,31 @@ def _deltas() -> list[dict[str, Any]]:
     return rows
 
 
+@contextlib.contextmanager
+def _awake() -> Iterator[None]:
+    """Keep every core from halting, as forward passes and sampling do: a process each that runs
+    when nothing else wants to."""
+    cores = sorted(os.sched_getaffinity(0))
+    busy = [READERS.Process(target=_burn, args=(core,), daemon=True) for core in cores]
+    for process in busy:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.join()
+
+
+def _burn(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    parent = os.getppid()
+    while os.getppid() == parent:
+        for _ in range(100_000):
+            pass
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer messages, 4 KB only")
@@ -416,6 +442,15 @@ def main() -> None:
         for side in sides
     ]
     report("channels", "One producer, its readers", rows, file="channels-dispatch")
+    with _awake():
+        rows = [_dispatch(side, *kinds[0], count) for side in sides]
+    report(
+        "channels",
+        "The same while the cores do something else",
+        rows,
+        note="a process of the idle scheduling class on every core keeps it from halting",
+        file="channels-awake",
+    )
     rows = [_logits(100)] + ([] if arguments.without_vllm else [_queue_logits(50)])
     report("channels", "40 MB of logits to one sampler", rows, file="channels-logits")
     rows = [_gather(n, tcp, count // 2) for n in (1, 8) for tcp in (False, True)]
