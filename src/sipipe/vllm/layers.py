@@ -66,7 +66,7 @@ def log_layers(layers: tuple[int, ...]) -> None:
     even = layer_split(sum(layers), len(layers))
     if layers != even:
         logger.info(
-            'Layers of the stages: %s (vLLM\'s cut: %s; "layers": "even" keeps it)',
+            "Layers of the stages: %s (evenly cut: %s)",
             ", ".join(map(str, layers)),
             ", ".join(map(str, even)),
         )

@@ -109,7 +109,7 @@ class PipelineScheduler(Scheduler):
         # A chunk that ends inside a Mamba block is cut to nothing: never offer less than a block.
         resolved = parsed.resolved(self.vllm_config.max_concurrent_batches)
         least = max(resolved.min_chunk_tokens, self.cache_config.block_size)
-        return dataclasses.replace(resolved, min_chunk_tokens=least)
+        return dataclasses.replace(parsed, min_chunk_tokens=least)
 
     def _visit(self) -> Plan:
         """Tell the policy what runs and what is pending."""
