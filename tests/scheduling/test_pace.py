@@ -117,6 +117,27 @@ def test_it_does_not_waver():
     assert changes <= 4
 
 
+def test_what_the_last_of_a_burst_needed_does_not_hold_for_the_next_burst():
+    stages = [(1e-3, 2e-4), (10e-3, 2e-4)]
+    pace = Pace(stages=2, slots=3)
+    served(pace, 64, stages)
+    many = best(64, stages, 3)
+    assert pace.chosen == many
+    for sequences in (*range(64, 2, -1), *[2] * HOLD):
+        pace.microbatches(sequences)
+    assert pace.chosen == best(2, stages, 3) != many
+    assert pace.microbatches(64) == many
+
+
+def test_a_burst_opens_its_slots_before_its_first_sequence_decodes():
+    pace = Pace(stages=2, slots=3)
+    policy = SlotPolicy(slots=3, max_tokens=2048, pace=pace)
+    pace.chosen = 2
+    plan = policy.visit([], pending_prefill=1024, arriving=64)
+    assert pace.formed == 2
+    assert 0 < plan.prefill_tokens < 1024, "with one slot a whole prompt would be taken"
+
+
 def test_without_measurements_all_slots_are_open():
     pace = Pace(stages=2, slots=3)
     assert [pace.microbatches(n) for n in (1, 2, 64)] == [1, 2, 3]

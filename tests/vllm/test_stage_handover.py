@@ -36,6 +36,24 @@ def test_readers_see_the_logits(layout, dtype):
         end.close()
 
 
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_what_was_computed_in_the_slot_is_not_copied(layout):
+    channel = LogitsChannel.create(
+        "logits", slots=3, vocab=VOCAB, batch=BATCH, layout=layout, readers=["a"]
+    )
+    reader = LogitsReader.open(channel.endpoint, "a")
+    handover = LogitsHandover(LogitsWriter.open(channel.endpoint), layout, torch.device("cpu"))
+    for iteration in range(7):
+        place = handover.ahead(3)
+        place.copy_(torch.full((3, VOCAB), float(iteration)))
+        handover.store(iteration, place, 5.0)
+        with reader.receive() as slot:
+            assert (slot.array == iteration).all()
+            assert slot.array.size == 3 * VOCAB
+    for end in (handover, reader, channel):
+        end.close()
+
+
 class Runtime:
     """What of ``torch.cuda.cudart()`` is used."""
 

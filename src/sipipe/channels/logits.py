@@ -172,6 +172,14 @@ class LogitsWriter(End):
         """All slots, page-aligned and contiguous: what to page-lock once for a device."""
         return self._ring.payload
 
+    def ahead(self, batch: int) -> npt.NDArray[Any]:
+        """The region that the next :meth:`acquire` of ``batch`` sequences gives, without a wait.
+
+        It may be written already: nobody reads it before it is published.
+        """
+        array = self._shape.array(self._ring.ahead, batch)
+        return self._shape.region(array, self._ring.rank, self._ring.layout.ranks, self._shard)
+
     @contextlib.contextmanager
     def acquire(
         self, iteration: int, batch: int, timeout: float | None = None
@@ -188,8 +196,8 @@ class LogitsWriter(End):
             raise ChannelError(
                 f"channel {self._ring.channel}: batch {batch} is above {self._shape.batch}"
             )
-        array = self._shape.array(self._ring.reserve(timeout), batch)
-        region = self._shape.region(array, self._ring.rank, self._ring.layout.ranks, self._shard)
+        self._ring.reserve(timeout)
+        region = self.ahead(batch)
         yield region
         self._ring.publish((iteration, batch, 0, 0, 0))
         self._ring.claim_nowait()

@@ -53,6 +53,12 @@ class RingWriter(Side):
             if not self._bounded.take_nowait(Kind.EXCLUSIVE, byte, 1):
                 self._wait_late(claim, byte, timeout)
             self._ahead = True
+        return self.ahead
+
+    @property
+    def ahead(self) -> memoryview:
+        """The payload that the next message will have: by the invariant this writer's alone, so
+        that it may be written before :meth:`reserve`."""
         return self._views[self.next % self.slots]
 
     def publish(self, stamps: tuple[int, int, int, int, int]) -> int:

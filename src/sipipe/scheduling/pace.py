@@ -38,7 +38,9 @@ SPREAD = 0.15
 GAIN = 0.05
 """Share of a rotation that a change of k must promise."""
 HOLD = 24
-"""Visits between two changes."""
+"""Visits between two changes for about as many sequences."""
+ALIKE = 1.5
+"""Ratio of two numbers of sequences up to which they are about as many."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,6 +100,7 @@ class Pace:
         self.slots = slots
         self.chosen = slots
         self._held = 0
+        self._held_for = 0
 
     def rotation(self, sequences: int, microbatches: int) -> float:
         """R(k): seconds in which each of ``sequences`` gets a token."""
@@ -118,10 +121,13 @@ class Pace:
         """How many microbatches ``sequences`` decoding sequences should form; one call a visit."""
         most = max(1, min(self.slots, sequences))
         self._held += 1
-        if self._held >= HOLD and all(stage.weight >= ENOUGH for stage in self.stages):
+        # What was chosen for the last few of a burst says nothing for the next burst.
+        few, many = sorted((sequences, self._held_for))
+        held = self._held < HOLD and many <= ALIKE * few
+        if not held and all(stage.weight >= ENOUGH for stage in self.stages):
             best = min(range(1, most + 1), key=lambda k: (self.rotation(sequences, k), -k))
             now = self.rotation(sequences, min(self.chosen, most))
             if self.rotation(sequences, best) < (1 - GAIN) * now:
-                self.chosen, self._held = best, 0
+                self.chosen, self._held, self._held_for = best, 0, sequences
         self.formed = min(self.chosen, most)
         return self.formed

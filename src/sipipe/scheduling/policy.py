@@ -149,7 +149,7 @@ class SlotPolicy:
         self._visits += 1
         self._slot = slot
         members, unplaced = self._reconcile(sequences)
-        self._open_slots(len(self._slot_of) + len(unplaced))
+        self._open_slots(len(self._slot_of) + len(unplaced), arriving)
         for index, sequence in enumerate(unplaced):
             self._join(sequence, last, to_come=len(unplaced) - index + arriving)
             members[self._slot_of[sequence.id]].append(sequence)
@@ -207,7 +207,7 @@ class SlotPolicy:
         self._contexts = contexts
         return members, unplaced
 
-    def _open_slots(self, sequences: int) -> None:
+    def _open_slots(self, sequences: int, arriving: int) -> None:
         """Decide how many slots are open: by ``min_sequences``, or by measured stage times."""
         least = self.settings.min_sequences
         before = self._active
@@ -217,7 +217,8 @@ class SlotPolicy:
             if most > before or (before > 1 and sequences < before * least * 3 // 4):
                 self._active = most
         elif least == 0 and self.pace is not None:
-            self._active = self.pace.microbatches(sequences)
+            # With those that come: a burst's first prompts would else find one slot open.
+            self._active = self.pace.microbatches(sequences + arriving)
         else:
             self._active = self.slots
         if self._active != before:

@@ -1,6 +1,6 @@
 """Logits of the last stage into their BIC-L slot (SiPipe paper, "Column-Wise CPU Sampling").
 
-On a CUDA device the slots are page-locked, so that the device's copy engine writes into the memory
+On a CPU the projection writes them there itself (:mod:`sipipe.vllm.stage_logits`). On a CUDA device the slots are page-locked, so that the device's copy engine writes into the memory
 that the samplers read, without a bounce through pageable memory. Untested on a GPU.
 
 Who runs here: the device executor's thread alone, between ``open`` and ``close``.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
@@ -36,14 +37,24 @@ class LogitsHandover:
         if device.type == "cuda":
             self._unlock = page_lock(writer.buffer, torch.cuda.cudart())
 
+    def ahead(self, rows: int) -> torch.Tensor:
+        """Where the next :meth:`store` puts logits [rows, V of this rank]: compute them in there,
+        and it has nothing to copy."""
+        return self._tensor(self._writer.ahead(rows))
+
     def store(self, iteration: int, logits: torch.Tensor, timeout: float) -> None:
-        """Copy ``logits`` [n, V of this rank] into the slot of ``iteration``; done on return."""
+        """``logits`` [n, V of this rank] into the slot of ``iteration``; done on return."""
         with self._writer.acquire(iteration, logits.shape[0], timeout) as region:
-            target = torch.from_numpy(region)
-            if target.dtype in (torch.uint16, torch.int16):
-                # bfloat16 has no NumPy type: its bits travel.
-                target = target.view(torch.bfloat16)
-            target.copy_(logits if self._layout == "rows" else logits.T)
+            target = self._tensor(region)
+            if logits.data_ptr() != target.data_ptr():
+                target.copy_(logits)
+
+    def _tensor(self, region: npt.NDArray[Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(region)
+        if tensor.dtype in (torch.uint16, torch.int16):
+            # bfloat16 has no NumPy type: its bits travel.
+            tensor = tensor.view(torch.bfloat16)
+        return tensor if self._layout == "rows" else tensor.T
 
     def close(self) -> None:
         """Let the memory go."""

@@ -11,9 +11,11 @@ Who runs here: the device executor's thread, alone.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 
@@ -59,18 +61,58 @@ class StageLogits:
         gather = processors[0]._gather_logits
         processors[0]._gather_logits = lambda logits: gather(logits) if self._whole_rows else logits
 
-    def compute(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def compute(
+        self, hidden: torch.Tensor, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """[n, H] to [n, columns of this rank], in the head's dtype.
 
         None on a rank that vLLM's gather leaves without logits.
+
+        Args:
+            into: Where the logits should be, of their shape and dtype. The result lies there if the
+                projection lets its memory be chosen; otherwise it lies elsewhere, and ``into``
+                holds anything.
         """
-        if self.shard is None:
-            logits: torch.Tensor | None = self._model.compute_logits(hidden)
-            return logits
-        self._whole_rows = False
+        self._whole_rows = self.shard is None
         try:
-            logits = self._model.compute_logits(hidden)
+            with _AllocatedIn(into) if _may_hold(into, hidden) else nullcontext():
+                logits: torch.Tensor | None = self._model.compute_logits(hidden)
         finally:
             self._whole_rows = True
+        if self.shard is None:
+            return logits
+        assert logits is not None
         start, stop = self.columns
         return logits[:, : stop - start]  # the rest is padding of the shard
+
+
+def _may_hold(into: torch.Tensor | None, hidden: torch.Tensor) -> bool:
+    return into is not None and into.device == hidden.device and into.is_contiguous()
+
+
+class _AllocatedIn(TorchFunctionMode):
+    """Gives ``into`` to the first ``torch.empty`` of its shape and dtype.
+
+    vLLM's CPU projection (``onednn_mm``) allocates its result like that and has no ``out``. Fresh
+    memory for 10 MB and more in each iteration costs a copy, and at times page faults that take
+    longer than the projection does.
+    """
+
+    def __init__(self, into: torch.Tensor) -> None:
+        super().__init__()
+        self._into: torch.Tensor | None = into
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        into = self._into
+        if (
+            func is torch.empty
+            and into is not None
+            and args == (into.shape,)
+            and kwargs == {"dtype": into.dtype}
+        ):
+            self._into = None
+            return into
+        return func(*args, **kwargs)

@@ -183,8 +183,9 @@ class StageLoop:
         extras = self._runner.prompt_logprobs(inputs, hidden) if inputs.prompt_rows else {}
         rows = len(inputs.sampled)
         if rows:
+            into = self._logits.ahead(rows) if self._logits is not None else None
             with self._timing.device(Phase.LOGITS, inputs):
-                logits = self._runner.logits(inputs, hidden)
+                logits = self._runner.logits(inputs, hidden, into)
             if self._logits is not None:
                 assert logits is not None
                 began = time.monotonic_ns()

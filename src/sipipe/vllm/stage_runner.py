@@ -172,21 +172,25 @@ class StageRunner:
                 inputs_embeds=None,
             )
 
-    def logits(self, inputs: ModelInput, hidden: torch.Tensor) -> torch.Tensor | None:
+    def logits(
+        self, inputs: ModelInput, hidden: torch.Tensor, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Logits [n, columns] of the rows that sample, from ``forward``'s hidden states.
 
         On the last stage, by all ranks of it, in the same order. Rows are in the order of the
         scheduling output's ``num_scheduled_tokens``; columns as :attr:`columns` says. None on a
-        rank that has none.
+        rank that has none. ``into``: as :meth:`StageLogits.compute` has it.
         """
         rows = hidden[: inputs.num_tokens] if inputs.all_sample else hidden[inputs.logits_rows]
-        return self.compute_logits(rows)
+        return self.compute_logits(rows, into)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def compute_logits(
+        self, hidden: torch.Tensor, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """As :meth:`logits`, of any hidden-state rows [n, H]."""
         assert self._logits is not None, "only the last stage has logits"
-        return self._logits.compute(hidden)
+        return self._logits.compute(hidden, into)
 
     @property
     def head(self) -> StageLogits:
