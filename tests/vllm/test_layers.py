@@ -36,8 +36,8 @@ def choose(engine_config, choice=OURS, **settings):
 
 
 def test_the_last_stage_gets_fewer_for_its_projection(engine_config):
-    assert choose(engine_config) == (6, 2)
-    assert choose(engine_config, layers="auto") == (6, 2)
+    assert choose(engine_config) == (7, 1)
+    assert choose(engine_config, layers="auto") == (7, 1)
 
 
 def test_vllms_cut_where_it_was_asked_for_or_its_own_path_is_taken(engine_config):
