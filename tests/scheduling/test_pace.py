@@ -138,6 +138,21 @@ def test_a_burst_opens_its_slots_before_its_first_sequence_decodes():
     assert 0 < plan.prefill_tokens < 1024, "with one slot a whole prompt would be taken"
 
 
+def test_requests_that_do_not_fit_in_the_cache_open_no_slots():
+    asked = []
+
+    class Asked(Pace):
+        def microbatches(self, sequences):
+            asked.append(sequences)
+            return super().microbatches(sequences)
+
+    policy = SlotPolicy(slots=3, max_tokens=2048, pace=Asked(stages=2, slots=3))
+    decoding = [Sequence(str(i), 10, True) for i in range(20)]
+    for kv_free in (0.01, 0.2, 0.99, 1.0):
+        policy.visit(decoding, pending_prefill=900, arriving=30, kv_free=kv_free)
+    assert asked == [20, 25, 50, 50]
+
+
 def test_without_measurements_all_slots_are_open():
     pace = Pace(stages=2, slots=3)
     assert [pace.microbatches(n) for n in (1, 2, 64)] == [1, 2, 3]

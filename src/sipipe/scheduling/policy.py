@@ -149,7 +149,8 @@ class SlotPolicy:
         self._visits += 1
         self._slot = slot
         members, unplaced = self._reconcile(sequences)
-        self._open_slots(len(self._slot_of) + len(unplaced), arriving)
+        decoding = len(self._slot_of) + len(unplaced)
+        self._open_slots(decoding, _fitting(arriving, decoding, kv_free))
         for index, sequence in enumerate(unplaced):
             self._join(sequence, last, to_come=len(unplaced) - index + arriving)
             members[self._slot_of[sequence.id]].append(sequence)
@@ -208,7 +209,8 @@ class SlotPolicy:
         return members, unplaced
 
     def _open_slots(self, sequences: int, arriving: int) -> None:
-        """Decide how many slots are open: by ``min_sequences``, or by measured stage times."""
+        """Decide how many slots are open for ``sequences`` and those that come soon: by
+        ``min_sequences``, or by measured stage times."""
         least = self.settings.min_sequences
         before = self._active
         if least > 1:
@@ -217,7 +219,7 @@ class SlotPolicy:
             if most > before or (before > 1 and sequences < before * least * 3 // 4):
                 self._active = most
         elif least == 0 and self.pace is not None:
-            # With those that come: a burst's first prompts would else find one slot open.
+            # A burst's first prompts would else find one slot open.
             self._active = self.pace.microbatches(sequences + arriving)
         else:
             self._active = self.slots
@@ -280,3 +282,10 @@ class SlotPolicy:
         self._slot_of[sequence.id] = slot
         self._counts[slot] += 1
         self._contexts[slot] += sequence.context
+
+
+def _fitting(arriving: int, decoding: int, kv_free: float) -> int:
+    """How many of ``arriving`` requests the free KV cache has room for, if they take as much of it
+    as the decoding ones do on average."""
+    used = 1.0 - kv_free
+    return min(arriving, int(decoding * kv_free / used)) if decoding and used > 0 else arriving

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Protocol
 
 from sipipe.scheduling.engine_model import Batch, EngineModel
+from sipipe.scheduling.pace import Pace
 from sipipe.scheduling.policy import Sequence, SlotPolicy
 from sipipe.scheduling.settings import SlotSettings
 
@@ -22,8 +23,12 @@ class Rule(Protocol):
     def schedule(self, engine: EngineModel) -> Batch:
         """The next microbatch; empty where nothing may run now."""
 
+    def observe(self, batch: Batch, stages: tuple[float, ...], between: float) -> None:
+        """What ``batch`` took on each stage and between the last and the first, in seconds. Told
+        when it has come back; a rule that does not measure looks away."""
 
-class VllmRule:
+
+class VllmRule(Rule):
     """vLLM 0.32: everything that is not in flight, then prefill up to the token budget."""
 
     def schedule(self, engine: EngineModel) -> Batch:
@@ -31,7 +36,7 @@ class VllmRule:
         return engine.fill()
 
 
-class TokenThrottlingRule:
+class TokenThrottlingRule(Rule):
     """gLLM's token throttling, after its paper (arXiv 2504.14775), with its defaults.
 
     Decode tokens: the running decodes divided by the pipeline depth. Prefill tokens:
@@ -76,19 +81,36 @@ class TokenThrottlingRule:
         return engine.fill(decodes=lambda request: request.id in chosen, prefill_tokens=prefill)
 
 
-class SlotRule:
+class SlotRule(Rule):
     """SiPipe's slots: what :class:`sipipe.vllm.scheduler.PipelineScheduler` does.
 
     Args:
         slots: Microbatches in flight.
         max_tokens: Token budget of a microbatch.
         settings: Tunables.
+        stages: Pipeline stages, whose times say how many slots to open; None: all are open.
     """
 
     def __init__(
-        self, *, slots: int, max_tokens: int, settings: SlotSettings | None = None
+        self,
+        *,
+        slots: int,
+        max_tokens: int,
+        settings: SlotSettings | None = None,
+        stages: int | None = None,
     ) -> None:
-        self.policy = SlotPolicy(slots=slots, max_tokens=max_tokens, settings=settings)
+        pace = None if stages is None else Pace(stages=stages, slots=slots)
+        self.policy = SlotPolicy(slots=slots, max_tokens=max_tokens, settings=settings, pace=pace)
+
+    def observe(self, batch: Batch, stages: tuple[float, ...], between: float) -> None:
+        """See :class:`Rule`; as :class:`sipipe.vllm.live_pace.LivePace`, only decodes count."""
+        pace, sequences = self.policy.pace, len(batch.tokens)
+        if pace is None:
+            return
+        if batch.total == sequences:
+            for line, seconds in zip(pace.stages, stages, strict=True):
+                line.add(sequences, seconds)
+        pace.between.add(sequences, between)
 
     def schedule(self, engine: EngineModel) -> Batch:
         """See :class:`Rule`."""

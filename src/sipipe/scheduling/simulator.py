@@ -90,7 +90,7 @@ def simulate(
     """
     arrivals = deque(SimulatedRequest(f"r{index}", *arrival) for index, arrival in enumerate(trace))
     requests = list(arrivals)
-    queue: deque[tuple[float, Batch]] = deque()
+    queue: deque[tuple[float, Batch, float]] = deque()
     free_at = [0.0] * stages  # when each stage has finished what it was given
     busy = occupied = now = last_done = 0.0
     measured = 0.95 * sum(arrival.output for arrival in trace)
@@ -108,7 +108,7 @@ def simulate(
             batch = rule.schedule(engine)
             executed = bool(batch.tokens)
             sizes.append(len(batch.tokens))
-            done = max(last_done, now)
+            done, seconds = max(last_done, now), 0.0
             if executed:
                 seconds = costs.seconds(batch)
                 done = now + costs.scheduling
@@ -116,12 +116,14 @@ def simulate(
                     done = free_at[stage] = max(done, free_at[stage]) + seconds
                 busy += seconds
             last_done = done
-            queue.appendleft((done, batch))
+            queue.appendleft((done, batch, seconds))
         full = len(queue) >= inflight
         if queue and (full or not (executed or engine.has_requests())):
-            done, batch = queue.pop()
+            done, batch, seconds = queue.pop()
             now = max(now, done)
             served += engine.complete(batch, now)
+            if batch.tokens:
+                rule.observe(batch, (seconds,) * stages, costs.scheduling)
         if not executed and engine.has_requests():
             now += EMPTY_PAUSE
         occupied += now - began
