@@ -7,7 +7,6 @@ The same in a slot and in the memory in which a reader puts a cut message togeth
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Sequence
 from types import TracebackType
@@ -66,10 +65,15 @@ class Message:
         self.release()
 
 
-@functools.lru_cache(maxsize=256)
-def _table(count: int) -> struct.Struct:
-    """The lengths of ``count`` parts."""
-    return struct.Struct(f"<{count}Q")
+class _Tables(dict[int, struct.Struct]):
+    """The lengths of so many parts."""
+
+    def __missing__(self, count: int) -> struct.Struct:
+        table = self[count] = struct.Struct(f"<{count}Q")
+        return table
+
+
+_TABLES = _Tables()  # as many as there are numbers of parts: a few
 
 
 def measure(parts: Sequence[Part]) -> tuple[list[Bytes], int, int]:
@@ -88,7 +92,7 @@ def measure(parts: Sequence[Part]) -> tuple[list[Bytes], int, int]:
 def lay_out(target: memoryview, views: Sequence[Bytes]) -> None:
     """Write the table and the parts of a message."""
     count = len(views)
-    _table(count).pack_into(target, 0, *map(len, views))
+    _TABLES[count].pack_into(target, 0, *map(len, views))
     place = (8 * count + 15) & _MASK
     for view in views:
         end = place + len(view)
@@ -100,7 +104,7 @@ def parts_in(view: memoryview, count: int) -> list[memoryview]:
     """The parts of the message at the start of ``view``, in place."""
     place = (8 * count + 15) & _MASK
     parts = []
-    for size in _table(count).unpack_from(view):
+    for size in _TABLES[count].unpack_from(view):
         end = place + size
         parts.append(view[place:end])
         place = (end + 15) & _MASK

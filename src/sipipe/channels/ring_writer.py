@@ -53,7 +53,7 @@ class RingWriter(Side):
             if not self._bounded.take_nowait(Kind.EXCLUSIVE, byte, 1):
                 self._wait_late(claim, byte, timeout)
             self._ahead = True
-        return self.ahead
+        return self._views[self.next % self.slots]
 
     @property
     def ahead(self) -> memoryview:
