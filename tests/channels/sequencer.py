@@ -154,7 +154,7 @@ class Sequencer:
             monkeypatch.setattr(side, "time", clock)
         for module in (locks, dispatch, watch):
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(watch, "LOOK_AT_ALL_AFTER", -1.0)
+        monkeypatch.setattr(watch, "LOOK_AFTER", -1.0)
         monkeypatch.setattr(watch, "LOOK_FIRST_AFTER", -1.0)
         monkeypatch.setattr(layout, "READERS", 4)
 

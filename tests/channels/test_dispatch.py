@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import msgspec
 import numpy as np
@@ -41,7 +42,7 @@ def make():
 
 def pause(producer):
     """As if the last look at the readers were long ago."""
-    producer._watch._looked = producer._watch.look_first_at = 0.0
+    producer._watch._look_at = producer._watch.look_first_at = 0.0
 
 
 def content(reader, timeout=5.0):
@@ -186,6 +187,23 @@ def test_a_dead_reader_is_an_event_and_its_successor_joins_at_the_next_message(m
     sent = producer.publish([b"joined"], timeout=1)
     again = make.reader(producer, "a")
     assert content(again) == content(b) == (sent, [b"joined"])
+
+
+def test_a_death_amid_a_stream_is_found(make):
+    producer = make(readers=["a", "b"])
+    a, b = make.reader(producer, "a"), make.reader(producer, "b")
+
+    def stream():
+        end = time.monotonic() + 10
+        while time.monotonic() < end:  # too fast for the look before what follows a pause
+            producer.publish([b"x"], timeout=5)
+            content(b)
+
+    producer.publish([b"0"])
+    content(b)
+    a._ring.locks.close()
+    with pytest.raises(ChannelPeerDied, match="reader a died"):
+        stream()
 
 
 def test_a_reader_that_leaves_is_no_death(make):

@@ -71,7 +71,7 @@ def make(readers=("far",), retry=20.0, **options):
 
 def pause(producer):
     """As if the last look at the readers were long ago."""
-    producer._watch._looked = producer._watch.look_first_at = 0.0
+    producer._watch._look_at = producer._watch.look_first_at = 0.0
 
 
 def content(reader):
