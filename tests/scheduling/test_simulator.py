@@ -59,21 +59,24 @@ def test_stock_runs_all_at_once_requests_in_one_microbatch():
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 @pytest.mark.parametrize("make", [poisson_trace, bursty_trace])
-def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make):
+@pytest.mark.parametrize("extra", [0, 1], ids=["all p slots open", "as the engine: p + 1, paced"])
+def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make, extra):
     trace = make(150, 5)
     full = serve(at_rate(trace, float("inf")), TokenThrottlingRule(depth=stages), stages=stages)
     loaded = at_rate(trace, 0.9 * len(trace) / full.seconds)
-    slots = serve(loaded, SlotRule(slots=stages, max_tokens=BUDGET), stages=stages)
+    inflight = stages + extra
+    rule = SlotRule(slots=inflight, max_tokens=BUDGET, stages=stages if extra else None)
+    slots = serve(loaded, rule, stages=stages, inflight=inflight)
     stock = serve(loaded, VllmRule(), stages=stages)
     throttled = serve(loaded, TokenThrottlingRule(depth=stages), stages=stages)
     assert slots.idle_share < 0.5 * stock.idle_share
-    assert slots.idle_share < throttled.idle_share + 0.015
+    assert slots.idle_share < throttled.idle_share + (0.025 if extra else 0.015)
     assert slots.tokens_per_second > stock.tokens_per_second
     assert slots.percentile("tpot", 99) < throttled.percentile("tpot", 99)
     for which in ("ttft", "tpot"):
         for q in (50, 99):
-            # Two stages: even microbatches are paid for with some first tokens.
-            allowed = 2.0 if stages == 2 and which == "ttft" else 1.03
+            # Two slots without a closed one's visits: evenness is paid for with first tokens.
+            allowed = 2.0 if inflight == 2 and which == "ttft" else 1.03
             assert slots.percentile(which, q) < allowed * stock.percentile(which, q)
 
 

@@ -244,6 +244,25 @@ def test_aborts_leave_nothing_behind(configs, stages):
         assert engine.scheduler.kv_cache_manager.usage == 0
 
 
+@pytest.mark.parametrize("loop", [True, False])
+def test_what_came_back_beside_an_empty_visit_is_scheduled_without_a_pause(
+    configs, monkeypatch, loop
+):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(loop)))
+    engine = Engine(PipelineScheduler, configs(2))
+    engine.add("r", 20, 5)
+    engine.step()
+    assert engine.scheduler.has_requests()
+    engine.step()
+    assert engine.batches == [{"r": 20}, {}], "the other slot has nothing to run"
+    assert engine.queue, "so EngineCore's loop has work, whatever the scheduler says"
+    # EngineCore's loop would pause now, an engine without one would schedule.
+    assert engine.scheduler.has_requests() is not loop
+    assert engine.scheduler.has_requests()
+    engine.run()
+    assert len(engine.tokens["r"]) == 5
+
+
 def test_one_slot_schedules_exactly_as_stock(configs):
     config = configs(1)
     ours, _ = _random_run(PipelineScheduler, config, 3, blocks=80)

@@ -20,6 +20,9 @@ __all__ = ["Rule", "SlotRule", "TokenThrottlingRule", "VllmRule"]
 class Rule(Protocol):
     """Forms one microbatch a call."""
 
+    pauses: bool = True
+    """Whether vLLM's loop pauses after an empty microbatch also when another has just come back."""
+
     def schedule(self, engine: EngineModel) -> Batch:
         """The next microbatch; empty where nothing may run now."""
 
@@ -90,6 +93,8 @@ class SlotRule(Rule):
         settings: Tunables.
         stages: Pipeline stages, whose times say how many slots to open; None: all are open.
     """
+
+    pauses = False
 
     def __init__(
         self,

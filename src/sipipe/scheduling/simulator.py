@@ -103,7 +103,7 @@ def simulate(
         while arrivals and arrivals[0].arrival <= now:
             engine.waiting.append(arrivals.popleft())
         began = now
-        executed = False
+        executed = came_back = False
         if engine.has_requests():
             batch = rule.schedule(engine)
             executed = bool(batch.tokens)
@@ -122,14 +122,14 @@ def simulate(
             done, batch, seconds = queue.pop()
             now = max(now, done)
             served += engine.complete(batch, now)
-            if batch.tokens:
+            if came_back := bool(batch.tokens):
                 rule.observe(batch, (seconds,) * stages, costs.scheduling)
-        if not executed and engine.has_requests():
+        if not executed and engine.has_requests() and (rule.pauses or not came_back):
             now += EMPTY_PAUSE
         occupied += now - began
         if steady is None and served >= measured:
             steady = _Steady(now - trace[0].time, served, 1 - min(1.0, busy / occupied))
-        still = 0 if executed or now > began + EMPTY_PAUSE else still + 1
+        still = 0 if executed or came_back or now > began + EMPTY_PAUSE else still + 1
         if still > 10_000:
             raise RuntimeError("nothing moves: a request is never scheduled")
     assert steady is not None
