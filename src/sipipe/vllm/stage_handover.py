@@ -1,7 +1,8 @@
 """Logits of the last stage into their BIC-L slot (SiPipe paper, "Column-Wise CPU Sampling").
 
-On a CPU the projection writes them there itself (:mod:`sipipe.vllm.stage_logits`). On a CUDA device the slots are page-locked, so that the device's copy engine writes into the memory
-that the samplers read, without a bounce through pageable memory. Untested on a GPU.
+On a CPU the projection writes them there itself (:mod:`sipipe.vllm.stage_logits`). On a CUDA device
+the slots are page-locked, so that the device's copy engine writes into the memory that the samplers
+read, without a bounce through pageable memory. Untested on a GPU.
 
 Who runs here: the device executor's thread alone, between ``open`` and ``close``.
 """
