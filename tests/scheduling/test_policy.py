@@ -106,8 +106,9 @@ def test_promises_over_random_histories(events, slots, max_moves, min_sequences)
         plan = engine.step(kv_free)
         after = policy.statistics()
         assert plan.slot == before.visits % slots
-        if min_sequences == 1:  # otherwise slots open and close, which takes what it takes
-            assert len(plan.moves) <= max_moves
+        # A slot that opens or closes takes what it takes; that happens only where it may.
+        assert len(plan.moves) <= max_moves or (min_sequences > 1 and policy._resizing)
+        if min_sequences == 1:
             changed = after.leaves - before.leaves + after.joins - before.joins
             assert after.spread <= max(1, before.spread + changed)
         moved = {move.id for move in plan.moves}

@@ -103,6 +103,7 @@ class PipelineScheduler(Scheduler):
         """vLLM's; notices a batch that comes back in the step of an empty visit."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._came_back = self._empty and bool(scheduler_output.total_num_scheduled_tokens)
+        self._empty = False  # later results belong to other steps
         return outputs
 
     def has_requests(self) -> bool:
