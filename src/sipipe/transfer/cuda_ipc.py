@@ -171,18 +171,12 @@ class CudaIpcReceiving(ShmReceiving):
         self._filled: list[Any] = []
         self._freed: list[Any] = []
 
-    def receive(self, timeout: float, expected: Arrival | None) -> Arrival | None:
-        arrival = super().receive(timeout, expected)
-        if arrival is not None:
-            self._device.wait(self._filled[arrival.record.slot])
-        return arrival
+    def complete(self, arrival: Arrival, timeout: float) -> None:  # noqa: ARG002 - no host waits
+        self._device.wait(self._filled[arrival.record.slot])
 
     def release(self, slot: int) -> None:
         self._device.mark(self._freed[slot])
         super().release(slot)
-
-    def _check_seal(self, record: Record) -> None:
-        """Nothing: the host does not read the slot."""
 
     def _open_room(self, descriptor: int, size: int) -> Arena:
         endpoint = self._endpoint

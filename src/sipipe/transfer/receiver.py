@@ -125,6 +125,8 @@ class Receiver:
             self._last = arrival
             self._taken += 1
             self._bytes += arrival.structure.nbytes(num_tokens)
+            # Last, since the data may still be on their way while all this is done.
+            self._complete(arrival, timeout)
             if self._in_place:
                 return ahead.tensors
             return self._elsewhere(ahead, num_tokens)
@@ -206,6 +208,20 @@ class Receiver:
                 f"{bound:g} s; look at the previous stage's log"
             )
         return arrival
+
+    def _complete(self, arrival: Arrival, timeout: float | None) -> None:
+        bound = self._endpoint.stall_timeout if timeout is None else timeout
+        try:
+            self._transport.complete(arrival, bound)
+        except Exception as error:
+            with self._state:
+                del self._held[arrival.record.iteration]
+            if self._closed:
+                raise LinkClosedError(
+                    f"{self._endpoint.describe()}: this receiver was closed"
+                ) from None
+            self._error = error
+            raise
 
     def _verify(self, arrival: Arrival, iteration: int, num_tokens: int) -> None:
         record = arrival.record

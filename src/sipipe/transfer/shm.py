@@ -29,7 +29,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from sipipe.errors import ResourceError
+import numpy as np
+
+from sipipe.errors import ResourceError, StallError
 from sipipe.transfer.arena import Arena, HostArena, slot_bytes
 from sipipe.transfer.errors import LinkClosedError, PeerDiedError, TransferMismatchError
 from sipipe.transfer.frames import RowKind
@@ -52,6 +54,9 @@ takes descriptors would cost every iteration some microseconds."""
 _POPULATE_BELOW = 64 << 20
 _MAX_PACKET = 1 << 16
 _RETRY_SECONDS = 0.02
+_POLL_NANOSECONDS = 200_000
+"""That a receiver looks for the rest of a frame without sleeping; a wake-up takes half as long."""
+_PAUSE_SECONDS = 0.0001
 
 
 def _address(endpoint: LinkEndpoint) -> str:
@@ -220,6 +225,10 @@ class ShmReceiving:
         self._arena: Arena | None = None
         self._structures: dict[int, Structure] = {}
         self.metadata_messages = 0
+        from sipipe.transfer.memory_kernels import await_word
+
+        self._await_word = await_word
+        self._scratch = np.zeros(2, np.int64)
         self._packet = bytearray(_MAX_PACKET)
         self._closed = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -244,13 +253,39 @@ class ShmReceiving:
             size = self._connection.next_packet(self._packet, left)
             if size is None:
                 return None
-            if expected is not None and self._packet[:size] == packet and self._arena is not None:
-                self._check_seal(expected.record)
+            if expected is not None and self._packet[:size] == packet:
                 return expected
             expected = None  # something is new, memory perhaps
             arrival = self._read(self._connection, size)
             if arrival is not None:
                 return arrival
+
+    def complete(self, arrival: Arrival, timeout: float) -> None:
+        record, arena = arrival.record, arrival.arena
+        assert isinstance(arena, HostArena)
+        assert self._connection is not None, "the record came through it"
+        seal, word = arena.seal(record.slot), record.sequence ^ record.value
+        if self._await_word(seal, word, _POLL_NANOSECONDS, self._scratch):
+            return
+        # The sender's thread has lost its core amid the copy, or died.
+        deadline = time.monotonic() + timeout
+        while True:
+            time.sleep(_PAUSE_SECONDS)
+            gone, next_size = self._connection.look(self._packet)
+            if self._await_word(seal, word, 0, self._scratch):
+                return
+            if gone:
+                raise self._connection.died()
+            if next_size and self._codec.unpack(self._packet).kind == Kind.DATA:
+                raise TransferMismatchError(
+                    f"{self._endpoint.describe()}: slot {record.slot} was overwritten while frame "
+                    f"{record.sequence} was in it"
+                )
+            if time.monotonic() > deadline:
+                raise StallError(
+                    f"{self._endpoint.describe()}: iteration {record.iteration} began to arrive "
+                    f"and was not complete within {timeout:g} s; look at the previous stage's log"
+                )
 
     def release(self, slot: int) -> None:
         connection = self._connection
@@ -310,16 +345,7 @@ class ShmReceiving:
             raise RecordError(f"frame {record.sequence} has a structure never announced")
         if record.slot >= self._arena.depth:
             raise RecordError(f"frame {record.sequence} is in slot {record.slot}")
-        self._check_seal(record)
         return Arrival(record, structure, self._arena)
-
-    def _check_seal(self, record: Record) -> None:
-        assert isinstance(self._arena, HostArena)
-        if self._arena.read_check(record.slot) != record.sequence ^ record.value:
-            raise TransferMismatchError(
-                f"{self._endpoint.describe()}: slot {record.slot} was overwritten while frame "
-                f"{record.sequence} was in it"
-            )
 
     def _open_room(self, descriptor: int, size: int) -> Arena:
         endpoint = self._endpoint

@@ -91,6 +91,15 @@ class PacketConnection:
                 break
         return 0
 
+    def look(self, packet: bytearray) -> tuple[bool, int]:
+        """Whether the peer is gone, and the bytes of the next packet, which stays where it is."""
+        events = dict(self._poll.poll(0))
+        size = 0
+        if self.sock.fileno() in events:
+            with contextlib.suppress(OSError):
+                size = self.sock.recv_into(packet, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return bool(events) and (size == 0 or self._pidfd in events), size
+
     def receive_descriptor(self, packet: bytes) -> int:
         """The descriptor that comes with the next packet, which is ``packet``.
 

@@ -64,6 +64,9 @@ class TcpReceiving:
             raise arrival
         return arrival
 
+    def complete(self, arrival: Arrival, timeout: float) -> None:
+        """Nothing is left: our thread has read the frame to its end."""
+
     def release(self, slot: int) -> None:
         sock = self._sock
         assert sock is not None, "nothing is held before the first frame"

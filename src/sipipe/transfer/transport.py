@@ -130,6 +130,13 @@ class ReceivingTransport(Protocol):
                 the transport can tell so at a glance.
         """
 
+    def complete(self, arrival: Arrival, timeout: float) -> None:
+        """Return when the data of ``arrival``, the last one received, can be used.
+
+        Raises:
+            StallError: not within ``timeout`` seconds.
+        """
+
     def release(self, slot: int) -> None:
         """Give a slot back to the sender."""
 
