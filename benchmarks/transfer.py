@@ -46,6 +46,9 @@ class _Ours:
         self._end = open_sender(endpoint) if sends else open_receiver(endpoint)
         self._ahead = 0
 
+    def will_send(self, iteration: int, num_tokens: int) -> None:
+        self._end.post(iteration, num_tokens)
+
     def send(self, iteration: int, tensors: dict[str, Any], num_tokens: int) -> None:
         self._end.send(iteration, num_tokens, tensors)
 
@@ -85,6 +88,9 @@ class _Bare:
         # Halves of one tensor stand for the two: what is timed is the socket alone.
         self._sock.sendall(tensors["joint"].view(torch.uint8).numpy())
 
+    def will_send(self, iteration: int, num_tokens: int) -> None:
+        pass
+
     def expect(self, iteration: int, num_tokens: int) -> None:
         if len(self._buffer) != num_tokens * HIDDEN * 4:
             self._buffer = bytearray(num_tokens * HIDDEN * 4)
@@ -122,6 +128,9 @@ class _Stock:
         if shared_memory and not self._group.use_cpu_custom_send_recv:
             raise RuntimeError("vLLM does not take its CPU shared-memory path on this machine")
         self._group.use_cpu_custom_send_recv = shared_memory
+
+    def will_send(self, iteration: int, num_tokens: int) -> None:
+        pass
 
     def send(self, iteration: int, tensors: dict[str, Any], num_tokens: int) -> None:
         self._group.isend_tensor_dict(tensors)
@@ -182,7 +191,10 @@ def _sends(end: Any, start: int, num_tokens: int, count: int, late: bool) -> lis
     target.zero_()
     times = []
     for iteration in range(start, start + count):
-        time.sleep(_LATE / 2 if late else 0.004)  # the rest of a forward pass
+        rest = _LATE / 2 if late else 0.004  # of a forward pass, amid which another thread
+        time.sleep(rest / 2)
+        end.will_send(iteration, num_tokens)  # has the scheduling output
+        time.sleep(rest / 2)
         # The copy and the hand-over each get hidden states made by the same operations just now,
         # so that as much of either lies in the caches.
         joint = torch.stack([base + iteration % 7, base - iteration % 7])

@@ -65,8 +65,12 @@ class Link(RuleBasedStateMachine):
         self.sizes: dict[int, int] = {}
         self.held: dict[int, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
 
-    @initialize(pool=st.lists(structures, min_size=1, max_size=4), hint=st.sampled_from([0, 200]))
-    def start(self, pool: list[dict[str, Any]], hint: int) -> None:
+    @initialize(
+        pool=st.lists(structures, min_size=1, max_size=4),
+        hint=st.sampled_from([0, 200]),
+        inline=st.booleans(),
+    )
+    def start(self, pool: list[dict[str, Any]], hint: int, inline: bool) -> None:
         self.pool = pool
         on_gpu = self.kind in ("cuda_ipc", "nccl")
         if on_gpu:
@@ -80,6 +84,8 @@ class Link(RuleBasedStateMachine):
             stall_timeout=BOUND,
         )
         self.sender, self.receiver = open_sender(endpoint), open_receiver(endpoint)
+        if not inline and not on_gpu:
+            self.sender._transport.inline_bytes = 0  # as if these were large frames
 
     def teardown(self) -> None:
         if self.pool:
@@ -97,6 +103,13 @@ class Link(RuleBasedStateMachine):
         self.sender.send(self.next_send, size, tensors)
         self.sent.append((self.next_send, tensors))
         self.next_send += 1
+
+    @rule(ahead=st.integers(0, 3), size=tokens, honest=st.sampled_from([True, True, False]))
+    def announce(self, ahead: int, size: int, honest: bool) -> None:
+        iteration = self.next_send + ahead
+        if honest:
+            size = self.sizes.setdefault(iteration, size)
+        self.sender.post(iteration, size)
 
     @precondition(lambda self: self.next_post < self.next_send + 5)
     @rule(size=tokens)

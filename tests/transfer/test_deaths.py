@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import gc
+import itertools
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,15 +46,18 @@ sender.wait_sent(60)
 say()
 signal.pause()
 """
-DIES_BEFORE_THE_RECORD = """
+DIES_AMID_THE_COPY = """
 from sipipe.transfer.frames import Row
+from sipipe.transfer.records import Kind, Record
 sender = open_sender(endpoint)
 sender.send(0, 4, hidden(4, 0))
 sender.wait_sent(60)
 say()
-write, run = Row.write, Row.run
-Row.write = lambda row, packet, seal, operations: write(row, packet, seal, operations[:-4])
-Row.run = lambda row: (run(row), os._exit(1))   # the data are in the slot, the record is not sent
+def half(row):   # the record has left, the tensors have not all been copied
+    value = sender._structures.structure.fingerprint
+    sender._transport._send(sender._codec.pack(Record(Kind.DATA, 1, 1, 1, 1, 4, value)))
+    os._exit(1)
+Row.run = half
 sender.send(1, 4, hidden(4, 1))
 signal.pause()
 """
@@ -99,6 +104,14 @@ if child == 0:
     signal.pause()
 print(child, flush=True)
 signal.pause()
+"""
+SENDS_FOR_EVER = """
+sender = open_sender(endpoint)
+i = 0
+while True:
+    sender.post(i, 1024)
+    sender.send(i, 1024, {"h": torch.full((1024, 8192), i % 100, dtype=torch.int8)})
+    i += 1
 """
 TAKES_ONE_THEN_WAITS = """
 receiver = open_receiver(endpoint)
@@ -168,7 +181,7 @@ def test_the_sender_is_killed_while_the_receiver_waits(endpoint):
 
 def test_the_sender_dies_in_the_middle_of_a_transfer(endpoint):
     body = {
-        "shm": DIES_BEFORE_THE_RECORD,
+        "shm": DIES_AMID_THE_COPY,
         "socket": DIES_INSIDE_A_FRAME,
         "cuda_ipc": DIES_BEFORE_THE_COPY,
         "nccl": DIES_BEFORE_THE_DATA,
@@ -180,6 +193,28 @@ def test_the_sender_dies_in_the_middle_of_a_transfer(endpoint):
         receiver.take(0, BOUND)
         with pytest.raises(PeerDiedError, match="previous stage died"):
             receiver.take(1, BOUND)
+        stage.kill()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.013, 0.027, 0.041])
+def test_a_sender_that_is_killed_at_any_moment(seconds):
+    """8 MiB a frame: most of the time one is being copied. What is taken is whole."""
+    endpoint = create_link("shm", max_tokens=1024, stall_timeout=BOUND)
+    with open_receiver(endpoint) as receiver:
+        stage = Stage(SENDS_FOR_EVER, endpoint)
+        killer = threading.Timer(seconds, stage.process.kill)
+
+        def take_all() -> None:
+            for iteration in itertools.count():
+                receiver.post(iteration, 1024)
+                taken = receiver.take(iteration, BOUND)["h"]
+                assert torch.equal(taken, torch.full_like(taken, iteration % 100))
+                receiver.release(iteration)
+                if iteration == 0:
+                    killer.start()
+
+        with pytest.raises(PeerDiedError, match="previous stage died"):
+            take_all()
         stage.kill()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import pickle
+import queue
 import threading
 from collections.abc import Iterator
 
@@ -156,6 +158,68 @@ def test_a_large_frame_is_sent_by_a_thread_and_may_be_waited_for(link):
     tensors["hidden_states"].zero_()
     assert torch.equal(got["hidden_states"], expected)
     assert sender.statistics().inline_messages == 0
+
+
+def test_frames_that_were_posted_ahead(link):
+    """By another thread, as the scheduling outputs come; some in vain, some not at all."""
+    sender, receiver = link
+    wide = 3000
+    sizes = [1 + iteration * 7 % 64 for iteration in range(120)]
+    asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+    def tensors(iteration: int) -> dict[str, torch.Tensor]:
+        dtype = torch.float16 if iteration % 50 == 49 else torch.bfloat16
+        return {
+            "hidden_states": torch.full((sizes[iteration], wide), iteration, dtype=dtype),
+            "residual": torch.full((sizes[iteration], wide), -iteration, dtype=dtype),
+        }
+
+    def post() -> None:
+        while (iteration := asked.get()) is not None:
+            wrong = iteration % 9 == 5
+            sender.post(iteration, sizes[iteration] - wrong)
+
+    def receive() -> None:
+        for iteration, size in enumerate(sizes):
+            receiver.post(iteration, size)
+            got = receiver.take(iteration, BOUND)
+            assert_equal(got, tensors(iteration))
+            receiver.release(iteration)
+
+    posting = threading.Thread(target=post)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        received = pool.submit(receive)
+        posting.start()
+        for iteration, size in enumerate(sizes):
+            for ahead in (1, 2):
+                if iteration % 11 and iteration + ahead < len(sizes):
+                    asked.put(iteration + ahead)
+            sender.send(iteration, size, tensors(iteration))
+        asked.put(None)
+        posting.join(BOUND)
+        received.result(BOUND)
+    sender.wait_sent(BOUND)
+    assert sender.statistics().data_messages == len(sizes)
+
+
+def test_a_posted_frame_has_all_but_its_tensors(link, endpoint):
+    sender, _ = link
+    large = {"hidden_states": torch.randn(64, 3000), "residual": torch.randn(64, 3000)}
+    for iteration in range(5):
+        sender.post(iteration, 64)
+        sender.post(iteration, 64)  # once is enough
+        exchange(link, iteration, 64, large)
+        sender.wait_sent(BOUND)
+    sender.post(5, 65)  # send() says what is wrong with it
+    by_rows = endpoint.kind in ("shm", "socket")
+    assert sender.statistics().prepared_messages == (4 if by_rows else 0)
+    sender.post(6, 64)
+    sender.post(7, 64)
+    exchange(link, 7, 64, large)  # 6 has no tokens after all
+    sender.close()
+    sender.post(8, 64)
+    with pytest.raises(LinkClosedError):
+        sender.send(8, 64, large)
 
 
 def test_a_number_of_tokens_that_was_not_posted_is_an_error(link):

@@ -10,8 +10,9 @@ Layout of an arena of ``depth`` slots, each a whole number of pages::
 
 A tensor starts at the same address whatever the number of tokens, so the views below are made
 once per structure and slot. One writer per slot at any time: whoever fills it (the sender's copy,
-or the receiver's reading thread) until its DATA record is sent, then the receiver until RELEASE.
-The order between the two is the kernel's: a record goes through a socket.
+or the receiver's reading thread) until the seal is stored, then the receiver until RELEASE. The
+order between the two: release and acquire of the seal in shared memory, elsewhere the kernel's, as
+a record goes through a socket.
 """
 
 from __future__ import annotations
@@ -163,7 +164,3 @@ class HostArena(Arena):
     def write_check(self, slot: int, word: int) -> None:
         """Seal a filled slot."""
         _WORD.pack_into(self._memory, (slot + 1) * self.size - _TRAILER, word)
-
-    def read_check(self, slot: int) -> int:
-        """The word that a slot was sealed with."""
-        return int(_WORD.unpack_from(self._memory, (slot + 1) * self.size - _TRAILER)[0])

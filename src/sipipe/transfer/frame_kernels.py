@@ -17,14 +17,15 @@ from sipipe.transfer.frames import HEAD, IN_PYTHON, PACKET
 from sipipe.transfer.memory_kernels import copy, publish
 from sipipe.transfer.records import RECORD_BYTES
 
-__all__ = ["run_row", "step_row"]
+__all__ = ["run_queued_row", "run_row", "step_row"]
 
 _CHECKED = RECORD_BYTES - 4
 _FLAGS = int(socket.MSG_NOSIGNAL)
 _MORE = int(socket.MSG_NOSIGNAL | socket.MSG_MORE)
 _EINTR = 4
-_LEAD = np.uint64(2 << 20)
+_LEAD = np.uint64(4 << 20)
 """Bytes still to copy when the record leaves: about as long as the receiver takes to wake up."""
+_PIECE = np.uint64(512 << 10)
 _STREAM = np.uint64(8 << 20)
 """Bytes of a frame from which on it is copied past the caches. Measured, copy and first reading
 together: a fifth less at 8 and 16 MiB, nothing at 4, more below."""
@@ -79,28 +80,23 @@ _check_word: Any = njit(nogil=True, cache=True)(_put_check)
 def _copy_and_tell(
     row: Any, parts: Any, places: Any, seal_at: Any, descriptor: Any, record: Any
 ) -> Any:
-    """Copy the tensors, with the record sent ``_LEAD`` bytes before the end, and seal the slot."""
+    """Copy the tensors, with the record sent when ``_LEAD`` bytes are left, and seal the slot."""
     left = np.uint64(0)
     for part in range(parts):
         left += row[places + 2 * part + 1]
     stream = left >= _STREAM
-    told = False
+    error, told = np.int64(0), False
     for part in range(parts):
-        to, source, nbytes = row[places + 2 * part], row[HEAD + part], row[places + 2 * part + 1]
-        if not told and left <= _LEAD + nbytes:
-            before = np.uint64(0)
-            if left > _LEAD:
-                before = (left - _LEAD) & ~np.uint64(4095)
-                copy(to, source, before, stream)
-            error = _send_all(descriptor, record, np.uint64(RECORD_BYTES), _FLAGS)
-            if error != 0:
-                return error
-            told = True
-            copy(to + before, source + before, nbytes - before, stream)
-        else:
-            copy(to, source, nbytes, stream)
-        left -= nbytes
-    error = np.int64(0)
+        to, source, end = row[places + 2 * part], row[HEAD + part], row[places + 2 * part + 1]
+        done = np.uint64(0)
+        while done < end:
+            if left <= _LEAD and not told:
+                error = _send_all(descriptor, record, np.uint64(RECORD_BYTES), _FLAGS)
+                told = True
+            piece = min(end - done, _PIECE)
+            copy(to + done, source + done, piece, stream)
+            done += piece
+            left -= piece
     if not told:
         error = _send_all(descriptor, record, np.uint64(RECORD_BYTES), _FLAGS)
     publish(seal_at, row[2])
@@ -133,16 +129,25 @@ _ROW = types.uint64[::1]
 run_row: Callable[[Any], int] = njit([types.int64(_ROW)], nogil=True, cache=True)(_run)
 
 
+def _run_unless_empty(row: Any) -> Any:
+    """:func:`run_row`; ``IN_PYTHON`` for a row that Python must handle."""
+    if row[0] == 0:
+        return np.int64(IN_PYTHON)
+    return run_row(row)
+
+
+run_queued_row: Callable[[Any], int] = njit([types.int64(_ROW)], nogil=True, cache=True)(
+    _run_unless_empty
+)
+
+
 def _step(rows: Any, index: int, doorbell: int, scratch: Any) -> Any:
-    """Wait for a ring, then run the row; ``IN_PYTHON`` for one that Python must handle."""
+    """Wait for a ring, then :func:`run_queued_row`."""
     while _read(np.int32(doorbell), np.uint64(scratch.ctypes.data), np.uint64(8)) != 8:
         error = carray(_errno(), 1)[0]
         if error != _EINTR:
             return np.int64(error)
-    row = rows[index]
-    if row[0] == 0:
-        return np.int64(IN_PYTHON)
-    return run_row(row)
+    return run_queued_row(rows[index])
 
 
 step_row: Callable[[Any, int, int, Any], int] = njit(

@@ -64,10 +64,17 @@ class RowKind(enum.IntEnum):
 class Row:
     """One frame's place."""
 
-    def __init__(self, words: np.ndarray, run: Callable[[np.ndarray], int]) -> None:
+    def __init__(
+        self,
+        words: np.ndarray,
+        run: Callable[[np.ndarray], int],
+        run_queued: Callable[[np.ndarray], int],
+    ) -> None:
         self._words = words
         self._run = run
+        self._run_queued = run_queued
         self._buffer = words.data.cast("B")
+        self._head = self._buffer.cast("Q")
 
     def write(
         self,
@@ -90,6 +97,12 @@ class Row:
         parts = len(addresses)
         _FORMATS[parts].pack_into(self._buffer, 0, parts, kind, seal, *addresses, *places, *record)
 
+    def place(self, addresses: list[int]) -> None:
+        """Fill in the tensors of a row that was written before they were there."""
+        head = self._head
+        for index, address in enumerate(addresses, HEAD):
+            head[index] = address
+
     def leave_to_python(self) -> None:
         """Say that Python must handle this frame."""
         self._words[0] = 0
@@ -98,19 +111,23 @@ class Row:
         """Run the row now, on this thread, without the GIL; 0 or an errno."""
         return self._run(self._words)
 
+    def run_queued(self) -> int:
+        """As :meth:`run`, but ``IN_PYTHON`` for a row left to Python."""
+        return self._run_queued(self._words)
+
 
 class FrameQueue:
     """Rows between the thread that calls ``send`` and the one that transmits."""
 
     def __init__(self, depth: int) -> None:
-        from sipipe.transfer.frame_kernels import run_row, step_row
+        from sipipe.transfer.frame_kernels import run_queued_row, run_row, step_row
 
-        self._run_row, self._step_row = run_row, step_row
+        self._step_row = step_row
         self._words = np.zeros((depth + 2, _WORDS), np.uint64)
         # Invariant: row n is written again only after it ran. Frame n + depth has a slot, so one
         # of the frames n … n + depth - 1 was released, so it was taken; frames are taken in
         # order, so frame n was too, and it had been run before. One more row is for closing.
-        self._rows = [Row(words, run_row) for words in self._words]
+        self._rows = [Row(words, run_row, run_queued_row) for words in self._words]
         self._turn = depth + 1
         self._doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._scratch = np.zeros(1, np.uint64)
@@ -124,9 +141,9 @@ class FrameQueue:
         """A row for the caller's own use, outside the queue."""
         return self._rows[-1]
 
-    def row(self) -> Row:
-        """The row that the next :meth:`ring` is about."""
-        return self._rows[self._written % self._turn]
+    def row(self, ahead: int = 0) -> Row:
+        """The row that the next :meth:`ring` is about, or the one ``ahead`` rings after it."""
+        return self._rows[(self._written + ahead) % self._turn]
 
     def ring(self) -> None:
         """Hand the row over."""
@@ -146,7 +163,7 @@ class FrameQueue:
             # Wakes up wanting the GIL, which the caller keeps until it is out of send(): without
             # this the copy would push it off the core that they share.
             self._calls.get()
-            result = self._run_row(self._words[index]) if self._words[index, 0] else IN_PYTHON
+            result = self._rows[index].run_queued()
         else:
             result = self._step_row(self._words, index, self._doorbell, self._scratch)
         self._done += 1

@@ -25,9 +25,10 @@ _LINE = 64
 _LINES = 4  # copied in one turn of the loop
 _VECTOR = ir.VectorType(ir.IntType(64), _LINE // 8)
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
-_SPINS = 32  # looks at the word between two looks at the clock
+_SPINS = 32  # looks at the word between two looks at the clock, a microsecond or two
 
 _memcpy: Any = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uintp))
+_sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 _clock: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.uintp))
 
 
@@ -140,6 +141,7 @@ def _await_word(address: Any, word: Any, nanoseconds: Any, scratch: Any) -> Any:
             if _load_acquire(address) == word:
                 return True
             _relax()
+        _sched_yield()  # to the writer, should it share this core
     return _load_acquire(address) == word
 
 

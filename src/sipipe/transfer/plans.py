@@ -39,6 +39,7 @@ class FramePlan:
         self.number = number
         self.fingerprint = structure.fingerprint
         self.nbytes = structure.nbytes(num_tokens)
+        self.parts = len(structure.specs)
         self._transport = transport
         self._structure = structure
         self._num_tokens = num_tokens

@@ -102,7 +102,8 @@ class Receiver:
             Each key's tensor, [num_tokens, ...], in the sender's order.
 
         Raises:
-            StallError: nothing came within ``timeout`` seconds. The iteration stays posted.
+            StallError: nothing came within ``timeout`` seconds: the iteration stays posted. Or what
+                had begun to come was not complete that long after: the link is broken.
             PeerDiedError: the sender's process ended.
             TransferMismatchError: something else came than was posted; the link is broken.
             LinkClosedError: this end or the sender's was closed.
@@ -211,6 +212,7 @@ class Receiver:
 
     def _complete(self, arrival: Arrival, timeout: float | None) -> None:
         bound = self._endpoint.stall_timeout if timeout is None else timeout
+        began = time.monotonic()
         try:
             self._transport.complete(arrival, bound)
         except Exception as error:
@@ -222,6 +224,8 @@ class Receiver:
                 ) from None
             self._error = error
             raise
+        finally:
+            self._waited += time.monotonic() - began
 
     def _verify(self, arrival: Arrival, iteration: int, num_tokens: int) -> None:
         record = arrival.record

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sipipe.errors import StallError
 from sipipe.transfer.credit import Credit
 from sipipe.transfer.errors import LinkClosedError
-from sipipe.transfer.frames import FrameQueue
-from sipipe.transfer.plans import MAX_STRUCTURES, KnownStructures
+from sipipe.transfer.frames import FrameQueue, Row
+from sipipe.transfer.plans import MAX_STRUCTURES, FramePlan, KnownStructures
 from sipipe.transfer.records import Kind, Record, RecordCodec
 from sipipe.transfer.statistics import SenderStatistics
 from sipipe.transfer.structure import Structure
@@ -50,6 +50,16 @@ class _Row(NamedTuple):
     """Kept alive until the row has run."""
 
 
+class _Prepared(NamedTuple):
+    """A frame whose row lacks the tensors' addresses alone."""
+
+    iteration: int
+    num_tokens: int
+    plan: FramePlan
+    slot: int
+    row: Row
+
+
 class Sender:
     """Sends one stage's hidden states to the next stage. Made by :func:`.open_sender`."""
 
@@ -62,13 +72,17 @@ class Sender:
         self._row_kind = -1 if transport.row_kind is None else int(transport.row_kind)
         self._structures = KnownStructures(endpoint, transport)
         self._last_iteration = -1
+        # The next frames in order, each with a slot; under _sending. A send that is not the first
+        # of them takes all back.
+        self._prepared: deque[_Prepared] = deque()
+        self._unprepared = -1  # the last iteration posted in vain; written by post()
         self._submitted = 0  # written by the thread that calls send()
         self._completed = 0  # written by whoever transmits
         self._left_to_python = 0  # jobs that are no rows; written by the thread that calls send()
         self._handled = 0  # of them; written by our thread
         self._waiting = False  # under _progress
         self._announced: set[int] = set()
-        self._counts = {"metadata": 0, "bytes": 0, "inline": 0}
+        self._counts = {"metadata": 0, "bytes": 0, "inline": 0, "prepared": 0}
         self._error: BaseException | None = None
         self._closed = False
         self._sending = threading.Lock()
@@ -81,6 +95,22 @@ class Sender:
             target=self._run, name=f"sipipe-send-{endpoint.name}", daemon=True
         )
         self._thread.start()
+
+    def post(self, iteration: int, num_tokens: int) -> None:
+        """Say that ``iteration`` will be sent with ``num_tokens`` tokens; never waits.
+
+        Nothing depends on it, but a ``send`` of which all but the tensors is prepared blocks its
+        caller half as long. To be called when the scheduling output is known, by a thread that has
+        time; several iterations may be posted ahead. It does nothing when the receiver lags, for
+        the first frame of a structure, and for frames as small as ``inline_bytes``.
+        """
+        if self._unprepared <= self._last_iteration and self._sending.acquire(blocking=False):
+            try:
+                if self._prepare(iteration, num_tokens):
+                    return
+            finally:
+                self._sending.release()
+        self._unprepared = iteration  # those behind it must wait: frames have numbers
 
     def send(
         self,
@@ -114,6 +144,10 @@ class Sender:
         with self._sending:
             if self._closed or self._error is not None:
                 self._check()
+            if self._prepared:
+                if self._send_prepared(iteration, num_tokens, tensors):
+                    return
+                self._take_back()
             if iteration <= self._last_iteration or not 0 <= num_tokens <= self._max_tokens:
                 self._refuse(iteration, num_tokens)
             # A row that comes behind a frame for Python may find that one's larger memory.
@@ -132,25 +166,17 @@ class Sender:
                 parts = self._parts(tensors, num_tokens)
             if not self._credit.free:
                 self._credit.wait(iteration, timeout)
-            slot, sequence = self._credit.free.popleft(), self._submitted
+            slot = self._credit.free.popleft()
             self._last_iteration = iteration
-            self._submitted += 1
             if plan is None or addresses is None or parts is not None:
                 assert parts is not None
+                self._submitted += 1
                 self._send_parts(slot, iteration, num_tokens, parts, idle=idle)
                 return
-            record = self._codec.fields(
-                slot, plan.number, sequence, iteration, num_tokens, plan.fingerprint
-            )
             with self._queueing:
                 row = self._frames.own if inline else self._frames.row()
-                row.write(
-                    self._row_kind,
-                    sequence ^ plan.fingerprint,
-                    addresses,
-                    plan.places(slot),
-                    record,
-                )
+                self._fill(row, plan, slot, 0, iteration, num_tokens, addresses)
+                self._submitted += 1
                 if not inline:
                     self._jobs.append(_Row(plan.nbytes, list(tensors.values())))
                     self._frames.ring()
@@ -160,6 +186,78 @@ class Sender:
                 self._check()
             self._counts["inline"] += 1
             self._complete(plan.nbytes)
+
+    def _prepare(self, iteration: int, num_tokens: int) -> bool:
+        """Fill the row of a frame that will come; whether that is possible."""
+        prepared = self._prepared
+        if (
+            self._closed
+            or self._error is not None
+            or self._row_kind < 0
+            or self._left_to_python != self._handled
+            or self._structures.current not in self._announced
+            or not 0 <= num_tokens <= self._max_tokens
+            or iteration <= (prepared[-1].iteration if prepared else self._last_iteration)
+        ):
+            return False
+        plan = self._structures.plan(num_tokens)
+        if plan is None or plan.nbytes <= self._transport.inline_bytes:
+            return False
+        free = self._credit.free
+        if not free:
+            free.extend(self._transport.collect_releases(0.0))
+            if not free:
+                return False
+        ahead, slot = len(prepared), free.popleft()
+        row = self._frames.row(ahead)
+        self._fill(row, plan, slot, ahead, iteration, num_tokens, [0] * plan.parts)
+        prepared.append(_Prepared(iteration, num_tokens, plan, slot, row))
+        return True
+
+    def _send_prepared(
+        self, iteration: int, num_tokens: int, tensors: Mapping[str, torch.Tensor]
+    ) -> bool:
+        """Send the first prepared frame if it is this one."""
+        frame = self._prepared[0]
+        if frame.iteration != iteration or frame.num_tokens != num_tokens:
+            return False
+        addresses = frame.plan.addresses(tensors)
+        if addresses is None:
+            return False
+        frame.row.place(addresses)
+        with self._queueing:
+            if self._closed:  # and its last row written
+                self._check()
+            del self._prepared[0]
+            self._last_iteration = iteration
+            self._submitted += 1
+            self._jobs.append(_Row(frame.plan.nbytes, list(tensors.values())))
+            self._frames.ring()
+        self._counts["prepared"] += 1
+        return True
+
+    def _take_back(self) -> None:
+        """Prepare nothing any more: another frame comes than was posted."""
+        while self._prepared:
+            self._credit.free.appendleft(self._prepared.pop().slot)
+
+    def _fill(
+        self,
+        row: Row,
+        plan: FramePlan,
+        slot: int,
+        ahead: int,
+        iteration: int,
+        num_tokens: int,
+        addresses: list[int],
+    ) -> None:
+        """Write the row of the frame that comes ``ahead`` frames after the next one."""
+        sequence = self._submitted + ahead
+        record = self._codec.fields(
+            slot, plan.number, sequence, iteration, num_tokens, plan.fingerprint
+        )
+        seal = sequence ^ plan.fingerprint
+        row.write(self._row_kind, seal, addresses, plan.places(slot), record)
 
     def _send_parts(
         self,
@@ -234,9 +332,10 @@ class Sender:
             metadata_messages=self._counts["metadata"],
             bytes_sent=self._counts["bytes"],
             inline_messages=self._counts["inline"],
+            prepared_messages=self._counts["prepared"],
             waits=self._credit.waits,
             waited_seconds=self._credit.waited,
-            in_flight=self._credit.in_flight,
+            in_flight=self._credit.in_flight - len(self._prepared),
         )
 
     def close(self, timeout: float = 1.0) -> None:

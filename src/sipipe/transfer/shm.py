@@ -5,16 +5,21 @@ Who runs here: the sender's caller and thread (see :mod:`.sender`), and the rece
 Unix socket, which also carries the records, one packet each: the data record is what wakes the
 receiver, and the end of the socket is what tells each side that the other died.
 
-Guarantees: one copy per hidden state, made by the sender; the receiver works in place. Nothing
+Guarantees: one copy per hidden state, made by the sender; the receiver works in place. A record
+leaves some megabytes before the end of the copy, so that the receiver wakes up beside it; what it
+then waits for is the seal, a word behind the data that is stored when all of them are. Nothing
 has a name in the file system: memfd and abstract socket vanish with their last process, whatever
-ended it. Relies on: a system call on a socket orders memory (a slot is written before its record
-is sent, and read after the record was received); the receiver's process id, from the socket, to
-notice a death that an inherited descriptor would hide.
+ended it. Relies on: release and acquire of the seal (:mod:`.memory_kernels`), and, in the other
+direction, a system call on a socket to order memory (a slot is read before its release is sent);
+the receiver's process id, from the socket, to notice a death that an inherited descriptor would
+hide.
 
 Rejected: a futex on a word in shared memory (needs a thread that also watches for death, and
 wakes no faster than a socket through the interpreter); eventfd (no end of file when the peer
 dies); a named segment in /dev/shm (outlives kill -9, and containers limit it to 64 MB); spinning
-(it takes the core that the forward pass needs).
+until something comes (it takes the core that the forward pass needs; for the rest of a frame that
+has begun to come, half a millisecond at most, the receiver has nothing else to do); the record
+behind the data (a sleeping core takes 50 to 100 µs to wake up and to run Python).
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ takes descriptors would cost every iteration some microseconds."""
 _POPULATE_BELOW = 64 << 20
 _MAX_PACKET = 1 << 16
 _RETRY_SECONDS = 0.02
-_POLL_NANOSECONDS = 200_000
+_POLL_NANOSECONDS = 500_000
 """That a receiver looks for the rest of a frame without sleeping; a wake-up takes half as long."""
 _PAUSE_SECONDS = 0.0001
 

@@ -37,6 +37,8 @@ class SenderStatistics:
     """Bytes of hidden states."""
     inline_messages: int
     """Microbatches small enough to be sent by the caller's own thread."""
+    prepared_messages: int
+    """Microbatches that ``post`` had prepared."""
     waits: int
     """Calls of ``send`` that found the receiver ``depth`` iterations behind."""
     waited_seconds: float

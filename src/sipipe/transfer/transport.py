@@ -26,7 +26,7 @@ __all__ = ["Arrival", "HostSending", "ReceivingTransport", "SendingTransport"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrival:
-    """A frame that is complete in its slot."""
+    """A frame in its slot; complete when :meth:`ReceivingTransport.complete` says so."""
 
     record: Record
     structure: Structure
@@ -120,10 +120,10 @@ class HostSending:
 
 
 class ReceivingTransport(Protocol):
-    """The receiver's end. One thread at a time calls ``receive``; any calls the rest."""
+    """The receiver's end. One thread at a time calls ``receive`` and ``complete``; any the rest."""
 
     def receive(self, timeout: float, expected: Arrival | None) -> Arrival | None:
-        """The next frame, or None when ``timeout`` seconds passed.
+        """The next frame, or None when ``timeout`` seconds passed. Its data may still be coming.
 
         Args:
             expected: what the next frame is if all goes on as it did; returned as it is where

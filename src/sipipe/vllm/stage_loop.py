@@ -143,9 +143,11 @@ class StageLoop:
         return inputs
 
     def announce(self, iteration: int, inputs: ModelInput) -> None:
-        """Post the receive: its size is known from the scheduling output alone."""
+        """Post what will come and go: its size is known from the scheduling output alone."""
         if self._receiver is not None:
             self._receiver.post(iteration, inputs.num_tokens_padded)
+        if self._sender is not None:
+            self._sender.post(iteration, inputs.num_tokens_padded)
 
     def receive(self, iteration: int, inputs: ModelInput) -> dict[str, torch.Tensor] | None:
         """The hidden states of the previous stage, in place."""
