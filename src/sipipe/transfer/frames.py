@@ -17,7 +17,8 @@ One row, in words of 8 bytes, for a frame of k tensors::
               changes every frame     the same for a slot, structure and number of tokens
 
 It is written by one ``pack_into``: after a forward pass, Python runs on cold caches, where each
-line of it costs a microsecond. The record's check word is put in when the row runs; its place
+line of it costs a microsecond. Where the frame was posted that happened before, and the addresses
+alone are put in. The record's check word is put in when the row runs; its place
 holds the link's seed till then. k is 0 in a row that Python must handle.
 
 Rejected: a thread that runs Python for every frame (two waits for the GIL and 50 to 100 µs of
@@ -56,7 +57,8 @@ class RowKind(enum.IntEnum):
     """What is done with a row."""
 
     COPY = 0
-    """Copy the tensors and the seal to their places, then send the record (one packet)."""
+    """Copy the tensors, then the seal, to their places; the record (one packet) leaves before the
+    end of it."""
     STREAM = 1
     """Send record, tensors and seal, one behind the other."""
 

@@ -1,7 +1,7 @@
 """The sending end of a link, the same for every transport.
 
-Who runs here: the thread that calls :meth:`Sender.send` (one at a time), and one thread of ours
-that connects and transmits. Guarantees: frames leave in the order of the calls; ``send`` returns
+Who runs here: the thread that calls :meth:`Sender.send` (one at a time), one that calls
+:meth:`Sender.post` at the same time, and one of ours that connects and transmits. Guarantees: frames leave in the order of the calls; ``send`` returns
 before a large frame is copied, and that copy does not wait for the GIL (:mod:`.frames`); at most
 ``depth`` iterations are between ``send`` and the receiver's release, and only then ``send`` waits,
 in the kernel, for at most its bound; an error of the thread is raised by the next call. Relies
