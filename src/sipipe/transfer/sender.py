@@ -1,11 +1,12 @@
 """The sending end of a link, the same for every transport.
 
 Who runs here: the thread that calls :meth:`Sender.send` (one at a time), one that calls
-:meth:`Sender.post` at the same time, and one of ours that connects and transmits. Guarantees: frames leave in the order of the calls; ``send`` returns
-before a large frame is copied, and that copy does not wait for the GIL (:mod:`.frames`); at most
-``depth`` iterations are between ``send`` and the receiver's release, and only then ``send`` waits,
-in the kernel, for at most its bound; an error of the thread is raised by the next call. Relies
-on: the GIL for plain reads of the counters (each has one writer); the transport for memory order.
+:meth:`Sender.post` at the same time, and one of ours that connects and transmits. Guarantees:
+frames leave in the order of the calls; ``send`` returns before a large frame is copied, and that
+copy does not wait for the GIL (:mod:`.frames`); at most ``depth`` iterations are between ``send``
+and the receiver's release, and only then ``send`` waits, in the kernel, for at most its bound; an
+error of the thread is raised by the next call. Relies on: the GIL for plain reads of the counters
+(each has one writer); the transport for memory order.
 Rejected: queueing without bound (memory), and copying every frame in the caller's thread (16 MB
 take longer than the 50 µs that a forward may lose), or every frame in ours (a hand-over to a
 thread costs more than copying a small decode step).
