@@ -29,6 +29,7 @@ at installation, for the thirty lines that Numba compiles here).
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import queue
 import struct
@@ -74,7 +75,8 @@ class Row:
     ) -> None:
         self._words = words
         self._run = run
-        self._run_queued = run_queued
+        self.run_queued = functools.partial(run_queued, words)
+        """As :meth:`run`, but ``IN_PYTHON`` for a row left to Python."""
         self._buffer = words.data.cast("B")
         self._head = self._buffer.cast("Q")
 
@@ -112,10 +114,6 @@ class Row:
     def run(self) -> int:
         """Run the row now, on this thread, without the GIL; 0 or an errno."""
         return self._run(self._words)
-
-    def run_queued(self) -> int:
-        """As :meth:`run`, but ``IN_PYTHON`` for a row left to Python."""
-        return self._run_queued(self._words)
 
 
 class FrameQueue:

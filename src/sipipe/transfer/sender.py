@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Sender"]
 
+_GLANCE_SECONDS = 0.01
+
 
 class _Job(NamedTuple):
     record: Record
@@ -59,6 +61,7 @@ class _Prepared(NamedTuple):
     plan: FramePlan
     slot: int
     row: Row
+    job: _Row
 
 
 class Sender:
@@ -83,11 +86,12 @@ class Sender:
         self._handled = 0  # of them; written by our thread
         self._waiting = False  # under _progress
         self._announced: set[int] = set()
-        self._counts = {"metadata": 0, "bytes": 0, "inline": 0, "prepared": 0}
+        self._counts = {"metadata": 0, "bytes": 0, "inline": 0}
+        self._sent_prepared = 0
         self._error: BaseException | None = None
         self._closed = False
         self._sending = threading.Lock()
-        self._queueing = threading.Lock()  # close() must not wait for a send() that waits
+        self._lags = False  # whether a send() waits for a slot; it has _sending then
         self._progress = threading.Condition()
         self._partial: _Job | None = None  # left half-way by send(), for our thread to finish
         self._frames = FrameQueue(endpoint.depth)
@@ -166,7 +170,12 @@ class Sender:
             if plan is None or addresses is None or (inline and not self._transport.inline_rows):
                 parts = self._parts(tensors, num_tokens)
             if not self._credit.free:
-                self._credit.wait(iteration, timeout)
+                self._lags = True
+                try:
+                    self._credit.wait(iteration, timeout)
+                finally:
+                    self._lags = False
+                self._check()
             slot = self._credit.free.popleft()
             self._last_iteration = iteration
             if plan is None or addresses is None or parts is not None:
@@ -174,14 +183,13 @@ class Sender:
                 self._submitted += 1
                 self._send_parts(slot, iteration, num_tokens, parts, idle=idle)
                 return
-            with self._queueing:
-                row = self._frames.own if inline else self._frames.row()
-                self._fill(row, plan, slot, 0, iteration, num_tokens, addresses)
-                self._submitted += 1
-                if not inline:
-                    self._jobs.append(_Row(plan.nbytes, list(tensors.values())))
-                    self._frames.ring()
-                    return
+            row = self._frames.own if inline else self._frames.row()
+            self._fill(row, plan, slot, 0, iteration, num_tokens, addresses)
+            self._submitted += 1
+            if not inline:
+                self._jobs.append(_Row(plan.nbytes, list(tensors.values())))
+                self._frames.ring()
+                return
             if error := row.run():
                 self._fail(self._transport.failure(error))
                 self._check()
@@ -212,7 +220,8 @@ class Sender:
         ahead, slot = len(prepared), free.popleft()
         row = self._frames.row(ahead)
         self._fill(row, plan, slot, ahead, iteration, num_tokens, [0] * plan.parts)
-        prepared.append(_Prepared(iteration, num_tokens, plan, slot, row))
+        job = _Row(plan.nbytes, [])
+        prepared.append(_Prepared(iteration, num_tokens, plan, slot, row, job))
         return True
 
     def _send_prepared(
@@ -225,16 +234,14 @@ class Sender:
         addresses = frame.plan.addresses(tensors)
         if addresses is None:
             return False
+        del self._prepared[0]
+        self._last_iteration = iteration
+        self._submitted += 1
+        self._sent_prepared += 1
         frame.row.place(addresses)
-        with self._queueing:
-            if self._closed:  # and its last row written
-                self._check()
-            del self._prepared[0]
-            self._last_iteration = iteration
-            self._submitted += 1
-            self._jobs.append(_Row(frame.plan.nbytes, list(tensors.values())))
-            self._frames.ring()
-        self._counts["prepared"] += 1
+        frame.job.tensors.extend(tensors.values())
+        self._jobs.append(frame.job)
+        self._frames.ring()
         return True
 
     def _take_back(self) -> None:
@@ -298,12 +305,11 @@ class Sender:
         self._hand_over(job)
 
     def _hand_over(self, job: _Job | None) -> None:
-        """Give our thread something to do that is no row."""
-        with self._queueing:
-            self._left_to_python += 1
-            self._frames.row().leave_to_python()
-            self._jobs.append(job)
-            self._frames.ring()
+        """Give our thread something to do that is no row; with _sending, or see :meth:`close`."""
+        self._left_to_python += 1
+        self._frames.row().leave_to_python()
+        self._jobs.append(job)
+        self._frames.ring()
 
     def wait_sent(self, timeout: float | None = None) -> None:
         """Wait until every tensor given to :meth:`send` may be overwritten.
@@ -333,7 +339,7 @@ class Sender:
             metadata_messages=self._counts["metadata"],
             bytes_sent=self._counts["bytes"],
             inline_messages=self._counts["inline"],
-            prepared_messages=self._counts["prepared"],
+            prepared_messages=self._sent_prepared,
             waits=self._credit.waits,
             waited_seconds=self._credit.waited,
             in_flight=self._credit.in_flight - len(self._prepared),
@@ -344,7 +350,14 @@ class Sender:
         if self._closed:
             return
         self._closed = True
+        # A send() or post() that has the lock leaves it soon; or the send() waits for a slot, and
+        # then writes nothing more. Invariant: it looks at _closed after it has reset _lags, and
+        # here _lags is read after _closed has been set, so it cannot miss both.
+        while not (alone := self._sending.acquire(timeout=_GLANCE_SECONDS)) and not self._lags:
+            pass
         self._hand_over(None)
+        if alone:
+            self._sending.release()
         if self._submitted != self._completed and self._error is None:
             self._thread.join(timeout)
         self._transport.interrupt(farewell=self._submitted == self._completed)
