@@ -126,7 +126,8 @@ class FrameQueue:
         self._words = np.zeros((depth + 2, _WORDS), np.uint64)
         # Invariant: row n is written again only after it ran. Frame n + depth has a slot, so one
         # of the frames n … n + depth - 1 was released, so it was taken; frames are taken in
-        # order, so frame n was too, and it had been run before. One more row is for closing.
+        # order, so frame n was too, and sealed before; the seal is the last that a row is read for.
+        # One more row is for closing.
         self._rows = [Row(words, run_row, run_queued_row) for words in self._words]
         self._turn = depth + 1
         self._doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)

@@ -1,7 +1,8 @@
 """Copies into memory that two processes share, and the word that says when one is complete.
 
 Compiled, without the GIL; imported when a link is opened, not before: a vLLM worker must not have
-Numba loaded while it is initialized. The writer calls :func:`copy` and then :func:`publish`, the
+Numba loaded while it is initialized. Who runs here: the sender's caller or thread, and the
+receiver's, in two processes. The writer calls :func:`copy` and then :func:`publish`, the
 reader :func:`await_word`: who sees the word sees everything copied before it (release and acquire,
 and a fence behind stores that pass the caches by).
 """

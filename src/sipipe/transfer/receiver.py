@@ -195,11 +195,7 @@ class Receiver:
         try:
             arrival = self._transport.receive(bound, ahead.arrival if ahead else None)
         except Exception as error:
-            if self._closed:
-                raise LinkClosedError(
-                    f"{self._endpoint.describe()}: this receiver was closed"
-                ) from None
-            self._error = error
+            self._fail(error)
             raise
         finally:
             self._waited += time.monotonic() - began
@@ -218,14 +214,18 @@ class Receiver:
         except Exception as error:
             with self._state:
                 del self._held[arrival.record.iteration]
-            if self._closed:
-                raise LinkClosedError(
-                    f"{self._endpoint.describe()}: this receiver was closed"
-                ) from None
-            self._error = error
+            self._fail(error)
             raise
         finally:
             self._waited += time.monotonic() - began
+
+    def _fail(self, error: Exception) -> None:
+        """Keep ``error`` for later calls; raises in its place if it comes from closing this end."""
+        if self._closed:
+            raise LinkClosedError(
+                f"{self._endpoint.describe()}: this receiver was closed"
+            ) from None
+        self._error = error
 
     def _verify(self, arrival: Arrival, iteration: int, num_tokens: int) -> None:
         record = arrival.record

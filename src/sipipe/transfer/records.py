@@ -13,7 +13,7 @@ import struct
 import zlib
 from typing import NamedTuple
 
-__all__ = ["LAYOUT", "RECORD_BYTES", "Kind", "Record", "RecordCodec", "RecordError"]
+__all__ = ["KIND_AT", "LAYOUT", "RECORD_BYTES", "Kind", "Record", "RecordCodec", "RecordError"]
 
 LAYOUT = "IBBHIQQQQI"
 """A record as :mod:`struct` sees it, little-endian and without gaps."""
@@ -21,6 +21,8 @@ _LAYOUT = struct.Struct(f"<{LAYOUT}")
 _MAGIC = 0x54535053  # "SPST"
 RECORD_BYTES = _LAYOUT.size
 """Bytes of one record."""
+KIND_AT = struct.calcsize("<IB")
+"""Where in a record its kind is."""
 
 
 class Kind(enum.IntEnum):

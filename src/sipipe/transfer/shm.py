@@ -40,7 +40,7 @@ from sipipe.errors import ResourceError, StallError
 from sipipe.transfer.arena import Arena, HostArena, slot_bytes
 from sipipe.transfer.errors import LinkClosedError, PeerDiedError, TransferMismatchError
 from sipipe.transfer.frames import RowKind
-from sipipe.transfer.records import RECORD_BYTES, Kind, Record, RecordCodec, RecordError
+from sipipe.transfer.records import KIND_AT, RECORD_BYTES, Kind, Record, RecordCodec, RecordError
 from sipipe.transfer.shm_connection import PacketConnection
 from sipipe.transfer.structure import Structure
 from sipipe.transfer.transport import Arrival, HostSending
@@ -281,7 +281,8 @@ class ShmReceiving:
                 return
             if gone:
                 raise self._connection.died()
-            if next_size and self._codec.unpack(self._packet).kind == Kind.DATA:
+            if next_size and self._packet[KIND_AT] == Kind.DATA:
+                # Rows run in order: that one's is only sent when this one's seal is stored.
                 raise TransferMismatchError(
                     f"{self._endpoint.describe()}: slot {record.slot} was overwritten while frame "
                     f"{record.sequence} was in it"
