@@ -21,18 +21,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import report
-from sipipe.channels import (
-    ChannelClosed,
-    DispatchProducer,
-    DispatchReader,
-    GatherReceiver,
-    GatherSender,
-    LogitsChannel,
-    LogitsReader,
-    LogitsWriter,
-    serve_replica,
-    serve_source,
-)
+from sipipe.ipc.errors import ChannelClosed
+from sipipe.ipc.gather.receiver import GatherReceiver
+from sipipe.ipc.gather.sender import GatherSender
+from sipipe.ipc.ring.dispatch import DispatchProducer
+from sipipe.ipc.ring.dispatch_reader import DispatchReader
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
 
 SPAWN = multiprocessing.get_context("spawn")
 READERS = multiprocessing.get_context("forkserver")  # imports vLLM once, not in every reader
@@ -310,82 +304,6 @@ def _gather(samplers: int, tcp: bool, count: int) -> dict[str, Any]:
     }
 
 
-# Relay: one more hop over TCP; the reader is at the replica.
-
-
-def _relay_pair(endpoint: Any, reader: str, logits: bool) -> tuple[Any, list[Any]]:
-    """A relay of two processes; the far endpoint, and the processes with their pipes."""
-    pipes = [SPAWN.Pipe() for _ in range(2)]
-    source = SPAWN.Process(
-        target=serve_source,
-        args=(pipes[0][1], endpoint, "relay", ("127.0.0.1", 0)),
-        kwargs={"logits": logits},
-    )
-    source.start()
-    replica = SPAWN.Process(
-        target=serve_replica,
-        args=(pipes[1][1], pipes[0][0].recv()),
-        kwargs={"readers": [reader]},
-    )
-    replica.start()
-    return pipes[1][0].recv(), [source, replica, pipes]
-
-
-def _relay(count: int) -> dict[str, Any]:
-    with DispatchProducer.create("bench", readers=["relay"]) as producer:
-        endpoint, (source, replica, _pipes) = _relay_pair(producer.endpoint, "reader0", False)
-        back, there = SPAWN.Pipe()
-        child = SPAWN.Process(target=_reader, args=("sipipe", endpoint, 0, count, there))
-        child.start()
-        back.recv()
-        body = os.urandom(4096)
-        producer.publish([body], 10)
-        sent = np.empty(count, np.int64)
-        for i in range(count):
-            time.sleep(PACE)
-            sent[i] = time.perf_counter_ns()
-            producer.publish([body], 10)
-        producer.publish([body], 10)
-        times, _, _ = back.recv()
-        child.join()
-    for end in (source, replica):
-        end.join()
-    return _relayed("4 KB message", 4096, times - sent)
-
-
-def _relay_logits(count: int) -> dict[str, Any]:
-    vocab, batch = 151_936, 66
-    with LogitsChannel.create(
-        "bench", slots=3, vocab=vocab, batch=batch, readers=["relay"]
-    ) as channel:
-        endpoint, (source, replica, _pipes) = _relay_pair(channel.endpoint, "sampler", True)
-        back, there = SPAWN.Pipe()
-        child = SPAWN.Process(target=_logits_reader, args=(endpoint, count, there))
-        child.start()
-        back.recv()
-        sent = np.empty(count, np.int64)
-        with LogitsWriter.open(channel.endpoint) as writer:
-            for i in range(count):
-                with writer.acquire(i, batch, 10) as region:
-                    region[...] = i
-                    time.sleep(0.1)  # the one before has arrived
-                    sent[i] = time.perf_counter_ns()
-            times = back.recv()
-            child.join()
-    for end in (source, replica):
-        end.join()
-    return _relayed("logits slot", vocab * batch * 4, times - sent)
-
-
-def _relayed(what: str, size: int, latency: np.ndarray[Any, Any]) -> dict[str, Any]:
-    return {
-        "through a relay on loopback": what,
-        "bytes": size,
-        "p50 µs": float(np.percentile(latency / 1e3, 50)),
-        "p99 µs": float(np.percentile(latency / 1e3, 99)),
-    }
-
-
 # Deltas: is it worth comparing a part with the last message of its slot?
 
 
@@ -455,7 +373,7 @@ def main() -> None:
         kinds += [(4096, 1), (4096, 4), (4096, 9), (1 << 16, 2), (1 << 20, 2)]
     sides = ["sipipe"] if arguments.without_vllm else ["sipipe", "vllm"]
     vllm = [] if arguments.without_vllm else ["vllm.distributed.device_communicators.shm_broadcast"]
-    READERS.set_forkserver_preload(["numpy", "sipipe.channels", *vllm])
+    READERS.set_forkserver_preload(["numpy", "sipipe.ipc.ring.dispatch", *vllm])
 
     rows = _dispatches(sides, kinds[0], count // 2, repeat=1 if arguments.quick else 7)
     for kind in kinds[1:]:
@@ -480,8 +398,6 @@ def main() -> None:
     report("channels", "40 MB of logits to one sampler", rows, file="channels-logits")
     rows = [_gather(n, tcp, count // 2) for n in (1, 8) for tcp in (False, True)]
     report("channels", "Samplers answer a dispatched message", rows, file="channels-gather")
-    rows = [_relay(count // 2), _relay_logits(20 if arguments.quick else 60)]
-    report("channels", "Relay", rows, file="channels-relay")
     report(
         "channels",
         "Copying a part against comparing it with the slot's last one",

@@ -28,12 +28,14 @@ import numpy as np
 
 from benchmarks.harness import report
 from sipipe.cli.plan_traces import check_loop, run_of
-from sipipe.models import make_model
-from sipipe.planner import Cluster, Workload, device, load_model, local_cpu, make_plan, network
-from sipipe.planner.calibration import calibrate
-from sipipe.planner.costs import DatasheetCosts
-from sipipe.planner.hardware import efficiency, sampling
-from sipipe.trace import Trace, read_trace
+from sipipe.engine.layers.hf_config import load_model
+from sipipe.tools.make_model.checkpoint import make_model
+from sipipe.tools.planner.calibration import calibrate
+from sipipe.tools.planner.costs import DatasheetCosts
+from sipipe.tools.planner.hardware import Cluster, device, efficiency, local_cpu, network, sampling
+from sipipe.tools.planner.plan import make_plan
+from sipipe.tools.planner.workload import Workload
+from sipipe.tools.report.reader import Trace, read_trace
 
 MODELS = Path("build/models")
 LEVELS = ((16, 64), (32, 32), (64, 16))
@@ -119,8 +121,8 @@ def produce(model: Path, side: str, p: int, directory: Path) -> None:
         "additional_config": {"sipipe": {"trace": str(directory)}},
     }
     if side == "stock":
-        spec["worker_cls"] = "sipipe.vllm.trace_stock.TracedWorker"
-        spec["scheduler_cls"] = "sipipe.vllm.trace_stock.TracedScheduler"
+        spec["worker_cls"] = "sipipe.tools.stock_trace.TracedWorker"
+        spec["scheduler_cls"] = "sipipe.tools.stock_trace.TracedScheduler"
     else:
         spec["distributed_executor_backend"] = "sipipe.Executor"
     cores = sorted(os.sched_getaffinity(0))

@@ -21,8 +21,11 @@ import numba
 import numpy as np
 
 from benchmarks.harness import median_seconds, report
-from sipipe.sampling import SequenceColumns, SequenceParams, sample, warm_up
-from sipipe.sampling.cost import WEIGHTS
+from sipipe.messages.cost import WEIGHTS
+from sipipe.messages.params import SequenceParams
+from sipipe.sampler.state import SequenceColumns
+from sipipe.sampler.warmup import warm_up
+from sipipe.sampling import sample
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -333,7 +336,7 @@ def processes() -> None:
 
 
 def weights() -> None:
-    """The entries of `sipipe.sampling.cost`, microseconds per 100,000 logits."""
+    """The entries of `sipipe.messages.cost`, microseconds per 100,000 logits."""
     x = normal(B, V)
     unit = 1e3 / (V / 1e5)
     prompts, outputs = texts(B, V)

@@ -22,10 +22,10 @@ import numpy as np
 
 from benchmarks.engine_process import answer, run_in_process
 from benchmarks.harness import report
-from sipipe.scheduling.engine_model import EngineModel
-from sipipe.scheduling.rules import Rule, SlotRule, TokenThrottlingRule, VllmRule
-from sipipe.scheduling.simulator import Outcome, StageCosts, simulate
-from sipipe.scheduling.workload import Arrival, at_rate, load_trace, poisson_trace
+from sipipe.tools.simulator.engine_model import EngineModel
+from sipipe.tools.simulator.rules import Rule, SlotRule, TokenThrottlingRule, VllmRule
+from sipipe.tools.simulator.simulator import Outcome, StageCosts, simulate
+from sipipe.tools.simulator.workload import Arrival, at_rate, load_trace, poisson_trace
 
 TRACES = Path(__file__).parent / "traces"
 BUDGET = 2048
@@ -111,7 +111,7 @@ def _latencies(ttft: np.ndarray, tpot: np.ndarray) -> dict[str, float]:
 def served(quick: bool, size: str, executor: str) -> None:
     """The engine itself, one process per scheduler."""
     with tempfile.TemporaryDirectory(prefix="sipipe-bench-") as scratch:
-        from sipipe.models import make_model
+        from sipipe.tools.make_model.checkpoint import make_model
 
         model = make_model("llama", Path(scratch) / "model", size=size)
         results = {}
@@ -157,7 +157,7 @@ def thin(quick: bool, size: str, executor: str) -> None:
     """Few requests: microbatches of one sequence each, or fewer and fuller ones?"""
     counts = [2, 8, 32, 64] if quick else [1, 2, 4, 8, 16, 32, 64, 128]
     with tempfile.TemporaryDirectory(prefix="sipipe-bench-") as scratch:
-        from sipipe.models import make_model
+        from sipipe.tools.make_model.checkpoint import make_model
 
         model = make_model("llama", Path(scratch) / "model", size=size)
         base = {"model": str(model), "executor": executor, "counts": counts, "loads": []}
@@ -192,7 +192,7 @@ def _run_engine(spec: dict[str, Any]) -> None:
         sizes_file = Path(scratch) / "sizes"
         os.environ[SIZES] = str(sizes_file)
         if spec["executor"] == "sipipe":
-            from sipipe.vllm.executor import Executor as backend
+            from sipipe.engine.executor import Executor as backend
         else:
             backend = "mp"
         llm = LLM(

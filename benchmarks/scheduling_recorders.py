@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from sipipe.vllm.scheduler import PipelineScheduler
+from sipipe.engine.scheduling.scheduler import PipelineScheduler
 
 __all__ = ["PipelineRecorder", "VllmRecorder"]
 

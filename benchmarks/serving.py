@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.harness import report
 from sipipe.cli.bench import measure_sides
-from sipipe.models import make_model
+from sipipe.tools.make_model.checkpoint import make_model
 
 MODELS = Path("build/models")
 STAGES = 2

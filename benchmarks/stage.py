@@ -36,7 +36,7 @@ from benchmarks.stage_recorders import (
     load_worker,
 )
 from benchmarks.stage_served import compare_served
-from sipipe.stage import StageExecutor
+from sipipe.worker.executor import StageExecutor
 
 
 def main() -> None:
@@ -132,7 +132,7 @@ def time_ours(worker: Any, workload: Workload, count: int) -> dict[str, float]:
     """SiPipe's stage runner; the attention metadata are timed apart, as vLLM's are."""
     import torch
 
-    from sipipe.vllm.stage_runner import StageRunner
+    from sipipe.worker.runner import StageRunner
 
     runner = StageRunner(worker.model_runner, slots=SLOTS)
     inputs, everything, moves = [], [], []
@@ -163,7 +163,7 @@ def median_ms(seconds: list[float]) -> float:
 
 def measure_overlap(worker: Any, quick: bool) -> None:
     """Preparation while forward passes run beside it, against preparation alone."""
-    from sipipe.vllm.stage_runner import StageRunner
+    from sipipe.worker.runner import StageRunner
 
     rows = []
     for name, versions in (("in turn", 1), ("overlapped", 2)):

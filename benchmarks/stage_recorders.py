@@ -25,7 +25,7 @@ def load_worker(directory: str) -> Any:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from sipipe.models import make_model
+    from sipipe.tools.make_model.checkpoint import make_model
 
     config = EngineArgs(
         model=str(make_model("llama", os.path.join(directory, "llama"))),

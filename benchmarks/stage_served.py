@@ -18,10 +18,10 @@ from pathlib import Path
 from benchmarks.harness import report
 from benchmarks.serving import MODELS, STAGES
 from sipipe.cli.bench import measure_sides
-from sipipe.models import make_model
-from sipipe.trace import Phase
-from sipipe.trace.accounting import Cause, account
-from sipipe.trace.reader import read_trace
+from sipipe.observe.phases import Phase
+from sipipe.tools.make_model.checkpoint import make_model
+from sipipe.tools.report.accounting import Cause, account
+from sipipe.tools.report.reader import read_trace
 
 SIDES = {"overlapped": True, "in turn": False}
 

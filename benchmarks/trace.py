@@ -19,12 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import report
-from sipipe.trace import Phase, Recorder, open_recorder, read_trace
-from sipipe.trace.example import Example, write_example
-from sipipe.trace.export import write_perfetto
-from sipipe.trace.live import LivePage
-from sipipe.trace.report import render
-from sipipe.trace.summary import Run
+from sipipe.observe.live import LivePage
+from sipipe.observe.phases import Phase
+from sipipe.observe.recorder import Recorder, open_recorder
+from sipipe.tools.report.example import Example, write_example
+from sipipe.tools.report.export import write_perfetto
+from sipipe.tools.report.reader import read_trace
+from sipipe.tools.report.render import render
+from sipipe.tools.report.summary import Run
 
 PHASES = (
     Phase.WAIT_SCHEDULING,

@@ -22,10 +22,10 @@ import psutil
 
 from benchmarks.engine_process import answer, run_in_process
 from benchmarks.harness import report
-from sipipe.models import make_model
-from sipipe.trace import read_trace
-from sipipe.trace.accounting import KIND_OF, KINDS
-from sipipe.trace.summary import Run
+from sipipe.tools.make_model.checkpoint import make_model
+from sipipe.tools.report.accounting import KIND_OF, KINDS
+from sipipe.tools.report.reader import read_trace
+from sipipe.tools.report.summary import Run
 
 MODELS = Path("build/models")
 REQUESTS, TOKENS, STAGES = 64, 64, 2

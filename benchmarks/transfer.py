@@ -41,7 +41,7 @@ class _Ours:
     """A SiPipe link behind the three calls that the loops below make."""
 
     def __init__(self, endpoint: Any, *, sends: bool) -> None:
-        from sipipe.transfer import open_receiver, open_sender
+        from sipipe.ipc.link.endpoint import open_receiver, open_sender
 
         self._end: Any = open_sender(endpoint) if sends else open_receiver(endpoint)
         if sends:
@@ -232,7 +232,7 @@ def _receives(end: Any, start: int, num_tokens: int, count: int, late: bool) -> 
 
 def measure(path: str, plan: list[tuple[int, int]]) -> list[dict[str, float]]:
     """One row of medians for each (tokens, iterations) of ``plan``."""
-    from sipipe.transfer import create_link
+    from sipipe.ipc.link.endpoint import create_link
 
     if path == "tcp" or path.startswith("vllm"):
         with socket.socket() as probe:

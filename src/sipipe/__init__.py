@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from sipipe._version import __version__
 
 if TYPE_CHECKING:
-    from sipipe.vllm.executor import Executor
+    from sipipe.engine.executor import Executor
 
 __all__ = ["Executor", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "Executor":
-        from sipipe.vllm.executor import Executor
+        from sipipe.engine.executor import Executor
 
         return Executor
     raise AttributeError(f"module 'sipipe' has no attribute {name!r}")

@@ -276,7 +276,7 @@ def _core_lists(key: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _microbatches(_key: str, value: Any) -> Mapping[str, Any]:
-    from sipipe.scheduling import SlotSettings
+    from sipipe.slot_settings import SlotSettings
 
     SlotSettings.from_mapping(value)  # names a wrong key or value itself
     return dict(value or {})

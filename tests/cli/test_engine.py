@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sipipe.models import make_model
+from sipipe.tools.make_model.checkpoint import make_model
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)

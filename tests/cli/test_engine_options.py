@@ -5,12 +5,7 @@ import json
 import pytest
 
 from sipipe.cli import bench, generate
-from sipipe.cli.parser import (
-    add_engine_options,
-    engine_settings,
-    make_parser,
-    split_engine_options,
-)
+from sipipe.cli.parser import add_engine_options, engine_settings, make_parser, split_engine_options
 from sipipe.errors import ConfigError, SiPipeError
 
 

@@ -6,7 +6,8 @@ import shlex
 import pytest
 
 from sipipe.cli import main
-from sipipe.trace import Phase, open_recorder
+from sipipe.observe.phases import Phase
+from sipipe.observe.recorder import open_recorder
 
 HOSTS = ("--gpu", "h100", "--hosts", "2", "--gpus-per-host", "8")
 
@@ -274,7 +275,7 @@ def test_a_trace_of_another_model(capsys, bench, tmp_path):
 )
 def test_a_simulated_pipeline_is_predicted_from_its_trace(capsys, bench, tmp_path, example):
     """sipipe.trace makes timelines up event by event; the fitted loop must give their TPOT."""
-    from sipipe.trace.example import Example, write_example
+    from sipipe.tools.report.example import Example, write_example
 
     model, _ = bench
     spec = Example(iterations=1_200, prefill_every=100, **example)

@@ -11,9 +11,9 @@ import json
 import pytest
 
 from sipipe.cli import main
-from sipipe.trace import Phase
-from sipipe.trace.format import SUFFIX
-from sipipe.trace.live import LivePage, Word
+from sipipe.observe.format import SUFFIX
+from sipipe.observe.live import LivePage, Word
+from sipipe.observe.phases import Phase
 
 
 @pytest.fixture(scope="module")

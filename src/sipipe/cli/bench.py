@@ -13,12 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sipipe.cli.parser import (
-    add_engine_options,
-    engine_settings,
-    make_parser,
-    split_engine_options,
-)
+from sipipe.cli.parser import add_engine_options, engine_settings, make_parser, split_engine_options
 from sipipe.cores import plan_cores, this_machine
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.versions import require_vllm
@@ -97,9 +92,9 @@ def measure_sides(
     ranks: int = 1,
     sides: Sequence[str] = ("stock", "sipipe"),
 ) -> dict[str, Any]:
-    """Run ``job`` (:class:`sipipe.vllm.measure.Job` without its settings) on each side in turn.
+    """Run ``job`` (:class:`sipipe.tools.measure.Job` without its settings) on each side in turn.
 
-    Returns a :class:`sipipe.vllm.measure.Result` as a dict for each side.
+    Returns a :class:`sipipe.tools.measure.Result` as a dict for each side.
     """
     environment = _environment(stages, ranks)
     own: dict[str, Mapping[str, Any] | None] = {"stock": None, "sipipe": settings}
@@ -129,7 +124,7 @@ def _measure(side: str, job: Mapping[str, Any], environment: Mapping[str, str]) 
         # A session of its own, so that it can be ended with all the engine's processes; the pipe
         # ends it when this process is killed.
         process = subprocess.Popen(
-            [sys.executable, "-m", "sipipe.vllm.measure", str(alive)],
+            [sys.executable, "-m", "sipipe.tools.measure", str(alive)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -9,17 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sipipe.cli.parser import (
-    add_engine_options,
-    engine_settings,
-    make_parser,
-    split_engine_options,
-)
+from sipipe.cli.parser import add_engine_options, engine_settings, make_parser, split_engine_options
 from sipipe.errors import ConfigError
 from sipipe.versions import require_vllm
 
 if TYPE_CHECKING:
-    from sipipe.vllm.generate import Completion, Event
+    from sipipe.engine.generate import Completion, Event
 
 EPILOG = """\
 Every engine option of vLLM is taken as well (--dtype, --max-model-len, …), after the prompts.
@@ -60,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     # The engine's log is for servers; here the text matters. Set before vLLM is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     require_vllm()
-    from sipipe.vllm.generate import generate
+    from sipipe.engine.generate import generate
 
     show = _show_json if own.json else _show_text
     chosen = {

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layers", type=int, metavar="L", help="number of layers")
     args = parser.parse_args(argv)
 
-    from sipipe.models import make_model
+    from sipipe.tools.make_model.checkpoint import make_model
 
     began = time.perf_counter()
     path = make_model(

@@ -16,8 +16,11 @@ from sipipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from sipipe.cli.plan_traces import LoopCheck
-    from sipipe.planner import Cluster, ModelFacts, Plan, Workload
-    from sipipe.planner.calibration import Calibration
+    from sipipe.engine.layers.facts import ModelFacts
+    from sipipe.tools.planner.calibration import Calibration
+    from sipipe.tools.planner.hardware import Cluster
+    from sipipe.tools.planner.plan import Plan
+    from sipipe.tools.planner.workload import Workload
 
 __all__ = ["add_arguments", "main", "run"]
 
@@ -96,8 +99,9 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _list()
         return 0
-    from sipipe.planner import load_model, make_plan
-    from sipipe.planner.quantities import count
+    from sipipe.engine.layers.hf_config import load_model
+    from sipipe.tools.planner.plan import make_plan
+    from sipipe.tools.planner.quantities import count
 
     for option, value in (("MODEL", args.model), ("--gpu", args.gpu)):
         if value is None:
@@ -146,8 +150,8 @@ def _positive(option: str, text: str) -> float:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    from sipipe.planner import Cluster, device, local_cpu, network
-    from sipipe.planner.quantities import count, gigabits_per_second
+    from sipipe.tools.planner.hardware import Cluster, device, local_cpu, network
+    from sipipe.tools.planner.quantities import count, gigabits_per_second
 
     memory = None if args.memory is None else _positive("--memory", args.memory)
     per_host = count("--gpus-per-host", args.gpus_per_host)
@@ -169,8 +173,9 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _workload(args: argparse.Namespace, facts: ModelFacts) -> Workload:
-    from sipipe.planner import Workload, samplings
-    from sipipe.planner.quantities import count, fraction, seconds
+    from sipipe.tools.planner.hardware import samplings
+    from sipipe.tools.planner.quantities import count, fraction, seconds
+    from sipipe.tools.planner.workload import Workload
 
     if args.sampling not in samplings():
         raise ConfigError(f"--sampling must be one of {', '.join(samplings())}")
@@ -207,7 +212,7 @@ def _plot_path(name: str | None) -> Path | None:
 
 
 def _write_plot(path: Path, plan: Plan) -> None:
-    from sipipe.planner.chart import draw
+    from sipipe.tools.planner.chart import draw
 
     try:
         path.write_text(draw(plan), encoding="utf-8")
@@ -216,7 +221,8 @@ def _write_plot(path: Path, plan: Plan) -> None:
 
 
 def _list() -> None:
-    from sipipe.planner import builtin_models, device, devices, load_model
+    from sipipe.engine.layers.hf_config import builtin_models, load_model
+    from sipipe.tools.planner.hardware import device, devices
 
     print("models")
     for name in builtin_models():
@@ -233,7 +239,7 @@ def _list() -> None:
 
 
 def _print_json(plan: Plan, calibration: Calibration | None, checks: list[LoopCheck]) -> None:
-    from sipipe.planner.report import to_json
+    from sipipe.tools.planner.report import to_json
 
     more: dict[str, Any] = {}
     if calibration is not None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from sipipe.planner.report import SEVERAL_HOSTS, limits, serve_commands
+from sipipe.tools.planner.report import SEVERAL_HOSTS, limits, serve_commands
 
 if TYPE_CHECKING:
     from sipipe.cli.plan_traces import LoopCheck
-    from sipipe.planner import Choice, Plan, Prediction
-    from sipipe.planner.calibration import Calibration
+    from sipipe.tools.planner.calibration import Calibration
+    from sipipe.tools.planner.plan import Choice, Plan, Prediction
 
 __all__ = ["print_tables"]
 

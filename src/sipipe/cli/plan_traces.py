@@ -11,10 +11,11 @@ import numpy as np
 from sipipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sipipe.planner import Cluster, ModelFacts, Workload
-    from sipipe.planner.calibration import Calibration, Observation, Run
-    from sipipe.trace import Trace
-    from sipipe.trace.reader import Records
+    from sipipe.engine.layers.facts import ModelFacts
+    from sipipe.tools.planner.calibration import Calibration, Observation, Run
+    from sipipe.tools.planner.hardware import Cluster
+    from sipipe.tools.planner.workload import Workload
+    from sipipe.tools.report.reader import Records, Trace
 
 __all__ = ["LoopCheck", "calibrate_from_traces", "check_loop", "run_of"]
 
@@ -59,9 +60,9 @@ def calibrate_from_traces(
     Raises:
         ConfigError: a directory holds no usable trace; names it.
     """
-    from sipipe.planner.calibration import calibrate
-    from sipipe.planner.costs import DatasheetCosts
-    from sipipe.planner.hardware import efficiency, sampling
+    from sipipe.tools.planner.calibration import calibrate
+    from sipipe.tools.planner.costs import DatasheetCosts
+    from sipipe.tools.planner.hardware import efficiency, sampling
 
     sheet = DatasheetCosts(
         facts=facts,
@@ -77,7 +78,8 @@ def calibrate_from_traces(
 
 
 def _read(directory: str) -> Trace:
-    from sipipe.trace import TraceError, read_trace
+    from sipipe.observe.format import TraceError
+    from sipipe.tools.report.reader import read_trace
 
     try:
         return read_trace(directory)
@@ -90,10 +92,10 @@ def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
 
     Empty where the run had no steady decoding, or its executor was not traced.
     """
-    from sipipe.planner.hardware import engine
-    from sipipe.planner.pipeline import iterate
-    from sipipe.planner.placement import place
-    from sipipe.planner.workload import Microbatch
+    from sipipe.tools.planner.hardware import engine
+    from sipipe.tools.planner.pipeline import iterate
+    from sipipe.tools.planner.placement import place
+    from sipipe.tools.planner.workload import Microbatch
 
     sheet = costs.sheet
     run = run_of(trace, cores=costs.cores)
@@ -131,8 +133,8 @@ def _steady(trace: Trace) -> dict[tuple[int, int], tuple[float, int]]:
     Only steady decoding counts: every microbatch between the two has as many sequences, give or
     take one, and none carries a prompt (it would draw fewer tokens than it has sequences).
     """
-    from sipipe.planner.fit import group_means
-    from sipipe.trace import Phase
+    from sipipe.observe.phases import Phase
+    from sipipe.tools.planner.fit import group_means
 
     if trace.executor is None:
         return {}
@@ -160,7 +162,7 @@ def _steady(trace: Trace) -> dict[tuple[int, int], tuple[float, int]]:
 
 def run_of(trace: Trace, *, cores: int = 1) -> Run:
     """The observations of a trace: one tensor-parallel rank per stage, waits left out."""
-    from sipipe.planner.calibration import Run
+    from sipipe.tools.planner.calibration import Run
 
     stages = trace.of("stage")
     found: list[Observation] = []
@@ -189,8 +191,8 @@ def _turnarounds(trace: Trace) -> list[Observation]:
     """A stage's time from the end of one microbatch to the start of the next, where the next one's
     inputs were prepared and its hidden states were sent before that: nobody's wait, but time that
     the stage loses."""
-    from sipipe.planner.calibration import Observation
-    from sipipe.trace import Phase
+    from sipipe.observe.phases import Phase
+    from sipipe.tools.planner.calibration import Observation
 
     def ends(records: Records, *phases: Phase) -> dict[int, int]:
         chosen = records[np.isin(records["phase"], phases)]
@@ -221,8 +223,8 @@ def _turnarounds(trace: Trace) -> list[Observation]:
 
 
 def _observations(records: Records, stage: int, sample_name: str) -> list[Observation]:
-    from sipipe.planner.calibration import Observation
-    from sipipe.trace import Phase
+    from sipipe.observe.phases import Phase
+    from sipipe.tools.planner.calibration import Observation
 
     if not len(records):
         return []

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sipipe.cli.parser import (
-    add_engine_options,
-    engine_settings,
-    make_parser,
-    split_engine_options,
-)
+from sipipe.cli.parser import add_engine_options, engine_settings, make_parser, split_engine_options
 from sipipe.versions import require_vllm
 
 EPILOG = """\
@@ -32,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     settings = engine_settings(own)
 
     require_vllm()
-    from sipipe.vllm.launch import serve
+    from sipipe.engine.launch import serve
 
     status: int = serve(rest, settings)
     return status

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from sipipe.trace.rates import Rates, StageRate, Watch
+    from sipipe.tools.rates import Rates, StageRate, Watch
 
 __all__ = ["add_arguments", "main", "run"]
 
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open(pid: str | None) -> Watch:
-    from sipipe.trace.live import find
-    from sipipe.trace.rates import Watch
+    from sipipe.observe.live import find
+    from sipipe.tools.rates import Watch
 
     if pid is not None and not pid.isdecimal():
         raise ConfigError(f'--pid must be a process number, not "{pid}"')

@@ -13,7 +13,7 @@ from sipipe.cli.parser import make_parser
 from sipipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sipipe.trace.summary import Run
+    from sipipe.tools.report.summary import Run
 
 __all__ = ["add_arguments", "main", "run"]
 
@@ -99,8 +99,8 @@ def _number(args: argparse.Namespace, name: str, option: str) -> float | None:
 
 
 def _load(directory: str, args: argparse.Namespace) -> Run:
-    from sipipe.trace.reader import read_trace
-    from sipipe.trace.summary import Run
+    from sipipe.tools.report.reader import read_trace
+    from sipipe.tools.report.summary import Run
 
     trace = read_trace(directory)
     for warning in trace.warnings:
@@ -120,12 +120,12 @@ def _report(args: argparse.Namespace) -> int:
         print()
         return 0
     if args.csv:
-        from sipipe.trace.export import write_csv
+        from sipipe.tools.report.export import write_csv
 
         write_csv(runs, sys.stdout)
         return 0
-    from sipipe.trace.encode import DETAIL
-    from sipipe.trace.report import render
+    from sipipe.tools.report.encode import DETAIL
+    from sipipe.tools.report.render import render
 
     detail = _number(args, "detail", "--detail")
     path = Path(args.output or Path(args.directory) / "report.html")
@@ -143,7 +143,7 @@ def _print_bubbles(runs: list[Run]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from sipipe.trace.accounting import KINDS
+    from sipipe.tools.report.accounting import KINDS
 
     for one in runs:
         summary = one.summary()
@@ -164,7 +164,7 @@ def _print_bubbles(runs: list[Run]) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from sipipe.trace.export import write_perfetto
+    from sipipe.tools.report.export import write_perfetto
 
     path = Path(args.perfetto)
     count = write_perfetto(_load(args.directory, args), path)
@@ -173,7 +173,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _example(args: argparse.Namespace) -> int:
-    from sipipe.trace.example import Example, write_example
+    from sipipe.tools.report.example import Example, write_example
 
     for name, least in (("stages", 1), ("iterations", 10)):
         value = getattr(args, name)

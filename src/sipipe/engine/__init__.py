@@ -1,0 +1,1 @@
+"""What runs in vLLM's EngineCore process: executor, scheduling, the processes it starts."""

@@ -1,0 +1,127 @@
+"""Which vLLM SiPipe runs on, what it refuses at start-up, and what takes vLLM's own path.
+
+Two kinds of path serve a request:
+
+* ``sipipe``: SiPipe's stage runner on every stage, tokens drawn by the CPU samplers.
+* ``vllm``: vLLM's unmodified model runner on every stage, tokens drawn by vLLM's sampler on the
+  last stage. Stages are still SiPipe's: worlds of their own, channels and transfers between them.
+
+The choice is made once, at start-up, and logged with its reason. docs/compatibility.md is the
+user's view of the two tables below.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import vllm
+from vllm.config import VllmConfig
+
+from sipipe.config import SiPipeConfig
+from sipipe.errors import ConfigError, UnsupportedError
+from sipipe.messages.boots import Path
+from sipipe.versions import SUPPORTED_VLLM
+
+IGNORE_VERSION = "SIPIPE_IGNORE_VLLM_VERSION"
+
+STOCK_WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "sipipe.worker.vllm_workers.CPUStageWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "sipipe.worker.vllm_workers.GPUStageWorker",
+}
+"""Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The path taken, and why it is not SiPipe's where it is not (empty otherwise)."""
+
+    path: Path
+    reason: str = ""
+
+
+def check_version() -> None:
+    """Refuse a vLLM version that SiPipe was not built for.
+
+    Raises:
+        UnsupportedError: one line with the versions, and how to go on regardless.
+    """
+    found = vllm.__version__.split("+")[0]
+    if found in SUPPORTED_VLLM or os.environ.get(IGNORE_VERSION) == "1":
+        return
+    raise UnsupportedError(
+        f"SiPipe supports vLLM {', '.join(SUPPORTED_VLLM)}, found {vllm.__version__}: "
+        f"pip install vllm=={SUPPORTED_VLLM[-1]}, or set {IGNORE_VERSION}=1 to try anyway"
+    )
+
+
+def check_features(vllm_config: VllmConfig) -> None:
+    """Refuse what stages without a common process group cannot serve.
+
+    Raises:
+        UnsupportedError: one line that names the option.
+    """
+    parallel = vllm_config.parallel_config
+    refused = {
+        "--speculative-config (speculative decoding)": vllm_config.speculative_config is not None,
+        "--data-parallel-size above 1": parallel.data_parallel_size > 1,
+        "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
+        "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
+        "--nnodes above 1": parallel.nnodes > 1,
+        "--kv-transfer-config (KV connectors)": vllm_config.kv_transfer_config is not None,
+        "--ec-transfer-config (encoder cache connectors)": (
+            vllm_config.ec_transfer_config is not None
+        ),
+        "--enable-eplb (expert load balancing)": parallel.enable_eplb,
+        "--enable-elastic-ep": parallel.enable_elastic_ep,
+    }
+    for option, asked in refused.items():
+        if asked:
+            raise UnsupportedError(
+                f"SiPipe does not support {option}: leave it out, or use "
+                "--distributed-executor-backend mp"
+            )
+
+
+def choose_path(vllm_config: VllmConfig, config: SiPipeConfig) -> Choice:
+    """Which path this engine takes, from the configuration alone.
+
+    A worker may still find, once the model is loaded, that the stage runner cannot take it
+    (``StageRunner.unsupported_reason``).
+
+    Raises:
+        ConfigError: ``stage_runner: "sipipe"`` was asked for and cannot be had.
+    """
+    reason = _why_not_sipipe(vllm_config, config)
+    if not reason:
+        return Choice(path="sipipe")
+    if config.stage_runner == "sipipe" or config.cpu_sampling == "on":
+        option = "stage_runner" if config.stage_runner == "sipipe" else "cpu_sampling"
+        value = getattr(config, option)
+        raise ConfigError(f'sipipe config: "{option}" is "{value}", but {reason}; set it to "auto"')
+    return Choice(path="vllm", reason=reason)
+
+
+def _why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
+    model = vllm_config.model_config
+    if config.stage_runner == "vllm":
+        return 'the sipipe config says "stage_runner": "vllm"'
+    if config.cpu_sampling == "off":
+        return 'the sipipe config says "cpu_sampling": "off"'
+    if model.runner_type == "pooling":
+        return "pooling models have no tokens to sample"
+    if model.logits_processors:
+        return "custom logits processors (--logits-processors) run in vLLM's own sampler"
+    if model.is_multimodal_model:
+        return "multi-modal models need vLLM's encoder path"
+    if model.is_encoder_decoder:
+        return "encoder-decoder models need vLLM's cross-attention path"
+    if model.is_hybrid or model.is_attention_free:
+        return "models with recurrent state (hybrid, mamba) need vLLM's own runner"
+    if model.return_sampling_mask:
+        return "sampling masks (--return-sampling-mask) come from vLLM's own sampler"
+    if model.enable_prompt_embeds:
+        return "prompt embeddings (--enable-prompt-embeds) need vLLM's own runner"
+    if getattr(vllm_config.scheduler_config, "async_scheduling", False):
+        return "asynchronous scheduling keeps sampled tokens on the device"
+    return ""

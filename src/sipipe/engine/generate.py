@@ -1,0 +1,115 @@
+"""Completes prompts with an engine in this process, and hands the text over as it comes.
+
+Who runs here
+    One asyncio loop in the caller's thread: a task per prompt feeds a queue; the caller's
+    ``show`` sees prompts in their order, the first unfinished one live, later ones once it is
+    their turn. vLLM's engine and SiPipe's workers are processes of their own.
+Guarantees
+    The engine and all its processes are gone when :func:`generate` returns or raises, also
+    after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from sipipe.engine.launch import announce, checked, own_sockets, parse_engine_args
+from sipipe.errors import ConfigError
+
+Event = Literal["begin", "text", "end"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Completion:
+    """One finished prompt."""
+
+    index: int
+    prompt: str
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+
+
+def generate(
+    argv: Sequence[str],
+    settings: dict[str, Any],
+    sampling: dict[str, Any],
+    *,
+    prompts: Callable[[Sequence[str]], list[str]],
+    chat: bool,
+    show: Callable[[Event, Completion, str], None],
+) -> None:
+    """Run the prompts of ``argv`` (``MODEL [PROMPT...] [vLLM's engine options]``).
+
+    ``prompts`` turns the words of the command line into prompts. ``show(event, completion,
+    text)`` is called at a completion's begin, with each piece of its text, and at its end.
+    """
+    args = parse_engine_args(argv, settings)
+    texts = prompts(args.words)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    vllm_config = checked(engine_args.create_engine_config)
+    announce(vllm_config)
+    try:
+        params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
+    except ValueError as error:
+        raise ConfigError(f"generate: {error}") from None
+    with own_sockets():
+        asyncio.run(_run(engine_args, texts, params, chat, show))
+
+
+async def _run(
+    engine_args: AsyncEngineArgs,
+    texts: Sequence[str],
+    params: SamplingParams,
+    chat: bool,
+    show: Callable[[Event, Completion, str], None],
+) -> None:
+    engine = AsyncLLM.from_engine_args(engine_args)
+    try:
+        if chat:
+            tokenizer = engine.get_tokenizer()
+            texts = [
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+                )
+                for text in texts
+            ]
+        queues = [asyncio.Queue[str | None]() for _ in texts]
+        completions = [Completion(index=i, prompt=text) for i, text in enumerate(texts)]
+        async with asyncio.TaskGroup() as tasks:
+            for completion, queue in zip(completions, queues, strict=True):
+                tasks.create_task(_complete(engine, completion, params, queue))
+            for completion, queue in zip(completions, queues, strict=True):
+                show("begin", completion, "")
+                while (piece := await queue.get()) is not None:
+                    show("text", completion, piece)
+                show("end", completion, "")
+    finally:
+        engine.shutdown()
+
+
+async def _complete(
+    engine: AsyncLLM,
+    completion: Completion,
+    params: SamplingParams,
+    queue: asyncio.Queue[str | None],
+) -> None:
+    try:
+        async for output in engine.generate(
+            completion.prompt, params, f"generate-{completion.index}"
+        ):
+            piece = output.outputs[0]
+            completion.text += piece.text
+            completion.token_ids += piece.token_ids
+            completion.finish_reason = piece.finish_reason
+            if piece.text:
+                queue.put_nowait(piece.text)
+    finally:
+        queue.put_nowait(None)

@@ -1,0 +1,1 @@
+"""Which decoder layers each stage gets."""

@@ -1,0 +1,91 @@
+"""Which layers a stage gets: vLLM's even cut, SiPipe's by cost, or the user's.
+
+vLLM's models ask ``get_pp_indices``, which reads ``VLLM_PP_LAYER_PARTITION``. The executor chooses,
+and each worker sets the variable in its own environment only, so that nothing of the choice stays
+behind in the process that holds the engine.
+"""
+
+from __future__ import annotations
+
+import json
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.distributed.utils import get_pp_indices
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from sipipe.config import SiPipeConfig
+from sipipe.engine.compatibility import Choice
+from sipipe.engine.layers.cut import cut_layers, layer_split
+from sipipe.engine.layers.hf_config import facts_from_config
+from sipipe.errors import ConfigError, UnsupportedError
+
+__all__ = ["choose_layers", "log_layers"]
+
+VARIABLE = "VLLM_PP_LAYER_PARTITION"
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def choose_layers(vllm_config: VllmConfig, config: SiPipeConfig, choice: Choice) -> tuple[int, ...]:
+    """Decoder layers of each stage, first stage first.
+
+    Raises:
+        ConfigError: ``"layers"`` does not fit the model or the stages, or contradicts
+            ``VLLM_PP_LAYER_PARTITION``.
+    """
+    model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
+    total = model.get_total_num_hidden_layers()
+    if config.layers != "auto" and envs.VLLM_PP_LAYER_PARTITION is not None:
+        raise ConfigError(
+            f'sipipe config: "layers" and {VARIABLE} both cut the layers: leave one of them out'
+        )
+    if isinstance(config.layers, tuple):
+        if len(config.layers) != stages or sum(config.layers) != total:
+            raise ConfigError(
+                f'sipipe config: "layers" must have one number for each of the {stages} stages, '
+                f"{total} layers together, not {list(config.layers)}"
+            )
+        return config.layers
+    if config.layers == "auto" and envs.VLLM_PP_LAYER_PARTITION is None and 1 < stages <= total:
+        cut = _by_cost(vllm_config, choice)
+        if cut is not None:
+            return cut
+    try:
+        bounds = [get_pp_indices(total, stage, stages) for stage in range(stages)]
+    except ValueError as error:
+        raise ConfigError(f"{VARIABLE}: {error}") from None
+    return tuple(end - first for first, end in bounds)
+
+
+def log_layers(layers: tuple[int, ...]) -> None:
+    """Say which layers the stages get where it is not what vLLM would give them."""
+    even = layer_split(sum(layers), len(layers))
+    if layers != even:
+        logger.info(
+            "Layers of the stages: %s (evenly cut: %s)",
+            ", ".join(map(str, layers)),
+            ", ".join(map(str, even)),
+        )
+
+
+def _by_cost(vllm_config: VllmConfig, choice: Choice) -> tuple[int, ...] | None:
+    """SiPipe's cut; None where it has no say or no idea."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if choice.path != "sipipe":
+        return None
+    try:
+        fields = json.loads(model.hf_text_config.to_json_string(use_diff=False))
+        facts = facts_from_config(fields, name=str(model.model))
+    except (ConfigError, UnsupportedError, TypeError) as error:  # TypeError: a field is no JSON
+        logger.info("Layers are cut evenly: %s", error)
+        return None
+    if facts.layers != model.get_total_num_hidden_layers():
+        return None
+    return cut_layers(
+        facts,
+        parallel.pipeline_parallel_size,
+        parallel.tensor_parallel_size,
+        device="cpu" if current_platform.is_cpu() else "gpu",
+    )

@@ -1,0 +1,163 @@
+"""What the performance model knows of a language model: sizes, not weights.
+
+Everything is derived from the fields of a Hugging Face ``config.json`` (see
+:mod:`sipipe.engine.layers.hf_config`); the built-in models of ``models.toml`` are such fields too, so
+there is one code path, and their published parameter counts are only compared with in tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+__all__ = ["Attention", "MixtureOfExperts", "ModelFacts"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """One attention layer: grouped-query (``"gqa"``) or multi-head latent (``"mla"``)."""
+
+    kind: Literal["gqa", "mla"]
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key and value heads; for MLA 1, because one latent serves every head."""
+    head_dim: int
+    """Elements per query and key head (for MLA the part without rotary position)."""
+    parameters: int
+    """Weights of the projections, biases and norms of one layer."""
+    kv_rank: int = 0
+    """MLA: elements of the compressed key-value latent."""
+    rope_dim: int = 0
+    """MLA: elements of the shared rotary key."""
+    value_dim: int = 0
+    """MLA: elements per value head."""
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements that one token keeps in this layer's KV cache, over all tensor-parallel ranks
+        and without copies."""
+        if self.kind == "mla":
+            return self.kv_rank + self.rope_dim
+        return 2 * self.kv_heads * self.head_dim
+
+    def kv_shards(self, t: int) -> int:
+        """Into how many different parts ``t`` ranks split the cache of one token.
+
+        Grouped-query attention splits by KV head and copies beyond that; the latent of MLA has
+        no heads, so every rank keeps all of it.
+        """
+        return 1 if self.kind == "mla" else min(t, self.kv_heads)
+
+    def decode_flops(self, context: float) -> float:
+        """FLOPs of one new token attending to ``context`` cached tokens, all heads."""
+        if self.kind == "mla":  # absorbed form: scores and values in the latent space
+            return 2.0 * self.heads * (2 * self.kv_rank + self.rope_dim) * context
+        return 4.0 * self.heads * self.head_dim * context
+
+    def prefill_flops(self, context: float) -> float:
+        """FLOPs of one prompt token attending to ``context`` earlier tokens, all heads."""
+        if self.kind == "mla":  # expanded form: ordinary heads
+            return 2.0 * self.heads * (self.head_dim + self.rope_dim + self.value_dim) * context
+        return 4.0 * self.heads * self.head_dim * context
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureOfExperts:
+    """One sparse feed-forward layer."""
+
+    experts: int
+    """Routed experts."""
+    chosen: int
+    """Routed experts that one token uses."""
+    expert_parameters: int
+    """Weights of one routed expert."""
+    shared_parameters: int
+    """Weights that every token uses: shared experts and the router."""
+
+    @property
+    def parameters(self) -> int:
+        """All weights of the layer."""
+        return self.experts * self.expert_parameters + self.shared_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with."""
+        return self.chosen * self.expert_parameters + self.shared_parameters
+
+    def touched(self, tokens: float) -> float:
+        """Expected number of distinct experts that ``tokens`` tokens reach.
+
+        With uniform routing one expert is missed by one token with probability
+        ``1 - chosen / experts``, by all of them with that to the power of ``tokens``.
+        """
+        missed = math.pow(1.0 - self.chosen / self.experts, tokens)
+        return self.experts * (1.0 - missed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Sizes of one decoder-only transformer."""
+
+    name: str
+    """What to serve: a Hugging Face repository or a path."""
+    layers: int
+    hidden: int
+    vocabulary: int
+    attention: Attention
+    dense_parameters: int
+    """Weights of one dense feed-forward layer; 0 where no layer is dense."""
+    moe: MixtureOfExperts | None
+    """The sparse feed-forward layer; None for a dense model."""
+    sparse_layers: frozenset[int]
+    """Indices of the layers that are sparse."""
+    tied_embeddings: bool
+    """Whether the input embedding is also the output projection."""
+    intermediate: int
+    """Columns of the narrowest feed-forward projection that tensor parallelism splits."""
+    weight_bytes: float = 2.0
+    """Bytes per weight of the transformer layers (1 for FP8, about 0.5 for 4-bit)."""
+    activation_bytes: int = 2
+    """Bytes per element of activations, embeddings and the output projection."""
+    block: int = 1
+    """Columns per quantization block; a tensor-parallel shard must hold whole blocks."""
+    context_length: int = 0
+    """Longest sequence the model takes; 0: not stated."""
+    source: str = "config.json"
+    """Where the fields come from."""
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Weights of the input embedding (as many as of the output projection)."""
+        return self.vocabulary * self.hidden
+
+    def feed_forward_parameters(self, layer: int) -> int:
+        """All feed-forward weights of one layer."""
+        if layer in self.sparse_layers:
+            assert self.moe is not None
+            return self.moe.parameters
+        return self.dense_parameters
+
+    def layer_parameters(self, layer: int) -> int:
+        """All weights of one layer, its two norms among them."""
+        return self.attention.parameters + self.feed_forward_parameters(layer) + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        ends = self.embedding_parameters * (1 if self.tied_embeddings else 2) + self.hidden
+        return ends + sum(self.layer_parameters(layer) for layer in range(self.layers))
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token meets, by the usual count that includes both embeddings."""
+        if self.moe is None:
+            return self.parameters
+        idle = self.moe.parameters - self.moe.active_parameters
+        return self.parameters - idle * len(self.sparse_layers)
+
+    def kv_bytes_per_token(self, element_bytes: float | None = None) -> float:
+        """KV cache of one token over all layers, without copies, in bytes."""
+        size = self.activation_bytes if element_bytes is None else element_bytes
+        return self.layers * self.attention.kv_elements * size

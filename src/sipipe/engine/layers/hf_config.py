@@ -1,0 +1,304 @@
+"""Reading model facts from a Hugging Face ``config.json`` or from the built-in table.
+
+What is refused: an architecture whose cost this model does not describe (state-space and linear
+attention layers, encoder-decoder), and a file without the fields it needs, which are all named at
+once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.resources
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sipipe.engine.layers.facts import Attention, MixtureOfExperts, ModelFacts
+from sipipe.errors import ConfigError, UnsupportedError
+
+__all__ = ["builtin_models", "facts_from_config", "load_model"]
+
+_NOT_DESCRIBED = ("ssm", "mamba", "linear_attn", "linear_num", "linear_conv", "rwkv")
+# Feed-forward blocks of two projections instead of the three of a gated one.
+_UNGATED = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "phi"} | {
+    "starcoder2"
+}
+_BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "awq": 4.25, "gptq": 4.25, "mxfp4": 4.25}
+
+
+@functools.cache
+def builtin_models() -> Mapping[str, Mapping[str, Any]]:
+    """The table of ``models.toml``: short name to repository, config fields and published size."""
+    text = (
+        importlib.resources.files("sipipe.engine.layers").joinpath("models.toml").read_text("utf-8")
+    )
+    return tomllib.loads(text)
+
+
+def load_model(model: str, *, weight_bits: float | None = None) -> ModelFacts:
+    """Facts of a built-in name, its repository name, a ``config.json``, or a model directory.
+
+    Raises:
+        ConfigError: neither a built-in model nor a readable config.json with the needed fields.
+        UnsupportedError: an architecture that the performance model does not describe.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir() or path.suffix == ".json" or path.is_file():
+        return _from_file(path, model, weight_bits)
+    wanted = model.lower()
+    for name, entry in builtin_models().items():
+        repository = str(entry["repository"]).lower()
+        if wanted in (name, repository, repository.rpartition("/")[2]):
+            return facts_from_config(
+                entry["config"],
+                name=str(entry["repository"]),
+                source=f"built-in: {entry['source']}",
+                weight_bits=weight_bits,
+            )
+    known = list(builtin_models())
+    near = difflib.get_close_matches(wanted.rpartition("/")[2], known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(
+        f"MODEL: {model!r} is neither a directory or config.json nor a built-in model{hint} "
+        f"(built-in: {', '.join(known)})"
+    )
+
+
+def _from_file(path: Path, model: str, weight_bits: float | None) -> ModelFacts:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(f"MODEL: cannot read {file}: {reason}") from None
+    except ValueError as error:
+        raise ConfigError(f"MODEL: {file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"MODEL: {file} must hold a JSON object")
+    name = model if path.is_dir() else str(path.parent)
+    return facts_from_config(config, name=name, source=str(file), weight_bits=weight_bits)
+
+
+def facts_from_config(
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    source: str = "config.json",
+    weight_bits: float | None = None,
+) -> ModelFacts:
+    """Facts from the fields of a ``config.json``.
+
+    Args:
+        config: the parsed file; a multimodal one may nest the fields in ``text_config``.
+        name: what the serve command will call the model.
+        source: named in errors.
+        weight_bits: bits per weight of the layers; None takes the file's quantization and dtype.
+
+    Raises:
+        ConfigError: fields are missing (all are named) or are not positive whole numbers.
+        UnsupportedError: an architecture that the performance model does not describe.
+    """
+    if isinstance(config.get("text_config"), Mapping):
+        config = {**config, **config["text_config"]}
+    _refuse_undescribed(config, source)
+    fields = _Fields(config, source)
+    layers, hidden = fields.number("num_hidden_layers"), fields.number("hidden_size")
+    vocabulary = fields.number("vocab_size")
+    attention = _attention(fields, hidden)
+    moe, sparse, width = _mixture(fields, layers, hidden)
+    dense = 0
+    if len(sparse) < layers:
+        projections = 2 if str(config.get("model_type")) in _UNGATED else 3
+        dense_width = fields.number("intermediate_size")
+        dense = projections * hidden * dense_width
+        width = min(width, dense_width) if width else dense_width
+    fields.finish()
+    activation = 4 if _dtype(config) == "float32" else 2
+    bits, block = _weight_bits(config, source, activation, weight_bits)
+    return ModelFacts(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        attention=attention,
+        dense_parameters=dense,
+        moe=moe,
+        sparse_layers=frozenset(sparse),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        intermediate=width,
+        weight_bytes=bits / 8,
+        activation_bytes=activation,
+        block=block,
+        context_length=fields.optional("max_position_embeddings"),
+        source=source,
+    )
+
+
+class _Fields:
+    """Positive whole numbers of a config, collecting every missing or bad name."""
+
+    def __init__(self, config: Mapping[str, Any], source: str) -> None:
+        self.config = config
+        self.source = source
+        self._missing: list[str] = []
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """The first of ``names`` that is present; a placeholder of 1 once it is noted missing."""
+        for name in names:
+            value = self.config.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"MODEL: {self.source}: {name} must be a positive whole number, not {value!r}"
+                )
+            return value
+        if default is not None:
+            return default
+        self._missing.append(" or ".join(names))
+        return 1
+
+    def optional(self, name: str, default: int = 0) -> int:
+        """A whole number of 0 or more, or ``default`` where the field is missing or null."""
+        value = self.config.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(
+                f"MODEL: {self.source}: {name} must be a whole number of 0 or more, not {value!r}"
+            )
+        return value
+
+    def finish(self) -> None:
+        """Name everything that was missing."""
+        if self._missing:
+            raise ConfigError(
+                f"MODEL: {self.source} lacks {', '.join(self._missing)}; "
+                "a config.json of a decoder-only transformer has them"
+            )
+
+
+def _refuse_undescribed(config: Mapping[str, Any], source: str) -> None:
+    kinds = config.get("layer_types") or config.get("layers_block_type") or []
+    if not isinstance(kinds, list):
+        raise ConfigError(f"MODEL: {source}: layer_types must be a list")
+    odd = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    odd += sorted(key for key in config if key.lower().startswith(_NOT_DESCRIBED))
+    if config.get("is_encoder_decoder"):
+        odd.append("is_encoder_decoder")
+    if odd:
+        raise UnsupportedError(
+            f"MODEL: {source} describes layers that the performance model does not know "
+            f"({', '.join(odd[:4])}); it covers decoder-only transformers with full attention"
+        )
+
+
+def _attention(fields: _Fields, hidden: int) -> Attention:
+    config = fields.config
+    heads = fields.number("num_attention_heads")
+    if fields.optional("kv_lora_rank"):
+        return _latent_attention(fields, hidden, heads)
+    kv_heads = fields.number("num_key_value_heads", default=heads)
+    head_dim = fields.number("head_dim", default=max(1, hidden // heads))
+    q, kv = heads * head_dim, kv_heads * head_dim
+    parameters = hidden * (q + 2 * kv) + q * hidden
+    family = str(config.get("model_type", ""))
+    if family.startswith("qwen2") or config.get("attention_bias"):
+        parameters += q + 2 * kv
+    if family.startswith("qwen3"):
+        parameters += 2 * head_dim  # norms of queries and keys
+    return Attention(
+        kind="gqa", heads=heads, kv_heads=kv_heads, head_dim=head_dim, parameters=parameters
+    )
+
+
+def _latent_attention(fields: _Fields, hidden: int, heads: int) -> Attention:
+    rank, rope = fields.number("kv_lora_rank"), fields.number("qk_rope_head_dim")
+    nope, value = fields.number("qk_nope_head_dim"), fields.number("v_head_dim")
+    q_rank = fields.optional("q_lora_rank")
+    q_out = heads * (nope + rope)
+    query = hidden * q_rank + q_rank + q_rank * q_out if q_rank else hidden * q_out
+    latent = hidden * (rank + rope) + rank + rank * heads * (nope + value)
+    return Attention(
+        kind="mla",
+        heads=heads,
+        kv_heads=1,
+        head_dim=nope,
+        parameters=query + latent + heads * value * hidden,
+        kv_rank=rank,
+        rope_dim=rope,
+        value_dim=value,
+    )
+
+
+def _mixture(
+    fields: _Fields, layers: int, hidden: int
+) -> tuple[MixtureOfExperts | None, list[int], int]:
+    """The sparse layer, which layers have it, and the width of one expert (0 without experts)."""
+    config = fields.config
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    if not any(fields.optional(name) for name in names):
+        return None, [], 0
+    experts = fields.number(*names)
+    chosen = fields.number("num_experts_per_tok", "experts_per_token")
+    if chosen > experts:
+        raise ConfigError(
+            f"MODEL: {fields.source}: num_experts_per_tok is {chosen}, "
+            f"but there are only {experts} experts"
+        )
+    width = fields.number("moe_intermediate_size", "intermediate_size")
+    shared = fields.optional("n_shared_experts") * width
+    shared = fields.optional("shared_expert_intermediate_size") or shared
+    first = fields.optional("first_k_dense_replace")
+    every = fields.optional("moe_layer_freq")
+    step = every or fields.optional("decoder_sparse_step") or 1
+    offset = 0 if every else 1  # Qwen counts layers from 1
+    listed = config.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
+        raise ConfigError(f"MODEL: {fields.source}: mlp_only_layers must be a list")
+    dense = {layer for layer in listed if isinstance(layer, int)}
+    sparse = [
+        layer
+        for layer in range(first, layers)
+        if layer not in dense and (layer + offset) % step == 0
+    ]
+    moe = MixtureOfExperts(
+        experts=experts,
+        chosen=chosen,
+        expert_parameters=3 * hidden * width,
+        shared_parameters=3 * hidden * shared + hidden * experts,
+    )
+    return (moe, sparse, width) if sparse else (None, [], 0)
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").lower()
+
+
+def _weight_bits(
+    config: Mapping[str, Any], source: str, activation: int, override: float | None
+) -> tuple[float, int]:
+    """Bits per weight and the columns of one quantization block."""
+    if override is not None:
+        return override, 1
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        return 8.0 * activation, 1
+    method = str(quantization.get("quant_method", ""))
+    sizes = quantization.get("weight_block_size")
+    block = sizes[0] if isinstance(sizes, list) and sizes and isinstance(sizes[0], int) else 1
+    block = max(1, block)
+    bits = quantization.get("bits", quantization.get("w_bit"))
+    if isinstance(bits, int) and bits > 0:
+        group = quantization.get("group_size", quantization.get("q_group_size")) or 0
+        overhead = 16 / group if isinstance(group, int) and group > 0 else 0.0
+        return bits + overhead, block
+    if method in _BITS:
+        return _BITS[method], block
+    raise ConfigError(
+        f"MODEL: {source}: cannot tell the bits per weight from "
+        f"quantization_config.quant_method {method!r}; give them with --weight-bits"
+    )

@@ -1,0 +1,50 @@
+"""The ``vllm.general_plugins`` entry point: what vLLM runs in each of its processes.
+
+It adds SiPipe's figures to ``/metrics`` (a collector that says nothing where no SiPipe engine
+runs), and one hook. vLLM refuses a custom executor given by name together with pipeline parallelism, because it looks
+for ``supports_pp`` on the name. :func:`register` lets ``EngineArgs`` resolve our name to the
+class first. Nothing else of vLLM is touched, and nothing happens to engines that do not ask for
+SiPipe.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from typing import Any
+
+EXECUTOR_NAMES = frozenset(
+    {"sipipe", "sipipe.Executor", "sipipe.vllm.Executor", "sipipe.engine.executor.Executor"}
+)
+
+
+def register() -> None:
+    """Called by vLLM, possibly several times in a process."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from sipipe.observe import metrics
+
+    metrics.register()
+    check = EngineArgs._check_feature_supported
+    if getattr(check, "__sipipe__", False):
+        return
+
+    @wraps(check)
+    def resolve_then_check(self: Any, *args: Any, **kwargs: Any) -> Any:
+        backend = self.distributed_executor_backend
+        named = isinstance(backend, str) and backend in EXECUTOR_NAMES
+        if named or getattr(backend, "__module__", "") == "sipipe.engine.executor":
+            from sipipe.config import SiPipeConfig
+            from sipipe.engine.executor import Executor
+
+            # Options are checked here too, in the process that the user sees.
+            SiPipeConfig.from_additional_config(self.additional_config)
+            if named:
+                self.distributed_executor_backend = Executor
+            # The stage runner stands on vLLM's first model runner; the second one returns
+            # sampled tokens by collectives across stages, which SiPipe's stages do not share.
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        return check(self, *args, **kwargs)
+
+    resolve_then_check.__sipipe__ = True  # type: ignore[attr-defined]
+    EngineArgs._check_feature_supported = resolve_then_check

@@ -1,0 +1,234 @@
+"""The executor's view of every live request: enough to brief a sampler, and to rebuild one.
+
+vLLM's scheduler decides which tokens a request has; the executor sees them as numbers of output
+tokens in each scheduling output, and the tokens themselves as what the samplers returned. The
+tracker turns the difference between two scheduling outputs into the samplers' :class:`Step`.
+
+Invariant: a request is in at most one iteration in flight, so the state after the last
+scheduling output is also the state at the request's own iteration. That is what makes a
+restarted sampler's snapshot exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+from sipipe.messages.params import SequenceParams, derive_seed, unsupported
+from sipipe.messages.step import Grammar, Join, Step, int32_bytes
+
+if TYPE_CHECKING:
+    from sipipe.engine.balance import Balancer
+
+
+@dataclass(slots=True, kw_only=True)
+class TrackedRequest:
+    """One live request. ``outputs`` are the tokens that the scheduler holds, in order."""
+
+    handle: int
+    sampler: int
+    params: SequenceParams
+    prompt: Sequence[int]
+    outputs: list[int] = field(default_factory=list)
+    told: int = 0
+    """How many of ``outputs`` the sampler has been told."""
+    prompt_logprobs: bool = False
+    iteration: int = -1
+    """The last iteration that the request is in."""
+    error: str = ""
+    """Why no sampler can draw for it; it fails with its first token."""
+
+    def join(self) -> Join:
+        self.told = len(self.outputs)
+        return Join(
+            self.handle,
+            self.sampler,
+            self.params,
+            int32_bytes(self.prompt),
+            int32_bytes(self.outputs),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """What one scheduling output asks of samplers and workers."""
+
+    step: Step
+    request_ids: list[str]
+    sampled: list[str]
+    """Requests that get a token, in the order of the rows of the logits slot."""
+    samplers: tuple[int, ...]
+    """The samplers that own a row."""
+    errors: dict[str, str]
+    """Requests that fail with this iteration, and why."""
+    prompt_logprobs: tuple[str, ...]
+    """Requests whose prompt log-probabilities are complete after this iteration."""
+
+
+class RequestTracker:
+    """Follows scheduling outputs; see the module's text.
+
+    Not locked: :meth:`advance`, :meth:`record` and the snapshots are called under the executor's
+    lock, from vLLM's engine thread and from the thread that gathers tokens.
+    """
+
+    def __init__(self, *, engine_seed: int, balancer: Balancer) -> None:
+        self._engine_seed = engine_seed
+        self._balancer = balancer
+        self._requests: dict[str, TrackedRequest] = {}
+        self._next_handle = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __getitem__(self, request_id: str) -> TrackedRequest:
+        return self._requests[request_id]
+
+    def record(self, iteration: int, request_id: str, token: int) -> None:
+        """A sampler drew ``token``; the scheduler will say whether it took it.
+
+        A request that was preempted and scheduled again while ``iteration`` was in flight (vLLM
+        does so when the prefix cache is reset) draws that position again: vLLM discards this
+        token, and so does the tracker.
+        """
+        request = self._requests.get(request_id)
+        if request is not None and request.iteration == iteration:
+            request.outputs.append(token)
+
+    def advance(self, iteration: int, output: SchedulerOutput) -> Iteration:
+        """Follow one scheduling output, and fill in what workers need and vLLM leaves out.
+
+        ``new_token_ids`` is filled where vLLM omits it (a single stage), and ``all_token_ids``,
+        which repeats each whole sequence every iteration, is dropped: no stage reads it.
+        """
+        leaves = self._leave(output.finished_req_ids)
+        joins, appended, tokens = [], [], []
+        rows: list[int] = []
+        owners: list[int] = []
+        sampled: list[str] = []
+        complete: list[str] = []
+        for new in output.scheduled_new_reqs:
+            joins.append(self._join(new.req_id, new.prompt_token_ids or [], new.sampling_params))
+        cached = output.scheduled_cached_reqs
+        cached.all_token_ids.clear()
+        fill = len(cached.new_token_ids) != len(cached.req_ids)
+        if fill:
+            cached.new_token_ids = []
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        for index, request_id in enumerate(cached.req_ids):
+            request = self._requests[request_id]
+            start = starts[request_id] = cached.num_computed_tokens[index]
+            held = cached.num_output_tokens[index]
+            if len(request.outputs) > held:  # the scheduler dropped a token: draw it again
+                del request.outputs[held:]
+            if request.told > held:
+                leaves.append(request.handle)
+                joins.append(request.join())
+            else:
+                appended += [request.handle] * (held - request.told)
+                tokens += request.outputs[request.told : held]
+                request.told = held
+            if fill:
+                stop = start + output.num_scheduled_tokens[request_id]
+                cached.new_token_ids.append(_tokens(request, start, stop))
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self._requests[request_id]
+            request.iteration = iteration
+            end = starts[request_id] + count
+            if request.prompt_logprobs and end >= len(request.prompt):
+                request.prompt_logprobs = False
+                complete.append(request_id)
+            if end == len(request.prompt) + len(request.outputs):
+                sampled.append(request_id)
+                rows.append(request.handle)
+                owners.append(request.sampler)
+        step = Step(
+            iteration=iteration,
+            leaves=int32_bytes(leaves),
+            joins=joins,
+            appended=int32_bytes(appended),
+            tokens=int32_bytes(tokens),
+            rows=int32_bytes(rows),
+            owners=int32_bytes(owners),
+            grammar=output.has_structured_output_requests and bool(rows),
+        )
+        return Iteration(
+            step=step,
+            request_ids=list(output.num_scheduled_tokens),
+            sampled=sampled,
+            samplers=tuple(sorted(set(owners))),
+            errors={r: self._requests[r].error for r in sampled if self._requests[r].error},
+            prompt_logprobs=tuple(complete),
+        )
+
+    def grammar(self, iteration: int, output: GrammarOutput | None) -> Grammar:
+        """The samplers' form of a structured-output bitmask; empty when there is none."""
+        if output is None:
+            return Grammar(iteration, b"", 0, b"")
+        bitmask = output.grammar_bitmask
+        handles = [
+            self._requests[request_id].handle for request_id in output.structured_output_request_ids
+        ]
+        return Grammar(iteration, int32_bytes(handles), bitmask.shape[1], int32_bytes(bitmask))
+
+    def joins_of(self, sampler: int) -> list[Join]:
+        """The sequences of one sampler, for its snapshot after a restart."""
+        return [r.join() for r in self._requests.values() if r.sampler == sampler]
+
+    def _leave(self, request_ids: Iterable[str]) -> list[int]:
+        handles = []
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                self._balancer.remove(request.sampler, request.params)
+                handles.append(request.handle)
+        return handles
+
+    def _join(
+        self, request_id: str, prompt: Sequence[int], sampling_params: SamplingParams | None
+    ) -> Join:
+        assert sampling_params is not None, "pooling requests do not reach the samplers"
+        error = ""
+        try:
+            params = sequence_params(sampling_params, derive_seed(self._engine_seed, request_id))
+        except ValueError as problem:
+            params, error = SequenceParams(temperature=0.0), str(problem)
+        request = TrackedRequest(
+            handle=self._next_handle,
+            sampler=self._balancer.place(params),
+            params=params,
+            prompt=prompt,
+            error=error,
+            prompt_logprobs=sampling_params.prompt_logprobs is not None,
+        )
+        self._next_handle += 1
+        self._requests[request_id] = request
+        return request.join()
+
+
+def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:
+    """What of vLLM's ``SamplingParams`` concerns drawing a token.
+
+    ``seed`` is used where the request brings none.
+
+    Raises:
+        ValueError: a parameter that the samplers do not take.
+    """
+    if field := unsupported(params):
+        raise ValueError(f"{field} is not supported by SiPipe's samplers")
+    found = SequenceParams.of(params)
+    return found if found.seed is not None else msgspec.structs.replace(found, seed=seed)
+
+
+def _tokens(request: TrackedRequest, start: int, stop: int) -> list[int]:
+    """Tokens at positions ``start`` to ``stop`` of prompt and outputs."""
+    prompt = len(request.prompt)
+    found = list(request.prompt[start : min(stop, prompt)])
+    if stop > prompt:
+        found += request.outputs[max(start - prompt, 0) : stop - prompt]
+    return found

@@ -1,0 +1,1 @@
+"""Which requests form a microbatch, and how many microbatches are in flight."""

@@ -1,0 +1,256 @@
+"""vLLM's scheduler with stable, even microbatches (:mod:`sipipe.scheduling` decides them).
+
+vLLM fills each batch with every request that is not in flight, so under pipeline parallelism the
+microbatches are whatever the first steps happened to catch: 62 and 2 sequences, for good.
+:class:`PipelineScheduler` inherits everything and decides only what may enter *this* microbatch,
+through three things that vLLM's ``schedule`` already looks at:
+
+- ``Request.next_decode_eligible_step``: a running request of another slot is told to wait for
+  a later step. It stays in ``running``, in its place, so that preemption, priorities, request
+  limits and statistics see exactly what they see without us.
+- ``max_num_scheduled_tokens``, lowered for the length of the call to the slot's decode tokens
+  plus the prefill allowance.
+- ``_reserve_prefill_lookahead`` and ``_mamba_block_aligned_split``, which clip a prefill chunk,
+  clip it to that allowance as well, so that a long prompt ahead in ``running`` cannot take the
+  tokens of the decodes behind it.
+
+Rejected: taking hidden requests out of ``running`` for the call. A request that is out cannot be
+preempted, and putting the survivors back has to guess where the parent's appends and preemptions
+belong. Also rejected: sorting ``running`` by slot; its order is the preemption order.
+
+It relies on ``EngineCore`` calling ``schedule`` once per entry of its batch queue, first in,
+first out, of length ``max_concurrent_batches``: the batch of call i - m has then been processed
+before call i. Should that fail, requests in flight are still skipped by vLLM's own check, and
+only the evenness suffers. Runs in the EngineCore process, on its main thread only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from vllm import envs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from sipipe.engine.scheduling.pace import Pace
+from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy, SlotStatistics
+from sipipe.slot_settings import SlotSettings
+
+__all__ = ["PipelineScheduler"]
+
+
+class PipelineScheduler(Scheduler):
+    """Drop-in for ``--scheduler-cls``; each output carries its slot as ``sipipe_slot``.
+
+    The number of slots m is ``VllmConfig.max_concurrent_batches``, as for EngineCore's batch
+    queue. With m of 1 it behaves exactly as vLLM's. Tunables come from
+    ``additional_config["sipipe"]["microbatches"]`` (:class:`sipipe.scheduling.SlotSettings`).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._policy = SlotPolicy(
+            slots=self.vllm_config.max_concurrent_batches,
+            max_tokens=self.max_num_scheduled_tokens,
+            settings=self._slot_settings(),
+        )
+        # Where a prompt, or a multi-modal item in it, must be computed whole, prefill is held back
+        # by whole chunks as vLLM cuts them: an allowance below the item would never admit it.
+        self._cuts_chunks = self.scheduler_config.enable_chunked_prefill and not (
+            self.is_encoder_decoder or self.scheduler_config.disable_chunked_mm_input
+        )
+        # Prompt tokens that the schedule() call in progress may still hand out; None outside.
+        self._prefill_left: int | None = None
+        self._adapter_last_step: dict[int, int] = {}
+        # Whether the last visit found nothing to run; whether a batch has come back right after.
+        self._empty = self._came_back = False
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """One microbatch: the members of the slot whose turn it is, and a share of the prefill."""
+        if self._policy.slots == 1:
+            output = super().schedule(throttle_prefills)
+            output.sipipe_slot = 0
+            return output
+        plan = self._visit()
+        decode_tokens = self._hide_other_slots(plan)
+        limit = self.max_num_scheduled_tokens
+        if self._cuts_chunks:
+            self.max_num_scheduled_tokens = min(limit, decode_tokens + plan.prefill_tokens)
+        self._prefill_left = plan.prefill_tokens
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens = limit
+            self._prefill_left = None
+        output.sipipe_slot = plan.slot
+        self._empty, self._came_back = not output.total_num_scheduled_tokens, False
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """vLLM's; notices a batch that comes back in the step of an empty visit."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._came_back = self._empty and bool(scheduler_output.total_num_scheduled_tokens)
+        self._empty = False  # later results belong to other steps
+        return outputs
+
+    def has_requests(self) -> bool:
+        """vLLM's, but False once after a batch that came back in the step of an empty visit.
+
+        A closed slot's visit is empty, and the step that makes it ends with the oldest batch's
+        result. EngineCore's loop asks this next, and pauses for a millisecond after an empty visit
+        if there are requests: just when those of that batch could run again. Who else should ask
+        first loses nothing: the empty batch is in the queue, so the loop has work.
+        """
+        if self._came_back and envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # else there is no loop
+            self._came_back = False
+            return False
+        return super().has_requests()
+
+    def follow(self, pace: Pace) -> None:
+        """Open as many slots as ``pace`` says, where the settings leave it open."""
+        self._policy.pace = pace
+
+    def slot_statistics(self) -> SlotStatistics:
+        """Joins, leaves, moves and the decode count of each slot."""
+        return self._policy.statistics()
+
+    def _slot_settings(self) -> SlotSettings:
+        settings: Any = self.vllm_config.additional_config
+        settings = settings.get("sipipe") if isinstance(settings, Mapping) else None
+        settings = settings.get("microbatches") if isinstance(settings, Mapping) else None
+        parsed = SlotSettings.from_mapping(settings)
+        if not self.need_mamba_block_aligned_split:
+            return parsed
+        # A chunk that ends inside a Mamba block is cut to nothing: never offer less than a block.
+        resolved = parsed.resolved(self.vllm_config.max_concurrent_batches)
+        least = max(resolved.min_chunk_tokens, self.cache_config.block_size)
+        return dataclasses.replace(parsed, min_chunk_tokens=least)
+
+    def _visit(self) -> Plan:
+        """Tell the policy what runs and what is pending."""
+        sequences: list[Sequence] = []
+        started = arriving = 0
+        for request in self.running:
+            pending = _pending_tokens(request)
+            if _is_prefilling(request, pending):
+                started += pending
+                arriving += 1
+            else:
+                sequences.append(
+                    Sequence(request.request_id, request.num_computed_tokens, pending > 0)
+                )
+        for request in self.kv_holding_waiting:
+            started += max(1, request.num_tokens - request.num_computed_tokens)
+        pending = started
+        # What cannot be admitted yet is no reason to hurry.
+        admissible = max(0, self.max_num_active_reqs - len(self.running))
+        for request in itertools.islice(self.waiting, admissible):
+            if self._is_blocked_waiting_status(request.status):
+                # One token keeps vLLM's scan of the queue going, which is what unblocks it.
+                pending += 1
+                continue
+            pending += request.num_tokens
+            arriving += 1
+        return self._policy.visit(
+            sequences,
+            pending_prefill=pending,
+            started_prefill=started,
+            arriving=arriving,
+            kv_free=1.0 - self.kv_cache_manager.usage,
+        )
+
+    def _hide_other_slots(self, plan: Plan) -> int:
+        """Make requests outside the plan wait a step; returns the tokens of those inside."""
+        # schedule() compares with the step number after its own increment.
+        later = self.current_step + 2
+        adapters = self._allowed_adapters(plan)
+        tokens = 0
+        for request in self.running:
+            pending = _pending_tokens(request)
+            prefills = _is_prefilling(request, pending)
+            enters = prefills or request.request_id in plan.decode
+            if enters and adapters is not None:
+                enters = _adapter(request) in adapters
+            if enters and not prefills:
+                tokens += pending
+            request.next_decode_eligible_step = 0 if enters else later
+        return tokens
+
+    def _allowed_adapters(self, plan: Plan) -> set[int] | None:
+        """LoRA adapters that may enter; None where all that want to enter fit.
+
+        vLLM asserts that running requests of a batch need at most ``max_loras`` adapters, but
+        only checks it as it admits. Slots and prefill chunks can bring more together: then the
+        adapters that have waited longest go first.
+        """
+        if self.lora_config is None:
+            return None
+        wanted: set[int] = set()
+        for request in self.running:
+            if request.request_id in plan.decode or _is_prefilling(
+                request, _pending_tokens(request)
+            ):
+                wanted.add(_adapter(request))
+        wanted.discard(0)
+        oldest = sorted(wanted, key=lambda adapter: self._adapter_last_step.get(adapter, 0))
+        allowed = oldest[: self.lora_config.max_loras]
+        for adapter in allowed:
+            self._adapter_last_step[adapter] = self.current_step
+        return None if len(allowed) == len(oldest) else {0, *allowed}
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        # schedule() asks this of every chunk, after all other caps and right before allocating.
+        if self._prefill_left is None or _is_decoding(request):
+            return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        tokens = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, self._clip(num_new_tokens)
+        )
+        self._prefill_left -= tokens
+        return tokens
+
+    def _mamba_block_aligned_split(
+        self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        # Clip before the alignment: a clip after it would end chunks inside a block.
+        if self._prefill_left is not None and not _is_decoding(request):
+            num_new_tokens = self._clip(num_new_tokens)
+        return super()._mamba_block_aligned_split(request, num_new_tokens, *args, **kwargs)
+
+    def _clip(self, num_new_tokens: int) -> int:
+        """What of a prefill chunk fits into the allowance that is left."""
+        left = max(0, self._prefill_left or 0)
+        if not self._cuts_chunks:
+            return num_new_tokens if left else 0
+        return min(num_new_tokens, left)
+
+
+def _pending_tokens(request: Request) -> int:
+    """Tokens that are known and not yet scheduled; 0 while the last one is in flight."""
+    return (
+        request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+    )
+
+
+def _is_prefilling(request: Request, pending: int) -> bool:
+    """Whether a running request still computes its prompt (or, after a KV loss, again)."""
+    return request.is_prefill_chunk or pending > 1 + len(request.spec_token_ids)
+
+
+def _is_decoding(request: Request) -> bool:
+    return request.status == RequestStatus.RUNNING and not _is_prefilling(
+        request, _pending_tokens(request)
+    )
+
+
+def _adapter(request: Request) -> int:
+    return request.lora_request.lora_int_id if request.lora_request else 0

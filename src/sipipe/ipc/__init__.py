@@ -1,0 +1,1 @@
+"""Channels between processes: shared memory, locks, rings, the gather, links between stages."""

@@ -1,0 +1,1 @@
+"""Several senders, one receiver: sampled tokens (BIC-O)."""

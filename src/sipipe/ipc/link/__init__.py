@@ -1,0 +1,1 @@
+"""Hidden states from a stage to the next."""

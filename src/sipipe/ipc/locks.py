@@ -1,0 +1,193 @@
+"""Open-file-description locks, and a wait for one that has a bound.
+
+Who runs here: any thread of a channel's process, and one helper thread per :class:`BoundedWait`
+that was ever used.
+
+Guarantees: a lock belongs to the open file description behind ``Locks``; two ``Locks`` on one
+file exclude each other even within a process. When the process ends, however it ends, the kernel
+frees its locks and wakes whoever waits for them. A plain :meth:`Locks.wait_shared` sleeps in the
+kernel and uses no CPU.
+
+Relies on: ``F_OFD_SETLK``, ``F_OFD_SETLKW`` and ``F_OFD_GETLK`` (Linux 3.15), the same ``struct
+flock`` on all 64-bit Linux; that nobody else holds the same description: it is opened anew,
+never duplicated, close-on-exec, and closed in a forked child. The file that is mapped is a
+second description, because a mapping keeps its description, and with it the locks, alive.
+Taking and freeing a lock passes through the kernel's spinlock of the file, which orders memory:
+what was written before a lock was freed is read by whoever takes it afterwards, on any CPU.
+
+The bound: the kernel has no time-out for these locks. A wait without a bound is still safe, as
+the peer's death or close ends it. A wait with one tries first, and if it must sleep, hands the
+lock request to a helper thread and waits for that thread with a time-out. When the time is up
+the request stays with the helper; the next wait for the same lock resumes it.
+
+Rejected: a timer signal (only a process's main thread can handle one in Python, and the signal
+would be taken from whoever embeds us); a loop of tries and sleeps (either spins or is late);
+``FUTEX_WAIT`` (has a time-out, but nobody wakes it when its waker is killed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import functools
+import os
+import struct
+import threading
+import time
+import weakref
+
+from sipipe.ipc.statistics import Waits
+
+__all__ = ["BoundedWait", "Kind", "Locks"]
+
+_GETLK, _SETLK, _SETLKW = 36, 37, 38  # F_OFD_*, absent from Python's fcntl before 3.14
+_FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
+
+
+@functools.lru_cache(maxsize=4096)
+def _flock(kind: int, first: int, count: int) -> bytes:
+    return _FLOCK.pack(kind, 0, first, count, 0)
+
+
+class Kind(enum.IntEnum):
+    """What is asked for; the values are ``l_type``'s."""
+
+    SHARED = fcntl.F_RDLCK
+    EXCLUSIVE = fcntl.F_WRLCK
+
+    __hash__ = int.__hash__  # Enum's is a Python function, and called on every lock request
+
+
+_UNLOCK = fcntl.F_UNLCK
+
+
+class Locks:
+    """The locks of one open file description, on bytes that need not exist in the file."""
+
+    def __init__(self, path: str) -> None:
+        """Open ``path`` anew. Raises OSError."""
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        _open.add(self)
+
+    def try_lock(self, kind: Kind, first: int, count: int = 1) -> bool:
+        """Take bytes ``first`` to ``first + count - 1`` if nobody stands against it."""
+        try:
+            fcntl.fcntl(self.fd, _SETLK, _flock(kind, first, count))
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as POSIX has it
+            return False
+        return True
+
+    def wait_lock(self, kind: Kind, first: int, count: int = 1) -> None:
+        """Sleep in the kernel until the bytes are ours. All of them at once, or none yet."""
+        fcntl.fcntl(self.fd, _SETLKW, _flock(kind, first, count))
+
+    def unlock(self, first: int, count: int = 1) -> None:
+        """Free the bytes; whoever waits for them wakes up."""
+        fcntl.fcntl(self.fd, _SETLK, _flock(_UNLOCK, first, count))
+
+    def held_elsewhere(self, first: int) -> bool:
+        """Whether another description holds any lock on byte ``first``."""
+        answer = fcntl.fcntl(self.fd, _GETLK, _flock(Kind.EXCLUSIVE, first, 1))
+        return int(_FLOCK.unpack(answer)[0]) != _UNLOCK
+
+    def close(self) -> None:
+        """Free all locks and the descriptor. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            # Unlock first: a helper thread may still be inside the kernel with this description.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fd, _SETLK, _flock(_UNLOCK, 0, 0))
+            os.close(fd)
+
+
+_open: weakref.WeakSet[Locks] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for locks in list(_open):
+        if locks.fd >= 0:
+            os.close(locks.fd)  # without unlocking: the locks are the parent's
+            locks.fd = -1
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class BoundedWait:
+    """Waits for locks of ``locks`` with a time-out, one request at a time.
+
+    Invariant: while ``pending`` is a request, the helper owns it, and no other request is made.
+    """
+
+    def __init__(self, locks: Locks, name: str) -> None:
+        self.waits = Waits()
+        self._locks = locks
+        self._name = name
+        self.pending: tuple[Kind, int, int] | None = None
+        self._done = threading.Semaphore(0)
+        self._ask = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+        self._closed = False
+
+    def take_nowait(self, kind: Kind, first: int, count: int) -> bool:
+        """Whether the lock could be taken at once."""
+        if self.pending is None:
+            return self._locks.try_lock(kind, first, count)
+        return self._wait_with_helper((kind, first, count), 0)
+
+    def wait(self, kind: Kind, first: int, count: int, timeout: float | None) -> bool:
+        """Whether the lock was taken within ``timeout`` seconds; None waits without a bound."""
+        began = time.monotonic()
+        if timeout is None and self.pending is None:
+            self._locks.wait_lock(kind, first, count)
+            taken = True
+        else:
+            taken = self._wait_with_helper((kind, first, count), timeout)
+        self.waits.add(time.monotonic() - began)
+        return taken
+
+    def _wait_with_helper(self, request: tuple[Kind, int, int], timeout: float | None) -> bool:
+        if self.pending is None:
+            if timeout is not None and timeout <= 0:
+                return False
+            self.pending = request
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._ask.release()
+        assert self.pending == request, (self.pending, request)
+        if not self._done.acquire(timeout=timeout):
+            return False
+        self.pending = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return True
+
+    def close(self) -> None:
+        """End the helper. One that sleeps in the kernel ends when the peer lets it."""
+        self._closed = True
+        self._ask.release()
+
+    def _run(self) -> None:
+        while True:
+            self._ask.acquire()
+            if self._closed or self.pending is None:
+                return
+            try:
+                self._locks.wait_lock(*self.pending)
+            except OSError as error:
+                self._error = error
+            self._done.release()
+
+
+def remaining(deadline: float | None) -> float | None:
+    """Seconds left until ``deadline`` (of ``time.monotonic``), at least 0; None has no end."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def deadline_after(timeout: float | None) -> float | None:
+    """The time at which ``timeout`` seconds from now are over."""
+    return None if timeout is None else time.monotonic() + timeout

@@ -1,0 +1,176 @@
+"""Shared memory without a name: nothing is left behind, however the processes end.
+
+The memory is a memfd, or an unlinked file in a directory of the user's choice. Other processes of
+this user open it through ``/proc/<pid>/fd/<n>`` of its creator, which gives each a description of
+its own (locks need that) and needs no inheritance. When the last process is gone, so is the
+memory: no guardian, nothing to unlink after ``kill -9``, and a memfd does not count against
+``/dev/shm``, which containers limit to 64 MB.
+
+Rejected: a named file in ``/dev/shm`` unlinked "when all have opened it" (left behind by a crash
+before that); passing descriptors over a socket (shares the description, and with it the locks).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from sipipe.errors import ResourceError
+from sipipe.ipc.errors import ChannelPeerDied
+
+__all__ = ["Endpoint", "SharedMemory", "check_room"]
+
+PAGE = mmap.PAGESIZE
+_ID = slice(0, 16)
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where a channel's memory is: small, picklable, JSON-able with msgspec."""
+
+    channel: str
+    """The channel's name, for messages."""
+
+    path: str
+    """``/proc/<pid>/fd/<n>`` of the creator."""
+
+    identity: str
+    """32 hexadecimal digits that the memory starts with: a reused process id is recognised."""
+
+    size: int
+    """Bytes of the memory."""
+
+
+class SharedMemory:
+    """One mapping of a channel's memory. The first 16 bytes are the channel's identity."""
+
+    def __init__(self, endpoint: Endpoint, fd: int, keep_fd: bool) -> None:
+        self.endpoint = endpoint
+        self._fd = fd if keep_fd else -1
+        # Populated: the first lap would otherwise take a page fault every 4 KB.
+        self.map = mmap.mmap(fd, endpoint.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        if not keep_fd:
+            os.close(fd)
+
+    @classmethod
+    def create(
+        cls, channel: str, size: int, directory: str | os.PathLike[str] | None
+    ) -> SharedMemory:
+        """Allocate ``size`` bytes, all zero, really there: a later write cannot fail.
+
+        Raises:
+            ResourceError: there is not that much room; the line names ``shm_dir``.
+        """
+        size = -(-size // PAGE) * PAGE
+        check_room(size, directory, channel)
+        try:
+            if directory is None:
+                fd = os.memfd_create(f"sipipe-{channel}", os.MFD_CLOEXEC)
+            else:
+                fd = _unnamed_file(Path(directory))
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            raise ResourceError(
+                f"channel {channel}: cannot get {size:,} bytes of shared memory in "
+                f"{directory or 'memory'} ({error.strerror}); set shm_dir to a directory with room"
+            ) from None
+        identity = secrets.token_bytes(16)
+        os.pwrite(fd, identity, 0)
+        endpoint = Endpoint(channel, f"/proc/{os.getpid()}/fd/{fd}", identity.hex(), size)
+        return cls(endpoint, fd, keep_fd=True)
+
+    @classmethod
+    def open(cls, endpoint: Endpoint) -> SharedMemory:
+        """Map the memory that another process (or this one) created.
+
+        Raises:
+            ChannelPeerDied: the creator is gone.
+        """
+        try:
+            fd = os.open(endpoint.path, os.O_RDWR | os.O_CLOEXEC)
+        except PermissionError:
+            raise ResourceError(
+                f"channel {endpoint.channel}: not allowed to open {endpoint.path}; run all of "
+                "SiPipe's processes as the same user"
+            ) from None
+        except OSError:
+            raise _creator_gone(endpoint) from None
+        if os.pread(fd, 16, 0).hex() != endpoint.identity:
+            os.close(fd)
+            raise _creator_gone(endpoint)
+        return cls(endpoint, fd, keep_fd=False)
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent; views that are still out keep the mapping alive."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def check_room(size: int, directory: str | os.PathLike[str] | None, what: str) -> None:
+    """Raise ResourceError if ``size`` bytes of shared memory are more than there is.
+
+    ``directory`` None asks about the machine's memory (and the container's, see ``cgroup``);
+    else about the file system that ``directory`` lies on.
+    """
+    if directory is None:
+        room, place = _free_memory(), "memory"
+    else:
+        try:
+            info = os.statvfs(directory)
+        except OSError as error:
+            raise ResourceError(
+                f"shm_dir: {str(directory)!r} cannot be used ({error.strerror}); "
+                "name a directory that exists"
+            ) from None
+        room, place = info.f_bavail * info.f_frsize, f"shm_dir {str(directory)!r}"
+    if size > room:
+        raise ResourceError(
+            f"channel {what} needs {size / 2**20:,.1f} MiB of shared memory, but {place} has "
+            f"{room / 2**20:,.1f} MiB free; "
+            + (
+                "lower the batch size or the microbatches in flight (inflight)"
+                if directory is None
+                else "leave shm_dir unset to use memory itself, or name a directory with more room"
+            )
+        )
+
+
+def _free_memory() -> int:
+    room = _read_number("/proc/meminfo", "MemAvailable:") * 1024
+    limit = _read_number("/sys/fs/cgroup/memory.max")
+    used = _read_number("/sys/fs/cgroup/memory.current")
+    if limit and used:
+        room = min(room, max(0, limit - used)) if room else max(0, limit - used)
+    return room or 1 << 62
+
+
+def _read_number(path: str, key: str = "") -> int:
+    """The number after ``key`` in a file of the kernel; 0 where there is none."""
+    try:
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(key):
+                return int(line[len(key) :].split()[0])
+    except (OSError, ValueError, IndexError):
+        pass
+    return 0
+
+
+def _unnamed_file(directory: Path) -> int:
+    try:
+        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except OSError:  # a file system without O_TMPFILE: a name that lives for a moment
+        fd, name = tempfile.mkstemp(prefix="sipipe-", dir=directory)
+        os.unlink(name)
+        return fd
+
+
+def _creator_gone(endpoint: Endpoint) -> ChannelPeerDied:
+    return ChannelPeerDied(
+        f"channel {endpoint.channel}: the process that made it is gone; start the engine again",
+        "producer",
+    )

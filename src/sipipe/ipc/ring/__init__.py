@@ -1,0 +1,1 @@
+"""One writer, several readers: scheduling outputs (BIC-I) and logits (BIC-L)."""

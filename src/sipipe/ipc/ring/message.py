@@ -1,0 +1,119 @@
+"""How a dispatch message lies in memory, and what a reader gets to see of it.
+
+    ┌ 8-byte length of each part ┬ part 0 ┬ part 1 ┬ …   parts start at multiples of 16
+
+The same in a slot and in the memory in which a reader puts a cut message together.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from sipipe.ipc.ring.reader import RingReader
+
+__all__ = ["Bytes", "Message", "Part", "lay_out", "measure", "parts_in"]
+
+Part = bytes | bytearray | memoryview
+"""What a part may be: any C-contiguous buffer, a NumPy array too."""
+
+Bytes = bytes | bytearray | memoryview
+"""A part as one-dimensional bytes."""
+
+_MASK = -16  # parts begin at multiples of 16: & _MASK rounds down
+
+
+class Message:
+    """One received message, a context manager that lets its memory go at the end.
+
+    ``parts`` are read-only and stay valid until :meth:`release`, at the latest until the next
+    receive; copy what must live longer. ``sequence`` counts from the producer's first message.
+    """
+
+    __slots__ = ("_ring", "parts", "sequence")
+
+    def __init__(self, sequence: int, parts: Sequence[memoryview], ring: RingReader) -> None:
+        self._ring = ring
+        self.sequence = sequence
+        self.parts = parts
+
+    def release(self) -> None:
+        """Let the memory go: ``parts`` can no longer be read. Idempotent.
+
+        An array made from a part keeps that part alive, but its content changes with a later
+        message.
+        """
+        for part in self.parts:
+            try:  # noqa: SIM105 - suppress() costs as much as all the rest
+                part.release()
+            except BufferError:
+                pass
+        self.parts = ()
+        self._ring.settle()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class _Tables(dict[int, struct.Struct]):
+    """The lengths of so many parts."""
+
+    def __missing__(self, count: int) -> struct.Struct:
+        table = self[count] = struct.Struct(f"<{count}Q")
+        return table
+
+
+_TABLES = _Tables()  # as many as there are numbers of parts: a few
+
+
+def measure(parts: Sequence[Part]) -> tuple[list[Bytes], int, int]:
+    """The bytes of each part, how many there are, and how many with table and padding."""
+    views = []
+    payload, total = 0, (8 * len(parts) + 15) & _MASK
+    for part in parts:
+        view = part if type(part) is bytes else _bytes_of(part)
+        size = len(view)
+        views.append(view)
+        payload += size
+        total += (size + 15) & _MASK
+    return views, payload, total
+
+
+def lay_out(target: memoryview, views: Sequence[Bytes]) -> None:
+    """Write the table and the parts of a message."""
+    count = len(views)
+    _TABLES[count].pack_into(target, 0, *map(len, views))
+    place = (8 * count + 15) & _MASK
+    for view in views:
+        end = place + len(view)
+        target[place:end] = view
+        place = (end + 15) & _MASK
+
+
+def parts_in(view: memoryview, count: int) -> list[memoryview]:
+    """The parts of the message at the start of ``view``, in place."""
+    place = (8 * count + 15) & _MASK
+    parts = []
+    for size in _TABLES[count].unpack_from(view):
+        end = place + size
+        parts.append(view[place:end])
+        place = (end + 15) & _MASK
+    return parts
+
+
+def _bytes_of(part: Part) -> Bytes:
+    """``part`` itself or a view of its bytes."""
+    if isinstance(part, bytes | bytearray):
+        return part
+    view = memoryview(part)
+    return view.cast("B") if view.nbytes else b""

@@ -1,0 +1,1 @@
+"""Everything that crosses processes: headers, steps, boot records, addresses."""

@@ -1,0 +1,155 @@
+"""What a request asks of sampling: the sampling part of vLLM's ``SamplingParams``."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import msgspec
+
+GREEDY_EPSILON = 1e-5
+
+
+class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Sampling parameters of one sequence, named and defaulted as in vLLM's ``SamplingParams``.
+
+    Encodes with msgspec (msgpack or JSON). Raises ValueError naming the field when one is out of
+    range, also when decoded. Token ids are checked against the vocabulary when a sequence joins.
+    """
+
+    temperature: float = 1.0
+    """Logits are divided by it; below 1e-5 the sequence is greedy. In [0, 2]."""
+    top_k: int = 0
+    """Keep the k largest logits and all tied with the k-th; 0 or -1: off."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose mass reaches it. In (0, 1]; 1: off."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely, relative to the most likely. In [0, 1]; 0: off."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies other logits of tokens in prompt or output. Above 0; 1: off."""
+    presence_penalty: float = 0.0
+    """Subtracted from logits of tokens in the output. In [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted from logits of tokens in the output, times their occurrences. In [-2, 2]."""
+    seed: int | None = None
+    """Any integer; its low 64 bits are used. None: the caller derives one (`derive_seed`)."""
+    logprobs: int | None = None
+    """How many logprobs to return besides the drawn token's; -1: all; None: none."""
+    logprob_token_ids: list[int] | None = None
+    """Return the logprobs of exactly these tokens instead of the most likely ones."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these tokens."""
+    bad_words_token_ids: list[list[int]] | None = None
+    """Token sequences that must not be completed: their last token is masked."""
+    allowed_token_ids: list[int] | None = None
+    """Mask every other token; None or empty: all allowed."""
+    min_tokens: int = 0
+    """Mask ``all_stop_token_ids`` until the output has this many tokens."""
+    all_stop_token_ids: list[int] | None = None
+    """Stop tokens including end-of-sequence ones, for ``min_tokens``."""
+    thinking_token_budget: int | None = None
+    """Force the end of thinking after this many tokens of it; None: no limit."""
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, 2.0)
+        if not isinstance(self.top_k, int) or self.top_k < -1:
+            raise ValueError(f"top_k must be 0 or -1 (off) or an integer >= 1, got {self.top_k}")
+        _number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise ValueError("top_p must be in (0, 1], got 0")
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
+        if self.repetition_penalty == 0.0 or math.isinf(self.repetition_penalty):
+            raise ValueError(
+                f"repetition_penalty must be finite and above 0, got {self.repetition_penalty}"
+            )
+        if self.seed is not None and not isinstance(self.seed, int):
+            raise ValueError(f"seed must be an integer or None, got {self.seed!r}")
+        if self.logprobs is not None and self.logprobs < -1:
+            raise ValueError(f"logprobs must be -1 (all), None or >= 0, got {self.logprobs}")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must be >= 0, got {self.min_tokens}")
+        if self.thinking_token_budget is not None and self.thinking_token_budget < 0:
+            raise ValueError(
+                f"thinking_token_budget must be >= 0 or None, got {self.thinking_token_budget}"
+            )
+        for word in self.bad_words_token_ids or ():
+            if not word:
+                raise ValueError("bad_words_token_ids must not hold an empty sequence")
+        for token, bias in (self.logit_bias or {}).items():
+            if not math.isfinite(bias):
+                raise ValueError(f"logit_bias of token {token} must be finite, got {bias}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken instead of a draw."""
+        return self.temperature < GREEDY_EPSILON
+
+    @property
+    def penalized(self) -> bool:
+        """Whether seen tokens have to be kept."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError naming the field that holds a token id outside the vocabulary."""
+        for name, ids in (
+            ("logit_bias", self.logit_bias),
+            ("logprob_token_ids", self.logprob_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("all_stop_token_ids", self.all_stop_token_ids),
+            (
+                "bad_words_token_ids",
+                [token for word in self.bad_words_token_ids or () for token in word],
+            ),
+        ):
+            wrong = [token for token in ids or () if not 0 <= token < vocab_size]
+            if wrong:
+                raise ValueError(
+                    f"{name}: token ids {wrong[:8]} are outside the vocabulary of {vocab_size}"
+                )
+
+    @classmethod
+    def of(cls, source: Any) -> SequenceParams:
+        """From an object with the same attributes, such as vLLM's ``SamplingParams``.
+
+        Attributes it lacks keep their defaults. Ask `unsupported` first.
+        """
+        values: dict[str, Any] = {}
+        for field in msgspec.structs.fields(cls):
+            value = getattr(source, field.name, None)
+            if value is None:
+                continue
+            if field.name == "all_stop_token_ids":
+                value = sorted(value)
+            elif isinstance(value, dict):
+                value = {int(token): float(bias) for token, bias in value.items()}
+            if value != field.default:
+                values[field.name] = value
+        if not values.get("min_tokens"):
+            values.pop("all_stop_token_ids", None)
+        return cls(**values)
+
+
+def unsupported(source: Any) -> str | None:
+    """Why a ``SamplingParams`` needs vLLM's own sampler, naming the field; None if it does not."""
+    if getattr(source, "trace_decode_token_ids", None) is not None:
+        return "trace_decode_token_ids"
+    return None
+
+
+def _number(name: str, value: float, low: float, high: float) -> None:
+    if not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{name} must be a number in [{low:g}, {high:g}], got {value}")
+
+
+def derive_seed(engine_seed: int, request_id: str) -> int:
+    """The seed (unsigned, 64 bits) of a request that names none, from the engine's and its id."""
+    text = f"{engine_seed}\0{request_id}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

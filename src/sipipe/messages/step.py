@@ -1,0 +1,146 @@
+"""What executor, stage workers and samplers say to each other on BIC-I and BIC-O.
+
+A BIC-I message is a sequence of parts: a fixed header, the samplers' section (msgpack of the
+structs below) and, for the stage workers, a pickle with its out-of-band buffers. A sampler
+decodes the first two only, so that it needs neither vLLM nor torch. Both sections are encoded
+once, whatever the number of readers.
+
+Token ids and row numbers travel as little-endian int32 bytes: ``np.frombuffer`` on the other
+side, no list of Python integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sipipe.messages.params import SequenceParams
+
+__all__ = [
+    "Grammar",
+    "Join",
+    "Logprobs",
+    "Sampled",
+    "Snapshot",
+    "Step",
+    "decode_grammar",
+    "decode_sampled",
+    "decode_snapshot",
+    "decode_step",
+    "encode",
+    "int32_bytes",
+    "int32_view",
+]
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Join(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence enters the column state of its sampler."""
+
+    handle: int
+    sampler: int
+    params: SequenceParams
+    prompt: bytes
+    outputs: bytes = b""
+
+
+class Step(msgspec.Struct, array_like=True, frozen=True):
+    """The samplers' view of one iteration. State changes come first, then the rows to draw.
+
+    ``appended``: handles, and ``tokens``: the one new output token of each, which the scheduler
+    has accepted. ``rows``: handle of each row of the logits slot, ``owners``: its sampler.
+    ``grammar``: a GRAMMAR message for this iteration follows.
+    """
+
+    iteration: int
+    leaves: bytes = b""
+    joins: list[Join] = msgspec.field(default_factory=list)
+    appended: bytes = b""
+    tokens: bytes = b""
+    rows: bytes = b""
+    owners: bytes = b""
+    grammar: bool = False
+
+
+class Grammar(msgspec.Struct, array_like=True, frozen=True):
+    """Structured-output bitmask: one row of ``words`` int32 per handle in ``handles``."""
+
+    iteration: int
+    handles: bytes
+    words: int
+    bitmask: bytes
+
+
+class Snapshot(msgspec.Struct, array_like=True, frozen=True):
+    """All that a restarted sampler needs: its sequences, and the iterations still to be drawn."""
+
+    sampler: int
+    joins: list[Join]
+    steps: list[Step]
+    grammars: list[Grammar]
+
+
+class Logprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities of one drawn token: the token itself first, then the top ones."""
+
+    row: int
+    rank: int
+    token_ids: bytes
+    values: bytes
+
+
+class Sampled(msgspec.Struct, array_like=True, frozen=True):
+    """One sampler's sub-slot of BIC-O: rows of the logits slot, the tokens drawn for them.
+
+    ``errors``: (row, reason) for rows that have no distribution, such as all NaN; their token
+    is -1. ``seconds``: time spent drawing, for the cost model and the metrics.
+    """
+
+    iteration: int
+    rows: bytes
+    tokens: bytes
+    logprobs: list[Logprobs] = msgspec.field(default_factory=list)
+    errors: list[tuple[int, str]] = msgspec.field(default_factory=list)
+    seconds: float = 0.0
+
+
+_step = msgspec.msgpack.Decoder(Step)
+_grammar = msgspec.msgpack.Decoder(Grammar)
+_snapshot = msgspec.msgpack.Decoder(Snapshot)
+_sampled = msgspec.msgpack.Decoder(Sampled)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The bytes of any struct above."""
+    return _encoder.encode(message)
+
+
+def decode_step(part: memoryview | bytes) -> Step:
+    return _step.decode(part)
+
+
+def decode_grammar(part: memoryview | bytes) -> Grammar:
+    return _grammar.decode(part)
+
+
+def decode_snapshot(part: memoryview | bytes) -> Snapshot:
+    return _snapshot.decode(part)
+
+
+def decode_sampled(part: memoryview | bytes) -> Sampled:
+    return _sampled.decode(part)
+
+
+def int32_bytes(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
+    """Little-endian int32 bytes of a sequence of integers."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def int32_view(data: bytes) -> npt.NDArray[np.int32]:
+    """The array behind :func:`int32_bytes`, read-only, without a copy."""
+    return np.frombuffer(data, dtype="<i4")

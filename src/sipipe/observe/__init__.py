@@ -1,0 +1,1 @@
+"""What every process records while it runs: traces, live figures, metrics."""

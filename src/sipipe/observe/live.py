@@ -1,0 +1,348 @@
+"""The statistics page: counters of a running server that anyone may read at any time.
+
+    0      2048 bytes   header: 8 bytes of magic, then JSON padded with spaces
+    2048   2048 bytes   executor's block       one block per process: 256 words of 8 bytes,
+    4096   2048 bytes   stage 0 rank 0         signed, native order
+           ...          stages by index and rank, then samplers
+
+Who runs here: the executor creates the page; it, each worker and each sampler write to the block
+that is theirs; ``/metrics``, ``sipipe top`` and the neighbouring stages read.
+
+Guarantees: readers never block and never make a writer wait; a word is read whole. Two words read
+one after the other may be from different moments: readers use differences over a second or so.
+The page is an anonymous memory file, reached as ``/proc/PID/fd/N`` of its owner: nothing lies in
+/dev/shm, and nothing is left after any kind of exit.
+
+Relies on: one writer per word. Within a process that means one thread per phase and one per
+counter (counters are read, added to and stored). Aligned 8-byte stores and loads are single
+instructions on x86-64 and AArch64.
+
+Rejected: a named file (left behind by a kill), a socket that answers (a thread in EngineCore that
+takes the GIL at each scrape), prometheus_client's own multi-process files (a write costs ten times
+as much, and ``top`` could not read them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sipipe.observe.format import TraceError
+from sipipe.observe.online import BUBBLES, RING, Online
+from sipipe.observe.phases import Phase, Role
+
+MAGIC = b"SIPLIVE1"
+_BLOCK = 2048
+_WORDS = _BLOCK // 8
+_NAME = "sipipe-live"
+RUN_VARIABLE = "SIPIPE_RUN"
+"""Environment variable that tells the processes of one server from those of another."""
+
+
+class Word(IntEnum):
+    """Where in a block a figure lies. Counters only grow; gauges are set."""
+
+    PID = 0
+    UPDATED_NS = 1
+    """Monotonic time of the last record."""
+    ITERATION = 2
+    """Last iteration whose main phase (forward, sample, gather) ended."""
+    BATCHES = 3
+    SEQUENCES = 4
+    TOKENS = 5
+    """Tokens: run by a stage, drawn by a sampler, taken in by the executor."""
+    BUSY_NS = 6
+    """Stage: the device worked. The four that follow are its bubbles, in order of ``BUBBLES``."""
+    IMBALANCE_NS = 7
+    INTRA_NS = 8
+    INTER_NS = 9
+    UNSCHEDULED_NS = 10
+    INFLIGHT = 16
+    """Executor, gauge: microbatches in flight."""
+    RUNNING = 17
+    """Executor, gauge: sequences that are being served."""
+    WAITING = 18
+    """Executor, gauge: requests that wait to be scheduled."""
+    FALLBACKS = 19
+    """Executor, counter: batches that took vLLM's own path."""
+    RESTARTS = 20
+    """Executor, counter: processes that died and were started again."""
+    PHASE_NS = 32
+    """First of the time spent in each phase, by number of the phase."""
+    PHASE_COUNT = 48
+    """First of the number of records of each phase."""
+    RING = 64
+    """First of RING pairs (iteration, end): the main phase's last ends, by iteration % RING."""
+    DISPATCHED = 128
+    """Executor: the same of its dispatches."""
+    PHASE_LAST = 192
+    """First of the last iteration that each phase saw, plus 1: 0 before the first."""
+
+
+_MAIN = {
+    "stage": int(Phase.FORWARD),
+    "sampler": int(Phase.SAMPLE),
+    "executor": int(Phase.GATHER),
+}
+assert Word.PHASE_NS + len(Phase) <= Word.PHASE_COUNT
+assert Word.PHASE_COUNT + len(Phase) <= Word.RING
+assert Word.RING + 2 * RING <= Word.DISPATCHED
+assert Word.DISPATCHED + 2 * RING <= Word.PHASE_LAST
+assert Word.PHASE_LAST + len(Phase) <= _WORDS
+
+
+class PageHeader(msgspec.Struct, kw_only=True, frozen=True):
+    """What the page is of."""
+
+    pid: int
+    """The executor's process."""
+    run: str
+    stages: int
+    ranks: int
+    samplers: int
+    inflight: int
+    created_ns: int
+    model: str = ""
+    engine: str = "0"
+    """Data-parallel rank of the engine, as vLLM labels its own metrics."""
+
+
+def run_id() -> str:
+    """This server's identity: made once, inherited by all processes started afterwards."""
+    return os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex)
+
+
+class LivePage:
+    """A mapped statistics page. Make one with :meth:`create`, :meth:`attach` or :func:`find`."""
+
+    def __init__(self, memory: mmap.mmap, descriptor: int | None = None) -> None:
+        """Take over a mapping (and the memory file, where this process owns it)."""
+        self._memory = memory
+        self._descriptor = descriptor
+        if memory[:8] != MAGIC:
+            raise TraceError("not a SiPipe statistics page")
+        self.header = msgspec.json.decode(memory[8:_BLOCK].rstrip(b" \0"), type=PageHeader)
+        self.words = memoryview(memory).cast("q")
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        stages: int,
+        samplers: int,
+        ranks: int = 1,
+        inflight: int = 0,
+        model: str = "",
+        engine: str = "0",
+    ) -> LivePage:
+        """A new page with all figures 0; the caller (the executor) owns it until ``close``."""
+        header = PageHeader(
+            pid=os.getpid(),
+            run=run_id(),
+            stages=stages,
+            ranks=ranks,
+            samplers=samplers,
+            inflight=inflight or stages,
+            created_ns=time.monotonic_ns(),
+            model=model[:300],
+            engine=engine,
+        )
+        body = msgspec.json.encode(header)
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, _BLOCK * (2 + stages * ranks + samplers))
+        memory = mmap.mmap(descriptor, 0)
+        memory[8:_BLOCK] = body.ljust(_BLOCK - 8)
+        memory[:8] = MAGIC  # last: a reader that finds the magic finds the header
+        return cls(memory, descriptor)
+
+    @classmethod
+    def attach(cls, path: str) -> LivePage:
+        """Map the page at :attr:`path` of another process.
+
+        Raises:
+            TraceError: there is no page any more, or it is another user's.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TraceError(f"statistics page {path}: {error.strerror}") from None
+        try:
+            return cls(mmap.mmap(descriptor, 0))
+        except (OSError, ValueError) as error:
+            raise TraceError(f"statistics page {path}: {error}") from None
+        finally:
+            os.close(descriptor)
+
+    @property
+    def path(self) -> str:
+        """Where another process of this user finds the page while the owner lives."""
+        if self._descriptor is None:
+            raise ValueError("only the owner of a page knows its path")
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def block(self, role: Role, index: int = 0, rank: int = 0) -> int:
+        """Number of the first word of a process's block."""
+        h = self.header
+        number = {
+            "executor": 0,
+            "stage": 1 + index * h.ranks + rank,
+            "sampler": 1 + h.stages * h.ranks + index,
+        }[role]
+        limit = {"executor": 1, "stage": h.stages, "sampler": h.samplers}[role]
+        if not (0 <= index < limit and 0 <= rank < h.ranks):
+            raise ValueError(f"the page has no block for {role} {index} rank {rank}")
+        return (number + 1) * _WORDS
+
+    def blocks(self) -> Iterator[tuple[Role, int, int, int]]:
+        """Role, index, rank and first word of every block."""
+        h = self.header
+        yield "executor", 0, 0, self.block("executor")
+        for index in range(h.stages):
+            for rank in range(h.ranks):
+                yield "stage", index, rank, self.block("stage", index, rank)
+        for index in range(h.samplers):
+            yield "sampler", index, 0, self.block("sampler", index)
+
+    def read(self, role: Role, index: int = 0, rank: int = 0) -> list[int]:
+        """A copy of a block's words; index it with :class:`Word`."""
+        first = self.block(role, index, rank)
+        return self.words[first : first + _WORDS].tolist()
+
+    def writer(self, role: Role, index: int = 0, rank: int = 0) -> LiveWriter:
+        """The writing end of a process's block; only that process may ask for it."""
+        return LiveWriter(self, role, index, rank)
+
+    def alive(self) -> bool:
+        """Whether the owner still runs and has not closed the page."""
+        return bytes(self._memory[:8]) == MAGIC and Path(f"/proc/{self.header.pid}").exists()
+
+    def close(self) -> None:
+        """Unmap. Idempotent; writers of this page may not be used afterwards."""
+        with contextlib.suppress(BufferError, ValueError):
+            if self._descriptor is not None:
+                self._memory[:8] = bytes(8)  # to those who still have it mapped: it is over
+            self.words.release()
+            self._memory.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+# Plain integers: arithmetic with enum members costs several times as much.
+_PHASE_NS, _PHASE_COUNT, _RING = int(Word.PHASE_NS), int(Word.PHASE_COUNT), int(Word.RING)
+_DISPATCHED, _DISPATCH, _PID = int(Word.DISPATCHED), int(Phase.DISPATCH), int(Word.PID)
+_UPDATED_NS, _ITERATION, _BATCHES = int(Word.UPDATED_NS), int(Word.ITERATION), int(Word.BATCHES)
+_SEQUENCES, _TOKENS, _BUSY_NS = int(Word.SEQUENCES), int(Word.TOKENS), int(Word.BUSY_NS)
+_IMBALANCE_NS, _PHASE_LAST = int(Word.IMBALANCE_NS), int(Word.PHASE_LAST)
+
+
+class LiveWriter:
+    """Writes one process's block. Single writer per word; no lock, no system call."""
+
+    __slots__ = ("_main", "_online", "_page", "_words")
+
+    def __init__(self, page: LivePage, role: Role, index: int, rank: int) -> None:
+        self._page = page  # keeps the mapping alive
+        first = page.block(role, index, rank)
+        self._words: Any = page.words[first : first + _WORDS]
+        self._main = _MAIN[role]
+        self._online: Online | None = None
+        if role == "stage":
+            before = page.block("stage", index - 1, rank) + _RING if index else None
+            executor = page.block("executor")
+            self._online = Online(
+                page.words, before, executor + _RING, executor + _DISPATCHED, page.header
+            )
+        self._words[_PID] = os.getpid()
+
+    def phase(
+        self, phase: int, iteration: int, start_ns: int, end_ns: int, batch: int, tokens: int
+    ) -> None:
+        """Take one record in. Called by the recorder."""
+        words = self._words
+        words[_PHASE_NS + phase] += end_ns - start_ns
+        words[_PHASE_COUNT + phase] += 1
+        words[_PHASE_LAST + phase] = iteration + 1
+        online = self._online
+        if online is not None:
+            online.see(phase, iteration, start_ns, end_ns)
+        if phase != self._main:
+            if phase == _DISPATCH:
+                pair = _DISPATCHED + 2 * (iteration % RING)
+                words[pair + 1] = end_ns
+                words[pair] = iteration
+            return
+        words[_UPDATED_NS] = end_ns
+        words[_ITERATION] = iteration
+        words[_BATCHES] += 1
+        words[_SEQUENCES] += batch
+        words[_TOKENS] += tokens
+        pair = _RING + 2 * (iteration % RING)
+        words[pair + 1] = end_ns
+        words[pair] = iteration
+        if online is not None:
+            busy, bubbles = online.account(iteration, start_ns, end_ns)
+            words[_BUSY_NS] += busy
+            for number, spent in enumerate(bubbles, _IMBALANCE_NS):
+                if spent:
+                    words[number] += spent
+
+    def add(self, word: Word, amount: int = 1) -> None:
+        """Let a counter grow."""
+        self._words[word] += amount
+
+    def set(self, word: Word, value: int) -> None:
+        """Set a gauge."""
+        self._words[word] = value
+
+
+def find(run: str | None = None, pid: int | None = None) -> list[LivePage]:
+    """The pages of running servers of this user: all, those of a run, or of one process's server.
+
+    ``pid`` may be the executor's or any of its ancestors (the API server's, the shell's child).
+    """
+    found: dict[tuple[int, int], LivePage] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, TraceError):
+            for link in (entry / "fd").iterdir():
+                if not os.readlink(link).startswith(f"/memfd:{_NAME}"):
+                    continue
+                page = LivePage.attach(str(link))
+                key = (page.header.pid, page.header.created_ns)
+                if (
+                    key in found
+                    or page.header.pid != int(entry.name)
+                    or (run is not None and page.header.run != run)
+                    or (pid is not None and pid not in _ancestors(page.header.pid))
+                ):
+                    page.close()
+                else:
+                    found[key] = page
+    return sorted(found.values(), key=lambda page: (page.header.created_ns, page.header.pid))
+
+
+def _ancestors(pid: int) -> list[int]:
+    """``pid`` and the processes above it."""
+    chain = []
+    while pid > 0 and pid not in chain:
+        chain.append(pid)
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        pid = int(stat.rpartition(")")[2].split()[1])
+    return chain
+
+
+assert len(BUBBLES) == Word.UNSCHEDULED_NS - Word.IMBALANCE_NS + 1

@@ -1,0 +1,1 @@
+"""What runs in a sampler's process; needs neither torch nor vLLM."""

@@ -1,0 +1,45 @@
+"""Counter-based random numbers: a draw is a pure function of (seed, position).
+
+Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011):
+the seed is the key, the position (number of output tokens so far) the counter. No state is kept, so
+a request gives the same tokens whatever its batch, slot or sampler, and after a restart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sipipe.jit import entry
+
+_M0 = np.uint64(0xD2511F53)
+_M1 = np.uint64(0xCD9E8D57)
+_W0 = np.uint64(0x9E3779B9)
+_W1 = np.uint64(0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+
+
+@entry
+def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
+    """Ten rounds over four counter words and two key words (32 bits each, held in uint64)."""
+    a, b, c, d = np.uint64(c0), np.uint64(c1), np.uint64(c2), np.uint64(c3)
+    x, y = np.uint64(k0), np.uint64(k1)
+    for _ in range(10):
+        p = _M0 * a
+        q = _M1 * c
+        a, b, c, d = (q >> _32) ^ b ^ x, q & _LOW, (p >> _32) ^ d ^ y, p & _LOW
+        x = (x + _W0) & _LOW
+        y = (y + _W1) & _LOW
+    return a, b, c, d
+
+
+@entry
+def uniform(seed: Any, position: Any) -> Any:
+    """A float64 in [0, 1) with 53 random bits, for output token number ``position`` of ``seed``."""
+    key = np.uint64(seed)
+    at = np.uint64(position)
+    zero = np.uint64(0)
+    a, b, _, _ = philox4x32(at & _LOW, at >> _32, zero, zero, key & _LOW, key >> _32)
+    return float(((a << _32) | b) >> np.uint64(11)) * (1.0 / 9007199254740992.0)

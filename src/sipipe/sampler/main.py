@@ -1,0 +1,272 @@
+"""A sampler process: column state of its sequences, kept from BIC-I; logits in, tokens out.
+
+Who runs here
+    The main thread follows BIC-I and draws. A watcher thread sleeps on standard input, which is a
+    pipe held by the executor, and ends the process when it closes.
+Guarantees
+    State changes of an iteration are applied before its rows are drawn, and while its logits are
+    still being computed. One sub-slot of BIC-O per iteration that has rows of this sampler.
+Relies on
+    BIC-I's order. A drawn token is not appended here: it comes back with the scheduling output
+    that accepts it, so that state is always what vLLM's scheduler says, also after a restart.
+
+The process imports neither torch nor vLLM: it starts in a second and stays small.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from typing import cast
+
+import numpy as np
+
+from sipipe.ipc.errors import ChannelClosed, ChannelError
+from sipipe.ipc.gather.sender import GatherSender
+from sipipe.ipc.ring.dispatch_reader import DispatchReader
+from sipipe.ipc.ring.logits import LogitsReader, LogitsSlot
+from sipipe.messages.boots import SamplerBoot
+from sipipe.messages.header import Kind, decode_header
+from sipipe.messages.params import SequenceParams
+from sipipe.messages.step import (
+    Grammar,
+    Join,
+    Logprobs,
+    Sampled,
+    Snapshot,
+    Step,
+    decode_grammar,
+    decode_step,
+    encode,
+    int32_bytes,
+    int32_view,
+)
+from sipipe.observe.live import LivePage
+from sipipe.observe.phases import Phase
+from sipipe.observe.recorder import open_recorder
+from sipipe.sampler.layout import Layout
+from sipipe.sampler.state import SequenceColumns
+from sipipe.sampler.warmup import warm_up
+
+__all__ = ["main"]
+
+
+class Sampler:
+    """The loop of a sampler process."""
+
+    def __init__(self, boot: SamplerBoot) -> None:
+        self._index = boot.index
+        self._slot = 0
+        self._layout = boot.layout
+        self._steps = DispatchReader.open(boot.bic_i, boot.name)
+        self._logits = LogitsReader.open(boot.bic_l, boot.name)
+        self._tokens = GatherSender.connect(boot.bic_o, boot.name, boot.incarnation)
+        self._columns = SequenceColumns(
+            boot.vocab_size,
+            logprobs_mode=boot.logprobs_mode,
+            reasoning_start_token_ids=boot.reasoning[0],
+            reasoning_end_token_ids=boot.reasoning[1],
+        )
+        self._waiting: Step | None = None
+        self._broken: dict[int, str] = {}
+        """Sequences that could not join, and why: their rows are errors, the others go on."""
+        self._recorder = open_recorder(
+            boot.trace,
+            "sampler",
+            boot.index,
+            stages=boot.stages,
+            inflight=boot.inflight,
+            run=boot.run,
+            live=LivePage.attach(boot.live).writer("sampler", boot.index) if boot.live else None,
+        )
+        if boot.snapshot is not None:
+            self._restore(boot.snapshot)
+
+    def run(self) -> None:
+        """Serve until the executor closes BIC-I."""
+        while True:
+            step: Step | None = None
+            grammar: Grammar | None = None
+            with self._steps.receive() as message:
+                header = decode_header(message.parts[0])
+                self._slot = header.slot
+                if header.kind is Kind.SCHEDULE:
+                    step = decode_step(message.parts[1])
+                elif header.kind is Kind.GRAMMAR:
+                    grammar = decode_grammar(message.parts[1])
+            if step is not None:
+                self._apply(step)
+                self._offer(step)
+            elif grammar is not None and self._waiting is not None:
+                waiting, self._waiting = self._waiting, None
+                assert waiting.iteration == grammar.iteration
+                self._draw(waiting, grammar)
+
+    def close(self) -> None:
+        for channel in (self._steps, self._logits, self._tokens):
+            channel.close()
+        self._recorder.close()
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        for join in snapshot.joins:
+            self._join(join)
+        grammars = {grammar.iteration: grammar for grammar in snapshot.grammars}
+        for step in snapshot.steps:
+            if step.iteration in grammars:
+                self._draw(step, grammars[step.iteration])
+            else:
+                self._offer(step)
+
+    def _offer(self, step: Step) -> None:
+        """Draw the step, or keep it until its bitmask comes, which is the next message for us."""
+        assert self._waiting is None
+        if not step.rows:
+            return
+        if step.grammar:
+            self._waiting = step
+        else:
+            self._draw(step, None)
+
+    def _apply(self, step: Step) -> None:
+        columns = self._columns
+        for handle in int32_view(step.leaves).tolist():
+            columns.discard(handle)
+            self._broken.pop(handle, None)
+        for join in step.joins:
+            if join.sampler == self._index:
+                self._join(join)
+        told = zip(
+            int32_view(step.appended).tolist(), int32_view(step.tokens).tolist(), strict=True
+        )
+        mine = [(handle, token) for handle, token in told if handle in columns]
+        if mine:
+            columns.append([handle for handle, _ in mine], [token for _, token in mine])
+
+    def _join(self, join: Join) -> None:
+        try:
+            self._columns.join(
+                join.handle, join.params, int32_view(join.prompt), int32_view(join.outputs)
+            )
+        except ValueError as error:
+            self._broken[join.handle] = str(error)
+            self._columns.join(join.handle, SequenceParams(temperature=0.0))
+
+    def _draw(self, step: Step, grammar: Grammar | None) -> None:
+        rows = np.flatnonzero(int32_view(step.owners) == self._index).astype(np.int32)
+        handles = int32_view(step.rows)[rows]
+        bitmask = bitmask_rows = None
+        if grammar is not None and grammar.words:
+            bitmask = int32_view(grammar.bitmask).reshape(-1, grammar.words)
+            found = {handle: i for i, handle in enumerate(int32_view(grammar.handles).tolist())}
+            bitmask_rows = np.asarray(
+                [found.get(handle, -1) for handle in handles.tolist()], np.int32
+            )
+        waited = time.monotonic_ns()
+        with self._receive(step.iteration) as slot:
+            began = time.monotonic_ns()
+            self._record(Phase.WAIT_LOGITS, step, waited, began, len(rows))
+            if not len(rows):
+                return
+            drawn = self._columns.sample(
+                handles,
+                slot.array,
+                rows,
+                layout=self._layout,
+                bitmask=bitmask,
+                bitmask_rows=bitmask_rows,
+            )
+            ended = time.monotonic_ns()
+        self._record(Phase.SAMPLE, step, began, ended, len(rows))
+        errors, tokens = drawn.errors, drawn.token_ids
+        if self._broken:
+            for i, handle in enumerate(handles.tolist()):
+                if handle in self._broken:
+                    errors[i], tokens[i] = self._broken[handle], -1
+        sampled = Sampled(
+            step.iteration,
+            int32_bytes(rows),
+            int32_bytes(tokens),
+            [
+                Logprobs(
+                    int(rows[i]),
+                    int(lp.rank),
+                    int32_bytes(lp.token_ids),
+                    lp.logprobs.astype("<f4", copy=False).tobytes(),
+                )
+                for i, lp in drawn.logprobs.items()
+            ],
+            [(int(rows[i]), reason) for i, reason in errors.items()],
+            (ended - began) * 1e-9,
+        )
+        self._tokens.send(step.iteration, [encode(sampled)])
+
+    def _record(self, phase: Phase, step: Step, start: int, end: int, rows: int) -> None:
+        self._recorder.record(
+            phase, step.iteration, self._slot, start, end, batch=rows, tokens=rows
+        )
+
+    def _receive(self, iteration: int) -> LogitsSlot:
+        """The logits of ``iteration``. Every sampler takes every slot, in order, so that a sampler
+        without rows never holds the writer up; a restarted one begins with older slots."""
+        while True:
+            slot = self._logits.receive()
+            if slot.iteration >= iteration:
+                assert slot.iteration == iteration
+                return slot
+
+
+def read_boot(pipe: io.RawIOBase) -> SamplerBoot | None:
+    """The boot record from the executor's pipe; None when it closed the pipe instead."""
+    size = int.from_bytes(_read_exactly(pipe, 8), "little")
+    data = _read_exactly(pipe, size)
+    if not size or len(data) < size:
+        return None
+    boot = pickle.loads(data)  # from our parent, through a pipe that nobody else can write
+    assert isinstance(boot, SamplerBoot)
+    return boot
+
+
+def _read_exactly(pipe: io.RawIOBase, size: int) -> bytes:
+    """``size`` bytes, or fewer when the pipe ended."""
+    data = bytearray()
+    while len(data) < size and (piece := pipe.read(size - len(data))):
+        data += piece
+    return bytes(data)
+
+
+def main() -> int:
+    """Entry point: compile for the dtype and layout named by the arguments, boot from standard input,
+    say "open" on standard output, serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the executor decides when to stop
+    dtype, layout = sys.argv[1:3]
+    warm_up([dtype], [cast(Layout, layout)])  # while the workers load the model
+    with open(0, "rb", buffering=0, closefd=False) as pipe:
+        boot = read_boot(pipe)
+    if boot is None:
+        return 0
+
+    def watch() -> None:
+        os.read(0, 1)  # returns when the executor is gone
+        os._exit(0)
+
+    threading.Thread(target=watch, name="SiPipeParent", daemon=True).start()
+    sampler = None
+    try:
+        sampler = Sampler(boot)
+        sys.stdout.write("open\n")
+        sys.stdout.flush()
+        sampler.run()
+    except ChannelClosed:
+        pass
+    except ChannelError as error:
+        sys.stderr.write(f"SiPipe {boot.name}: {error}\n")
+        return 1
+    finally:
+        if sampler is not None:
+            sampler.close()
+    return 0

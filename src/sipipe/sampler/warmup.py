@@ -1,0 +1,50 @@
+"""Compile every kernel before the first request, or load it from the on-disk cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from sipipe.jit import compiling
+from sipipe.messages.params import SequenceParams
+from sipipe.sampler.layout import Layout
+from sipipe.sampler.state import SequenceColumns
+
+DTYPES = ("float32", "bfloat16", "float16")
+LAYOUTS: tuple[Layout, ...] = ("rows", "columns")
+
+_VOCAB = 300
+
+
+def warm_up(
+    dtypes: Iterable[str] = DTYPES, layouts: Iterable[Layout] = LAYOUTS, *, shards: bool = False
+) -> None:
+    """Compile for these logits dtypes and layouts (``shards``: also for [t, B, V/t]).
+
+    Several processes may call it at once: one compiles, the others wait and load. With a warm
+    cache it takes a fraction of a second.
+    """
+    with compiling():
+        columns = SequenceColumns(_VOCAB)
+        params = SequenceParams(repetition_penalty=1.1, logprobs=1, top_k=5, seed=1)
+        columns.join(0, params, [1, 2, 3], [4] * 100)
+        columns.append([0], [5])
+        for dtype in dtypes:
+            row = _logits(dtype)
+            for layout in layouts:
+                columns.sample([0], row if layout == "rows" else row.reshape(-1, 1), layout=layout)
+            if shards:
+                columns.sample([0], row.reshape(2, 1, -1))
+
+
+def _logits(dtype: str) -> npt.NDArray[np.generic]:
+    row = np.linspace(-4.0, 4.0, _VOCAB, dtype=np.float32).reshape(1, -1)
+    if dtype == "float32":
+        return row
+    if dtype == "bfloat16":
+        return (row.view(np.uint32) >> 16).astype(np.uint16)
+    if dtype == "float16":
+        return row.astype(np.float16)
+    raise ValueError(f"dtypes must be among {', '.join(DTYPES)}, got {dtype!r}")

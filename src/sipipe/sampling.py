@@ -1,0 +1,138 @@
+"""Column-wise CPU sampling with vLLM's semantics, at memory speed (the paper's CPU sampling).
+
+`sample` and `sample_with_logprobs` keep nothing; `SequenceColumns` keeps a sampler's sequences from
+iteration to iteration. No vLLM and no torch is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sipipe.messages.boots import LogprobsMode
+from sipipe.messages.cost import cost_estimate
+from sipipe.messages.params import SequenceParams, derive_seed, unsupported
+from sipipe.sampler.kernels.work import Work, make_work
+from sipipe.sampler.layout import Layout
+from sipipe.sampler.results import Logprobs, SampleResult
+from sipipe.sampler.state import SequenceColumns
+from sipipe.sampler.warmup import warm_up
+
+__all__ = [
+    "Logprobs",
+    "SampleResult",
+    "SequenceColumns",
+    "SequenceParams",
+    "cost_estimate",
+    "derive_seed",
+    "sample",
+    "sample_with_logprobs",
+    "unsupported",
+    "warm_up",
+]
+
+Tokens = Sequence[Sequence[int] | npt.NDArray[np.integer[Any]]]
+
+
+_kept = threading.local()
+
+
+def _work(vocab_size: int) -> Work:
+    """This thread's work memory, kept from call to call while the vocabulary stays the same."""
+    if getattr(_kept, "vocab_size", None) != vocab_size:
+        _kept.work, _kept.vocab_size = make_work(vocab_size), vocab_size
+    work: Work = _kept.work
+    return work
+
+
+def as_array(logits: Any) -> npt.NDArray[Any]:
+    """NumPy's view of an array or a torch CPU tensor; bfloat16 as its bits in uint16."""
+    if isinstance(logits, np.ndarray):
+        return logits
+    if hasattr(logits, "detach") and hasattr(logits, "numpy"):
+        tensor = logits.detach()
+        if str(tensor.dtype) == "torch.bfloat16":
+            import torch
+
+            bits: npt.NDArray[Any] = tensor.view(torch.int16).numpy().view(np.uint16)
+            return bits
+        array: npt.NDArray[Any] = tensor.numpy()
+        return array
+    raise TypeError(f"logits must be a NumPy array or a torch CPU tensor, not {type(logits)}")
+
+
+def _sample(
+    logits: Any,
+    params: SequenceParams | Sequence[SequenceParams],
+    prompt_token_ids: Tokens | None,
+    output_token_ids: Tokens | None,
+    layout: Layout,
+    vocab_size: int | None,
+    mode: LogprobsMode,
+) -> SampleResult:
+    array = as_array(logits)
+    if array.ndim != 2:
+        raise ValueError(f"logits must have 2 dimensions, got {array.ndim}")
+    batch, width = array.shape if layout == "rows" else array.shape[::-1]
+    every = [params] * batch if isinstance(params, SequenceParams) else list(params)
+    prompts: Tokens = [()] * batch if prompt_token_ids is None else prompt_token_ids
+    outputs: Tokens = [()] * batch if output_token_ids is None else output_token_ids
+    for name, given in (
+        ("params", every),
+        ("prompt_token_ids", prompts),
+        ("output_token_ids", outputs),
+    ):
+        if len(given) != batch:
+            raise ValueError(f"{name}: {len(given)} for {batch} sequences")
+    vocab = width if vocab_size is None else vocab_size
+    columns = SequenceColumns(vocab, logprobs_mode=mode, work=_work(vocab) if vocab > 0 else None)
+    for row in range(batch):
+        columns.join(row, every[row], prompts[row], outputs[row])
+    result = columns.sample(range(batch), array, layout=layout)
+    if result.errors:
+        row, problem = next(iter(result.errors.items()))
+        raise ValueError(f"logits of sequence {row}: {problem}")
+    return result
+
+
+def sample(
+    logits: Any,
+    params: SequenceParams | Sequence[SequenceParams],
+    *,
+    prompt_token_ids: Tokens | None = None,
+    output_token_ids: Tokens | None = None,
+    layout: Layout = "rows",
+    vocab_size: int | None = None,
+) -> npt.NDArray[np.int32]:
+    """Draw one token per sequence: int32 [B].
+
+    ``logits``: [B, V] (layout "rows") or [V, B] ("columns"), NumPy or torch CPU, float32, float16
+    or bfloat16 (uint16 bits in NumPy), left unchanged. ``params``: one for all, or one per
+    sequence. Token ids: a list or int array per sequence; the position of the draw is the number of
+    its output tokens. ``vocab_size``: tokens beyond it are padding. Raises ValueError naming the
+    first sequence whose logits hold NaN or +inf, or leave no token.
+    """
+    return _sample(
+        logits, params, prompt_token_ids, output_token_ids, layout, vocab_size, "raw_logprobs"
+    ).token_ids
+
+
+def sample_with_logprobs(
+    logits: Any,
+    params: SequenceParams | Sequence[SequenceParams],
+    *,
+    prompt_token_ids: Tokens | None = None,
+    output_token_ids: Tokens | None = None,
+    layout: Layout = "rows",
+    vocab_size: int | None = None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
+) -> tuple[npt.NDArray[np.int32], dict[int, Logprobs]]:
+    """`sample`, and the logprobs that ``params`` ask for, by sequence."""
+    result = _sample(
+        logits, params, prompt_token_ids, output_token_ids, layout, vocab_size, logprobs_mode
+    )
+    return result.token_ids, result.logprobs

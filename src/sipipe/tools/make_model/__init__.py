@@ -1,0 +1,1 @@
+"""Random but deterministic checkpoints in Hugging Face format."""

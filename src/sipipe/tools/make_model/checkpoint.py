@@ -1,0 +1,188 @@
+"""Writes a whole checkpoint directory: config, weights, tokenizer, generation config."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sipipe.errors import ConfigError, ResourceError
+from sipipe.tools.make_model.families import FAMILIES, Family
+from sipipe.tools.make_model.shapes import SIZES, Shape
+from sipipe.tools.make_model.tokenizer import MIN_VOCAB, write_tokenizer
+from sipipe.tools.make_model.weights import DTYPES, write_safetensors
+
+__all__ = ["make_model"]
+
+Value = TypeVar("Value")
+
+RECIPE_FILE = "sipipe_model.json"
+"""What a checkpoint was made from; a second call with the same recipe has nothing to do."""
+
+RECIPE_VERSION = 2
+"""Raised when the same arguments begin to give other files."""
+
+
+def make_model(
+    family: str,
+    directory: str | os.PathLike[str],
+    *,
+    size: str = "tiny",
+    seed: int = 0,
+    dtype: str | None = None,
+    vocab_size: int | None = None,
+    layers: int | None = None,
+) -> Path:
+    """Write a random, deterministic checkpoint of ``family`` to ``directory`` and return it.
+
+    The directory appears at once when it is complete. If it already holds a checkpoint made with
+    the same arguments it is left as it is; one made with others is replaced; anything else in the
+    way is an error.
+
+    Args:
+        family: one of :data:`sipipe.models.FAMILIES`.
+        size: one of :data:`sipipe.models.SIZES`.
+        seed: of the weights, 0 or more.
+        dtype: ``float32``, ``float16`` or ``bfloat16``; None: the size's own.
+        vocab_size: rows of the vocabulary; None: the size's own.
+        layers: number of layers; None: the size's own.
+
+    Raises:
+        ConfigError: an argument has a bad value, or ``directory`` holds something else.
+        ResourceError: the disk is too full, or ``tokenizers`` is not installed.
+    """
+    chosen = _choose("family", family, FAMILIES)
+    shape = _shape(chosen, size, vocab_size, layers)
+    dtype = shape.dtype if dtype is None else dtype
+    _choose("--dtype", dtype, DTYPES)
+    if seed < 0:
+        raise ConfigError(f"make-model: --seed must be 0 or more, not {seed}")
+    recipe = {
+        "recipe": RECIPE_VERSION,
+        "family": family,
+        "size": size,
+        "seed": seed,
+        "dtype": dtype,
+        "shape": dataclasses.asdict(shape),
+    }
+    target = Path(directory)
+    if _has_recipe(target, recipe):
+        return target
+    _check_replaceable(target)
+    parent = target.absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
+    except OSError as error:
+        raise ResourceError(f"make-model: cannot write to {parent}: {error.strerror}") from None
+    try:
+        _check_space(chosen, shape, dtype, scratch)
+        _write(scratch, chosen, shape, dtype, seed)
+        (scratch / RECIPE_FILE).write_text(json.dumps(recipe, indent=2) + "\n")
+        scratch.chmod(0o755)
+        _replace(scratch, target, recipe)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _write(directory: Path, family: Family, shape: Shape, dtype: str, seed: int) -> None:
+    more = {
+        "bos_token_id": None,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+        "dtype": dtype,
+        # Without it transformers takes a large tokenizer for an old one and warns of it.
+        "transformers_version": "5.0.0",
+    }
+    config = family.config(shape) | more
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generation = {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False}
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    write_tokenizer(directory, vocab=shape.vocab, max_positions=shape.max_positions)
+    write_safetensors(
+        directory / "model.safetensors", list(family.tensors(shape)), dtype=dtype, seed=seed
+    )
+
+
+def _shape(family: Family, size: str, vocab_size: int | None, layers: int | None) -> Shape:
+    shape = _choose("--size", size, SIZES)
+    if family.moe and not shape.moe_intermediate:
+        fitting = [name for name, other in SIZES.items() if other.moe_intermediate]
+        raise ConfigError(
+            f'make-model: size "{size}" is a dense shape, and {family.name} a mixture of experts; '
+            f"use --size {' or '.join(fitting)}"
+        )
+    if vocab_size is not None:
+        if vocab_size < MIN_VOCAB:
+            raise ConfigError(
+                f"make-model: --vocab-size must be {MIN_VOCAB} (every byte and the special "
+                f"tokens) or more, not {vocab_size}"
+            )
+        shape = dataclasses.replace(shape, vocab=vocab_size)
+    if layers is not None:
+        if layers < 1:
+            raise ConfigError(f"make-model: --layers must be 1 or more, not {layers}")
+        shape = dataclasses.replace(shape, layers=layers)
+    return shape
+
+
+def _choose(what: str, name: str, among: Mapping[str, Value]) -> Value:
+    if name in among:
+        return among[name]
+    near = difflib.get_close_matches(name.lower(), among, n=1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    raise ConfigError(f'make-model: unknown {what} "{name}"{hint} (known: {", ".join(among)})')
+
+
+def _has_recipe(directory: Path, recipe: Mapping[str, Any]) -> bool:
+    try:
+        return bool(json.loads((directory / RECIPE_FILE).read_text()) == recipe)
+    except (OSError, ValueError):
+        return False
+
+
+def _check_replaceable(directory: Path) -> None:
+    if directory.is_dir():
+        if (directory / RECIPE_FILE).exists() or not any(directory.iterdir()):
+            return
+        raise ConfigError(
+            f"make-model: {directory} holds files that make-model did not write; "
+            "name a new or empty directory"
+        )
+    if directory.exists():
+        raise ConfigError(f"make-model: {directory} is a file; name a new or empty directory")
+
+
+def _check_space(family: Family, shape: Shape, dtype: str, directory: Path) -> None:
+    needed = sum(math.prod(spec.shape) for spec in family.tensors(shape)) * DTYPES[dtype][1]
+    needed += 16 << 20  # tokenizer and configuration
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise ResourceError(
+            f"make-model: the checkpoint needs {needed / 1e6:,.0f} MB and {directory.parent} has "
+            f"{free / 1e6:,.0f} MB left; free some space or name another directory"
+        )
+
+
+def _replace(scratch: Path, target: Path, recipe: Mapping[str, Any]) -> None:
+    """Move the finished directory into place; another process may do the same just now."""
+    for _ in range(3):
+        try:
+            if target.exists():
+                _check_replaceable(target)
+                shutil.rmtree(target)
+            scratch.rename(target)
+        except OSError:
+            if _has_recipe(target, recipe):
+                return
+        else:
+            return
+    raise ResourceError(f"make-model: cannot move the finished checkpoint to {target}")

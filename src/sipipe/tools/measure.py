@@ -1,0 +1,133 @@
+"""Measures one engine: start-up, and tokens per second for each way of sampling.
+
+Run as a process of its own per side (``python -m sipipe.tools.measure FD``), because an engine
+leaves global state behind. It reads a :class:`Job` as JSON from stdin and prints a
+:class:`Result` as JSON on stdout; the engine's log goes to stderr.
+
+Who runs here
+    The main thread measures. The watch thread sleeps on the pipe ``FD``, whose other end is the
+    parent's: it is readable only once the parent is gone, and then the thread kills the process
+    group, which is this process's own, with the engine in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top-p": {"temperature": 0.8, "top_p": 0.95},
+    "all": {
+        "temperature": 0.8,
+        "top_k": 50,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+    },
+}
+"""Ways of sampling by name; ``all`` is every strategy at once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One side of a comparison."""
+
+    argv: list[str]
+    """``MODEL`` and vLLM's engine options."""
+    settings: dict[str, Any] | None
+    """SiPipe's settings; None: stock vLLM."""
+    sampling: list[str]
+    requests: int
+    """Requests sent at once."""
+    prompt_tokens: int
+    tokens: int
+    """New tokens of each request."""
+    repeat: int = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one side did."""
+
+    startup_seconds: float
+    tokens_per_second: dict[str, list[float]]
+    """Each way of sampling: one figure per repetition."""
+
+
+def measure(job: Job) -> Result:
+    """Start the engine, warm it up, and run the job's requests."""
+    from vllm import LLM, EngineArgs, SamplingParams
+
+    from sipipe.engine.launch import checked, parse_engine_args
+
+    began = time.perf_counter()
+    args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
+    engine_args = EngineArgs.from_cli_args(args)
+    config = checked(engine_args.create_engine_config)
+    vocabulary = config.model_config.get_vocab_size()
+    llm = LLM.from_engine_args(engine_args)
+    startup = time.perf_counter() - began
+
+    chooser = random.Random(0)
+    prompts = [
+        {"prompt_token_ids": [chooser.randrange(3, vocabulary) for _ in range(job.prompt_tokens)]}
+        for _ in range(job.requests)
+    ]
+
+    def run(name: str, tokens: int) -> float:
+        # Each request draws from its own seed, so that both sides finish the same work.
+        params = [
+            SamplingParams(**SAMPLING[name], seed=i, max_tokens=tokens, ignore_eos=True)
+            for i in range(job.requests)
+        ]
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        made = sum(len(output.outputs[0].token_ids) for output in outputs)
+        assert made == job.requests * tokens
+        return made / seconds
+
+    for name in job.sampling:
+        run(name, 3)
+    # Once as it will be measured: SiPipe's scheduler learns from it how many microbatches pay.
+    run(job.sampling[0], min(job.tokens, 16))
+    figures: dict[str, list[float]] = {name: [] for name in job.sampling}
+    for _ in range(job.repeat):
+        for name in job.sampling:
+            figures[name].append(run(name, job.tokens))
+    return Result(startup_seconds=startup, tokens_per_second=figures)
+
+
+def end_with_parent(pipe: int) -> None:
+    """Kill this process group as soon as the other end of ``pipe`` is closed."""
+
+    def watch() -> None:
+        os.read(pipe, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="EndWithParent", daemon=True).start()
+
+
+def main() -> None:
+    end_with_parent(int(sys.argv[1]))
+    # Only the result may go to stdout; vLLM and its processes print there too.
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    result = measure(Job(**json.load(sys.stdin)))
+    answer.write(json.dumps(dataclasses.asdict(result)) + "\n")
+    answer.close()
+
+
+if __name__ == "__main__":
+    main()

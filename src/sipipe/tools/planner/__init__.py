@@ -1,0 +1,1 @@
+"""Which pipeline and tensor degree for a model and a cluster."""

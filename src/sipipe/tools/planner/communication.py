@@ -1,0 +1,90 @@
+"""Time and volume of what travels between devices.
+
+Derivations and the comparison with the paper are in docs/planner.md, sections 3 and 6.
+"""
+
+from __future__ import annotations
+
+import math
+
+from sipipe.tools.planner.hardware import Cluster, Link, Network
+from sipipe.tools.planner.placement import Stage
+
+__all__ = ["all_gather_seconds", "all_reduce_seconds", "hop_seconds", "volume_per_device"]
+
+_MICRO = 1e-6
+
+
+def _inside(link: Link, size: float, ranks: int) -> float:
+    """All-reduce of ``size`` bytes over ``ranks`` devices of one host, seconds."""
+    share = 2 * (ranks - 1) / ranks
+    ring = link.step_us * _MICRO * math.log2(ranks) + share * size / link.bytes_per_second
+    if not link.small_us:
+        return ring
+    return min(ring, link.small_us * _MICRO + share * size / (link.small_gbs * 1e9))
+
+
+def _between(link: Link, network: Network, size: float, ranks: int, hosts: int) -> float:
+    """All-reduce over ``ranks`` devices on ``hosts`` hosts, seconds.
+
+    A ring enters and leaves every host once, and all its rings share the host's adapters, so the
+    adapters carry the volume that a single device of the ring carries.
+    """
+    per_host = max(1.0, ranks / hosts)
+    local = link.step_us * _MICRO * math.log2(per_host)
+    moved = 2 * (ranks - 1) / ranks * size
+    inside = moved / link.bytes_per_second
+    steps = math.log2(hosts)
+
+    def line(step_us: float, efficiency: float) -> float:
+        wire = moved / (network.peak_bytes_per_second * efficiency)
+        return local + step_us * _MICRO * steps + max(inside, wire)
+
+    return min(
+        line(network.step_us, network.efficiency),
+        line(network.small_step_us, network.small_efficiency),
+    )
+
+
+def all_reduce_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
+    """One all-reduce of ``size`` bytes among the ranks of a stage; 0 for one rank."""
+    if stage.t == 1:
+        return 0.0
+    if stage.hosts == 1:
+        return _inside(cluster.device.link, size, stage.t)
+    return _between(cluster.device.link, cluster.network, size, stage.t, stage.hosts)
+
+
+def all_gather_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
+    """One all-gather that leaves ``size`` bytes on each rank: half an all-reduce."""
+    return all_reduce_seconds(cluster, stage, size) / 2
+
+
+def hop_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
+    """``size`` bytes of hidden states from ``stage`` to the next one.
+
+    Each rank sends its 1/t share and the receivers gather the rest on their own link, which is
+    left out because it is at least as fast. Ranks of a stage share their host's adapters.
+    """
+    if stage.is_last:
+        return 0.0
+    if stage.crosses:
+        network = cluster.network
+        rate = network.peak_bytes_per_second * network.efficiency
+        return network.hop_us * _MICRO + size / rate
+    link = cluster.device.link
+    return link.hop_us * _MICRO + size / stage.t / link.bytes_per_second
+
+
+def volume_per_device(layers: int, hidden: int, tokens: float, p: int, t: int) -> float:
+    """Elements that one device sends while ``tokens`` tokens pass the pipeline, on average.
+
+    Two all-reduces a layer move ``2 (t - 1) / t`` of their message each, and ``p - 1`` of ``p``
+    stages hand the hidden states on once::
+
+        C(p, t) = tokens hidden (4 layers (t - 1) / (p t) + (p - 1) / p)
+
+    The paper writes ``p - 1`` for the last term, which is what all stages send together, not one
+    device (docs/planner.md, slip 1).
+    """
+    return tokens * hidden * (4 * layers * (t - 1) / (p * t) + (p - 1) / p)

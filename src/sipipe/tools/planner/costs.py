@@ -1,0 +1,244 @@
+"""Seconds that each part of an iteration takes, from data sheets.
+
+:class:`Costs` is what the pipeline model asks; :class:`DatasheetCosts` answers from
+``hardware.toml``. A calibrated model (:mod:`sipipe.tools.planner.calibration`) answers the same
+questions from a trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Protocol
+
+from sipipe.engine.layers.facts import ModelFacts
+from sipipe.tools.planner.communication import all_gather_seconds, all_reduce_seconds, hop_seconds
+from sipipe.tools.planner.hardware import Cluster, Efficiency, Engine, Sampling
+from sipipe.tools.planner.memory import kv_bytes
+from sipipe.tools.planner.placement import Stage
+from sipipe.tools.planner.workload import Microbatch
+
+__all__ = ["Costs", "DatasheetCosts", "ForwardTime", "roofline"]
+
+_MICRO, _NANO = 1e-6, 1e-9
+
+
+def roofline(compute: float, memory: float, sharpness: float) -> float:
+    """Time of a kernel that takes ``compute`` seconds of arithmetic and ``memory`` of traffic.
+
+    ``(compute^k + memory^k)^(1/k)``: the larger of the two far from the ridge, up to ``2^(1/k)``
+    of it where both are equal, because a real kernel overlaps the two imperfectly.
+    """
+    larger, smaller = max(compute, memory), min(compute, memory)
+    if smaller == 0.0:
+        return larger
+    return larger * math.pow(1.0 + math.pow(smaller / larger, sharpness), 1.0 / sharpness)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardTime:
+    """Seconds of one microbatch on one stage's device, by cause."""
+
+    compute: float
+    """Products that are bound by arithmetic."""
+    weights: float
+    """Products that are bound by reading weights."""
+    attention: float
+    overhead: float
+    all_reduce: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """The device's time for the model's own work."""
+        layers = self.compute + self.weights + self.attention
+        return layers + self.overhead + self.all_reduce + self.logits
+
+
+class Costs(Protocol):
+    """What the pipeline model needs to know; all results in seconds."""
+
+    def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> ForwardTime:
+        """Device time of ``stage``; ``gather``: the last stage collects logits on every rank."""
+        ...
+
+    def preparation(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
+        """CPU time to make the inputs of one microbatch."""
+        ...
+
+    def transfer(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
+        """Time a stage loses on a hand-over beyond moving the bytes."""
+        ...
+
+    def hop(self, stage: Stage, work: Microbatch) -> float:
+        """Time for the bytes from ``stage`` to the next."""
+        ...
+
+    def device_sampling(self, work: Microbatch) -> float:
+        """Time of the stock sampler on the last stage's device."""
+        ...
+
+    def logits_copy(self, stage: Stage, work: Microbatch) -> float:
+        """Time to bring the logits to the host's memory."""
+        ...
+
+    def host_sampling(self, work: Microbatch, samplers: int) -> float:
+        """Time of ``samplers`` cores for the tokens of a microbatch."""
+        ...
+
+    def schedule(self, engine: Engine, work: Microbatch) -> float:
+        """Scheduler, messages and update of one iteration."""
+        ...
+
+    def shared_cores(self) -> tuple[int, int]:
+        """Where devices are CPUs, and so compete with samplers and scheduler: the cores of all
+        hosts, and those of one device. (0, 0) for accelerators."""
+        ...
+
+    def outside(self, p: int, t: int, work: Microbatch) -> tuple[str, ...]:
+        """Why a prediction would leave what the costs were calibrated on; empty: it does not."""
+        ...
+
+    def notes(self, p: int, t: int) -> tuple[str, ...]:
+        """What to know about a prediction that does not."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DatasheetCosts:
+    """Costs from the data sheets and the efficiencies of ``hardware.toml``."""
+
+    facts: ModelFacts
+    cluster: Cluster
+    efficiency: Efficiency
+    sampling: Sampling
+    kv_element_bytes: float
+
+    @property
+    def _flops(self) -> float:
+        return self.cluster.device.flops(self.facts.weight_bytes) * self.efficiency.compute
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.cluster.device.memory_gbs * 1e9 * self.efficiency.memory
+
+    def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> ForwardTime:
+        """See :class:`Costs`."""
+        compute, weights = self._products(stage, work)
+        return ForwardTime(
+            compute=compute,
+            weights=weights,
+            attention=self._attention(stage, work),
+            overhead=stage.layers * self.efficiency.layer_us * _MICRO,
+            all_reduce=self._all_reduce(stage, work),
+            logits=self._logits(stage, work, gather=gather) if stage.is_last else 0.0,
+        )
+
+    def _products(self, stage: Stage, work: Microbatch) -> tuple[float, float]:
+        """Matrix products of the layers, as (bound by arithmetic, bound by weights)."""
+        facts, moe = self.facts, self.facts.moe
+        sparse = sum(layer in facts.sparse_layers for layer in stage.layer_range)
+        dense = sum(facts.layer_parameters(layer) for layer in stage.layer_range)
+        total = [0.0, 0.0]
+
+        def add(parameters: float, tokens: float) -> None:
+            arithmetic = 2.0 * parameters * tokens / stage.t / self._flops
+            traffic = parameters * facts.weight_bytes / stage.t / self._bandwidth
+            total[traffic > arithmetic] += roofline(arithmetic, traffic, self.efficiency.sharpness)
+
+        if moe is not None and sparse:
+            dense -= sparse * moe.experts * moe.expert_parameters
+            touched = moe.touched(work.tokens)
+            each = work.tokens * moe.chosen / touched  # tokens that meet one expert
+            add(sparse * touched * moe.expert_parameters, each)
+        add(dense, work.tokens)
+        return total[0], total[1]
+
+    def _attention(self, stage: Stage, work: Microbatch) -> float:
+        attention = self.facts.attention
+        read = work.batch * work.context * kv_bytes(self.facts, stage, self.kv_element_bytes)
+        heads = stage.layers / min(stage.t, attention.heads)
+        peak = self.cluster.device.flops(2.0) * self.efficiency.compute
+        decode = roofline(
+            work.batch * attention.decode_flops(work.context) * heads / peak,
+            read / self._bandwidth,
+            self.efficiency.sharpness,
+        )
+        prompts = work.tokens - work.batch
+        return decode + prompts * attention.prefill_flops(work.prompt_context) * heads / peak
+
+    def _all_reduce(self, stage: Stage, work: Microbatch) -> float:
+        count = 2 * stage.layers + int(stage.is_first)  # the embedding is split by vocabulary
+        size = work.tokens * self.facts.hidden * self.facts.activation_bytes
+        return count * all_reduce_seconds(self.cluster, stage, size)
+
+    def _logits(self, stage: Stage, work: Microbatch, *, gather: bool) -> float:
+        facts = self.facts
+        parameters = facts.embedding_parameters / stage.t
+        peak = self.cluster.device.flops(2.0) * self.efficiency.compute
+        seconds = roofline(
+            2.0 * parameters * work.batch / peak,
+            parameters * facts.activation_bytes / self._bandwidth,
+            self.efficiency.sharpness,
+        )
+        if gather:
+            size = work.batch * facts.vocabulary * facts.activation_bytes
+            seconds += all_gather_seconds(self.cluster, stage, size)
+        return seconds
+
+    def preparation(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
+        """See :class:`Costs`."""
+        each = engine.preparation_sequence_us + (engine.readd_us if stage.stages > 1 else 0.0)
+        return (engine.preparation_us + each * work.batch) * _MICRO
+
+    def transfer(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
+        """See :class:`Costs`."""
+        del work  # the bytes are in :meth:`hop`
+        return engine.transfer_us * _MICRO if stage.stages > 1 else 0.0
+
+    def hop(self, stage: Stage, work: Microbatch) -> float:
+        """Hidden states and residual: two tensors of [tokens, hidden]."""
+        size = 2 * work.tokens * self.facts.hidden * self.facts.activation_bytes
+        return hop_seconds(self.cluster, stage, size)
+
+    def device_sampling(self, work: Microbatch) -> float:
+        """See :class:`Costs`."""
+        logits = work.batch * self.facts.vocabulary
+        device = self.cluster.device
+        if device.kind == "cpu":
+            return logits * self.sampling.stock_core_ns * _NANO / max(1, device.cores)
+        return logits * self.sampling.device_bytes / self._bandwidth
+
+    def logits_copy(self, stage: Stage, work: Microbatch) -> float:
+        """Each rank writes its shard of the float32 logits over its own link."""
+        link = self.cluster.device.host_link
+        size = 4.0 * work.batch * self.facts.vocabulary / stage.t
+        return link.hop_us * _MICRO + size / link.bytes_per_second
+
+    def host_sampling(self, work: Microbatch, samplers: int) -> float:
+        """Whole sequences per core, and never faster than the host's memory."""
+        vocabulary, sampling = self.facts.vocabulary, self.sampling
+        rounds = math.ceil(work.batch / samplers)
+        kernel = rounds * vocabulary * sampling.core_ns * _NANO
+        traffic = work.batch * vocabulary * sampling.host_bytes / (sampling.host_gbs * 1e9)
+        return max(kernel, traffic)
+
+    def schedule(self, engine: Engine, work: Microbatch) -> float:
+        """See :class:`Costs`."""
+        return (engine.schedule_us + engine.schedule_sequence_us * work.batch) * _MICRO
+
+    def shared_cores(self) -> tuple[int, int]:
+        """See :class:`Costs`."""
+        if self.cluster.device.kind == "gpu":
+            return 0, 0
+        return self.cluster.cores_per_host * self.cluster.hosts, max(1, self.cluster.device.cores)
+
+    def outside(self, p: int, t: int, work: Microbatch) -> tuple[str, ...]:
+        """Data sheets are calibrated on nothing, which the report says once, not per row."""
+        del p, t, work
+        return ()
+
+    def notes(self, p: int, t: int) -> tuple[str, ...]:
+        """See :meth:`outside`."""
+        del p, t
+        return ()

@@ -1,0 +1,217 @@
+"""Throughput and delay of a pipeline in steady state, and where its devices idle.
+
+The pipeline is a closed loop: ``m`` microbatches circulate, each passes every stage, the sampler
+and the scheduler, and returns. Two things bound the time between two microbatches at any point:
+
+- no station can take the next one before it has finished this one: ``period >= occupancy``;
+- a microbatch cannot start its next round before it has ended this one, and there are ``m`` of
+  them: ``period >= round trip / m``.
+
+For constant times the larger of these bounds is reached (it is the maximum cycle mean of the
+event graph, whose only cycles are these two kinds), so::
+
+    period = max(max_i occupancy_i, preparation, copy, sampling, schedule, round_trip / m)
+
+A sequence gets one token per round of all microbatches: ``delay = m period``, and the throughput
+is ``B / delay`` for ``B`` running sequences (docs/planner.md, section 4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sipipe.tools.planner.costs import Costs, ForwardTime
+from sipipe.tools.planner.hardware import Engine
+from sipipe.tools.planner.placement import Placement
+from sipipe.tools.planner.workload import Microbatch
+
+__all__ = ["Bubbles", "Iteration", "StageTime", "iterate"]
+
+# Expected maximum of n standard normal variables, n = 1..16 (then nearly flat): how much the
+# slowest of n stages is slower than their mean, in standard deviations.
+_EXPECTED_MAXIMUM = (
+    *(0.0, 0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424),
+    *(1.485, 1.539, 1.586, 1.629, 1.668, 1.703, 1.736, 1.766),
+)
+
+_ROUND_TRIP = "round trip"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageTime:
+    """What one microbatch costs one stage, seconds."""
+
+    forward: ForwardTime
+    preparation: float
+    """On the device's path."""
+    transfer: float
+    """Handing over, and waiting for stages that are slower just now."""
+    sampling: float
+    """On the last stage's device."""
+
+    @property
+    def occupancy(self) -> float:
+        """Time before the stage can take the next microbatch."""
+        return self.forward.total + self.preparation + self.transfer + self.sampling
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Bubbles:
+    """Shares of the time in which a device, on average over stages, does not run the model.
+
+    They add up to ``1 - busy``.
+    """
+
+    load_imbalance: float
+    """Sampling on the last stage, and the other stages' wait for the slowest."""
+    intra_stage: float
+    """Input preparation on the device's path."""
+    inter_stage: float
+    """Handing hidden states over."""
+    starved: float
+    """Nothing to run: too few or uneven microbatches in flight, samplers or scheduler too slow."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.load_imbalance + self.intra_stage + self.inter_stage + self.starved
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """The steady state of one configuration."""
+
+    inflight: int
+    microbatch: Microbatch
+    stages: tuple[StageTime, ...]
+    period: float
+    """Seconds between two microbatches."""
+    round_trip: float
+    """Seconds from a microbatch's scheduling to its next, were it alone."""
+    stations: dict[str, float]
+    """Each bound of the period, by name."""
+    bubbles: Bubbles
+
+    @property
+    def delay(self) -> float:
+        """Mean time per output token, seconds: D(p, t)."""
+        return self.inflight * self.period
+
+    @property
+    def limit(self) -> str:
+        """What the time goes to: the largest part of the tightest bound."""
+        name = max(self.stations, key=lambda key: self.stations[key])
+        if name.startswith("stage"):
+            return _largest_part([max(self.stages, key=lambda time: time.occupancy)], {})
+        if name == _ROUND_TRIP:
+            others = {
+                key: value
+                for key, value in self.stations.items()
+                if not key.startswith("stage") and key != _ROUND_TRIP
+            }
+            return _largest_part(list(self.stages), others)
+        return name
+
+
+def _largest_part(stages: list[StageTime], others: dict[str, float]) -> str:
+    parts = {
+        "compute": sum(time.forward.compute for time in stages),
+        "weight reads": sum(time.forward.weights for time in stages),
+        "attention": sum(time.forward.attention for time in stages),
+        "kernel overhead": sum(time.forward.overhead for time in stages),
+        "all-reduce": sum(time.forward.all_reduce for time in stages),
+        "logits": sum(time.forward.logits for time in stages),
+        "preparation": sum(time.preparation for time in stages),
+        "hand-over": sum(time.transfer for time in stages),
+        "device sampling": sum(time.sampling for time in stages),
+        **others,
+    }
+    return max(parts, key=lambda key: parts[key])
+
+
+def iterate(
+    costs: Costs,
+    engine: Engine,
+    placement: Placement,
+    work: Microbatch,
+    *,
+    inflight: int,
+    samplers: int,
+) -> Iteration:
+    """The steady state of ``inflight`` microbatches like ``work`` in a pipeline.
+
+    Args:
+        costs: seconds of each part.
+        engine: who runs it.
+        placement: the stages.
+        work: one microbatch.
+        inflight: microbatches in the loop, 1 or more; fewer than stages leaves stages idle.
+        samplers: CPU cores that draw tokens; ignored where the engine samples on the device.
+    """
+    on_device = engine.sampling == "device"
+    last = placement.stages[-1]
+    hops = [costs.hop(stage, work) for stage in placement.stages]
+    prepared = max(costs.preparation(engine, stage, work) for stage in placement.stages)
+    waiting = engine.variation * _EXPECTED_MAXIMUM[min(placement.p, 16)]
+    stages = []
+    for stage in placement.stages:
+        forward = costs.forward(stage, work, gather=on_device and stage.t > 1)
+        moved = hops[stage.index] + (hops[stage.index - 1] if stage.index else 0.0)
+        stages.append(
+            StageTime(
+                forward=forward,
+                preparation=engine.exposed * costs.preparation(engine, stage, work),
+                transfer=costs.transfer(engine, stage, work)
+                + engine.blocking * moved
+                + waiting * forward.total,
+                sampling=costs.device_sampling(work) if on_device and stage is last else 0.0,
+            )
+        )
+    stations = {f"stage {index}": time.occupancy for index, time in enumerate(stages)}
+    schedule = costs.schedule(engine, work)
+    stations["scheduling"] = schedule
+    # One pass: hops that block are in both neighbours' occupancy, so they are taken out once.
+    passing = sum(time.occupancy for time in stages) + sum(hops) * (1.0 - engine.blocking)
+    ahead = schedule + (1.0 - engine.exposed) * prepared  # before its first stage can start
+    round_trip = engine.schedule_exposed * ahead + passing
+    if engine.exposed < 1.0:
+        stations["preparation"] = prepared
+    if not on_device:
+        stations["logits copy"] = costs.logits_copy(last, work)
+        stations["CPU sampling"] = costs.host_sampling(work, samplers)
+        round_trip += stations["logits copy"] + stations["CPU sampling"]
+    cores, each = costs.shared_cores()
+    if cores:
+        on_cores = placement.t * sum(
+            each * (time.forward.total + time.sampling) + time.transfer for time in stages
+        )
+        on_cores += placement.t * sum(
+            costs.preparation(engine, stage, work) for stage in placement.stages
+        )
+        on_cores += schedule + (0.0 if on_device else costs.host_sampling(work, 1))
+        stations["CPU cores"] = on_cores / cores
+    stations[_ROUND_TRIP] = round_trip / inflight
+    period = max(stations.values())
+    if placement.p > 1:
+        period *= 1.0 + engine.uneven
+    return Iteration(
+        inflight=inflight,
+        microbatch=work,
+        stages=tuple(stages),
+        period=period,
+        round_trip=round_trip,
+        stations=stations,
+        bubbles=_bubbles(stages, period),
+    )
+
+
+def _bubbles(stages: list[StageTime], period: float) -> Bubbles:
+    """Idle shares, averaged over stages; the slowest stage's wait is starvation."""
+    slowest = max(time.occupancy for time in stages)
+    scale = 1.0 / (len(stages) * period)
+    return Bubbles(
+        load_imbalance=scale * sum(slowest - s.occupancy + s.sampling for s in stages),
+        intra_stage=scale * sum(s.preparation for s in stages),
+        inter_stage=scale * sum(s.transfer for s in stages),
+        starved=scale * len(stages) * (period - slowest),
+    )

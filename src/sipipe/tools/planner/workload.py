@@ -1,0 +1,102 @@
+"""What is asked of a deployment: lengths, latency budget, limits, sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from sipipe.errors import ConfigError
+
+__all__ = ["Microbatch", "Workload"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A steady stream of requests. Raises ConfigError naming the option of a bad value."""
+
+    input: int = 1000
+    """Prompt tokens of a request (mean)."""
+    output: int = 300
+    """Tokens generated for a request (mean)."""
+    tpot_slo: float = math.inf
+    """Upper bound of the mean time per output token, seconds."""
+    max_num_seqs: int = 1024
+    """Sequences running at once, over all microbatches."""
+    max_num_batched_tokens: int = 8192
+    """Tokens of one microbatch, prompt chunks included."""
+    sampling: str = "all"
+    """Sampling parameters in use: a name of :func:`sipipe.tools.planner.hardware.samplings`."""
+    memory_utilization: float = 0.9
+    """Share of device memory that weights, workspace and KV cache may take."""
+    kv_element_bytes: float | None = None
+    """Bytes per cached element; None: as the activations."""
+    fixed_batch: int | None = None
+    """Run exactly this many sequences instead of searching for the best number."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("--input", self.input, self.input >= 0, "0 or more"),
+            ("--output", self.output, self.output >= 1, "1 or more"),
+            ("--tpot-slo", self.tpot_slo, self.tpot_slo > 0, "above 0"),
+            ("--max-num-seqs", self.max_num_seqs, self.max_num_seqs >= 1, "1 or more"),
+            (
+                "--max-num-batched-tokens",
+                self.max_num_batched_tokens,
+                self.max_num_batched_tokens >= 1,
+                "1 or more",
+            ),
+            (
+                "--gpu-memory-utilization",
+                self.memory_utilization,
+                0 < self.memory_utilization <= 1,
+                "above 0 and up to 1",
+            ),
+            (
+                "--batch",
+                self.fixed_batch,
+                self.fixed_batch is None or self.fixed_batch >= 1,
+                "1 or more",
+            ),
+        )
+        for option, value, good, allowed in checks:
+            if not good:
+                raise ConfigError(f"{option} must be {allowed}, not {value}")
+
+    @property
+    def context(self) -> float:
+        """Mean cached tokens of a running sequence, half-way through its output."""
+        return self.input + self.output / 2
+
+    @property
+    def longest(self) -> int:
+        """Cached tokens of a sequence at its end."""
+        return self.input + self.output
+
+    @property
+    def tokens_per_sequence(self) -> float:
+        """Tokens an iteration computes per running sequence: its own, and its share of the
+        prompts that have to enter for the batch to stay full."""
+        return 1 + self.input / self.output
+
+    def microbatch(self, batch: int) -> Microbatch:
+        """The steady microbatch of ``batch`` running sequences."""
+        return Microbatch(
+            batch=batch,
+            tokens=batch * self.tokens_per_sequence,
+            context=self.context,
+            prompt_context=self.input / 2,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """What one iteration computes."""
+
+    batch: int
+    """Sequences that draw a token."""
+    tokens: float
+    """Tokens computed: one per sequence, and prompt tokens."""
+    context: float
+    """Mean cached tokens that a sequence's token attends to."""
+    prompt_context: float = 0.0
+    """Mean earlier tokens that a prompt token attends to."""

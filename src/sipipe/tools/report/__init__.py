@@ -1,0 +1,1 @@
+"""Traces read again: bubbles, summaries, the report page, exports."""

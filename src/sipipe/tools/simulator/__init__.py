@@ -1,0 +1,1 @@
+"""The scheduling policy on a simulated engine."""

@@ -1,0 +1,196 @@
+"""What vLLM's scheduler does with a batch, in small: queues, KV cache blocks, preemption.
+
+The simulator's scheduling rules (:mod:`sipipe.tools.simulator.rules`) share this state, so that they
+differ only in which requests they let in. It keeps vLLM's order: running requests first, oldest
+first; then waiting ones; when blocks run out, the youngest running request is preempted and
+computed again later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["Batch", "EngineModel", "SimulatedRequest"]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """One request in the simulated engine."""
+
+    id: str
+    arrival: float
+    prompt: int
+    output: int
+    computed: int = 0
+    """Tokens whose KV is computed or being computed."""
+    generated: int = 0
+    """Tokens that have come back."""
+    preempted: int = 0
+    first_token: float = -1.0
+    finished: float = -1.0
+    epoch: int = 0
+    """Raised by a preemption, so that a batch in flight knows that its result is stale."""
+
+    @property
+    def known(self) -> int:
+        """Prompt and generated tokens."""
+        return self.prompt + self.generated
+
+    @property
+    def pending(self) -> int:
+        """Known tokens not scheduled yet; 0 while the last one is in flight."""
+        return self.known - self.computed
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether part of its prompt (or of what a preemption dropped) is still to schedule."""
+        return self.pending > 1 or self.computed < self.prompt
+
+
+@dataclasses.dataclass(slots=True)
+class Batch:
+    """One microbatch: tokens by request."""
+
+    tokens: dict[SimulatedRequest, int]
+    epochs: dict[SimulatedRequest, int]
+    contexts: int
+    """Sum of the contexts that its attention reads."""
+
+    @property
+    def total(self) -> int:
+        """Tokens computed."""
+        return sum(self.tokens.values())
+
+
+class EngineModel:
+    """Requests, their KV blocks, and the filling of one batch.
+
+    Args:
+        max_tokens: Token budget of a batch.
+        max_running: Requests that may run at a time.
+        kv_tokens: Capacity of the KV cache in tokens.
+        block: Tokens in a KV block.
+    """
+
+    def __init__(
+        self, *, max_tokens: int, max_running: int, kv_tokens: int, block: int = 16
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.max_running = max_running
+        self.block = block
+        self.blocks = kv_tokens // block
+        self.used = 0
+        self.waiting: deque[SimulatedRequest] = deque()
+        self.running: list[SimulatedRequest] = []
+        self.preemptions = 0
+
+    @property
+    def kv_free(self) -> float:
+        """Free share of the KV cache."""
+        return 1.0 - self.used / self.blocks
+
+    def has_requests(self) -> bool:
+        """Whether anything waits, runs or is in flight."""
+        return bool(self.waiting or self.running)
+
+    def fill(
+        self,
+        *,
+        decodes: Callable[[SimulatedRequest], bool] = lambda _: True,
+        prefill_tokens: int | None = None,
+    ) -> Batch:
+        """One batch of what is allowed in.
+
+        Args:
+            decodes: Which requests past their prompt may enter.
+            prefill_tokens: Prompt tokens at most; None for as many as the budget takes.
+        """
+        budget = self.max_tokens
+        prefill = budget if prefill_tokens is None else prefill_tokens
+        # As in PipelineScheduler, decodes behind a long prompt keep their share of the budget.
+        wanted = sum(1 for r in self.running if not r.prefilling and r.pending > 0 and decodes(r))
+        if prefill_tokens is not None:
+            budget = min(budget, wanted + prefill)
+        tokens: dict[SimulatedRequest, int] = {}
+        preempted = False
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            index += 1
+            if request.prefilling:
+                chunk = min(request.pending, budget, prefill)
+            else:
+                chunk = min(request.pending, budget) if decodes(request) else 0
+            if chunk <= 0:
+                continue
+            while not self._allocate(request, chunk):
+                victim = self.running.pop()
+                self._preempt(victim)
+                preempted = True
+                tokens.pop(victim, None)
+                if victim is request:
+                    break
+            if request.computed == 0 and preempted and request not in self.running:
+                break
+            tokens[request] = chunk
+            budget -= chunk
+            prefill -= chunk if request.prefilling else 0
+        while (
+            self.waiting
+            and not preempted
+            and budget > 0
+            and prefill > 0
+            and len(self.running) < self.max_running
+        ):
+            request = self.waiting[0]
+            chunk = min(request.known, budget, prefill)
+            if not self._fits(request.known) or not self._allocate(request, chunk):
+                break
+            self.waiting.popleft()
+            self.running.append(request)
+            tokens[request] = chunk
+            budget -= chunk
+            prefill -= chunk
+        contexts = sum(request.computed for request in tokens)
+        for request, chunk in tokens.items():
+            request.computed += chunk
+        return Batch(tokens, {request: request.epoch for request in tokens}, contexts)
+
+    def complete(self, batch: Batch, now: float) -> int:
+        """Take a batch's tokens; returns how many there were."""
+        tokens = 0
+        for request in batch.tokens:
+            if request.epoch != batch.epochs[request] or request.pending > 0:
+                continue  # preempted since, or a chunk before the last
+            request.generated += 1
+            tokens += 1
+            if request.first_token < 0:
+                request.first_token = now
+            if request.generated >= request.output:
+                request.finished = now
+                self.running.remove(request)
+                self.used -= self._blocks(request.computed)
+        return tokens
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block)
+
+    def _fits(self, tokens: int) -> bool:
+        return self._blocks(tokens) <= self.blocks - self.used
+
+    def _allocate(self, request: SimulatedRequest, chunk: int) -> bool:
+        more = self._blocks(request.computed + chunk) - self._blocks(request.computed)
+        if more > self.blocks - self.used:
+            return False
+        self.used += more
+        return True
+
+    def _preempt(self, request: SimulatedRequest) -> None:
+        self.used -= self._blocks(request.computed)
+        request.computed = 0
+        request.epoch += 1
+        request.preempted += 1
+        self.preemptions += 1
+        self.waiting.appendleft(request)

@@ -1,0 +1,295 @@
+"""Recording stock vLLM: a worker and a scheduler that do what vLLM's do, and note the times.
+
+    vllm serve MODEL --pipeline-parallel-size 2 \\
+        --worker-cls sipipe.tools.stock_trace.TracedWorker \\
+        --scheduler-cls sipipe.tools.stock_trace.TracedScheduler \\
+        --additional-config '{"sipipe": {"trace": "traces/stock"}}'
+
+Both timelines then have the same phases and lie side by side in ``sipipe trace report``. With
+asynchronous scheduling (vLLM's default on GPUs) take ``TracedAsyncScheduler``.
+
+What is subclassed or wrapped, all of it on the instances of this process: the worker's
+``execute_model`` and ``sample_tokens``; the runner's ``_model_forward`` (first runner) or its
+model's forward and ``run_fullgraph`` (second runner); the model's ``compute_logits``; the pipeline
+group's ``irecv_tensor_dict`` and ``isend_tensor_dict`` with the handles that they return.
+
+How the phases are read off stock's order of work:
+
+- the iteration's number travels as an attribute of ``SchedulerOutput``;
+- DISPATCH is the instant at which ``schedule`` returns: the next thing that EngineCore does;
+- GATHER ends when ``update_from_output`` is called: that is when EngineCore has the tokens;
+- a worker waits for scheduling output from the end of one call to the start of the next;
+- PREPARE is what the runner does from its call to the start of the forward, but for waits;
+- SAMPLE on the last stage is from the end of ``execute_model`` to that of ``sample_tokens``, since
+  the worker runs nothing else between the two.
+
+On CUDA the forward, logits and sampling are timed by events. That path follows vLLM's source and is
+checked with stand-in events only: it has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from sipipe.errors import ConfigError
+from sipipe.observe.device import DeviceTimer
+from sipipe.observe.phases import Phase
+from sipipe.observe.recorder import Recorder, open_recorder
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+
+__all__ = ["RecordedScheduling", "TracedAsyncScheduler", "TracedScheduler", "TracedWorker"]
+
+_NUMBER = "sipipe_iteration"
+"""Attribute of ``SchedulerOutput``: pickled with it, ignored by vLLM."""
+_now = time.monotonic_ns
+
+
+def _open(vllm_config: Any, role: Any, index: int = 0, rank: int = 0) -> Recorder:
+    settings = vllm_config.additional_config or {}
+    settings = settings.get("sipipe", {}) if isinstance(settings, dict) else {}
+    directory = settings.get("trace")
+    if not directory:
+        raise ConfigError(
+            "recording stock vLLM needs a directory: "
+            """--additional-config '{"sipipe": {"trace": "DIR"}}'"""
+        )
+    return open_recorder(
+        os.fspath(directory),
+        role,
+        index,
+        rank,
+        stages=vllm_config.parallel_config.pipeline_parallel_size,
+        inflight=vllm_config.max_concurrent_batches,
+        run=vllm_config.instance_id,
+        label="stock vLLM",
+        model=str(vllm_config.model_config.model),
+    )
+
+
+class RecordedScheduling:
+    """Mixin before a vLLM scheduler: records SCHEDULE, DISPATCH, GATHER and UPDATE.
+
+    Iterations are numbered from 0; outputs with nothing to run are not counted.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's scheduler."""
+        super().__init__(*args, **kwargs)
+        self.sipipe_recorder: Recorder = _open(self.vllm_config, "executor")
+        self._sipipe_count = 0
+        self._sipipe_slots = max(1, self.vllm_config.max_concurrent_batches)
+        self._sipipe_since = _now()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's ``schedule``."""
+        start = _now()
+        output = super().schedule(*args, **kwargs)
+        self._sipipe_since = end = _now()
+        tokens = output.total_num_scheduled_tokens
+        if tokens:
+            number, batch = self._sipipe_count, len(output.num_scheduled_tokens)
+            self._sipipe_count += 1
+            setattr(output, _NUMBER, number)
+            record, slot = self.sipipe_recorder.record, number % self._sipipe_slots
+            record(Phase.SCHEDULE, number, slot, start, end, batch, tokens)
+            record(Phase.DISPATCH, number, slot, end, end, batch, tokens)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's ``update_from_output``."""
+        start = _now()
+        result = super().update_from_output(scheduler_output, model_runner_output)
+        number = getattr(scheduler_output, _NUMBER, None)
+        if number is not None:
+            record, slot = self.sipipe_recorder.record, number % self._sipipe_slots
+            batch = len(scheduler_output.num_scheduled_tokens)
+            drawn = sum(map(len, model_runner_output.sampled_token_ids or ()))
+            record(Phase.GATHER, number, slot, self._sipipe_since, start, batch, drawn)
+            self._sipipe_since = end = _now()
+            record(Phase.UPDATE, number, slot, start, end, batch, drawn)
+        return result
+
+    def shutdown(self) -> None:
+        """vLLM's ``shutdown``, and the end of the recording."""
+        self.sipipe_recorder.close()
+        super().shutdown()
+
+
+class TracedScheduler(RecordedScheduling, Scheduler):
+    """vLLM's scheduler, recorded."""
+
+
+class TracedAsyncScheduler(RecordedScheduling, AsyncScheduler):
+    """vLLM's scheduler for asynchronous scheduling, recorded."""
+
+
+class _Handle:
+    """A communication handle whose wait is recorded."""
+
+    def __init__(self, handle: Any, worker: TracedWorker, phase: Phase) -> None:
+        self._handle, self._worker, self._phase = handle, worker, phase
+        self._of = worker.sipipe_now
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        start = _now()
+        result = self._handle.wait(*args, **kwargs)
+        self._worker.sipipe_note(self._phase, start, _now(), self._of)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+class TracedWorker(_Worker):
+    """vLLM's worker for this platform, recorded."""
+
+    sipipe_now: tuple[int, int, int, int] | None = None
+    """Iteration, slot, sequences and tokens of the work in progress; None outside of it."""
+    _sipipe_count = 0
+    _sipipe_since = 0
+    _sipipe_prepare = 0
+    _sipipe_sampling: tuple[tuple[int, int, int, int], int, Any] | None = None
+    _sipipe_timer: DeviceTimer | None = None
+    sipipe_recorder: Recorder | None = None
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's warm-up; recording begins after it."""
+        result = super().compile_or_warm_up_model()
+        stage, rank = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+        self.sipipe_recorder = _open(self.vllm_config, "stage", stage, rank)
+        if current_platform.is_cuda():
+            import torch
+
+            self._sipipe_timer = DeviceTimer(
+                self.sipipe_recorder, lambda: torch.cuda.Event(enable_timing=True)
+            )
+        self._sipipe_wrap()
+        self._sipipe_since = _now()
+        return result
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """vLLM's ``execute_model``."""
+        tokens = scheduler_output.total_num_scheduled_tokens
+        if self.sipipe_recorder is None or not tokens:
+            return super().execute_model(scheduler_output)
+        number = getattr(scheduler_output, _NUMBER, self._sipipe_count)
+        self._sipipe_count = number + 1
+        slot = number % max(1, self.vllm_config.max_concurrent_batches)
+        self.sipipe_now = (number, slot, len(scheduler_output.num_scheduled_tokens), tokens)
+        start = _now()
+        self.sipipe_note(Phase.WAIT_SCHEDULING, self._sipipe_since, start)
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            end = _now()
+            if get_pp_group().is_last_rank:
+                timer = self._sipipe_timer
+                begun = timer.begin() if timer is not None else None
+                self._sipipe_sampling = (self.sipipe_now, end, begun)
+            self._sipipe_since = end
+            self.sipipe_now = None
+            if self._sipipe_timer is not None:
+                self._sipipe_timer.collect()
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's ``sample_tokens``."""
+        pending, self._sipipe_sampling = self._sipipe_sampling, None
+        result = super().sample_tokens(grammar_output)
+        if pending is not None:
+            of, start, begun = pending
+            self._sipipe_since = _now()
+            if self._sipipe_timer is not None:
+                self._sipipe_timer.end(begun, Phase.SAMPLE, *of[:2], batch=of[2], tokens=of[2])
+            else:
+                self.sipipe_note(Phase.SAMPLE, start, self._sipipe_since, of)
+        return result
+
+    def shutdown(self) -> None:
+        """vLLM's ``shutdown``, and the end of the recording."""
+        if self._sipipe_timer is not None:
+            self._sipipe_timer.close()
+        if self.sipipe_recorder is not None:
+            self.sipipe_recorder.close()
+        super().shutdown()
+
+    def sipipe_note(
+        self, phase: Phase, start: int, end: int, of: tuple[int, int, int, int] | None = None
+    ) -> None:
+        """Record a phase of ``of``, or of the iteration in progress."""
+        of = of or self.sipipe_now
+        if of is not None and self.sipipe_recorder is not None:
+            self.sipipe_recorder.record(phase, of[0], of[1], start, end, of[2], of[3])
+
+    def _sipipe_wrap(self) -> None:
+        """Put the recording around what this process's runner and groups call."""
+        runner, group = self.model_runner, get_pp_group()
+        run = runner.execute_model
+
+        def execute(*args: Any, **kwargs: Any) -> Any:
+            self._sipipe_prepare = _now()
+            return run(*args, **kwargs)
+
+        runner.execute_model = execute
+        model = runner.get_model()
+        if hasattr(runner, "_model_forward"):
+            runner._model_forward = self._sipipe_device(runner._model_forward, Phase.FORWARD)
+        else:
+            model.forward = self._sipipe_device(model.forward, Phase.FORWARD)
+            graphs = getattr(runner, "cudagraph_manager", None)
+            if graphs is not None:
+                graphs.run_fullgraph = self._sipipe_device(graphs.run_fullgraph, Phase.FORWARD)
+        if hasattr(model, "compute_logits"):
+            model.compute_logits = self._sipipe_device(model.compute_logits, Phase.LOGITS)
+        if group.world_size > 1:
+            group.irecv_tensor_dict = self._sipipe_receive(group.irecv_tensor_dict)
+            group.isend_tensor_dict = self._sipipe_send(group.isend_tensor_dict)
+
+    def _sipipe_device(self, call: Any, phase: Phase) -> Any:
+        """``call``, recorded as a phase of the device; before the forward, the preparation ends."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            of, timer = self.sipipe_now, self._sipipe_timer
+            if of is None:
+                return call(*args, **kwargs)
+            start = _now()
+            if phase == Phase.FORWARD:
+                self.sipipe_note(Phase.PREPARE, self._sipipe_prepare, start)
+            if timer is None:
+                result = call(*args, **kwargs)
+                self.sipipe_note(phase, start, _now(), of)
+                return result
+            begun = timer.begin()
+            result = call(*args, **kwargs)
+            timer.end(begun, phase, *of[:2], batch=of[2], tokens=of[3])
+            return result
+
+        return recorded
+
+    def _sipipe_receive(self, call: Any) -> Any:
+        def receive(*args: Any, **kwargs: Any) -> Any:
+            start = _now()
+            tensors, handles, after = call(*args, **kwargs)
+            self.sipipe_note(Phase.WAIT_HIDDEN, start, _now())
+            return tensors, [_Handle(h, self, Phase.WAIT_HIDDEN) for h in handles], after
+
+        return receive
+
+    def _sipipe_send(self, call: Any) -> Any:
+        def send(*args: Any, **kwargs: Any) -> Any:
+            start = _now()
+            handles = call(*args, **kwargs)
+            self.sipipe_note(Phase.SEND, start, _now())
+            return [_Handle(handle, self, Phase.SEND) for handle in handles]
+
+        return send

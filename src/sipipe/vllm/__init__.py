@@ -1,1 +1,0 @@
-"""All that depends on a vLLM version: executor, workers, stage runner, scheduler, plugin entry."""

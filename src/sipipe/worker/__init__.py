@@ -1,0 +1,1 @@
+"""What runs in a stage worker's process: main, loop, runner."""

@@ -1,0 +1,1 @@
+"""From a scheduling output to the tensors that a model and its attention read."""

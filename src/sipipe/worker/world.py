@@ -1,0 +1,141 @@
+"""A stage is a world of its own: torch.distributed holds one stage's tensor-parallel ranks only.
+
+Stock vLLM makes one process group over all p x t workers and carves groups for tensor and
+pipeline parallelism out of it. Here a worker joins a world of its stage's t ranks, and what
+vLLM's models ask of the pipeline group (am I first, am I last, which layers are mine) is
+answered by a stand-in. Hidden states go through :mod:`sipipe.ipc.link`, so that a stage can
+live on another host, a dead stage is an error rather than a hung collective, and no collective
+ever waits for another stage.
+
+Rejected: keeping vLLM's world and only bypassing its sends. Start-up then needs all stages to
+meet, and gloo or NCCL hold every stage to one life.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import parallel_state
+from vllm.distributed.ec_transfer import ensure_ec_transfer_initialized
+
+from sipipe.messages.places import StagePlace
+from sipipe.worker.gloo_device import one_gloo_device
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class PipelineStandIn:
+    """What ``get_pp_group()`` returns in a SiPipe worker: a place in the pipeline, no collectives.
+
+    ``receive`` and ``send`` serve vLLM's own ``Worker.execute_model`` (the path for models that
+    SiPipe's stage runner does not take); they are set once the links to the neighbours are open.
+    """
+
+    def __init__(self, place: StagePlace) -> None:
+        self.rank_in_group = place.stage
+        self.world_size = place.stages
+        self.rank = place.rank
+        self.ranks = [s * place.tp_size + place.tp_rank for s in range(place.stages)]
+        self.local_rank = place.tp_rank
+        self.is_first_rank = place.is_first
+        self.is_last_rank = place.is_last
+        self.receive: Callable[[], dict[str, torch.Tensor]] | None = None
+        self.send: Callable[[Tensors], None] | None = None
+
+    @property
+    def first_rank(self) -> int:
+        return self.ranks[0]
+
+    @property
+    def last_rank(self) -> int:
+        return self.ranks[-1]
+
+    def irecv_tensor_dict(
+        self, *_: Any, **__: Any
+    ) -> tuple[dict[str, torch.Tensor], list[Any], list[Any]]:
+        """Hidden states of the previous stage, already here: no handles to wait for."""
+        if self.receive is None:
+            raise RuntimeError("the link from the previous stage is not open yet")
+        return self.receive(), [], []
+
+    def isend_tensor_dict(self, tensors: Tensors, *_: Any, **__: Any) -> list[Any]:
+        """Hand hidden states to the next stage; the link owns the copy when this returns."""
+        if self.send is None:
+            raise RuntimeError("the link to the next stage is not open yet")
+        self.send(tensors)
+        return []
+
+    @contextmanager
+    def graph_capture(self, context: Any = None) -> Iterator[Any]:
+        """Around vLLM's capture of CUDA graphs: no collective of ours to prepare for it."""
+        yield context
+
+    def destroy(self) -> None:
+        """Called by vLLM's tear-down; there is no process group to destroy."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(
+            f"SiPipe's stages share no process group, so the pipeline group has no {name!r}; "
+            "a feature that needs a collective across stages must use --distributed-executor-backend mp"
+        )
+
+
+@contextmanager
+def stage_world(place: StagePlace) -> Iterator[None]:
+    """While active, vLLM's worker initialisation makes a world of this stage's ranks only.
+
+    ``Worker.init_device`` and ``CPUWorker.init_device`` call
+    ``init_worker_distributed_environment`` by name from their modules; that name is replaced
+    for the duration, which is the narrowest seam there is.
+    """
+    from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
+    from vllm.v1.worker import cpu_worker, gpu_worker
+
+    def join_stage(
+        vllm_config: VllmConfig,
+        rank: int,  # noqa: ARG001 - the pipeline-wide rank; a stage counts its own
+        distributed_init_method: str | None = None,
+        local_rank: int = -1,
+        backend: str = "nccl",
+    ) -> None:
+        parallel = vllm_config.parallel_config
+        init_batch_invariance()
+        parallel_state.set_custom_all_reduce(not parallel.disable_custom_all_reduce)
+        seconds = parallel.distributed_timeout_seconds
+        parallel_state.init_distributed_environment(
+            place.tp_size,
+            place.tp_rank,
+            distributed_init_method or "env://",
+            local_rank,
+            backend,
+            None if seconds is None else timedelta(seconds=seconds),
+        )
+        parallel_state.ensure_model_parallel_initialized(place.tp_size, 1, 1, 1)
+        group = parallel_state._PP
+        parallel_state._PP = PipelineStandIn(place)
+        if group is not None:
+            group.destroy()
+        ensure_ec_transfer_initialized(vllm_config)
+
+    with (
+        one_gloo_device(),
+        patch.object(cpu_worker, "init_worker_distributed_environment", join_stage),
+        patch.object(gpu_worker, "init_worker_distributed_environment", join_stage),
+    ):
+        yield
+
+
+def cut_model(layers: tuple[int, ...]) -> None:
+    """Before the model is made: let vLLM cut at ``layers``.
+
+    In the worker's own environment, so that nothing of the choice stays behind in the process
+    that holds the engine.
+    """
+    os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers))

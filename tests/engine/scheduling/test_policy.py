@@ -1,0 +1,227 @@
+"""The slot policy's promises, over random histories and in the cases that motivated it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
+from sipipe.slot_settings import SlotSettings
+
+
+@dataclass
+class Engine:
+    """The obvious engine: m batches in flight, first in first out, one token per decode."""
+
+    policy: SlotPolicy
+    max_tokens: int
+    waiting: list[list] = field(default_factory=list)  # [id, prompt tokens left, output length]
+    started: list[list] = field(default_factory=list)
+    running: dict[str, list] = field(default_factory=dict)  # id -> [context, tokens to go]
+    inflight: list[set[str]] = field(default_factory=list)
+    finished: set[str] = field(default_factory=set)
+    last_members: dict[int, frozenset[str]] = field(default_factory=dict)
+    born: int = 0
+
+    def submit(self, prompt: int, output: int) -> None:
+        self.waiting.append([f"r{self.born}", prompt, output])
+        self.born += 1
+
+    def leave(self, index: int, *, resume: bool) -> None:
+        """Abort or preempt one running sequence."""
+        if not self.running:
+            return
+        id = list(self.running)[index % len(self.running)]
+        context, to_go = self.running.pop(id)
+        if resume:
+            self.waiting.insert(0, [id, context, to_go])
+        else:
+            self.finished.add(id)
+
+    def step(self, kv_free: float = 1.0) -> Plan:
+        if len(self.inflight) == self.policy.slots:
+            for id in self.inflight.pop(0):
+                if id in self.running:
+                    self.running[id][0] += 1
+                    self.running[id][1] -= 1
+                    if self.running[id][1] <= 0:
+                        del self.running[id]
+                        self.finished.add(id)
+        busy = set().union(*self.inflight)
+        pending = self.started + self.waiting
+        plan = self.policy.visit(
+            [Sequence(id, state[0], id not in busy) for id, state in self.running.items()],
+            pending_prefill=sum(request[1] for request in pending),
+            started_prefill=sum(request[1] for request in self.started),
+            arriving=len(pending),
+            kv_free=kv_free,
+        )
+        assert not plan.decode & busy, "a sequence in flight was scheduled again"
+        batch = set(plan.decode)
+        budget = plan.prefill_tokens
+        assert len(batch) + budget <= max(self.max_tokens, len(batch))
+        while budget and (self.started or (self.waiting and (kv_free > 0.02 or not self.running))):
+            if not self.started:
+                self.started.append(self.waiting.pop(0))
+            request = self.started[0]
+            chunk = min(budget, request[1])
+            budget -= chunk
+            request[1] -= chunk
+            if request[1] == 0:
+                id, _, to_go = self.started.pop(0)
+                self.running[id] = [chunk, to_go]
+                batch.add(id)
+        self.inflight.append(batch)
+        return plan
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 900), st.integers(1, 40)),
+        st.tuples(st.just("abort"), st.integers(0, 500), st.just(0)),
+        st.tuples(st.just("preempt"), st.integers(0, 500), st.just(0)),
+        st.tuples(st.just("step"), st.integers(1, 12), st.booleans()),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    events=EVENTS,
+    slots=st.integers(1, 9),
+    max_moves=st.integers(0, 6),
+    min_sequences=st.integers(1, 4),
+)
+def test_promises_over_random_histories(events, slots, max_moves, min_sequences):
+    options = SlotSettings(max_moves=max_moves, min_sequences=min_sequences)
+    policy = SlotPolicy(slots=slots, max_tokens=512, settings=options)
+    engine = Engine(policy, 512)
+    homes: dict[str, int] = {}
+
+    def step(kv_free: float = 1.0) -> None:
+        before = policy.statistics()
+        plan = engine.step(kv_free)
+        after = policy.statistics()
+        assert plan.slot == before.visits % slots
+        # A slot that opens or closes takes what it takes; that happens only where it may.
+        assert len(plan.moves) <= max_moves or (min_sequences > 1 and policy._resizing)
+        if min_sequences == 1:
+            changed = after.leaves - before.leaves + after.joins - before.joins
+            assert after.spread <= max(1, before.spread + changed)
+        moved = {move.id for move in plan.moves}
+        for id in engine.running:
+            slot = policy.slot_of(id)
+            if slot is not None and homes.get(id, slot) != slot:
+                assert id in moved, f"{id} changed slots without a recorded move"
+        homes.clear()
+        homes.update(
+            {id: policy.slot_of(id) for id in engine.running if policy.slot_of(id) is not None}
+        )
+
+    for kind, first, second in events:
+        if kind == "submit":
+            engine.submit(first, second)
+        elif kind == "step":
+            for _ in range(first):
+                step(0.0 if second else 1.0)
+        else:
+            engine.leave(first, resume=kind == "preempt")
+    # Nobody starves: with nothing new, everybody finishes within a generous bound.
+    to_go = sum(request[1] // 100 + request[2] + 2 for request in engine.started + engine.waiting)
+    to_go += sum(state[1] + 2 for state in engine.running.values())
+    for _ in range(slots * (to_go + slots + 4)):
+        if len(engine.finished) == engine.born:
+            break
+        step()
+    assert len(engine.finished) == engine.born
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4, 8])
+@pytest.mark.parametrize("requests", [1, 5, 64, 256])
+def test_requests_sent_at_once_end_within_one_sequence(slots, requests):
+    policy = SlotPolicy(slots=slots, max_tokens=2048)
+    engine = Engine(policy, 2048)
+    engine.submit(6, 200)  # the engine wakes up for the first request, alone
+    engine.step()
+    for _ in range(requests - 1):
+        engine.submit(6, 200)
+    for _ in range(8 * slots):
+        engine.step()
+    plans = [engine.step() for _ in range(4 * slots)]
+    sizes = [len(plan.decode) for plan in plans]
+    assert sum(sizes[:slots]) == requests
+    assert max(sizes) - min(sizes) <= 1
+    assert policy.statistics().moves <= 8
+    for early, late in zip(plans, plans[slots:], strict=False):
+        assert early.decode == late.decode, "a steady slot changed its members"
+
+
+def test_drift_is_levelled_a_few_moves_at_a_time():
+    policy = SlotPolicy(slots=2, max_tokens=2048, settings=SlotSettings(max_moves=3))
+    engine = Engine(policy, 2048)
+    for _ in range(40):
+        engine.submit(1, 500)
+    for _ in range(20):
+        engine.step()
+    for id in [id for id in engine.running if policy.slot_of(id) == 0]:
+        del engine.running[id]
+    spreads = []
+    for _ in range(16):
+        assert len(engine.step().moves) <= 3
+        spreads.append(policy.statistics().spread)
+    assert spreads[-1] <= 1
+    assert spreads == sorted(spreads, reverse=True)
+
+
+def test_equal_counts_are_levelled_by_context():
+    policy = SlotPolicy(slots=2, max_tokens=2048, settings=SlotSettings(context_unit=100))
+    engine = Engine(policy, 2048)
+    for prompt in (1000, 1, 1, 1, 1):
+        engine.submit(prompt, 10_000)
+    for _ in range(40):
+        engine.step()
+    slots = [
+        sum(state[0] for id, state in engine.running.items() if policy.slot_of(id) == slot)
+        for slot in range(2)
+    ]
+    counts = policy.statistics().counts
+    assert sorted(counts) == [2, 3]
+    assert counts[slots.index(max(slots))] == 2, "the long sequence sits in the fuller slot"
+
+
+def test_one_slot_gives_the_whole_budget():
+    policy = SlotPolicy(slots=1, max_tokens=100)
+    plan = policy.visit([Sequence("a", 5, True)], pending_prefill=1000)
+    plan = policy.visit([Sequence("a", 6, True)], pending_prefill=1000)
+    assert plan.decode == {"a"}
+    assert plan.prefill_tokens == 99
+
+
+def test_no_new_prompt_starts_when_the_cache_is_nearly_full():
+    policy = SlotPolicy(slots=2, max_tokens=100, settings=SlotSettings(min_chunk_tokens=4))
+    policy.visit([Sequence("a", 5, True)], pending_prefill=0)
+    full = policy.visit([Sequence("a", 5, True)], pending_prefill=90, kv_free=0.01)
+    assert full.prefill_tokens == 0
+    started = policy.visit(
+        [Sequence("a", 5, True)], pending_prefill=90, started_prefill=5, kv_free=0.01
+    )
+    assert 1 <= started.prefill_tokens <= 5
+
+
+def test_fewer_slots_for_few_sequences():
+    policy = SlotPolicy(slots=4, max_tokens=512, settings=SlotSettings(min_sequences=4))
+    engine = Engine(policy, 512)
+    for _ in range(7):
+        engine.submit(1, 1000)
+    for _ in range(16):
+        engine.step()
+    assert policy.statistics().counts == (7, 0, 0, 0)
+    for _ in range(9):
+        engine.submit(1, 1000)
+    for _ in range(32):
+        engine.step()
+    assert policy.statistics().counts == (4, 4, 4, 4)

@@ -1,0 +1,386 @@
+"""PipelineScheduler against vLLM's own scheduler, driven step by step without an engine.
+
+The engine is the obvious one: m batches in flight, first in, first out. A "model" answers the
+token that follows from the request's id and length, so outputs can be compared whatever the
+batches were.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from sipipe.engine.scheduling.scheduler import PipelineScheduler
+from sipipe.tools.make_model.checkpoint import make_model
+
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_model("llama", tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def configs(model):
+    """Engine configurations by (stages, options), made once: each takes a second."""
+    made = {}
+
+    def make(stages: int, **options):
+        key = (stages, tuple(sorted(options.items())))
+        if key not in made:
+            made[key] = EngineArgs(
+                model=model,
+                dtype="float32",
+                max_model_len=1024,
+                pipeline_parallel_size=stages,
+                distributed_executor_backend="mp",
+                max_num_seqs=options.pop("max_num_seqs", 256),
+                max_num_batched_tokens=options.pop("max_num_batched_tokens", 1024),
+                enforce_eager=True,
+                **options,
+            ).create_engine_config()
+        return made[key]
+
+    return make
+
+
+class Engine:
+    """vLLM's batch queue around a scheduler and a make-believe model."""
+
+    def __init__(self, cls, config, *, blocks: int = 2000, max_loras: int | None = None) -> None:
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
+        )
+        self.scheduler = cls(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=blocks,
+                kv_cache_tensors=[],
+                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        self.depth = config.max_concurrent_batches
+        self.queue: deque = deque()
+        self.tokens: dict[str, list[int]] = {}
+        self.batches: list[dict[str, int]] = []
+        self.slots: list[int] = []
+        self.preempted: list[str] = []
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+
+    def add(self, id: str, prompt: int, output: int, **options) -> Request:
+        rng = random.Random(id)
+        request = Request(
+            request_id=id,
+            prompt_token_ids=[rng.randrange(1000) for _ in range(prompt)],
+            sampling_params=SamplingParams(max_tokens=output, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=self.hasher,
+            **options,
+        )
+        self.scheduler.add_request(request)
+        self.tokens[id] = []
+        return request
+
+    def step(self):
+        """EngineCore.step_with_batch_queue, with results that come when they are waited for."""
+        output = None
+        if self.scheduler.has_requests():
+            in_flight = {id for batch in self.queue for id in batch.num_scheduled_tokens}
+            output = self.scheduler.schedule()
+            for id in output.num_scheduled_tokens:
+                request = self.scheduler.requests[id]
+                assert (
+                    id not in in_flight
+                    or request.num_output_tokens == 0
+                    or request.num_preemptions  # computes its prompt again, in chunks
+                ), "a decode was scheduled while its last token is in flight"
+            self.batches.append(dict(output.num_scheduled_tokens))
+            self.slots.append(getattr(output, "sipipe_slot", -1))
+            self.preempted.extend(output.preempted_req_ids)
+            assert output.total_num_scheduled_tokens <= self.scheduler.max_num_scheduled_tokens
+            self.queue.append(output)
+            executed = bool(output.num_scheduled_tokens)
+            if len(self.queue) < self.depth and (executed or self.scheduler.has_requests()):
+                return output
+        if self.queue:
+            self._complete(self.queue.popleft())
+        return output
+
+    def run(self, most: int = 20_000) -> None:
+        for _ in range(most):
+            if not (self.scheduler.has_requests() or self.queue):
+                return
+            self.step()
+        raise AssertionError(f"unfinished after {most} steps")
+
+    def _complete(self, batch) -> None:
+        ids = list(batch.num_scheduled_tokens)
+        computed = dict(
+            zip(
+                batch.scheduled_cached_reqs.req_ids,
+                batch.scheduled_cached_reqs.num_computed_tokens,
+                strict=True,
+            )
+        )
+        computed |= {new.req_id: new.num_computed_tokens for new in batch.scheduled_new_reqs}
+        sampled = []
+        for id in ids:
+            request = self.scheduler.requests.get(id)
+            end = computed[id] + batch.num_scheduled_tokens[id]
+            known = request.num_tokens if request else 0
+            sampled.append([self._token(request, end)] if request and end >= known else [])
+        outputs = self.scheduler.update_from_output(
+            batch,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={id: index for index, id in enumerate(ids)},
+                sampled_token_ids=sampled,
+            ),
+        )
+        for client in outputs.values():
+            for output in client.outputs:
+                self.tokens[output.request_id].extend(output.new_token_ids)
+
+    @staticmethod
+    def _token(request, position: int) -> int:
+        return zlib.crc32(f"{request.request_id} {position}".encode()) % 1000
+
+
+def _sizes(engine, last):
+    return [len(batch) for batch in engine.batches[-last:]]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_requests_at_once_run_in_even_microbatches(configs, stages):
+    config = configs(stages)
+    ours, stock = Engine(PipelineScheduler, config), Engine(Scheduler, config)
+    for engine in (ours, stock):
+        engine.add("first", 6, 60)
+        engine.step()
+        for index in range(63):
+            engine.add(f"r{index}", 6, 60)
+        for _ in range(30):
+            engine.step()
+    assert max(_sizes(ours, 2 * stages)) - min(_sizes(ours, 2 * stages)) <= 1
+    assert max(_sizes(stock, 2 * stages)) - min(_sizes(stock, 2 * stages)) > 32
+    assert ours.slots == [index % stages for index in range(len(ours.slots))]
+    ours.run()
+    stock.run()
+    assert ours.tokens == stock.tokens
+
+
+def _random_run(cls, config, seed, *, blocks, steps=600, aborts=True, priorities=False):
+    rng = random.Random(seed)
+    engine = Engine(cls, config, blocks=blocks)
+    aborted = set()
+    born = 0
+    for _ in range(steps):
+        if rng.random() < 0.12:
+            engine.add(
+                f"r{born}",
+                rng.choice((1, 5, 40, 300)),
+                rng.randint(1, 60),
+                priority=rng.randrange(3) if priorities else 0,
+                arrival_time=float(born),
+            )
+            born += 1
+        if aborts and rng.random() < 0.01 and engine.scheduler.requests:
+            id = rng.choice(sorted(engine.scheduler.requests))
+            engine.scheduler.finish_requests(id, RequestStatus.FINISHED_ABORTED)
+            aborted.add(id)
+        engine.step()
+    engine.run()
+    return engine, {id: t for id, t in engine.tokens.items() if id not in aborted}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("stages", "blocks", "policy"),
+    [(2, 2000, "fcfs"), (4, 60, "fcfs"), (3, 60, "priority")],
+)
+def test_random_histories_give_the_tokens_of_stock(configs, seed, stages, blocks, policy):
+    config = configs(stages, scheduling_policy=policy)
+    priorities = policy == "priority"
+    ours, tokens = _random_run(
+        PipelineScheduler, config, seed, blocks=blocks, aborts=False, priorities=priorities
+    )
+    _, expected = _random_run(
+        Scheduler, config, seed, blocks=blocks, aborts=False, priorities=priorities
+    )
+    assert tokens == expected
+    if blocks < 100:
+        assert ours.preempted, "the cache was meant to run out"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+def test_aborts_leave_nothing_behind(configs, stages):
+    engine, _ = _random_run(PipelineScheduler, configs(stages), 7, blocks=100)
+    assert not engine.scheduler.requests
+    assert not engine.scheduler.running
+    if stages > 1:
+        assert engine.scheduler.kv_cache_manager.usage == 0
+
+
+@pytest.mark.parametrize("loop", [True, False])
+def test_what_came_back_beside_an_empty_visit_is_scheduled_without_a_pause(
+    configs, monkeypatch, loop
+):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(loop)))
+    engine = Engine(PipelineScheduler, configs(2))
+    engine.add("r", 20, 5)
+    engine.step()
+    assert engine.scheduler.has_requests()
+    engine.step()
+    assert engine.batches == [{"r": 20}, {}], "the other slot has nothing to run"
+    assert engine.queue, "so EngineCore's loop has work, whatever the scheduler says"
+    # EngineCore's loop would pause now, an engine without one would schedule.
+    assert engine.scheduler.has_requests() is not loop
+    assert engine.scheduler.has_requests()
+    engine.run()
+    assert len(engine.tokens["r"]) == 5
+
+
+def test_one_slot_schedules_exactly_as_stock(configs):
+    config = configs(1)
+    ours, _ = _random_run(PipelineScheduler, config, 3, blocks=80)
+    stock, _ = _random_run(Scheduler, config, 3, blocks=80)
+    assert ours.batches == stock.batches
+
+
+def test_the_preemption_victim_may_belong_to_another_slot(configs):
+    engine = Engine(PipelineScheduler, configs(2), blocks=41)  # one block is the null block
+    outputs = {f"r{index}": 30 + 7 * (index % 4) for index in range(20)}
+    for index, (id, output) in enumerate(outputs.items()):
+        engine.add(id, 9 + index % 5, output)
+    victims, hidden = [], 0
+    while engine.scheduler.has_requests() or engine.queue:
+        before = [request.request_id for request in engine.scheduler.running]
+        known = len(engine.preempted)
+        engine.step()
+        if len(engine.preempted) == known + 1:
+            # First come, first served: the youngest goes, wherever it decodes.
+            victims.append(engine.preempted[-1])
+            running = {request.request_id for request in engine.scheduler.running}
+            assert victims[-1] == [id for id in before if id in running | {victims[-1]}][-1]
+            slot = engine.slots[-1]
+            hidden += engine.scheduler._policy.slot_of(victims[-1]) != slot
+    assert victims
+    assert hidden, "no victim was in another slot than the visited one"
+    assert {id: len(tokens) for id, tokens in engine.tokens.items()} == outputs
+
+
+def test_a_long_prompt_ahead_does_not_starve_decodes_behind_it(configs):
+    config = configs(2, long_prefill_token_threshold=64)
+    engine = Engine(PipelineScheduler, config)
+    engine.add("long", 900, 4)
+    for index in range(8):
+        engine.add(f"short{index}", 2, 50)
+    for _ in range(8):
+        engine.step()
+    assert engine.scheduler.requests["long"].is_prefill_chunk
+    for batch in engine.batches[-2:]:
+        assert sum(id.startswith("short") for id in batch) == 4
+
+
+def test_prefill_is_spread_over_the_microbatches(configs):
+    engine = Engine(PipelineScheduler, configs(4))
+    for index in range(8):
+        engine.add(f"d{index}", 2, 500)
+    for _ in range(16):
+        engine.step()
+    engine.add("long", 800, 4)
+    before = len(engine.batches)
+    for _ in range(40):
+        engine.step()
+    chunks = [batch["long"] for batch in engine.batches[before:] if "long" in batch][:-3]
+    assert sum(chunks) == 800
+    assert len(chunks) >= 4
+    assert max(chunks[:-1]) - min(chunks[:-1]) <= 2
+
+
+def test_prefix_cache_hits_are_used(configs):
+    engine = Engine(PipelineScheduler, configs(2))
+    request = engine.add("a", 320, 4)
+    engine.run()
+    again = Request(
+        request_id="b",
+        prompt_token_ids=list(request.prompt_token_ids),
+        sampling_params=SamplingParams(max_tokens=4, ignore_eos=True),
+        pooling_params=None,
+        block_hasher=engine.hasher,
+    )
+    engine.scheduler.add_request(again)
+    engine.tokens["b"] = []
+    before = len(engine.batches)
+    engine.run()
+    assert sum(batch.get("b", 0) for batch in engine.batches[before:]) <= BLOCK + 4
+    assert len(engine.tokens["b"]) == 4
+
+
+def test_adapters_stay_within_their_limit_and_none_starves(configs):
+    config = configs(2, enable_lora=True, max_loras=1, max_lora_rank=8)
+    engine = Engine(PipelineScheduler, config)
+    for index in range(24):
+        adapter = index % 3
+        engine.add(
+            f"r{index}",
+            5,
+            20,
+            lora_request=LoRARequest(f"adapter{adapter}", adapter + 1, "nowhere"),
+        )
+    while engine.scheduler.has_requests() or engine.queue:
+        output = engine.step()
+        if output is not None:
+            used = {int(id[1:]) % 3 for id in output.num_scheduled_tokens}
+            assert len(used) <= 1
+        assert len(engine.batches) < 2000
+    assert all(len(tokens) == 20 for tokens in engine.tokens.values())
+
+
+def test_a_request_that_waits_for_its_grammar_is_picked_up(configs, monkeypatch):
+    engine = Engine(PipelineScheduler, configs(2))
+    ready = []
+    monkeypatch.setattr(
+        engine.scheduler, "_handle_blocked_waiting_request", lambda request: bool(ready)
+    )
+    request = engine.add("g", 5, 3)
+    for _ in range(6):
+        engine.step()
+    assert not engine.tokens["g"]
+    ready.append(True)
+    request.status = RequestStatus.WAITING
+    engine.run()
+    assert len(engine.tokens["g"]) == 3
+
+
+def test_the_slot_travels_with_the_pickled_output(configs):
+    import pickle
+
+    engine = Engine(PipelineScheduler, configs(2))
+    engine.add("a", 5, 5)
+    engine.step()
+    output = engine.step()
+    assert pickle.loads(pickle.dumps(output)).sipipe_slot == 1

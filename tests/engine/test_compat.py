@@ -1,0 +1,108 @@
+"""Which options are refused, and which take vLLM's own path; no engine is started."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sipipe.config import SiPipeConfig
+from sipipe.engine import compatibility as compat
+from sipipe.errors import ConfigError, UnsupportedError
+
+
+def vllm_config(**changes):
+    """The parts of a VllmConfig that the choice looks at, all plain; ``a__b`` sets ``a.b``."""
+    parts = {
+        "parallel_config": {
+            "data_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "nnodes": 1,
+            "enable_eplb": False,
+            "enable_elastic_ep": False,
+        },
+        "model_config": {
+            "runner_type": "generate",
+            "logits_processors": None,
+            "is_multimodal_model": False,
+            "is_encoder_decoder": False,
+            "is_hybrid": False,
+            "is_attention_free": False,
+            "return_sampling_mask": False,
+            "enable_prompt_embeds": False,
+        },
+        "scheduler_config": {"async_scheduling": False},
+    }
+    flat = {"speculative_config": None, "kv_transfer_config": None, "ec_transfer_config": None}
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        if field:
+            parts[part][field] = value
+        else:
+            flat[name] = value
+    return SimpleNamespace(
+        **{name: SimpleNamespace(**values) for name, values in parts.items()}, **flat
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        ({"speculative_config": object()}, "--speculative-config"),
+        ({"parallel_config__data_parallel_size": 2}, "--data-parallel-size"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
+        ({"parallel_config__nnodes": 2}, "--nnodes"),
+        ({"parallel_config__enable_eplb": True}, "--enable-eplb"),
+        ({"parallel_config__enable_elastic_ep": True}, "--enable-elastic-ep"),
+        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+        ({"ec_transfer_config": object()}, "--ec-transfer-config"),
+    ],
+)
+def test_what_stages_cannot_serve_is_refused_by_its_option(changes, option):
+    with pytest.raises(UnsupportedError, match=option) as error:
+        compat.check_features(vllm_config(**changes))
+    assert "\n" not in str(error.value)
+
+
+def test_a_plain_engine_is_taken():
+    compat.check_features(vllm_config())
+    assert compat.choose_path(vllm_config(), SiPipeConfig()) == compat.Choice(path="sipipe")
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "reason"),
+    [
+        ({"model_config__runner_type": "pooling"}, {}, "pooling"),
+        ({"model_config__logits_processors": ["a.B"]}, {}, "--logits-processors"),
+        ({"model_config__is_multimodal_model": True}, {}, "multi-modal"),
+        ({"model_config__is_encoder_decoder": True}, {}, "encoder-decoder"),
+        ({"model_config__is_hybrid": True}, {}, "recurrent"),
+        ({"model_config__is_attention_free": True}, {}, "recurrent"),
+        ({"model_config__return_sampling_mask": True}, {}, "--return-sampling-mask"),
+        ({"model_config__enable_prompt_embeds": True}, {}, "--enable-prompt-embeds"),
+        ({"scheduler_config__async_scheduling": True}, {}, "asynchronous"),
+        ({}, {"stage_runner": "vllm"}, '"stage_runner"'),
+        ({}, {"cpu_sampling": "off"}, '"cpu_sampling"'),
+    ],
+)
+def test_what_samplers_or_stage_runner_cannot_serve_takes_vllms_path(changes, settings, reason):
+    choice = compat.choose_path(vllm_config(**changes), SiPipeConfig.from_dict(settings))
+    assert choice.path == "vllm"
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    "settings", [{"stage_runner": "sipipe"}, {"cpu_sampling": "on"}], ids=lambda s: next(iter(s))
+)
+def test_insisting_on_sipipes_path_is_an_error_where_it_cannot_be_had(settings):
+    config = vllm_config(model_config__runner_type="pooling")
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        compat.choose_path(config, SiPipeConfig.from_dict(settings))
+
+
+def test_another_vllm_is_refused_with_both_versions(monkeypatch):
+    monkeypatch.setattr(compat.vllm, "__version__", "0.33.1")
+    with pytest.raises(UnsupportedError, match=r"0\.32\.0.*0\.33\.1"):
+        compat.check_version()
+    monkeypatch.setenv(compat.IGNORE_VERSION, "1")
+    compat.check_version()

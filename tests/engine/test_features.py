@@ -1,0 +1,193 @@
+"""What vLLM's engine can do keeps working: each against stock vLLM, or against its own promise."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from tests.engine.engines import greedy, model, prompts, run_engine, stock_tokens, tokens
+
+pytestmark = pytest.mark.engine
+
+TWO_STAGES = {"pipeline_parallel_size": 2}
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "grace"]}, "age": {"enum": [1, 2, 3]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def deterministic():
+    """One greedy request per feature, so that stock's tokens are the oracle."""
+    base = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    return [
+        base,
+        base | {"logprobs": 5},
+        base | {"logprobs": 0},
+        base | {"logprobs": -1, "max_tokens": 2},
+        base | {"prompt_logprobs": 3},
+        base | {"prompt_logprobs": 0, "logprobs": 2},
+        base | PENALTIES,
+        base | PENALTIES | {"logprobs": 3, "max_tokens": 30},
+        base | {"logit_bias": {"17": 4.0, "18": -100.0}},
+        base | {"allowed_token_ids": [10, 11, 12, 13]},
+        base | {"bad_words": ["a", "the"]},
+        base | {"min_tokens": 10, "ignore_eos": False, "stop_token_ids": list(range(3, 900))},
+        base | {"ignore_eos": False, "stop": ["a", "e", "o"]},
+        base | {"top_k": 1, "temperature": 1.0},
+        base | {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False, "max_tokens": 40},
+        base | {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": False},
+        base | {"structured_outputs": {"regex": "[a-c]{3}x"}, "ignore_eos": False},
+    ]
+
+
+@pytest.fixture(scope="module")
+def both(models):
+    """The same requests through stock vLLM and through SiPipe, long prompts among them."""
+    path = model(models)
+    params = deterministic()
+    batches = [
+        {
+            "prompts": prompts(len(params), longest=40) if i == 0 else
+            prompts(len(params), longest=200, seed=5),
+            "params": params,
+        }
+        for i in range(2)
+    ]  # fmt: skip
+    # Alone: stock spoils the logprobs of other requests in its batch (docs/compatibility.md).
+    chosen = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logprobs": 3}
+    chosen["logprob_token_ids"] = [5, 6, 7]
+    batches.append({"prompts": prompts(2), "params": [chosen] * 2})
+    engine = {"max_logprobs": -1}
+    said = run_engine(path, batches, sipipe={"samplers": 2}, **engine, **TWO_STAGES)
+    return said, stock_tokens(path, batches, **engine), params
+
+
+@pytest.mark.parametrize("index", range(len(deterministic())))
+def test_greedy_features_equal_stock(both, index):
+    said, stock, params = both
+    for ours, theirs in zip(said[:2], stock[:2], strict=True):
+        assert tokens([ours[index]]) == tokens([theirs[index]]), params[index]
+        for a, b in zip(ours[index]["outputs"], theirs[index]["outputs"], strict=True):
+            assert a["text"] == b["text"]
+            assert a["finish_reason"] == b["finish_reason"]
+            same_logprobs(a["logprobs"], b["logprobs"])
+        same_logprobs(ours[index]["prompt_logprobs"], theirs[index]["prompt_logprobs"])
+
+
+def test_logprobs_of_chosen_tokens_equal_stock(both):
+    said, stock, _ = both
+    for ours, theirs in zip(said[2], stock[2], strict=True):
+        assert tokens([ours]) == tokens([theirs])
+        same_logprobs(ours["outputs"][0]["logprobs"], theirs["outputs"][0]["logprobs"])
+
+
+def test_served_logprobs_of_a_bfloat16_model_equal_stock(models):
+    """One request at a time: in batches bfloat16 rounds by their shape, also in stock."""
+    path = model(models)
+    asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 5}
+    batches = [{"prompts": [p], "params": [asked]} for p in prompts(4, longest=40, seed=8)]
+    said = run_engine(path, batches, sipipe={}, dtype="bfloat16", **TWO_STAGES)
+    stock = stock_tokens(path, batches, dtype="bfloat16")
+    for ours, theirs in zip(said, stock, strict=True):
+        assert tokens(ours) == tokens(theirs)
+        for a, b in zip(
+            ours[0]["outputs"][0]["logprobs"], theirs[0]["outputs"][0]["logprobs"], strict=True
+        ):
+            # Tied logits are frequent in bfloat16, and which of them are named is anybody's.
+            found, wanted = (sorted(value for value, _ in at.values()) for at in (a, b))
+            assert found == pytest.approx(wanted, abs=1e-3)
+
+
+def same_logprobs(ours, theirs):
+    assert (ours is None) == (theirs is None)
+    for a, b in zip(ours or (), theirs or (), strict=True):
+        assert (a is None) == (b is None)
+        if a is None:
+            continue
+        assert a.keys() == b.keys()
+        for token, (value, rank) in b.items():
+            if math.isfinite(value):
+                assert a[token][0] == pytest.approx(value, abs=1e-3)
+            assert a[token][1] == rank
+
+
+def test_seeded_draws_do_not_depend_on_the_batch_or_the_samplers(models):
+    path = model(models)
+    asked = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 1234, "max_tokens": 16}
+    asked |= PENALTIES | {"ignore_eos": True}
+    prompt = prompts(1, seed=42)[0]
+    others = [{"temperature": 1.0, "max_tokens": 20, "ignore_eos": True} for _ in range(32)]
+    batches = [
+        {"prompts": [prompt], "params": [asked]},
+        {"prompts": [*prompts(32), prompt], "params": [*others, asked]},
+    ]
+    drawn = []
+    for samplers in (1, 3):
+        alone, crowd = run_engine(path, batches, sipipe={"samplers": samplers}, **TWO_STAGES)
+        drawn += [tokens(alone)[-1], tokens(crowd)[-1]]
+    assert drawn.count(drawn[0]) == 4
+    assert len(set(drawn[0])) > 4
+
+
+def test_preemption_prefix_caching_and_several_sequences_per_request(models):
+    """A KV cache of 24 blocks for 20 growing sequences: requests are preempted and resumed."""
+    path = model(models)
+    shared = prompts(1, longest=60, seed=9)[0] * 2
+    many = [shared[:70] + p for p in prompts(20, longest=20, seed=11)]
+    batches = [
+        {"prompts": many, "params": greedy(20, shortest=30, longest=60)},
+        {"prompts": many[:4], "params": [{"temperature": 1.0, "n": 3, "max_tokens": 8}] * 4},
+    ]
+    small = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
+    said = run_engine(path, batches, sipipe={}, **small, **TWO_STAGES)
+    stock = stock_tokens(path, batches[:1])
+    assert tokens(said[0]) == tokens(stock[0])
+    assert all(len(request["outputs"]) == 3 for request in said[1])
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_lora_adapters_equal_stock(models, tp):
+    """All with the adapter, then none. A mixture has no oracle on the CPU engine: stock vLLM 0.32
+    applies the adapter to every sequence of a batch there (docs/compatibility.md)."""
+    path = model(models)
+    adapter = make_adapter(models / "adapter", json.loads((path / "config.json").read_text()))
+    plain = {"prompts": prompts(6, seed=3), "params": greedy(6)}
+    batches = [{**plain, "lora": [["a", 1, str(adapter)]] * 6}, {**plain, "lora": [None] * 6}]
+    # Stock's own tokens with an adapter change with the degree, so it has the same.
+    engine = {"enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": tp}
+    said = run_engine(path, batches, sipipe={}, **engine, **TWO_STAGES)
+    stock = stock_tokens(path, batches, **engine)
+    assert [tokens(batch) for batch in said] == [tokens(batch) for batch in stock]
+    assert tokens(stock[0]) != tokens(stock[1]), "the adapter must make a difference"
+
+
+def make_adapter(directory, config):
+    """A random LoRA adapter of rank 8 on the query projections, in PEFT's format."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir(exist_ok=True)
+    rng = np.random.default_rng(0)
+    hidden, rank = config["hidden_size"], 8
+    out = config["num_attention_heads"] * config["head_dim"]
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = rng.normal(size=(rank, hidden)).astype(np.float32)
+        weights[f"{name}.lora_B.weight"] = rng.normal(size=(out, rank)).astype(np.float32)
+    save_file(weights, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "r": rank,
+                "lora_alpha": 16,
+                "target_modules": ["q_proj"],
+                "bias": "none",
+                "task_type": "CAUSAL_LM",
+            }
+        )
+    )
+    return directory

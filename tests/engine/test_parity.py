@@ -1,0 +1,76 @@
+"""Greedy tokens through SiPipe are stock vLLM's at one stage, token for token, in float32."""
+
+import pytest
+from tests.engine.engines import greedy, model, prompts, run_engine, stock_tokens, tokens
+
+pytestmark = pytest.mark.engine
+
+FAMILIES = ("llama", "qwen2", "mixtral", "qwen3-moe", "deepseek-v3")
+ALONE = {"deepseek-v3"}
+"""Families whose tokens depend on the batch in stock vLLM's CPU kernels, and on the tensor-parallel
+degree: one request at a time, against stock vLLM of the same degree."""
+
+
+def mixed_batches():
+    """Short and long prompts (several prefill chunks of 128), sequences that join and leave."""
+    many = prompts(24, longest=60) + prompts(4, longest=300, seed=7)
+    return [
+        {"prompts": many, "params": greedy(len(many))},
+        {"prompts": prompts(3, longest=400, seed=3), "params": greedy(3, longest=40)},
+    ]
+
+
+def single_requests():
+    """One request at a time: short and long prompts."""
+    return [
+        {"prompts": [prompt], "params": greedy(1, shortest=20, longest=20)}
+        for prompt in prompts(6) + prompts(2, longest=300, seed=7)
+    ]
+
+
+def check(models, family, pp, tp, **options):
+    path = model(models, family)
+    if family in ALONE:
+        batches = single_requests()
+        expected = stock_tokens(path, batches, tensor_parallel_size=tp)
+    else:
+        batches = mixed_batches()
+        expected = stock_tokens(path, batches)
+    found = run_engine(
+        path,
+        batches,
+        sipipe={"check_token_safety": True, **options},
+        pipeline_parallel_size=pp,
+        tensor_parallel_size=tp,
+    )
+    for said, stock in zip(found, expected, strict=True):
+        assert tokens(said) == tokens(stock)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_stages_equal_stock(models, family):
+    # One of them cut unevenly: all have four layers.
+    check(models, family, 2, 1, layers=[1, 3] if family == "qwen2" else "auto")
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (4, 1), (2, 2)])
+def test_degrees_equal_stock(models, pp, tp):
+    check(models, "llama", pp, tp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (4, 2)])
+def test_more_degrees_equal_stock(models, pp, tp):
+    check(models, "llama", pp, tp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES[1:])
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (1, 2), (2, 2), (4, 1), (4, 2)])
+def test_every_family_equals_stock(models, family, pp, tp):
+    check(models, family, pp, tp)
+
+
+def test_stock_runner_path_equals_stock(models):
+    """vLLM's own runner and sampler in SiPipe's stages, eager: stock crashes here."""
+    check(models, "llama", 2, 1, stage_runner="vllm")

@@ -1,0 +1,196 @@
+"""The tracker's briefs against the obvious: whatever is scheduled, samplers know what was accepted."""
+
+import random
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from sipipe.engine.balance import Balancer
+from sipipe.engine.requests import RequestTracker
+from sipipe.messages.step import int32_view
+
+
+class Sequences:
+    """A scheduler that schedules at random, and what it holds of each request."""
+
+    def __init__(self, rng, *, stages):
+        self.rng, self.stages = rng, stages
+        self.prompt, self.outputs, self.computed = {}, {}, {}
+        self.started, self.preempted, self.finished = set(), set(), set()
+        self.busy = {}  # request -> iteration that it is in
+        self.count = 0
+
+    def schedule(self, iteration):
+        rng = self.rng
+        new, cached = [], CachedRequestData.make_empty()
+        scheduled = {}
+        if rng.random() < 0.6:
+            self.count += 1
+            name = f"r{self.count}"
+            self.prompt[name] = [rng.randrange(100) for _ in range(rng.randint(1, 9))]
+            self.outputs[name], self.computed[name] = [], 0
+        for name in list(self.prompt):
+            if name in self.busy or rng.random() < 0.3:
+                continue
+            if name in self.started and rng.random() < 0.1:
+                self.computed[name] = 0
+                self.preempted.add(name)
+            tokens = self.prompt[name] + self.outputs[name]
+            count = rng.randint(1, len(tokens) - self.computed[name])
+            scheduled[name] = count
+            if name not in self.started:
+                self.started.add(name)
+                new.append(
+                    NewRequestData(
+                        req_id=name,
+                        prompt_token_ids=self.prompt[name],
+                        mm_features=[],
+                        sampling_params=SamplingParams(prompt_logprobs=rng.choice([None, 1])),
+                        pooling_params=None,
+                        block_ids=([0],),
+                        num_computed_tokens=self.computed[name],
+                        lora_request=None,
+                    )
+                )
+            else:
+                start = self.computed[name]
+                cached.req_ids.append(name)
+                cached.num_computed_tokens.append(start)
+                cached.num_output_tokens.append(len(self.outputs[name]))
+                cached.new_block_ids.append(None)
+                cached.all_token_ids[name] = list(tokens)
+                if self.stages > 1:
+                    cached.new_token_ids.append(tokens[start : start + count])
+            self.busy[name] = iteration
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs, output.scheduled_cached_reqs = new, cached
+        output.num_scheduled_tokens = {
+            **{r.req_id: scheduled[r.req_id] for r in new},
+            **{name: scheduled[name] for name in cached.req_ids},
+        }
+        output.total_num_scheduled_tokens = sum(scheduled.values())
+        output.finished_req_ids, self.finished = self.finished, set()
+        return output
+
+    def update(self, output, drawn):
+        for name, count in output.num_scheduled_tokens.items():
+            del self.busy[name]
+            self.computed[name] += count
+            if name in drawn and self.rng.random() < 0.9:  # else: vLLM drops a stale token
+                self.outputs[name].append(drawn[name])
+            elif name in drawn:
+                self.computed[name] = 0
+            if self.rng.random() < 0.1:
+                for table in (self.prompt, self.outputs, self.computed):
+                    del table[name]
+                self.started.discard(name)
+                self.finished.add(name)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3))
+def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers):
+    rng = random.Random(seed)
+    scheduler = Sequences(rng, stages=stages)
+    balancer = Balancer(samplers, vocab_size=1000)
+    tracker = RequestTracker(engine_seed=0, balancer=balancer)
+    held = defaultdict(dict)  # sampler -> handle -> tokens
+    flying = []
+    for iteration in range(40):
+        output = scheduler.schedule(iteration)
+        asked = {
+            name: name in scheduler.outputs
+            and sum_of(scheduler, output, name)
+            == len(scheduler.prompt[name]) + len(scheduler.outputs[name])
+            for name in output.num_scheduled_tokens
+        }
+        told = tracker.advance(iteration, output)
+        apply(held, told.step)
+        assert told.sampled == [name for name, wants in asked.items() if wants]
+        rows, owners = int32_view(told.step.rows).tolist(), int32_view(told.step.owners).tolist()
+        for name, handle, owner in zip(told.sampled, rows, owners, strict=True):
+            assert held[owner][handle] == (scheduler.prompt[name], scheduler.outputs[name])
+            assert tracker[name].handle == handle
+        cached = output.scheduled_cached_reqs
+        assert not cached.all_token_ids
+        for name, start, tokens in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_token_ids, strict=True
+        ):
+            whole = scheduler.prompt[name] + scheduler.outputs[name]
+            assert tokens == whole[start : start + output.num_scheduled_tokens[name]]
+        flying.append((iteration, output, {n: rng.randrange(100) for n in told.sampled}))
+        while len(flying) > stages or (flying and rng.random() < 0.3):
+            number, done, drawn = flying.pop(0)
+            for name, token in drawn.items():
+                tracker.record(number, name, token)
+            scheduler.update(done, drawn)
+        for sampler in range(samplers):  # a snapshot at any moment tells the same
+            handles = (
+                {join.handle for join in tracker.joins_of(sampler)} if rng.random() < 0.1 else ()
+            )
+            for handle in handles:
+                held[sampler].pop(handle, None)
+            if handles:
+                apply_joins(held, tracker.joins_of(sampler))
+
+
+def sum_of(scheduler, output, name):
+    return scheduler.computed[name] + output.num_scheduled_tokens[name]
+
+
+def apply_joins(held, joins):
+    for join in joins:
+        assert join.handle not in held[join.sampler]
+        held[join.sampler][join.handle] = (
+            int32_view(join.prompt).tolist(),
+            int32_view(join.outputs).tolist(),
+        )
+
+
+def apply(held, step):
+    for handle in int32_view(step.leaves).tolist():
+        for sequences in held.values():
+            sequences.pop(handle, None)
+    apply_joins(held, step.joins)
+    appended, tokens = int32_view(step.appended).tolist(), int32_view(step.tokens).tolist()
+    for handle, token in zip(appended, tokens, strict=True):
+        owners = [sequences for sequences in held.values() if handle in sequences]
+        assert len(owners) == 1
+        owners[0][handle][1].append(token)
+
+
+def test_parameters_that_no_sampler_takes_fail_their_request_alone():
+    tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
+    output = SchedulerOutput.make_empty()
+    for name in ("good", "bad"):
+        params = SamplingParams()
+        if name == "bad":
+            params.temperature = 7.0  # as if a later vLLM allowed it
+        output.scheduled_new_reqs.append(
+            NewRequestData(
+                req_id=name,
+                prompt_token_ids=[1, 2],
+                mm_features=[],
+                sampling_params=params,
+                pooling_params=None,
+                block_ids=([0],),
+                num_computed_tokens=0,
+                lora_request=None,
+            )
+        )
+        output.num_scheduled_tokens[name] = 2
+    told = tracker.advance(0, output)
+    assert told.errors.keys() == {"bad"}
+    assert "temperature" in told.errors["bad"]
+    assert told.sampled == ["good", "bad"]
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_requests_without_a_seed_get_one_of_their_own(seed):
+    from sipipe.engine.requests import sequence_params
+
+    found = sequence_params(SamplingParams(seed=seed), 77)
+    assert found.seed == (77 if seed is None else seed)

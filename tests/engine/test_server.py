@@ -1,0 +1,153 @@
+"""The OpenAI server under load: many streams, some given up, and nothing left behind."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+import aiohttp
+import psutil
+import pytest
+from tests.engine.engines import engine_environment, model
+
+pytestmark = pytest.mark.engine
+
+STREAMS = 200
+MODEL = "tiny"
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server(path, log, *options, temporary="/tmp"):
+    """``sipipe serve`` on a free port of loopback; yields its address and its process."""
+    port = free_port()
+    command = [sys.executable, "-m", "sipipe", "serve", str(path), "--pp", "2", *options]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**engine_environment(), "TMPDIR": temporary},
+            start_new_session=True,
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 240
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"the server did not start:\n{log.read_text()[-4000:]}")
+            if healthy(address):
+                break
+            time.sleep(0.3)
+        yield address, process
+    finally:
+        if process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+            process.kill()
+            process.wait()
+
+
+def healthy(address) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+async def stream(session, address, index, rng):
+    """One streamed completion; some hang up after a few pieces. Returns how it ended."""
+    body = {
+        "model": MODEL,
+        "prompt": [rng.randrange(3, 900) for _ in range(rng.randint(1, 60))],
+        "max_tokens": rng.randint(4, 40),
+        "ignore_eos": True,
+        "stream": True,
+        "temperature": rng.choice([0.0, 0.8]),
+        "top_p": rng.choice([1.0, 0.9]),
+        "repetition_penalty": rng.choice([1.0, 1.2]),
+        "stream_options": {"include_usage": True},
+    }
+    give_up = rng.randint(1, 5) if index % 3 == 0 else None
+    async with session.post(f"{address}/v1/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        pieces = 0
+        async for line in answer.content:
+            if not line.startswith(b"data: "):
+                continue
+            data = line[6:].strip()
+            if data == b"[DONE]":
+                return "done"
+            said = json.loads(data)
+            assert "error" not in said, said
+            if said.get("usage"):
+                assert said["usage"]["completion_tokens"] == body["max_tokens"]
+            pieces += 1
+            if pieces == give_up:
+                return "given up"
+    return "cut off"
+
+
+async def load(address):
+    rng = random.Random(5)
+    timeout = aiohttp.ClientTimeout(total=200)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        return await asyncio.gather(
+            *(stream(session, address, i, random.Random(rng.random())) for i in range(STREAMS))
+        )
+
+
+def metric(address, name) -> float:
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found = re.search(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+    assert found, f"no {name} in /metrics"
+    return float(found.group(1))
+
+
+def test_many_streams_with_aborts_end_and_nothing_is_left(models, tmp_path):
+    path = model(models)
+    temporary = tempfile.mkdtemp(prefix="t")  # short: a socket's path has 107 characters
+    shared = set(os.listdir("/dev/shm"))
+    options = ("--enforce-eager", "--max-model-len", "256", "--dtype", "float32")
+    with server(path, tmp_path / "log", *options, temporary=temporary) as (address, process):
+        everybody = psutil.Process(process.pid).children(recursive=True)
+        ends = asyncio.run(load(address))
+        assert len(ends) == STREAMS
+        assert set(ends) <= {"done", "given up"}
+        assert ends.count("done") >= STREAMS * 2 // 3 - 1
+        deadline = time.monotonic() + 20
+        while metric(address, "vllm:num_requests_running") and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert metric(address, "vllm:num_requests_running") == 0
+        assert metric(address, "vllm:num_requests_waiting") == 0
+        assert metric(address, "vllm:kv_cache_usage_perc") == 0
+        assert metric(address, "sipipe_stage_busy_ratio") >= 0
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to the whole group
+        process.wait(30)
+    _, alive = psutil.wait_procs(everybody, timeout=15)
+    assert not [p for p in alive if p.is_running()], (tmp_path / "log").read_text()[-3000:]
+    assert not set(os.listdir("/dev/shm")) - shared
+    # A compiled model's cache is torch's to keep.
+    assert not [name for name in os.listdir(temporary) if not name.startswith("torch")]
+    shutil.rmtree(temporary)

@@ -1,0 +1,190 @@
+"""Devices without a GPU, for the GPU transports: memory, streams and events as CUDA orders them.
+
+A copy happens some time after it was asked for, on a thread that stands for the copy stream; an
+event counts how often it was recorded and how often that has come true, in memory that other
+processes map. A wait that is missing in a transport shows as data that are not there yet. The
+caller's own stream is the caller itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import mmap
+import os
+import queue
+import random
+import struct
+import threading
+import time
+import weakref
+
+import torch
+
+from sipipe.ipc.link import cuda_ipc, nccl
+
+LONGEST_DELAY = 0.001
+_COUNTS = struct.Struct("<QQ")  # recorded, come true
+
+
+class Shared:
+    """Memory that another process finds by a handle, as long as this one lives."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.descriptor = os.memfd_create("sipipe-stand-in", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, nbytes)
+        self.memory = mmap.mmap(self.descriptor, nbytes)
+        self.handle = f"{os.getpid()}:{self.descriptor}".encode()
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+def attach(handle: bytes) -> mmap.mmap:
+    pid, descriptor = handle.decode().split(":")
+    ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    try:
+        return mmap.mmap(ours, 0)
+    finally:
+        os.close(ours)
+
+
+class Event:
+    def __init__(self, memory: mmap.mmap, owner: Shared | None = None) -> None:
+        self.memory = memory
+        self.owner = owner
+
+    def record(self) -> int:
+        recorded, done = _COUNTS.unpack_from(self.memory)
+        _COUNTS.pack_into(self.memory, 0, recorded + 1, done)
+        return recorded + 1
+
+    def recorded(self) -> int:
+        return _COUNTS.unpack_from(self.memory)[0]
+
+    def come_true(self, record: int) -> None:
+        struct.pack_into("<Q", self.memory, 8, record)
+
+    def wait(self, record: int) -> None:
+        while _COUNTS.unpack_from(self.memory)[1] < record:
+            time.sleep(0.0002)
+
+
+class Stream:
+    """Runs what it is given in order, late, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._run, args=(self._calls,), daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    @staticmethod
+    def _run(calls: queue.SimpleQueue) -> None:
+        while (call := calls.get()) is not None:
+            time.sleep(random.random() * LONGEST_DELAY)
+            call()
+
+    def give(self, call) -> None:
+        self._calls.put(call)
+
+    def finish(self) -> None:
+        done = threading.Event()
+        self._calls.put(done.set)
+        done.wait(60)
+
+
+class StandInDevice:
+    """What :class:`sipipe.ipc.link.cuda_device.Device` asks for."""
+
+    uuid = "stand-in"
+
+    def __init__(self) -> None:
+        self._copies = Stream()
+        self._mapped: dict[int, tuple[mmap.mmap, torch.Tensor]] = {}
+
+    def check(self, key, tensor, link):
+        assert tensor.is_cpu
+
+    def allocate(self, nbytes):
+        shared = Shared(nbytes)
+        tensor = torch.frombuffer(shared.memory, dtype=torch.uint8)
+        weakref.finalize(tensor.untyped_storage(), lambda kept: None, shared)
+        tensor.shared = shared
+        return tensor, shared.handle
+
+    def map(self, handle, uuid):
+        assert uuid == self.uuid
+        memory = attach(handle)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self._mapped[tensor.data_ptr()] = (memory, tensor)
+        return tensor.data_ptr()
+
+    def unmap(self, address):
+        self._copies.finish()
+        del self._mapped[address]
+
+    def event(self):
+        shared = Shared(_COUNTS.size)
+        return Event(shared.memory, shared), shared.handle
+
+    def open_event(self, handle):
+        return Event(attach(handle))
+
+    def copy(self, to, tensor):
+        base, (_, memory) = max(item for item in self._mapped.items() if item[0] <= to)
+        target = memory[to - base : to - base + tensor.nbytes]
+        source = tensor.reshape(-1).view(torch.uint8)
+        self._copies.give(lambda: target.copy_(source))
+
+    def hold_copies(self, event):
+        record = event.recorded()
+        self._copies.give(lambda: event.wait(record))
+
+    def mark_copies(self, event):
+        record = event.record()
+        self._copies.give(lambda: event.come_true(record))
+
+    def wait_for_copies(self):
+        self._copies.finish()
+
+    def wait(self, event):
+        event.wait(event.recorded())
+
+    def mark(self, event):
+        event.come_true(event.record())
+
+
+class _Done:
+    def synchronize(self):
+        time.sleep(random.random() * LONGEST_DELAY)
+
+
+class StandInLane:
+    """What :class:`sipipe.ipc.link.nccl.Lane` asks for, with gloo for NCCL."""
+
+    def check(self, key, tensor, link):
+        assert tensor.is_cpu
+
+    def empty(self, nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def stream(self):
+        return contextlib.nullcontext()
+
+    def finish(self):
+        pass
+
+    def event(self):
+        return _Done()
+
+    def join(self, store, rank, timeout):
+        from torch.distributed import ProcessGroupGloo
+
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = datetime.timedelta(seconds=timeout)
+        return ProcessGroupGloo(store, rank, 2, options)
+
+
+def use() -> None:
+    """From now on links of the GPU transports work in this process, on the CPU."""
+    cuda_ipc._device = StandInDevice
+    nccl._lane = StandInLane

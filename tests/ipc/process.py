@@ -1,0 +1,112 @@
+"""What the processes of ``test_processes`` do: ``python process.py ROLE JSON``."""
+
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
+from sipipe.ipc.gather.receiver import GatherReceiver
+from sipipe.ipc.gather.sender import GatherSender
+from sipipe.ipc.memory import Endpoint
+from sipipe.ipc.ring.dispatch import DispatchProducer
+from sipipe.ipc.ring.dispatch_reader import DispatchReader
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
+from sipipe.ipc.sockets import SocketEndpoint
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def body_of(number: int) -> list[bytes]:
+    """The parts of message ``number``: 0 to 9,000 bytes, three slots of 4 KB at most."""
+    rng = random.Random(number)
+    size = rng.randrange(1 + rng.choice([0, 10, 500, 3000, 9000]))
+    return [number.to_bytes(8, "little"), bytes([number % 256]) * size, b"end"]
+
+
+def start(role, **arguments):
+    """Start one of these processes; its standard output is a pipe."""
+    return subprocess.Popen(
+        [sys.executable, __file__, role, json.dumps(arguments)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def say(what):
+    print(what, flush=True)
+
+
+def reader(endpoint, name, first, delay, timeout=None):
+    """Check every message; say how it ended and after how many."""
+    rng = random.Random(name)
+    expected = first
+    with DispatchReader.open(msgspec.convert(endpoint, Endpoint), name) as channel:
+        say("open")
+        try:
+            while True:
+                with channel.receive(timeout) as message:
+                    assert message.sequence == expected, (message.sequence, expected)
+                    if rng.random() < delay:
+                        time.sleep(rng.random() * 0.002)
+                    assert [bytes(part) for part in message.parts] == body_of(expected)
+                    expected += 1
+        except (ChannelClosed, ChannelPeerDied) as end:
+            say(f"{type(end).__name__} {expected}")
+
+
+def sampler(dispatch, logits, gather, name):
+    """A sampler without the sampling, until anything ends."""
+    try:
+        schedule = DispatchReader.open(msgspec.convert(dispatch, Endpoint), name)
+        slots = LogitsReader.open(msgspec.convert(logits, Endpoint), name)
+        sender = GatherSender.connect(msgspec.convert(gather, SocketEndpoint), name)
+        say("open")
+        while True:
+            with schedule.receive() as message, slots.receive() as slot:
+                assert message.sequence == slot.iteration
+                sender.send(slot.iteration, [bytes(slot.array[:, 0].data)])
+    except ChannelError as end:
+        say(type(end).__name__)
+
+
+def engine(directory, samplers):
+    """Everything that an engine has: all three channels and its samplers, until it is killed."""
+    names = [f"sampler{i}" for i in range(samplers)]
+    producer = DispatchProducer.create("bic-i", readers=names, directory=directory)
+    logits = LogitsChannel.create(
+        "bic-l", slots=4, vocab=1000, batch=4, readers=names, directory=directory
+    )
+    receiver = GatherReceiver.create(names)
+    children = [
+        start(
+            "sampler",
+            dispatch=msgspec.to_builtins(producer.endpoint),
+            logits=msgspec.to_builtins(logits.endpoint),
+            gather=msgspec.to_builtins(receiver.endpoint),
+            name=name,
+        )
+        for name in names
+    ]
+    for child in children:
+        assert child.stdout.readline() == "open\n"
+    say(json.dumps({"samplers": [child.pid for child in children], "host": receiver.endpoint.host}))
+    with LogitsWriter.open(logits.endpoint) as writer:
+        iteration = 0
+        while True:
+            producer.publish([b"schedule"], 60)
+            with writer.acquire(iteration, 2, 60) as region:
+                region[...] = iteration
+            assert receiver.collect(60).iteration == iteration
+            iteration += 1
+            if iteration == 5:
+                say("running")
+            os.sched_yield()
+
+
+if __name__ == "__main__":
+    roles = {"reader": reader, "sampler": sampler, "engine": engine}
+    roles[sys.argv[1]](**json.loads(sys.argv[2]))

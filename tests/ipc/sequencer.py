@@ -1,0 +1,281 @@
+"""Runs the real rings on the kernel's real locks, one step of one actor at a time.
+
+An actor is a thread that stands for a process: it has descriptions, and so locks, of its own. It
+stops before every lock call and every store (and before the loads that race with stores); who
+goes on is the test's choice, so a run is an interleaving that can be repeated. A kill closes the
+actor's descriptors between two steps, which is what the kernel does to a dead process's locks,
+and lets the thread do nothing more. A lock that is not free blocks the actor until something has
+changed. Time stands still until nobody can go on; then bounded waits time out, and if there is
+none, the actors are in a deadlock.
+
+Every change of a slot is held against the table of :mod:`tests.ipc.slot_states`.
+"""
+
+import os
+import threading
+import types
+
+from tests.ipc.slot_states import SlotEvent, SlotState, fire
+
+from sipipe.ipc import locks, statistics
+from sipipe.ipc import peers as watch
+from sipipe.ipc.ring import dispatch, layout
+from sipipe.ipc.ring import owner as ring
+from sipipe.ipc.ring import reader as ring_reader
+from sipipe.ipc.ring import writer as ring_writer
+
+_HAND_OVER = 60  # seconds; a bug in the sequencer itself, not a bound that a test relies on
+
+
+class Killed(BaseException):
+    """Unwinds the thread of a killed actor."""
+
+
+class Actor:
+    def __init__(self, name, body):
+        self.name = name
+        self.body = body
+        self.go = threading.Semaphore(0)
+        self.steps = 0
+        self.blocked_at = None  # the change count at which it found its lock taken
+        self.deadline = None
+        self.done = self.killed = False
+        self.error = None
+        self.locks = []
+
+
+class Sequencer:
+    """``choices``: pairs of an actor's number and the steps that it takes in a row, afterwards all
+    take turns; ``kills``: after which step an actor dies, by name."""
+
+    def __init__(self, choices=(), kills=()):
+        self.choices = list(reversed(choices))
+        self.kills = dict(kills)
+        self.actors = {}
+        self.back = threading.Semaphore(0)
+        self.local = threading.local()
+        self.changes = 0
+        self.now = 0.0
+        self.taken = 0
+        self.slots = {}  # slot: SlotState
+        self.held = {}  # (locks, byte): kind
+        self.ranks = 1
+        self.slots_count = None
+        self.ticket_stored = set()
+
+    def patch(self, monkeypatch):
+        """Put the stepped classes in the place of the ring's own."""
+        sequencer = self
+
+        class SteppedLocks(locks.Locks):
+            def __init__(self, path):
+                super().__init__(path)
+                sequencer.local.actor.locks.append(self)
+
+            def try_lock(self, kind, first, count=1):
+                sequencer.step()
+                taken = super().try_lock(kind, first, count)
+                if taken:
+                    sequencer.on_lock(self, kind, first, count)
+                return taken
+
+            def wait_lock(self, kind, first, count=1):
+                while not self.try_lock(kind, first, count):
+                    sequencer.step(block=True)
+
+            def unlock(self, first, count=1):
+                sequencer.step()
+                super().unlock(first, count)
+                sequencer.on_unlock(self, first, count)
+
+            def held_elsewhere(self, first):
+                sequencer.step()
+                return super().held_elsewhere(first)
+
+            def close(self):
+                if self.fd >= 0:
+                    sequencer.step()
+                    super().close()
+                    sequencer.on_close(self)
+
+        class SteppedWords(ring.Words):
+            def store(self, word, value):
+                sequencer.step()
+                super().store(word, value)
+                sequencer.changes += 1
+                sequencer.on_store(word, value)
+
+            def stamp(self, word, values):
+                sequencer.step()
+                super().stamp(word, values)
+
+            def run(self, word):
+                sequencer.step()
+                return super().run(word)
+
+            def load(self, word):
+                if word in sequencer.racing:
+                    sequencer.step()
+                return super().load(word)
+
+        class SteppedWait:
+            def __init__(self, held, name):
+                self.locks = held
+                self.waits = statistics.Waits()
+                self.pending = None
+
+            def take_nowait(self, kind, first, count):
+                return self.locks.try_lock(kind, first, count)
+
+            def wait(self, kind, first, count, timeout):
+                end = None if timeout is None else sequencer.now + timeout
+                while not self.locks.try_lock(kind, first, count):
+                    if end is not None and sequencer.now >= end:
+                        return False
+                    sequencer.step(block=True, deadline=end)
+                return True
+
+            def close(self):
+                pass
+
+        def sleep(seconds):
+            # A second at least: a loop that looks every millisecond would take thousands of turns.
+            sequencer.step(block=True, deadline=sequencer.now + max(seconds, 1.0))
+
+        self.racing = set()
+        clock = types.SimpleNamespace(monotonic=lambda: sequencer.now, sleep=sleep)
+        monkeypatch.setattr(ring, "Locks", SteppedLocks)
+        monkeypatch.setattr(ring, "Words", SteppedWords)
+        for side in (ring_reader, ring_writer):
+            monkeypatch.setattr(side, "BoundedWait", SteppedWait)
+            monkeypatch.setattr(side, "time", clock)
+        for module in (locks, dispatch, watch):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(watch, "LOOK_AFTER", -1.0)
+        monkeypatch.setattr(watch, "LOOK_FIRST_AFTER", -1.0)
+        monkeypatch.setattr(layout, "READERS", 4)
+
+    def watch(self, shape):
+        """Tell the layout, so that tickets and slot locks are known by their numbers."""
+        self.ranks, self.slots_count = shape.ranks, shape.slots
+        self.tickets = {
+            shape.slot_word(s, r) + layout.S_TICKET: s * shape.ranks + r
+            for s in range(shape.slots)
+            for r in range(shape.ranks)
+        }
+        self.racing = set(self.tickets)
+        self.racing |= {shape.reader_word(k) + layout.R_ATTACHED for k in range(layout.READERS)}
+        self.racing |= {shape.writer_word(r) + layout.W_PUBLISHED for r in range(shape.ranks)}
+
+    def spawn(self, name, body):
+        """Add an actor; it runs ``body`` when it is chosen."""
+        actor = self.actors[name] = Actor(name, body)
+        threading.Thread(target=self._main, args=(actor,), daemon=True).start()
+        self.changes += 1
+        return actor
+
+    def run(self):
+        """Until every actor has ended. Raises the first error of an actor."""
+        while alive := [actor for actor in self.actors.values() if not actor.done]:
+            ready = [a for a in alive if a.blocked_at is None or a.blocked_at < self.changes]
+            if not ready:
+                timed = [a.deadline for a in alive if a.deadline is not None]
+                assert timed, f"deadlock: {[a.name for a in alive]}"
+                self.now = min(timed)
+                ready = [a for a in alive if a.deadline == self.now]
+            actor = self._choose(ready)
+            self.taken += 1
+            assert self.taken < 100_000, "no end"
+            actor.blocked_at = actor.deadline = None
+            if self.kills.get(actor.name) == actor.steps:
+                self._kill(actor)
+            actor.go.release()
+            assert self.back.acquire(timeout=_HAND_OVER)
+            if actor.error is not None:
+                raise actor.error
+
+    def _choose(self, ready):
+        """The chosen actor goes on for its burst, or until it blocks; then all in turn."""
+        while self.choices:
+            pick, burst = self.choices[-1]
+            actor = list(self.actors.values())[pick % len(self.actors)]
+            if burst == 0 or actor not in ready:
+                self.choices.pop()
+                continue
+            self.choices[-1] = (pick, burst - 1)
+            return actor
+        return ready[self.taken % len(ready)]
+
+    def step(self, block=False, deadline=None):
+        """Called by the acting thread before each step."""
+        actor = self.local.actor
+        if actor.killed:
+            raise Killed
+        actor.steps += 1
+        if block:
+            actor.blocked_at, actor.deadline = self.changes, deadline
+        self.back.release()
+        assert actor.go.acquire(timeout=_HAND_OVER)
+        if actor.killed:
+            raise Killed
+
+    def _main(self, actor):
+        self.local.actor = actor
+        assert actor.go.acquire(timeout=_HAND_OVER)
+        try:
+            if not actor.killed:
+                actor.body()
+        except Killed:
+            pass
+        except BaseException as error:
+            actor.error = error
+        actor.done = True
+        self.changes += 1
+        self.back.release()
+
+    def _kill(self, actor):
+        actor.killed = True
+        for held in actor.locks:
+            if held.fd >= 0:
+                os.close(held.fd)
+                held.fd = -1
+                self.on_close(held)
+
+    # The slot machine: one per lock byte below slots x ranks.
+
+    def _fire(self, byte, event):
+        self.slots[byte] = fire(self.slots.get(byte, SlotState.FREE), event)
+
+    def _slot_bytes(self, first, count):
+        if self.slots_count is None:
+            return []
+        return [b for b in range(first, first + count) if b < self.slots_count * self.ranks]
+
+    def on_lock(self, held, kind, first, count):
+        for byte in self._slot_bytes(first, count):
+            if (held, byte) not in self.held:
+                self.held[held, byte] = kind
+                claim = kind == locks.Kind.EXCLUSIVE
+                self._fire(byte, SlotEvent.CLAIM if claim else SlotEvent.ENTER)
+
+    def on_store(self, word, value):
+        if self.slots_count is not None and word in self.tickets:
+            self.ticket_stored.add(self.tickets[word])
+
+    def on_unlock(self, held, first, count):
+        self.changes += 1
+        for byte in self._slot_bytes(first, count):
+            kind = self.held.pop((held, byte), None)
+            if kind == locks.Kind.EXCLUSIVE:
+                published = byte in self.ticket_stored
+                self.ticket_stored.discard(byte)
+                self._fire(byte, SlotEvent.PUBLISH if published else SlotEvent.PRODUCER_GONE)
+            elif kind is not None:
+                others = any(b == byte for _, b in self.held)
+                self._fire(byte, SlotEvent.LEAVE if others else SlotEvent.LEAVE_LAST)
+
+    def on_close(self, held):
+        self.changes += 1
+        for mine, byte in list(self.held):
+            if mine is held:
+                self.on_unlock(held, byte, 1)

@@ -1,0 +1,331 @@
+"""The dispatch channel: content, order, late and dead peers, cut messages, joining."""
+
+import json
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
+from sipipe.ipc.memory import Endpoint
+from sipipe.ipc.ring.dispatch import DispatchProducer
+from sipipe.ipc.ring.dispatch_reader import DispatchReader
+from sipipe.ipc.statistics import ChannelStatistics
+
+
+@pytest.fixture
+def make():
+    """Producers and readers that are closed at the end of the test."""
+    opened = []
+
+    def producer(**options):
+        made = DispatchProducer.create("test", **{"slots": 4, "slot_bytes": 1024, **options})
+        opened.append(made)
+        return made
+
+    def reader(made, name):
+        opened.append(DispatchReader.open(made.endpoint, name))
+        return opened[-1]
+
+    producer.reader = reader
+    yield producer
+    for one in reversed(opened):
+        one.close()
+
+
+def pause(producer):
+    """As if the last look at the readers were long ago."""
+    producer._watch._look_at = producer._watch.look_first_at = 0.0
+
+
+def content(reader, timeout=5.0):
+    with reader.receive(timeout) as message:
+        return message.sequence, [bytes(part) for part in message.parts]
+
+
+def test_every_reader_gets_every_message_in_order(make):
+    producer = make(readers=["a", "b"])
+    a, b = make.reader(producer, "a"), make.reader(producer, "b")
+    for i in range(10):
+        parts = [b"%d" % i, b"", bytearray(i), np.arange(i, dtype=np.int64)]
+        assert producer.publish(parts, timeout=1) == i
+        want = (i, [bytes(memoryview(part).cast("B")) if len(part) else b"" for part in parts])
+        assert content(a) == content(b) == want
+    assert a.statistics().messages == producer.statistics().messages == 10
+    assert producer.statistics().depth == 0
+
+
+def test_parts_are_read_in_place_and_aligned(make):
+    producer = make(readers=["a"], slot_bytes=1 << 12)
+    a = make.reader(producer, "a")
+    array = np.linspace(0, 1, 100)
+    producer.publish([b"x", array])
+    with a.receive(1) as message:
+        got = np.frombuffer(message.parts[1])
+        assert got.flags.aligned
+        assert not got.flags.owndata
+        assert not got.flags.writeable
+        np.testing.assert_array_equal(got, array)
+        part = message.parts[0]
+    with pytest.raises(ValueError, match="released"):
+        bytes(part)
+
+
+def test_a_late_reader_is_named_and_not_overtaken(make):
+    producer = make(readers=["quick", "late"])
+    quick, late = make.reader(producer, "quick"), make.reader(producer, "late")
+    for sent in range(2):  # four slots: the late reader's place, two messages, one claimed ahead
+        assert producer.publish([b"%d" % sent], timeout=0) == sent
+        content(quick)
+    sent = 2
+    with pytest.raises(ChannelTimeout) as error:
+        producer.publish([b"2"], timeout=0.02)
+    assert error.value.late == ("late",)
+    assert producer.statistics().depth == 2
+    assert content(late) == (0, [b"0"])
+    assert producer.publish([b"2"], timeout=1) == sent
+    assert content(late) == (1, [b"1"])
+    assert content(late) == content(quick) == (2, [b"2"])
+
+
+def test_an_absent_reader_is_waited_for_and_misses_nothing(make):
+    producer = make(readers=["absent"])
+    assert producer.absent_readers() == ("absent",)
+    producer.publish([b"0"])
+    producer.publish([b"1"])
+    with pytest.raises(ChannelTimeout) as error:
+        producer.publish([b"2"], timeout=0.02)
+    assert error.value.late == ("absent",)
+    late = make.reader(producer, "absent")
+    assert producer.absent_readers() == ()
+    assert content(late) == (0, [b"0"])
+    producer.publish([b"2"], timeout=1)
+    assert [content(late)[1] for _ in range(2)] == [[b"1"], [b"2"]]
+
+
+@pytest.mark.parametrize("size", [1000, 1024, 1025, 5000, 100_000])
+def test_a_message_larger_than_a_slot(make, size):
+    producer = make(readers=["a"], slots=16, slot_bytes=1 << 14)
+    a = make.reader(producer, "a")
+    data = np.random.default_rng(size).bytes(size)
+    for i in range(20):
+        producer.publish([b"head", data, b"%d" % i], timeout=1)
+        assert content(a) == (i, [b"head", data, b"%d" % i])
+
+
+def test_a_cut_message_given_up_midway_is_dropped_whole(make):
+    producer = make(readers=["a"])
+    a = make.reader(producer, "a")
+    with pytest.raises(ChannelTimeout):
+        producer.publish([bytes(10_000)], timeout=0.02)
+    with pytest.raises(ChannelTimeout):
+        a.receive(0.02)
+    assert producer.publish([b"next"], timeout=1) == 0
+    assert content(a) == (0, [b"next"])
+    assert a.statistics().dropped == 1
+
+
+def test_a_receive_without_a_message_times_out_and_can_go_on(make):
+    producer = make(readers=["a"])
+    a = make.reader(producer, "a")
+    for i in range(3):
+        with pytest.raises(ChannelTimeout, match="alive but silent"):
+            a.receive(0.01)
+        with pytest.raises(ChannelTimeout):
+            a.receive(0)
+        producer.publish([b"x"])
+        assert content(a) == (i, [b"x"])
+
+
+def test_close_is_told_after_the_last_message(make):
+    producer = make(readers=["a"])
+    a = make.reader(producer, "a")
+    producer.publish([b"last"])
+    producer.close()
+    producer.close()
+    assert content(a) == (0, [b"last"])
+    for _ in range(2):
+        with pytest.raises(ChannelClosed):
+            a.receive()
+    with pytest.raises(ChannelClosed):
+        producer.publish([b""])
+
+
+def test_a_producer_that_goes_away_is_a_death(make):
+    producer = make(readers=["a"])
+    a = make.reader(producer, "a")
+    producer.publish([b"last"])
+    producer.abandon()
+    assert content(a) == (0, [b"last"])
+    with pytest.raises(ChannelPeerDied, match="before message 1 was complete"):
+        a.receive()
+    with pytest.raises(ChannelPeerDied, match="is gone"):
+        DispatchReader.open(producer.endpoint, "a")
+
+
+def test_a_dead_reader_is_an_event_and_its_successor_joins_at_the_next_message(make):
+    producer = make(readers=["a", "b"])
+    a, b = make.reader(producer, "a"), make.reader(producer, "b")
+    producer.publish([b"0"])
+    assert content(a) == content(b) == (0, [b"0"])
+    a._ring.locks.close()  # what the kernel does to a dead process
+    pause(producer)  # after a pause it looks first, amid a stream afterwards
+    for _ in range(2):
+        with pytest.raises(ChannelPeerDied) as died:
+            producer.publish([b"1"], timeout=0)
+    assert died.value.name == "a"
+    assert producer.dead_readers() == ("a",)
+    producer.remove_reader("a")
+    producer.add_reader("a")
+    sent = producer.publish([b"joined"], timeout=1)
+    again = make.reader(producer, "a")
+    assert content(again) == content(b) == (sent, [b"joined"])
+
+
+def test_a_death_amid_a_stream_is_found(make):
+    producer = make(readers=["a", "b"])
+    a, b = make.reader(producer, "a"), make.reader(producer, "b")
+
+    def stream():
+        end = time.monotonic() + 10
+        while time.monotonic() < end:  # too fast for the look before what follows a pause
+            producer.publish([b"x"], timeout=5)
+            content(b)
+
+    producer.publish([b"0"])
+    content(b)
+    a._ring.locks.close()
+    with pytest.raises(ChannelPeerDied, match="reader a died"):
+        stream()
+
+
+def test_a_reader_that_leaves_is_no_death(make):
+    producer = make(readers=["a", "b"])
+    a, b = make.reader(producer, "a"), make.reader(producer, "b")
+    a.close()
+    for i in range(10):
+        producer.publish([b"x"], timeout=1)
+        assert content(b)[0] == i
+
+
+def test_a_removed_reader_is_let_go(make):
+    producer = make(readers=["a"])
+    a = make.reader(producer, "a")
+    producer.remove_reader("a")
+    with pytest.raises(ChannelClosed, match="was removed"):
+        a.receive(1)
+    for _ in range(10):
+        producer.publish([b"x"], timeout=0)
+    producer.add_reader("a")
+    again = make.reader(producer, "a")
+    producer.publish([b"y"])
+    assert content(again) == (10, [b"y"])
+
+
+def test_a_message_out_of_sequence_is_noticed(make):
+    producer = make(readers=["a"])
+    a = make.reader(producer, "a")
+    producer.publish([b"x"], sequence=5)  # as a replica does, which joins in the middle
+    assert content(a)[0] == 5
+    producer.publish([b"x"], sequence=7)
+    with pytest.raises(ChannelError, match="message 7 came in place of 6"):
+        a.receive(1)
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_the_end_wakes_every_reader_that_sleeps(make, end, timeout):
+    producer = make(readers=["a", "b"])
+    ends = []
+
+    def wait(reader):
+        try:
+            reader.receive(timeout)
+        except ChannelError as error:
+            ends.append(type(error))
+
+    readers = [make.reader(producer, name) for name in "ab"]
+    threads = [threading.Thread(target=wait, args=(reader,)) for reader in readers]
+    for thread in threads:
+        thread.start()
+    getattr(producer, end)()
+    for thread in threads:
+        thread.join(30)
+    assert ends == [ChannelClosed if end == "close" else ChannelPeerDied] * 2
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_waits_and_their_durations_are_counted(make, timeout):
+    producer = make(readers=["a"])
+    a = make.reader(producer, "a")
+    for _ in range(2):  # both are there already
+        producer.publish([b"abc", b"de"])
+    for _ in range(2):
+        content(a, timeout)
+    assert a.statistics() == ChannelStatistics(messages=2, bytes=10)
+    threading.Timer(0.05, producer.publish, ([b"fgh"],)).start()
+    content(a, timeout)
+    seen = a.statistics()
+    assert (seen.messages, seen.bytes, seen.waits, seen.depth) == (3, 13, 1, 0)
+    assert 0 < seen.longest_wait == seen.wait_seconds
+    for _ in range(2):
+        producer.publish([b"x"])
+    with pytest.raises(ChannelTimeout):
+        producer.publish([b"x"], timeout=0.02)
+    assert a.statistics().depth == 2
+    late = producer.statistics()
+    assert (late.messages, late.bytes, late.waits, late.depth) == (5, 15, 1, 2)
+    assert late.longest_wait == late.wait_seconds > 0
+
+
+def test_names(make):
+    producer = make(readers=["a"])
+    make.reader(producer, "a")
+    with pytest.raises(ChannelError, match="no reader 'b' is declared"):
+        make.reader(producer, "b")
+    with pytest.raises(ChannelError, match="attached by another"):
+        make.reader(producer, "a")
+    with pytest.raises(ChannelError, match="there already"):
+        producer.add_reader("a")
+    with pytest.raises(ChannelError, match="no reader"):
+        producer.remove_reader("b")
+
+
+def test_an_endpoint_travels_as_json(make):
+    producer = make(readers=["a"])
+    text = msgspec.json.encode(producer.endpoint)
+    assert json.loads(text)["channel"] == "test"
+    with DispatchReader.open(msgspec.json.decode(text, type=Endpoint), "a") as a:
+        producer.publish([b"x"])
+        assert content(a) == (0, [b"x"])
+
+
+def test_threads_take_turns_to_publish_and_to_add_readers(make):
+    producer = make(readers=["a"], slots=32)
+    a = make.reader(producer, "a")
+    late = []
+
+    def publish():
+        for _ in range(200):
+            producer.publish([b"x"], 30)
+
+    def join():
+        for i in range(10):
+            producer.add_reader(f"late{i}")
+            reader = DispatchReader.open(producer.endpoint, f"late{i}")
+            late.append(reader.receive(30).sequence)
+            reader.close()
+
+    threads = [threading.Thread(target=target) for target in (publish, publish, join)]
+    for thread in threads:
+        thread.start()
+    got = [content(a, 30)[0] for _ in range(400)]
+    while threads[2].is_alive():  # a reader that joined after the last message waits for one more
+        producer.publish([b"x"], 30)
+        got.append(content(a, 30)[0])
+    for thread in threads:
+        thread.join(30)
+    assert got == list(range(len(got)))
+    assert late == sorted(late)

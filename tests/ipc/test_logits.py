@@ -1,0 +1,186 @@
+"""Logits slots: shapes, several writers, restarted samplers."""
+
+import numpy as np
+import pytest
+
+from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+@pytest.fixture
+def make():
+    """A channel with its writers and readers, closed at the end of the test."""
+    opened = []
+
+    def channel(**options):
+        settings = {"slots": 4, "vocab": 101, "batch": 8, "readers": ["s"], **options}
+        owner = LogitsChannel.create("test", **settings)
+        writers = [
+            LogitsWriter.open(owner.endpoint, rank) for rank in range(settings.get("ranks", 1))
+        ]
+        readers = [LogitsReader.open(owner.endpoint, name) for name in settings["readers"]]
+        opened.extend([owner, *writers, *readers])
+        return owner, writers, readers
+
+    channel.opened = opened
+    yield channel
+    for one in reversed(opened):
+        one.close()
+
+
+def write(writers, iteration, logits, columns, vocab=101):
+    for rank, writer in enumerate(writers):
+        part = slice(rank * vocab // len(writers), (rank + 1) * vocab // len(writers))
+        with writer.acquire(iteration, logits.shape[1 if columns else 0], 1) as region:
+            region[...] = logits[part] if columns else logits[:, part]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_ranks_write_one_array(make, ranks, layout, dtype):
+    _, writers, readers = make(ranks=ranks, layout=layout, dtype=dtype, readers=["s", "t"])
+    rng = np.random.default_rng(0)
+    for iteration, batch in enumerate([8, 1, 5, 8, 0, 2, 7]):
+        shape = (101, batch) if layout == "columns" else (batch, 101)
+        logits = (rng.normal(size=shape) * 100).astype(DTYPES[dtype])
+        write(writers, iteration, logits, layout == "columns")
+        for reader in readers:
+            with reader.receive(1) as slot:
+                assert (slot.iteration, slot.batch) == (iteration, batch)
+                assert slot.array.dtype == DTYPES[dtype]
+                assert slot.array.flags.c_contiguous
+                assert not slot.array.flags.writeable
+                assert not slot.array.flags.owndata
+                np.testing.assert_array_equal(slot.array, logits)
+            assert slot.array.size == 0
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_ranks_write_uneven_shards(make, layout):
+    columns = layout == "columns"
+    _, writers, (reader,) = make(ranks=3, shard=60, layout=layout)
+    widths = []
+    for rank, writer in enumerate(writers):
+        with writer.acquire(0, 2, 1) as region:
+            widths.append(region.shape[0 if columns else 1])
+            region[...] = rank + 1
+    assert widths == [60, 41, 0]  # of a vocabulary of 101
+    with reader.receive(1) as slot:
+        row = (slot.array.T if columns else slot.array)[1]
+        assert list(row) == [1] * 60 + [2] * 41
+    with pytest.raises(ChannelError, match="do not cover"):
+        make(ranks=3, shard=30)
+
+
+def test_complete_only_with_the_last_rank(make):
+    _, (first, second), (reader,) = make(ranks=2)
+    with first.acquire(0, 2) as region:
+        region[...] = 1
+    with pytest.raises(ChannelTimeout):
+        reader.receive(0.02)
+    with second.acquire(0, 2) as region:
+        region[...] = 2
+    with reader.receive(1) as slot:
+        assert set(slot.array[0, :50]) == {1}
+        assert set(slot.array[0, 50:]) == {2}
+
+
+def test_nothing_is_published_after_an_exception(make):
+    _, (writer,), (reader,) = make()
+    with pytest.raises(RuntimeError), writer.acquire(0, 1):
+        raise RuntimeError
+    with pytest.raises(ChannelTimeout):
+        reader.receive(0)
+    with writer.acquire(0, 1) as region:
+        region[...] = 3
+    assert reader.receive(1).array[0, 0] == 3
+
+
+def test_a_late_sampler_is_named(make):
+    _, (writer,), (reader,) = make()
+    for i in range(2):
+        with writer.acquire(i, 1, 0):
+            pass
+    with pytest.raises(ChannelTimeout) as late, writer.acquire(2, 1, 0.02):
+        pass
+    assert late.value.late == ("s",)
+    assert writer.statistics().depth == 2
+    assert [reader.receive(0).iteration for _ in range(2)] == [0, 1]
+    with writer.acquire(2, 1, 1):
+        pass
+    assert reader.receive(1).iteration == 2
+
+
+def test_a_restarted_sampler_begins_with_the_oldest_iteration_still_there(make):
+    owner, (writer,), (reader,) = make(slots=6)
+    for i in range(3):
+        with writer.acquire(10 + i, 1, 0) as region:
+            region[...] = i
+    assert reader.receive(1).iteration == 10
+    reader._ring.locks.close()  # what the kernel does to a dead process
+    owner.remove_reader("s")
+    owner.add_reader("s")
+    again = LogitsReader.open(owner.endpoint, "s")
+    make.opened.append(again)
+    got = [(slot.iteration, slot.array[0, 0]) for slot in (again.receive(1) for _ in range(3))]
+    assert got == [(10, 0), (11, 1), (12, 2)]
+    for i in range(3, 20):
+        with writer.acquire(10 + i, 1, 1) as region:
+            region[...] = i
+        assert again.receive(1).iteration == 10 + i
+
+
+def test_death_and_close_of_a_writer(make):
+    _, (first, second), (reader,) = make(ranks=2)
+    for writer in (first, second):
+        with writer.acquire(0, 1):
+            pass
+    assert reader.receive(1).iteration == 0
+    second._ring.abandon()
+    first.close()
+    with pytest.raises(ChannelClosed):
+        reader.receive(1)
+    _, (writer,), (reader,) = make()
+    writer._ring.abandon()
+    with pytest.raises(ChannelPeerDied):
+        reader.receive(1)
+
+
+def test_a_reader_waits_for_writers_to_come(make):
+    owner = LogitsChannel.create("test", slots=3, vocab=5, batch=1, readers=["s"])
+    reader = LogitsReader.open(owner.endpoint, "s")
+    with pytest.raises(ChannelTimeout, match="no writer of rank 0"):
+        reader.receive(0.02)
+    owner.close()
+    with pytest.raises(ChannelClosed):
+        reader.receive(1)
+    reader.close()
+
+
+def test_sizes_and_ranks(make):
+    owner, (writer,), _ = make()
+    with pytest.raises(ChannelError, match="batch 9"), writer.acquire(0, 9):
+        pass
+    with pytest.raises(ChannelError, match="has a writer already"):
+        LogitsWriter.open(owner.endpoint, 0)
+    for bad in ({"batch": 0}, {"ranks": 0}, {"slots": 2}, {"dtype": "int8"}, {"layout": "x"}):
+        with pytest.raises(ChannelError):
+            make(**bad)
+    assert len(writer.buffer) >= 4 * 101 * 8 * 4
+
+
+def test_a_restarted_sampler_joins_while_the_ranks_are_amid_the_first_slot(make):
+    owner, (first, second), (reader,) = make(ranks=2)
+    with first.acquire(0, 1):
+        pass
+    reader._ring.locks.close()
+    owner.remove_reader("s")
+    owner.add_reader("s")
+    again = LogitsReader.open(owner.endpoint, "s")
+    make.opened.append(again)
+    with second.acquire(0, 1):
+        pass
+    assert again.receive(30).iteration == 0

@@ -1,0 +1,144 @@
+"""Room is checked before the start; locks, helper threads and forks behave."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from sipipe.errors import ResourceError
+from sipipe.ipc.errors import ChannelError, ChannelPeerDied
+from sipipe.ipc.locks import BoundedWait, Kind, Locks
+from sipipe.ipc.memory import Endpoint, SharedMemory, check_room
+from sipipe.ipc.ring.dispatch import DispatchProducer
+from sipipe.ipc.ring.dispatch_reader import DispatchReader
+from sipipe.ipc.ring.layout import required_bytes
+from sipipe.ipc.ring.logits import LogitsChannel
+
+
+def test_the_computed_size_is_the_size():
+    with DispatchProducer.create("test", 5, 1234) as producer:
+        assert producer.endpoint.size == required_bytes(slots=5, slot_bytes=1234)
+    sizes = {"slots": 3, "vocab": 1000, "batch": 7, "dtype": "float16", "ranks": 2}
+    with LogitsChannel.create("test", **sizes) as channel:
+        assert channel.endpoint.size == LogitsChannel.required_bytes(**sizes)
+        assert channel.endpoint.size > 3 * 1000 * 7 * 2
+
+
+def test_too_little_room_is_said_before_the_start(tmp_path):
+    with pytest.raises(ResourceError, match=r"needs 1,048,576\.0 MiB.*inflight"):
+        check_room(1 << 40, None, "bic-l")
+    with pytest.raises(ResourceError, match=r"shm_dir.*leave shm_dir unset"):
+        check_room(1 << 60, tmp_path, "bic-l")
+    with pytest.raises(ResourceError, match="name a directory that exists"):
+        DispatchProducer.create("test", directory=str(tmp_path / "missing"))
+    check_room(1 << 20, tmp_path, "bic-l")
+    check_room(1 << 20, None, "bic-l")
+
+
+def test_a_directory_without_unnamed_files_is_used_too(tmp_path, monkeypatch):
+    real = os.open
+
+    def no_tmpfile(path, flags, *rest, **more):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", no_tmpfile)
+    with DispatchProducer.create("t", readers=["a"], directory=str(tmp_path)) as producer:
+        assert not list(tmp_path.iterdir())
+        with DispatchReader.open(producer.endpoint, "a") as reader:
+            producer.publish([b"x"])
+            assert bytes(reader.receive(1).parts[0]) == b"x"
+
+
+def test_a_reused_process_id_is_recognised():
+    with DispatchProducer.create("test", readers=["a"]) as producer:
+        old = producer.endpoint
+        wrong = Endpoint(old.channel, old.path, "00" * 16, old.size)
+        with pytest.raises(ChannelPeerDied, match="is gone"):
+            SharedMemory.open(wrong)
+
+
+def test_reader_names():
+    for name in ("", "x" * 105):
+        with pytest.raises(ChannelError, match="bad reader name"):
+            DispatchProducer.create("test", readers=[name])
+    with pytest.raises(ChannelError, match="no place for a reader beyond 64"):
+        DispatchProducer.create("test", readers=[f"r{i}" for i in range(65)])
+
+
+@pytest.fixture
+def file():
+    fd = os.memfd_create("test")
+    yield f"/proc/self/fd/{fd}"
+    os.close(fd)
+
+
+def test_locks_exclude_each_other_within_a_process(file):
+    first, second = Locks(file), Locks(file)
+    assert first.try_lock(Kind.SHARED, 0, 2)
+    assert second.try_lock(Kind.SHARED, 1, 2)
+    assert not second.try_lock(Kind.EXCLUSIVE, 1)
+    assert second.held_elsewhere(1)
+    assert not second.held_elsewhere(2)
+    first.close()
+    first.close()
+    assert second.try_lock(Kind.EXCLUSIVE, 1)
+    second.close()
+
+
+def test_a_bounded_wait_goes_on_where_it_timed_out(file):
+    holder, waiter = Locks(file), Locks(file)
+    wait = BoundedWait(waiter, "test")
+    assert holder.try_lock(Kind.EXCLUSIVE, 7)
+    assert not wait.take_nowait(Kind.SHARED, 7, 1)
+    assert not wait.wait(Kind.SHARED, 7, 1, 0.01)
+    assert not wait.wait(Kind.SHARED, 7, 1, 0.01)
+    holder.unlock(7)
+    assert wait.wait(Kind.SHARED, 7, 1, 30)
+    assert wait.take_nowait(Kind.SHARED, 8, 1)
+    wait.close()
+    for locks in (holder, waiter):
+        locks.close()
+
+
+def test_a_wait_without_a_bound_ends_when_the_holder_is_gone(file):
+    holder, waiter = Locks(file), Locks(file)
+    assert holder.try_lock(Kind.EXCLUSIVE, 0)
+    took = threading.Event()
+
+    def wait():
+        waiter.wait_lock(Kind.SHARED, 0)
+        took.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    holder.close()
+    assert took.wait(30)
+    thread.join()
+    waiter.close()
+
+
+def test_a_forked_child_does_not_keep_its_parents_locks():
+    code = """
+import os, sys
+from sipipe.ipc.ring.dispatch import DispatchProducer; from sipipe.ipc.ring.dispatch_reader import DispatchReader; from sipipe.ipc.errors import ChannelPeerDied
+producer = DispatchProducer.create("test", readers=["a"])
+reader = DispatchReader.open(producer.endpoint, "a")
+read, write = os.pipe()
+if os.fork() == 0:
+    os.close(write)
+    os.read(read, 1)  # lives until the parent is done
+    os._exit(0)
+producer.abandon()
+try:
+    reader.receive()
+except ChannelPeerDied:
+    print("noticed")
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "noticed\n", done.stderr

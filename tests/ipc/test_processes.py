@@ -1,0 +1,123 @@
+"""Real processes: many messages with random kills, and nothing left after kill -9 of everybody."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from sipipe.ipc.errors import ChannelPeerDied, ChannelTimeout
+from sipipe.ipc.ring.dispatch import DispatchProducer
+
+from . import process
+
+
+def stress(messages, kills, readers, directory):
+    rng = random.Random(messages)
+    kill_at = sorted(rng.sample(range(messages // 10, messages), kills))
+    names = [f"reader{i}" for i in range(readers)]
+    producer = DispatchProducer.create("stress", 8, 4096, names, directory)
+    endpoint = msgspec.to_builtins(producer.endpoint)
+
+    def start(name, first):
+        delay = 0.002 if name == "reader0" else 0.0
+        timeout = 3600 if name == "reader1" else None  # the wait with a bound is another path
+        return process.start(
+            "reader", endpoint=endpoint, name=name, first=first, delay=delay, timeout=timeout
+        )
+
+    children = {name: start(name, 0) for name in names}
+    killed = []
+    with producer:
+        number = 0
+        while number < messages:
+            if kill_at and number >= kill_at[0] and not producer.absent_readers():
+                kill_at.pop(0)
+                victim = children[rng.choice(names)]
+                victim.kill()
+                killed.append(victim)
+            if rng.random() < 0.002:
+                time.sleep(rng.random() * 0.004)
+            try:
+                producer.publish(process.body_of(number), 120)
+                number += 1
+            except ChannelPeerDied as died:
+                producer.remove_reader(died.name)
+                producer.add_reader(died.name)
+                children[died.name] = start(died.name, number)
+        alive = set(names) - set(producer.dead_readers())
+    for name, child in children.items():
+        out, _ = child.communicate(timeout=120)
+        if name in alive:
+            assert out.splitlines() == ["open", f"ChannelClosed {messages}"]
+    for child in killed:
+        child.communicate(timeout=60)
+    assert len(killed) == kills
+    assert producer.statistics().messages == messages
+
+
+def shm_entries():
+    return {name for name in os.listdir("/dev/shm") if "sipipe" in name}
+
+
+@pytest.mark.parametrize("where", ["memfd", "directory"])
+def test_random_messages_delays_and_kills(where, tmp_path):
+    before = shm_entries()
+    stress(5_000, 3, 3, str(tmp_path) if where == "directory" else None)
+    assert not list(tmp_path.iterdir())
+    assert shm_entries() <= before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_200_000_messages(tmp_path):
+    stress(200_000, 40, 3, "/dev/shm")
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("sipipe-")]
+
+
+@pytest.mark.parametrize("who", ["engine", "samplers", "everybody"])
+def test_nothing_is_left_after_kill_9(who, tmp_path):
+    engine = process.start("engine", directory=str(tmp_path), samplers=2)
+    family = json.loads(engine.stdout.readline())
+    assert engine.stdout.readline() == "running\n"
+    samplers = [psutil.Process(pid) for pid in family["samplers"]]
+    victims = [] if who == "engine" else family["samplers"]
+    for pid in [*victims, *([] if who == "samplers" else [engine.pid])]:
+        os.kill(pid, signal.SIGKILL)
+    # Whoever was not killed ends by itself: its channels tell it.
+    engine.communicate(timeout=60)
+    _, alive = psutil.wait_procs(samplers, timeout=60)
+    for straggler in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            straggler.kill()
+    assert not alive
+    assert not list(tmp_path.iterdir())
+    assert family["host"][1:] not in Path("/proc/net/unix").read_text()
+
+
+def test_a_reader_that_is_stopped_is_named():
+    producer = DispatchProducer.create("test", 4, 4096, ["stuck"])
+    child = process.start(
+        "reader", endpoint=msgspec.to_builtins(producer.endpoint), name="stuck", first=0, delay=0
+    )
+    assert child.stdout.readline() == "open\n"
+    child.send_signal(signal.SIGSTOP)
+
+    def publish_more_than_the_ring_holds(timeout):
+        for _ in range(8):
+            producer.publish([b"x"], timeout)
+
+    with pytest.raises(ChannelTimeout) as late:
+        publish_more_than_the_ring_holds(0.2)
+    assert late.value.late == ("stuck",)
+    child.kill()
+    child.communicate(timeout=60)
+    with pytest.raises(ChannelPeerDied):
+        publish_more_than_the_ring_holds(60)
+    producer.close()

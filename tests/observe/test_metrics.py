@@ -1,0 +1,120 @@
+"""Prometheus metrics: from the page through prometheus_client, in both of vLLM's registries."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from sipipe.observe.live import LivePage, Word
+from sipipe.observe.metrics import HELP, Collector, Reader, register
+from sipipe.observe.phases import Phase
+
+prometheus_client = pytest.importorskip("prometheus_client", reason="comes with vLLM")
+
+
+@pytest.fixture
+def page():
+    made = LivePage.create(stages=2, samplers=1, inflight=3)
+    stage = made.writer("stage", 1)
+    stage.phase(Phase.FORWARD, 0, 0, 1_000_000_000, 4, 4)
+    stage.phase(Phase.PREPARE, 1, 1_000_000_000, 1_500_000_000, 4, 4)
+    stage.phase(Phase.FORWARD, 1, 1_500_000_000, 2_500_000_000, 4, 4)
+    stage.phase(Phase.PREPARE, 2, 2_500_000_000, 2_600_000_000, 4, 4)
+    stage.phase(Phase.PREPARE, 3, 2_600_000_000, 2_700_000_000, 4, 4)
+    made.writer("sampler", 0).phase(Phase.SAMPLE, 0, 0, 4_000_000, 4, 4)
+    executor = made.writer("executor")
+    executor.add(Word.RESTARTS, 2)
+    executor.add(Word.FALLBACKS)
+    yield made
+    made.close()
+
+
+def scrape(registry) -> dict[str, float]:
+    """Values by name, then label values by alphabet of the labels."""
+    found = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            values = [value for _, value in sorted(sample.labels.items())]
+            found[" ".join([sample.name, *values])] = sample.value
+    prometheus_client.generate_latest(registry)
+    return found
+
+
+def test_scrape(page):
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(Collector(page.header.run))
+    found = scrape(registry)
+    # engine, (kind,) rank, stage
+    assert found["sipipe_stage_busy_seconds_total 0 0 1"] == 2
+    assert found["sipipe_bubble_seconds_total 0 intra_stage 0 1"] == pytest.approx(0.5)
+    assert found["sipipe_queue_depth 0 stage 1 inputs"] == 2
+    assert found["sipipe_fallbacks_total 0"] == 1
+    assert found["sipipe_restarts_total 0"] == 2
+    assert found["sipipe_sampler_seconds_per_sequence 0 0"] == pytest.approx(0.001)
+    assert 0 <= found["sipipe_stage_busy_ratio 0 0 1"] <= 1
+    names = {name.split(" ")[0].removesuffix("_total") for name in found}
+    assert names == set(HELP)
+
+
+def test_without_an_engine_there_are_no_metrics():
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(Collector("no such run"))
+    assert scrape(registry) == {}
+
+
+def test_a_new_engine_is_found_when_the_old_one_has_gone():
+    collector = Collector()
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(collector)
+    for restarts in (1, 2):
+        page = LivePage.create(stages=1, samplers=0)
+        page.writer("executor").add(Word.RESTARTS, restarts)
+        assert scrape(registry)["sipipe_restarts_total 0"] == restarts
+        page.close()
+
+
+def test_registering_twice_is_harmless(monkeypatch):
+    from sipipe.observe import metrics
+
+    monkeypatch.setattr(metrics, "_registered", None)
+    register()
+    register()
+    assert metrics._registered is not None
+    prometheus_client.REGISTRY.unregister(metrics._registered)
+
+
+def test_several_api_servers(tmp_path):
+    """The engine's process publishes files; another process collects them, as vLLM's do."""
+    engine = (
+        "from sipipe.observe.phases import Phase\n"
+        "from sipipe.observe.live import LivePage\n"
+        "from sipipe.observe.metrics import Publisher\n"
+        "page = LivePage.create(stages=1, samplers=0)\n"
+        "publisher = Publisher(page)\n"
+        "writer = page.writer('stage', 0)\n"
+        "writer.phase(Phase.FORWARD, 0, 0, 10**9, 1, 1); publisher.publish()\n"
+        "writer.phase(Phase.FORWARD, 1, 10**9, 3 * 10**9, 1, 1); publisher.publish()\n"
+        "publisher.publish()\n"
+        "import prometheus_client\n"
+        "from prometheus_client import multiprocess\n"
+        "registry = prometheus_client.CollectorRegistry()\n"
+        "multiprocess.MultiProcessCollector(registry)\n"
+        "print(prometheus_client.generate_latest(registry).decode())\n"
+        "assert publisher.start(); publisher.close(); page.close()\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", engine],
+        env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PATH": ""},
+        check=True, capture_output=True, text=True, timeout=120,
+    ).stdout  # fmt: skip
+    assert 'sipipe_stage_busy_seconds_total{engine="0",rank="0",stage="0"} 3.0' in shown
+    assert 'sipipe_stage_busy_ratio{engine="0"' in shown
+
+
+def test_ratio_is_kept_between_two_quick_looks(page):
+    reader = Reader()
+    first = {s.labels: s.value for s in reader.samples([page]) if s.name.endswith("busy_ratio")}
+    again = {s.labels: s.value for s in reader.samples([page]) if s.name.endswith("busy_ratio")}
+    assert first == again

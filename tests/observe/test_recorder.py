@@ -1,0 +1,318 @@
+"""Recording and reading back: threads, full buffers, damaged and foreign files, clocks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from sipipe.observe import recorder as recorder_module
+from sipipe.observe.clock import estimate_offset, record_offset
+from sipipe.observe.format import (
+    CLOCK,
+    CPU,
+    PACK,
+    RECORD,
+    SUFFIX,
+    Header,
+    TraceError,
+    encode_header,
+)
+from sipipe.observe.phases import Phase
+from sipipe.observe.recorder import NullRecorder, open_recorder
+from sipipe.tools.report.reader import read_trace
+
+
+def write(path, header, rows, tail=b""):
+    """A trace file made by hand; rows are (phase, iteration, start, end)."""
+    data = b"".join(PACK.pack(s, e, i, 1, 1, p, 0, 0) for p, i, s, e in rows)
+    path.write_bytes(encode_header(header) + data + tail)
+
+
+def test_round_trip(tmp_path):
+    directory = tmp_path / "made" / "as needed"
+    recorder = open_recorder(directory, "stage", 1, 2, stages=4, inflight=5, run="r", model="m")
+    rows = [(Phase.FORWARD, i, i % 5, 1000 * i, 1000 * i + 900, 7, 9) for i in range(1000)]
+    for row in rows:
+        recorder.record(*row)
+    recorder.close()
+    recorder.close()
+    trace = read_trace(directory)
+    assert not trace.warnings
+    (process,) = trace.processes
+    header = process.header
+    assert (header.role, header.index, header.rank, header.pid) == ("stage", 1, 2, os.getpid())
+    assert (header.stages, header.inflight, header.model, header.name) == (
+        4,
+        5,
+        "m",
+        "stage 1 rank 2",
+    )
+    assert trace.stages == 4
+    assert trace.inflight == 5
+    found = [
+        (r["phase"], r["iteration"], r["slot"], r["start_ns"], r["end_ns"], r["batch"], r["tokens"])
+        for r in process.records
+    ]
+    assert found == rows
+
+
+def test_without_directory_nothing_is_recorded(tmp_path):
+    recorder = open_recorder(None, "executor")
+    assert type(recorder) is NullRecorder
+    assert not recorder.enabled
+    recorder.record(Phase.SCHEDULE, 0, 0, 1, 2, batch=3, tokens=4)
+    recorder.clock(1, 2)
+    recorder.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_record_without_loss(tmp_path):
+    """Four threads, each more than a ring in all, while the spiller runs."""
+    recorder = open_recorder(tmp_path, "stage")
+    each = 20_000
+
+    def work(thread):
+        for i in range(each):
+            recorder.record(Phase.PREPARE, i, thread, thread * each + i, thread * each + i)
+            if i % 5000 == 4999:
+                recorder._spill()  # some other thread may spill at any time
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    lock = threading.Lock()
+    spill = type(recorder)._spill
+
+    def one_at_a_time(self):  # the rings have one reader: the test has to keep to that
+        with lock:
+            spill(self)
+
+    type(recorder)._spill = one_at_a_time
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        recorder.close()
+    finally:
+        type(recorder)._spill = spill
+    records = read_trace(tmp_path).processes[0].records
+    assert (np.sort(records["start_ns"]) == np.arange(4 * each)).all()
+    for thread in range(4):
+        own = records[records["slot"] == thread]
+        assert (own["iteration"] == np.arange(each)).all()
+        assert len(np.unique(own["thread"])) == 1
+
+
+def test_a_full_ring_drops_and_says_so(tmp_path, monkeypatch):
+    """The spiller does not get to run: the newest are dropped, and nobody waits."""
+    monkeypatch.setattr(recorder_module, "CAPACITY", 64)
+    monkeypatch.setattr(recorder_module, "_MASK", 63)
+    monkeypatch.setattr(recorder_module, "INTERVAL", 3600)
+    recorder = open_recorder(tmp_path, "sampler")
+    for i in range(100):
+        recorder.record(Phase.SAMPLE, i, 0, i, i + 1)
+    recorder._spill()
+    for i in range(100, 130):
+        recorder.record(Phase.SAMPLE, i, 0, i, i + 1)
+    recorder.close()
+    trace = read_trace(tmp_path)
+    (process,) = trace.processes
+    assert process.records["iteration"].tolist() == [*range(64), *range(100, 130)]
+    assert process.dropped == 36
+    assert "36 records dropped" in trace.warnings[0]
+
+
+def test_ring_wraps(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder_module, "CAPACITY", 64)
+    monkeypatch.setattr(recorder_module, "_MASK", 63)
+    monkeypatch.setattr(recorder_module, "INTERVAL", 3600)
+    recorder = open_recorder(tmp_path, "sampler")
+    for i in range(500):
+        recorder.record(Phase.SAMPLE, i, 0, i, i)
+        if i % 50 == 49:
+            recorder._spill()
+    recorder.close()
+    assert read_trace(tmp_path).processes[0].records["iteration"].tolist() == list(range(500))
+
+
+def test_a_killed_process_leaves_a_usable_file(tmp_path):
+    program = (
+        "import sys, time\n"
+        "from sipipe.observe.phases import Phase; from sipipe.observe.recorder import open_recorder\n"
+        "recorder = open_recorder(sys.argv[1], 'stage')\n"
+        "for i in range(100): recorder.record(Phase.FORWARD, i, 0, i, i + 1)\n"
+        "time.sleep(3 * 0.2)\n"
+        "print('recorded', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "recorded\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert len(read_trace(tmp_path).processes[0].records) == 100
+
+
+def test_a_process_that_ends_without_close_loses_nothing(tmp_path):
+    program = (
+        "import sys\n"
+        "from sipipe.observe.phases import Phase; from sipipe.observe.recorder import open_recorder\n"
+        "recorder = open_recorder(sys.argv[1], 'stage')\n"
+        "recorder.record(Phase.FORWARD, 1, 0, 1, 2)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    assert len(read_trace(tmp_path).processes[0].records) == 1
+
+
+def test_unwritable_directory_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TraceError, match="cannot write to") as caught:
+        open_recorder(tmp_path / "file" / "below", "stage")
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_and_foreign_files_get_one_line_each_and_the_rest_is_used(tmp_path):
+    good = Header(role="stage", stages=1, pid=1, host="h")
+    rows = [(Phase.FORWARD, i, 10 * i, 10 * i + 5) for i in range(10)]
+    write(tmp_path / f"a{SUFFIX}", good, rows)
+    write(tmp_path / f"cut{SUFFIX}", Header(role="sampler", host="h"), rows, tail=b"half a record")
+    (tmp_path / f"foreign{SUFFIX}").write_bytes(b"PNG and so on" * 10)
+    (tmp_path / f"empty{SUFFIX}").write_bytes(b"")
+    (tmp_path / f"header{SUFFIX}").write_bytes(encode_header(good)[:30])
+    newer = bytearray(encode_header(good))
+    newer[8] = 99
+    (tmp_path / f"newer{SUFFIX}").write_bytes(newer)
+    backwards = [*rows, (Phase.FORWARD, 10, 200, 100)]
+    write(tmp_path / f"backwards{SUFFIX}", Header(role="executor", host="h"), backwards)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "report.html").write_text("ours")
+    trace = read_trace(tmp_path)
+    assert [p.header.role for p in trace.processes] == ["executor", "stage", "sampler"]
+    assert [len(p.records) for p in trace.processes] == [10, 10, 10]
+    warnings = {os.path.basename(w.split(":")[0]): w for w in trace.warnings}
+    assert "cut off in the middle" in warnings[f"cut{SUFFIX}"]
+    assert "not a SiPipe trace" in warnings[f"foreign{SUFFIX}"]
+    assert "not a SiPipe trace" in warnings[f"empty{SUFFIX}"]
+    assert "damaged or cut off" in warnings[f"header{SUFFIX}"]
+    assert "trace format 99" in warnings[f"newer{SUFFIX}"]
+    assert "1 damaged" in warnings[f"backwards{SUFFIX}"]
+    assert "not a SiPipe trace" in warnings["notes.txt"]
+    assert len(warnings) == 7
+    assert not any("\n" in w for w in trace.warnings)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(lambda d: d / "missing", "no such directory"), (lambda d: d, "no trace files")],
+)
+def test_nothing_to_read_is_one_line(tmp_path, make, message):
+    with pytest.raises(TraceError, match=message):
+        read_trace(make(tmp_path))
+
+
+def test_only_the_latest_run_of_a_directory_is_read(tmp_path):
+    rows = [(Phase.FORWARD, 0, 0, 1)]
+    for run, at in (("old", 100), ("new", 200)):
+        for index in range(2):
+            header = Header(role="stage", index=index, run=run, realtime_ns=at, host="h")
+            write(tmp_path / f"{run}{index}{SUFFIX}", header, rows)
+    trace = read_trace(tmp_path)
+    assert {p.header.run for p in trace.processes} == {"new"}
+    assert "2 files of earlier runs" in trace.warnings[0]
+
+
+def test_clock_offsets_put_hosts_on_the_executors_clock(tmp_path):
+    """Offset 1,000,000 at the start, drifting to 1,000,100 over 1,000 ns."""
+    write(tmp_path / f"e{SUFFIX}", Header(role="executor", host="a"), [(Phase.SCHEDULE, 0, 0, 10)])
+    rows = [
+        (CLOCK, 50, 0, 1_000_000),  # the format keeps the offset where other records have their end
+        (Phase.FORWARD, 0, 0, 10),
+        (Phase.FORWARD, 1, 500, 510),
+        (CLOCK, 70, 1000, 1_000_100),
+        (Phase.FORWARD, 2, 2000, 2010),
+    ]
+    write(tmp_path / f"s{SUFFIX}", Header(role="stage", host="b"), rows)
+    stage = read_trace(tmp_path).of("stage")[0]
+    assert stage.records["start_ns"].tolist() == [1_000_000, 1_000_550, 1_002_100]
+    assert stage.clock_error_ns == 70_000
+
+
+def test_hosts_without_a_measured_offset_are_aligned_by_wall_clock(tmp_path):
+    a = Header(role="executor", host="a", monotonic_ns=1000, realtime_ns=1_000_000)
+    b = Header(role="stage", host="b", monotonic_ns=7000, realtime_ns=1_000_500)
+    write(tmp_path / f"e{SUFFIX}", a, [(Phase.SCHEDULE, 0, 0, 10)])
+    write(tmp_path / f"s{SUFFIX}", b, [(Phase.FORWARD, 0, 7000, 7010)])
+    trace = read_trace(tmp_path)
+    assert trace.of("stage")[0].records["start_ns"].tolist() == [1500]
+    assert "no clock offset recorded for b" in trace.warnings[0]
+
+
+def test_estimate_offset_is_within_its_error_however_lopsided_the_network():
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        true = int(rng.integers(-(10**12), 10**12))
+        clock = [10**9]
+
+        def now(clock=clock):
+            return clock[0]
+
+        def ask(clock=clock, true=true):
+            clock[0] += int(rng.integers(1, 2_000_000))  # there
+            answer = clock[0] + true
+            clock[0] += int(rng.integers(1, 50_000))  # and back
+            return answer
+
+        found = estimate_offset(ask, rounds=8, now=now)
+        assert abs(found.offset_ns - true) <= found.error_ns
+
+
+def test_record_offset_goes_into_the_file(tmp_path):
+    recorder = open_recorder(tmp_path, "stage")
+    found = record_offset(recorder, lambda: time.monotonic_ns() + 10**9)
+    recorder.record(Phase.FORWARD, 0, 0, 100, 200)
+    recorder.close()
+    process = read_trace(tmp_path).processes[0]
+    assert abs(process.clock_offset_ns - 10**9) <= found.error_ns + 1
+    assert process.records["start_ns"][0] == 100 + process.clock_offset_ns
+
+
+def test_cpu_time_is_sampled(tmp_path):
+    recorder = open_recorder(tmp_path, "stage")
+    until = time.process_time() + 0.05
+    while time.process_time() < until:
+        pass
+    recorder.close()
+    (process,) = read_trace(tmp_path).processes
+    assert process.cpu["cpu_ns"].sum() >= 45_000_000
+    assert CPU not in process.records["phase"]
+
+
+def test_record_layout_is_fixed():
+    """Files of other versions are read: the layout is part of the format."""
+    assert RECORD.itemsize == 32
+    assert [RECORD.fields[n][1] for n in RECORD.names] == [0, 8, 16, 20, 24, 28, 29, 30]
+    assert [p.name for p in Phase] == [
+        "SCHEDULE",
+        "DISPATCH",
+        "WAIT_SCHEDULING",
+        "PREPARE",
+        "WAIT_HIDDEN",
+        "FORWARD",
+        "SEND",
+        "LOGITS",
+        "HANDOVER",
+        "WAIT_LOGITS",
+        "SAMPLE",
+        "GATHER",
+        "UPDATE",
+    ]
+    assert [p.value for p in Phase] == list(range(13))

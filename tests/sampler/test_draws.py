@@ -1,0 +1,160 @@
+"""Draw frequencies against exact float64 probabilities: chi-square, seeds fixed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.sampler import naive
+from tests.sampler.support import bfloat16, draws, from_bfloat16
+from tests.sampler.test_filters import logits
+
+from sipipe.messages.params import SequenceParams
+from sipipe.sampler.state import SequenceColumns
+
+STRATEGIES = {
+    "temperature": {"temperature": 0.9},
+    "top_k": {"top_k": 20},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.05},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    "all": {
+        "temperature": 0.8,
+        "top_k": 50,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+    },
+    "large_top_k": {"top_k": 5000, "top_p": 0.99},
+}
+PROMPT, OUTPUT = [0, 1, 2, 3], [3, 4, 4, 5]
+
+
+def chi_square(tokens: np.ndarray, probabilities: np.ndarray) -> float:
+    """p-value of the observed tokens, rare ones pooled by likelihood to at least 8 expected."""
+    stats = pytest.importorskip("scipy.stats")
+    observed = np.bincount(tokens, minlength=probabilities.size).astype(float)
+    assert observed[probabilities == 0].sum() == 0  # nothing filtered is ever drawn
+    order = np.argsort(-probabilities, kind="stable")
+    expected = probabilities[order] * tokens.size
+    pool = np.floor(np.cumsum(expected) / 8).astype(int)
+    pool[expected >= 8] = np.arange((expected >= 8).sum())
+    pool[expected < 8] += tokens.size
+    _, pool = np.unique(pool, return_inverse=True)
+    e = np.bincount(pool, expected)
+    o = np.bincount(pool, observed[order])
+    if len(e) > 1 and e[-1] < 4:
+        e[-2] += e[-1]
+        o[-2] += o[-1]
+        e, o = e[:-1], o[:-1]
+    if len(e) == 1:
+        return 1.0
+    return float(stats.chisquare(o, e * o.sum() / e.sum()).pvalue)
+
+
+def check(x: np.ndarray, strategy: str, count: int, **options: object) -> None:
+    params = SequenceParams(**STRATEGIES[strategy])
+    exact = from_bfloat16(x) if x.dtype == np.uint16 else x
+    probabilities = naive.softmax(naive.processed_logits(exact, params, PROMPT, OUTPUT))
+    tokens = draws(x, params, count, prompt_token_ids=PROMPT, output_token_ids=OUTPUT, **options)
+    assert chi_square(tokens, probabilities) > 1e-4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
+@pytest.mark.parametrize("size", [7, 300, 6000])
+def test_frequencies(strategy: str, shape: str, size: int) -> None:
+    check(logits(shape, size), strategy, 4000, seed=size)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
+def test_frequencies_at_a_large_vocabulary(strategy: str, shape: str) -> None:
+    check(logits(shape, 200_000), strategy, 1024, seed=7)
+
+
+@pytest.mark.parametrize("strategy", ["temperature", "top_p", "all"])
+def test_frequencies_of_bfloat16(strategy: str) -> None:
+    check(bfloat16(logits("zipf", 3000)), strategy, 4000)
+
+
+@pytest.mark.parametrize("strategy", ["temperature", "penalties", "top_p", "all"])
+def test_frequencies_after_a_long_text(strategy: str) -> None:
+    """2,000 distinct seen tokens of 3,000: most draws come from beside the row."""
+    x = logits("zipf", 3000)
+    text = np.random.default_rng(0).permutation(3000)[:2000].tolist()
+    fields = {"repetition_penalty": 1.1, "presence_penalty": 0.3, **STRATEGIES[strategy]}
+    params = SequenceParams(**fields)
+    probabilities = naive.softmax(naive.processed_logits(x, params, text[:5], text))
+    tokens = draws(x, params, 4000, prompt_token_ids=text[:5], output_token_ids=text)
+    assert chi_square(tokens, probabilities) > 1e-4
+
+
+def over_rows(strategy: str, shape: str, size: int, batch: int, total: int) -> float:
+    """p-value of ``total`` draws, ``batch`` at a time, each row with logits of its own.
+
+    Counted by the token's place in its row's order of likelihood, which has an exact expectation in
+    every row. (Sums over different rows vary less than chi-square allows: large p-values mean
+    nothing, small ones do.)
+    """
+    stats = pytest.importorskip("scipy.stats")
+    params = SequenceParams(**STRATEGIES[strategy])
+    places = min(size, 64)
+    observed, expected = np.zeros(places + 1), np.zeros(places + 1)
+    for first in range(0, total, batch):
+        columns = SequenceColumns(size)
+        matrix = np.stack([logits(shape, size, first + i) for i in range(batch)])
+        for i in range(batch):
+            own = SequenceParams(**{**STRATEGIES[strategy], "seed": first + i})
+            columns.join(i, own, PROMPT, OUTPUT)
+        result = columns.sample(range(batch), matrix)
+        assert not result.errors
+        for i, token in enumerate(result.token_ids.tolist()):
+            p = naive.softmax(naive.processed_logits(matrix[i], params, PROMPT, OUTPUT))
+            assert p[token] > 0
+            order = np.argsort(-p, kind="stable")
+            place = int(np.flatnonzero(order == token)[0])
+            observed[min(place, places)] += 1
+            expected[:places] += p[order[:places]]
+            expected[places] += p[order[places:]].sum()
+    pool = np.minimum(np.floor(np.cumsum(expected) / 10), expected.sum() // 10 - 1).astype(int)
+    _, pool = np.unique(pool, return_inverse=True)
+    o, e = np.bincount(pool, observed), np.bincount(pool, expected)
+    return float(stats.chisquare(o, e * o.sum() / e.sum()).pvalue) if len(e) > 1 else 1.0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("shape", "batch"), [("flat", 1024), ("tied", 1024), ("zipf", 1)])
+def test_frequencies_over_different_rows(strategy: str, shape: str, batch: int) -> None:
+    assert over_rows(strategy, shape, 300, batch, 1024) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["temperature", "top_p", "all"])
+@pytest.mark.parametrize("shape", ["flat", "zipf"])
+def test_frequencies_of_1024_rows_of_200000(strategy: str, shape: str) -> None:
+    assert over_rows(strategy, shape, 200_000, 1024, 1024) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
+def test_many_draws_of_a_real_vocabulary(strategy: str, shape: str) -> None:
+    check(logits(shape, 151_936), strategy, 20_000)
+
+
+def test_a_long_sequence_draws_independently() -> None:
+    """Successive positions of one seed are as good as seeds."""
+    x = logits("zipf", 300).reshape(1, -1)
+    columns = SequenceColumns(300)
+    columns.join(0, SequenceParams(seed=11))
+    tokens = []
+    for _ in range(3000):
+        token = int(columns.sample([0], x).token_ids[0])
+        columns.append(0, token)
+        tokens.append(token)
+    assert chi_square(np.array(tokens), naive.softmax(x[0])) > 1e-4
+    pairs = np.array(tokens[:-1]) * 300 + np.array(tokens[1:])
+    joint = np.outer(naive.softmax(x[0]), naive.softmax(x[0])).reshape(-1)
+    assert chi_square(pairs, joint) > 1e-4

@@ -1,0 +1,187 @@
+"""Block operations and the random numbers against slow twins."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import pytest
+from tests.sampler.support import bfloat16, from_bfloat16
+
+from sipipe.messages.params import derive_seed
+from sipipe.sampler.kernels import blocks, lists
+from sipipe.sampler.kernels.layouts import transpose
+from sipipe.sampler.kernels.philox import philox4x32, uniform
+
+SHOWN = np.zeros(64, np.uint32)
+
+
+@numba.njit
+def _max(x, at, hidden, word):
+    return blocks.block_max(x, at, hidden, word)
+
+
+@numba.njit
+def _exp(x, at, top, scale, y):
+    return blocks.block_exp(x, at, top, scale, y)
+
+
+@numba.njit
+def _exp_sum(x, at, hidden, word, top, scale):
+    return blocks.block_exp_sum(x, at, hidden, word, top, scale)
+
+
+@numba.njit
+def _gather(x, at, hidden, word, first, threshold, ids, values, count):
+    return blocks.block_gather(x, at, hidden, word, first, threshold, ids, values, count)
+
+
+@numba.njit
+def _count(x, at, hidden, word, shift, offset, threshold):
+    return blocks.block_count(x, at, hidden, word, shift, offset, threshold)
+
+
+@numba.njit
+def _penalize(values, at, counts, first, repetition, inverse, frequency, presence):
+    lists.list_penalize(values, at, counts, first, repetition, inverse, frequency, presence)
+
+
+@numba.njit
+def _mass(values, weights, at, threshold):
+    return lists.list_mass(values, weights, at, threshold)
+
+
+def stored(dtype: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(the array kernels read, its values as float32), 1,000 of them."""
+    x = (np.random.default_rng(seed).normal(size=1000) * 5).astype(np.float32)
+    x[::17] = -np.inf
+    if dtype == "bfloat16":
+        return bfloat16(x), from_bfloat16(bfloat16(x))
+    if dtype == "float16":
+        return x.astype(np.float16).view(np.int16), x.astype(np.float16).astype(np.float32)
+    return x, x
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("at", [0, 3, 700])
+@pytest.mark.parametrize("masked", [False, True])
+def test_blocks(dtype: str, at: int, masked: bool) -> None:
+    x, values = stored(dtype)
+    hidden = SHOWN
+    block = values[at : at + 256]
+    if masked:
+        hidden = np.random.default_rng(at).integers(0, 2**32, 64, dtype=np.uint64)
+        hidden = hidden.astype(np.uint32)
+        bits = (hidden[5:13, None] >> np.arange(32, dtype=np.uint32)) & 1
+        block = np.where(bits.reshape(-1) == 1, np.float32(-np.inf), block)
+    assert _max(x, at, hidden, 5) == (block.max(), False)
+    top, scale = np.float32(block.max()), np.float32(1.4426950408889634)
+    exact = np.exp(block.astype(float) - float(top))
+    assert _exp_sum(x, at, hidden, 5, top, scale) == pytest.approx(exact.sum(), rel=1e-6)
+    ids, kept = np.zeros(600, np.int32), np.zeros(600, np.float32)
+    threshold = np.float32(2.0)
+    count = _gather(x, at, hidden, 5, 5000, threshold, ids, kept, 7)
+    where = np.flatnonzero(block >= threshold)
+    np.testing.assert_array_equal(ids[7:count], where + 5000)
+    np.testing.assert_array_equal(kept[7:count], block[where])
+    scores = (block - np.float32(1.5)) - np.float32(0.25)
+    counted = _count(x, at, hidden, 5, np.float32(1.5), np.float32(0.25), np.float32(-1))
+    assert counted == (scores >= -1).sum()
+
+
+@pytest.mark.parametrize("where", [0, 15, 16, 255])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_nan_is_found_anywhere_but_behind_a_mask(where: int, dtype: str) -> None:
+    x, _ = stored(dtype)
+    x = x[:256].copy()
+    x[where] = {"float32": np.nan, "bfloat16": 0xFFC1, "float16": 0x7E01}[dtype]
+    assert _max(x, 0, SHOWN, 0)[1]
+    hidden = np.zeros(8, np.uint32)
+    hidden[where // 32] = np.uint32(1) << np.uint32(where % 32)
+    assert not _max(x, 0, hidden, 0)[1]
+
+
+def test_penalties_round_as_float32_steps() -> None:
+    rng = np.random.default_rng(0)
+    values = (rng.normal(size=300) * 4).astype(np.float32)
+    counts = rng.integers(0, 4, 300).astype(np.int32)
+    repetition, frequency, presence = np.float32(1.3), np.float32(0.7), np.float32(-0.3)
+    inverse = np.float32(1) / repetition
+    expected = values.copy()
+    for i in range(40, 296):
+        expected[i] *= inverse if expected[i] > 0 else repetition
+        if counts[i - 5] > 0:
+            expected[i] -= frequency * np.float32(counts[i - 5])
+            expected[i] -= presence
+    _penalize(values, 40, counts, 35, repetition, inverse, frequency, presence)
+    np.testing.assert_array_equal(values, expected)
+
+
+def test_mass_above_a_threshold() -> None:
+    values = np.random.default_rng(0).normal(size=300).astype(np.float32)
+    weights = np.exp(values)
+    mass, count = _mass(values, weights, 30, np.float32(0.5))
+    kept = values[30:286] >= 0.5
+    assert count == kept.sum()
+    assert mass == pytest.approx(weights[30:286][kept].sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.uint16, np.int16])
+@pytest.mark.parametrize("count", [3, 16])
+def test_transposition(kind: type, count: int) -> None:
+    x = (np.arange(53 * 40) % 30_000).astype(kind).reshape(53, 40)
+    rows = np.zeros((count, 64), kind)
+    transpose(x.reshape(-1), 40, 53, 5, count, rows.reshape(-1), 64)
+    np.testing.assert_array_equal(rows[:, :53], x[:, 5 : 5 + count].T)
+    assert not rows[:, 53:].any()
+
+
+def test_exponentials_are_exact_to_float32() -> None:
+    x = np.linspace(-90, 0, 256, dtype=np.float32)
+    x[0] = -np.inf
+    y = np.zeros(256, np.float32)
+    _exp(x, 0, np.float32(0), np.float32(1.4426950408889634), y)
+    exact = np.exp(x.astype(float))
+    normal = exact > 2.0**-125
+    np.testing.assert_allclose(y[normal], exact[normal], rtol=1e-5)  # exponent rounds at -90
+    near = x > -1
+    np.testing.assert_allclose(y[near], exact[near], rtol=2.5e-7)
+    assert y[0] == 0
+    assert y[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "answer"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (
+            (0xFFFFFFFF,) * 4,
+            (0xFFFFFFFF,) * 2,
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(counter: tuple, key: tuple, answer: tuple) -> None:
+    """The vectors published with the generator (Random123)."""
+    words = philox4x32(*(np.uint64(word) for word in (*counter, *key)))
+    assert tuple(int(word) for word in words) == answer
+
+
+def test_uniform() -> None:
+    drawn = np.array([uniform(np.uint64(2**64 - 1), np.int64(i)) for i in range(4000)])
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    assert abs(drawn.mean() - 0.5) < 0.02
+    assert uniform(np.uint64(3), np.int64(9)) == uniform(np.uint64(3), np.int64(9))
+    assert uniform(np.uint64(4), np.int64(9)) != uniform(np.uint64(3), np.int64(9))
+
+
+def test_derived_seeds_are_fixed() -> None:
+    assert derive_seed(0, "a") == derive_seed(0, "a")
+    assert len({derive_seed(e, f"{r}") for e in range(10) for r in range(100)}) == 1000
+    assert derive_seed(1, "2") != derive_seed(12, "")
+    assert 0 <= derive_seed(0, "cmpl-1") < 2**64

@@ -1,0 +1,111 @@
+"""The same logits in other dtypes, layouts, shards and widths give the same tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.sampler.support import bfloat16, from_bfloat16
+from tests.sampler.test_filters import logits
+
+from sipipe.messages.params import SequenceParams
+from sipipe.sampler.state import SequenceColumns
+from sipipe.sampling import sample
+
+V, B = 1537, 37
+PARAMS = [
+    SequenceParams(temperature=0.0),
+    SequenceParams(seed=1),
+    SequenceParams(top_k=9, repetition_penalty=1.3, seed=2),
+    SequenceParams(top_p=0.9, frequency_penalty=0.2, seed=3),
+    SequenceParams(min_p=0.1, seed=4),
+    SequenceParams(top_k=1000, seed=5),
+    SequenceParams(allowed_token_ids=[3, 4, 5, 1536], seed=6),
+]
+
+
+def matrix(dtype: str) -> np.ndarray:
+    x = np.stack([logits("zipf", V, i) for i in range(B)])
+    if dtype == "bfloat16":
+        return bfloat16(x)
+    return x.astype(np.float16) if dtype == "float16" else x
+
+
+def joined() -> SequenceColumns:
+    columns = SequenceColumns(V)
+    for i in range(B):
+        columns.join(i, PARAMS[i % len(PARAMS)], [i, 5, 6], [7, 7, i])
+    return columns
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_layouts_agree(dtype: str) -> None:
+    x = matrix(dtype)
+    columns = joined()
+    words = np.full((2, -(-V // 32)), -1, np.int32)
+    words[1, 5:] = 0
+    masks = {"bitmask": words, "bitmask_rows": [(-1, 0, 1)[i % 3] for i in range(B)]}
+    expected = columns.sample(range(B), x, **masks)
+    assert not expected.errors
+    assert all(expected.token_ids[i] < 160 for i in range(2, B, 3))
+    wide = np.zeros((B, V + 100), x.dtype)
+    wide[:, :V] = x
+    wide[:, V:] = x.max()  # padding must not be drawn
+    shards = np.zeros((3, B, 513), x.dtype)
+    for s in range(3):
+        part = x[:, s * 513 : (s + 1) * 513]
+        shards[s, :, : part.shape[1]] = part
+    for name, given, layout in (
+        ("columns", np.ascontiguousarray(x.T), "columns"),
+        ("padded", wide, "rows"),
+        ("sliced", wide[:, :V], "rows"),
+        ("padded columns", np.ascontiguousarray(wide.T), "columns"),
+        ("shards", shards, "rows"),
+    ):
+        got = columns.sample(range(B), given, layout=layout, **masks)
+        np.testing.assert_array_equal(got.token_ids, expected.token_ids, err_msg=name)
+    order = np.random.default_rng(0).permutation(B)
+    some = order[:20]
+    masks["bitmask_rows"] = [masks["bitmask_rows"][i] for i in some]
+    got = columns.sample(some, np.ascontiguousarray(x.T), some, layout="columns", **masks)
+    np.testing.assert_array_equal(got.token_ids, expected.token_ids[some])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 15, 16, 17, 33])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_columns_of_any_number(batch: int, dtype: str) -> None:
+    """Windows of 16 columns: fewer, exactly one, one that overlaps; all of them, and some."""
+    x = matrix(dtype)[:batch]
+    columns = joined()
+    expected = columns.sample(range(batch), x).token_ids
+    across = np.ascontiguousarray(x.T)
+    got = columns.sample(range(batch), across, layout="columns").token_ids
+    np.testing.assert_array_equal(got, expected)
+    some = np.random.default_rng(batch).permutation(batch)[: (batch + 1) // 2]
+    got = columns.sample(some, across, some, layout="columns").token_ids
+    np.testing.assert_array_equal(got, expected[some])
+
+
+def test_nobody_to_draw_for() -> None:
+    for given, layout in ((np.zeros((0, V)), "rows"), (np.zeros((V, 3)), "columns")):
+        drawn = joined().sample([], given.astype(np.float32), layout=layout)
+        assert drawn.token_ids.shape == (0,)
+
+
+def test_bfloat16_draws_as_its_float32_values() -> None:
+    bits = matrix("bfloat16")
+    np.testing.assert_array_equal(
+        joined().sample(range(B), bits).token_ids,
+        joined().sample(range(B), from_bfloat16(bits)).token_ids,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_torch_tensors(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.from_numpy(matrix("float32")).to(getattr(torch, dtype))
+    array = tensor.float().numpy()
+    params = [PARAMS[i % len(PARAMS)] for i in range(B)]
+    np.testing.assert_array_equal(sample(tensor, params), sample(array, params))
+    np.testing.assert_array_equal(
+        sample(tensor.T.contiguous(), params, layout="columns"), sample(array, params)
+    )

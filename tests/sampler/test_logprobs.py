@@ -1,0 +1,134 @@
+"""Logprobs, ranks and their modes against torch and the naive twin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.sampler import naive
+from tests.sampler.support import bitmask
+from tests.sampler.test_filters import SHAPES, logits
+
+from sipipe.messages.params import SequenceParams
+from sipipe.sampler.state import SequenceColumns
+from sipipe.sampling import sample_with_logprobs
+
+MODES = ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+PARAMS = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_k": 10, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"top_p": 0.8, "presence_penalty": 0.5},
+    {"min_p": 0.05, "temperature": 1.5},
+    {"allowed_token_ids": [1, 2, 5, 6]},
+]
+PROMPT, OUTPUT = [0, 1, 2], [2, 3]
+
+
+def scores(x: np.ndarray, params: SequenceParams, mode: str) -> np.ndarray:
+    """What vLLM's sampler would hand to its gathering of logprobs."""
+    if mode.startswith("raw"):
+        row = x.astype(np.float32)
+    else:
+        row = naive.processed_logits(x, params, PROMPT, OUTPUT)
+    return naive.log_softmax(row) if mode.endswith("logprobs") else row.astype(float)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", ["peaked", "zipf", "tied"])
+@pytest.mark.parametrize("given", PARAMS, ids=str)
+@pytest.mark.parametrize(("size", "wanted"), [(7, 3), (700, 1), (700, 5), (700, 600), (700, -1)])
+def test_modes(mode: str, shape: str, given: dict, size: int, wanted: int) -> None:
+    x = logits(shape, size)
+    params = SequenceParams(**given, logprobs=wanted, seed=3)
+    tokens, found = sample_with_logprobs(
+        x.reshape(1, -1),
+        params,
+        prompt_token_ids=[PROMPT],
+        output_token_ids=[OUTPUT],
+        logprobs_mode=mode,
+    )
+    token = int(tokens[0])
+    row = found[0]
+    expected = scores(x, params, mode)
+    k = size if wanted == -1 else wanted
+    assert row.token_ids.shape == row.logprobs.shape == (1 + k,)
+    assert row.token_ids[0] == token
+    np.testing.assert_allclose(row.logprobs[0], expected[token], rtol=1e-5, atol=2e-6)
+    assert len(set(row.token_ids[1:].tolist())) == k
+    np.testing.assert_allclose(row.logprobs[1:], expected[row.token_ids[1:]], rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(row.logprobs[1:], np.sort(expected)[::-1][:k], rtol=1e-5, atol=2e-6)
+    if shape != "tied" or mode.startswith("raw"):
+        rounded = expected.astype(np.float32)
+        slack = 1e-6 * max(1.0, abs(float(rounded[token])))
+        low = (rounded >= rounded[token] + slack).sum()
+        high = (rounded >= rounded[token] - slack).sum()
+        assert low <= row.rank <= high
+
+
+def test_equal_scores_are_listed_by_token_id() -> None:
+    x = np.zeros((1, 600), np.float32)
+    x[0, [500, 20, 300]] = 1.0
+    _, found = sample_with_logprobs(x, SequenceParams(temperature=0.0, logprobs=5))
+    assert found[0].token_ids.tolist() == [20, 20, 300, 500, 0, 1]
+    assert found[0].rank == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_named_tokens(mode: str) -> None:
+    x = logits("zipf", 700)
+    params = SequenceParams(top_k=5, seed=1, logprob_token_ids=[650, 3, 3, 0])
+    tokens, found = sample_with_logprobs(x.reshape(1, -1), params, logprobs_mode=mode)
+    expected = scores(x, params, mode)
+    ids = [int(tokens[0]), 650, 3, 3, 0]
+    assert found[0].token_ids.tolist() == ids
+    np.testing.assert_allclose(found[0].logprobs, expected[ids], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("wanted", [0, 4, -1])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+def test_raw_scores_are_after_the_grammar_and_before_all_else(mode: str, wanted: int) -> None:
+    x = logits("zipf", 700)
+    allowed = np.arange(700) % 3 == 0
+    x[1] = np.nan  # behind the grammar
+    columns = SequenceColumns(700, logprobs_mode=mode)
+    params = SequenceParams(
+        logprobs=wanted,
+        seed=5,
+        repetition_penalty=1.5,
+        logit_bias={9: 3.0},
+        allowed_token_ids=list(range(0, 700, 2)),
+        bad_words_token_ids=[[6]],
+    )
+    columns.join(0, params, [0, 3], [12])
+    result = columns.sample([0], x.reshape(1, -1), bitmask=bitmask(allowed))
+    row, token = result.logprobs[0], int(result.token_ids[0])
+    assert token % 6 == 0
+    masked = np.where(allowed, x, -np.inf)
+    expected = naive.log_softmax(masked) if mode == "raw_logprobs" else masked
+    np.testing.assert_allclose(row.logprobs, expected[row.token_ids], rtol=1e-5, atol=2e-6)
+    assert row.rank == (expected >= expected[token]).sum()
+    best = np.sort(expected)[::-1][: len(row.logprobs) - 1]
+    np.testing.assert_allclose(row.logprobs[1:], best, rtol=1e-5, atol=2e-6)
+
+
+def test_rows_ask_for_what_they_like() -> None:
+    x = np.stack([logits(shape, 700) for shape in SHAPES])
+    params = [SequenceParams(logprobs=k, seed=k or 0) for k in (None, 0, 4, 2)]
+    tokens, found = sample_with_logprobs(x, params)
+    assert sorted(found) == [1, 2, 3]
+    assert [len(found[i].token_ids) for i in (1, 2, 3)] == [1, 5, 3]
+    np.testing.assert_array_equal([found[i].token_ids[0] for i in (1, 2, 3)], tokens[1:])
+
+
+@pytest.mark.parametrize("size", [500, 30_000])
+def test_against_torch(size: int) -> None:
+    torch = pytest.importorskip("torch")
+    x = logits("zipf", size)
+    lp = torch.from_numpy(x).log_softmax(-1)
+    values, _ = lp.topk(20)
+    tokens, found = sample_with_logprobs(
+        torch.from_numpy(x).reshape(1, -1), SequenceParams(logprobs=20, seed=8)
+    )
+    np.testing.assert_allclose(found[0].logprobs[1:], values.numpy(), rtol=1e-5, atol=1e-5)
+    assert abs(found[0].rank - int((lp >= lp[int(tokens[0])]).sum())) <= 1

@@ -1,0 +1,135 @@
+"""Bias, bans, grammars, min tokens, thinking: against the naive twin and vLLM's own state."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tests.sampler.support import bitmask
+from tests.sampler.test_filters import logits
+
+from sipipe.messages.params import SequenceParams
+from sipipe.sampler.state import SequenceColumns
+from sipipe.sampler.thinking import ThinkingBudget
+
+V = 600
+
+
+def greedy(row: np.ndarray, params: SequenceParams, output=(), prompt=(), **options) -> int:
+    columns = SequenceColumns(V, **options.pop("state", {}))
+    columns.join(0, params, prompt, output)
+    result = columns.sample([0], row.reshape(1, -1), **options)
+    assert not result.errors
+    return int(result.token_ids[0])
+
+
+def mask(*tokens: int) -> np.ndarray:
+    return bitmask(np.isin(np.arange(V), tokens))
+
+
+def test_grammar() -> None:
+    row = logits("zipf", V)
+    order = np.argsort(-row, kind="stable")
+    allowed = sorted(int(t) for t in order[[50, 300, 599]])
+    params = SequenceParams(temperature=0.0)
+    assert greedy(row, params, bitmask=mask(*allowed)) == order[50]
+    assert greedy(row, params, bitmask=mask(*allowed), bitmask_rows=[-1]) == order[0]
+    listed = SequenceParams(temperature=0.0, allowed_token_ids=[int(order[300]), 5, 6])
+    assert greedy(row, listed, bitmask=mask(*allowed)) == order[300]
+
+
+def test_nan_behind_a_mask_does_no_harm() -> None:
+    row = logits("zipf", V)
+    row[7] = np.nan
+    assert greedy(row, SequenceParams(temperature=0.0), bitmask=mask(3, 4)) in (3, 4)
+
+
+def test_a_grammar_that_can_only_stop_overrides_min_tokens() -> None:
+    row = logits("zipf", V)
+    params = SequenceParams(temperature=0.0, min_tokens=9, all_stop_token_ids=[4, 5])
+    assert greedy(row, params, bitmask=mask(4, 5)) == (4 if row[4] >= row[5] else 5)
+    assert greedy(row, params, bitmask=mask(4, 5, 6)) == 6
+    banned = SequenceParams(
+        temperature=0.0, min_tokens=9, all_stop_token_ids=[4, 5], bad_words_token_ids=[[4]]
+    )
+    assert greedy(row, banned, bitmask=mask(4, 5)) == 5
+
+
+def test_min_tokens_end() -> None:
+    row = np.zeros(V, np.float32)
+    row[9] = 1
+    params = SequenceParams(temperature=0.0, min_tokens=2, all_stop_token_ids=[9])
+    assert [greedy(row, params, [1] * n) for n in range(4)] == [0, 0, 9, 9]
+
+
+def test_bad_words_follow_the_output() -> None:
+    row = np.zeros(V, np.float32)
+    row[3] = 1
+    columns = SequenceColumns(V)
+    params = SequenceParams(temperature=0.0, bad_words_token_ids=[[1, 2, 3], [8]])
+    columns.join(0, params, [1, 2])  # the prompt does not count
+    drawn = []
+    for token in (1, 2, 2, 1, 2):
+        drawn.append(int(columns.sample([0], row.reshape(1, -1)).token_ids[0]))
+        columns.append(0, token)
+    drawn.append(int(columns.sample([0], row.reshape(1, -1)).token_ids[0]))
+    assert drawn == [3, 3, 0, 3, 3, 0]
+
+
+def test_thinking_budget_counts() -> None:
+    budget = ThinkingBudget(2, [7], [8, 9], [1])
+    forced = []
+    for token in (5, 7, 1, 2, 8, 9, 3, 7, 8, 9, 4):
+        forced.append(budget.forced)
+        budget.observe(token)
+    assert forced == [-1, -1, -1, -1, 8, 9, -1, -1, -1, -1, -1]
+    assert ThinkingBudget(0, [7], [8], [7]).forced == 8
+    assert ThinkingBudget(3, [7], [8], [7, 1, 1]).forced == -1
+    assert ThinkingBudget(2, [7], [8], [7, 1, 1]).forced == 8
+
+
+def test_force_is_stronger_than_any_mask() -> None:
+    """As in vLLM, whose thinking budget comes last."""
+    reasoning = {"reasoning_start_token_ids": [7], "reasoning_end_token_ids": [8]}
+    row = logits("zipf", V)
+    for given in ({}, {"temperature": 0.0}, {"top_p": 0.5, "repetition_penalty": 1.5}):
+        params = SequenceParams(
+            thinking_token_budget=0, bad_words_token_ids=[[8]], logit_bias={8: -50.0}, **given
+        )
+        options = {"state": reasoning, "bitmask": mask(3, 4)}
+        assert greedy(row, params, prompt=[7], **options) == 8
+        assert greedy(np.full(V, -np.inf, np.float32), params, prompt=[7], state=reasoning) == 8
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("budget", [0, 1, 3, 6])
+@pytest.mark.parametrize("end", [[8], [8, 9]])
+@pytest.mark.parametrize("prompt", [[1, 2], [1, 7], [7, 1, 2, 3], [7, 1, 8, 9, 5]])
+def test_thinking_budget_against_vllm(budget: int, end: list, prompt: list) -> None:
+    """Random streams that obey what is forced, as a sampler's do."""
+    pytest.importorskip("vllm")
+    torch = pytest.importorskip("torch")
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+    config = SimpleNamespace(reasoning_start_token_ids=[7], reasoning_end_token_ids=end)
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        holder = ThinkingBudgetStateHolder(config, 4, 0, torch.device("cpu"), False)
+        output: list[int] = []
+        params = SimpleNamespace(thinking_token_budget=budget)
+        holder.sync_batch(
+            SimpleNamespace(removed=[], added=[(0, params, prompt, output)], moved=[])
+        )
+        ours = ThinkingBudget(budget, [7], end, prompt)
+        thinking = ours.thinking
+        for _ in range(30):
+            holder.update_state([output], None)
+            forced = holder.apply_to_logits(torch.zeros(1, 20), False, None)[0]
+            theirs = int(forced.argmax()) if forced.max() > 0 else -1
+            assert ours.forced == theirs, (seed, output)
+            choices = [1, 2, 3, 7] + ([8] if thinking and len(end) == 1 else [])
+            token = theirs if theirs >= 0 else int(rng.choice(choices))
+            output.append(token)
+            ours.observe(token)
+            thinking = ours.thinking

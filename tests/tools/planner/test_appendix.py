@@ -1,0 +1,119 @@
+"""The paper's appendix, symbol by symbol, against the model and against what it should say.
+
+``printed_…`` is the formula as it stands in the paper; ``right_…`` is derived in docs/planner.md.
+Symbols as there: L layers, C time of one layer for the tokens of one microbatch on one device, N
+devices, a launch delay, q bytes of one microbatch's hidden states, B1 and B2 bandwidths inside and
+between hosts, b sequences, m microbatches, n hosts.
+"""
+
+import dataclasses
+import math
+
+import pytest
+
+from sipipe.tools.planner import hardware
+from sipipe.tools.planner.pipeline import iterate
+from sipipe.tools.planner.placement import place
+from sipipe.tools.planner.workload import Microbatch
+
+L, C, A, Q, B1, B2 = 80, 1.0e-3, 10e-6, 2.0e6, 360e9, 44e9
+PER_HOST = 8
+
+
+def all_reduce(ranks, bandwidth):
+    return 0.0 if ranks == 1 else A * math.log2(ranks) + 2 * (ranks - 1) / ranks * Q / bandwidth
+
+
+def right_stage(p, t):
+    """Seconds of one microbatch on one stage, hand-over included, blocking on both sides."""
+    reduce = all_reduce(t, B1 if t <= PER_HOST else B2)
+    return L * C / (p * t) + 2 * L / p * reduce
+
+
+def right_hops(p, t):
+    """p - 1 hops, of which those between the hosts' last and first stages cross."""
+    crossing = max(0, p * t // PER_HOST - 1) if t <= PER_HOST else 0
+    return crossing * Q / B2 + (p - 1 - crossing) * Q / B1
+
+
+def printed_multi_host_throughput(b, m, p, t):
+    n = p * t
+    return (b / m) / (L * C / n + Q / B2 + 2 * L * (A * math.log2(n) + 2 * Q / B2))
+
+
+@pytest.fixture
+def model(given_costs):
+    """The planner's loop with nothing but computation, all-reduce and hops."""
+
+    def run(p, t, inflight=None):
+        return loop(given_costs([right_stage(p, t)] * p), p, t, inflight)
+
+    return run
+
+
+def loop(costs, p, t, inflight):
+    ideal = dataclasses.replace(hardware.engine("sipipe"), variation=0.0, exposed=1.0)
+    placement = place(L, p, t, PER_HOST)
+    costs.hop = lambda stage, work: 0.0 if stage.is_last else Q / (B2 if stage.crosses else B1)
+    work = Microbatch(batch=64, tokens=64, context=100)
+    return iterate(costs, ideal, placement, work, inflight=inflight or p, samplers=1)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
+def test_delay_of_one_pass(model, p):
+    """D(p, t) = L C / t + 2 L (all-reduce among t) + hops: the round trip of the loop."""
+    t = 16 // p
+    expected = L * C / t + 2 * L * all_reduce(t, B1 if t <= 8 else B2) + right_hops(p, t)
+    assert model(p, t).round_trip == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_throughput_with_one_microbatch_more_than_stages(model, p):
+    """T(p, t) = (b/m) / stage once the hops are hidden by a microbatch more."""
+    found = model(p, 16 // p, inflight=p + 1)
+    assert found.period == pytest.approx(right_stage(p, 16 // p))
+
+
+def test_delay_is_not_the_reciprocal_of_throughput(model):
+    """Slip 4: D = b / T. One over T is the time per token of the whole deployment."""
+    found = model(4, 4)
+    throughput = found.microbatch.batch / found.period
+    assert found.delay == pytest.approx(4 * found.microbatch.batch / throughput)
+
+
+def test_the_printed_multi_host_formula_contradicts_the_papers_conclusion():
+    """Slip 6: without 1/p, log t and B1 on the all-reduce, no pipeline can beat p = 1."""
+    b, m = 1024, 1  # the same numerator, so that only the denominator differs
+    printed = {p: printed_multi_host_throughput(b, m, p, 16 // p) for p in (1, 2, 4, 8, 16)}
+    assert len({round(value, 6) for value in printed.values()}) == 1
+    right = {p: 1 / right_stage(p, 16 // p) for p in (1, 2, 4)}
+    assert right[4] > right[2] > 3 * right[1]
+
+
+def test_hops_of_a_hybrid_are_p_minus_one_and_not_n_minus_one():
+    """Slip 5: the printed D counts (n - 1) + (N - n) = N - 1 hops for any p."""
+    placement = place(L, 4, 4, PER_HOST)
+    crossing = placement.crossings
+    inside = len(placement.stages) - 1 - crossing
+    assert (crossing, inside) == (1, 2)
+    assert place(L, 16, 1, PER_HOST).crossings == 1  # pure pipeline: N - 1 hops, as printed
+
+
+@pytest.mark.parametrize(("t", "factor"), [(2, 2.0), (4, 4 / 3), (8, 8 / 7), (16, 16 / 15)])
+def test_the_printed_bandwidth_term_is_too_large(t, factor):
+    """Slip 3: 2 q / B where a ring moves 2 (t - 1) / t q: twice too much at t = 2."""
+    moved = 2 * (t - 1) / t * Q
+    assert 2 * Q / moved == pytest.approx(factor)
+
+
+def test_pipelines_do_not_add_throughput_where_weights_are_the_cost():
+    """Not a slip, a limit of insight 1: reading the weights costs every microbatch the same, so
+    at a given number of sequences p stages read them p times and gain nothing."""
+    weights, bandwidth, sequences = 140e9, 3e12, 512
+
+    def rate(p, t):
+        stage = weights / (p * t) / bandwidth
+        return (sequences / p) / stage
+
+    assert rate(8, 1) == pytest.approx(rate(1, 1))
+    assert rate(1, 8) == pytest.approx(8 * rate(1, 1))

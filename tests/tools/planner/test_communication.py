@@ -1,0 +1,94 @@
+"""Communication volume and time, and the paper's claim about doubling the pipeline."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sipipe.tools.planner import hardware
+from sipipe.tools.planner.communication import all_reduce_seconds, hop_seconds, volume_per_device
+from sipipe.tools.planner.hardware import Cluster
+from sipipe.tools.planner.placement import place
+
+degrees = st.sampled_from([1, 2, 4, 8, 16, 32])
+
+
+def paper_volume(layers, p, t):
+    """C(p, t) / (B H) as printed in the paper's background section."""
+    return 4 * layers * (t - 1) / (p * t) + p - 1
+
+
+@given(st.integers(8, 200), degrees, st.sampled_from([2, 4, 8, 16, 32]))
+def test_doubling_the_pipeline_more_than_halves_the_volume(layers, p, t):
+    """C(p, t) > 2 C(2p, t/2) wherever p^2 t < 4N, as the paper says; in fact wherever p t < 4N."""
+    once = volume_per_device(layers, 1, 1, p, t)
+    twice = 2 * volume_per_device(layers, 1, 1, 2 * p, t // 2)
+    if p * p * t < 4 * layers:
+        assert once > twice
+    assert (once > twice) == (p * t < 4 * layers) or once == pytest.approx(twice)
+
+
+def test_the_printed_formula_does_not_keep_the_papers_claim():
+    """Slip 1 of docs/planner.md: p - 1 hops are those of all stages, not of one device."""
+    layers, p, t = 80, 8, 2
+    assert p * p * t < 4 * layers
+    assert paper_volume(layers, p, t) < 2 * paper_volume(layers, 2 * p, t // 2)
+
+
+@given(st.integers(8, 200), degrees, st.sampled_from([2, 4, 8, 16, 32]))
+def test_what_the_printed_formula_needs_instead(layers, p, t):
+    once, twice = paper_volume(layers, p, t), 2 * paper_volume(layers, 2 * p, t // 2)
+    assume(p * t * (3 * p - 1) != 4 * layers)
+    assert (once > twice) == (p * t * (3 * p - 1) < 4 * layers)
+
+
+def test_volume_counted_message_by_message():
+    """The formula against an enumeration of every send of every device."""
+    layers, hidden, tokens, p, t = 24, 64, 10, 4, 4
+    sent = np.zeros((p, t))
+    for stage in range(p):
+        for _ in range(2 * layers // p):
+            # ring: t - 1 reduce-scatter and t - 1 all-gather steps of 1/t of the message
+            sent[stage] += 2 * (t - 1) * tokens * hidden / t
+        if stage < p - 1:
+            sent[stage] += tokens * hidden
+    assert sent.mean() == pytest.approx(volume_per_device(layers, hidden, tokens, p, t))
+
+
+def make(gpu="h100", gigabits=400, adapters=1):
+    return Cluster(
+        device=hardware.device(gpu),
+        hosts=2,
+        devices_per_host=8,
+        network=hardware.network(gigabits, adapters),
+        cores_per_host=96,
+    )
+
+
+def test_all_reduce_against_published_measurements():
+    """nccl-tests issue 319 (two hosts, 32 MiB) and sglang PR 2904 (vLLM's, 8 ranks, 1 MiB)."""
+    across = place(64, 1, 16, 8).stages[0]
+    inside = place(64, 2, 8, 8).stages[0]
+    assert all_reduce_seconds(make(), across, 32 * 2**20) == pytest.approx(1543e-6, rel=0.05)
+    assert all_reduce_seconds(make(), across, 64 * 2**20) == pytest.approx(3099e-6, rel=0.10)
+    assert all_reduce_seconds(make(), inside, 4096) == pytest.approx(9.3e-6, rel=0.1)
+    assert all_reduce_seconds(make(), inside, 2**20) <= 46e-6
+
+
+def test_all_reduce_limits():
+    cluster = make()
+    alone = place(64, 16, 1, 8).stages[0]
+    assert all_reduce_seconds(cluster, alone, 1e9) == 0.0
+    inside, across = place(64, 2, 8, 8).stages[0], place(64, 1, 16, 8).stages[0]
+    for size in (1e3, 1e6, 1e8):
+        assert all_reduce_seconds(cluster, across, size) > all_reduce_seconds(cluster, inside, size)
+    faster = all_reduce_seconds(make(adapters=8), across, 1e8)
+    assert faster < all_reduce_seconds(make(), across, 1e8) / 5
+
+
+def test_hops_cost_the_network_only_where_they_cross():
+    cluster = make()
+    stages = place(64, 4, 4, 8).stages
+    local, crossing, _, last = (hop_seconds(cluster, stage, 8e6) for stage in stages)
+    assert crossing > 5 * local
+    assert last == 0.0

@@ -1,0 +1,64 @@
+"""The data file: every number has a source, and names that are unknown are refused with a list."""
+
+import pytest
+
+from sipipe.errors import ConfigError
+from sipipe.tools.planner import hardware
+
+
+def test_every_number_has_a_source():
+    found = hardware.sources()
+    assert len(found) > 100
+    assert all(len(source) > 5 for source in found.values())
+
+    def bare(prefix, entry):
+        for key, value in entry.items():
+            if isinstance(value, dict):
+                yield from bare(f"{prefix}{key}.", value)
+            elif isinstance(value, int | float):
+                yield prefix + key
+
+    assert list(bare("", hardware._table())) == []
+
+
+@pytest.mark.parametrize("name", sorted(set(hardware.devices()) - {"cpu"}))
+def test_devices_are_complete_and_plausible(name):
+    device = hardware.device(name)
+    assert 10 < device.memory_gib < 2000
+    assert 100 <= device.memory_gbs <= 10_000
+    assert device.fp8_tflops >= device.bf16_tflops
+    assert device.link.bytes_per_second > 0
+    assert (device.kind == "cpu") == (device.cores > 0)
+
+
+def test_what_the_issue_names_is_there():
+    assert {"h100", "h200", "a100", "b200", "l40s", "4090"} <= set(hardware.devices())
+    assert {"xeon-8468", "epyc-9654"} <= set(hardware.devices())
+    assert {"vllm", "sipipe"} <= set(hardware.engines())
+
+
+@pytest.mark.parametrize(
+    ("find", "option"),
+    [
+        (hardware.device, "--gpu"),
+        (hardware.engine, "--baseline"),
+        (hardware.sampling, "--sampling"),
+    ],
+)
+def test_unknown_names(find, option):
+    with pytest.raises(ConfigError, match=f"{option}: unknown .*known: "):
+        find("gtx-9")
+
+
+def test_fp8_weights_take_the_fp8_units_and_four_bits_do_not():
+    device = hardware.device("h100")
+    assert device.flops(1.0) == 1979e12 > device.flops(2.0) == 989e12
+    assert device.flops(0.5) == device.flops(2.0)
+
+
+def test_this_machines_cpu_is_divided_over_its_devices():
+    whole, half = hardware.local_cpu(1), hardware.local_cpu(2)
+    assert whole.kind == "cpu"
+    assert whole.memory_gib == pytest.approx(2 * half.memory_gib)
+    assert whole.memory_gbs == pytest.approx(2 * half.memory_gbs)
+    assert half.cores == max(1, whole.cores // 2)

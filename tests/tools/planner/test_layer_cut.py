@@ -1,0 +1,72 @@
+"""Layers per stage: the shortest slowest stage, and vLLM's cut wherever that is as good."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sipipe.engine.layers.cut import _shortest, cut_layers, layer_split
+from sipipe.engine.layers.hf_config import facts_from_config, load_model
+
+
+def every_cut(layers, p):
+    for ends in itertools.combinations(range(1, layers), p - 1):
+        bounds = (0, *ends, layers)
+        yield tuple(end - first for first, end in itertools.pairwise(bounds))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(0, 80), st.integers(1, 5))
+def test_no_cut_has_a_shorter_slowest_stage(costs, projection, p):
+    if p > len(costs):
+        return
+
+    def slowest(layers):
+        rest = list(costs)
+        times = [sum(rest.pop(0) for _ in range(count)) for count in layers]
+        times[-1] += projection
+        return max(times)
+
+    found = _shortest([float(cost) for cost in costs], float(projection), p)
+    assert len(found) == p
+    assert sum(found) == len(costs)
+    assert min(found) >= 1
+    assert slowest(found) == min(map(slowest, every_cut(len(costs), p)))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mixtral-8x7b"]
+)
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_large_layers_are_cut_as_vllm_does(name, p, device):
+    facts = load_model(name)
+    assert cut_layers(facts, p, device=device) == layer_split(facts.layers, p)
+
+
+def test_a_large_vocabulary_takes_layers_from_the_last_stage():
+    facts = load_model("qwen2.5-0.5b")
+    assert cut_layers(facts, 2, device="cpu") == (14, 10)
+    assert sum(cut_layers(facts, 8, device="cpu")) == 24
+
+
+def test_dense_layers_of_a_sparse_model_count_for_less():
+    facts = load_model("deepseek-v3")  # its first three layers are dense
+    first, *_, last = cut_layers(facts, 4)
+    assert first > last
+
+
+def test_one_layer_for_each_stage_leaves_no_choice():
+    facts = facts_from_config(
+        {
+            "num_hidden_layers": 4,
+            "vocab_size": 200_000,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+        },
+        name="tiny",
+    )
+    assert cut_layers(facts, 4, device="cpu") == (1, 1, 1, 1)

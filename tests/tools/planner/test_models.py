@@ -1,0 +1,149 @@
+"""Model facts: our count against the publishers', and what a config.json without fields says."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sipipe.engine.layers.hf_config import builtin_models, facts_from_config, load_model
+from sipipe.errors import ConfigError, UnsupportedError
+
+
+@pytest.mark.parametrize("name", builtin_models())
+def test_parameters_agree_with_the_publisher(name):
+    entry = builtin_models()[name]
+    facts = load_model(name)
+    assert facts.parameters / 1e9 == pytest.approx(entry["parameters"], rel=0.01)
+    if "active" in entry:
+        assert facts.active_parameters / 1e9 == pytest.approx(entry["active"], rel=0.03)
+    assert entry["source"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kilobytes"),
+    # 2 x layers x KV heads x head dimension x 2 bytes; (512 + 64) x layers x 2 for MLA
+    [("llama-3.1-8b", 128), ("llama-3.1-70b", 320), ("mixtral-8x7b", 128), ("deepseek-v3", 68.625)],
+)
+def test_kv_bytes_per_token(name, kilobytes):
+    assert load_model(name).kv_bytes_per_token() == kilobytes * 1024
+
+
+def test_kv_cache_shards_by_head_and_the_latent_of_mla_not_at_all():
+    llama, deepseek = load_model("llama-3.1-70b").attention, load_model("deepseek-v3").attention
+    assert [llama.kv_shards(t) for t in (1, 4, 8, 16)] == [1, 4, 8, 8]
+    assert [deepseek.kv_shards(t) for t in (1, 8, 16)] == [1, 1, 1]
+
+
+def test_experts_touched_between_the_chosen_and_all():
+    moe = load_model("deepseek-v3").moe
+    assert moe.touched(1) == pytest.approx(moe.chosen)
+    assert moe.touched(100_000) == pytest.approx(moe.experts)
+    assert 100 < moe.touched(20) < 160
+
+
+def test_a_directory_a_file_and_a_repository_name_are_the_same_model(tmp_path):
+    config = dict(builtin_models()["qwen2.5-0.5b"]["config"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wanted = load_model("qwen2.5-0.5b").parameters
+    for model in (str(tmp_path), str(tmp_path / "config.json"), "Qwen/Qwen2.5-0.5B-Instruct"):
+        assert load_model(model).parameters == wanted
+
+
+def test_missing_fields_are_all_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2, "vocab_size": 10}')
+    with pytest.raises(ConfigError) as caught:
+        load_model(str(tmp_path))
+    for field in ("hidden_size", "num_attention_heads", "intermediate_size"):
+        assert field in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+BASE = {
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"num_local_experts": 4}, "num_experts_per_tok"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ({"kv_lora_rank": 8}, "qk_rope_head_dim"),
+        ({"quantization_config": {"quant_method": "new"}}, "--weight-bits"),
+    ],
+)
+def test_bad_fields_are_named(change, named):
+    with pytest.raises(ConfigError, match=named):
+        facts_from_config(BASE | change, name="m")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"layer_types": ["linear_attention"]}, {"mamba_d_state": 16}, {"is_encoder_decoder": True}],
+)
+def test_architectures_that_the_model_does_not_describe_are_refused(change):
+    with pytest.raises(UnsupportedError, match="does not know"):
+        facts_from_config(BASE | change, name="m")
+
+
+@pytest.mark.parametrize(
+    ("change", "width"),
+    [
+        ({}, 2.0),
+        ({"torch_dtype": "float32"}, 4.0),
+        ({"quantization_config": {"quant_method": "fp8"}}, 1.0),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, 1.0),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, 4.125 / 8),
+    ],
+)
+def test_weight_bytes(change, width):
+    assert facts_from_config(BASE | change, name="m").weight_bytes == width
+
+
+FIELDS = sorted(
+    {key for entry in builtin_models().values() for key in entry["config"]}
+    | {"head_dim", "n_shared_experts", "shared_expert_intermediate_size", "layer_types", "dtype"}
+)
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.floats(allow_nan=True),
+    st.text(max_size=5),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.dictionaries(st.sampled_from(["quant_method", "bits", "group_size"]), st.integers(-1, 9)),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(sorted(builtin_models())), st.dictionaries(st.sampled_from(FIELDS), VALUES))
+def test_any_config_is_read_or_refused_in_one_line(name, changes):
+    facts, message = None, ""
+    try:
+        facts = facts_from_config(builtin_models()[name]["config"] | changes, name="m")
+    except (ConfigError, UnsupportedError) as error:
+        message = str(error)
+    assert "\n" not in message
+    assert (facts is None) == bool(message)
+    if facts is not None:
+        assert 0 < facts.active_parameters <= facts.parameters
+
+
+def test_nested_text_config_and_unreadable_files(tmp_path):
+    nested = {"model_type": "some_vl", "text_config": BASE}
+    assert facts_from_config(nested, name="m").layers == 2
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        load_model(str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_model(str(tmp_path / "other.json"))
+    with pytest.raises(ConfigError, match=r"did you mean llama-3\.1-8b"):
+        load_model("llama-3.1-8bb")

@@ -1,0 +1,183 @@
+"""Bubble accounting: a worked example, each cause on its own, and random timelines."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.tools.report import naive
+from tests.tools.report.timeline import pipeline, process
+
+from sipipe.observe.phases import Phase as P
+from sipipe.tools.report.accounting import KINDS, Cause, account
+from sipipe.tools.report.reader import Trace
+
+# The worked example of docs/tracing.md: two stages, two microbatches in flight, times in ms.
+# The last stage samples (3 ms), each stage prepares on its device's path (1 ms).
+EXECUTOR = [
+    (P.SCHEDULE, 0, 0, 1), (P.DISPATCH, 0, 1, 2),
+    (P.SCHEDULE, 1, 2, 3), (P.DISPATCH, 1, 3, 4),
+    (P.GATHER, 0, 4, 28), (P.UPDATE, 0, 28, 29), (P.SCHEDULE, 2, 29, 30), (P.DISPATCH, 2, 30, 31),
+    (P.GATHER, 1, 31, 42), (P.UPDATE, 1, 42, 43),
+    (P.GATHER, 2, 43, 57), (P.UPDATE, 2, 57, 58),
+]  # fmt: skip
+STAGE_0 = [
+    (P.WAIT_SCHEDULING, 0, 0, 2), (P.PREPARE, 0, 2, 3), (P.FORWARD, 0, 3, 13), (P.SEND, 0, 13, 14),
+    (P.WAIT_SCHEDULING, 1, 14, 14), (P.PREPARE, 1, 14, 15), (P.FORWARD, 1, 15, 25),
+    (P.SEND, 1, 25, 26),
+    (P.WAIT_SCHEDULING, 2, 26, 32), (P.PREPARE, 2, 32, 33), (P.FORWARD, 2, 33, 43),
+    (P.SEND, 2, 43, 44),
+]  # fmt: skip
+STAGE_1 = [
+    (P.WAIT_SCHEDULING, 0, 0, 3), (P.WAIT_HIDDEN, 0, 3, 14), (P.PREPARE, 0, 14, 15),
+    (P.FORWARD, 0, 15, 25), (P.SAMPLE, 0, 25, 28),
+    (P.WAIT_SCHEDULING, 1, 28, 28), (P.WAIT_HIDDEN, 1, 28, 28), (P.PREPARE, 1, 28, 29),
+    (P.FORWARD, 1, 29, 39), (P.SAMPLE, 1, 39, 42),
+    (P.WAIT_SCHEDULING, 2, 42, 42), (P.WAIT_HIDDEN, 2, 42, 44), (P.PREPARE, 2, 44, 45),
+    (P.FORWARD, 2, 45, 54), (P.SAMPLE, 2, 54, 57),
+]  # fmt: skip
+
+
+def spent(stage) -> dict[Cause, int]:
+    return {Cause(n): ns for n, ns in enumerate(stage.by_cause) if ns}
+
+
+def test_worked_example():
+    result = account(pipeline([STAGE_0, STAGE_1], EXECUTOR, inflight=2))
+    assert result.wall_ns == 55  # from 2, when the first stage begins, to 57
+    first, last = result.stages
+    assert spent(first) == {
+        Cause.BUSY: 30,
+        Cause.LATER_STAGE: 3,  # 25-28: both microbatches were at stage 1
+        Cause.PREPARING: 3,
+        Cause.SENDING: 1,  # 13-14; at 25 and 43 nothing waited behind the sender
+        Cause.SCHEDULER: 3,  # 28-31: the pipeline had room
+        Cause.DISPATCHED: 1,  # 31-32
+        Cause.NO_REQUESTS: 14,
+    }
+    assert spent(last) == {
+        Cause.BUSY: 29,
+        Cause.SAMPLING: 9,
+        Cause.EARLIER_STAGE: 9,  # 4-13
+        Cause.PREPARING: 3,
+        Cause.HIDDEN_STATES: 2,  # 13-14, 43-44
+        Cause.DISPATCHED: 1,
+        Cause.FILLING: 2,  # 3-4, 42-43: one microbatch in flight, and it was at stage 0
+    }
+    assert dict(zip(KINDS, result.total(), strict=True)) == {
+        "busy": 59,
+        "load_imbalance": 21,
+        "intra_stage": 6,
+        "inter_stage": 3,
+        "unscheduled": 21,
+    }
+    assert sum(result.total()) == 2 * 55
+
+
+def test_an_even_pipeline_without_gaps_is_busy():
+    """Two stages of 5 in lock step: but for filling and draining there is no bubble."""
+    n = 50
+    first = [(P.FORWARD, i, 5 * i, 5 * i + 5) for i in range(n)]
+    last = [(P.FORWARD, i, 5 * i + 5, 5 * i + 10) for i in range(n)]
+    result = account(pipeline([first, last], inflight=2))
+    assert result.wall_ns == 5 * n + 5
+    assert result.total() == (2 * 5 * n, 0, 0, 0, 10)
+    assert spent(result.stages[0])[Cause.NO_REQUESTS] == 5  # draining
+    assert spent(result.stages[1])[Cause.FILLING] == 5
+
+
+def test_a_long_last_stage_is_load_imbalance_at_the_first():
+    """Stage 1 takes 8, stage 0 takes 5, two in flight: stage 0 loses 3 in each steady iteration."""
+    n = 50
+    last = [(P.FORWARD, i, 5 + 8 * i, 13 + 8 * i) for i in range(n)]
+    # Iteration i enters when i - 2 has left.
+    begins = [0, 5] + [13 + 8 * (i - 2) for i in range(2, n)]
+    first = [(P.FORWARD, i, begin, begin + 5) for i, begin in enumerate(begins)]
+    executor = [(P.DISPATCH, i, begins[max(0, i - 1)], begins[i]) for i in range(2, n)]
+    executor += [(P.DISPATCH, 0, 0, 0), (P.DISPATCH, 1, 0, 0)]
+    executor += [(P.GATHER, i, 5 + 8 * i, 13 + 8 * i) for i in range(n)]
+    stage_0, stage_1 = account(pipeline([first, last], executor, inflight=2)).stages
+    # 10-13 before iteration 2, then 3 of every 8, the last behind its last forward.
+    assert spent(stage_0)[Cause.LATER_STAGE] == 3 * (n - 1)
+    assert stage_0.by_kind[2:4] == (0, 0)
+    assert stage_1.by_kind[0] == 8 * n
+
+
+def test_a_longer_first_stage_is_load_imbalance_at_the_second():
+    n = 20
+    first = [(P.FORWARD, i, 8 * i, 8 * i + 8) for i in range(n)]
+    last = [(P.FORWARD, i, 8 * i + 8, 8 * i + 13) for i in range(n)]
+    executor = [(P.DISPATCH, i, 0, max(0, 8 * (i - 2) + 13)) for i in range(n)]
+    executor += [(P.GATHER, i, 0, 8 * i + 13) for i in range(n)]
+    stage_1 = account(pipeline([first, last], executor, inflight=2)).stages[1]
+    # While stage 0 works and a microbatch is missing, 3 of 8 ns the stage waits for it ...
+    assert spent(stage_1).keys() <= {Cause.BUSY, Cause.FILLING, Cause.EARLIER_STAGE}
+    assert stage_1.by_kind[0] == 5 * n
+
+
+def test_no_records_after_a_stage_died():
+    result = account(pipeline([[(P.FORWARD, 0, 0, 10)], [(P.WAIT_HIDDEN, 0, 0, 4)]], inflight=2))
+    assert result.wall_ns == 10
+    assert all(sum(stage.by_cause) == 10 for stage in result.stages)
+
+
+def test_window_cuts_records():
+    trace = pipeline([STAGE_0, STAGE_1], EXECUTOR, inflight=2)
+    result = account(trace, (5, 27))
+    assert result.wall_ns == 22
+    assert spent(result.stages[0]) == {
+        Cause.BUSY: 8 + 10,
+        Cause.SENDING: 1,
+        Cause.PREPARING: 1,
+        Cause.LATER_STAGE: 2,
+    }
+
+
+TIMES = st.integers(0, 40)
+
+
+@st.composite
+def timelines(draw):
+    def rows(phases):
+        found = []
+        for _ in range(draw(st.integers(0, 8))):
+            a, b = sorted((draw(TIMES), draw(TIMES)))
+            found.append((draw(st.sampled_from(phases)), draw(st.integers(0, 4)), a, b))
+        return found
+
+    on_stage = [
+        P.WAIT_SCHEDULING, P.PREPARE, P.WAIT_HIDDEN, P.FORWARD, P.FORWARD, P.SEND, P.LOGITS,
+        P.HANDOVER, P.SAMPLE,
+    ]  # fmt: skip
+    stages = [rows(on_stage) for _ in range(draw(st.integers(1, 3)))]
+    stages[0].append((P.FORWARD, 0, 0, draw(st.integers(1, 40))))
+    on_executor = [P.SCHEDULE, P.DISPATCH, P.DISPATCH, P.GATHER, P.UPDATE]
+    executor = draw(st.one_of(st.none(), st.just(0)))
+    inflight = draw(st.integers(1, 3))
+    return pipeline(stages, None if executor is None else rows(on_executor), inflight=inflight)
+
+
+@settings(max_examples=300, deadline=None)
+@given(timelines())
+def test_random_timelines_add_up_and_agree_with_the_definition(trace):
+    result = account(trace)
+    start, end = result.start_ns, result.end_ns
+    for stage in result.stages:
+        assert sum(stage.by_cause) == sum(stage.by_kind) == end - start
+        segments = stage.segments
+        assert segments["start_ns"][0] == start
+        assert segments["end_ns"][-1] == end
+        assert (segments["end_ns"][:-1] == segments["start_ns"][1:]).all()
+        causes = np.repeat(segments["cause"], segments["end_ns"] - segments["start_ns"])
+        for t, cause in zip(range(start, end), causes, strict=True):
+            assert Cause(cause) == naive.cause(trace, stage.index, t, end), (t, stage.index)
+
+
+def test_ranks_of_a_stage_are_counted_separately():
+    rows = [(P.FORWARD, i, 10 * i, 10 * i + 6) for i in range(4)]
+    trace = Trace(
+        tuple(process("stage", 0, rows, stages=1, inflight=1, rank=rank) for rank in range(2))
+    )
+    result = account(trace)
+    assert [stage.rank for stage in result.stages] == [0, 1]
+    assert sum(result.total()) == 2 * result.wall_ns

@@ -1,0 +1,318 @@
+"""The report: what is encoded is what was recorded; the page works in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.tools.report.browser import Browser, find_chromium
+
+from sipipe.observe.phases import Phase
+from sipipe.tools.report.accounting import KINDS, SEGMENT
+from sipipe.tools.report.encode import QUANTUM_NS, column, lanes, segment_lane
+from sipipe.tools.report.example import Example, write_example
+from sipipe.tools.report.reader import Trace, read_trace
+from sipipe.tools.report.render import page_data, render
+from sipipe.tools.report.summary import Run, bubble_rows
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    base = tmp_path_factory.mktemp("example")
+    made = []
+    for name, stock in (("sipipe", False), ("stock", True)):
+        spec = Example(stages=3, inflight=3 if stock else 4, iterations=300, stock=stock)
+        write_example(base / name, spec)
+        made.append(Run(read_trace(base / name)))
+    return made
+
+
+def decode(column, count):
+    """What decode.js does."""
+    planes = np.frombuffer(zlib.decompress(base64.b64decode(column["data"])), np.uint8)
+    planes = planes.reshape(column["size"], count).T
+    return np.ascontiguousarray(planes).view(f"<i{column['size']}").ravel().astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("values", "size"),
+    [
+        ([], 1),
+        ([0, 127, -128], 1),
+        ([128], 2),
+        ([-40000, 5], 4),
+        (range(-300, 300), 2),
+        ([2**30], 4),
+    ],
+)
+def test_column_round_trip(values, size):
+    encoded = column(list(values))
+    assert encoded["size"] == size
+    assert decode(encoded, len(values)).tolist() == list(values)
+
+
+def test_device_lane_has_no_gaps_and_no_drift(runs):
+    run = runs[0]
+    account = run.account.stages[0]
+    lane = segment_lane("device", "stage 0", account.segments, run.window[0])
+    spans = decode(lane["columns"]["span"], lane["count"])
+    ends = np.cumsum(spans) * QUANTUM_NS + run.window[0]
+    assert abs(ends - account.segments["end_ns"]).max() <= QUANTUM_NS // 2
+    step = decode(lane["columns"]["step"], lane["count"])
+    assert (np.cumsum(step) == account.segments["iteration"]).all()
+    assert (decode(lane["columns"]["what"], lane["count"]) == account.segments["cause"]).all()
+
+
+def test_a_pause_of_hours_fits():
+    segments = np.zeros(3, SEGMENT)
+    segments["start_ns"] = [0, 5_000, 5_000 + 7200 * 10**9]
+    segments["end_ns"] = [5_000, 5_000 + 7200 * 10**9, 10_000 + 7200 * 10**9]
+    lane = segment_lane("device", "stage 0", segments, 0)
+    spans = decode(lane["columns"]["span"], lane["count"])
+    assert lane["count"] > 3
+    assert spans.sum() * QUANTUM_NS == 10_000 + 7200 * 10**9
+
+
+def test_record_lanes_hold_every_record(runs):
+    run = runs[0]
+    found, dropped = lanes(run)
+    assert not dropped
+    host = next(lane for lane in found if lane["name"] == "host" and lane["group"] == "stage 1")
+    records = run.trace.of("stage")[1].records
+    records = records[(records["phase"] != Phase.FORWARD) & (records["phase"] != Phase.LOGITS)]
+    inside = (records["end_ns"] > run.window[0]) & (records["start_ns"] < run.window[1])
+    records = records[inside]
+    assert host["count"] == len(records)
+    begins = np.cumsum(decode(host["columns"]["gap"], host["count"])) * QUANTUM_NS + run.window[0]
+    clipped = np.maximum(records["start_ns"], run.window[0])
+    assert abs(begins - clipped).max() <= QUANTUM_NS // 2
+    assert next(lane["name"] or lane["group"] for lane in found) == "executor"
+
+
+def test_beyond_the_limit_host_lanes_are_left_out_and_named(runs):
+    found, dropped = lanes(runs[0], detail=1)
+    assert {lane["kind"] for lane in found} == {"device"}
+    assert "executor" in dropped
+    assert "stage 0 host" in dropped
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(runs):
+    page = render(runs)
+    assert "{{" not in re.sub(r"<script>.*?</script>", "", page, flags=re.S)
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)[^"']""", page.split("uPlot=")[0])
+    assert "default-src 'none'" in page
+    assert "Permission is hereby granted" in page  # uPlot's license travels with it
+    assert len(page) < 1_500_000
+
+
+def test_names_cannot_break_out_of_the_page(runs):
+    processes = tuple(
+        replace(
+            p,
+            header=type(p.header)(
+                **{**_fields(p.header), "label": "<b>x", "model": "</script><!--"}
+            ),
+        )
+        for p in runs[0].trace.processes
+    )
+    page = render([Run(Trace(processes, ("a </script> warning",)))])
+    data = page.split('id="data">')[1].split("</script>")[0]
+    assert json.loads(data)["runs"][0]["summary"]["model"] == "</script><!--"
+    assert "<title>SiPipe trace: &lt;b>x</title>" in page
+
+
+def _fields(header):
+    return {name: getattr(header, name) for name in header.__struct_fields__}
+
+
+def test_summary_adds_up(runs):
+    for run in runs:
+        summary = run.summary()
+        assert sum(summary["share"].values()) == pytest.approx(1, abs=1e-12)
+        for stage in summary["stage_table"]:
+            assert sum(stage["ns"].values()) == sum(stage["cause_ns"].values()) == stage["wall_ns"]
+        rows = bubble_rows(run)
+        assert sum(r["seconds"] for r in rows) == pytest.approx(3 * summary["wall_s"])
+        assert summary["tokens"] == 32 * summary["iterations"]
+    ours, stock = (run.summary() for run in runs)
+    assert ours["share"]["busy"] > stock["share"]["busy"]
+    assert ours["sampler_ms_per_sequence"] > 0
+    assert stock["sampler_ms_per_sequence"] is None
+
+
+def test_tpot_is_a_slots_step_and_pauses_are_left_out(runs):
+    run = runs[1]
+    assert np.median(run.tpot_ms) == pytest.approx(3 * np.median(run.iteration_ms), rel=0.1)
+    trace = run.trace
+    shifted = []
+    for process in trace.processes:
+        records = process.records.copy()
+        late = records["iteration"] >= 150
+        for field in ("start_ns", "end_ns"):
+            records[field][late] += 10**10  # ten seconds without a request
+        shifted.append(replace(process, records=records))
+    paused = Run(Trace(tuple(shifted)))
+    assert paused.account.wall_ns > run.account.wall_ns + 9 * 10**9
+    assert paused.tpot_ms.max() < 2 * run.tpot_ms.max()
+    assert paused.summary()["share"]["unscheduled"] > 0.5
+
+
+def test_curves_end_at_the_slowest(runs):
+    data = page_data(runs)["runs"][0]
+    curve = data["cdf"]["iteration"]
+    assert curve["x"] == sorted(curve["x"])
+    assert curve["y"][0] == 0
+    assert curve["y"][-1] == 1
+    assert curve["x"][-1] == pytest.approx(runs[0].iteration_ms.max(), abs=1e-3)
+    busy = data["utilization"]["device"]["stage 0"]
+    share = runs[0].summary()["stage_table"][0]["share"]["busy"]
+    assert np.mean(busy) == pytest.approx(share, abs=0.002)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = find_chromium()
+    if path is None:
+        pytest.skip("no Chromium found (Debian: apt-get install chromium)")
+    with Browser(path) as running:
+        yield running
+
+
+def wheel_of(browser):
+    """The middle of the first timeline's plot, and its size, in page pixels."""
+    return browser.run(
+        "(() => { const b = document.querySelector('.u-over').getBoundingClientRect();"
+        " return [b.left, b.top + scrollY, b.width, b.height]; })()"
+    )
+
+
+def test_browser_opens_zooms_and_takes_a_picture(browser, runs, tmp_path):
+    file = tmp_path / "report.html"
+    file.write_text(render(runs))
+    browser.events.clear()
+    browser.size(1280, 1000)
+    browser.open(file)
+    # What the page decoded is what was accounted.
+    totals = browser.run(
+        """sipipe.lanes()[0].filter(l => l.kind === "device").map(l => {
+             const sums = Array(13).fill(0);
+             for (let i = 0; i < l.count; i++) sums[l.what[i]] += l.end[i] - l.start[i];
+             return sums; })"""
+    )
+    for stage, sums in zip(runs[0].account.stages, totals, strict=True):
+        assert sums == pytest.approx([ns / 1e9 for ns in stage.by_cause], abs=2e-4)
+    total = browser.run("sipipe.view().total")
+    assert total == pytest.approx(max(r.account.wall_ns for r in runs) / 1e9)
+
+    first = browser.run("sipipe.view()")
+    assert first["to"] - first["from"] < total / 5  # a dozen iterations at first
+    browser.run("sipipe.zoom(1, 2)")
+    browser.settle()
+
+    def key(name, text=""):
+        for kind in ("keyDown", "keyUp"):
+            browser.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=name,
+                text=text if kind == "keyDown" else "",
+            )
+
+    browser.run("document.getElementById('timeline').focus()")
+    key("+", "+")
+    view = browser.run("sipipe.view()")
+    assert (view["from"], view["to"]) == pytest.approx((1.25, 1.75))
+    key("ArrowRight")
+    assert browser.run("sipipe.view().from") == pytest.approx(1.375)
+    key("0", "0")
+    assert browser.run("sipipe.view()") == {"from": 0, "to": total, "total": total}
+    browser.settle()
+
+    left, top, width, height = wheel_of(browser)
+    browser.run("scrollTo(0, 0)")
+    y = top + height / 2
+    for kind, x in (
+        ("mousePressed", 0.25),
+        ("mouseMoved", 0.4),
+        ("mouseMoved", 0.5),
+        ("mouseReleased", 0.5),
+    ):
+        browser.call(
+            "Input.dispatchMouseEvent", type=kind, x=left + width * x, y=y, button="left",
+            buttons=1, clickCount=1,
+        )  # fmt: skip
+    view = browser.run("sipipe.view()")
+    assert view["from"] == pytest.approx(0.25 * total, abs=0.01 * total)
+    assert view["to"] == pytest.approx(0.5 * total, abs=0.01 * total)
+
+    browser.run("sipipe.zoom(1.0, 1.1)")
+    browser.settle()
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + width / 2, y=top + 40)
+    assert "iteration" in browser.run("document.getElementById('tip').textContent")
+    for name, dark in (("light", False), ("dark", True)):
+        browser.size(1280, 1000, dark=dark)
+        browser.settle()
+        picture = tmp_path / f"{name}.png"
+        browser.screenshot(picture)
+        assert picture.stat().st_size > 50_000
+    # Coloured: the first stage's lane has the colours of several slots.
+    colours = browser.run(
+        """(() => { const c = document.querySelector(".u-wrap canvas"), x = c.getContext("2d");
+             const d = x.getImageData(0, Math.round(c.height * 0.17), c.width, 1).data, found = new Set();
+             for (let i = 0; i < d.length; i += 4) found.add(d.slice(i, i + 3).join());
+             return found.size; })()"""
+    )
+    assert colours >= 5
+    assert browser.problems() == []
+
+
+def test_browser_narrow_screen_does_not_scroll_sideways(browser, runs, tmp_path):
+    file = tmp_path / "report.html"
+    file.write_text(render(runs[:1]))
+    browser.events.clear()
+    browser.size(360, 740, scale=2)
+    browser.open(file, "#t=0.5,0.75")
+    view = browser.run("sipipe.view()")
+    assert (view["from"], view["to"]) == (0.5, 0.75)
+    assert browser.run("document.documentElement.scrollWidth") <= 360
+    browser.screenshot(tmp_path / "narrow.png")
+    assert browser.problems() == []
+
+
+def test_browser_says_what_was_left_out(browser, runs, tmp_path):
+    file = tmp_path / "report.html"
+    file.write_text(render(runs[:1], detail=1))
+    browser.size(1280, 900)
+    browser.open(file)
+    assert "Left out of the timeline" in browser.run(
+        "document.getElementById('warnings').textContent"
+    )
+
+
+def test_kinds_are_the_documented_ones():
+    assert KINDS == ("busy", "load_imbalance", "intra_stage", "inter_stage", "unscheduled")
+
+
+@pytest.mark.slow
+def test_browser_opens_a_hundred_thousand_iterations(browser, tmp_path):
+    write_example(tmp_path, Example(iterations=100_000, inflight=5))
+    run = Run(read_trace(tmp_path))
+    page = render([run])
+    assert len(page) < 16_000_000
+    file = tmp_path / "report.html"
+    file.write_text(page)
+    browser.events.clear()
+    browser.size(1280, 1000)
+    browser.open(file)
+    counts = browser.run("sipipe.lanes()[0].map(l => l.count)")
+    assert sum(counts) > 3_000_000
+    # Every level of detail draws: whole run, by bins, by intervals, single boxes.
+    for span in (run.account.wall_ns / 1e9, 300, 20, 1, 0.1):
+        browser.run(f"sipipe.zoom(100, {100 + span})")
+        browser.settle()
+    assert browser.problems() == []

@@ -1,0 +1,61 @@
+"""The debug check raises at the first overlap, whichever side makes it."""
+
+import pytest
+
+from sipipe.worker.inputs.safety import TokenSafety, TokenSafetyError
+
+
+def prepared(safety, iteration, version):
+    safety.begin_write(version, iteration)
+    safety.end_write(version, iteration)
+
+
+def test_alternating_versions_are_fine():
+    safety = TokenSafety(2)
+    prepared(safety, 0, 0)
+    for iteration in range(10):
+        safety.begin_read(iteration % 2, iteration)
+        prepared(safety, iteration + 1, (iteration + 1) % 2)
+        safety.end_read(iteration % 2, iteration)
+
+
+def test_a_write_under_a_reader():
+    safety = TokenSafety(1)
+    prepared(safety, 4, 0)
+    safety.begin_read(0, 4)
+    with pytest.raises(
+        TokenSafetyError, match=r"iteration 5 would overwrite version 0 while .* iteration 4"
+    ):
+        safety.begin_write(0, 5)
+
+
+def test_a_read_under_a_writer():
+    safety = TokenSafety(1)
+    safety.begin_write(0, 1)
+    with pytest.raises(TokenSafetyError, match="while iteration 1 is written"):
+        safety.begin_read(0, 0)
+
+
+def test_two_writers():
+    safety = TokenSafety(1)
+    safety.begin_write(0, 1)
+    with pytest.raises(TokenSafetyError, match="at the same time"):
+        safety.begin_write(0, 2)
+
+
+def test_inputs_that_nobody_has_read():
+    safety = TokenSafety(2)
+    prepared(safety, 0, 0)
+    with pytest.raises(TokenSafetyError, match="before the device has read iteration 0"):
+        safety.begin_write(0, 1)
+
+
+def test_reading_another_iterations_inputs():
+    safety = TokenSafety(2)
+    with pytest.raises(TokenSafetyError, match="holds nothing new"):
+        safety.begin_read(0, 0)
+    prepared(safety, 3, 1)
+    with pytest.raises(
+        TokenSafetyError, match="iteration 1 from version 1, which holds iteration 3"
+    ):
+        safety.begin_read(1, 1)
