@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sipipe.engine.layers.cut import layer_split, place
+from sipipe.engine.layers.cut import layer_split
+from sipipe.tools.planner.placement import place
 from sipipe.engine.layers.hf_config import load_model
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.hardware import Cluster
