@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks.harness import report
 from sipipe.ipc.errors import ChannelClosed
-from sipipe.ipc.gather.receiver import GatherReceiver
-from sipipe.ipc.gather.sender import GatherSender
+from sipipe.ipc.gather_old.receiver import GatherReceiver
+from sipipe.ipc.gather_old.sender import GatherSender
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.dispatch_reader import DispatchReader
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter

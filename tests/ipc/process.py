@@ -11,8 +11,8 @@ import time
 import msgspec
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
-from sipipe.ipc.gather.receiver import GatherReceiver
-from sipipe.ipc.gather.sender import GatherSender
+from sipipe.ipc.gather_old.receiver import GatherReceiver
+from sipipe.ipc.gather_old.sender import GatherSender
 from sipipe.ipc.memory import Endpoint
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.dispatch_reader import DispatchReader

@@ -1,161 +1,396 @@
-"""The gather ring: order, completeness, restarts, strangers."""
+"""The gather channel: order, completeness, damaged frames, samplers that die and are replaced."""
 
-import os
+import collections
+import contextlib
 import socket
 import struct
+import subprocess
+import sys
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from sipipe.ipc import gather
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
-from sipipe.ipc.gather.receiver import GatherReceiver
-from sipipe.ipc.gather.sender import GatherSender
-from sipipe.ipc.sockets import SocketEndpoint
-
-ADDRESSES = [None, ("127.0.0.1", 0), ("::1", 0)]
+from sipipe.ipc.gather import GatherReceiver, GatherSender
 
 
-@pytest.mark.parametrize("address", ADDRESSES, ids=["unix", "tcp", "tcp6"])
-def test_complete_and_in_order(address):
-    with GatherReceiver.create(["a", "b"], address) as receiver:
-        a = GatherSender.connect(receiver.endpoint, "a")
-        b = GatherSender.connect(receiver.endpoint, "b")
-        a.send(0, [b"a0"])
-        a.send(1, [b"a", memoryview(b""), bytearray(b"1")])
-        b.send(1, [b"b1"])
-        with pytest.raises(ChannelTimeout, match="b sent nothing") as late:
-            receiver.collect(0.05)
-        assert late.value.late == ("b",)
-        b.send(0, [b"b0"])
-        first, second = receiver.collect(5), receiver.collect(5)
-        assert (first.iteration, first.payloads) == (0, {"a": b"a0", "b": b"b0"})
-        assert (second.iteration, second.payloads) == (1, {"a": b"a1", "b": b"b1"})
-        assert receiver.statistics().messages == 2
-        a.close()
-        b.close()
-        with pytest.raises(ChannelTimeout):  # a farewell is no death
-            receiver.collect(0.05)
+def frame(iteration, payload):
+    return struct.pack("<IQ", len(payload), iteration) + payload
 
 
-def test_expected_senders_of_an_iteration():
-    with (
-        GatherReceiver.create(["a", "b"]) as receiver,
-        GatherSender.connect(receiver.endpoint, "a") as a,
-    ):
-        receiver.expect(5, ["a"])
-        receiver.expect(8, ["a", "b"])
-        receiver.expect(9, [])
-        a.send(8, [b"8"])
-        a.send(5, [b"5"])
-        assert receiver.collect(5).payloads == {"a": b"5"}
-        receiver.expect(8, ["a"])  # b will not come: its columns went elsewhere
-        assert receiver.collect(5).payloads == {"a": b"8"}
-        assert receiver.collect(5).iteration == 9
-        with pytest.raises(ChannelError, match="unknown senders"):
-            receiver.expect(10, ["c"])
+class Scene:
+    """A receiver and the samplers' ends, all in this process."""
+
+    def __init__(self, count):
+        pairs = [socket.socketpair() for _ in range(count)]
+        self.receiver = GatherReceiver([here for here, _ in pairs])
+        self.ends = [there for _, there in pairs]
+
+    def sender(self, index):
+        return GatherSender(self.ends[index])
+
+    def replace(self, index):
+        self.ends[index].close()
+        here, self.ends[index] = socket.socketpair()
+        self.receiver.replace(index, here)
+
+    def close(self):
+        self.receiver.close()
+        for end in self.ends:
+            end.close()
 
 
-def test_restart_drops_what_came_already():
-    with GatherReceiver.create(["a", "b"]) as receiver:
-        a = GatherSender.connect(receiver.endpoint, "a", 0)
-        b = GatherSender.connect(receiver.endpoint, "b", 0)
-        a.send(0, [b"first"])
-        a.send(1, [b"first"])
-        b.send(0, [b"b"])
-        assert receiver.collect(5).payloads["a"] == b"first"
-        a._sock.close()  # killed: no farewell
-        with pytest.raises(ChannelPeerDied) as died:
-            receiver.collect(5)
-        assert died.value.name == "a"
-        again = GatherSender.connect(receiver.endpoint, "a", 1)
-        again.send(0, [b"again"])  # stale: returned already
-        again.send(1, [b"again"])  # duplicate: the predecessor's is kept
-        again.send(2, [b"again"])
-        b.send(1, [b"b"])
-        b.send(2, [b"b"])
-        assert receiver.collect(5).payloads == {"a": b"first", "b": b"b"}
-        assert receiver.collect(5).payloads == {"a": b"again", "b": b"b"}
-        assert receiver.statistics().dropped == 2
-        again.close()
-        b.close()
+@pytest.fixture
+def scene():
+    with contextlib.closing(Scene(2)) as made:
+        yield made
 
 
-def test_an_earlier_incarnation_does_not_come_back():
-    with GatherReceiver.create(["a"]) as receiver:
-        new = GatherSender.connect(receiver.endpoint, "a", 2)
-        with pytest.raises(ChannelPeerDied, match="does not take a in"):
-            GatherSender.connect(receiver.endpoint, "a", 1)
-        with pytest.raises(ChannelPeerDied, match="does not take b in"):
-            GatherSender.connect(receiver.endpoint, "b")
-        new.send(0, [b"new"])
-        assert receiver.collect(5).payloads == {"a": b"new"}
-        new.close()
+def test_complete_and_in_order(scene):
+    a, b = scene.sender(0), scene.sender(1)
+    scene.receiver.expect(3, [0, 1])
+    scene.receiver.expect(5, [1])
+    scene.receiver.expect(6, [0, 1])
+    a.send(3, [b"a3"])
+    a.send(6, [b"a", memoryview(b""), bytearray(b"6")])
+    b.send(3, [b"b3"])
+    b.send(6, [])
+    assert scene.receiver.collect(5) == (3, {0: b"a3", 1: b"b3"})
+    with pytest.raises(ChannelTimeout, match="sampler1 sent nothing") as late:
+        scene.receiver.collect(0.01)
+    assert late.value.late == ("sampler1",)
+    b.send(5, [b"b5"])
+    assert scene.receiver.collect(5) == (5, {1: b"b5"})
+    assert scene.receiver.collect(5) == (6, {0: b"a6", 1: b""})
+    with pytest.raises(ChannelTimeout, match=r"iteration 7 .* is not declared"):
+        scene.receiver.collect(0)
 
 
-def test_strangers_are_not_let_in():
-    with GatherReceiver.create(["a"], ("127.0.0.1", 0)) as receiver:
-        endpoint = receiver.endpoint
-        wrong = SocketEndpoint(endpoint.channel, endpoint.host, endpoint.port, "00" * 32, 1 << 20)
-        with pytest.raises(ChannelPeerDied, match="token"):
-            GatherSender.connect(wrong, "a", timeout=5)
-        with socket.create_connection((endpoint.host, endpoint.port)) as noise:
-            noise.sendall(os.urandom(1000))
-        assert endpoint.token not in repr(endpoint)
-        assert receiver.connected() == ()
+def test_an_iteration_without_samplers_is_returned_in_its_turn(scene):
+    scene.receiver.expect(0, [0])
+    scene.receiver.expect(1, [])
+    with pytest.raises(ChannelTimeout):
+        scene.receiver.collect(0)
+    scene.sender(0).send(0, [b"x"])
+    assert scene.receiver.collect(5) == (0, {0: b"x"})
+    assert scene.receiver.collect(5) == (1, {})
 
 
-def test_a_message_beyond_the_bound_is_refused_at_both_ends():
-    with GatherReceiver.create(["a"], max_bytes=1000) as receiver:
-        a = GatherSender.connect(receiver.endpoint, "a")
-        with pytest.raises(ChannelError, match="max_bytes"):
-            a.send(0, [bytes(1001)])
-        a._sock.sendall(struct.pack("<IQ", 1001, 0))
-        with pytest.raises(ChannelError, match="a announced 1,001 bytes"):
-            receiver.collect(5)
-        a._sock.close()
-
-
-def test_close_ends_both_ends():
-    receiver = GatherReceiver.create(["a"])
-    a = GatherSender.connect(receiver.endpoint, "a")
-    receiver.close()
-    receiver.close()
-    with pytest.raises(ChannelClosed):
-        receiver.collect(1)
-    with pytest.raises(ChannelPeerDied):
-        a.send(0, [b"x"])
-    with pytest.raises(ChannelPeerDied, match="nobody listens"):
-        GatherSender.connect(receiver.endpoint, "a", timeout=1)
+@pytest.mark.parametrize("unread", [False, True])
+def test_a_death_is_reported_once_after_what_was_sent(scene, unread):
+    for iteration in range(3):
+        scene.receiver.expect(iteration, [0, 1])
+    a, b = scene.sender(0), scene.sender(1)
+    b.send(0, [b"b"])
+    a.send(0, [b"first"])
+    if not unread:
+        assert scene.receiver.collect(5) == (0, {0: b"first", 1: b"b"})
+    a.send(1, [b"first"])
+    scene.ends[0].sendall(frame(2, b"first")[:-1])
     a.close()
+    b.send(1, [b"b"])
+    b.send(2, [b"b"])
+    if unread:
+        assert scene.receiver.collect(5) == (0, {0: b"first", 1: b"b"})
+    assert scene.receiver.collect(5) == (1, {0: b"first", 1: b"b"})
+    with pytest.raises(ChannelPeerDied) as died:
+        scene.receiver.collect(5)
+    assert died.value.name == "sampler0"
+    with pytest.raises(ChannelTimeout) as late:
+        scene.receiver.collect(0.01)
+    assert late.value.late == ("sampler0",)
+    scene.replace(0)
+    again = scene.sender(0)
+    again.send(0, [b"again"])  # returned already
+    again.send(1, [b"again"])
+    again.send(2, [b"again"])
+    assert scene.receiver.collect(5) == (2, {0: b"again", 1: b"b"})
 
 
-def test_another_thread_may_expect_and_close():
-    got = []
-    with GatherReceiver.create(["a"]) as receiver:
+def test_a_predecessors_answer_is_kept_and_the_successors_dropped(scene):
+    scene.receiver.expect(0, [0, 1])
+    scene.sender(0).send(0, [b"first"])
+    with pytest.raises(ChannelTimeout):
+        scene.receiver.collect(0)
+    scene.replace(0)
+    scene.sender(0).send(0, [b"again"])
+    scene.sender(1).send(0, [b"b"])
+    assert scene.receiver.collect(5) == (0, {0: b"first", 1: b"b"})
+
+
+def test_a_death_that_the_replacement_preceded_is_not_reported(scene):
+    scene.receiver.expect(0, [0])
+    scene.ends[0].close()
+    scene.ends[1].close()
+    with pytest.raises(ChannelPeerDied):
+        scene.receiver.collect(5)  # of one of them; the other is noticed too
+    scene.replace(0)
+    scene.replace(1)
+    scene.sender(0).send(0, [b"x"])
+    assert scene.receiver.collect(5) == (0, {0: b"x"})
+    with pytest.raises(ChannelTimeout):
+        scene.receiver.collect(0)
+
+
+def test_a_damaged_frame_cuts_its_sampler_off(scene, monkeypatch):
+    monkeypatch.setattr(gather, "MAX_BYTES", 1000)
+    scene.receiver.expect(0, [0, 1])
+    scene.sender(1).send(0, [bytes(1000)])
+    scene.ends[0].sendall(struct.pack("<IQ", 1001, 0))
+    with pytest.raises(ChannelError, match=r"sampler0 announced 1,001 bytes"):
+        scene.receiver.collect(5)
+    scene.replace(0)
+    scene.ends[0].sendall(frame(1, b"nobody asked"))
+    with pytest.raises(ChannelError, match=r"sampler0 announced .* the last iteration is 0"):
+        scene.receiver.collect(5)
+    scene.replace(0)
+    with pytest.raises(ChannelError, match="1,001 bytes for iteration 0"):
+        scene.sender(0).send(0, [bytes(1001)])
+    scene.sender(0).send(0, [b"x"])
+    assert scene.receiver.collect(5) == (0, {0: b"x", 1: bytes(1000)})
+
+
+def test_a_slow_executor_is_waited_for_up_to_the_bound(scene):
+    scene.receiver.expect(0, [0])
+    sender = scene.sender(0)
+    with pytest.raises(ChannelTimeout) as late:
+        sender.send(0, [bytes(1 << 21)], timeout=0.05)
+    assert late.value.late == ("executor",)
+    with pytest.raises(ChannelPeerDied):  # a part may be sent, so that nothing can follow
+        sender.send(0, [b"x"])
+    with pytest.raises(ChannelPeerDied):
+        scene.receiver.collect(5)
+    scene.replace(0)
+    data = bytes(range(256)) * (1 << 13)
+    thread = threading.Thread(target=scene.sender(0).send, args=(0, [data]))
+    thread.start()
+    assert scene.receiver.collect(30) == (0, {0: data})
+    thread.join(30)
+
+
+def test_close_ends_both_ends(scene):
+    scene.receiver.close()
+    scene.receiver.close()
+    with pytest.raises(ChannelClosed):
+        scene.receiver.collect(1)
+    scene.receiver.expect(0, [])  # the engine's thread may still be publishing
+    sender = scene.sender(0)
+    with pytest.raises(ChannelPeerDied):
+        sender.send(0, [b"x"])
+    scene.replace(1)  # a restart that was under way
+    with pytest.raises(ChannelPeerDied):
+        scene.sender(1).send(0, [b"x"])
+    sender.close()
+    sender.close()
+
+
+def test_other_threads_wake_the_one_that_collects(scene):
+    """Every call is made while ``collect`` sleeps, or is about to."""
+    got = collections.deque()
+    came = threading.Semaphore(0)
+
+    def collect():
+        while not isinstance(got[-1] if got else None, ChannelClosed):
+            try:
+                got.append(scene.receiver.collect())
+            except ChannelError as error:
+                got.append(error)
+            came.release()
+
+    def await_next():
+        assert came.acquire(timeout=30)
+        return got[-1]
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    scene.receiver.expect(0, [])
+    assert await_next() == (0, {})
+    scene.receiver.expect(1, [0])
+    scene.sender(0).send(1, [b"one"])
+    assert await_next() == (1, {0: b"one"})
+    scene.receiver.expect(2, [0])
+    scene.ends[0].close()
+    assert isinstance(await_next(), ChannelPeerDied)
+    scene.replace(0)
+    scene.sender(0).send(2, [b"two"])
+    assert await_next() == (2, {0: b"two"})
+    scene.receiver.close()
+    assert isinstance(await_next(), ChannelClosed)
+    thread.join(30)
+
+
+@settings(deadline=None)
+@given(
+    answers=st.permutations([(index, n) for index in range(3) for n in range(4)]),
+    pieces=st.lists(st.integers(1, 30), max_size=60),
+    size=st.integers(0, 20),
+)
+def test_any_order_in_any_pieces(answers, pieces, size):
+    """Each sampler's stream arrives in pieces that end anywhere; what is sent twice is dropped."""
+    streams = [b"", b"", b""]
+    for index, n in answers:
+        streams[index] += frame(n, b"%d of %d" % (n, index) + bytes(size))
+        streams[index] += frame(answers[0][1] if n else 0, b"twice") if n % 2 else b""
+    with contextlib.closing(Scene(3)) as scene:
+        for n in range(4):
+            scene.receiver.expect(n, range(3))
+        collected = []
+        turns = iter(pieces)
+        while any(streams):
+            for index in range(3):
+                count = next(turns, 1000)
+                piece, streams[index] = streams[index][:count], streams[index][count:]
+                scene.ends[index].sendall(piece)
+            with contextlib.suppress(ChannelTimeout):
+                while True:
+                    collected.append(scene.receiver.collect(0))
+        assert [n for n, _ in collected] == [0, 1, 2, 3]
+        for n, payloads in collected:
+            for index, payload in payloads.items():
+                own = b"%d of %d" % (n, index) + bytes(size)
+                assert payload in (own, b"twice")
+
+
+class Twin:
+    """What the receiver should do, with lists in place of sockets."""
+
+    def __init__(self, count):
+        self.pending = []  # [iteration, missing, payloads]
+        self.unread = [[] for _ in range(count)]  # frames, and None for the end
+        self.open = [True] * count
+        self.dead = []
+
+    def collect(self):
+        """An iteration, the samplers of which one must be reported, or None."""
+        while True:
+            if self.pending and not self.pending[0][1]:
+                iteration, _, payloads = self.pending.pop(0)
+                return iteration, payloads
+            if self.dead:
+                return {f"sampler{index}" for index in self.dead}
+            if not any(self.unread):
+                return None
+            for index, frames in enumerate(self.unread):
+                for sent in frames:
+                    self.read(index, sent)
+                frames.clear()
+
+    def read(self, index, sent):
+        if sent is None:
+            self.dead.append(index)
+            return
+        for iteration, missing, payloads in self.pending:
+            if iteration == sent[0] and index in missing:
+                missing.remove(index)
+                payloads[index] = sent[1]
+
+
+INDEX = st.integers(0, 2)
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("expect"), st.frozensets(INDEX)),
+        st.tuples(st.just("send"), INDEX, st.integers(0, 3)),
+        st.tuples(st.just("die"), INDEX, st.booleans()),
+        st.tuples(st.just("replace"), INDEX),
+        st.tuples(st.just("collect")),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(operations=OPERATIONS)
+def test_deaths_and_replacements_against_a_twin(operations):
+    declared = 0
+    twin = Twin(3)
+    with contextlib.closing(Scene(3)) as scene:
 
         def collect():
-            try:
-                while True:
-                    got.append(receiver.collect())
-            except ChannelClosed as end:
-                got.append(end)
+            want = twin.collect()
+            if isinstance(want, set):
+                with pytest.raises(ChannelPeerDied) as died:
+                    scene.receiver.collect(0)
+                assert died.value.name in want
+                twin.dead.remove(int(died.value.name[-1]))
+            elif want is None:
+                with pytest.raises(ChannelTimeout):
+                    scene.receiver.collect(0)
+            else:
+                assert scene.receiver.collect(0) == want
+            return want
 
-        receiver.expect(3, ["a"])
-        thread = threading.Thread(target=collect)
-        thread.start()
-        with GatherSender.connect(receiver.endpoint, "a") as a:
-            a.send(4, [b"early"])  # kept until it is declared
-            a.send(3, [b"three"])
-            receiver.expect(4, ["a"])
-            receiver.expect(5, [])  # complete when it is declared: the collector is woken for it
-            a.send(6, [b"six"])
-            receiver.expect(6, ["a"])
-            while len(got) < 4:
-                thread.join(0.001)
-        receiver.close()
-        thread.join(30)
-        assert not thread.is_alive()
-    assert [one.iteration for one in got[:-1]] == [3, 4, 5, 6]
-    assert got[1].payloads == {"a": b"early"}
-    assert isinstance(got[-1], ChannelClosed)
-    assert receiver.statistics().depth == 0
+        for number, (name, *arguments) in enumerate(operations):
+            if name == "expect":
+                scene.receiver.expect(declared, arguments[0])
+                twin.pending.append([declared, set(arguments[0]), {}])
+                declared += 1
+            elif name == "collect":
+                collect()
+            elif name == "replace":
+                index = arguments[0]
+                scene.replace(index)
+                twin.unread[index].clear()
+                twin.dead = [one for one in twin.dead if one != index]
+                twin.open[index] = True
+            elif twin.open[index := arguments[0]]:
+                if name == "die":
+                    if arguments[1]:
+                        scene.ends[index].sendall(frame(0, b"half")[:5])
+                    scene.ends[index].close()
+                    twin.unread[index].append(None)
+                    twin.open[index] = False
+                elif declared:
+                    sent = (max(0, declared - 1 - arguments[1]), b"%d" % number)
+                    scene.sender(index).send(sent[0], [sent[1]])
+                    twin.unread[index].append(sent)
+        while collect() is not None:
+            pass
+
+
+SAMPLER = """
+import socket, sys
+from sipipe.ipc.gather import GatherSender
+from sipipe.ipc.errors import ChannelPeerDied
+sock = socket.socket(fileno=int(sys.argv[1]))
+sender = GatherSender(sock)
+sender.send(0, [b"zero"])
+sock.sendall(bytes(5))  # a part of a header
+print("sent", flush=True)
+sys.stdin.readline()
+try:
+    sender.send(1, [b"one"])
+except ChannelPeerDied:
+    print("executor is gone", flush=True)
+"""
+
+
+def start_sampler(end):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAMPLER, str(end.fileno())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[end.fileno()],
+    )
+    end.close()
+    assert process.stdout.readline() == b"sent\n"
+    return process
+
+
+def test_a_killed_process_and_its_replacement(scene):
+    scene.receiver.expect(0, [0])
+    scene.receiver.expect(1, [0])
+    first = start_sampler(scene.ends[0])
+    assert scene.receiver.collect(30) == (0, {0: b"zero"})
+    first.kill()
+    first.communicate(timeout=30)
+    with pytest.raises(ChannelPeerDied) as died:
+        scene.receiver.collect(30)
+    assert died.value.name == "sampler0"
+    scene.replace(0)
+    second = start_sampler(scene.ends[0])
+    scene.receiver.close()
+    out, _ = second.communicate(b"\n", timeout=30)
+    assert out == b"executor is gone\n"

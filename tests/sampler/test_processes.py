@@ -12,7 +12,7 @@ import pytest
 
 from sipipe.engine.sampler_pool import SamplerPool
 from sipipe.ipc.errors import ChannelPeerDied
-from sipipe.ipc.gather.receiver import GatherReceiver
+from sipipe.ipc.gather_old.receiver import GatherReceiver
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsWriter
 from sipipe.messages.boots import SamplerBoot

@@ -39,7 +39,7 @@ from sipipe.engine.sampler_pool import SamplerPool
 from sipipe.engine.telemetry import Telemetry
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
-from sipipe.ipc.gather.receiver import GatherReceiver
+from sipipe.ipc.gather_old.receiver import GatherReceiver
 from sipipe.ipc.memory import check_room
 from sipipe.ipc.ring.layout import required_bytes
 from sipipe.ipc.ring.logits import LogitsChannel

@@ -27,7 +27,7 @@ from typing import cast
 import numpy as np
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError
-from sipipe.ipc.gather.sender import GatherSender
+from sipipe.ipc.gather_old.sender import GatherSender
 from sipipe.ipc.ring.dispatch_reader import DispatchReader
 from sipipe.ipc.ring.logits import LogitsReader, LogitsSlot
 from sipipe.messages.boots import SamplerBoot

@@ -1,4 +1,4 @@
-"""A sampler's end of the gather ring; what it guarantees is in :mod:`sipipe.ipc.gather.receiver`."""
+"""A sampler's end of the gather ring; what it guarantees is in :mod:`sipipe.ipc.gather_old.receiver`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import socket
 from collections.abc import Sequence
 
 from sipipe.ipc.errors import ChannelError, ChannelPeerDied, ChannelTimeout
-from sipipe.ipc.gather.handshake import introduce
-from sipipe.ipc.gather.receiver import FAREWELL, FRAME
+from sipipe.ipc.gather_old.handshake import introduce
+from sipipe.ipc.gather_old.receiver import FAREWELL, FRAME
 from sipipe.ipc.ring.ends import End
 from sipipe.ipc.ring.message import Part
 from sipipe.ipc.sockets import SocketEndpoint, connect

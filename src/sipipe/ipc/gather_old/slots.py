@@ -1,6 +1,6 @@
 """The slots of a gather ring: who is expected for an iteration, what has come, what is complete.
 
-A table without lock, socket or clock; :mod:`sipipe.ipc.gather.receiver` drives it under its lock.
+A table without lock, socket or clock; :mod:`sipipe.ipc.gather_old.receiver` drives it under its lock.
 """
 
 from __future__ import annotations

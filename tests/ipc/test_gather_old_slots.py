@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sipipe.ipc.gather.slots import GatherSlots
+from sipipe.ipc.gather_old.slots import GatherSlots
 
 SENDERS = ("a", "b", "c")
 PUTS = st.lists(st.tuples(st.sampled_from(SENDERS), st.integers(0, 4)), max_size=40)

@@ -33,8 +33,8 @@ import time
 from collections.abc import Iterable, Sequence
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
-from sipipe.ipc.gather.handshake import accept_peer, new_token
-from sipipe.ipc.gather.slots import Gathered, GatherSlots
+from sipipe.ipc.gather_old.handshake import accept_peer, new_token
+from sipipe.ipc.gather_old.slots import Gathered, GatherSlots
 from sipipe.ipc.locks import deadline_after, remaining
 from sipipe.ipc.ring.ends import End
 from sipipe.ipc.sockets import SocketEndpoint, listen, tune

@@ -1,0 +1,288 @@
+"""BIC-O: what the samplers send for an iteration, complete or not at all, at one receiver.
+
+Who runs here
+    At the receiver one thread calls :meth:`GatherReceiver.collect`; any thread may call ``expect``,
+    ``replace`` and ``close`` meanwhile. At a sampler one thread sends. Sampler i has one end of a
+    socket pair, made by the process that starts it, and the receiver has the other.
+Guarantees
+    ``collect`` returns iterations in the order in which they were declared, each when its last
+    answer is in. An answer that came already, or that belongs to an iteration that was returned,
+    is dropped: a sampler that was started again may repeat its predecessor's. When a sampler
+    closes its end or dies, ``collect`` says so once, after all that it sent was taken, and goes on
+    for the others. Memory is bounded: a frame has a largest size, and an iteration that is not
+    declared is refused.
+Relies on
+    The kernel closes the ends of a process that dies, and no other process has a copy of them
+    (a socket is close-on-exec; only the sampler that it is made for inherits it).
+    Invariant: ``_lock`` is held wherever a socket is read or closed, so that no thread reads a
+    descriptor that another has closed; ``_collecting`` is held wherever ``_epoll`` and ``_wake``
+    are slept on or closed.
+
+A frame is a header (payload bytes, iteration) and the payload; nothing is unpickled here.
+
+Rejected: a listener and a handshake (a sampler is always a child, so its end can be handed to it,
+and nobody else can reach a socket pair); shared memory for the way back (an answer is some hundred
+bytes, so it would save a few microseconds).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+
+from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
+from sipipe.ipc.locks import deadline_after, remaining
+
+__all__ = ["MAX_BYTES", "GatherReceiver", "GatherSender"]
+
+MAX_BYTES = 1 << 26
+"""No payload may be larger."""
+
+_HEADER = struct.Struct("<IQ")  # payload bytes, iteration
+_RECEIVE_BYTES = 1 << 18
+_BUFFERS = 64  # of one sendmsg; the kernel takes up to 1,024
+
+
+@dataclasses.dataclass(slots=True)
+class _Sampler:
+    """One sampler's end, and the bytes of a frame that is not complete yet."""
+
+    index: int
+    sock: socket.socket
+    data: bytearray = dataclasses.field(default_factory=bytearray)
+
+
+@dataclasses.dataclass(slots=True)
+class _Pending:
+    """An iteration that is declared and was not returned yet."""
+
+    missing: set[int]
+    payloads: dict[int, bytes] = dataclasses.field(default_factory=dict)
+
+
+class GatherReceiver:
+    """The one receiver; see the module for who may call what."""
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        """``sockets[i]`` is the receiver's end of sampler i; this object closes it."""
+        self._count = len(sockets)
+        self._lock = threading.Lock()
+        self._collecting = threading.Lock()
+        self._samplers: dict[int, _Sampler] = {}  # by descriptor
+        self._pending: dict[int, _Pending] = {}  # Invariant: ascending iterations
+        self._last = -1  # the iteration that was declared last
+        self._errors: collections.deque[tuple[int, ChannelError]] = collections.deque()
+        self._closed = False
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        for index, sock in enumerate(sockets):
+            self._add(index, sock)
+
+    def replace(self, index: int, sock: socket.socket) -> None:
+        """Listen to a new sampler ``index``; any thread may call.
+
+        What its predecessor had sent and ``collect`` has not read is dropped. Iterations that it
+        had not answered are expected from the new sampler. A death that ``collect`` has not
+        reported yet is not reported any more.
+        """
+        with self._lock:
+            if self._closed:
+                sock.close()
+                return
+            for old in [one for one in self._samplers.values() if one.index == index]:
+                self._remove(old)
+            for error in [one for one in self._errors if one[0] == index]:
+                self._errors.remove(error)
+            self._add(index, sock)
+
+    def expect(self, iteration: int, indices: Iterable[int]) -> None:
+        """Declare, in ascending order, which samplers answer ``iteration``; any thread may call.
+
+        It is declared before the samplers hear of the iteration. Nobody is expected of an
+        iteration without indices: ``collect`` returns it in its turn.
+        """
+        missing = set(indices)
+        assert missing <= set(range(self._count)), missing
+        with self._lock:
+            assert iteration > self._last, (iteration, self._last)
+            self._last = iteration
+            self._pending[iteration] = _Pending(missing)
+            if not missing and not self._closed:
+                os.eventfd_write(self._wake, 1)
+
+    def collect(self, timeout: float | None = None) -> tuple[int, dict[int, bytes]]:
+        """Wait for the next iteration to be complete: its number, and each sampler's payload.
+
+        Raises:
+            ChannelTimeout: not within ``timeout`` seconds; ``late`` names who has not answered.
+            ChannelPeerDied: a sampler, ``name``, went away; call again, for the others.
+            ChannelError: a sampler sent what is no frame and was cut off; call again.
+            ChannelClosed: this receiver was closed, perhaps by another thread just now.
+        """
+        deadline = deadline_after(timeout)
+        with self._collecting:
+            while True:
+                with self._lock:
+                    if self._closed:
+                        raise ChannelClosed("channel bic-o: closed")
+                    if (complete := self._take()) is not None:
+                        return complete
+                    if self._errors:
+                        raise self._errors.popleft()[1]
+                ready = self._epoll.poll(remaining(deadline))
+                if not ready:
+                    raise self._late(timeout)
+                with self._lock:
+                    for descriptor, _ in ready:
+                        self._read(descriptor)
+
+    def close(self) -> None:
+        """Close all ends; a ``collect`` in another thread ends with ChannelClosed. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for sampler in list(self._samplers.values()):
+                self._remove(sampler)
+            os.eventfd_write(self._wake, 1)
+        with self._collecting:  # the collecting thread has left, or is about to
+            self._epoll.close()
+            os.close(self._wake)
+
+    # The lock is held in all of these.
+
+    def _take(self) -> tuple[int, dict[int, bytes]] | None:
+        iteration, pending = next(iter(self._pending.items()), (-1, None))
+        if pending is None or pending.missing:
+            return None
+        del self._pending[iteration]
+        return iteration, pending.payloads
+
+    def _add(self, index: int, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._samplers[sock.fileno()] = _Sampler(index, sock)
+        self._epoll.register(sock.fileno(), select.EPOLLIN)
+
+    def _remove(self, sampler: _Sampler) -> None:
+        descriptor = sampler.sock.fileno()
+        del self._samplers[descriptor]
+        self._epoll.unregister(descriptor)
+        sampler.sock.close()
+
+    def _fail(self, sampler: _Sampler, error: ChannelError) -> None:
+        self._remove(sampler)
+        self._errors.append((sampler.index, error))
+
+    def _read(self, descriptor: int) -> None:
+        """Take what is there of one sampler; an end or a damaged frame becomes an error."""
+        sampler = self._samplers.get(descriptor)
+        if sampler is None:  # the wake-up, or a sampler that was replaced meanwhile
+            if descriptor == self._wake:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            return
+        try:
+            chunk = sampler.sock.recv(_RECEIVE_BYTES)
+        except BlockingIOError:  # of the sampler that had this descriptor before
+            return
+        except OSError:
+            chunk = b""
+        name = f"sampler{sampler.index}"
+        if not chunk:
+            self._fail(sampler, ChannelPeerDied(f"channel bic-o: {name} is gone", name))
+            return
+        sampler.data += chunk
+        try:
+            self._parse(sampler)
+        except ChannelError as error:
+            self._fail(sampler, error)
+
+    def _parse(self, sampler: _Sampler) -> None:
+        data, start = sampler.data, 0
+        while len(data) - start >= _HEADER.size:
+            size, iteration = _HEADER.unpack_from(data, start)
+            if size > MAX_BYTES or iteration > self._last:
+                raise ChannelError(
+                    f"channel bic-o: sampler{sampler.index} announced {size:,} bytes for iteration "
+                    f"{iteration}, but a payload has {MAX_BYTES:,} bytes at most and the last "
+                    f"iteration is {self._last}; cut off"
+                )
+            end = start + _HEADER.size + size
+            if len(data) < end:
+                break
+            pending = self._pending.get(iteration)
+            if pending is not None and sampler.index in pending.missing:
+                pending.missing.remove(sampler.index)
+                pending.payloads[sampler.index] = bytes(data[start + _HEADER.size : end])
+            start = end
+        del data[:start]
+
+    def _late(self, timeout: float | None) -> ChannelTimeout:
+        with self._lock:
+            iteration, pending = next(iter(self._pending.items()), (self._last + 1, None))
+        late = () if pending is None else tuple(f"sampler{i}" for i in sorted(pending.missing))
+        what = f"{', '.join(late)} sent nothing for it" if late else "it is not declared"
+        return ChannelTimeout(
+            f"channel bic-o: iteration {iteration} is not complete after {timeout} s: {what}", late
+        )
+
+
+class GatherSender:
+    """A sampler's end. Not for two threads at once."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """``sock`` is the end that the executor handed over; this object closes it."""
+        self._sock = sock
+
+    def send(
+        self,
+        iteration: int,
+        parts: Sequence[bytes | bytearray | memoryview],
+        timeout: float = 60.0,
+    ) -> None:
+        """Answer ``iteration`` with the bytes of ``parts``, one after the other.
+
+        Raises:
+            ChannelTimeout: the executor did not take it within ``timeout`` seconds. A part of it
+                may be sent, so this end is closed.
+            ChannelPeerDied: the executor is gone, or this end is closed.
+            ChannelError: more than ``MAX_BYTES``; nothing was sent.
+        """
+        views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+        size = sum(map(len, views))
+        if size > MAX_BYTES:
+            raise ChannelError(
+                f"channel bic-o: {size:,} bytes for iteration {iteration} are more than "
+                f"{MAX_BYTES:,}"
+            )
+        views.insert(0, memoryview(_HEADER.pack(size, iteration)))
+        deadline = deadline_after(timeout)
+        try:
+            while views:
+                self._sock.settimeout(remaining(deadline))
+                sent = self._sock.sendmsg(views[:_BUFFERS])
+                while views and sent >= len(views[0]):
+                    sent -= len(views.pop(0))
+                if sent:
+                    views[0] = views[0][sent:]
+        except (TimeoutError, BlockingIOError):  # the latter when no time was left
+            self._sock.close()
+            raise ChannelTimeout(
+                f"channel bic-o: the executor took nothing for {timeout} s", ("executor",)
+            ) from None
+        except OSError as error:
+            raise ChannelPeerDied(
+                f"channel bic-o: the executor is gone ({error.strerror})", "executor"
+            ) from None
+
+    def close(self) -> None:
+        """Close this end, after what was sent. Idempotent."""
+        self._sock.close()
