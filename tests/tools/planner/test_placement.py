@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sipipe.engine.layers.cut import layer_split
-from sipipe.tools.planner.placement import place
 from sipipe.engine.layers.hf_config import load_model
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.hardware import Cluster
 from sipipe.tools.planner.memory import memory_of, weight_bytes
+from sipipe.tools.planner.placement import place
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
