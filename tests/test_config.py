@@ -1,13 +1,12 @@
 """The settings: each key's allowed values, and one clear line for everything else."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
-from sipipe.config import _PARSERS, CorePlacement, SiPipeConfig
+from sipipe.config import CorePlacement, MicrobatchSettings, SiPipeConfig
 from sipipe.errors import ConfigError, SiPipeError
 
 
@@ -15,8 +14,19 @@ def parse(**settings):
     return SiPipeConfig.from_additional_config({"sipipe": settings})
 
 
-def test_every_field_has_a_parser_and_the_other_way_round():
-    assert [field.name for field in dataclasses.fields(SiPipeConfig)] == list(_PARSERS)
+@pytest.mark.parametrize(
+    "key",
+    [
+        *SiPipeConfig.__struct_fields__,
+        *(f"microbatches.{name}" for name in MicrobatchSettings.__struct_fields__),
+        *(f"cores.{name}" for name in CorePlacement.__struct_fields__),
+    ],
+)
+def test_every_key_says_what_it_may_be(key):
+    outer, _, inner = key.partition(".")
+    with pytest.raises(ConfigError, match=rf'"{key}" must be .{{9,}}, not -1\.5') as caught:
+        parse(**{outer: {inner: -1.5} if inner else -1.5})
+    assert "must be one of ," not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +54,7 @@ def test_round_trip_through_json():
         samplers=2,
         inflight=3,
         layers=[6, 2],
+        microbatches={"max_moves": 2},
         cores={"stages": [[0, 1], [2]], "samplers": [[3], [4]], "scheduler": [5]},
         trace="traces",
         stall_timeout=5,
@@ -52,6 +63,7 @@ def test_round_trip_through_json():
     assert config.cores == CorePlacement(
         stages=((0, 1), (2,)), samplers=((3,), (4,)), scheduler=(5,)
     )
+    assert config.microbatches == MicrobatchSettings(max_moves=2)
     assert SiPipeConfig.from_dict(SiPipeConfig().to_dict()) == SiPipeConfig()
 
 
@@ -71,7 +83,7 @@ def test_inflight_auto_is_stages_plus_one():
         ({"samplers": True}, ['"samplers"', "not True"]),
         ({"samplers": "2"}, ['"samplers"', "not '2'"]),
         ({"inflight": 1.5}, ['"inflight"', "not 1.5"]),
-        ({"cpu_sampling": True}, ['"cpu_sampling"', '"auto", "on", "off"']),
+        ({"cpu_sampling": True}, ['"cpu_sampling"', '"auto", "off", "on"']),
         ({"transport": "shmem"}, ['"transport"', 'did you mean "shm"']),
         ({"overlap": "yes"}, ['"overlap"', "true or false"]),
         ({"overlap": 1}, ['"overlap"', "not 1"]),
@@ -84,15 +96,26 @@ def test_inflight_auto_is_stages_plus_one():
         ({"cores": "none"}, ['"cores"', '"auto", "off"']),
         ({"cores": {"stage": [[0]]}}, ['"cores.stage"', 'did you mean "stages"']),
         ({"cores": {"stages": [0, 1]}}, ['"cores.stages[0]"', "not 0"]),
-        ({"cores": {"stages": [[0, 0]]}}, ['"cores.stages[0]"', "each once"]),
-        ({"cores": {"stages": [[-1]]}}, ['"cores.stages[0]"', "[-1]"]),
-        ({"cores": {"samplers": [[]]}}, ['"cores.samplers"', "one CPU number or more"]),
+        ({"cores": {"stages": [[0, 0]]}}, ['"cores.stages[0]"', "each CPU number once", "[0, 0]"]),
+        ({"cores": {"scheduler": [1, 1]}}, ['"cores.scheduler"', "each CPU number once"]),
+        ({"cores": {"stages": [[-1]]}}, ['"cores.stages[0][0]"', "not -1"]),
+        ({"cores": {"samplers": [[]]}}, ['"cores.samplers[0]"', "one CPU number or more"]),
+        ({"layers": []}, ['"layers" must be "auto", "even", or a list', "not []"]),
+        ({"layers": [7, 0]}, ['"layers[1]" must be a whole number of 1 or more', "not 0"]),
+        ({"microbatches": [1]}, ['"microbatches" must be an object', "not [1]"]),
+        ({"microbatches": {"moves": 1}}, ['unknown key "microbatches.moves"', "max_moves"]),
+        ({"microbatches": {"max_moves": -1}}, ['"microbatches.max_moves"', "0 or more"]),
+        ({"microbatches": {"max_moves": True}}, ['"microbatches.max_moves"', "not True"]),
+        ({"microbatches": {"prefill_spread": 1.5}}, ['"microbatches.prefill_spread"', "not 1.5"]),
+        ({"microbatches": {"kv_reserve": 1}}, ["kv_reserve", "a number from 0 to below 1"]),
+        ({"microbatches": {"kv_reserve": "x"}}, ['"microbatches.kv_reserve" must be']),
+        ({7: 2}, ["str"]),
         ({"samplers": 3, "cores": {"samplers": [[0], [1]]}}, ['"samplers" is 3', "places 2"]),
     ],
 )
 def test_a_mistake_gets_one_line_that_names_it(settings, words):
     with pytest.raises(ConfigError) as caught:
-        parse(**settings)
+        SiPipeConfig.from_dict(settings)
     message = str(caught.value)
     assert "\n" not in message
     for word in words:

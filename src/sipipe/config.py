@@ -1,57 +1,121 @@
 """SiPipe's settings: what a user writes under ``--additional-config '{"sipipe": {...}}'``.
 
+The annotations are the rules: msgspec checks them, and :func:`_refusal` says in one line what it
+found. A ``description`` is the end of the sentence "... must be".
+
 >>> SiPipeConfig.from_additional_config({"sipipe": {"samplers": 2, "trace": "traces"}}).samplers
 2
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import math
-import types
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NoReturn
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from sipipe.errors import ConfigError
 
-__all__ = ["CorePlacement", "SiPipeConfig"]
+__all__ = ["CorePlacement", "MicrobatchSettings", "SiPipeConfig"]
 
-Auto = Literal["auto"]
+Cpus = Annotated[
+    tuple[Annotated[int, Meta(ge=0, description="a CPU number of 0 or more")], ...],
+    Meta(description="a list of CPU numbers such as [0, 1]"),
+]
+CpuLists = Annotated[
+    tuple[
+        Annotated[
+            Cpus, Meta(min_length=1, description="a list of one CPU number or more, such as [0, 1]")
+        ],
+        ...,
+    ],
+    Meta(description="a list of lists of CPU numbers such as [[0], [1]]"),
+]
+Whole = Annotated[int, Meta(ge=0, description="a whole number of 0 or more")]
+Count = Annotated[int, Meta(ge=1, description="a whole number of 1 or more")]
+CountOrAuto = Annotated[
+    Count | Literal["auto"], Meta(description='a whole number of 1 or more, or "auto"')
+]
+Directory = Annotated[
+    Annotated[str, Meta(min_length=1)] | None, Meta(description="a directory's path, or null")
+]
+Seconds = Annotated[
+    float, Meta(gt=0, le=1e9, description="a finite number of seconds above 0, at most 1e9")
+]
+Flag = Annotated[bool, Meta(description="true or false")]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CorePlacement:
+class CorePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An explicit placement of SiPipe's processes on CPU cores (logical CPU numbers)."""
 
-    stages: tuple[tuple[int, ...], ...] = ()
+    stages: CpuLists = ()
     """Cores of each stage, first stage first. Tensor-parallel ranks of a stage share its cores
     out evenly, in order. Empty: the stages' threads are left where the system puts them."""
 
-    samplers: tuple[tuple[int, ...], ...] = ()
+    samplers: CpuLists = ()
     """Cores of each sampler process. Empty: samplers are left unbound."""
 
-    scheduler: tuple[int, ...] = ()
+    scheduler: Cpus = ()
     """Cores of the process that runs vLLM's scheduler and SiPipe's executor. Empty: unbound."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same as JSON-ready lists."""
-        return {
-            "stages": [list(cores) for cores in self.stages],
-            "samplers": [list(cores) for cores in self.samplers],
-            "scheduler": list(self.scheduler),
-        }
+    def __post_init__(self) -> None:
+        named = {f"stages[{index}]": cpus for index, cpus in enumerate(self.stages)}
+        named |= {f"samplers[{index}]": cpus for index, cpus in enumerate(self.samplers)}
+        for key, cpus in (named | {"scheduler": self.scheduler}).items():
+            if len(set(cpus)) != len(cpus):
+                raise ConfigError(
+                    f'sipipe config: "cores.{key}" must name each CPU number once, not {list(cpus)}'
+                )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SiPipeConfig:
+class MicrobatchSettings(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Tunables of :class:`sipipe.engine.scheduling.policy.SlotPolicy`. The defaults suit most
+    deployments."""
+
+    max_moves: Whole = 4
+    """Sequences that one visit may move to another slot to level decode counts, 0 or more.
+    A moved sequence waits once for up to m - 1 microbatches. 0: slots level by arrivals only."""
+
+    min_sequences: Whole = 0
+    """Decoding sequences a microbatch should have before another slot is opened. 0: as many
+    slots as make the pipeline period shortest by the stage times measured so far. 1: up to m
+    sequences run in microbatches of one each."""
+
+    prefill_spread: Whole = 0
+    """Microbatches over which pending prompt tokens are spread. 0: with all m slots open 4 m + 4 up
+    to 24, then 2 m + 8; with fewer, twice as many as are open. More are smoother for decoding
+    sequences and later for first tokens."""
+
+    min_chunk_tokens: Whole = 0
+    """Prompt tokens below which a chunk is not cut further. 0: with all m slots open 64 / m, and 24
+    or more; with fewer, 96."""
+
+    burst_tokens: Whole = 256
+    """Prompt tokens that a microbatch may take while nothing decodes, 0 or more; the more
+    decodes beside what arrives, the less of it counts."""
+
+    kv_reserve: Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")] = 0.02
+    """Share of the KV cache, 0 to below 1, kept free for the growth of decoding sequences: no
+    new request is admitted while less is free and something else runs."""
+
+    context_unit: Count = 4096
+    """Tokens of context whose attention costs a decode step as much as one more sequence does,
+    1 or more. Slots with equal counts are levelled by it."""
+
+
+class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of SiPipe, validated. The defaults suit a machine that nothing else uses."""
 
-    samplers: int | Auto = "auto"
+    samplers: CountOrAuto = "auto"
     """Number of CPU sampler processes, 1 or more. ``"auto"``: from the cores that the stages
     leave free (see :func:`sipipe.cores.plan_cores`)."""
 
-    inflight: int | Auto = "auto"
+    inflight: CountOrAuto = "auto"
     """Microbatches in flight, 1 or more. ``"auto"``: the number of stages + 1, so that sampling
     and scheduling are a pipeline stage of their own. The paper's value is the number of stages."""
 
@@ -69,18 +133,23 @@ class SiPipeConfig:
     """Which scheduler forms microbatches. ``"pipeline"``: SiPipe's, which keeps them stable and
     even. ``"vllm"``: the stock one. A class given with ``--scheduler-cls`` wins over both."""
 
-    microbatches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    microbatches: Annotated[
+        MicrobatchSettings, Meta(description='an object such as {"max_moves": 4}')
+    ] = MicrobatchSettings()
     """Tunables of the pipeline scheduler, such as ``{"max_moves": 4}``: the fields of
-    :class:`sipipe.scheduling.SlotSettings`. Empty: its defaults."""
+    :class:`MicrobatchSettings`. Empty: its defaults."""
 
-    layers: tuple[int, ...] | Literal["auto", "even"] = "auto"
+    layers: Annotated[
+        Annotated[tuple[Count, ...], Meta(min_length=1)] | Literal["auto", "even"],
+        Meta(description='"auto", "even", or a list of layers per stage such as [7, 1]'),
+    ] = "auto"
     """Decoder layers of each stage. ``"auto"``: vLLM's even cut, unless the output projection makes
     the last stage the slowest by more than 5 %; it then gets fewer layers. ``"even"``: vLLM's cut.
     Else a list such as ``[7, 1]``. ``VLLM_PP_LAYER_PARTITION`` wins over ``"auto"``."""
 
-    overlap: bool = True
+    overlap: Flag = True
     """Token-safe execution: prepare the next microbatch's inputs while the device runs this one.
-    False: prepare and run in turn, with one version of the inputs."""
+    False: prepare and run in turn, with one set of input buffers."""
 
     transport: Literal["auto", "shm", "socket", "cuda_ipc", "nccl"] = "auto"
     """How hidden states travel between stages. ``"auto"``, while all stages are on one host:
@@ -88,29 +157,32 @@ class SiPipeConfig:
     ``socket`` go through host memory."""
 
     logits_layout: Literal["rows", "columns"] = "rows"
-    """Layout of a logits slot in shared memory. ``"rows"``: [B, V], a sequence is contiguous.
+    """Layout of a logits buffer in shared memory. ``"rows"``: [B, V], a sequence is contiguous.
     ``"columns"``: [V, B], the paper's transposed layout, tensor-parallel shards concatenate."""
 
-    cores: CorePlacement | Literal["auto", "off"] = "auto"
+    cores: Annotated[
+        CorePlacement | Literal["auto", "off"],
+        Meta(description='"auto", "off", or {"stages": [[0], [1]], "samplers": [[2]]}'),
+    ] = "auto"
     """Placement on CPU cores. ``"auto"``: planned from the machine. ``"off"``: nothing is bound.
     Else ``{"stages": [[0], [1]], "samplers": [[2], [3]], "scheduler": [4]}``."""
 
-    trace: str | None = None
+    trace: Directory = None
     """Directory that receives trace files, made if missing. None: no tracing."""
 
-    check_token_safety: bool = False
-    """Debug check: stamp every input version with its writer and reader, and raise at the first
-    overlap. Costs a few microseconds an iteration."""
+    check_token_safety: Flag = False
+    """Debug check: stamp every set of input buffers with its writer and reader, and raise at the
+    first overlap. Costs a few microseconds an iteration."""
 
-    shm_dir: str | None = None
-    """Directory for the channels' slots, best on a memory file system. None: anonymous memory,
+    shm_dir: Directory = None
+    """Directory for the channels' memory, best on a memory file system. None: anonymous memory,
     which needs no ``/dev/shm`` and leaves nothing behind, whatever happens."""
 
-    stall_timeout: float = 300.0
+    stall_timeout: Seconds = 300.0
     """Seconds that one iteration may take before the engine stops with an error that names the
     stage, the iteration and what it waits for. Above 0; the first iteration may compile."""
 
-    start_timeout: float = 600.0
+    start_timeout: Seconds = 600.0
     """Seconds that a worker or sampler process may take to start and load its model. Above 0."""
 
     @classmethod
@@ -144,37 +216,28 @@ class SiPipeConfig:
         Raises:
             ConfigError: one line that names the key, the value and what is allowed.
         """
-        if isinstance(settings, cls):
-            return settings
         if not isinstance(settings, Mapping):
             raise ConfigError(
                 'additional_config["sipipe"] must be an object such as {"samplers": 2}, '
                 f"not {_show(settings)}"
             )
-        values: dict[str, Any] = {}
-        for key, value in settings.items():
-            parse = _PARSERS.get(key)
-            if parse is None:
-                raise ConfigError(_unknown(f'"{key}"', str(key), list(_PARSERS)))
-            values[key] = parse(key, value)
-        config = cls(**values)
-        config._check_together()
-        return config
+        try:
+            return msgspec.convert(settings, cls)
+        except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, ConfigError):  # two settings that contradict each other
+                raise error.__cause__ from None
+            raise _refusal(str(error), settings) from None
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting, JSON-ready; ``from_dict`` takes it back."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if isinstance(self.cores, CorePlacement):
-            values["cores"] = self.cores.to_dict()
-        values["microbatches"] = dict(self.microbatches)
-        values["layers"] = self.layers if isinstance(self.layers, str) else list(self.layers)
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return values
 
     def resolved_inflight(self, stages: int) -> int:
         """Microbatches in flight for a pipeline of ``stages`` stages."""
         return stages + 1 if self.inflight == "auto" else self.inflight
 
-    def _check_together(self) -> None:
+    def __post_init__(self) -> None:
         if isinstance(self.cores, CorePlacement) and self.cores.samplers:
             placed = len(self.cores.samplers)
             if self.samplers not in ("auto", placed):
@@ -184,140 +247,76 @@ class SiPipeConfig:
                 )
 
 
-Parser = Callable[[str, Any], Any]
+def _refusal(found: str, settings: Mapping[str, Any]) -> ConfigError:
+    """The line for what msgspec found, which ends with the path of the value: ``$.cores.stages``."""
+    found, _, path = found.partition(" - at `$")
+    kind: msgspec.inspect.Type = msgspec.inspect.type_info(SiPipeConfig)
+    value: Any = settings
+    allowed = ""
+    for step in re.findall(r"[^.\[\]`]+", path):
+        kind = _inside(kind, step)
+        value = value[int(step) if isinstance(value, Sequence) else step]
+        allowed = _description(kind) or allowed
+    key = path.strip(".`")
+    unknown = re.fullmatch("Object contains unknown field `(.*)`", found)
+    if unknown:
+        name = unknown[1]
+        known = [field.name for field in _structure(kind).fields]
+        hint = _hint(name.replace("-", "_"), known)
+        return ConfigError(
+            f'sipipe config: unknown key "{key + "." if key else ""}{name}"'
+            f"{'; did you mean ' + hint if hint else ''} (known: {', '.join(known)})"
+        )
+    if not key:  # a key that is no text, which only Python can write
+        return ConfigError(f"sipipe config: {found}")
+    choices = [
+        choice
+        for option in _options(kind)
+        if isinstance(option, msgspec.inspect.LiteralType)
+        for choice in option.values
+    ]
+    allowed = allowed or "one of " + ", ".join(f'"{choice}"' for choice in choices)
+    hint = _hint(value, choices) if isinstance(value, str) else ""
+    return ConfigError(
+        f'sipipe config: "{key}" must be {allowed}{f" (did you mean {hint}?)" if hint else ""}, '
+        f"not {_show(value)}"
+    )
 
 
-def _bad(key: str, value: object, allowed: str) -> NoReturn:
-    raise ConfigError(f'sipipe config: "{key}" must be {allowed}, not {_show(value)}')
+def _options(kind: msgspec.inspect.Type) -> Iterator[msgspec.inspect.Type]:
+    """``kind`` without its description; the members of a union."""
+    if isinstance(kind, msgspec.inspect.Metadata):
+        yield from _options(kind.type)
+    elif isinstance(kind, msgspec.inspect.UnionType):
+        for member in kind.types:
+            yield from _options(member)
+    else:
+        yield kind
 
 
-def _unknown(shown: str, key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key.lower().replace("-", "_"), known, n=1, cutoff=0.6)
-    hint = f'; did you mean "{near[0]}"?' if near else ""
-    return f"sipipe config: unknown key {shown}{hint} (known: {', '.join(known)})"
+def _structure(kind: msgspec.inspect.Type) -> msgspec.inspect.StructType:
+    return next(o for o in _options(kind) if isinstance(o, msgspec.inspect.StructType))
+
+
+def _inside(kind: msgspec.inspect.Type, step: str) -> msgspec.inspect.Type:
+    """The type of a structure's field ``step``, or of a list's elements."""
+    if step.isdecimal():
+        lists = (o for o in _options(kind) if isinstance(o, msgspec.inspect.VarTupleType))
+        return next(lists).item_type
+    return next(field.type for field in _structure(kind).fields if field.name == step)
+
+
+def _description(kind: msgspec.inspect.Type) -> str:
+    schema = kind.extra_json_schema if isinstance(kind, msgspec.inspect.Metadata) else None
+    text: str = (schema or {}).get("description", "")
+    return text
+
+
+def _hint(given: str, known: Sequence[Any]) -> str:
+    near = difflib.get_close_matches(given.lower(), known, n=1, cutoff=0.6)
+    return f'"{near[0]}"' if near else ""
 
 
 def _show(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _one_of(*choices: str) -> Parser:
-    allowed = "one of " + ", ".join(f'"{choice}"' for choice in choices)
-
-    def parse(key: str, value: Any) -> str:
-        if not isinstance(value, str) or value not in choices:
-            near = difflib.get_close_matches(str(value).lower(), choices, n=1)
-            _bad(key, value, allowed + (f' (did you mean "{near[0]}"?)' if near else ""))
-        return value
-
-    return parse
-
-
-def _count_or_auto(key: str, value: Any) -> int | str:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        checked: int | str = value
-        return checked
-    _bad(key, value, 'a whole number of 1 or more, or "auto"')
-
-
-def _layers(key: str, value: Any) -> tuple[int, ...] | str:
-    if value in ("auto", "even"):
-        named: str = value
-        return named
-    if (
-        not isinstance(value, list | tuple)
-        or not value
-        or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in value)
-    ):
-        _bad(key, value, '"auto", "even", or a list of layers per stage such as [7, 1]')
-    return tuple(value)
-
-
-def _flag(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        _bad(key, value, "true or false")
-    return value
-
-
-def _seconds(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        _bad(key, value, "a number of seconds above 0")
-    if not (value > 0 and math.isfinite(value)):
-        _bad(key, value, "a finite number of seconds above 0")
-    return float(value)
-
-
-def _directory(key: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value:
-        _bad(key, value, "a directory's path, or null")
-    return value
-
-
-def _core_list(key: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or not all(
-        isinstance(core, int) and not isinstance(core, bool) and core >= 0 for core in value
-    ):
-        _bad(key, value, "a list of CPU numbers such as [0, 1]")
-    if len(set(value)) != len(value):
-        _bad(key, value, "a list of CPU numbers, each once")
-    return tuple(value)
-
-
-def _core_lists(key: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(value, list | tuple):
-        _bad(key, value, "a list of lists of CPU numbers such as [[0], [1]]")
-    lists = tuple(_core_list(f"{key}[{index}]", cores) for index, cores in enumerate(value))
-    if any(not cores for cores in lists):
-        _bad(key, value, "a list of lists with one CPU number or more each")
-    return lists
-
-
-def _microbatches(_key: str, value: Any) -> Mapping[str, Any]:
-    from sipipe.slot_settings import SlotSettings
-
-    SlotSettings.from_mapping(value)  # names a wrong key or value itself
-    return dict(value or {})
-
-
-def _placement(key: str, value: Any) -> CorePlacement | str:
-    if isinstance(value, CorePlacement) or value in ("auto", "off"):
-        placement: CorePlacement | str = value
-        return placement
-    if not isinstance(value, Mapping):
-        _bad(key, value, '"auto", "off", or {"stages": [[0], [1]], "samplers": [[2]]}')
-    parsers: dict[str, Parser] = {
-        "stages": _core_lists,
-        "samplers": _core_lists,
-        "scheduler": _core_list,
-    }
-    values: dict[str, Any] = {}
-    for name, cores in value.items():
-        if name not in parsers:
-            raise ConfigError(_unknown(f'"{key}.{name}"', str(name), list(parsers)))
-        values[name] = parsers[name](f"{key}.{name}", cores)
-    return CorePlacement(**values)
-
-
-_PARSERS: Mapping[str, Parser] = types.MappingProxyType(
-    {
-        "samplers": _count_or_auto,
-        "inflight": _count_or_auto,
-        "cpu_sampling": _one_of("auto", "on", "off"),
-        "stage_runner": _one_of("auto", "sipipe", "vllm"),
-        "scheduler": _one_of("pipeline", "vllm"),
-        "microbatches": _microbatches,
-        "layers": _layers,
-        "overlap": _flag,
-        "transport": _one_of("auto", "shm", "socket", "cuda_ipc", "nccl"),
-        "logits_layout": _one_of("rows", "columns"),
-        "cores": _placement,
-        "trace": _directory,
-        "check_token_safety": _flag,
-        "shm_dir": _directory,
-        "stall_timeout": _seconds,
-        "start_timeout": _seconds,
-    }
-)

@@ -45,7 +45,7 @@ def test_version(capsys):
         (["serve", "m", "--samplers", "0"], '"samplers" must be a whole number'),
         (["serve", "m", "--samplers", "many"], "not 'many'"),
         (["serve", "m", "--inflight", "-1"], '"inflight"'),
-        (["serve", "m", "--layers", "7,0"], '"layers" must be "auto", "even", or a list'),
+        (["serve", "m", "--layers", "7,0"], ' "layers[1]" must be a whole number of 1 or more'),
         (["serve", "m", "--layers", "evn"], "not 'evn'"),
         (["serve", "m", "--cores", "{"], "--cores must be auto, off, or JSON"),
         (["serve", "m", "--cores", '{"stage": []}'], 'did you mean "stages"'),

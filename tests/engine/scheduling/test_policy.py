@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
-from sipipe.slot_settings import SlotSettings
 
 
 @dataclass
@@ -97,7 +97,7 @@ EVENTS = st.lists(
     min_sequences=st.integers(1, 4),
 )
 def test_promises_over_random_histories(events, slots, max_moves, min_sequences):
-    options = SlotSettings(max_moves=max_moves, min_sequences=min_sequences)
+    options = MicrobatchSettings(max_moves=max_moves, min_sequences=min_sequences)
     policy = SlotPolicy(slots=slots, max_tokens=512, settings=options)
     engine = Engine(policy, 512)
     homes: dict[str, int] = {}
@@ -161,7 +161,7 @@ def test_requests_sent_at_once_end_within_one_sequence(slots, requests):
 
 
 def test_drift_is_levelled_a_few_moves_at_a_time():
-    policy = SlotPolicy(slots=2, max_tokens=2048, settings=SlotSettings(max_moves=3))
+    policy = SlotPolicy(slots=2, max_tokens=2048, settings=MicrobatchSettings(max_moves=3))
     engine = Engine(policy, 2048)
     for _ in range(40):
         engine.submit(1, 500)
@@ -178,7 +178,7 @@ def test_drift_is_levelled_a_few_moves_at_a_time():
 
 
 def test_equal_counts_are_levelled_by_context():
-    policy = SlotPolicy(slots=2, max_tokens=2048, settings=SlotSettings(context_unit=100))
+    policy = SlotPolicy(slots=2, max_tokens=2048, settings=MicrobatchSettings(context_unit=100))
     engine = Engine(policy, 2048)
     for prompt in (1000, 1, 1, 1, 1):
         engine.submit(prompt, 10_000)
@@ -202,7 +202,7 @@ def test_one_slot_gives_the_whole_budget():
 
 
 def test_no_new_prompt_starts_when_the_cache_is_nearly_full():
-    policy = SlotPolicy(slots=2, max_tokens=100, settings=SlotSettings(min_chunk_tokens=4))
+    policy = SlotPolicy(slots=2, max_tokens=100, settings=MicrobatchSettings(min_chunk_tokens=4))
     policy.visit([Sequence("a", 5, True)], pending_prefill=0)
     full = policy.visit([Sequence("a", 5, True)], pending_prefill=90, kv_free=0.01)
     assert full.prefill_tokens == 0
@@ -213,7 +213,7 @@ def test_no_new_prompt_starts_when_the_cache_is_nearly_full():
 
 
 def test_fewer_slots_for_few_sequences():
-    policy = SlotPolicy(slots=4, max_tokens=512, settings=SlotSettings(min_sequences=4))
+    policy = SlotPolicy(slots=4, max_tokens=512, settings=MicrobatchSettings(min_sequences=4))
     engine = Engine(policy, 512)
     for _ in range(7):
         engine.submit(1, 1000)

@@ -32,9 +32,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.pace import Pace
 from sipipe.engine.scheduling.prefill import PrefillThrottle
-from sipipe.slot_settings import SlotSettings
 
 __all__ = ["Move", "Plan", "Sequence", "SlotPolicy", "SlotStatistics"]
 
@@ -107,13 +107,13 @@ class SlotPolicy:
         *,
         slots: int,
         max_tokens: int,
-        settings: SlotSettings | None = None,
+        settings: MicrobatchSettings | None = None,
         pace: Pace | None = None,
     ) -> None:
         if slots < 1 or max_tokens < 1:
             raise ValueError(f"slots and max_tokens must be 1 or more, not {slots}, {max_tokens}")
         self.slots = slots
-        self.settings = settings or SlotSettings()
+        self.settings = settings or MicrobatchSettings()
         self.pace = pace
         self._throttle = PrefillThrottle(slots=slots, max_tokens=max_tokens, settings=self.settings)
         self._slot_of: dict[str, int] = {}

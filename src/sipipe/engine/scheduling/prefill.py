@@ -5,7 +5,7 @@ microbatch delays the m - 1 others as much as if each of them carried one too. W
 therefore how often and how far the size changes from one microbatch to the next. So:
 
 - What is pending is spread over ``prefill_spread`` microbatches, not put where it arrives. A
-  number of rotations alone is too coarse for short pipelines; a number of microbatches alone is
+  number of pipeline periods alone is too coarse for short pipelines; a number of microbatches alone is
   too slow for short ones or too coarse for long ones; so its default grows with m.
 - A chunk may always fill its microbatch up to the largest of the last m - 1: that is free.
 - It is not cut finer than ``min_chunk_tokens``: the first token would only come later.
@@ -21,9 +21,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from sipipe.slot_settings import SlotSettings
+import msgspec
 
-__all__ = ["PrefillThrottle"]
+from sipipe.config import MicrobatchSettings
+
+__all__ = ["PrefillThrottle", "resolved"]
 
 
 class PrefillThrottle:
@@ -35,10 +37,10 @@ class PrefillThrottle:
         settings: Tunables.
     """
 
-    def __init__(self, *, slots: int, max_tokens: int, settings: SlotSettings) -> None:
+    def __init__(self, *, slots: int, max_tokens: int, settings: MicrobatchSettings) -> None:
         self._max_tokens = max_tokens
         self._resolved = {
-            active: settings.resolved(slots, active) for active in range(1, slots + 1)
+            active: resolved(settings, slots, active) for active in range(1, slots + 1)
         }
         # Tokens of the other microbatches in flight.
         self._sizes: deque[int] = deque(maxlen=max(1, slots - 1))
@@ -84,6 +86,21 @@ class PrefillThrottle:
             size = min(size, room, pending)
         self._sizes.append(decoding + size)
         return size
+
+
+def resolved(settings: MicrobatchSettings, slots: int, active: int) -> MicrobatchSettings:
+    """``settings`` with the defaults that depend on the microbatches in flight, ``slots``, and on
+    how many of the slots are open, ``active``."""
+    if active == slots:
+        spread = max(min(4 * slots + 4, 24), 2 * slots + 8)
+        chunk = max(24, 64 // slots)
+    else:  # a closed slot's visits carry prompts that delay no decoding sequence
+        spread, chunk = 2 * active, 96
+    return msgspec.structs.replace(
+        settings,
+        prefill_spread=settings.prefill_spread or spread,
+        min_chunk_tokens=settings.min_chunk_tokens or chunk,
+    )
 
 
 def _share(tokens: int, parts: int) -> int:

@@ -26,11 +26,10 @@ only the evenness suffers. Runs in the EngineCore process, on its main thread on
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from vllm import envs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -38,9 +37,10 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from sipipe.config import MicrobatchSettings, SiPipeConfig
 from sipipe.engine.scheduling.pace import Pace
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy, SlotStatistics
-from sipipe.slot_settings import SlotSettings
+from sipipe.engine.scheduling.prefill import resolved
 
 __all__ = ["PipelineScheduler"]
 
@@ -50,15 +50,17 @@ class PipelineScheduler(Scheduler):
 
     The number of slots m is ``VllmConfig.max_concurrent_batches``, as for EngineCore's batch
     queue. With m of 1 it behaves exactly as vLLM's. Tunables come from
-    ``additional_config["sipipe"]["microbatches"]`` (:class:`sipipe.scheduling.SlotSettings`).
+    ``additional_config["sipipe"]["microbatches"]`` (:class:`sipipe.config.MicrobatchSettings`).
     """
+
+    max_num_scheduled_tokens: int  # vLLM's, which no type checker sees
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._policy = SlotPolicy(
             slots=self.vllm_config.max_concurrent_batches,
             max_tokens=self.max_num_scheduled_tokens,
-            settings=self._slot_settings(),
+            settings=self._settings(),
         )
         # Where a prompt, or a multi-modal item in it, must be computed whole, prefill is held back
         # by whole chunks as vLLM cuts them: an allowance below the item would never admit it.
@@ -96,7 +98,9 @@ class PipelineScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """vLLM's; notices a batch that comes back in the step of an empty visit."""
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
         self._came_back = self._empty and bool(scheduler_output.total_num_scheduled_tokens)
         self._empty = False  # later results belong to other steps
         return outputs
@@ -112,7 +116,8 @@ class PipelineScheduler(Scheduler):
         if self._came_back and envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # else there is no loop
             self._came_back = False
             return False
-        return super().has_requests()
+        unfinished: bool = super().has_requests()
+        return unfinished
 
     def follow(self, pace: Pace) -> None:
         """Open as many slots as ``pace`` says, where the settings leave it open."""
@@ -122,17 +127,16 @@ class PipelineScheduler(Scheduler):
         """Joins, leaves, moves and the decode count of each slot."""
         return self._policy.statistics()
 
-    def _slot_settings(self) -> SlotSettings:
-        settings: Any = self.vllm_config.additional_config
-        settings = settings.get("sipipe") if isinstance(settings, Mapping) else None
-        settings = settings.get("microbatches") if isinstance(settings, Mapping) else None
-        parsed = SlotSettings.from_mapping(settings)
+    def _settings(self) -> MicrobatchSettings:
+        config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
+        settings = config.microbatches
         if not self.need_mamba_block_aligned_split:
-            return parsed
+            return settings
         # A chunk that ends inside a Mamba block is cut to nothing: never offer less than a block.
-        resolved = parsed.resolved(self.vllm_config.max_concurrent_batches)
-        least = max(resolved.min_chunk_tokens, self.cache_config.block_size)
-        return dataclasses.replace(parsed, min_chunk_tokens=least)
+        slots = self.vllm_config.max_concurrent_batches
+        least = resolved(settings, slots, slots).min_chunk_tokens
+        least = max(least, self.cache_config.block_size)
+        return msgspec.structs.replace(settings, min_chunk_tokens=least)
 
     def _visit(self) -> Plan:
         """Tell the policy what runs and what is pending."""
@@ -210,12 +214,14 @@ class PipelineScheduler(Scheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         # schedule() asks this of every chunk, after all other caps and right before allocating.
-        if self._prefill_left is None or _is_decoding(request):
-            return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        tokens = super()._reserve_prefill_lookahead(
-            request, num_computed_tokens, self._clip(num_new_tokens)
+        left = None if _is_decoding(request) else self._prefill_left
+        if left is not None:
+            num_new_tokens = self._clip(num_new_tokens)
+        tokens: int = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
         )
-        self._prefill_left -= tokens
+        if left is not None:
+            self._prefill_left = left - tokens
         return tokens
 
     def _mamba_block_aligned_split(
@@ -224,7 +230,8 @@ class PipelineScheduler(Scheduler):
         # Clip before the alignment: a clip after it would end chunks inside a block.
         if self._prefill_left is not None and not _is_decoding(request):
             num_new_tokens = self._clip(num_new_tokens)
-        return super()._mamba_block_aligned_split(request, num_new_tokens, *args, **kwargs)
+        tokens: int = super()._mamba_block_aligned_split(request, num_new_tokens, *args, **kwargs)
+        return tokens
 
     def _clip(self, num_new_tokens: int) -> int:
         """What of a prefill chunk fits into the allowance that is left."""
@@ -236,14 +243,14 @@ class PipelineScheduler(Scheduler):
 
 def _pending_tokens(request: Request) -> int:
     """Tokens that are known and not yet scheduled; 0 while the last one is in flight."""
-    return (
-        request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
-    )
+    known: int = request.num_tokens_with_spec + request.num_output_placeholders
+    pending: int = known - request.num_computed_tokens
+    return pending
 
 
 def _is_prefilling(request: Request, pending: int) -> bool:
     """Whether a running request still computes its prompt (or, after a KV loss, again)."""
-    return request.is_prefill_chunk or pending > 1 + len(request.spec_token_ids)
+    return bool(request.is_prefill_chunk) or pending > 1 + len(request.spec_token_ids)
 
 
 def _is_decoding(request: Request) -> bool:
@@ -253,4 +260,5 @@ def _is_decoding(request: Request) -> bool:
 
 
 def _adapter(request: Request) -> int:
-    return request.lora_request.lora_int_id if request.lora_request else 0
+    adapter: int = request.lora_request.lora_int_id if request.lora_request else 0
+    return adapter

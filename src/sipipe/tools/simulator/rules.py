@@ -9,9 +9,9 @@ from __future__ import annotations
 from itertools import islice
 from typing import Protocol
 
+from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.pace import Pace
 from sipipe.engine.scheduling.policy import Sequence, SlotPolicy
-from sipipe.slot_settings import SlotSettings
 from sipipe.tools.simulator.engine_model import Batch, EngineModel
 
 __all__ = ["Rule", "SlotRule", "TokenThrottlingRule", "VllmRule"]
@@ -101,7 +101,7 @@ class SlotRule(Rule):
         *,
         slots: int,
         max_tokens: int,
-        settings: SlotSettings | None = None,
+        settings: MicrobatchSettings | None = None,
         stages: int | None = None,
     ) -> None:
         pace = None if stages is None else Pace(stages=stages, slots=slots)
