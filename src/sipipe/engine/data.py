@@ -43,7 +43,7 @@ from sipipe.ipc.gather_old.receiver import GatherReceiver
 from sipipe.ipc.memory import check_room
 from sipipe.ipc.ring.layout import required_bytes
 from sipipe.ipc.ring.logits import LogitsChannel
-from sipipe.messages.boots import SamplerBoot
+from sipipe.messages.boots import SamplerBoot, StageDescription
 from sipipe.messages.header import Kind
 from sipipe.messages.step import Snapshot, decode_sampled, encode
 from sipipe.observe.live import Word
@@ -126,7 +126,7 @@ class DataPlane:
         self._control, self._fail = control, fail
         control.listen_for(self)
 
-    def make_logits(self, ranks: list[dict[str, Any]]) -> Any:
+    def make_logits(self, ranks: list[StageDescription]) -> Any:
         """Make BIC-L as wide as the last stage says; returns its endpoint.
 
         Every rank of the last stage writes its columns, or the first one whole rows where vLLM
@@ -134,13 +134,14 @@ class DataPlane:
         """
         tp_size = self._vllm_config.parallel_config.tensor_parallel_size
         writer = ranks[-tp_size]
-        shard = writer["logits_shard"]
+        assert writer.logits is not None
+        shard = writer.logits.shard
         self._logits = LogitsChannel.create(
             "bic-l",
             slots=self._logits_slots,
-            vocab=writer["logits_width"],
+            vocab=writer.logits.width,
             batch=self._vllm_config.scheduler_config.max_num_seqs,
-            dtype=writer["logits_dtype"],
+            dtype=writer.logits.dtype,
             layout=self._config.logits_layout,
             ranks=tp_size if shard else 1,
             shard=shard,

@@ -183,7 +183,7 @@ class Executor(VllmExecutor):
         control = self._usable()
         timeout = self.config.start_timeout
         ranks = control.call("sipipe:describe", (), {}).result(timeout)
-        reasons = sorted({rank["unsupported"] for rank in ranks if rank["unsupported"]})
+        reasons = sorted({rank.unsupported for rank in ranks if rank.unsupported})
         if reasons and self._data is not None:
             self._fall_back(reasons[0])
         links = make_links(self.vllm_config, self.config, ranks, slots=self.slots)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
 from sipipe.ipc.link.endpoint import LinkEndpoint, create_link
+from sipipe.messages.boots import StageDescription
 
 
 def make_links(
-    vllm_config: VllmConfig, config: SiPipeConfig, ranks: list[dict[str, Any]], *, slots: int
+    vllm_config: VllmConfig, config: SiPipeConfig, ranks: list[StageDescription], *, slots: int
 ) -> list[LinkEndpoint]:
     """One link from every rank but the last stage's to the same rank of the next stage.
 
@@ -24,7 +23,7 @@ def make_links(
         create_link(
             kind=config.transport,
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-            bytes_per_token_hint=ranks[rank]["activation_bytes"],
+            bytes_per_token_hint=ranks[rank].activation_bytes,
             depth=max(2, slots),
             name=f"stage{rank // tp}-{rank // tp + 1}.r{rank % tp}",
             device="cpu" if current_platform.is_cpu() else "cuda",

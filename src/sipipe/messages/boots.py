@@ -52,6 +52,29 @@ class Ready:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogitsFormat:
+    """What a rank of the last stage writes for each sequence."""
+
+    width: int
+    """Columns of all ranks together."""
+    dtype: Literal["float32", "float16", "bfloat16"]
+    shard: int | None
+    """Columns of each rank; None where the first rank has gathered whole rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageDescription:
+    """What the engine has to know of a rank to make its channels."""
+
+    unsupported: str = ""
+    """Why SiPipe's stage runner does not take the loaded model; empty: it does."""
+    activation_bytes: int
+    """Bytes for each token that the link to the next stage has to be ready for."""
+    logits: LogitsFormat | None = None
+    """None on ranks that write no logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplerBoot:
     """What a sampler process starts from; endpoints are the channels' own."""
 

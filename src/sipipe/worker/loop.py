@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.distributed import get_pp_group
@@ -23,7 +23,7 @@ from sipipe.ipc.link.endpoint import LinkEndpoint, open_receiver, open_sender
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
 from sipipe.ipc.ring.logits import LogitsWriter
-from sipipe.messages.boots import WorkerBoot
+from sipipe.messages.boots import LogitsFormat, StageDescription, WorkerBoot
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.executor import StageExecutor
@@ -34,7 +34,11 @@ from sipipe.worker.timing import StageTiming
 
 Report = Callable[[int, dict[str, Any]], None]
 
-LOGITS_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+LOGITS_DTYPES: dict[torch.dtype, Literal["float32", "float16", "bfloat16"]] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 
 
 class StageLoop:
@@ -66,17 +70,14 @@ class StageLoop:
 
     # ---- opening, by control calls ------------------------------------------------------------
 
-    def describe(self) -> dict[str, Any]:
-        """What the executor needs to make this rank's channels; the KV cache is set up by now."""
+    def describe(self) -> StageDescription:
+        """What the engine needs to make this rank's channels; the KV cache is set up by now."""
         model_config = self._boot.vllm_config.model_config
         stock = self._worker.model_runner
         unsupported = StageRunner.reason(stock) or ""
-        info: dict[str, Any] = {
-            "unsupported": unsupported,
-            "activation_bytes": 2 * model_config.get_hidden_size() * model_config.dtype.itemsize,
-        }
+        activation_bytes = 2 * model_config.get_hidden_size() * model_config.dtype.itemsize
         if self._boot.path != "sipipe" or unsupported:
-            return info
+            return StageDescription(unsupported=unsupported, activation_bytes=activation_bytes)
         self._timing.watch(stock.device)
         self._runner = StageRunner(
             stock,
@@ -84,19 +85,28 @@ class StageLoop:
             versions=self._versions,
             check_token_safety=self._boot.config.check_token_safety,
         )
-        if self._place.is_last:
-            hidden = torch.zeros(
-                1, model_config.get_hidden_size(), dtype=model_config.dtype, device=stock.device
-            )
-            if self._boot.vllm_config.lora_config is not None:
-                stock._set_active_loras((0,), (0,), set())  # the projection looks for a mapping
-            logits = self._runner.compute_logits(hidden)
-            if logits is not None:  # None on ranks that do not gather
-                head = self._runner.head
-                info["logits_shard"] = head.shard
-                info["logits_width"] = head.vocab_size if head.shard else logits.shape[1]
-                info["logits_dtype"] = LOGITS_DTYPES[logits.dtype]
-        return info
+        return StageDescription(
+            activation_bytes=activation_bytes,
+            logits=self._logits_format(self._runner, stock) if self._place.is_last else None,
+        )
+
+    def _logits_format(self, runner: StageRunner, stock: Any) -> LogitsFormat | None:
+        """What this rank writes to BIC-L; None on ranks that do not gather."""
+        model_config = self._boot.vllm_config.model_config
+        hidden = torch.zeros(
+            1, model_config.get_hidden_size(), dtype=model_config.dtype, device=stock.device
+        )
+        if self._boot.vllm_config.lora_config is not None:
+            stock._set_active_loras((0,), (0,), set())  # the projection looks for a mapping
+        logits = runner.compute_logits(hidden)
+        if logits is None:
+            return None
+        head = runner.head
+        return LogitsFormat(
+            width=head.vocab_size if head.shard else logits.shape[1],
+            dtype=LOGITS_DTYPES[logits.dtype],
+            shard=head.shard,
+        )
 
     def open(self, *, links: list[LinkEndpoint], logits: Any) -> None:
         """Open this rank's ends of the links and, on the last stage, the writer of BIC-L.
