@@ -1,4 +1,4 @@
-"""Fixtures of the engine tests; all of them are skipped where vLLM is not installed."""
+"""Fixtures that several rooms' tests share."""
 
 from pathlib import Path
 

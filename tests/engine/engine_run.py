@@ -1,7 +1,8 @@
-"""Run one engine over one workload and print what it said, as JSON: a process per engine.
+"""One engine in a process of its own, driven over a pipe: a JSON line in, a RESULT line out.
 
 Used by the engine tests (see ``engines.py``) for both sides of a comparison, stock vLLM and
-SiPipe, so that neither leaves anything in the test process.
+SiPipe, so that neither leaves anything in the test process. The first line says which engine;
+every further line is a list of batches to run, until the pipe ends.
 """
 
 import json
@@ -26,34 +27,30 @@ def end_with_the_test() -> None:
 
 def main() -> None:
     end_with_the_test()
-    spec = json.load(sys.stdin)
+    spec = json.loads(sys.stdin.readline())
     from vllm import LLM
-    from vllm.lora.request import LoRARequest
 
     engine = spec["engine"]
     if spec["sipipe"] is not None:
-        engine["distributed_executor_backend"] = spec.get("backend", "sipipe.Executor")
+        engine["distributed_executor_backend"] = "sipipe.Executor"
         engine["additional_config"] = {"sipipe": spec["sipipe"]}
-    llm = LLM(
-        model=spec["model"],
-        skip_tokenizer_init=spec.get("skip_tokenizer", False),
-        disable_log_stats=True,
-        **engine,
-    )
-    results = []
-    for batch in spec["batches"]:
-        prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in batch["prompts"]]
-        params = [sampling_params(p) for p in batch["params"]]
-        lora = batch.get("lora")
+    llm = LLM(model=spec["model"], disable_log_stats=True, **engine)
+    for line in sys.stdin:
         print("GENERATING", flush=True)
-        outputs = llm.generate(
-            prompts,
-            params,
-            use_tqdm=False,
-            lora_request=[LoRARequest(*at) if at else None for at in lora] if lora else None,
-        )
-        results.append([request(output) for output in outputs])
-    print("RESULT " + json.dumps(results), flush=True)
+        print("RESULT " + json.dumps([run(llm, batch) for batch in json.loads(line)]), flush=True)
+
+
+def run(llm, batch):
+    from vllm.lora.request import LoRARequest
+
+    lora = batch.get("lora")
+    outputs = llm.generate(
+        [{"prompt_token_ids": p} if isinstance(p, list) else p for p in batch["prompts"]],
+        [sampling_params(p) for p in batch["params"]],
+        use_tqdm=False,
+        lora_request=[LoRARequest(*at) if at else None for at in lora] if lora else None,
+    )
+    return [request(output) for output in outputs]
 
 
 def sampling_params(values):

@@ -1,20 +1,36 @@
-"""What the engine tests share: models, engines in processes of their own, and the oracle."""
+"""What the engine tests share: models, engines in processes of their own, and the oracle.
 
-import functools
+Engines are kept from test to test, one for each model, settings and options, because starting one
+takes most of a test's time. A test that interferes with an engine starts its own
+(:class:`Engine`).
+"""
+
+import atexit
+import contextlib
+import importlib.util
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+from tests.engine import goldens
 
 from sipipe.tools.make_model.checkpoint import make_model
 
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: see make setup", allow_module_level=True)
+
 HERE = Path(__file__).parent
 SECONDS = 300
+KEPT = 2
+"""Engines that are kept; the one that was used longest ago ends when another is started."""
 
 DEFAULTS = {
     "enforce_eager": True,
@@ -54,48 +70,134 @@ def greedy(count: int, *, shortest: int = 4, longest: int = 24, seed: int = 1) -
     ]
 
 
-def run_engine(
-    model_path, batches, *, sipipe: dict | None = None, env: dict | None = None, **engine
-):
-    """Run ``batches`` ([{"prompts", "params"}]) through one engine; ``sipipe=None``: stock vLLM.
+class Engine:
+    """An engine in a process of its own. ``sipipe=None``: stock vLLM.
 
-    Returns the requests of each batch as ``engine_run.py`` prints them. Fails the test with the
-    engine's last lines when the process does, and when it leaves a process behind.
+    ``log`` is where it and its workers write; a file that goes with the process if none is named.
     """
-    spec = {
-        "model": str(model_path),
-        "sipipe": sipipe,
-        "batches": batches,
-        "engine": {**DEFAULTS, **engine},
-    }
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "engine_run.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**engine_environment(), **(env or {})},
-        start_new_session=True,
-    )
+
+    def __init__(self, path, *, sipipe=None, env=None, log: Path | None = None, **engine):
+        spec = {"model": str(path), "sipipe": sipipe, "engine": {**DEFAULTS, **engine}}
+        self.log = log or Path(tempfile.mkstemp(prefix="engine-", suffix=".log")[1])
+        self._results = 0
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "engine_run.py")],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**engine_environment(), **(env or {})},
+                start_new_session=True,
+            )
+        self._write(spec)
+
+    def submit(self, batches) -> None:
+        """Have ``batches`` ([{"prompts", "params", "lora"}]) run; :meth:`result` has what came."""
+        self._write(batches)
+
+    def result(self, seconds: float = SECONDS):
+        """The requests of each batch submitted last, as ``engine_run.py`` prints them.
+
+        Fails the test, with the engine's last lines, when the engine has ended or takes too long.
+        """
+        self._results += 1
+        said = self.wait_for(rf"(?:^RESULT .*\n(?s:.*?)){{{self._results}}}", seconds)
+        return json.loads(re.findall(r"^RESULT (.*)$", said, re.MULTILINE)[self._results - 1])
+
+    def run(self, batches, seconds: float = SECONDS):
+        self.submit(batches)
+        return self.result(seconds)
+
+    def wait_for(self, pattern: str, seconds: float = SECONDS) -> str:
+        """The log, once it has ``pattern``."""
+        deadline, said = time.monotonic() + seconds, ""
+        while True:
+            ended = self.process.poll() is not None  # asked first: what it said last is read below
+            if self.log.stat().st_size != len(said):
+                said = self.log.read_text(encoding="ascii", errors="replace")
+                if re.search(pattern, said, re.MULTILINE):
+                    return said
+            if ended:
+                pytest.fail(f"the engine ended with {self.process.returncode}, {self._kept(said)}")
+            if time.monotonic() > deadline:
+                os.killpg(self.process.pid, signal.SIGABRT)
+                pytest.fail(f"no {pattern!r} after {seconds:g} s, {self._kept(said)}")
+            time.sleep(0.02)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def find(self, pattern: str) -> list[psutil.Process]:
+        """The engine's processes whose command line has ``pattern``."""
+        found = []
+        for process in self.descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):  # short-lived ones come and go
+                if re.search(pattern, " ".join(process.cmdline())):
+                    found.append(process)
+        return found
+
+    def close(self, seconds: float = 30) -> None:
+        """End the engine as a user does, by the end of its input; kill what is left."""
+        everybody = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            everybody = [psutil.Process(self.process.pid), *self.descendants()]
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        for process in everybody:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close(0 if self.process.poll() is None else 5)
+
+    def _write(self, value) -> None:
+        with contextlib.suppress(OSError):  # an engine that has ended is reported by what it said
+            self.process.stdin.write(json.dumps(value) + "\n")
+            self.process.stdin.flush()
+
+    def _kept(self, text: str) -> str:
+        """Keep the whole log of a failed engine; the lines that say most, for the message."""
+        path = Path("build/engine-logs") / f"{self.process.pid}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        telling = [line for line in text.splitlines() if re.search(r"Error|error:|SiPipe", line)]
+        return f"log in {path}:\n" + "\n".join(dict.fromkeys(telling[-20:]))
+
+
+_engines: dict[str, Engine] = {}
+
+
+def run_engine(model_path, batches, *, sipipe=None, env=None, **engine):
+    """Run ``batches`` through the engine of these settings, which may be running already."""
+    key = json.dumps([str(model_path), sipipe, env, engine], sort_keys=True)
+    running = _engines.pop(key, None)
+    if running is None or running.process.poll() is not None:
+        while len(_engines) >= KEPT:
+            _engines.pop(next(iter(_engines))).close()
+        running = Engine(model_path, sipipe=sipipe, env=env, **engine)
     try:
-        text, _ = process.communicate(json.dumps(spec), timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)
-        text, _ = process.communicate()
-        pytest.fail(f"the engine was not done after {SECONDS} s, {_kept(process.pid, text)}")
-    found = re.search(r"^RESULT (.*)$", text, re.MULTILINE)
-    if process.returncode or not found:
-        pytest.fail(f"the engine ended with {process.returncode}, {_kept(process.pid, text)}")
-    return json.loads(found.group(1))
+        result = running.run(batches)
+    except BaseException:
+        running.close(0)
+        raise
+    _engines[key] = running
+    return result
 
 
-def _kept(pid: int, text: str) -> str:
-    """Keep the whole log of a failed engine; the lines that say most, for the test's message."""
-    path = Path("build/engine-logs") / f"{pid}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    telling = [line for line in text.splitlines() if re.search(r"Error|error:|SiPipe", line)]
-    return f"log in {path}:\n" + "\n".join(dict.fromkeys(telling[-20:]))
+def close_engines() -> None:
+    """End every engine that is kept; each is given time to end by itself."""
+    while _engines:
+        _engines.popitem()[1].close()
+
+
+atexit.register(close_engines)
 
 
 def engine_environment() -> dict:
@@ -113,17 +215,32 @@ def tokens(requests) -> list[list[int]]:
     return [request["outputs"][0]["token_ids"] for request in requests]
 
 
-@functools.cache
-def stock(model_path: str, batches: str, engine: str = "{}"):
-    """Stock vLLM at one stage on the same workload, run once per test session."""
-    options = json.loads(engine)
+def run_stock(model_path, batches, **engine):
+    """Stock vLLM at one stage, on this machine."""
     # Its CPU build binds one rank to each NUMA node unless it is told which cores to take.
     cores = sorted(os.sched_getaffinity(0))
-    ranks = options.get("tensor_parallel_size", 1)
+    ranks = engine.get("tensor_parallel_size", 1)
     bind = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
     env = {"VLLM_CPU_OMP_THREADS_BIND": bind} if ranks > 1 else None
-    return run_engine(model_path, json.loads(batches), env=env, **options)
+    return run_engine(model_path, batches, env=env, **engine)
 
 
-def stock_tokens(model_path, batches, **engine):
-    return stock(str(model_path), json.dumps(batches), json.dumps(engine))
+def stock_results(model_path, batches, **engine):
+    """What stock vLLM gives for ``batches``: kept (:mod:`.goldens`), or from a run here and now."""
+    return goldens.get(model_path, batches, engine, run_stock)
+
+
+def assert_stock(found, model_path, batches, same, **engine) -> None:
+    """Fail unless ``same(found, stock's results)`` holds without an AssertionError.
+
+    A processor of another make may round another way than the one that the kept results are of,
+    so a difference from them is looked at again beside stock vLLM on this machine.
+    """
+    kept = stock_results(model_path, batches, **engine)
+    try:
+        same(found, kept)
+    except AssertionError:
+        here = goldens.again(model_path, batches, engine, run_stock)
+        if here == kept:
+            raise
+        same(found, here)

@@ -5,11 +5,21 @@ import math
 
 import numpy as np
 import pytest
-from tests.engine.engines import greedy, model, prompts, run_engine, stock_tokens, tokens
+from tests.engine.engines import (
+    assert_stock,
+    greedy,
+    model,
+    prompts,
+    run_engine,
+    stock_results,
+    tokens,
+)
 
 pytestmark = pytest.mark.engine
 
 TWO_STAGES = {"pipeline_parallel_size": 2}
+# As tests/engine/test_parity.py has it for this many stages, so that engines serve both files.
+CHECKED = {"check_token_safety": True}
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 SCHEMA = {
     "type": "object",
@@ -49,39 +59,48 @@ def both(models):
     path = model(models)
     params = deterministic()
     batches = [
-        {
-            "prompts": prompts(len(params), longest=40) if i == 0 else
-            prompts(len(params), longest=200, seed=5),
-            "params": params,
-        }
-        for i in range(2)
-    ]  # fmt: skip
+        {"prompts": prompts(len(params), longest=40), "params": params},
+        {"prompts": prompts(len(params), longest=200, seed=5), "params": params},
+    ]
     # Alone: stock spoils the logprobs of other requests in its batch (docs/compatibility.md).
     chosen = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logprobs": 3}
     chosen["logprob_token_ids"] = [5, 6, 7]
     batches.append({"prompts": prompts(2), "params": [chosen] * 2})
-    engine = {"max_logprobs": -1}
-    said = run_engine(path, batches, sipipe={"samplers": 2}, **engine, **TWO_STAGES)
-    return said, stock_tokens(path, batches, **engine), params
+    return run_engine(
+        path,
+        batches,
+        sipipe={**CHECKED, "samplers": 2},
+        tensor_parallel_size=1,
+        max_logprobs=-1,
+        **TWO_STAGES,
+    ), path, batches  # fmt: skip
 
 
 @pytest.mark.parametrize("index", range(len(deterministic())))
 def test_greedy_features_equal_stock(both, index):
-    said, stock, params = both
-    for ours, theirs in zip(said[:2], stock[:2], strict=True):
-        assert tokens([ours[index]]) == tokens([theirs[index]]), params[index]
-        for a, b in zip(ours[index]["outputs"], theirs[index]["outputs"], strict=True):
-            assert a["text"] == b["text"]
-            assert a["finish_reason"] == b["finish_reason"]
-            same_logprobs(a["logprobs"], b["logprobs"])
-        same_logprobs(ours[index]["prompt_logprobs"], theirs[index]["prompt_logprobs"])
+    said, path, batches = both
+
+    def same(found, stock):
+        for ours, theirs in zip(found[:2], stock[:2], strict=True):
+            assert tokens([ours[index]]) == tokens([theirs[index]]), deterministic()[index]
+            for a, b in zip(ours[index]["outputs"], theirs[index]["outputs"], strict=True):
+                assert a["text"] == b["text"]
+                assert a["finish_reason"] == b["finish_reason"]
+                same_logprobs(a["logprobs"], b["logprobs"])
+            same_logprobs(ours[index]["prompt_logprobs"], theirs[index]["prompt_logprobs"])
+
+    assert_stock(said, path, batches, same, max_logprobs=-1)
 
 
 def test_logprobs_of_chosen_tokens_equal_stock(both):
-    said, stock, _ = both
-    for ours, theirs in zip(said[2], stock[2], strict=True):
-        assert tokens([ours]) == tokens([theirs])
-        same_logprobs(ours["outputs"][0]["logprobs"], theirs["outputs"][0]["logprobs"])
+    said, path, batches = both
+
+    def same(found, stock):
+        for ours, theirs in zip(found[2], stock[2], strict=True):
+            assert tokens([ours]) == tokens([theirs])
+            same_logprobs(ours["outputs"][0]["logprobs"], theirs["outputs"][0]["logprobs"])
+
+    assert_stock(said, path, batches, same, max_logprobs=-1)
 
 
 def test_served_logprobs_of_a_bfloat16_model_equal_stock(models):
@@ -90,8 +109,11 @@ def test_served_logprobs_of_a_bfloat16_model_equal_stock(models):
     asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 5}
     batches = [{"prompts": [p], "params": [asked]} for p in prompts(4, longest=40, seed=8)]
     said = run_engine(path, batches, sipipe={}, dtype="bfloat16", **TWO_STAGES)
-    stock = stock_tokens(path, batches, dtype="bfloat16")
-    for ours, theirs in zip(said, stock, strict=True):
+    assert_stock(said, path, batches, same_in_bfloat16, dtype="bfloat16")
+
+
+def same_in_bfloat16(found, stock):
+    for ours, theirs in zip(found, stock, strict=True):
         assert tokens(ours) == tokens(theirs)
         for a, b in zip(
             ours[0]["outputs"][0]["logprobs"], theirs[0]["outputs"][0]["logprobs"], strict=True
@@ -125,8 +147,10 @@ def test_seeded_draws_do_not_depend_on_the_batch_or_the_samplers(models):
         {"prompts": [*prompts(32), prompt], "params": [*others, asked]},
     ]
     drawn = []
-    for samplers in (1, 3):
-        alone, crowd = run_engine(path, batches, sipipe={"samplers": samplers}, **TWO_STAGES)
+    for stages in (1, 2):  # as many samplers
+        sipipe = {**CHECKED, "samplers": stages}
+        engine = {"pipeline_parallel_size": stages, "tensor_parallel_size": 1, "max_logprobs": -1}
+        alone, crowd = run_engine(path, batches, sipipe=sipipe, **engine)
         drawn += [tokens(alone)[-1], tokens(crowd)[-1]]
     assert drawn.count(drawn[0]) == 4
     assert len(set(drawn[0])) > 4
@@ -143,8 +167,7 @@ def test_preemption_prefix_caching_and_several_sequences_per_request(models):
     ]
     small = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
     said = run_engine(path, batches, sipipe={}, **small, **TWO_STAGES)
-    stock = stock_tokens(path, batches[:1])
-    assert tokens(said[0]) == tokens(stock[0])
+    assert_stock(said[:1], path, batches[:1], same_tokens)
     assert all(len(request["outputs"]) == 3 for request in said[1])
 
 
@@ -159,9 +182,13 @@ def test_lora_adapters_equal_stock(models, tp):
     # Stock's own tokens with an adapter change with the degree, so it has the same.
     engine = {"enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": tp}
     said = run_engine(path, batches, sipipe={}, **engine, **TWO_STAGES)
-    stock = stock_tokens(path, batches, **engine)
-    assert [tokens(batch) for batch in said] == [tokens(batch) for batch in stock]
-    assert tokens(stock[0]) != tokens(stock[1]), "the adapter must make a difference"
+    assert_stock(said, path, batches, same_tokens, **engine)
+    with_it, without = stock_results(path, batches, **engine)
+    assert tokens(with_it) != tokens(without), "the adapter must make a difference"
+
+
+def same_tokens(found, stock):
+    assert [tokens(batch) for batch in found] == [tokens(batch) for batch in stock]
 
 
 def make_adapter(directory, config):

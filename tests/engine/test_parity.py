@@ -1,7 +1,7 @@
 """Greedy tokens through SiPipe are stock vLLM's at one stage, token for token, in float32."""
 
 import pytest
-from tests.engine.engines import greedy, model, prompts, run_engine, stock_tokens, tokens
+from tests.engine.engines import assert_stock, greedy, model, prompts, run_engine, tokens
 
 pytestmark = pytest.mark.engine
 
@@ -30,27 +30,29 @@ def single_requests():
 
 def check(models, family, pp, tp, **options):
     path = model(models, family)
+    batches, stock = mixed_batches(), {}
     if family in ALONE:
-        batches = single_requests()
-        expected = stock_tokens(path, batches, tensor_parallel_size=tp)
-    else:
-        batches = mixed_batches()
-        expected = stock_tokens(path, batches)
+        batches, stock = single_requests(), {"tensor_parallel_size": tp}
     found = run_engine(
         path,
         batches,
-        sipipe={"check_token_safety": True, **options},
+        sipipe={"check_token_safety": True, "samplers": pp, **options},
         pipeline_parallel_size=pp,
         tensor_parallel_size=tp,
+        max_logprobs=-1,
     )
-    for said, stock in zip(found, expected, strict=True):
-        assert tokens(said) == tokens(stock)
+    assert_stock(found, path, batches, same_tokens, **stock)
+
+
+def same_tokens(found, stock):
+    for said, expected in zip(found, stock, strict=True):
+        assert tokens(said) == tokens(expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_stages_equal_stock(models, family):
     # One of them cut unevenly: all have four layers.
-    check(models, family, 2, 1, layers=[1, 3] if family == "qwen2" else "auto")
+    check(models, family, 2, 1, **({"layers": [1, 3]} if family == "qwen2" else {}))
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (4, 1), (2, 2)])
