@@ -5,8 +5,11 @@ BIN := .venv/bin
 CODE := src tests benchmarks scripts
 BENCHMARKS := $(filter-out harness engine_process %_recorders,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
+# Side by side; tests that start engines one after the other (tests/conftest.py).
+PYTEST := $(BIN)/pytest -q -n 2 --dist loadgroup
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench clean
+.PHONY: help setup demo test test-all goldens mutants lint format bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,10 +22,17 @@ demo: setup ## serve a model in two stages, stream completions, measure against 
 	@$(BIN)/python scripts/demo.py
 
 test: setup ## the tests, without those that take minutes
-	@$(BIN)/pytest -q
+	@$(PYTEST)
 
-test-all: setup ## all tests, engines included
-	@$(BIN)/pytest -q -m ""
+test-all: setup ## all tests
+	@$(PYTEST) -m ""
+
+goldens: setup ## record anew what stock vLLM gives for the tests' requests
+	@rm -f tests/engine/goldens.json.gz
+	@SIPIPE_RECORD_GOLDENS=1 $(BIN)/pytest -q -m engine tests/engine
+
+mutants: setup ## which small mistakes do the tests notice? Takes an hour
+	@$(BIN)/python scripts/mutate.py
 
 lint: setup ## formatting, lint, types, layers
 	@$(BIN)/ruff format --check --quiet $(CODE)
