@@ -1,19 +1,26 @@
-"""Compilation of the kernels, and where the compiled code is kept.
+"""Compilation of all kernels of the project, and where their machine code is kept.
 
-Kernels are compiled by Numba without the GIL and cached on disk, so that a sampler process starts
-in well under two seconds. Numba's own cache decides freshness by the time stamp of the file that
-holds a function, which misses a change in a file it calls into, and lets CPUs of different types
-share one index file. Here the directory itself is keyed by everything that the machine code depends
-on: a hash of every source file of this package, the versions of Numba and NumPy, and the CPU's name
-and features.
+Kernels are compiled by Numba without the GIL and cached on disk, so that a process starts in well
+under two seconds. Numba's own cache judges by the time stamp of the file that holds a function,
+which misses a change in a helper that the function inlines; it lets CPUs of different types share
+one index; and it fails at import where neither the installation nor a home can be written. Here the
+directory is named by a hash of everything that the machine code depends on.
+
+Relies on: a kernel calls other kernels of its own package only, because the hash covers that
+package and this file. Cached code is executed, so it is loaded only from directories that no other
+user can have written to.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
+import importlib
 import os
+import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -29,8 +36,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @cache
-def cache_key() -> str:
-    """Hash of all that compiled kernels depend on: sources, Numba, NumPy, CPU name and features."""
+def cache_key(package: str) -> str:
+    """Hash of what ``package``'s kernels depend on: sources, Numba, NumPy, CPU name and features."""
     digest = hashlib.sha256()
     for part in (
         numba.__version__,
@@ -39,43 +46,62 @@ def cache_key() -> str:
         binding.get_host_cpu_features().flatten(),
     ):
         digest.update(part.encode() + b"\0")
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    folder = Path(importlib.import_module(package).__path__[0])
+    for source in (Path(__file__), *sorted(folder.glob("*.py"))):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
 @cache
-def cache_directory() -> Path:
-    """The directory of this machine's compiled kernels.
+def cache_directory(package: str) -> Path:
+    """The directory of ``package``'s compiled kernels on this machine.
 
-    ``SIPIPE_CACHE_DIR`` if set, else the user's cache directory, else a private directory under the
-    system's temporary one where neither can be written (a container without a home).
+    Under ``SIPIPE_CACHE_DIR`` if set, else the user's cache directory; where that cannot be written
+    (a container without a home), under the system's temporary directory, which others may share.
     """
+    key = cache_key(package)
     named = os.environ.get("SIPIPE_CACHE_DIR")
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    roots = [Path(named)] if named else [Path(base).expanduser() / "sipipe"]
-    roots.append(Path(tempfile.gettempdir()) / f"sipipe-cache-{os.getuid()}")
-    for root in roots:
-        directory = root / "kernels" / cache_key()
-        try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError:
-            continue
-        # Cached code is executed: take no directory that another user could have filled.
-        if directory.stat().st_uid == os.getuid() and os.access(directory, os.W_OK):
-            return directory
-    return Path(tempfile.mkdtemp(prefix="sipipe-kernels-"))
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    shared = Path(tempfile.gettempdir())
+    for base, *parts in (
+        (Path(named), "kernels", key) if named else (home, "sipipe", "kernels", key),
+        (shared, f"sipipe-cache-{os.getuid()}", "kernels", key),
+    ):
+        # OSError: it cannot be written; RuntimeError: this user has no home.
+        with contextlib.suppress(OSError, RuntimeError):
+            directory = base.expanduser()
+            directory.mkdir(parents=True, exist_ok=True)
+            if all(_is_private(directory := directory / part) for part in parts) and os.access(
+                directory, os.W_OK
+            ):
+                return directory
+    directory = Path(tempfile.mkdtemp(prefix="sipipe-kernels-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
+def _is_private(directory: Path) -> bool:
+    """Make ``directory`` unless it exists; whether nobody else can have put a file into it."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()  # of a symlink itself: its target could be exchanged
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or others_write:
+        return False
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        directory.chmod(0o700)
+    return True
 
 
 class _Locator(_CacheLocator):
-    def __init__(self, py_func: Any) -> None:
-        self._name = f"{py_func.__module__.rsplit('.', 1)[-1]}"
+    def __init__(self, py_func: Callable[..., Any]) -> None:
+        self._package, _, self._name = py_func.__module__.rpartition(".")
 
     def get_cache_path(self) -> str:
-        return str(cache_directory())
+        return str(cache_directory(self._package))
 
     def get_source_stamp(self) -> str:
-        return cache_key()
+        return cache_key(self._package)
 
     def get_disambiguator(self) -> str:
         return self._name
@@ -116,11 +142,11 @@ def kernel(function: F) -> F:
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Hold while kernels are compiled: one process fills the cache, others wait and then load it.
+def compiling(package: str) -> Iterator[None]:
+    """Hold while ``package``'s kernels are compiled: one process fills the cache, others wait.
 
-    The lock is the kernel's (``flock``), so a process that dies while compiling frees it.
+    The lock is the operating system's (``flock``), so a process that dies while compiling frees it.
     """
-    with open(cache_directory() / "lock", "w") as file:
+    with open(cache_directory(package) / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

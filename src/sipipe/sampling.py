@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.messages.boots import LogprobsMode
 from sipipe.messages.cost import cost_estimate
-from sipipe.messages.params import SequenceParams, derive_seed, unsupported
+from sipipe.messages.params import LogprobsMode, SequenceParams, derive_seed, unsupported
 from sipipe.sampler.kernels.work import Work, make_work
 from sipipe.sampler.layout import Layout
 from sipipe.sampler.results import Logprobs, SampleResult

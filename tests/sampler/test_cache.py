@@ -2,46 +2,181 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from sipipe import jit as _jit
+import sipipe
+from sipipe import jit
+
+KERNELS = "sipipe.sampler.kernels"
+SOURCES = Path(sipipe.__file__).parent
+PACKAGES = (KERNELS, "sipipe.worker.inputs")
+
+
+def forget() -> None:
+    for cached in (jit.cache_key, jit.cache_directory):
+        cached.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("SIPIPE_CACHE_DIR", str(tmp_path / "named"))
-    for cached in (_jit.cache_key, _jit.cache_directory):
-        cached.cache_clear()
+    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    forget()
     yield
-    for cached in (_jit.cache_key, _jit.cache_directory):
-        cached.cache_clear()
+    forget()
+
+
+def copied(folder: Path) -> Path:
+    """The kernels and what they need, as an installation of its own under ``folder``."""
+    package = folder / "sipipe"
+    for name in ("sampler/kernels", "worker/inputs"):
+        shutil.copytree(
+            SOURCES / name, package / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for name in ("__init__", "jit", "errors", "_version", "sampler/__init__", "worker/__init__"):
+        shutil.copy(SOURCES / f"{name}.py", package / f"{name}.py")
+    return package
+
+
+def run(package: Path, code: str, **environment: str) -> str:
+    """What ``code`` prints with the copy of the package, and nothing of our environment."""
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    found = subprocess.run(
+        [sys.executable, "-B", "-c", code],
+        env={**kept, "PYTHONPATH": str(package.parent), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+# Kernels of both packages, of which the second is compiled when the worker's inputs are prepared.
+DRAW = """
+import numpy as np
+from sipipe.sampler.kernels.philox import uniform
+from sipipe.worker.inputs.kernels import append_blocks
+one = np.ones(1, np.int32)
+table = np.zeros((1, 2), np.int32)
+assert append_blocks(np.zeros(1, np.int64), one, one, blocks=table, counts=0 * one) == -1
+assert table.tolist() == [[1, 0]]
+print(uniform(np.uint64(7), np.int64(3)))
+"""
 
 
 def test_another_cpu_has_another_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    here = _jit.cache_directory()
+    here = jit.cache_directory(KERNELS)
     assert here.parent == tmp_path / "named" / "kernels"
     for name in ("get_host_cpu_name", "get_host_cpu_features"):
         with monkeypatch.context() as other:
             answer = "znver9" if name == "get_host_cpu_name" else {"avx512f": False}
             features = type("Features", (dict,), {"flatten": lambda self: str(dict(self))})
             given = answer if isinstance(answer, str) else features(answer)
-            other.setattr(_jit.binding, name, lambda given=given: given)
-            _jit.cache_key.cache_clear()
-            _jit.cache_directory.cache_clear()
-            assert _jit.cache_directory() != here
+            other.setattr(jit.binding, name, lambda given=given: given)
+            forget()
+            assert jit.cache_directory(KERNELS) != here
 
 
-def test_a_place_that_cannot_be_written_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_kernel_calls_only_what_its_key_covers() -> None:
+    for name in PACKAGES:
+        for source in (SOURCES.parent / name.replace(".", "/")).glob("*.py"):
+            tree = ast.parse(source.read_text())
+            imported = {
+                node.module: {alias.name for alias in node.names}
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom) and node.module
+            }
+            if not imported.get("sipipe.jit", set()) & {"entry", "kernel"}:
+                continue
+            foreign = {m for m in imported if m.startswith("sipipe") and not m.startswith(name)}
+            assert foreign == {"sipipe.jit"}, source
+
+
+def test_an_edited_helper_is_compiled_again(tmp_path: Path) -> None:
+    package = copied(tmp_path / "site")
+    # `uniform` inlines a constant of another file, which alone is edited last.
+    helper = package / "sampler" / "kernels" / "_multipliers.py"
+    source = package / "sampler" / "kernels" / "philox.py"
+    text = source.read_text()
+    assert "0xD2511F53" in text
+    helper.write_text("FIRST = 0xD2511F53\n")
+    source.write_text(
+        text.replace("0xD2511F53", "FIRST").replace(
+            "import numpy as np\n",
+            "import numpy as np\nfrom sipipe.sampler.kernels._multipliers import FIRST\n",
+            1,
+        )
+    )
+    before = run(package, DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache"))
+    assert run(package, DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache")) == before
+    helper.write_text("FIRST = 0xD2511F55\n")
+    assert run(package, DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache")) != before
+
+
+def test_a_read_only_installation_without_a_home(tmp_path: Path) -> None:
+    package = copied(tmp_path / "site")
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o777)
+    # Files in the way stop root too, whom no permission does.
+    for folder in [package, *(path for path in package.rglob("*") if path.is_dir())]:
+        (folder / "__pycache__").write_text("")
+        folder.chmod(0o555)
+    blocked = tmp_path / "blocked"
+    blocked.write_text("")
+    for home in (
+        {},
+        {"HOME": str(blocked)},
+        {"HOME": str(blocked), "SIPIPE_CACHE_DIR": str(blocked)},
+    ):
+        printed = run(package, DRAW, TMPDIR=str(shared), XDG_CACHE_HOME=str(blocked), **home)
+        assert 0.0 <= float(printed) < 1.0
+    [ours] = shared.iterdir()
+    assert ours.name == f"sipipe-cache-{os.getuid()}"
+    for path in (ours, *ours.rglob("*")):
+        if path.is_dir():
+            assert path.stat().st_uid == os.getuid()
+            assert path.stat().st_mode & 0o777 == 0o700
+    assert len({code.parent for code in ours.rglob("*.nbc")}) == len(PACKAGES)
+
+
+@pytest.mark.parametrize("depth", range(3))
+@pytest.mark.parametrize("trap", ["foreign", "open", "symlink"])
+def test_a_directory_that_others_can_write_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, depth: int, trap: str
 ) -> None:
-    blocked = tmp_path / "file"
+    blocked = tmp_path / "blocked"
     blocked.write_text("")
     monkeypatch.setenv("SIPIPE_CACHE_DIR", str(blocked))
-    monkeypatch.setattr(_jit.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
-    directory = _jit.cache_directory()
-    assert directory.is_relative_to(tmp_path / "tmp")
-    assert directory.stat().st_uid == os.getuid()
-    assert directory.stat().st_mode & 0o077 == 0
+    expected = jit.cache_directory(KERNELS)
+    parts = (f"sipipe-cache-{os.getuid()}", "kernels", jit.cache_key(KERNELS))
+    assert expected == (tmp_path / "tmp").joinpath(*parts)
+    assert jit.cache_directory.__wrapped__(KERNELS) == expected  # ours is taken again
+    target = (tmp_path / "tmp").joinpath(*parts[: depth + 1])
+    if trap == "open":
+        target.chmod(0o777)
+    elif trap == "symlink":
+        target.rename(tmp_path / "elsewhere")
+        target.symlink_to(tmp_path / "elsewhere")
+    else:
+        lstat = Path.lstat
+
+        def foreign(path: Path) -> os.stat_result:
+            found = list(lstat(path))
+            if path == target:
+                found[4] += 1  # st_uid
+            return os.stat_result(found)
+
+        monkeypatch.setattr(Path, "lstat", foreign)
+    forget()
+    taken = jit.cache_directory(KERNELS)
+    assert taken.parent == tmp_path / "tmp"  # a new one, made by mkdtemp
+    assert taken.name.startswith("sipipe-kernels-")
+    assert taken.stat().st_mode & 0o777 == 0o700

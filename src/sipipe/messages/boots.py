@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
 from sipipe.config import SiPipeConfig
+from sipipe.messages.params import LogprobsMode
 from sipipe.messages.places import StagePlace
 from sipipe.messages.step import Snapshot
 
@@ -19,8 +20,6 @@ GRACE_SECONDS = 10.0
 
 Path = Literal["sipipe", "vllm"]
 """Who runs the model: SiPipe's runner and samplers, or vLLM's unmodified ones."""
-
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+"""Of what ``logprobs`` are: before or after penalties, masks and filters; normalized or not."""
 
 GREEDY_EPSILON = 1e-5
 

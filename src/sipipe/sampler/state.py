@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.messages.boots import LogprobsMode
-from sipipe.messages.params import SequenceParams
+from sipipe.messages.params import LogprobsMode, SequenceParams
 from sipipe.sampler.kernels.rows import sample_rows
 from sipipe.sampler.kernels.state import (
     PROCESSED_LOGITS,

@@ -26,7 +26,7 @@ def warm_up(
     Several processes may call it at once: one compiles, the others wait and load. With a warm
     cache it takes a fraction of a second.
     """
-    with compiling():
+    with compiling("sipipe.sampler.kernels"):
         columns = SequenceColumns(_VOCAB)
         params = SequenceParams(repetition_penalty=1.1, logprobs=1, top_k=5, seed=1)
         columns.join(0, params, [1, 2, 3], [4] * 100)

@@ -13,15 +13,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from sipipe.jit import compiling, entry
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-@njit(nogil=True, cache=True)
+@entry
 def _spans(
     computed: Any, scheduled: Any, query_start: Any, positions: Any, seq_lens: Any
 ) -> tuple[int, int]:
@@ -66,7 +67,7 @@ def spans(
     return longest
 
 
-@njit(nogil=True, cache=True)
+@entry
 def _gather_blocks(
     rows: Any,
     computed: Any,
@@ -127,7 +128,7 @@ def gather_blocks(
     return row
 
 
-@njit(nogil=True, cache=True)
+@entry
 def _find_sampled(
     rows: Any,
     computed: Any,
@@ -200,7 +201,7 @@ def find_sampled(
     return found
 
 
-@njit(nogil=True, cache=True)
+@entry
 def _append_blocks(rows: Any, lengths: Any, ids: Any, blocks: Any, counts: Any) -> int:
     start = 0
     for change in range(rows.shape[0]):
@@ -235,6 +236,11 @@ def append_blocks(rows: Int64, lengths: Int32, ids: Int32, *, blocks: Int32, cou
 
 def warm_up() -> None:
     """Compile every kernel (or load it from the cache): at start-up, not in the first request."""
+    with compiling("sipipe.worker.inputs"):
+        _call_all()
+
+
+def _call_all() -> None:
     one = np.ones(1, dtype=np.int32)
     row = np.zeros(1, np.int64)
     table = np.zeros((1, 2), np.int32)
