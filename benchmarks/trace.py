@@ -45,9 +45,9 @@ def recorders(base: Path, page: LivePage) -> dict[str, Callable[[], Recorder]]:
         "off": lambda: open_recorder(None, "stage"),
         "file": lambda: open_recorder(base / "file", "stage", 1),
         "file and live page": lambda: open_recorder(
-            base / "both", "stage", 1, live=page.writer("stage", 1)
+            base / "both", "stage", 1, sinks=[page.writer("stage", 1)]
         ),
-        "live page": lambda: open_recorder(None, "stage", 1, live=page.writer("stage", 1)),
+        "live page": lambda: open_recorder(None, "stage", 1, sinks=[page.writer("stage", 1)]),
     }
 
 

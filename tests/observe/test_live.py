@@ -110,7 +110,7 @@ def test_what_is_no_page_is_refused(tmp_path):
 
 
 def test_recorder_without_a_file_feeds_the_page(page):
-    recorder = open_recorder(None, "sampler", 1, live=page.writer("sampler", 1))
+    recorder = open_recorder(None, "sampler", 1, sinks=[page.writer("sampler", 1)])
     assert isinstance(recorder, LiveRecorder)
     recorder.record(Phase.WAIT_LOGITS, 4, 0, 0, 1000, batch=8)
     recorder.record(Phase.SAMPLE, 4, 0, 1000, 3000, batch=8, tokens=8)

@@ -311,6 +311,7 @@ class DataPlane:
             run=self._telemetry.run,
             trace=self._config.trace,
             live=self._telemetry.path,
+            times=self._telemetry.times,
         )
 
     def _restart(self, index: int, incarnation: int, reason: str) -> None:

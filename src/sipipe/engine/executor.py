@@ -121,6 +121,7 @@ class Executor(VllmExecutor):
             slots=self.slots,
             run=self._telemetry.run,
             live=self._telemetry.path,
+            times=self._telemetry.times,
             layers=layers,
             init_methods=self._init_methods,
         )

@@ -25,6 +25,7 @@ from vllm.utils.system_utils import get_mp_context
 from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.cut import layer_split
 from sipipe.errors import StallError, WorkerDiedError
+from sipipe.ipc.memory import Endpoint
 from sipipe.messages.boots import GRACE_SECONDS, Path, WorkerBoot, run_worker
 from sipipe.messages.places import StagePlace
 
@@ -82,6 +83,7 @@ def start_workers(
     slots: int,
     run: str,
     live: str,
+    times: Endpoint,
     layers: tuple[int, ...],
     init_methods: Sequence[str],
 ) -> list[StageProcess]:
@@ -107,6 +109,7 @@ def start_workers(
                 slots=slots,
                 run=run,
                 live=live,
+                times=times,
                 layers=layers,
                 cut_evenly=layers == layer_split(sum(layers), len(layers)),
             )

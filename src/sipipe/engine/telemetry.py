@@ -1,7 +1,8 @@
-"""The executor's side of :mod:`sipipe.trace`: its recorder, and the page of live figures.
+"""The executor's side of observation: its recorder, the page of live figures, the stage times.
 
 The page is what ``sipipe top`` and the Prometheus metrics read; every process of the engine writes
-its own block. The recorder writes a trace file only where the settings name a directory.
+its own block. The recorder writes a trace file only where the settings name a directory. The stage
+times are what the scheduler chooses the number of microbatches by.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import uuid
 from vllm.config import VllmConfig
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.scheduling.live_pace import LivePace
+from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
+from sipipe.ipc.stage_times import LINE_WORDS, PhaseCounter, StageTimes
 from sipipe.observe.live import LivePage
 from sipipe.observe.metrics import Publisher
+from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE
 from sipipe.observe.recorder import open_recorder
 
 
@@ -38,6 +41,13 @@ class Telemetry:
         self.path = self._page.path
         """Where the other processes find the page."""
         self.live = self._page.writer("executor")
+        self._stage_times = StageTimes.create(
+            stages=parallel.pipeline_parallel_size, samplers=samplers, directory=config.shm_dir
+        )
+        self.times = self._stage_times.endpoint
+        """Where the other processes find the stage times."""
+        self._executor = [0] * LINE_WORDS  # written and read by this process alone
+        counter = PhaseCounter(self._executor, COUNTED_PHASES["executor"], MAIN_PHASE["executor"])
         self._publisher = Publisher(self._page)
         self._publisher.start()
         self.recorder = open_recorder(
@@ -47,15 +57,22 @@ class Telemetry:
             inflight=slots,
             run=self.run,
             model=model,
-            live=self.live,
+            sinks=(self.live, counter),
         )
 
-    def pace(self) -> LivePace:
-        """The stage times on the page, for the scheduler."""
-        return LivePace(self._page, slots=self._page.header.inflight)
+    def measured_times(self) -> MeasuredTimes:
+        """The times of stages, samplers and this process, as a controller's input."""
+        header = self._page.header
+        return MeasuredTimes(
+            ConcurrencyController(stages=header.stages, slots=header.inflight),
+            stages=[self._stage_times.stage(i) for i in range(header.stages)],
+            samplers=[self._stage_times.sampler(i) for i in range(header.samplers)],
+            executor=self._executor,
+        )
 
     def close(self) -> None:
         """Write what is left of the trace, and let the page go."""
         self.recorder.close()
         self._publisher.close()
+        self._stage_times.close()
         self._page.close()

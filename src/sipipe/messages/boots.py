@@ -37,6 +37,8 @@ class WorkerBoot:
     """The same in all processes of an engine; names it in traces."""
     live: str
     """Where the page of live figures is."""
+    times: Any
+    """Endpoint of the stage times that the scheduler reads."""
     layers: tuple[int, ...]
     """Decoder layers of each stage."""
     cut_evenly: bool
@@ -93,6 +95,7 @@ class SamplerBoot:
     run: str
     trace: str | None = None
     live: str | None = None
+    times: Any = None
     snapshot: Snapshot | None = None
 
 

@@ -38,7 +38,7 @@ import msgspec
 
 from sipipe.observe.format import TraceError
 from sipipe.observe.online import BUBBLES, RING, Online
-from sipipe.observe.phases import Phase, Role
+from sipipe.observe.phases import MAIN_PHASE, Phase, Role
 
 MAGIC = b"SIPLIVE1"
 _BLOCK = 2048
@@ -88,11 +88,6 @@ class Word(IntEnum):
     """First of the last iteration that each phase saw, plus 1: 0 before the first."""
 
 
-_MAIN = {
-    "stage": int(Phase.FORWARD),
-    "sampler": int(Phase.SAMPLE),
-    "executor": int(Phase.GATHER),
-}
 assert Word.PHASE_NS + len(Phase) <= Word.PHASE_COUNT
 assert Word.PHASE_COUNT + len(Phase) <= Word.RING
 assert Word.RING + 2 * RING <= Word.DISPATCHED
@@ -254,7 +249,7 @@ class LiveWriter:
         self._page = page  # keeps the mapping alive
         first = page.block(role, index, rank)
         self._words: Any = page.words[first : first + _WORDS]
-        self._main = _MAIN[role]
+        self._main = int(MAIN_PHASE[role])
         self._online: Online | None = None
         if role == "stage":
             before = page.block("stage", index - 1, rank) + _RING if index else None

@@ -52,5 +52,20 @@ DEVICE_PHASES = (Phase.FORWARD, Phase.LOGITS)
 SURPLUS_PHASES = (Phase.SAMPLE, Phase.HANDOVER)
 """Phases on a stage that keep its device from the model's work and that other stages lack."""
 
+COUNTED_PHASES: dict[Role, tuple[Phase, ...]] = {
+    "stage": (Phase.FORWARD, Phase.LOGITS, Phase.HANDOVER, Phase.SEND),
+    "sampler": (Phase.SAMPLE,),
+    "executor": (Phase.SCHEDULE, Phase.DISPATCH, Phase.UPDATE),
+}
+"""Phases that keep a process from its next microbatch, at most five of a role: what the number of
+microbatches is chosen by. A stage's preparation is hidden behind them."""
+
+MAIN_PHASE: dict[Role, Phase] = {
+    "stage": Phase.FORWARD,
+    "sampler": Phase.SAMPLE,
+    "executor": Phase.GATHER,
+}
+"""The phase of a role that ends a batch; its record brings the batch's sequences and tokens."""
+
 WAIT_PHASES = (Phase.WAIT_SCHEDULING, Phase.WAIT_HIDDEN, Phase.WAIT_LOGITS, Phase.GATHER)
 """Phases in which a process sleeps until something arrives."""

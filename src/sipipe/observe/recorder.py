@@ -25,7 +25,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -52,7 +52,7 @@ _LIMIT = 0xFFFFFFFF
 
 
 class PhaseSink(Protocol):
-    """What takes phases besides the file: the live page's writer."""
+    """What takes phases besides the file: the live page, and what counts stage times."""
 
     def phase(
         self, phase: int, iteration: int, start_ns: int, end_ns: int, batch: int, tokens: int
@@ -86,13 +86,13 @@ class NullRecorder:
 
 
 class LiveRecorder(NullRecorder):
-    """Keeps no file, only tells the live page; for a server that is watched but not traced."""
+    """Keeps no file, only tells the sinks; for a server that is watched but not traced."""
 
-    __slots__ = ("_phase",)
+    __slots__ = ("_sinks",)
     enabled = True
 
-    def __init__(self, live: PhaseSink) -> None:
-        self._phase = live.phase
+    def __init__(self, sinks: Sequence[PhaseSink]) -> None:
+        self._sinks = tuple(sink.phase for sink in sinks)
 
     def record(
         self,
@@ -104,8 +104,9 @@ class LiveRecorder(NullRecorder):
         batch: int = 0,
         tokens: int = 0,
     ) -> None:
-        """Hand the phase to the live page."""
-        self._phase(phase, iteration, start_ns, end_ns, batch, tokens)
+        """Hand the phase to the sinks."""
+        for sink in self._sinks:
+            sink(phase, iteration, start_ns, end_ns, batch, tokens)
 
 
 class _Ring:
@@ -133,10 +134,10 @@ class FileRecorder(NullRecorder):
         "_cpu",
         "_descriptor",
         "_failed",
-        "_live",
         "_local",
         "_register",
         "_rings",
+        "_sinks",
         "_spill_lock",
         "_spiller",
         "_stop",
@@ -144,7 +145,7 @@ class FileRecorder(NullRecorder):
     )
     enabled = True
 
-    def __init__(self, path: Path, header: Header, live: PhaseSink | None = None) -> None:
+    def __init__(self, path: Path, header: Header, sinks: Sequence[PhaseSink] = ()) -> None:
         """Create ``path`` (it must not exist), write ``header`` and start the spiller.
 
         Raises:
@@ -162,7 +163,7 @@ class FileRecorder(NullRecorder):
                 f"trace: cannot write to {str(path.parent)!r} ({error.strerror}); "
                 "name a directory that this user may write to"
             ) from None
-        self._live = None if live is None else live.phase
+        self._sinks = tuple(sink.phase for sink in sinks)
         self._local = threading.local()
         self._rings: list[_Ring] = []
         self._register = threading.Lock()
@@ -212,8 +213,8 @@ class FileRecorder(NullRecorder):
             slot,
         )
         ring.written = written + 1
-        if self._live is not None:
-            self._live(phase, iteration, start_ns, end_ns, batch, tokens)
+        for sink in self._sinks:
+            sink(phase, iteration, start_ns, end_ns, batch, tokens)
 
     def clock(self, offset_ns: int, error_ns: int) -> None:
         """Record that this host's clock plus ``offset_ns`` is the reference host's, ± error.
@@ -311,7 +312,7 @@ def open_recorder(
     run: str = "",
     label: str = "sipipe",
     model: str = "",
-    live: PhaseSink | None = None,
+    sinks: Sequence[PhaseSink] = (),
     clock: Callable[[], int] = time.monotonic_ns,
 ) -> Recorder:
     """A recorder for this process.
@@ -325,17 +326,18 @@ def open_recorder(
         run: any text that is the same in all processes of a run and differs between runs.
         label: the engine's name in reports.
         model: the model's name in reports.
-        live: the process's block of the live page (``LivePage.writer``); it gets each phase too.
+        sinks: what gets each phase too, such as the process's block of the live page
+            (``LivePage.writer``).
         clock: read once for the header.
 
     Returns:
-        A recorder; with neither a directory nor a live page, one whose methods do nothing.
+        A recorder; with neither a directory nor a sink, one whose methods do nothing.
 
     Raises:
         TraceError: the directory cannot be written to.
     """
     if directory is None:
-        return NullRecorder() if live is None else LiveRecorder(live)
+        return LiveRecorder(sinks) if sinks else NullRecorder()
     host = socket.gethostname()
     header = Header(
         role=role,
@@ -358,4 +360,4 @@ def open_recorder(
     while name.exists():  # the same process opened one before, or a reused process id
         again += 1
         name = path / f"{stem}-{again}{SUFFIX}"
-    return FileRecorder(name, header, live)
+    return FileRecorder(name, header, sinks)

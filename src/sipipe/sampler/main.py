@@ -30,6 +30,7 @@ from sipipe.ipc.errors import ChannelClosed, ChannelError
 from sipipe.ipc.gather_old.sender import GatherSender
 from sipipe.ipc.ring.dispatch_reader import DispatchReader
 from sipipe.ipc.ring.logits import LogitsReader, LogitsSlot
+from sipipe.ipc.stage_times import PhaseCounter, StageTimes
 from sipipe.messages.boots import SamplerBoot
 from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.params import SequenceParams
@@ -47,13 +48,24 @@ from sipipe.messages.step import (
     int32_view,
 )
 from sipipe.observe.live import LivePage
-from sipipe.observe.phases import Phase
-from sipipe.observe.recorder import open_recorder
+from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
+from sipipe.observe.recorder import PhaseSink, open_recorder
 from sipipe.sampler.layout import Layout
 from sipipe.sampler.state import SequenceColumns
 from sipipe.sampler.warmup import warm_up
 
 __all__ = ["main"]
+
+
+def _sinks(boot: SamplerBoot) -> list[PhaseSink]:
+    """What gets this sampler's phases besides the trace."""
+    sinks: list[PhaseSink] = []
+    if boot.live is not None:
+        sinks.append(LivePage.attach(boot.live).writer("sampler", boot.index))
+    if boot.times is not None:
+        line = StageTimes.open(boot.times, stages=boot.stages).sampler(boot.index)
+        sinks.append(PhaseCounter(line, COUNTED_PHASES["sampler"], MAIN_PHASE["sampler"]))
+    return sinks
 
 
 class Sampler:
@@ -82,7 +94,7 @@ class Sampler:
             stages=boot.stages,
             inflight=boot.inflight,
             run=boot.run,
-            live=LivePage.attach(boot.live).writer("sampler", boot.index) if boot.live else None,
+            sinks=_sinks(boot),
         )
         if boot.snapshot is not None:
             self._restore(boot.snapshot)

@@ -45,11 +45,12 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.dispatch_reader import DispatchReader
+from sipipe.ipc.stage_times import PhaseCounter, StageTimes
 from sipipe.messages.boots import GRACE_SECONDS, Ready, WorkerBoot
 from sipipe.messages.header import Header, Kind, decode_header
 from sipipe.observe.live import LivePage
-from sipipe.observe.phases import Phase
-from sipipe.observe.recorder import open_recorder
+from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
+from sipipe.observe.recorder import PhaseSink, open_recorder
 from sipipe.worker.communicator import StageStoppedError
 from sipipe.worker.world import cut_model
 
@@ -92,6 +93,18 @@ def worker_main(boot: WorkerBoot, pipe: Connection) -> None:
     os._exit(0)
 
 
+def _sinks(boot: WorkerBoot) -> list[PhaseSink]:
+    """What gets this rank's phases besides the trace; a stage's times are its first rank's."""
+    place = boot.place
+    sinks: list[PhaseSink] = [
+        LivePage.attach(boot.live).writer("stage", index=place.stage, rank=place.tp_rank)
+    ]
+    if place.tp_rank == 0:
+        line = StageTimes.open(boot.times, stages=place.stages).stage(place.stage)
+        sinks.append(PhaseCounter(line, COUNTED_PHASES["stage"], MAIN_PHASE["stage"]))
+    return sinks
+
+
 class WorkerProcess:
     """What :func:`worker_main` drives."""
 
@@ -114,9 +127,7 @@ class WorkerProcess:
             inflight=boot.slots,
             run=boot.run,
             model=str(boot.vllm_config.model_config.model),
-            live=LivePage.attach(boot.live).writer(
-                "stage", index=boot.place.stage, rank=boot.place.tp_rank
-            ),
+            sinks=_sinks(boot),
         )
 
     def load(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from sipipe.engine.scheduling.live_pace import LivePace
+from sipipe.engine.scheduling.concurrency import MeasuredTimes
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
 from sipipe.engine.telemetry import Telemetry
 from sipipe.observe.live import Word
@@ -27,15 +27,15 @@ class ObservedScheduler:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._live_pace: LivePace | None = None
+        self._times: MeasuredTimes | None = None
         if isinstance(self, PipelineScheduler):
-            self._live_pace = self.telemetry.pace()
-            self.follow(self._live_pace.pace)
+            self._times = self.telemetry.measured_times()
+            self.follow(self._times.controller)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         began = time.monotonic_ns()
-        if self._live_pace is not None:
-            self._live_pace.look()
+        if self._times is not None:
+            self._times.poll()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
             # The executor numbers the iteration; the phase is recorded with its number.

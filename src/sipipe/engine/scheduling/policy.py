@@ -10,19 +10,21 @@ sequences are therefore never in flight when its turn comes. The rules, per visi
 *stay*   A decoding sequence runs in its slot, and only there, until it finishes or is preempted.
 *move*   If the visited slot still holds two sequences more than the lightest, it hands over up
          to ``max_moves`` of them. Only the visited slot gives: nothing of it is in flight.
-*open*   As many slots are open as make a rotation shortest (:mod:`sipipe.engine.scheduling.pace`). When
-         that changes, sequences move as many as it takes; a closed slot only carries prompts.
+*open*   As many slots are open as make the pipeline period shortest
+         (:mod:`sipipe.engine.scheduling.concurrency`). When that changes, sequences move as many
+         as it takes; a closed slot only carries prompts.
 *prefill* Prompt chunks belong to no slot. Their size is :class:`PrefillThrottle`'s business.
 
 Nothing here knows vLLM, time or threads; a test or the simulator drives it step by step.
 SiPipe paper, "Column-Wise CPU Sampling via Metadata Reuse": the reuse rests on these slots.
 
-Guarantees (``tests/scheduling/test_policy.py`` holds them over random histories):
+Guarantees (``tests/engine/scheduling/test_policy.py`` holds them over random histories):
 
 - With every slot open, the spread max - min of decode counts after a visit is at most
   ``max(1, previous spread + sequences that left or joined since)``; joins alone do not raise it
   above 1 unless more are about to follow (``arriving``); without joins and leaves it falls to 1.
-- Between two visits of a slot its members change by joins, leaves and recorded moves only.
+- Between two visits of a slot its members change by joins, leaves and moves from the
+  visited slot only.
 - Every sequence is in exactly one slot, and each slot is visited every m visits: none starves.
 """
 
@@ -33,10 +35,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from sipipe.config import MicrobatchSettings
-from sipipe.engine.scheduling.pace import Pace
+from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.prefill import PrefillThrottle
 
-__all__ = ["Move", "Plan", "Sequence", "SlotPolicy", "SlotStatistics"]
+__all__ = ["Plan", "Sequence", "SlotPolicy"]
 
 
 class Sequence(NamedTuple):
@@ -49,14 +51,6 @@ class Sequence(NamedTuple):
     """Whether its last token is back, so that it can decode now."""
 
 
-class Move(NamedTuple):
-    """A sequence that changes slots."""
-
-    id: str
-    source: int
-    target: int
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What may enter one microbatch."""
@@ -67,29 +61,6 @@ class Plan:
     """Sequences that decode in this microbatch: the slot's members that are ready."""
     prefill_tokens: int
     """Prompt tokens that this microbatch may compute on top, 0 or more."""
-    moves: tuple[Move, ...]
-    """Sequences that left this slot for another one at this visit."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SlotStatistics:
-    """Counters since the start, and the state after the last visit."""
-
-    visits: int
-    joins: int
-    """Sequences placed in a slot."""
-    late_joins: int
-    """Of these, placed in another slot than the one that computed the end of their prompt."""
-    leaves: int
-    """Sequences that finished, were aborted or were preempted."""
-    moves: int
-    counts: tuple[int, ...]
-    """Decoding sequences of each slot."""
-
-    @property
-    def spread(self) -> int:
-        """Sequences between the fullest and the emptiest slot."""
-        return max(self.counts) - min(self.counts)
 
 
 class SlotPolicy:
@@ -99,7 +70,7 @@ class SlotPolicy:
         slots: Microbatches in flight, m of 1 or more.
         max_tokens: Token budget of one microbatch, 1 or more.
         settings: Tunables.
-        pace: Says how many slots to open where ``min_sequences`` leaves it open; None: all.
+        controller: Says how many slots to open where ``min_sequences`` leaves it open; None: all.
     """
 
     def __init__(
@@ -108,16 +79,17 @@ class SlotPolicy:
         slots: int,
         max_tokens: int,
         settings: MicrobatchSettings | None = None,
-        pace: Pace | None = None,
+        controller: ConcurrencyController | None = None,
     ) -> None:
         if slots < 1 or max_tokens < 1:
             raise ValueError(f"slots and max_tokens must be 1 or more, not {slots}, {max_tokens}")
         self.slots = slots
         self.settings = settings or MicrobatchSettings()
-        self.pace = pace
+        self.controller = controller
         self._throttle = PrefillThrottle(slots=slots, max_tokens=max_tokens, settings=self.settings)
-        self._slot_of: dict[str, int] = {}
-        # Invariant: _counts[s] == sum(1 for t in _slot_of.values() if t == s) after a visit.
+        self.slot_of: dict[str, int] = {}
+        """Slot of each decoding sequence; visits change it."""
+        # Invariant: _counts[s] == sum(1 for t in slot_of.values() if t == s) after a visit.
         self._counts = [0] * slots
         self._contexts = [0] * slots
         # Slots 0 to _active - 1 are open. While _resizing, sequences move as many as it takes.
@@ -125,7 +97,6 @@ class SlotPolicy:
         self._resizing = False
         self._visits = 0
         self._slot = slots - 1
-        self._joins = self._late_joins = self._leaves = self._moves = 0
 
     def visit(
         self,
@@ -142,49 +113,34 @@ class SlotPolicy:
             sequences: Every running sequence whose prompt is scheduled, in the engine's order.
             pending_prefill: Prompt tokens not yet scheduled, of started and waiting requests.
             started_prefill: Of these, tokens of requests that hold KV cache already.
-            arriving: Requests that those tokens belong to: they join within about a rotation.
+            arriving: Requests that those tokens belong to: they join within about a pipeline period.
             kv_free: Free share of the KV cache, 0 to 1.
         """
         last, slot = self._slot, self._visits % self.slots
         self._visits += 1
         self._slot = slot
         members, unplaced = self._reconcile(sequences)
-        decoding = len(self._slot_of) + len(unplaced)
+        decoding = len(self.slot_of) + len(unplaced)
         self._open_slots(decoding, _fitting(arriving, decoding, kv_free))
         for index, sequence in enumerate(unplaced):
             self._join(sequence, last, to_come=len(unplaced) - index + arriving)
-            members[self._slot_of[sequence.id]].append(sequence)
-        moves = self._shed(slot, members[slot])
+            members[self.slot_of[sequence.id]].append(sequence)
+        self._rebalance(slot, members[slot])
         decode = frozenset(
             sequence.id
             for sequence in members[slot]
-            if sequence.ready and self._slot_of[sequence.id] == slot
+            if sequence.ready and self.slot_of[sequence.id] == slot
         )
         prefill = self._throttle.tokens(
             pending=pending_prefill,
             started=started_prefill,
             decoding=len(decode),
-            running=len(self._slot_of),
+            running=len(self.slot_of),
             arriving=arriving,
             kv_free=kv_free,
             slots=self._active,
         )
-        return Plan(slot=slot, decode=decode, prefill_tokens=prefill, moves=tuple(moves))
-
-    def slot_of(self, id: str) -> int | None:
-        """Slot of a sequence; None before it joined."""
-        return self._slot_of.get(id)
-
-    def statistics(self) -> SlotStatistics:
-        """Counters so far."""
-        return SlotStatistics(
-            visits=self._visits,
-            joins=self._joins,
-            late_joins=self._late_joins,
-            leaves=self._leaves,
-            moves=self._moves,
-            counts=tuple(self._counts),
-        )
+        return Plan(slot=slot, decode=decode, prefill_tokens=prefill)
 
     def _reconcile(
         self, sequences: Iterable[Sequence]
@@ -195,15 +151,14 @@ class SlotPolicy:
         unplaced: list[Sequence] = []
         kept: dict[str, int] = {}
         for sequence in sequences:
-            slot = self._slot_of.get(sequence.id)
+            slot = self.slot_of.get(sequence.id)
             if slot is not None:
                 kept[sequence.id] = slot
                 members[slot].append(sequence)
                 contexts[slot] += sequence.context
             else:
                 unplaced.append(sequence)
-        self._leaves += len(self._slot_of) - len(kept)
-        self._slot_of = kept
+        self.slot_of = kept
         self._counts = [len(slot_members) for slot_members in members]
         self._contexts = contexts
         return members, unplaced
@@ -218,9 +173,9 @@ class SlotPolicy:
             most = max(1, min(self.slots, sequences // least))
             if most > before or (before > 1 and sequences < before * least * 3 // 4):
                 self._active = most
-        elif least == 0 and self.pace is not None:
+        elif least == 0 and self.controller is not None:
             # A burst's first prompts would else find one slot open.
-            self._active = self.pace.microbatches(sequences + arriving)
+            self._active = self.controller.microbatches(sequences + arriving)
         else:
             self._active = self.slots
         if self._active != before:
@@ -230,14 +185,12 @@ class SlotPolicy:
 
     def _join(self, sequence: Sequence, last: int, to_come: int) -> None:
         """Place a sequence whose prompt ended at the previous visit, that of slot ``last``."""
-        share = -(-(len(self._slot_of) + to_come) // self._active)
+        share = -(-(len(self.slot_of) + to_come) // self._active)
         if last < self._active and self._counts[last] < share:
             slot = last
         else:
             slot = self._lightest(last)
-            self._late_joins += slot != last
         self._place(sequence, slot)
-        self._joins += 1
 
     def _lightest(self, origin: int) -> int:
         """The open slot with the fewest sequences, then least context, then next after origin."""
@@ -250,13 +203,13 @@ class SlotPolicy:
             ),
         )
 
-    def _shed(self, visited: int, members: list[Sequence]) -> list[Move]:
+    def _rebalance(self, visited: int, members: list[Sequence]) -> None:
         """Level counts, then context, by handing members of the visited slot to a lighter one."""
-        moves: list[Move] = []
+        moved = 0
         unit = self.settings.context_unit
         candidates = [sequence for sequence in members if sequence.ready]
         closing = visited >= self._active
-        while candidates and (self._resizing or len(moves) < self.settings.max_moves):
+        while candidates and (self._resizing or moved < self.settings.max_moves):
             target = self._lightest(visited)
             surplus = self._counts[visited] - self._counts[target]
             if target == visited or (surplus < 1 and not closing):
@@ -274,12 +227,10 @@ class SlotPolicy:
             self._counts[visited] -= 1
             self._contexts[visited] -= sequence.context
             self._place(sequence, target)
-            moves.append(Move(sequence.id, visited, target))
-        self._moves += len(moves)
-        return moves
+            moved += 1
 
     def _place(self, sequence: Sequence, slot: int) -> None:
-        self._slot_of[sequence.id] = slot
+        self.slot_of[sequence.id] = slot
         self._counts[slot] += 1
         self._contexts[slot] += sequence.context
 

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with stable, even microbatches (:mod:`sipipe.scheduling` decides them).
+"""vLLM's scheduler with stable, even microbatches (:mod:`sipipe.engine.scheduling.policy` decides them).
 
 vLLM fills each batch with every request that is not in flight, so under pipeline parallelism the
 microbatches are whatever the first steps happened to catch: 62 and 2 sequences, for good.
@@ -38,8 +38,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from sipipe.config import MicrobatchSettings, SiPipeConfig
-from sipipe.engine.scheduling.pace import Pace
-from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy, SlotStatistics
+from sipipe.engine.scheduling.concurrency import ConcurrencyController
+from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
 from sipipe.engine.scheduling.prefill import resolved
 
 __all__ = ["PipelineScheduler"]
@@ -119,13 +119,9 @@ class PipelineScheduler(Scheduler):
         unfinished: bool = super().has_requests()
         return unfinished
 
-    def follow(self, pace: Pace) -> None:
-        """Open as many slots as ``pace`` says, where the settings leave it open."""
-        self._policy.pace = pace
-
-    def slot_statistics(self) -> SlotStatistics:
-        """Joins, leaves, moves and the decode count of each slot."""
-        return self._policy.statistics()
+    def follow(self, controller: ConcurrencyController) -> None:
+        """Open as many slots as ``controller`` says, where the settings leave it open."""
+        self._policy.controller = controller
 
     def _settings(self) -> MicrobatchSettings:
         config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Protocol
 
 from sipipe.config import MicrobatchSettings
-from sipipe.engine.scheduling.pace import Pace
+from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Sequence, SlotPolicy
 from sipipe.tools.simulator.engine_model import Batch, EngineModel
 
@@ -104,18 +104,22 @@ class SlotRule(Rule):
         settings: MicrobatchSettings | None = None,
         stages: int | None = None,
     ) -> None:
-        pace = None if stages is None else Pace(stages=stages, slots=slots)
-        self.policy = SlotPolicy(slots=slots, max_tokens=max_tokens, settings=settings, pace=pace)
+        self._controller = (
+            None if stages is None else ConcurrencyController(stages=stages, slots=slots)
+        )
+        self._policy = SlotPolicy(
+            slots=slots, max_tokens=max_tokens, settings=settings, controller=self._controller
+        )
 
     def observe(self, batch: Batch, stages: tuple[float, ...], between: float) -> None:
-        """See :class:`Rule`; as :class:`sipipe.engine.scheduling.live_pace.LivePace`, only decodes count."""
-        pace, sequences = self.policy.pace, len(batch.tokens)
-        if pace is None:
+        """See :class:`Rule`; as in the engine, only decodes count."""
+        controller, sequences = self._controller, len(batch.tokens)
+        if controller is None:
             return
         if batch.total == sequences:
-            for line, seconds in zip(pace.stages, stages, strict=True):
-                line.add(sequences, seconds)
-        pace.between.add(sequences, between)
+            for regression, seconds in zip(controller.stages, stages, strict=True):
+                regression.add(sequences, seconds)
+        controller.between.add(sequences, between)
 
     def schedule(self, engine: EngineModel) -> Batch:
         """See :class:`Rule`."""
@@ -125,7 +129,7 @@ class SlotRule(Rule):
         for request in islice(engine.waiting, max(0, engine.max_running - len(engine.running))):
             pending += request.known
             arriving += 1
-        plan = self.policy.visit(
+        plan = self._policy.visit(
             [
                 Sequence(request.id, request.computed, request.pending > 0)
                 for request in engine.running

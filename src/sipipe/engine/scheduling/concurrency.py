@@ -1,6 +1,6 @@
-"""How many microbatches to form: as many as make a rotation shortest, by measured stage times.
+"""The concurrency controller: how many microbatches to form, by measured stage times.
 
-n sequences in k microbatches of b = n / k go round in
+n sequences in k microbatches of b = n / k get a token each in one pipeline period,
 
     R(k) = max(sum of s_i(b) + h(b), k * max of s_i(b))
 
@@ -14,29 +14,34 @@ fixed cost again.
 Each s_i is a straight line, fixed + per sequence, fitted to what the stages took lately. Batches of
 one size say nothing of its slope. The slope seen last, when sizes differed, is kept then; before
 there was any, all is taken as fixed cost, and the smaller k that follows brings the batches of
-another size that settle it.
+another size that tell the two apart.
 
-Runs on the engine's thread alone, and is not safe for more. It relies on being asked once a visit.
+Runs on the engine's thread alone, and is not safe for more. It relies on being asked once a visit;
+:class:`MeasuredTimes` costs a few microseconds of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Sequence
 
-__all__ = ["Line", "Pace"]
+from sipipe.ipc.stage_times import Line, Taken
+
+__all__ = ["ConcurrencyController", "MeasuredTimes", "RunningRegression"]
 
 MEMORY = 0.995
 """Weight of a batch relative to the one after it: about the last 200 count."""
 COLD = 16
 """First batches that do not count: they load pages, warm caches and compile."""
 ENOUGH = 12.0
-"""Weight of batches that a line needs before it is used."""
+"""Weight of batches that a regression needs before it is used."""
 OUTLIER = 3.0
 """Times of more than this multiple of the expected one are cut to it: the stage was interrupted."""
 SPREAD = 0.15
 """Standard deviation of batch sizes, as a share of their mean, below which they give no slope."""
 GAIN = 0.05
-"""Share of a rotation that a change of k must promise."""
+"""Share of a pipeline period that a change of k must promise."""
 HOLD = 24
 """Visits between two changes for about as many sequences."""
 ALIKE = 1.5
@@ -44,7 +49,7 @@ ALIKE = 1.5
 
 
 @dataclasses.dataclass(slots=True)
-class Line:
+class RunningRegression:
     """Seconds of a batch by its sequences: weighted least squares with forgetting."""
 
     weight: float = 0.0
@@ -80,7 +85,7 @@ class Line:
         return time + slope * (batch - mean)
 
 
-class Pace:
+class ConcurrencyController:
     """Stage times seen so far, and the number of microbatches that they recommend.
 
     Args:
@@ -89,11 +94,11 @@ class Pace:
     """
 
     def __init__(self, *, stages: int, slots: int) -> None:
-        self.stages = [Line() for _ in range(stages)]
-        self.between = Line()
+        self.stages = [RunningRegression() for _ in range(stages)]
+        self.between = RunningRegression()
         """What sampling and scheduling take between the last stage and the first."""
         self.unseen = 0.0
-        """Seconds of a rotation that no phase has: wake-ups, messages. Seen with one microbatch
+        """Seconds of a pipeline period that no phase has: wake-ups, messages. Seen with one microbatch
         alone in the pipeline, and kept."""
         self.formed = slots
         """What :meth:`microbatches` said last."""
@@ -102,7 +107,7 @@ class Pace:
         self._held = 0
         self._held_for = 0
 
-    def rotation(self, sequences: int, microbatches: int) -> float:
+    def period(self, sequences: int, microbatches: int) -> float:
         """R(k): seconds in which each of ``sequences`` gets a token."""
         batch = -(-sequences // microbatches)
         times = [stage(batch) for stage in self.stages]
@@ -110,7 +115,7 @@ class Pace:
         return max(sum(times) + between + self.unseen, microbatches * max(times))
 
     def alone(self, seconds: float) -> None:
-        """A rotation of one microbatch took ``seconds`` more than its phases.
+        """A pipeline period of one microbatch took ``seconds`` more than its phases.
 
         A pause between requests looks the same: what is much more than before is cut.
         """
@@ -125,9 +130,74 @@ class Pace:
         few, many = sorted((sequences, self._held_for))
         held = self._held < HOLD and many <= ALIKE * few
         if not held and all(stage.weight >= ENOUGH for stage in self.stages):
-            best = min(range(1, most + 1), key=lambda k: (self.rotation(sequences, k), -k))
-            now = self.rotation(sequences, min(self.chosen, most))
-            if self.rotation(sequences, best) < (1 - GAIN) * now:
+            best = min(range(1, most + 1), key=lambda k: (self.period(sequences, k), -k))
+            now = self.period(sequences, min(self.chosen, most))
+            if self.period(sequences, best) < (1 - GAIN) * now:
                 self.chosen, self._held, self._held_for = best, 0, sequences
         self.formed = min(self.chosen, most)
         return self.formed
+
+
+class MeasuredTimes:
+    """Feeds a controller what the processes have taken since the last poll.
+
+    Only batches of decodes count as stage times: prompts have a rule of their own.
+
+    Args:
+        controller: what is fed.
+        stages: what the stages have taken, first stage first.
+        samplers: the same of the samplers, which share a batch out and work side by side.
+        executor: the same of this process, which counts a batch when its tokens are in.
+    """
+
+    def __init__(
+        self,
+        controller: ConcurrencyController,
+        *,
+        stages: Sequence[Line],
+        samplers: Sequence[Line],
+        executor: Line,
+    ) -> None:
+        self.controller = controller
+        self._stages = [_Delta(line) for line in stages]
+        self._samplers = [_Delta(line) for line in samplers]
+        self._executor = _Delta(executor)
+        # Since the executor took the last batch in: when that was, the stages' seconds, no prompts.
+        self._before, self._spent, self._decodes = time.monotonic(), 0.0, True
+
+    def poll(self, now: float | None = None) -> None:
+        """Take in what has happened since the last poll, at ``now`` on the monotonic clock."""
+        for process, regression in zip(self._stages, self.controller.stages, strict=True):
+            count, sequences, tokens, spent = process.take()
+            self._spent += spent / 1e9 if count else 0.0
+            self._decodes &= sequences == tokens
+            if count and sequences == tokens:
+                regression.add(sequences / count, spent / 1e9 / count, count)
+        count, sequences, _, spent = self._executor.take()
+        if not count:
+            return
+        seconds = spent / 1e9
+        drawn = [process.take() for process in self._samplers]
+        slowest = max((t.nanoseconds / 1e9 / t.batches for t in drawn if t.batches), default=0.0)
+        self.controller.between.add(sequences / count, seconds / count + slowest, count)
+        now = time.monotonic() if now is None else now
+        if count == 1 and self.controller.formed == 1 and self._decodes:
+            self.controller.alone(now - self._before - self._spent - seconds - slowest)
+        self._before, self._spent, self._decodes = now, 0.0, True
+
+
+class _Delta:
+    """What one process has taken since it was last asked."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._before = Taken(0, 0, 0, 0)
+
+    def take(self) -> Taken:
+        """Batches, sequences, tokens and nanoseconds since the last call; without a batch, the
+        time is left for the call that sees one."""
+        now = Taken.of(self._line)
+        delta = now - self._before
+        if delta.batches:
+            self._before = now
+        return delta

@@ -1,0 +1,95 @@
+"""Stage times from the processes that take them to the concurrency controller."""
+
+from __future__ import annotations
+
+import pytest
+
+from sipipe.engine.scheduling.concurrency import COLD, ConcurrencyController, MeasuredTimes
+from sipipe.ipc.stage_times import LINE_WORDS, PhaseCounter, StageTimes
+from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
+
+MS = 1_000_000
+
+
+class Processes:
+    """Two stages, two samplers and the executor, each with its end of the shared memory."""
+
+    def __init__(self) -> None:
+        made = StageTimes.create(stages=2, samplers=2)
+        theirs = StageTimes.open(made.endpoint, stages=2)
+        executor = [0] * LINE_WORDS
+        self.times = MeasuredTimes(
+            ConcurrencyController(stages=2, slots=3),
+            stages=[made.stage(0), made.stage(1)],
+            samplers=[made.sampler(0), made.sampler(1)],
+            executor=executor,
+        )
+        self.controller, self.poll = self.times.controller, self.times.poll
+        self.stages = [self._counter(theirs.stage(i), "stage") for i in range(2)]
+        self.samplers = [self._counter(theirs.sampler(i), "sampler") for i in range(2)]
+        self.executor = self._counter(executor, "executor")
+
+    @staticmethod
+    def _counter(line, role):
+        return PhaseCounter(line, COUNTED_PHASES[role], MAIN_PHASE[role])
+
+
+@pytest.fixture
+def engine():
+    return Processes()
+
+
+def test_batches_of_decodes_become_points_of_the_regressions(engine):
+    first, last = engine.stages
+    for i, batch in enumerate([4, 8, 16, 32] * 20):
+        first.phase(Phase.FORWARD, i, 0, (2 + batch) * MS, batch, batch)
+        first.phase(Phase.SEND, i, 0, 1 * MS, batch, batch)
+        last.phase(Phase.FORWARD, i, 0, 5 * MS, batch, batch)
+        last.phase(Phase.LOGITS, i, 0, 2 * batch * MS, batch, batch)
+        engine.poll()
+    stages = engine.controller.stages
+    assert stages[0](0) == pytest.approx(3e-3, rel=0.02)
+    assert stages[0](20) == pytest.approx(23e-3, rel=0.02)
+    # The records of one batch may straddle a poll: these come with the next one.
+    assert stages[1](20) == pytest.approx(45e-3, rel=0.1)
+
+
+def test_prompts_do_not_count(engine):
+    stage = engine.stages[0]
+    for i in range(60):
+        stage.phase(Phase.FORWARD, i, 0, 500 * MS, 4, 400)
+        engine.poll()
+    assert engine.controller.stages[0].weight == 0
+
+
+def test_several_batches_between_two_polls(engine):
+    stage = engine.stages[0]
+    for i in range(60):
+        stage.phase(Phase.FORWARD, i, 0, 8 * MS, 16, 16)
+        if i % 3 == 2:
+            engine.poll()
+    assert engine.controller.stages[0](16) == pytest.approx(8e-3)
+    assert engine.controller.stages[0].weight == pytest.approx(60 - COLD, rel=0.15)
+
+
+def test_samplers_work_side_by_side_and_the_executor_before_and_after(engine):
+    for i in range(60):
+        engine.samplers[0].phase(Phase.SAMPLE, i, 0, 1 * MS, 8, 8)
+        engine.samplers[1].phase(Phase.SAMPLE, i, 0, 3 * MS, 8, 8)
+        for phase in (Phase.SCHEDULE, Phase.DISPATCH, Phase.UPDATE, Phase.GATHER):
+            engine.executor.phase(phase, i, 0, 1 * MS, 16, 16)
+        engine.poll()
+    assert engine.controller.between(16) == pytest.approx(6e-3, rel=0.05)
+
+
+def test_what_no_phase_has_is_seen_with_one_microbatch_alone(engine):
+    for formed, expected in ((3, 0.0), (1, 4e-3), (2, 4e-3)):
+        engine.controller.formed = formed
+        for i in range(100):
+            for index in range(2):
+                engine.stages[index].phase(Phase.FORWARD, i, 0, 10 * MS, 8, 8)
+            engine.executor.phase(Phase.UPDATE, i, 0, 1 * MS, 8, 8)
+            engine.executor.phase(Phase.GATHER, i, 0, 0, 8, 8)
+            engine.poll(now=i * 25e-3)
+            engine.poll(now=i * 25e-3 + 1e-3)  # a visit of a closed slot, nothing new
+        assert engine.controller.unseen == pytest.approx(expected, abs=2e-4)
