@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import socket
 import struct
 import time
 from collections.abc import Iterator
@@ -22,10 +23,8 @@ import numpy as np
 
 from benchmarks.harness import report
 from sipipe.ipc.errors import ChannelClosed
-from sipipe.ipc.gather_old.receiver import GatherReceiver
-from sipipe.ipc.gather_old.sender import GatherSender
-from sipipe.ipc.ring.dispatch import DispatchProducer
-from sipipe.ipc.ring.dispatch_reader import DispatchReader
+from sipipe.ipc.gather import GatherReceiver, GatherSender
+from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -92,7 +91,9 @@ def _dispatch(side: str, size: int, readers: int, count: int) -> dict[str, Any]:
     producer = queue = None
     handle: Any
     if side == "sipipe":
-        producer = DispatchProducer.create("bench", slots=16, slot_bytes=size + 4096, readers=names)
+        producer = DispatchProducer.create(
+            "bench", entries=16, entry_bytes=size + 4096, readers=names
+        )
         handle = producer.endpoint
 
         def send() -> None:
@@ -165,48 +166,51 @@ def _dispatches(
     ]
 
 
-# Logits: a 40 MB slot handed over in place, against 40 MB through a queue.
+# Logits: 40 MB handed over in place, against 40 MB through a queue.
 
 
 def _logits_reader(handle: Any, count: int, back: Connection) -> None:
-    with LogitsReader.open(handle, "sampler") as reader:
-        back.send("ready")
-        times = np.empty(count, np.int64)
-        for i in range(count):
-            with reader.receive() as slot:
-                times[i] = time.perf_counter_ns()
-                assert slot.array[-1, -1] == slot.iteration
-                assert not slot.array.flags.owndata
-        back.send(times)
+    reader = LogitsReader.open(handle, "sampler")
+    back.send("ready")
+    times = np.empty(count, np.int64)
+    for i in range(count):
+        with reader.receive() as received:
+            times[i] = time.perf_counter_ns()
+            assert received.array[-1, -1] == received.iteration
+            assert not received.array.flags.owndata
+    back.send(times)
+    reader.close()
 
 
 def _logits(count: int) -> dict[str, Any]:
     vocab, batch = 151_936, 66
-    with LogitsChannel.create(
-        "bench", slots=3, vocab=vocab, batch=batch, readers=["sampler"]
-    ) as channel:
-        here, there = SPAWN.Pipe()
-        child = SPAWN.Process(target=_logits_reader, args=(channel.endpoint, count, there))
-        child.start()
-        here.recv()
-        sent = np.empty(count, np.int64)
-        fill = np.empty(count)
-        with LogitsWriter.open(channel.endpoint) as writer:
-            for i in range(count):
-                with writer.acquire(i, batch, 10) as region:
-                    began = time.perf_counter()
-                    region[...] = i
-                    fill[i] = time.perf_counter() - began
-                    time.sleep(PACE)
-                    sent[i] = time.perf_counter_ns()
-            times = here.recv()
-            child.join()
+    channel = LogitsChannel.create(
+        "bench", entries=3, vocab=vocab, batch=batch, readers=["sampler"]
+    )
+    here, there = SPAWN.Pipe()
+    child = SPAWN.Process(target=_logits_reader, args=(channel.endpoint, count, there))
+    child.start()
+    here.recv()
+    sent = np.empty(count, np.int64)
+    fill = np.empty(count)
+    writer = LogitsWriter.open(channel.endpoint)
+    for i in range(count):
+        with writer.acquire(i, batch, 10) as region:
+            began = time.perf_counter()
+            region[...] = i
+            fill[i] = time.perf_counter() - began
+            time.sleep(PACE)
+            sent[i] = time.perf_counter_ns()
+    times = here.recv()
+    child.join()
+    writer.close()
+    channel.close()
     return {
-        "channel": "SiPipe logits slot, in place",
+        "channel": "SiPipe logits, in place",
         "bytes": vocab * batch * 4,
         "p50 µs": float(np.percentile((times - sent) / 1e3, 50)),
         "p99 µs": float(np.percentile((times - sent) / 1e3, 99)),
-        "writing the slot, ms": float(np.median(fill)) * 1e3,
+        "writing the logits, ms": float(np.median(fill)) * 1e3,
     }
 
 
@@ -217,7 +221,7 @@ def _queue_logits(count: int) -> dict[str, Any]:
         "bytes": 151_936 * 66 * 4,
         "p50 µs": float(np.percentile(row, 50)),
         "p99 µs": float(np.percentile(row, 99)),
-        "writing the slot, ms": None,
+        "writing the logits, ms": None,
     }
 
 
@@ -253,88 +257,57 @@ def _dispatch_array(size: int, count: int) -> np.ndarray[Any, Any]:
 # Gather: each sampler answers a dispatched message, as it does in an iteration.
 
 
-def _sender(dispatch: Any, gather: Any, name: str, payload: int) -> None:
+def _sender(dispatch: Any, gather: socket.socket, name: str, payload: int) -> None:
     reader = DispatchReader.open(dispatch, name)
-    sender = GatherSender.connect(gather, name)
+    sender = GatherSender(gather)
     body = bytes(payload)
+    sender.send(0, [])
     with contextlib.suppress(ChannelClosed):
         while True:
             with reader.receive() as message:
-                iteration = message.sequence
+                iteration = message.sequence + 1
             sender.send(iteration, [struct.pack("<q", time.perf_counter_ns()), body])
     sender.close()
 
 
-def _gather(samplers: int, tcp: bool, count: int) -> dict[str, Any]:
+def _gather(samplers: int, count: int) -> dict[str, Any]:
     names = [f"sampler{i}" for i in range(samplers)]
-    address = ("127.0.0.1", 0) if tcp else None
-    with (
-        DispatchProducer.create("bench", readers=names) as producer,
-        GatherReceiver.create(names, address) as receiver,
-    ):
-        children = [
-            SPAWN.Process(target=_sender, args=(producer.endpoint, receiver.endpoint, name, 64 * 4))
-            for name in names
-        ]
-        for child in children:
-            child.start()
-        while producer.absent_readers() or len(receiver.connected()) < samplers:
-            time.sleep(0.01)
-        latency, loop = np.empty(count), np.empty(count)
-        spent = 0.0
-        for i in range(-20, count):
-            time.sleep(PACE)
-            cpu, began = _cpu(), time.perf_counter_ns()
-            producer.publish([b"go"], 10)
-            gathered = receiver.collect(10)
-            now = time.perf_counter_ns()
-            if i >= 0:
-                last = max(struct.unpack_from("<q", p)[0] for p in gathered.payloads.values())
-                latency[i], loop[i] = (now - last) / 1e3, (now - began) / 1e3
-                spent += _cpu() - cpu
+    producer = DispatchProducer.create("bench", readers=names)
+    pairs = [socket.socketpair() for _ in names]
+    receiver = GatherReceiver([here for here, _ in pairs])
+    children = [
+        SPAWN.Process(target=_sender, args=(producer.endpoint, there, name, 64 * 4))
+        for name, (_, there) in zip(names, pairs, strict=True)
+    ]
+    receiver.expect(0, range(samplers))
+    for child, (_, there) in zip(children, pairs, strict=True):
+        child.start()
+        there.close()
+    receiver.collect()  # all of them are there
+    latency, loop = np.empty(count), np.empty(count)
+    spent = 0.0
+    for i in range(-20, count):
+        time.sleep(PACE)
+        cpu, began = _cpu(), time.perf_counter_ns()
+        receiver.expect(i + 21, range(samplers))
+        producer.publish([b"go"], 10)
+        _, payloads = receiver.collect(10)
+        now = time.perf_counter_ns()
+        if i >= 0:
+            last = max(struct.unpack_from("<q", payload)[0] for payload in payloads.values())
+            latency[i], loop[i] = (now - last) / 1e3, (now - began) / 1e3
+            spent += _cpu() - cpu
+    producer.close()
+    receiver.close()
     for child in children:
         child.join()
     return {
         "samplers": samplers,
-        "transport": "TCP, loopback" if tcp else "Unix socket",
         "last send to complete p50 µs": float(np.percentile(latency, 50)),
         "p99 µs": float(np.percentile(latency, 99)),
         "dispatch to complete p50 µs": float(np.percentile(loop, 50)),
         "dispatcher CPU µs/iteration": spent / count * 1e6,
     }
-
-
-# Deltas: is it worth comparing a part with the last message of its slot?
-
-
-def _deltas() -> list[dict[str, Any]]:
-    rows = []
-    for size in (1 << 10, 1 << 12, 1 << 16, 1 << 20):
-        old, new, target = bytearray(os.urandom(size)), b"", bytearray(size)
-        new = bytes(old)
-        repeat = max(50, (1 << 24) // size)
-        began = time.perf_counter()
-        for _ in range(repeat):
-            target[:] = new
-        copy = (time.perf_counter() - began) / repeat
-        view = memoryview(old)
-        began = time.perf_counter()
-        for _ in range(repeat):
-            assert view == new
-        compare = (time.perf_counter() - began) / repeat
-        began = time.perf_counter()
-        for _ in range(repeat):
-            assert old == new
-        compare_raw = (time.perf_counter() - began) / repeat
-        rows.append(
-            {
-                "part": f"{size // 1024:,} KB",
-                "copy µs": copy * 1e6,
-                "compare (memcmp) µs": compare_raw * 1e6,
-                "compare (memoryview) µs": compare * 1e6,
-            }
-        )
-    return rows
 
 
 @contextlib.contextmanager
@@ -396,14 +369,8 @@ def main() -> None:
     )
     rows = [_logits(100)] + ([] if arguments.without_vllm else [_queue_logits(50)])
     report("channels", "40 MB of logits to one sampler", rows, file="channels-logits")
-    rows = [_gather(n, tcp, count // 2) for n in (1, 8) for tcp in (False, True)]
+    rows = [_gather(samplers, count // 2) for samplers in (1, 8)]
     report("channels", "Samplers answer a dispatched message", rows, file="channels-gather")
-    report(
-        "channels",
-        "Copying a part against comparing it with the slot's last one",
-        _deltas(),
-        file="channels-deltas",
-    )
 
 
 if __name__ == "__main__":

@@ -4,35 +4,37 @@ import json
 import multiprocessing
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import msgspec
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
-from sipipe.ipc.gather_old.receiver import GatherReceiver
-from sipipe.ipc.gather_old.sender import GatherSender
-from sipipe.ipc.memory import Endpoint
-from sipipe.ipc.ring.dispatch import DispatchProducer
-from sipipe.ipc.ring.dispatch_reader import DispatchReader
-from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
-from sipipe.ipc.sockets import SocketEndpoint
+from sipipe.ipc.gather import GatherReceiver, GatherSender
+from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
+from sipipe.ipc.ring.layout import RingEndpoint
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint, LogitsReader, LogitsWriter
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def body_of(number: int) -> list[bytes]:
-    """The parts of message ``number``: 0 to 9,000 bytes, three slots of 4 KB at most."""
+    """The parts of message ``number``: 0 to 9,000 bytes, three entries of 4 KB at most."""
     rng = random.Random(number)
     size = rng.randrange(1 + rng.choice([0, 10, 500, 3000, 9000]))
     return [number.to_bytes(8, "little"), bytes([number % 256]) * size, b"end"]
 
 
-def start(role, **arguments):
+def start(role, inherited=(), **arguments):
     """Start one of these processes; its standard output is a pipe."""
     return subprocess.Popen(
-        [sys.executable, __file__, role, json.dumps(arguments)], stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, role, json.dumps(arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=inherited,
     )
 
 
@@ -44,7 +46,7 @@ def reader(endpoint, name, first, delay, timeout=None):
     """Check every message; say how it ended and after how many."""
     rng = random.Random(name)
     expected = first
-    with DispatchReader.open(msgspec.convert(endpoint, Endpoint), name) as channel:
+    with closing(DispatchReader.open(msgspec.convert(endpoint, RingEndpoint), name)) as channel:
         say("open")
         try:
             while True:
@@ -61,14 +63,14 @@ def reader(endpoint, name, first, delay, timeout=None):
 def sampler(dispatch, logits, gather, name):
     """A sampler without the sampling, until anything ends."""
     try:
-        schedule = DispatchReader.open(msgspec.convert(dispatch, Endpoint), name)
-        slots = LogitsReader.open(msgspec.convert(logits, Endpoint), name)
-        sender = GatherSender.connect(msgspec.convert(gather, SocketEndpoint), name)
+        schedule = DispatchReader.open(msgspec.convert(dispatch, RingEndpoint), name)
+        reader = LogitsReader.open(msgspec.convert(logits, LogitsEndpoint), name)
+        sender = GatherSender(socket.socket(fileno=gather))
         say("open")
         while True:
-            with schedule.receive() as message, slots.receive() as slot:
-                assert message.sequence == slot.iteration
-                sender.send(slot.iteration, [bytes(slot.array[:, 0].data)])
+            with schedule.receive() as message, reader.receive() as received:
+                assert message.sequence == received.iteration
+                sender.send(received.iteration, [bytes(received.array[:, 0].data)])
     except ChannelError as end:
         say(type(end).__name__)
 
@@ -78,33 +80,37 @@ def engine(directory, samplers):
     names = [f"sampler{i}" for i in range(samplers)]
     producer = DispatchProducer.create("bic-i", readers=names, directory=directory)
     logits = LogitsChannel.create(
-        "bic-l", slots=4, vocab=1000, batch=4, readers=names, directory=directory
+        "bic-l", entries=4, vocab=1000, batch=4, readers=names, directory=directory
     )
-    receiver = GatherReceiver.create(names)
+    pairs = [socket.socketpair() for _ in names]
+    receiver = GatherReceiver([here for here, _ in pairs])
     children = [
         start(
             "sampler",
+            inherited=[there.fileno()],
             dispatch=msgspec.to_builtins(producer.endpoint),
             logits=msgspec.to_builtins(logits.endpoint),
-            gather=msgspec.to_builtins(receiver.endpoint),
+            gather=there.fileno(),
             name=name,
         )
-        for name in names
+        for name, (_, there) in zip(names, pairs, strict=True)
     ]
-    for child in children:
+    for child, (_, there) in zip(children, pairs, strict=True):
+        there.close()
         assert child.stdout.readline() == "open\n"
-    say(json.dumps({"samplers": [child.pid for child in children], "host": receiver.endpoint.host}))
-    with LogitsWriter.open(logits.endpoint) as writer:
-        iteration = 0
-        while True:
-            producer.publish([b"schedule"], 60)
-            with writer.acquire(iteration, 2, 60) as region:
-                region[...] = iteration
-            assert receiver.collect(60).iteration == iteration
-            iteration += 1
-            if iteration == 5:
-                say("running")
-            os.sched_yield()
+    say(json.dumps({"samplers": [child.pid for child in children]}))
+    writer = LogitsWriter.open(logits.endpoint)
+    iteration = 0
+    while True:
+        receiver.expect(iteration, range(samplers))
+        producer.publish([b"schedule"], 60)
+        with writer.acquire(iteration, 2, 60) as region:
+            region[...] = iteration
+        assert receiver.collect(60)[0] == iteration
+        iteration += 1
+        if iteration == 5:
+            say("running")
+        os.sched_yield()
 
 
 if __name__ == "__main__":

@@ -8,21 +8,17 @@ and lets the thread do nothing more. A lock that is not free blocks the actor un
 changed. Time stands still until nobody can go on; then bounded waits time out, and if there is
 none, the actors are in a deadlock.
 
-Every change of a slot is held against the table of :mod:`tests.ipc.slot_states`.
+Every change of an entry is held against the table of :mod:`tests.ipc.entry_states`.
 """
 
 import os
 import threading
 import types
 
-from tests.ipc.slot_states import SlotEvent, SlotState, fire
+from tests.ipc.entry_states import EntryEvent, EntryState, fire
 
-from sipipe.ipc import locks, statistics
-from sipipe.ipc import peers as watch
-from sipipe.ipc.ring import dispatch, layout
-from sipipe.ipc.ring import owner as ring
-from sipipe.ipc.ring import reader as ring_reader
-from sipipe.ipc.ring import writer as ring_writer
+from sipipe.ipc import locks
+from sipipe.ipc.ring import dispatch, layout, reader, ring, writer
 
 _HAND_OVER = 60  # seconds; a bug in the sequencer itself, not a bound that a test relies on
 
@@ -57,11 +53,11 @@ class Sequencer:
         self.changes = 0
         self.now = 0.0
         self.taken = 0
-        self.slots = {}  # slot: SlotState
+        self.states = {}  # lock byte: EntryState
         self.held = {}  # (locks, byte): kind
         self.ranks = 1
-        self.slots_count = None
-        self.ticket_stored = set()
+        self.entries = None
+        self.committed = set()
 
     def patch(self, monkeypatch):
         """Put the stepped classes in the place of the ring's own."""
@@ -105,13 +101,13 @@ class Sequencer:
                 sequencer.changes += 1
                 sequencer.on_store(word, value)
 
-            def stamp(self, word, values):
+            def store_header(self, word, values):
                 sequencer.step()
-                super().stamp(word, values)
+                super().store_header(word, values)
 
-            def run(self, word):
+            def load_entry(self, word):
                 sequencer.step()
-                return super().run(word)
+                return super().load_entry(word)
 
             def load(self, word):
                 if word in sequencer.racing:
@@ -121,7 +117,6 @@ class Sequencer:
         class SteppedWait:
             def __init__(self, held, name):
                 self.locks = held
-                self.waits = statistics.Waits()
                 self.pending = None
 
             def take_nowait(self, kind, first, count):
@@ -146,24 +141,23 @@ class Sequencer:
         clock = types.SimpleNamespace(monotonic=lambda: sequencer.now, sleep=sleep)
         monkeypatch.setattr(ring, "Locks", SteppedLocks)
         monkeypatch.setattr(ring, "Words", SteppedWords)
-        for side in (ring_reader, ring_writer):
+        for side in (reader, writer):
             monkeypatch.setattr(side, "BoundedWait", SteppedWait)
-            monkeypatch.setattr(side, "time", clock)
-        for module in (locks, dispatch, watch):
+        for module in (locks, dispatch, reader, writer):
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(watch, "LOOK_AFTER", -1.0)
-        monkeypatch.setattr(watch, "LOOK_FIRST_AFTER", -1.0)
+        monkeypatch.setattr(dispatch, "POLL_AFTER", -1.0)
+        monkeypatch.setattr(dispatch, "POLL_FIRST_AFTER", -1.0)
         monkeypatch.setattr(layout, "READERS", 4)
 
     def watch(self, shape):
-        """Tell the layout, so that tickets and slot locks are known by their numbers."""
-        self.ranks, self.slots_count = shape.ranks, shape.slots
-        self.tickets = {
-            shape.slot_word(s, r) + layout.S_TICKET: s * shape.ranks + r
-            for s in range(shape.slots)
+        """Tell the layout, so that commit words and entry locks are known by their numbers."""
+        self.ranks, self.entries = shape.ranks, shape.entries
+        self.commit_words = {
+            shape.entry_word(e, r) + layout.E_COMMIT: e * shape.ranks + r
+            for e in range(shape.entries)
             for r in range(shape.ranks)
         }
-        self.racing = set(self.tickets)
+        self.racing = set(self.commit_words)
         self.racing |= {shape.reader_word(k) + layout.R_ATTACHED for k in range(layout.READERS)}
         self.racing |= {shape.writer_word(r) + layout.W_PUBLISHED for r in range(shape.ranks)}
 
@@ -241,38 +235,38 @@ class Sequencer:
                 held.fd = -1
                 self.on_close(held)
 
-    # The slot machine: one per lock byte below slots x ranks.
+    # The entries' states: one per lock byte below entries x ranks.
 
     def _fire(self, byte, event):
-        self.slots[byte] = fire(self.slots.get(byte, SlotState.FREE), event)
+        self.states[byte] = fire(self.states.get(byte, EntryState.FREE), event)
 
-    def _slot_bytes(self, first, count):
-        if self.slots_count is None:
+    def _entry_bytes(self, first, count):
+        if self.entries is None:
             return []
-        return [b for b in range(first, first + count) if b < self.slots_count * self.ranks]
+        return [b for b in range(first, first + count) if b < self.entries * self.ranks]
 
     def on_lock(self, held, kind, first, count):
-        for byte in self._slot_bytes(first, count):
+        for byte in self._entry_bytes(first, count):
             if (held, byte) not in self.held:
                 self.held[held, byte] = kind
                 claim = kind == locks.Kind.EXCLUSIVE
-                self._fire(byte, SlotEvent.CLAIM if claim else SlotEvent.ENTER)
+                self._fire(byte, EntryEvent.CLAIM if claim else EntryEvent.ENTER)
 
     def on_store(self, word, value):
-        if self.slots_count is not None and word in self.tickets:
-            self.ticket_stored.add(self.tickets[word])
+        if self.entries is not None and word in self.commit_words:
+            self.committed.add(self.commit_words[word])
 
     def on_unlock(self, held, first, count):
         self.changes += 1
-        for byte in self._slot_bytes(first, count):
+        for byte in self._entry_bytes(first, count):
             kind = self.held.pop((held, byte), None)
             if kind == locks.Kind.EXCLUSIVE:
-                published = byte in self.ticket_stored
-                self.ticket_stored.discard(byte)
-                self._fire(byte, SlotEvent.PUBLISH if published else SlotEvent.PRODUCER_GONE)
+                published = byte in self.committed
+                self.committed.discard(byte)
+                self._fire(byte, EntryEvent.PUBLISH if published else EntryEvent.PRODUCER_GONE)
             elif kind is not None:
                 others = any(b == byte for _, b in self.held)
-                self._fire(byte, SlotEvent.LEAVE if others else SlotEvent.LEAVE_LAST)
+                self._fire(byte, EntryEvent.LEAVE if others else EntryEvent.LEAVE_LAST)
 
     def on_close(self, held):
         self.changes += 1

@@ -6,19 +6,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied, ChannelTimeout
-from sipipe.ipc.ring.dispatch import DispatchProducer
-from sipipe.ipc.ring.dispatch_reader import DispatchReader
+from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 from sipipe.ipc.ring.layout import Layout
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
 
 from .sequencer import Sequencer
 
-SLOTS = 4
-SLOT_BYTES = 64
+ENTRIES = 4
+ENTRY_BYTES = 64
 
 
 def body_of(number):
-    """Every third message needs three slots, more than may be late."""
+    """Every third message needs three entries, more than may be late."""
     return bytes([number % 251]) * (150 if number % 3 == 2 else 20)
 
 
@@ -34,11 +33,11 @@ class Dispatch:
         self.sent = 0
         self.closed = False
         self.readers = readers
-        sequencer.watch(Layout(SLOTS, SLOT_BYTES))
+        sequencer.watch(Layout(ENTRIES, ENTRY_BYTES))
         sequencer.spawn("producer", self.produce)
 
     def produce(self):
-        producer = DispatchProducer.create("t", SLOTS, SLOT_BYTES, self.readers)
+        producer = DispatchProducer.create("t", ENTRIES, ENTRY_BYTES, self.readers)
         for name in self.readers:
             self.spawn_reader(producer, name, name)
         while self.sent < self.messages:
@@ -165,7 +164,7 @@ class Logits:
 
     def own(self):
         owner = LogitsChannel.create(
-            "t", slots=3, vocab=4, batch=2, ranks=2, readers=list(self.received)
+            "t", entries=3, vocab=4, batch=2, ranks=2, readers=list(self.received)
         )
         for rank in self.written:
             self.sequencer.spawn(f"rank {rank}", lambda rank=rank: self.write(owner, rank))
@@ -193,11 +192,11 @@ class Logits:
             while True:
                 # Without a bound is another path; the first wait may be for a rank that never comes.
                 bound = None if name == "s" and self.received[name] else 20
-                with reader.receive(bound) as slot:
+                with reader.receive(bound) as logits:
                     for _ in range(2):
                         self.sequencer.step()
-                        assert np.all(slot.array == slot.iteration)
-                    self.received[name].append(slot.iteration)
+                        assert np.all(logits.array == logits.iteration)
+                    self.received[name].append(logits.iteration)
         except (ChannelClosed, ChannelPeerDied, ChannelTimeout) as end:
             self.end[name] = type(end)
         reader.close()
@@ -212,7 +211,7 @@ class Logits:
                 if not killed:
                     assert len(got) == 5
                     assert self.end[name] is ChannelClosed
-        self.owner._ring.memory.close()
+        self.owner._ring._memory.close()
 
 
 def explore_logits(choices=(), kills=()):

@@ -1,10 +1,12 @@
-"""Logits slots: shapes, several writers, restarted samplers."""
+"""Logits: shapes, several writers, restarted samplers."""
 
 import numpy as np
 import pytest
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
+
+from .crash import crash
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
@@ -15,7 +17,7 @@ def make():
     opened = []
 
     def channel(**options):
-        settings = {"slots": 4, "vocab": 101, "batch": 8, "readers": ["s"], **options}
+        settings = {"entries": 4, "vocab": 101, "batch": 8, "readers": ["s"], **options}
         owner = LogitsChannel.create("test", **settings)
         writers = [
             LogitsWriter.open(owner.endpoint, rank) for rank in range(settings.get("ranks", 1))
@@ -48,14 +50,14 @@ def test_ranks_write_one_array(make, ranks, layout, dtype):
         logits = (rng.normal(size=shape) * 100).astype(DTYPES[dtype])
         write(writers, iteration, logits, layout == "columns")
         for reader in readers:
-            with reader.receive(1) as slot:
-                assert (slot.iteration, slot.batch) == (iteration, batch)
-                assert slot.array.dtype == DTYPES[dtype]
-                assert slot.array.flags.c_contiguous
-                assert not slot.array.flags.writeable
-                assert not slot.array.flags.owndata
-                np.testing.assert_array_equal(slot.array, logits)
-            assert slot.array.size == 0
+            with reader.receive(1) as received:
+                assert (received.iteration, received.batch) == (iteration, batch)
+                assert received.array.dtype == DTYPES[dtype]
+                assert received.array.flags.c_contiguous
+                assert not received.array.flags.writeable
+                assert not received.array.flags.owndata
+                np.testing.assert_array_equal(received.array, logits)
+            assert received.array.size == 0
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])
@@ -68,8 +70,8 @@ def test_ranks_write_uneven_shards(make, layout):
             widths.append(region.shape[0 if columns else 1])
             region[...] = rank + 1
     assert widths == [60, 41, 0]  # of a vocabulary of 101
-    with reader.receive(1) as slot:
-        row = (slot.array.T if columns else slot.array)[1]
+    with reader.receive(1) as received:
+        row = (received.array.T if columns else received.array)[1]
         assert list(row) == [1] * 60 + [2] * 41
     with pytest.raises(ChannelError, match="do not cover"):
         make(ranks=3, shard=30)
@@ -83,9 +85,9 @@ def test_complete_only_with_the_last_rank(make):
         reader.receive(0.02)
     with second.acquire(0, 2) as region:
         region[...] = 2
-    with reader.receive(1) as slot:
-        assert set(slot.array[0, :50]) == {1}
-        assert set(slot.array[0, 50:]) == {2}
+    with reader.receive(1) as received:
+        assert set(received.array[0, :50]) == {1}
+        assert set(received.array[0, 50:]) == {2}
 
 
 def test_nothing_is_published_after_an_exception(make):
@@ -107,7 +109,6 @@ def test_a_late_sampler_is_named(make):
     with pytest.raises(ChannelTimeout) as late, writer.acquire(2, 1, 0.02):
         pass
     assert late.value.late == ("s",)
-    assert writer.statistics().depth == 2
     assert [reader.receive(0).iteration for _ in range(2)] == [0, 1]
     with writer.acquire(2, 1, 1):
         pass
@@ -115,17 +116,20 @@ def test_a_late_sampler_is_named(make):
 
 
 def test_a_restarted_sampler_begins_with_the_oldest_iteration_still_there(make):
-    owner, (writer,), (reader,) = make(slots=6)
+    owner, (writer,), (reader,) = make(entries=6)
     for i in range(3):
         with writer.acquire(10 + i, 1, 0) as region:
             region[...] = i
     assert reader.receive(1).iteration == 10
-    reader._ring.locks.close()  # what the kernel does to a dead process
+    crash(reader)
     owner.remove_reader("s")
     owner.add_reader("s")
     again = LogitsReader.open(owner.endpoint, "s")
     make.opened.append(again)
-    got = [(slot.iteration, slot.array[0, 0]) for slot in (again.receive(1) for _ in range(3))]
+    got = [
+        (received.iteration, received.array[0, 0])
+        for received in (again.receive(1) for _ in range(3))
+    ]
     assert got == [(10, 0), (11, 1), (12, 2)]
     for i in range(3, 20):
         with writer.acquire(10 + i, 1, 1) as region:
@@ -139,18 +143,18 @@ def test_death_and_close_of_a_writer(make):
         with writer.acquire(0, 1):
             pass
     assert reader.receive(1).iteration == 0
-    second._ring.abandon()
+    crash(second)
     first.close()
     with pytest.raises(ChannelClosed):
         reader.receive(1)
     _, (writer,), (reader,) = make()
-    writer._ring.abandon()
+    crash(writer)
     with pytest.raises(ChannelPeerDied):
         reader.receive(1)
 
 
 def test_a_reader_waits_for_writers_to_come(make):
-    owner = LogitsChannel.create("test", slots=3, vocab=5, batch=1, readers=["s"])
+    owner = LogitsChannel.create("test", entries=3, vocab=5, batch=1, readers=["s"])
     reader = LogitsReader.open(owner.endpoint, "s")
     with pytest.raises(ChannelTimeout, match="no writer of rank 0"):
         reader.receive(0.02)
@@ -166,17 +170,17 @@ def test_sizes_and_ranks(make):
         pass
     with pytest.raises(ChannelError, match="has a writer already"):
         LogitsWriter.open(owner.endpoint, 0)
-    for bad in ({"batch": 0}, {"ranks": 0}, {"slots": 2}, {"dtype": "int8"}, {"layout": "x"}):
+    for bad in ({"batch": 0}, {"ranks": 0}, {"entries": 2}, {"dtype": "int8"}, {"layout": "x"}):
         with pytest.raises(ChannelError):
             make(**bad)
     assert len(writer.buffer) >= 4 * 101 * 8 * 4
 
 
-def test_a_restarted_sampler_joins_while_the_ranks_are_amid_the_first_slot(make):
+def test_a_restarted_sampler_joins_while_the_ranks_are_amid_the_first_entry(make):
     owner, (first, second), (reader,) = make(ranks=2)
     with first.acquire(0, 1):
         pass
-    reader._ring.locks.close()
+    crash(reader)
     owner.remove_reader("s")
     owner.add_reader("s")
     again = LogitsReader.open(owner.endpoint, "s")

@@ -4,26 +4,60 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sipipe.errors import ResourceError
 from sipipe.ipc.errors import ChannelError, ChannelPeerDied
 from sipipe.ipc.locks import BoundedWait, Kind, Locks
 from sipipe.ipc.memory import Endpoint, SharedMemory, check_room
-from sipipe.ipc.ring.dispatch import DispatchProducer
-from sipipe.ipc.ring.dispatch_reader import DispatchReader
-from sipipe.ipc.ring.layout import required_bytes
+from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 from sipipe.ipc.ring.logits import LogitsChannel
 
 
-def test_the_computed_size_is_the_size():
-    with DispatchProducer.create("test", 5, 1234) as producer:
-        assert producer.endpoint.size == required_bytes(slots=5, slot_bytes=1234)
-    sizes = {"slots": 3, "vocab": 1000, "batch": 7, "dtype": "float16", "ranks": 2}
-    with LogitsChannel.create("test", **sizes) as channel:
-        assert channel.endpoint.size == LogitsChannel.required_bytes(**sizes)
-        assert channel.endpoint.size > 3 * 1000 * 7 * 2
+def mapped(endpoint):
+    """Bytes of the mappings that this process has of a channel's memory, as the kernel counts."""
+    inode = os.stat(endpoint.path).st_ino
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, number, *_ = line.split()
+        if int(number) == inode:
+            first, last = (int(address, 16) for address in span.split("-"))
+            total += last - first
+    return total
+
+
+@given(
+    entries=st.integers(3, 9),
+    entry_bytes=st.sampled_from([1, 63, 64, 65, 1234, 4095, 4096, 4097, 70_000]),
+)
+@settings(deadline=None, max_examples=30)
+def test_a_dispatch_channel_takes_the_bytes_that_were_computed(entries, entry_bytes):
+    with closing(DispatchProducer.create("test", entries, entry_bytes)) as producer:
+        size = DispatchProducer.required_bytes(entries=entries, entry_bytes=entry_bytes)
+        memory = producer.endpoint.memory
+        assert memory.size == size == mapped(memory) == os.stat(memory.path).st_size
+        assert size >= entries * entry_bytes
+
+
+@given(
+    entries=st.integers(3, 5),
+    vocab=st.integers(4, 1000),
+    batch=st.integers(1, 9),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    ranks=st.integers(1, 4),
+)
+@settings(deadline=None, max_examples=30)
+def test_a_logits_channel_takes_the_bytes_that_were_computed(**sizes):
+    for layout, shard in (("rows", None), ("columns", sizes["vocab"])):
+        with closing(LogitsChannel.create("test", layout=layout, shard=shard, **sizes)) as channel:
+            memory = channel.endpoint.ring.memory
+            assert memory.size == LogitsChannel.required_bytes(**sizes) == mapped(memory)
+            assert memory.size > sizes["entries"] * sizes["vocab"] * sizes["batch"] * 2
 
 
 def test_too_little_room_is_said_before_the_start(tmp_path):
@@ -46,26 +80,28 @@ def test_a_directory_without_unnamed_files_is_used_too(tmp_path, monkeypatch):
         return real(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", no_tmpfile)
-    with DispatchProducer.create("t", readers=["a"], directory=str(tmp_path)) as producer:
-        assert not list(tmp_path.iterdir())
-        with DispatchReader.open(producer.endpoint, "a") as reader:
-            producer.publish([b"x"])
-            assert bytes(reader.receive(1).parts[0]) == b"x"
+    producer = DispatchProducer.create("t", readers=["a"], directory=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    reader = DispatchReader.open(producer.endpoint, "a")
+    producer.publish([b"x"])
+    assert bytes(reader.receive(1).parts[0]) == b"x"
+    reader.close()
+    producer.close()
 
 
 def test_a_reused_process_id_is_recognised():
-    with DispatchProducer.create("test", readers=["a"]) as producer:
-        old = producer.endpoint
+    with closing(DispatchProducer.create("test", readers=["a"])) as producer:
+        old = producer.endpoint.memory
         wrong = Endpoint(old.channel, old.path, "00" * 16, old.size)
         with pytest.raises(ChannelPeerDied, match="is gone"):
-            SharedMemory.open(wrong)
+            SharedMemory.attach(wrong)
 
 
 def test_reader_names():
     for name in ("", "x" * 105):
         with pytest.raises(ChannelError, match="bad reader name"):
             DispatchProducer.create("test", readers=[name])
-    with pytest.raises(ChannelError, match="no place for a reader beyond 64"):
+    with pytest.raises(ChannelError, match="no room for a reader beyond 64"):
         DispatchProducer.create("test", readers=[f"r{i}" for i in range(65)])
 
 
@@ -124,7 +160,8 @@ def test_a_wait_without_a_bound_ends_when_the_holder_is_gone(file):
 def test_a_forked_child_does_not_keep_its_parents_locks():
     code = """
 import os, sys
-from sipipe.ipc.ring.dispatch import DispatchProducer; from sipipe.ipc.ring.dispatch_reader import DispatchReader; from sipipe.ipc.errors import ChannelPeerDied
+from sipipe.ipc.errors import ChannelPeerDied
+from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 producer = DispatchProducer.create("test", readers=["a"])
 reader = DispatchReader.open(producer.endpoint, "a")
 read, write = os.pipe()
@@ -132,7 +169,7 @@ if os.fork() == 0:
     os.close(write)
     os.read(read, 1)  # lives until the parent is done
     os._exit(0)
-producer.abandon()
+producer._ring.close()  # what the kernel does to a process that dies
 try:
     reader.receive()
 except ChannelPeerDied:

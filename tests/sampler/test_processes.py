@@ -40,8 +40,8 @@ class Service:
     """The executor's side of two samplers, reduced to what the tests publish."""
 
     def __init__(self):
-        self.steps = DispatchProducer.create("bic-i", slots=8, readers=NAMES)
-        self.logits = LogitsChannel.create("bic-l", slots=5, vocab=VOCAB, batch=8, readers=NAMES)
+        self.steps = DispatchProducer.create("bic-i", entries=8, readers=NAMES)
+        self.logits = LogitsChannel.create("bic-l", entries=5, vocab=VOCAB, batch=8, readers=NAMES)
         self.tokens = GatherReceiver.create(NAMES)
         self.writer = LogitsWriter.open(self.logits.endpoint)
         self.pool = SamplerPool(2, warm=("float32", "rows"))

@@ -21,7 +21,7 @@ VOCAB, BATCH = 37, 5
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_readers_see_the_logits(layout, dtype):
     channel = LogitsChannel.create(
-        "logits", slots=3, vocab=VOCAB, batch=BATCH, dtype=dtype, layout=layout, readers=["a"]
+        "logits", entries=3, vocab=VOCAB, batch=BATCH, dtype=dtype, layout=layout, readers=["a"]
     )
     reader = LogitsReader.open(channel.endpoint, "a")
     writer = LogitsWriter.open(channel.endpoint, rank=0)
@@ -39,7 +39,7 @@ def test_readers_see_the_logits(layout, dtype):
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_what_was_computed_in_the_slot_is_not_copied(layout):
     channel = LogitsChannel.create(
-        "logits", slots=3, vocab=VOCAB, batch=BATCH, layout=layout, readers=["a"]
+        "logits", entries=3, vocab=VOCAB, batch=BATCH, layout=layout, readers=["a"]
     )
     reader = LogitsReader.open(channel.endpoint, "a")
     handover = LogitsHandover(LogitsWriter.open(channel.endpoint), layout, torch.device("cpu"))

@@ -36,13 +36,13 @@ from sipipe.messages.header import Kind, encode_header
 
 logger = init_logger(f"vllm.{__name__}")
 
-SLOT_BYTES = 64 * 1024
-"""Bytes of a BIC-I slot: a decode step of some hundred sequences; longer messages span slots."""
+ENTRY_BYTES = 64 * 1024
+"""Bytes of a BIC-I entry: a decode step of some hundred sequences; a longer message is cut."""
 
 
 def bic_i_shape(microbatches: int) -> dict[str, int]:
-    """Slots of BIC-I and their bytes: bitmasks and control calls travel on it too."""
-    return {"slots": max(16, 4 * microbatches), "slot_bytes": SLOT_BYTES}
+    """Entries of BIC-I and their bytes: bitmasks and control calls travel on it too."""
+    return {"entries": max(16, 4 * microbatches), "entry_bytes": ENTRY_BYTES}
 
 
 class Reports(Protocol):

@@ -41,7 +41,7 @@ from sipipe.errors import WorkerDiedError
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
 from sipipe.ipc.gather_old.receiver import GatherReceiver
 from sipipe.ipc.memory import check_room
-from sipipe.ipc.ring.layout import required_bytes
+from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.messages.boots import SamplerBoot, StageDescription
 from sipipe.messages.header import Kind
@@ -100,17 +100,17 @@ class DataPlane:
             ResourceError: how much is needed, and which option to lower.
         """
         logits = LogitsChannel.required_bytes(
-            slots=self._logits_slots,
+            entries=self._logits_entries,
             vocab=self._vllm_config.model_config.get_vocab_size(),
             batch=self._vllm_config.scheduler_config.max_num_seqs,
             dtype=dtype,
         )
-        size = logits + required_bytes(**bic_i_shape(self._slots))
+        size = logits + DispatchProducer.required_bytes(**bic_i_shape(self._slots))
         check_room(size, self._config.shm_dir, "bic-l (logits)")
         logger.info("SiPipe's channels take %.0f MiB of shared memory", size / 2**20)
 
     @property
-    def _logits_slots(self) -> int:
+    def _logits_entries(self) -> int:
         """Every undrawn iteration stays readable, for a sampler that is started again."""
         return max(3, self._slots + 2)
 
@@ -138,7 +138,7 @@ class DataPlane:
         shard = writer.logits.shard
         self._logits = LogitsChannel.create(
             "bic-l",
-            slots=self._logits_slots,
+            entries=self._logits_entries,
             vocab=writer.logits.width,
             batch=self._vllm_config.scheduler_config.max_num_seqs,
             dtype=writer.logits.dtype,

@@ -37,8 +37,6 @@ import threading
 import time
 import weakref
 
-from sipipe.ipc.statistics import Waits
-
 __all__ = ["BoundedWait", "Kind", "Locks"]
 
 _GETLK, _SETLK, _SETLKW = 36, 37, 38  # F_OFD_*, absent from Python's fcntl before 3.14
@@ -121,7 +119,6 @@ class BoundedWait:
     """
 
     def __init__(self, locks: Locks, name: str) -> None:
-        self.waits = Waits()
         self._locks = locks
         self._name = name
         self.pending: tuple[Kind, int, int] | None = None
@@ -139,14 +136,10 @@ class BoundedWait:
 
     def wait(self, kind: Kind, first: int, count: int, timeout: float | None) -> bool:
         """Whether the lock was taken within ``timeout`` seconds; None waits without a bound."""
-        began = time.monotonic()
         if timeout is None and self.pending is None:
             self._locks.wait_lock(kind, first, count)
-            taken = True
-        else:
-            taken = self._wait_with_helper((kind, first, count), timeout)
-        self.waits.add(time.monotonic() - began)
-        return taken
+            return True
+        return self._wait_with_helper((kind, first, count), timeout)
 
     def _wait_with_helper(self, request: tuple[Kind, int, int], timeout: float | None) -> bool:
         if self.pending is None:

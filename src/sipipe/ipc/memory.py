@@ -26,7 +26,12 @@ from sipipe.ipc.errors import ChannelPeerDied
 __all__ = ["Endpoint", "SharedMemory", "check_room"]
 
 PAGE = mmap.PAGESIZE
-_ID = slice(0, 16)
+_IDENTITY_BYTES = 16
+
+
+def round_up(size: int, unit: int) -> int:
+    """``size`` or the next multiple of ``unit``."""
+    return -(-size // unit) * unit
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -46,7 +51,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class SharedMemory:
-    """One mapping of a channel's memory. The first 16 bytes are the channel's identity."""
+    """One mapping, ``map``, of a channel's memory; its first 16 bytes are the channel's identity."""
 
     def __init__(self, endpoint: Endpoint, fd: int, keep_fd: bool) -> None:
         self.endpoint = endpoint
@@ -60,12 +65,13 @@ class SharedMemory:
     def create(
         cls, channel: str, size: int, directory: str | os.PathLike[str] | None
     ) -> SharedMemory:
-        """Allocate ``size`` bytes, all zero, really there: a later write cannot fail.
+        """Allocate ``size`` bytes or the rest of the last page more, all zero and really there, so
+        that no later write can fail.
 
         Raises:
             ResourceError: there is not that much room; the line names ``shm_dir``.
         """
-        size = -(-size // PAGE) * PAGE
+        size = round_up(size, PAGE)
         check_room(size, directory, channel)
         try:
             if directory is None:
@@ -78,13 +84,13 @@ class SharedMemory:
                 f"channel {channel}: cannot get {size:,} bytes of shared memory in "
                 f"{directory or 'memory'} ({error.strerror}); set shm_dir to a directory with room"
             ) from None
-        identity = secrets.token_bytes(16)
+        identity = secrets.token_bytes(_IDENTITY_BYTES)
         os.pwrite(fd, identity, 0)
         endpoint = Endpoint(channel, f"/proc/{os.getpid()}/fd/{fd}", identity.hex(), size)
         return cls(endpoint, fd, keep_fd=True)
 
     @classmethod
-    def open(cls, endpoint: Endpoint) -> SharedMemory:
+    def attach(cls, endpoint: Endpoint) -> SharedMemory:
         """Map the memory that another process (or this one) created.
 
         Raises:
@@ -99,7 +105,7 @@ class SharedMemory:
             ) from None
         except OSError:
             raise _creator_gone(endpoint) from None
-        if os.pread(fd, 16, 0).hex() != endpoint.identity:
+        if os.pread(fd, _IDENTITY_BYTES, 0).hex() != endpoint.identity:
             os.close(fd)
             raise _creator_gone(endpoint)
         return cls(endpoint, fd, keep_fd=False)

@@ -101,7 +101,7 @@ class StageTimes:
     @classmethod
     def open(cls, endpoint: Endpoint, *, stages: int) -> StageTimes:
         """Map what another process made. Raises ChannelPeerDied if that one is gone."""
-        return cls(SharedMemory.open(endpoint), stages)
+        return cls(SharedMemory.attach(endpoint), stages)
 
     @property
     def endpoint(self) -> Endpoint:

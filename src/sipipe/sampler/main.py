@@ -28,8 +28,8 @@ import numpy as np
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError
 from sipipe.ipc.gather_old.sender import GatherSender
-from sipipe.ipc.ring.dispatch_reader import DispatchReader
-from sipipe.ipc.ring.logits import LogitsReader, LogitsSlot
+from sipipe.ipc.ring.dispatch import DispatchReader
+from sipipe.ipc.ring.logits import LogitsReader, ReceivedLogits
 from sipipe.ipc.stage_times import PhaseCounter, StageTimes
 from sipipe.messages.boots import SamplerBoot
 from sipipe.messages.header import Kind, decode_header
@@ -222,7 +222,7 @@ class Sampler:
             phase, step.iteration, self._slot, start, end, batch=rows, tokens=rows
         )
 
-    def _receive(self, iteration: int) -> LogitsSlot:
+    def _receive(self, iteration: int) -> ReceivedLogits:
         """The logits of ``iteration``. Every sampler takes every slot, in order, so that a sampler
         without rows never holds the writer up; a restarted one begins with older slots."""
         while True:

@@ -44,7 +44,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.rendezvous import remove_rendezvous
-from sipipe.ipc.ring.dispatch_reader import DispatchReader
+from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.ipc.stage_times import PhaseCounter, StageTimes
 from sipipe.messages.boots import GRACE_SECONDS, Ready, WorkerBoot
 from sipipe.messages.header import Header, Kind, decode_header

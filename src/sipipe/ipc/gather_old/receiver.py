@@ -33,12 +33,12 @@ import time
 from collections.abc import Iterable, Sequence
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
+from sipipe.ipc.gather_old.ends import End
 from sipipe.ipc.gather_old.handshake import accept_peer, new_token
 from sipipe.ipc.gather_old.slots import Gathered, GatherSlots
+from sipipe.ipc.gather_old.statistics import ChannelStatistics, Waits
 from sipipe.ipc.locks import deadline_after, remaining
-from sipipe.ipc.ring.ends import End
 from sipipe.ipc.sockets import SocketEndpoint, listen, tune
-from sipipe.ipc.statistics import ChannelStatistics, Waits
 
 __all__ = ["GatherReceiver"]
 

@@ -7,12 +7,12 @@ import socket
 from collections.abc import Sequence
 
 from sipipe.ipc.errors import ChannelError, ChannelPeerDied, ChannelTimeout
+from sipipe.ipc.gather_old.ends import End
 from sipipe.ipc.gather_old.handshake import introduce
 from sipipe.ipc.gather_old.receiver import FAREWELL, FRAME
-from sipipe.ipc.ring.ends import End
+from sipipe.ipc.gather_old.statistics import ChannelStatistics
 from sipipe.ipc.ring.message import Part
 from sipipe.ipc.sockets import SocketEndpoint, connect
-from sipipe.ipc.statistics import ChannelStatistics
 
 __all__ = ["GatherSender"]
 

@@ -1,17 +1,20 @@
 """BIC-I: one producer's messages to every reader of this host, in order, without a copy.
 
-Who runs here: the producer's threads, one at a time; each reader
-(:mod:`sipipe.ipc.ring.dispatch_reader`) in a process or thread of its own. The ring does all
-synchronization; what is here lays messages out in slots.
+Who runs here
+    The producer's threads, one at a time; each reader in a process or thread of its own. The ring
+    (:mod:`sipipe.ipc.ring.ring`) does all synchronization; what is here lays messages out.
+Guarantees
+    A message is a sequence of parts (:mod:`sipipe.ipc.ring.message`), written once, whatever the
+    number of readers. One that fits an entry is read in place. A larger one is cut into pieces in
+    consecutive entries, and each reader puts it together in memory of its own. A producer whose
+    time is up amid a cut message gives it up: the next piece begins a message, and the readers
+    drop what they have of the old one.
+Relies on
+    Every message with tokens is published here, so that a dead reader is noticed soon: polling
+    costs a system call per reader, and is done after a message, when it delays nobody, and before
+    one that follows a pause.
 
-A message is a sequence of parts (:mod:`sipipe.ipc.ring.message`), written once, whatever the
-number of readers. A slot's stamps: sequence, form, bytes (of the parts, of this piece if cut),
-parts, total bytes.
-
-A message that does not fit one slot is cut into consecutive slots (form FIRST, MIDDLE, LAST), and
-each reader puts it together in memory of its own; one that fits (form WHOLE) is read in place.
-A producer whose time is up amid a cut message gives it up: the next message begins with WHOLE or
-FIRST, and the readers drop what they have of the old one.
+An entry's header words: sequence, offset of this piece, its bytes, parts, bytes of the message.
 
 Rejected: deltas against the last message of a microbatch's slot. A part of 4 KB that need not be
 copied saves a tenth of a microsecond of forty (docs/log.md).
@@ -23,43 +26,45 @@ import threading
 import time
 from collections.abc import Sequence
 
-from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied
+from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
 from sipipe.ipc.locks import deadline_after, remaining
-from sipipe.ipc.memory import Endpoint
-from sipipe.ipc.peers import ReaderWatch
-from sipipe.ipc.ring.dispatch_reader import FIRST, LAST, MIDDLE, WHOLE
-from sipipe.ipc.ring.ends import End
-from sipipe.ipc.ring.layout import Layout
-from sipipe.ipc.ring.message import Bytes, Part, lay_out, measure
-from sipipe.ipc.ring.owner import RingOwner
+from sipipe.ipc.ring import layout as at
+from sipipe.ipc.ring.layout import Layout, RingEndpoint
+from sipipe.ipc.ring.message import Bytes, Message, Part, lay_out, measure, parts_in
+from sipipe.ipc.ring.reader import RingReader
+from sipipe.ipc.ring.ring import Ring
 from sipipe.ipc.ring.writer import RingWriter
-from sipipe.ipc.statistics import ChannelStatistics
 
-__all__ = ["DispatchProducer"]
+__all__ = ["DispatchProducer", "DispatchReader"]
+
+# Seconds since the readers were polled last until they are polled after a message, and before one.
+POLL_AFTER = 0.005
+POLL_FIRST_AFTER = 0.05
 
 
-class DispatchProducer(End):
+class DispatchProducer:
     """The one writer of a dispatch channel, and its owner. Any thread; publishing and adding a
     reader take turns, removing one does not wait for a publish that is stuck."""
 
-    def __init__(self, owner: RingOwner) -> None:
+    def __init__(self, ring: Ring) -> None:
         """Use :meth:`create`."""
-        self._owner = owner
-        self._writer = RingWriter(owner.memory, 0, owner.locks)
+        self._ring = ring
+        self._writer = RingWriter(ring)
         self._turns = threading.Lock()  # a new reader's first message is known only between two
         self._sequence = 0
-        self._messages = 0
-        self._bytes = 0
-        self._slot_bytes = owner.layout.slot_bytes
-        self._watch = ReaderWatch(owner)
         self._closed = False
+        # What polling knows; guarded by _turns.
+        self._attached: list[tuple[int, str]] = []
+        self._version = -1  # of the readers' records, when _attached was made
+        self._polled_at = 0.0
+        self._dead: str | None = None
 
     @classmethod
     def create(
         cls,
         name: str,
-        slots: int = 16,
-        slot_bytes: int = 1 << 16,
+        entries: int = 16,
+        entry_bytes: int = 1 << 16,
         readers: Sequence[str] = (),
         directory: str | None = None,
     ) -> DispatchProducer:
@@ -67,96 +72,93 @@ class DispatchProducer(End):
 
         Args:
             name: for messages, such as ``bic-i``.
-            slots: N, 3 or more. A reader may be N - 2 messages late before the producer waits.
-            slot_bytes: a message up to about this size is read in place; a larger one is cut.
+            entries: N, 3 or more. A reader may be N - 2 messages late before the producer waits.
+            entry_bytes: a message up to about this size is read in place; a larger one is cut.
             readers: names of the readers that will open the channel; none misses a message.
             directory: where the memory lies; None: a memfd, which needs no ``/dev/shm``.
 
         Raises:
-            ResourceError: not enough memory; see :func:`sipipe.channels.required_bytes`.
+            ResourceError: not enough memory. ChannelConfigError: a size that cannot work.
         """
-        layout = Layout(slots, slot_bytes)
-        return cls(RingOwner.create(name, layout, list(readers), directory))
+        return cls(Ring.create(name, Layout(entries, entry_bytes), readers, directory))
+
+    @staticmethod
+    def required_bytes(*, entries: int, entry_bytes: int) -> int:
+        """Shared memory that such a channel takes."""
+        return Layout(entries, entry_bytes).size
 
     @property
-    def endpoint(self) -> Endpoint:
+    def endpoint(self) -> RingEndpoint:
         """What a reader needs to open the channel, while this process lives."""
-        return self._owner.endpoint
+        return self._ring.endpoint
 
-    def publish(
-        self, parts: Sequence[Part], timeout: float | None = None, *, sequence: int | None = None
-    ) -> int:
+    def publish(self, parts: Sequence[Part], timeout: float | None = None) -> int:
         """Send one message to every reader; returns its sequence number, counted from 0.
-
-        A replica gives the original's ``sequence``.
 
         Raises:
             ChannelPeerDied: a reader was found dead. Nothing was published:
                 ``remove_reader`` (and perhaps ``add_reader``) first, then publish again. Amid a
-                stream of messages it is found within 5 ms.
-            ChannelTimeout: a late reader still holds the slot after ``timeout`` seconds. Nothing
+                stream of messages it is found within ``POLL_AFTER`` seconds.
+            ChannelTimeout: a late reader still holds the entry after ``timeout`` seconds. Nothing
                 was published; the call may be made again.
             ChannelClosed: this producer is closed.
         """
         with self._turns:
-            watch = self._watch
-            if not self._closed and time.monotonic() > watch.look_first_at:
-                watch.look()
-            if self._closed or watch.suspect is not None:
-                self._refuse()
-            if sequence is None:
-                sequence = self._sequence
-            views, payload, total = measure(parts)
+            if self._closed:
+                raise ChannelClosed(f"channel {self._ring.channel}: this producer is closed")
+            if time.monotonic() > self._polled_at + POLL_FIRST_AFTER:
+                self._poll_readers()
+            if self._dead is not None:
+                self._raise_if_still_dead()
+            sequence = self._sequence
+            views, total = measure(parts)
             writer = self._writer
-            if total > self._slot_bytes:
+            if total > self._ring.layout.entry_bytes:
                 self._publish_cut(sequence, views, total, deadline_after(timeout))
             else:
                 lay_out(writer.reserve(timeout), views)
-                writer.publish((sequence, WHOLE, payload, len(views), total))
+                writer.publish((sequence, 0, total, len(views), total))
             # From here on the readers run; what follows delays nobody.
             self._sequence = sequence + 1
-            self._messages += 1
-            self._bytes += payload
             if not self._closed:
-                watch.look()
+                self._poll_readers()
             writer.claim_nowait()
             return sequence
 
     def _publish_cut(
-        self,
-        sequence: int,
-        views: Sequence[Bytes],
-        total: int,
-        deadline: float | None,
+        self, sequence: int, views: Sequence[Bytes], total: int, deadline: float | None
     ) -> None:
-        size = self._slot_bytes
         source = memoryview(bytearray(total))
         lay_out(source, views)
-        for start in range(0, total, size):
-            piece = source[start : start + size]
-            form = FIRST if start == 0 else LAST if start + size >= total else MIDDLE
+        for offset in range(0, total, self._ring.layout.entry_bytes):
+            piece = source[offset : offset + self._ring.layout.entry_bytes]
             self._writer.reserve(remaining(deadline))[: len(piece)] = piece
-            self._writer.publish((sequence, form, len(piece), len(views), total))
+            self._writer.publish((sequence, offset, len(piece), len(views), total))
 
-    def _refuse(self) -> None:
-        if self._closed:
-            raise ChannelClosed(f"channel {self._owner.channel}: this producer is closed")
-        # Looked at again: it may have been removed meanwhile, and others may have died.
-        self._watch.suspect = next(iter(self._watch.dead()), None)
-        if self._watch.suspect is not None:
+    def _poll_readers(self) -> None:
+        """Find a dead reader, if the last poll is long enough ago or who they are has changed."""
+        now = time.monotonic()
+        version = self._ring.words.load(at.VERSION)
+        if version == self._version and now < self._polled_at + POLL_AFTER:
+            return
+        if version != self._version:
+            # While one has not come yet, the list is made again at each poll.
+            absent = any(True for _ in self._ring.readers(attached=False))
+            self._attached = list(self._ring.readers(attached=True))
+            self._version = -1 if absent else version
+        self._polled_at = now
+        self._dead = next((name for k, name in self._attached if self._ring.is_dead(k)), None)
+
+    def _raise_if_still_dead(self) -> None:
+        """It may have been removed meanwhile, and others may have died."""
+        dead = [name for k, name in self._ring.readers(attached=True) if self._ring.is_dead(k)]
+        self._dead = dead[0] if dead else None
+        if dead:
             raise ChannelPeerDied(
-                f"channel {self._owner.channel}: reader {self._watch.suspect} died; "
+                f"channel {self._ring.channel}: reader {dead[0]} died; "
                 "nothing was sent, remove it and send again",
-                self._watch.suspect,
+                dead[0],
             )
-
-    def dead_readers(self) -> tuple[str, ...]:
-        """Names of the attached readers that are dead now."""
-        return self._watch.dead()
-
-    def absent_readers(self) -> tuple[str, ...]:
-        """Names of the declared readers that have not opened the channel yet."""
-        return tuple(name for _, name in self._owner.readers(attached=False))
 
     def add_reader(self, name: str) -> None:
         """Declare a reader whose first message is the next one to be published.
@@ -165,29 +167,72 @@ class DispatchProducer(End):
         removed and is gone.
         """
         with self._turns:
-            self._owner.add_reader(name, start=self._writer.next)
-            self._watch.changed()
+            self._ring.add_reader(name, start=self._writer.next)
 
     def remove_reader(self, name: str) -> None:
         """Forget a reader, dead or alive. One that lives gets ChannelClosed at its next receive;
-        until then it still holds the slot that it is at, so kill it if it is stuck."""
-        self._owner.remove_reader(name)
-        self._watch.changed()
-
-    def statistics(self) -> ChannelStatistics:
-        """Messages, bytes, waits for late readers, and how far the slowest reader is behind."""
-        return self._writer.statistics(self._messages, self._bytes)
+        until then it still holds the entry that it is at, so kill it if it is stuck."""
+        self._ring.remove_reader(name)
 
     def close(self) -> None:
         """Readers get what was published, then ChannelClosed. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._owner.mark_closed()
+            self._ring.mark_closed()
             self._writer.close()
-            self._owner.close()
 
-    def abandon(self) -> None:
-        """Go away as if killed: readers get what was published, then ChannelPeerDied."""
-        self._closed = True
-        self._writer.abandon()
-        self._owner.close()
+
+class DispatchReader:
+    """One named reader of a dispatch channel. Not for two threads at once."""
+
+    def __init__(self, ring: RingReader) -> None:
+        """Use :meth:`open`."""
+        self._ring = ring
+        self._partial: bytearray | None = None
+        self._expected = -1
+
+    @classmethod
+    def open(cls, endpoint: RingEndpoint, name: str) -> DispatchReader:
+        """Attach as the declared reader ``name``.
+
+        Raises:
+            ChannelPeerDied: the producer is gone. ChannelError: ``name`` is not declared, or
+                somebody else has attached as it.
+        """
+        return cls(RingReader(Ring.attach(endpoint), name))
+
+    def receive(self, timeout: float | None = None) -> Message:
+        """Wait for the next message, asleep; use it in a ``with`` statement.
+
+        None waits as long as the producer lives: its death or close ends the wait at once.
+
+        Raises:
+            ChannelTimeout: nothing within ``timeout`` seconds; call again.
+            ChannelClosed: the producer closed. ChannelPeerDied: the producer died.
+        """
+        deadline = deadline_after(timeout)
+        ring = self._ring
+        _, sequence, offset, size, count, total = ring.receive(timeout)
+        view = ring.view
+        while size != total:  # a piece
+            if offset == 0:
+                self._partial = bytearray(total)
+            assert self._partial is not None, "a message begins in its middle"
+            self._partial[offset : offset + size] = view[:size]
+            if offset + size == total:
+                view = memoryview(self._partial).toreadonly()
+                ring.unlock_previous()
+                break
+            _, sequence, offset, size, count, total = ring.receive(remaining(deadline))
+            view = ring.view
+        self._partial = None
+        if self._expected not in (sequence, -1):
+            raise ChannelError(
+                f"message {sequence} came in place of {self._expected}; this is a bug of SiPipe"
+            )
+        self._expected = sequence + 1
+        return Message(sequence, parts_in(view, count), ring.unlock_previous)
+
+    def close(self) -> None:
+        """Leave; the producer no longer waits for this reader. Idempotent."""
+        self._ring.close()

@@ -1,8 +1,8 @@
-"""What a logits slot holds: its array's sizes, and where each rank's region of it is."""
+"""What one iteration's logits look like in a ring entry, and which part of them each rank writes."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ LAYOUTS = ("columns", "rows")
 
 
 class LogitsShape(msgspec.Struct, frozen=True):
-    """The array of a slot: small, picklable, JSON-able with msgspec."""
+    """The array of an entry: small, picklable, JSON-able with msgspec."""
 
     vocab: int
     """V."""
@@ -31,49 +31,46 @@ class LogitsShape(msgspec.Struct, frozen=True):
     layout: str = "rows"
     """``rows``: ``[batch, V]``; ``columns``: ``[V, batch]``, the paper's."""
 
-    @classmethod
-    def checked(cls, channel: str, vocab: int, batch: int, dtype: str, layout: str) -> Self:
-        """Raises ChannelConfigError on a size that cannot work."""
-        if dtype not in DTYPES or layout not in LAYOUTS:
-            raise ChannelConfigError(f"channel {channel}: no dtype {dtype!r} or layout {layout!r}")
-        if vocab < 1 or batch < 1:
+    ranks: int = 1
+    """t, the tensor-parallel writers; each writes its part of the vocabulary."""
+
+    shard: int | None = None
+    """Tokens of each rank's part, the last ranks having what is left of the vocabulary, which may
+    be none (vLLM pads its vocabulary); None: even parts."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES or self.layout not in LAYOUTS:
+            raise ChannelConfigError(f"logits: no dtype {self.dtype!r} or layout {self.layout!r}")
+        if self.vocab < 1 or self.batch < 1:
             raise ChannelConfigError(
-                f"channel {channel}: bad size (vocab {vocab}, batch {batch}), both need 1 or more"
+                f"logits: vocab {self.vocab} and batch {self.batch} both need to be 1 or more"
             )
-        return cls(vocab, batch, dtype, layout)
-
-    @classmethod
-    def of_words(cls, words: tuple[int, ...]) -> Self:
-        """The shape whose :attr:`words` are these."""
-        vocab, batch, dtype, layout = words
-        return cls(vocab, batch, list(DTYPES)[dtype], LAYOUTS[layout])
-
-    @property
-    def words(self) -> tuple[int, int, int, int]:
-        """The shape as words of the ring's header."""
-        return self.vocab, self.batch, list(DTYPES).index(self.dtype), LAYOUTS.index(self.layout)
+        if not 1 <= self.ranks <= self.vocab:
+            raise ChannelConfigError(
+                f"logits: {self.ranks} ranks cannot share a vocabulary of {self.vocab}"
+            )
+        if self.shard is not None and not (
+            self.shard >= 1 and self.shard * self.ranks >= self.vocab
+        ):
+            raise ChannelConfigError(
+                f"logits: {self.ranks} shards of {self.shard} tokens do not cover {self.vocab}"
+            )
 
     @property
-    def item_bytes(self) -> int:
-        return np.dtype(DTYPES[self.dtype]).itemsize
+    def entry_bytes(self) -> int:
+        """Bytes of a full batch."""
+        return self.vocab * self.batch * np.dtype(DTYPES[self.dtype]).itemsize
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a full slot."""
-        return self.vocab * self.batch * self.item_bytes
-
-    def array(self, slot: memoryview, batch: int) -> npt.NDArray[Any]:
-        """``[V, batch]`` or ``[batch, V]`` at the start of a slot."""
-        flat = np.frombuffer(slot, DTYPES[self.dtype], self.vocab * batch)
+    def array(self, entry: memoryview, batch: int) -> npt.NDArray[Any]:
+        """``[V, batch]`` or ``[batch, V]`` at the start of an entry."""
+        flat = np.frombuffer(entry, DTYPES[self.dtype], self.vocab * batch)
         columns = self.layout == "columns"
         return flat.reshape((self.vocab, batch) if columns else (batch, self.vocab))
 
-    def region(
-        self, array: npt.NDArray[Any], rank: int, ranks: int, shard: int = 0
-    ) -> npt.NDArray[Any]:
-        """What rank ``rank`` of ``ranks`` writes of it: ``shard`` columns, or an even part."""
-        if shard:
-            part = slice(rank * shard, (rank + 1) * shard)
+    def part(self, array: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
+        """What a rank writes of ``array``: ``[V/t, batch]`` or ``[batch, V/t]``."""
+        if self.shard is not None:
+            tokens = slice(rank * self.shard, (rank + 1) * self.shard)
         else:
-            part = slice(rank * self.vocab // ranks, (rank + 1) * self.vocab // ranks)
-        return array[part] if self.layout == "columns" else array[:, part]
+            tokens = slice(rank * self.vocab // self.ranks, (rank + 1) * self.vocab // self.ranks)
+        return array[tokens] if self.layout == "columns" else array[:, tokens]

@@ -2,17 +2,15 @@
 
     ┌ 8-byte length of each part ┬ part 0 ┬ part 1 ┬ …   parts start at multiples of 16
 
-The same in a slot and in the memory in which a reader puts a cut message together.
+The same in a ring entry and in the memory in which a reader puts a cut message together.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
-
-from sipipe.ipc.ring.reader import RingReader
 
 __all__ = ["Bytes", "Message", "Part", "lay_out", "measure", "parts_in"]
 
@@ -26,21 +24,23 @@ _MASK = -16  # parts begin at multiples of 16: & _MASK rounds down
 
 
 class Message:
-    """One received message, a context manager that lets its memory go at the end.
+    """One received message, a context manager that calls :meth:`release` at the end.
 
     ``parts`` are read-only and stay valid until :meth:`release`, at the latest until the next
     receive; copy what must live longer. ``sequence`` counts from the producer's first message.
     """
 
-    __slots__ = ("_ring", "parts", "sequence")
+    __slots__ = ("_unlock", "parts", "sequence")
 
-    def __init__(self, sequence: int, parts: Sequence[memoryview], ring: RingReader) -> None:
-        self._ring = ring
+    def __init__(
+        self, sequence: int, parts: Sequence[memoryview], unlock: Callable[[], None]
+    ) -> None:
+        self._unlock = unlock
         self.sequence = sequence
         self.parts = parts
 
     def release(self) -> None:
-        """Let the memory go: ``parts`` can no longer be read. Idempotent.
+        """Give the memory back: ``parts`` can no longer be read. Idempotent.
 
         An array made from a part keeps that part alive, but its content changes with a later
         message.
@@ -51,7 +51,7 @@ class Message:
             except BufferError:
                 pass
         self.parts = ()
-        self._ring.settle()
+        self._unlock()
 
     def __enter__(self) -> Self:
         return self
@@ -76,17 +76,15 @@ class _Tables(dict[int, struct.Struct]):
 _TABLES = _Tables()  # as many as there are numbers of parts: a few
 
 
-def measure(parts: Sequence[Part]) -> tuple[list[Bytes], int, int]:
-    """The bytes of each part, how many there are, and how many with table and padding."""
+def measure(parts: Sequence[Part]) -> tuple[list[Bytes], int]:
+    """The bytes of each part, and how many bytes the message takes with table and padding."""
     views = []
-    payload, total = 0, (8 * len(parts) + 15) & _MASK
+    total = (8 * len(parts) + 15) & _MASK
     for part in parts:
         view = part if type(part) is bytes else _bytes_of(part)
-        size = len(view)
         views.append(view)
-        payload += size
-        total += (size + 15) & _MASK
-    return views, payload, total
+        total += (len(view) + 15) & _MASK
+    return views, total
 
 
 def lay_out(target: memoryview, views: Sequence[Bytes]) -> None:

@@ -1,181 +1,175 @@
-"""The reading side of a ring; the protocol and its argument are in :mod:`sipipe.ipc.ring.owner`."""
+"""The reading side of a ring; the protocol and its argument are in :mod:`sipipe.ipc.ring.ring`."""
 
 from __future__ import annotations
 
 import time
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
-from sipipe.ipc.locks import BoundedWait, Kind, Locks, deadline_after, remaining
-from sipipe.ipc.memory import SharedMemory
+from sipipe.ipc.locks import BoundedWait, Kind, deadline_after, remaining
 from sipipe.ipc.ring import layout as at
-from sipipe.ipc.ring.owner import ATTACH_POLL, Side
+from sipipe.ipc.ring.ring import ATTACH_POLL, Ring
 
 __all__ = ["RingReader"]
 
 
-class RingReader(Side):
-    """One reader. Invariant: once attached, the shared lock of slot ``(next - 1) % N`` is
-    held, and that of ``(next - 2) % N`` while not ``_settled``."""
+class RingReader:
+    """One reader. Invariant: once attached, the shared lock of entry ``(next - 1) % N`` is held,
+    and that of ``(next - 2) % N`` while ``_holds_previous``."""
 
-    def __init__(self, memory: SharedMemory, name: str, locks: Locks | None = None) -> None:
-        super().__init__(memory, locks)
-        self.name = name
-        self._views = [view.toreadonly() for view in self._views]
-        self.slots = self.layout.slots
-        self._bounded = BoundedWait(self.locks, f"{self.channel}-{name}")
-        self.waits = self._bounded.waits
+    def __init__(self, ring: Ring, name: str) -> None:
+        """Attach as the declared reader ``name``; closes ``ring`` when that fails.
+
+        Raises:
+            ChannelError: it is not declared, or somebody else has attached as it.
+        """
+        self.ring = ring
+        self._name = name
+        self._words, self._locks = ring.words, ring.locks
+        self._entries = ring.layout.entries
+        ranks = ring.layout.ranks
+        self._lock_ranges = [(e * ranks, ranks) for e in range(self._entries)]
+        self._views = [view.toreadonly() for view in ring.views]
+        self._wait = BoundedWait(self._locks, f"{ring.channel}-{name}")
         self.use = -1
         self.view = self._views[0]
         self._writers_came = False
         self._again = False
-        self._settled = True
-        self._slept: float | None = None  # a wait that settle() counts
+        self._holds_previous = False
         try:
             self._attach()
         except BaseException:
-            super().close()
+            ring.close()
             raise
 
     def _attach(self) -> None:
-        found = [k for k, name in self.readers() if name == self.name]
+        ring = self.ring
+        found = [k for k, name in ring.readers() if name == self._name]
         if not found:
             raise ChannelError(
-                f"channel {self.channel}: no reader {self.name!r} is declared "
-                f"(declared: {', '.join(name for _, name in self.readers()) or 'none'})"
+                f"channel {ring.channel}: no reader {self._name!r} is declared "
+                f"(declared: {', '.join(name for _, name in ring.readers()) or 'none'})"
             )
-        self.index = found[0]
-        base = self._base = self.layout.reader_word(self.index)
-        self._generation = self.words.load(base + at.R_GENERATION)
-        if not self.locks.try_lock(Kind.EXCLUSIVE, at.LIFE + self.index):
+        base = self._base = ring.layout.reader_word(found[0])
+        self._generation = self._words.load(base + at.R_GENERATION)
+        if not self._locks.try_lock(Kind.EXCLUSIVE, at.LIFE + found[0]):
             raise ChannelError(
-                f"channel {self.channel}: reader {self.name!r} is attached by another process"
+                f"channel {ring.channel}: reader {self._name!r} is attached by another process"
             )
-        start = self.words.load(base + at.R_START)
+        start = self._words.load(base + at.R_START)
         if start >= 0:
-            taken = self._try_enter(start - 1)
+            taken = self._try_lock(start - 1)
             assert taken, "a declared reader was overtaken"
             self.next = start
         else:
-            self._join_oldest()
-        self.words.store(base + at.R_CURSOR, self.next)
-        self.words.store(base + at.R_ATTACHED, self._generation)
+            self._lock_oldest()
+        self._words.store(base + at.R_CURSOR, self.next)
+        self._words.store(base + at.R_ATTACHED, self._generation)
         self._check_declared()
 
-    def _bytes(self, use: int) -> tuple[int, int]:
-        return self._places[use % self.layout.slots]
+    def _try_lock(self, use: int) -> bool:
+        return self._locks.try_lock(Kind.SHARED, *self._lock_ranges[use % self._entries])
 
-    def _try_enter(self, use: int) -> bool:
-        return self.locks.try_lock(Kind.SHARED, *self._bytes(use))
-
-    def _join_oldest(self) -> None:
+    def _lock_oldest(self) -> None:
         """Stand at the oldest use that is complete and still there; it is received first."""
         while True:
-            end = min(self._published(r) for r in range(self.layout.ranks))
-            for use in range(max(0, end - self.layout.slots + 1), end):
-                if self._try_enter(use):
+            end = min(self.ring.published(r) for r in range(self.ring.layout.ranks))
+            for use in range(max(0, end - self._entries + 1), end):
+                if self._try_lock(use):
                     if self._incomplete(use) is None:
                         self.next, self._again = use + 1, True
-                        self.use, self.view = use, self._views[use % self.slots]
+                        self.use, self.view = use, self._views[use % self._entries]
                         return
-                    self.locks.unlock(*self._bytes(use))
-            if end == 0 and self._try_enter(-1):
+                    self._unlock(use)
+            if end == 0 and self._try_lock(-1):
                 if self._incomplete(-1) is None:  # never written: nobody is a lap ahead
                     self.next = 0
                     return
-                self.locks.unlock(*self._bytes(-1))
-            time.sleep(ATTACH_POLL)  # the ranks are amid a slot
+                self._unlock(-1)
+            time.sleep(ATTACH_POLL)  # the ranks are amid an entry
 
     def _incomplete(self, use: int) -> int | None:
-        """The first rank whose ticket is not that of ``use``, or None."""
-        for rank, word in enumerate(self._headers[use % self.layout.slots]):
-            if self.words.load(word + at.S_TICKET) != use + 1:
+        """The first rank whose commit word is not that of ``use``, or None."""
+        for rank, word in enumerate(self.ring.headers[use % self._entries]):
+            if self._words.load(word + at.E_COMMIT) != use + 1:
                 return rank
         return None
 
     def receive(self, timeout: float | None) -> tuple[int, ...]:
-        """Wait for the next use; returns ticket and stamps of its first rank. ``use`` is then its
-        number and ``view`` its payload, read-only, until the next call.
+        """Wait for the next use; returns commit word and header of its first rank. ``use`` is then
+        its number and ``view`` its payload, read-only, until the next call.
 
         Raises:
             ChannelTimeout: nothing came in time. ChannelClosed: nothing more comes.
             ChannelPeerDied: the writer is gone.
         """
-        if not self._settled:
-            self.settle()
+        if self._holds_previous:
+            self.unlock_previous()
         if self._again:
             self._again = False
-            return self.slot_words(0)
+            return self.header(0)
         self._check_declared()
         if not self._writers_came:
             timeout = self._wait_writers(timeout)
         use = self.next
-        slot = use % self.slots
-        first, count = self._places[slot]
-        bounded = self._bounded
-        header = self._headers[slot][0]
-        waiting = self.words.load(header + at.S_TICKET) != use + 1
-        if waiting and timeout is None and bounded.pending is None:
+        entry = use % self._entries
+        first, count = self._lock_ranges[entry]
+        wait = self._wait
+        word = self.ring.headers[entry][0]
+        waiting = self._words.load(word + at.E_COMMIT) != use + 1
+        if waiting and timeout is None and wait.pending is None:
             # The usual case, with as little as can be between the waking and the return. The lock
-            # is not tried first: its ticket is not there, so it would be refused.
-            began = time.monotonic()
-            self.locks.wait_lock(Kind.SHARED, first, count)
-            self._slept = time.monotonic() - began
+            # is not tried first: the commit word is not there, so it would be refused.
+            self._locks.wait_lock(Kind.SHARED, first, count)
         elif not (
-            bounded.take_nowait(Kind.SHARED, first, count)
-            or bounded.wait(Kind.SHARED, first, count, timeout)
+            wait.take_nowait(Kind.SHARED, first, count)
+            or wait.wait(Kind.SHARED, first, count, timeout)
         ):
-            raise self._silent(timeout)
+            raise ChannelTimeout(
+                f"channel {self.ring.channel}: {self._name} got no message {use} within "
+                f"{timeout} s; the producer is alive but silent",
+                ("producer",),
+            )
         # From here to the return is what every reader does between its waking and its message.
-        words = self.words.run(header)
+        words = self._words.load_entry(word)
         if words[0] != use + 1 or (count > 1 and self._incomplete(use) is not None):
-            self.locks.unlock(first, count)
+            self._unlock(use)
             raise self._ended(self._incomplete(use) or 0)
-        self.use, self.view = use, self._views[slot]
-        self.next, self._settled = use + 1, False
+        self.use, self.view = use, self._views[entry]
+        self.next, self._holds_previous = use + 1, True
         return words
 
-    def settle(self) -> None:
-        """Free the slot before the one that was received last, and do what else could wait until
-        its message was read. Idempotent."""
-        if not self._settled:
-            self._settled = True
-            if self._slept is not None:
-                self.waits.add(self._slept)
-                self._slept = None
-            self.words.store(self._base + at.R_CURSOR, self.next)
-            if self.locks.fd >= 0:
-                self.locks.unlock(*self._places[(self.next - 2) % self.slots])
+    def unlock_previous(self) -> None:
+        """Unlock the entry before the one that was received last, which could wait until its
+        message was read. Idempotent."""
+        if self._holds_previous:
+            self._holds_previous = False
+            self._words.store(self._base + at.R_CURSOR, self.next)
+            if not self.ring.closed:
+                self._unlock(self.next - 2)
 
-    def slot_words(self, rank: int) -> tuple[int, ...]:
-        """Ticket and stamps that a rank gave to the use that was received last."""
-        return self.words.run(self._headers[self.use % self.slots][rank])
+    def _unlock(self, use: int) -> None:
+        self._locks.unlock(*self._lock_ranges[use % self._entries])
 
-    def depth(self) -> int:
-        """Complete messages that this reader has not received yet."""
-        published = min(self._published(r) for r in range(self.layout.ranks))
-        return max(0, published - self.next)
-
-    def _silent(self, timeout: float | None) -> ChannelTimeout:
-        return ChannelTimeout(
-            f"channel {self.channel}: {self.name} got no message {self.next} within "
-            f"{timeout} s; the producer is alive but silent",
-            ("producer",),
-        )
+    def header(self, rank: int) -> tuple[int, ...]:
+        """Commit word and header that a rank gave to the use that was received last."""
+        return self._words.load_entry(self.ring.headers[self.use % self._entries][rank])
 
     def _wait_writers(self, timeout: float | None) -> float | None:
         """Wait until every rank's writer has come; returns what is left of ``timeout``."""
         deadline = deadline_after(timeout)
+        layout = self.ring.layout
         pause = ATTACH_POLL
         while absent := [
-            r
-            for r in range(self.layout.ranks)
-            if not self.words.load(self.layout.writer_word(r) + at.W_ATTACHED)
+            rank
+            for rank in range(layout.ranks)
+            if not self._words.load(layout.writer_word(rank) + at.W_ATTACHED)
         ]:
-            if self.words.load(at.CLOSED) or not self.locks.held_elsewhere(at.OWNER):
+            if self._words.load(at.CLOSED) or not self._locks.held_elsewhere(at.OWNER):
                 raise self._ended(absent[0])
             if (left := remaining(deadline)) is not None and left <= 0:
                 raise ChannelTimeout(
-                    f"channel {self.channel}: no writer of rank {absent[0]} within {timeout} s",
+                    f"channel {self.ring.channel}: no writer of rank {absent[0]} within "
+                    f"{timeout} s",
                     (f"rank {absent[0]}",),
                 )
             time.sleep(pause)
@@ -184,30 +178,26 @@ class RingReader(Side):
         return remaining(deadline)
 
     def _check_declared(self) -> None:
-        if self.locks.fd < 0:
-            raise ChannelClosed(f"channel {self.channel}: reader {self.name} is closed")
-        words = self.words.run(self._base)
+        if self.ring.closed:
+            raise ChannelClosed(f"channel {self.ring.channel}: reader {self._name} is closed")
+        words = self._words.load_entry(self._base)
         if words[at.R_STATE] != at.DECLARED or words[at.R_GENERATION] != self._generation:
-            self.locks.close()
-            raise ChannelClosed(f"channel {self.channel}: reader {self.name} was removed")
+            self._locks.close()
+            raise ChannelClosed(f"channel {self.ring.channel}: reader {self._name} was removed")
 
     def _ended(self, rank: int) -> ChannelError:
-        base = self.layout.writer_word(rank)
-        if self.words.load(base + at.W_CLOSED) or self.words.load(at.CLOSED):
-            return ChannelClosed(f"channel {self.channel}: closed by its producer")
-        who = "producer" if self.layout.ranks == 1 else f"rank {rank}"
+        base = self.ring.layout.writer_word(rank)
+        if self._words.load(base + at.W_CLOSED) or self._words.load(at.CLOSED):
+            return ChannelClosed(f"channel {self.ring.channel}: closed by its producer")
+        who = "producer" if self.ring.layout.ranks == 1 else f"rank {rank}"
         return ChannelPeerDied(
-            f"channel {self.channel}: its {who} died before message {self.next} was complete", who
+            f"channel {self.ring.channel}: its {who} died before message {self.next} was complete",
+            who,
         )
 
     def close(self) -> None:
-        """Leave: the writer no longer waits for this reader. Idempotent."""
-        if self.locks.fd >= 0:
-            self.words.store(self._base + at.R_LEFT, self._generation)
-            self._bounded.close()
-            super().close()
-
-    def abandon(self) -> None:
-        """Go away as if killed, from any thread; a receive in another ends with OSError."""
-        self._bounded.close()
-        super().close()
+        """Leave: the writers no longer wait for this reader. Idempotent."""
+        if not self.ring.closed:
+            self._words.store(self._base + at.R_LEFT, self._generation)
+            self._wait.close()
+            self.ring.close()

@@ -1,154 +1,134 @@
-"""The writing side of a ring; the protocol and its argument are in :mod:`sipipe.ipc.ring.owner`."""
+"""The writing side of a ring; the protocol and its argument are in :mod:`sipipe.ipc.ring.ring`."""
 
 from __future__ import annotations
 
 import time
 
 from sipipe.ipc.errors import ChannelError, ChannelTimeout
-from sipipe.ipc.locks import BoundedWait, Kind, Locks, deadline_after, remaining
-from sipipe.ipc.memory import SharedMemory
+from sipipe.ipc.locks import BoundedWait, Kind, deadline_after
 from sipipe.ipc.ring import layout as at
-from sipipe.ipc.ring.owner import ATTACH_POLL, Side
+from sipipe.ipc.ring.ring import ATTACH_POLL, Ring
 
 __all__ = ["RingWriter"]
 
 
-class RingWriter(Side):
+class RingWriter:
     """One rank's writer.
 
-    Invariant: the exclusive lock of ``next % N`` is held from construction to close;
-    that of ``(next + 1) % N`` while ``_ahead``.
+    Invariant: the exclusive lock of entry ``next % N`` is held from construction to close; that of
+    ``(next + 1) % N`` while ``_claimed``.
     """
 
-    def __init__(self, memory: SharedMemory, rank: int = 0, locks: Locks | None = None) -> None:
-        super().__init__(memory, locks)
+    def __init__(self, ring: Ring, rank: int = 0) -> None:
+        """Raises ChannelError when the rank has a writer already."""
+        self.ring = ring
         self.rank = rank
         self.next = 0
-        self._ahead = False
-        self._table = -1
+        """The use that is written next."""
+        self._claimed = False
+        self._version = -1
         self._absent: list[tuple[int, int, int]] = []  # reader, generation, start
-        self._bounded = BoundedWait(self.locks, f"{self.channel}-writer")
-        self.waits = self._bounded.waits
-        self._own = self.layout.writer_word(rank)
-        self.slots = self.layout.slots
-        self._bytes = [place[0] + rank for place in self._places]
-        self._own_headers = [headers[rank] for headers in self._headers]
-        if self.words.load(self._own + at.W_ATTACHED) or not self.locks.try_lock(
-            Kind.EXCLUSIVE, self._bytes[0]
+        self._wait = BoundedWait(ring.locks, f"{ring.channel}-writer")
+        self._words, self._locks = ring.words, ring.locks
+        self._own = ring.layout.writer_word(rank)
+        self._entries = ring.layout.entries
+        self._lock_bytes = [e * ring.layout.ranks + rank for e in range(self._entries)]
+        if self._words.load(self._own + at.W_ATTACHED) or not self._locks.try_lock(
+            Kind.EXCLUSIVE, self._lock_bytes[0]
         ):
-            raise ChannelError(f"channel {self.channel}: rank {rank} has a writer already")
-        self.words.store(self._own + at.W_ATTACHED, 1)
-
-    def reserve(self, timeout: float | None) -> memoryview:
-        """Claim the slot after next; returns the payload of the one that may be written now.
-
-        Raises:
-            ChannelTimeout: a late reader still holds it; ``late`` names all that do.
-        """
-        if not self._ahead:
-            claim = self.next + 1
-            if self._absent or self._table != self.words.load(at.TABLE):
-                self._wait_attached(claim, timeout)
-            byte = self._bytes[claim % self.slots]
-            if not self._bounded.take_nowait(Kind.EXCLUSIVE, byte, 1):
-                self._wait_late(claim, byte, timeout)
-            self._ahead = True
-        return self._views[self.next % self.slots]
+            raise ChannelError(f"channel {ring.channel}: rank {rank} has a writer already")
+        self._words.store(self._own + at.W_ATTACHED, 1)
 
     @property
     def ahead(self) -> memoryview:
         """The payload that the next message will have: by the invariant this writer's alone, so
         that it may be written before :meth:`reserve`."""
-        return self._views[self.next % self.slots]
+        return self.ring.views[self.next % self._entries]
 
-    def publish(self, stamps: tuple[int, int, int, int, int]) -> int:
-        """Make the reserved slot visible; returns its use."""
-        assert self._ahead
+    def reserve(self, timeout: float | None) -> memoryview:
+        """Claim the entry after next; returns the payload of the one that may be written now.
+
+        Raises:
+            ChannelTimeout: a late reader still holds it; ``late`` names all that do.
+        """
+        if not self._claimed:
+            claim = self.next + 1
+            if self._absent or self._version != self._words.load(at.VERSION):
+                self._wait_attached(claim, timeout)
+            byte = self._lock_bytes[claim % self._entries]
+            if not (
+                self._wait.take_nowait(Kind.EXCLUSIVE, byte, 1)
+                or self._wait.wait(Kind.EXCLUSIVE, byte, 1, timeout)
+            ):
+                # A reader at use u holds entry u, and its cursor is u + 1.
+                raise self._late(claim - self._entries + 1, timeout)
+            self._claimed = True
+        return self.ahead
+
+    def publish(self, header: tuple[int, int, int, int, int]) -> None:
+        """Make the reserved entry visible."""
+        assert self._claimed
         use = self.next
-        slot = use % self.slots
-        header = self._own_headers[slot]
-        self.words.stamp(header + at.S_STAMP, stamps)
-        self.words.store(header + at.S_TICKET, use + 1)
-        self.next, self._ahead = use + 1, False
-        self.locks.unlock(self._bytes[slot])
+        entry = use % self._entries
+        word = self.ring.headers[entry][self.rank]
+        self._words.store_header(word + at.E_HEADER, header)
+        self._words.store(word + at.E_COMMIT, use + 1)
+        self.next, self._claimed = use + 1, False
+        self._locks.unlock(self._lock_bytes[entry])
         # From here on the readers run; what follows does not delay them.
-        self.words.store(self._own + at.W_PUBLISHED, use + 1)
-        return use
+        self._words.store(self._own + at.W_PUBLISHED, use + 1)
 
     def claim_nowait(self) -> None:
-        """Claim the slot after next already now, if it is free, to have less to do at the next
-        message."""
-        if not self._ahead and not self._absent and self._table == self.words.load(at.TABLE):
-            byte = self._bytes[(self.next + 1) % self.slots]
-            self._ahead = self._bounded.take_nowait(Kind.EXCLUSIVE, byte, 1)
-
-    def depth(self) -> int:
-        """Messages that the slowest reader has not taken."""
-        cursors = [self.cursor(k) for k, _ in self.readers()]
-        return self.next - min(cursors, default=self.next)
-
-    def _wait_late(self, claim: int, byte: int, timeout: float | None) -> None:
-        if not self._bounded.wait(Kind.EXCLUSIVE, byte, 1, timeout):
-            # A reader at use u holds slot u, and its cursor is u + 1.
-            held = claim - self.layout.slots
-            raise self._late([k for k, _ in self.readers() if self.cursor(k) <= held + 1], timeout)
+        """Claim the entry after next now, if it is free, to have less to do at the next message."""
+        if not (self._claimed or self._absent) and self._version == self._words.load(at.VERSION):
+            byte = self._lock_bytes[(self.next + 1) % self._entries]
+            self._claimed = self._wait.take_nowait(Kind.EXCLUSIVE, byte, 1)
 
     def _wait_attached(self, claim: int, timeout: float | None) -> None:
         """Wait for declared readers that have not come and would be overtaken by ``claim``."""
         deadline = deadline_after(timeout)
-        began = None
+        first = claim - self._entries + 1
         while True:
-            if self._table != (table := self.words.load(at.TABLE)):
-                self._table = table
-                self._absent = [self._entry(k) for k, _ in self.readers(attached=False)]
-            self._absent = [entry for entry in self._absent if self._still_absent(*entry[:2])]
-            late = [
-                k for k, _, start in self._absent if 0 <= start <= claim - self.layout.slots + 1
-            ]
-            over = (left := remaining(deadline)) is not None and left <= 0
-            if began is not None and (over or not late):
-                self.waits.add(time.monotonic() - began)
-            if not late:
+            if self._version != (version := self._words.load(at.VERSION)):
+                self._version = version
+                self._absent = [self._record(k) for k, _ in self.ring.readers(attached=False)]
+            self._absent = [record for record in self._absent if self._is_absent(*record[:2])]
+            if not any(0 <= start <= first for _, _, start in self._absent):
                 return
-            if over:
-                raise self._late(late, timeout)
-            began = began or time.monotonic()
+            if deadline is not None and time.monotonic() >= deadline:
+                raise self._late(first, timeout)
             time.sleep(ATTACH_POLL)
 
-    def _entry(self, reader: int) -> tuple[int, int, int]:
-        base = self.layout.reader_word(reader)
+    def _record(self, reader: int) -> tuple[int, int, int]:
+        base = self.ring.layout.reader_word(reader)
         return (
             reader,
-            self.words.load(base + at.R_GENERATION),
-            self.words.load(base + at.R_START),
+            self._words.load(base + at.R_GENERATION),
+            self._words.load(base + at.R_START),
         )
 
-    def _still_absent(self, reader: int, generation: int) -> bool:
-        return self.words.load(self.layout.reader_word(reader) + at.R_ATTACHED) != generation
+    def _is_absent(self, reader: int, generation: int) -> bool:
+        return self._words.load(self.ring.layout.reader_word(reader) + at.R_ATTACHED) != generation
 
-    def _late(self, late: list[int], timeout: float | None) -> ChannelTimeout:
-        """The error that names the late readers, or the ranks that those wait for."""
+    def _late(self, first: int, timeout: float | None) -> ChannelTimeout:
+        """The error that names the readers whose cursor is ``first`` at most, or in place of each
+        the ranks that it waits for."""
         names: dict[str, None] = {}
-        for k, name in self.readers():
-            if k in late:
-                cursor = self.cursor(k)
-                ranks = [r for r in range(self.layout.ranks) if self._published(r) <= cursor]
-                names |= dict.fromkeys([f"rank {r}" for r in ranks if r != self.rank] or [name])
+        ranks = [rank for rank in range(self.ring.layout.ranks) if rank != self.rank]
+        for k, name in self.ring.readers():
+            if 0 <= (cursor := self.ring.cursor(k)) <= first:
+                behind = [f"rank {r}" for r in ranks if self.ring.published(r) <= cursor]
+                names |= dict.fromkeys(behind or [name])
         shown = ", ".join(names) or "a reader that was removed and still lives"
         return ChannelTimeout(
-            f"channel {self.channel}: message {self.next} waited {timeout} s for the slot that "
-            f"{shown} should have left; stuck or too slow",
+            f"channel {self.ring.channel}: message {self.next} waited {timeout} s for the entry "
+            f"that {shown} should have left; stuck or too slow",
             tuple(names),
         )
 
     def close(self) -> None:
-        """Tell the readers that no more comes, after what was published."""
-        if self.locks.fd >= 0:
-            self.words.store(self._own + at.W_CLOSED, 1)
-            self._bounded.close()
-            super().close()
-
-    def abandon(self) -> None:
-        """Let go without closing: to the readers, the writer died."""
-        self._bounded.close()
-        super().close()
+        """Tell the readers that no more comes, after what was published. Idempotent."""
+        if not self.ring.closed:
+            self._words.store(self._own + at.W_CLOSED, 1)
+            self._wait.close()
+            self.ring.close()

@@ -1,8 +1,8 @@
-"""The life of one ring slot: a table and :func:`fire`, no lock, clock or memory.
+"""The life of one ring entry: a table and :func:`fire`, no lock, clock or memory.
 
-The drivers (:mod:`sipipe.channels.ring`) never keep this state: it *is* the slot's lock and
-ticket. The table says what may happen to them, the tests hold every step of the drivers against
-it, and the diagram in docs/channels.md is generated from it.
+The ring (:mod:`sipipe.ipc.ring.ring`) never keeps this state: it *is* the entry's lock and commit
+word. The table says what may happen to them, the tests hold every step of the ring against it, and
+the diagram in docs/channels.md is generated from it.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import enum
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["TRANSITIONS", "SlotEvent", "SlotState", "fire", "mermaid"]
+__all__ = ["TRANSITIONS", "EntryEvent", "EntryState", "fire", "mermaid"]
 
 
-class SlotState(enum.Enum):
-    """What lock and ticket of a slot say together."""
+class EntryState(enum.Enum):
+    """What lock and commit word of an entry say together."""
 
     FREE = "free"
     """Never written, no lock."""
     CLAIMED = "claimed"
     """The producer holds the exclusive lock: it is next in turn, or being written."""
     PUBLISHED = "published"
-    """The ticket is that of the current lap, no lock."""
+    """The commit word is that of the current lap, no lock."""
     READING = "reading"
     """One reader or more hold the shared lock."""
     ORPHANED = "orphaned"
-    """The lock is free, but the ticket is not the one in turn: the producer is gone."""
+    """The lock is free, but the commit word is not the one in turn: the producer is gone."""
 
 
-class SlotEvent(enum.Enum):
-    """What happens to a slot."""
+class EntryEvent(enum.Enum):
+    """What happens to an entry."""
 
     CLAIM = "producer claims"
     PUBLISH = "producer publishes"
@@ -40,12 +40,12 @@ class SlotEvent(enum.Enum):
     LEAVE_LAST = "last reader leaves or dies"
 
 
-_S, _E = SlotState, SlotEvent
+_S, _E = EntryState, EntryEvent
 
-TRANSITIONS: Mapping[tuple[SlotState, SlotEvent], SlotState] = MappingProxyType(
+TRANSITIONS: Mapping[tuple[EntryState, EntryEvent], EntryState] = MappingProxyType(
     {
         (_S.FREE, _E.CLAIM): _S.CLAIMED,
-        # A reader that joins waits behind the slot before its first message, written or not.
+        # A reader that joins waits behind the entry before its first message, written or not.
         (_S.FREE, _E.ENTER): _S.READING,
         (_S.CLAIMED, _E.PUBLISH): _S.PUBLISHED,
         (_S.CLAIMED, _E.PRODUCER_GONE): _S.ORPHANED,
@@ -54,7 +54,7 @@ TRANSITIONS: Mapping[tuple[SlotState, SlotEvent], SlotState] = MappingProxyType(
         (_S.READING, _E.ENTER): _S.READING,
         (_S.READING, _E.LEAVE): _S.READING,
         (_S.READING, _E.LEAVE_LAST): _S.PUBLISHED,
-        # Readers that come to an orphan find the wrong ticket and stop; the slot stays as it is.
+        # Readers that come to an orphan find the wrong commit word and stop; the entry stays as it is.
         (_S.ORPHANED, _E.ENTER): _S.ORPHANED,
         (_S.ORPHANED, _E.LEAVE): _S.ORPHANED,
         (_S.ORPHANED, _E.LEAVE_LAST): _S.ORPHANED,
@@ -62,12 +62,12 @@ TRANSITIONS: Mapping[tuple[SlotState, SlotEvent], SlotState] = MappingProxyType(
 )
 
 
-def fire(state: SlotState, event: SlotEvent) -> SlotState:
+def fire(state: EntryState, event: EntryEvent) -> EntryState:
     """The state after ``event``; an event that the table does not list is a bug of ours."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:
-        raise AssertionError(f"slot: {event.name} while {state.name}") from None
+        raise AssertionError(f"entry: {event.name} while {state.name}") from None
 
 
 def mermaid() -> str:

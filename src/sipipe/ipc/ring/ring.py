@@ -1,0 +1,228 @@
+"""The lock-ahead ring: writers that stay one entry ahead, readers that go hand over hand.
+
+Who runs here
+    One writer per rank (one process, one thread at a time) and any number of readers, each a
+    thread of its own process. The owner, who made the memory, declares and removes readers.
+Protocol (paper, section 5, with the reader's side made safe)
+    * A writer always holds the exclusive lock of the entry that is next in turn. To write use n it
+      first claims entry n + 1, then writes entry n, then its commit word, then unlocks entry n.
+    * A reader always holds the shared lock of the last entry that it read. It takes the shared
+      lock of the next entry *before* it unlocks that one; unlocks it when the new message is
+      released, at the latest before it asks for another, and so never waits with two locks.
+Guarantees, each from those two rules alone
+    * A reader that waits sleeps on a lock that the writer holds, so it wakes when the entry is
+      published, and no other way but one: the writer's death or close frees the lock with the old
+      commit word still there, by which the reader tells it from a message.
+    * A late reader is never overtaken: use n + N needs the lock that a reader at n holds. The
+      writer waits with a bound and names the reader by its cursor.
+    * A dead reader stops nobody: the kernel frees its locks. That its lifetime lock is free tells
+      the producer of its death.
+    * With N >= 3 nobody waits in a circle: a writer at n waits for readers at n + 1 - N, whose
+      next entry is published; a reader at n waits for the writer at n + 1, which waits for no one
+      at n.
+    * A reader that is declared but not attached counts as standing before its first message: the
+      writer does not go further than a lap, and checks every millisecond whether it has come. That
+      is the only wait that is not a lock; it happens at start and after a restart.
+    * Between the two system calls of a hand-over there is little else: unlocking the entry before,
+      polling for dead readers, and claiming the next entry if it is free come afterwards.
+Relies on
+    :mod:`sipipe.ipc.locks` (kernel, memory order); aligned 8-byte loads and stores that do not
+    tear. All that a reader reads of an entry was written before the entry's lock was freed. Cursor,
+    attached and closed words are read without a lock: they only ever grow, a stale value makes a
+    wait longer or a report older, and the lock decides. A reader looks at a commit word without a
+    lock once, as a hint whether to try the lock or to sleep at once.
+
+Rejected: cursors in memory instead of the reader's held lock (the writer would need a second kind
+of wait, and a dead reader's cursor would need a guardian); one lock per reader and entry (the
+writer would make a system call per reader and message); a futex as the fast path beside the locks
+(it saves one microsecond of eight, and is a second protocol, whose waker's death wakes nobody).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+from sipipe.ipc.errors import ChannelError
+from sipipe.ipc.locks import Kind, Locks
+from sipipe.ipc.memory import SharedMemory
+from sipipe.ipc.ring import layout as at
+from sipipe.ipc.ring.layout import Layout, RingEndpoint
+
+__all__ = ["Ring"]
+
+_HEADER = struct.Struct(f"<{at.HEADER_WORDS}q")
+_ENTRY = struct.Struct(f"<{1 + at.HEADER_WORDS}q")
+ATTACH_POLL = 0.001
+
+
+class Words:
+    """The 8-byte words before the payload. Invariant: one writer per word (see the layout)."""
+
+    def __init__(self, memory: SharedMemory, count: int) -> None:
+        self._raw = memoryview(memory.map)[: count * 8]
+        self._words = self._raw.cast("q")
+
+    def load(self, word: int) -> int:
+        return self._words[word]
+
+    def store(self, word: int, value: int) -> None:
+        self._words[word] = value
+
+    def store_header(self, word: int, values: tuple[int, int, int, int, int]) -> None:
+        """Write the header words of an entry."""
+        _HEADER.pack_into(self._raw, word * 8, *values)
+
+    def load_entry(self, word: int) -> tuple[int, ...]:
+        """Six words: an entry's commit word and header, or the first of a reader's record."""
+        return _ENTRY.unpack_from(self._raw, word * 8)
+
+    def load_name(self, word: int) -> bytes:
+        return bytes(self._raw[word * 8 : word * 8 + at.NAME_BYTES]).rstrip(b"\0")
+
+    def store_name(self, word: int, name: bytes) -> None:
+        self._raw[word * 8 : word * 8 + at.NAME_BYTES] = name.ljust(at.NAME_BYTES, b"\0")
+
+
+class Ring:
+    """One process's mapping of a ring, with locks of its own: what owner, writer and reader use.
+
+    Declaring and removing readers is for the owner, which made the ring.
+    """
+
+    def __init__(self, memory: SharedMemory, layout: Layout) -> None:
+        """Use :meth:`create` or :meth:`attach`."""
+        self.endpoint = RingEndpoint(memory.endpoint, layout)
+        self.layout = layout
+        self.channel = memory.endpoint.channel
+        self.words = Words(memory, layout.words)
+        self.locks = Locks(memory.endpoint.path)
+        self._memory = memory
+        entries, ranks, stride = range(layout.entries), layout.ranks, layout.stride
+        self.payload = memoryview(memory.map)[layout.payload :][: layout.entries * stride]
+        # Computed once, because every message asks for them: by entry, and by rank.
+        self.headers = [[layout.entry_word(e, rank) for rank in range(ranks)] for e in entries]
+        self.views = [self.payload[e * stride :][: layout.entry_bytes] for e in entries]
+
+    @classmethod
+    def create(
+        cls, channel: str, layout: Layout, readers: Sequence[str], directory: str | None
+    ) -> Self:
+        """Make the memory and declare the readers that will see every message.
+
+        Raises:
+            ResourceError: not enough memory.
+        """
+        ring = cls(SharedMemory.create(channel, layout.size, directory), layout)
+        ring.locks.try_lock(Kind.EXCLUSIVE, at.OWNER)
+        for name in readers:
+            ring.add_reader(name, start=0)
+        return ring
+
+    @classmethod
+    def attach(cls, endpoint: RingEndpoint) -> Self:
+        """Map what another process (or this one) made.
+
+        Raises:
+            ChannelPeerDied: the creator is gone.
+        """
+        return cls(SharedMemory.attach(endpoint.memory), endpoint.layout)
+
+    @property
+    def closed(self) -> bool:
+        return self.locks.fd < 0
+
+    def readers(self, *, attached: bool | None = None) -> Iterator[tuple[int, str]]:
+        """Index and name of each declared reader that has not left."""
+        for k in range(at.READERS):
+            base = self.layout.reader_word(k)
+            if self.words.load(base + at.R_STATE) != at.DECLARED:
+                continue
+            generation = self.words.load(base + at.R_GENERATION)
+            if self.words.load(base + at.R_LEFT) == generation:
+                continue
+            here = self.words.load(base + at.R_ATTACHED) == generation
+            if attached is None or attached is here:
+                yield k, self.words.load_name(base + at.R_NAME).decode()
+
+    def cursor(self, reader: int) -> int:
+        """The use that a reader waits for or will ask for next; -1: not known before it attaches."""
+        base = self.layout.reader_word(reader)
+        if self.words.load(base + at.R_ATTACHED) == self.words.load(base + at.R_GENERATION):
+            return self.words.load(base + at.R_CURSOR)
+        return self.words.load(base + at.R_START)
+
+    def published(self, rank: int) -> int:
+        """Uses that a rank has published."""
+        return self.words.load(self.layout.writer_word(rank) + at.W_PUBLISHED)
+
+    def is_dead(self, reader: int) -> bool:
+        """Whether an attached reader's lifetime lock is free without its having left."""
+        base = self.layout.reader_word(reader)
+        return not self.locks.held_elsewhere(at.LIFE + reader) and self.words.load(
+            base + at.R_LEFT
+        ) != self.words.load(base + at.R_GENERATION)
+
+    def add_reader(self, name: str, start: int) -> None:
+        """Declare a reader whose first message is use ``start``; -1: the oldest that is there.
+
+        Raises:
+            ChannelError: the name is too long, or a reader of that name is there, or 64 are.
+        """
+        data = name.encode()
+        if not 0 < len(data) <= at.NAME_BYTES:
+            raise ChannelError(f"channel {self.channel}: bad reader name {name!r}")
+        free = None
+        for k in range(at.READERS):
+            base = self.layout.reader_word(k)
+            declared = self.words.load(base + at.R_STATE) == at.DECLARED
+            same = self.words.load_name(base + at.R_NAME) == data
+            if declared and same and not self._gone(k):
+                raise ChannelError(f"channel {self.channel}: reader {name!r} is there already")
+            # A removed reader may still hold its lifetime lock; its record is in use until then.
+            if (same or not declared) and not self.locks.held_elsewhere(at.LIFE + k):
+                free = k if free is None or same else free
+        if free is None:
+            raise ChannelError(f"channel {self.channel}: no room for a reader beyond {at.READERS}")
+        base = self.layout.reader_word(free)
+        self.words.store(base + at.R_STATE, at.FREE)
+        self.words.store_name(base + at.R_NAME, data)
+        self.words.store(base + at.R_START, start)
+        self.words.store(base + at.R_GENERATION, self.words.load(base + at.R_GENERATION) + 1)
+        self._set_state(base, at.DECLARED)
+
+    def remove_reader(self, name: str) -> None:
+        """Forget a reader. One that still lives is let go at its next receive.
+
+        Raises:
+            ChannelError: no reader has this name.
+        """
+        for k in range(at.READERS):
+            base = self.layout.reader_word(k)
+            declared = self.words.load(base + at.R_STATE) == at.DECLARED
+            if declared and self.words.load_name(base + at.R_NAME).decode() == name:
+                self._set_state(base, at.REMOVED)
+                return
+        raise ChannelError(f"channel {self.channel}: no reader {name!r}")
+
+    def _set_state(self, base: int, state: int) -> None:
+        # The version last: who has seen it sees the state too, or finds a later version.
+        self.words.store(base + at.R_STATE, state)
+        self.words.store(at.VERSION, self.words.load(at.VERSION) + 1)
+
+    def _gone(self, reader: int) -> bool:
+        base = self.layout.reader_word(reader)
+        generation = self.words.load(base + at.R_GENERATION)
+        attached = self.words.load(base + at.R_ATTACHED) == generation
+        left = self.words.load(base + at.R_LEFT) == generation
+        return left or (attached and not self.locks.held_elsewhere(at.LIFE + reader))
+
+    def mark_closed(self) -> None:
+        """The owner: tell every reader that no more comes."""
+        self.words.store(at.CLOSED, 1)
+
+    def close(self) -> None:
+        """Free every lock and let go of the memory. Idempotent."""
+        self.locks.close()
+        self._memory.close()
