@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sipipe.errors import ConfigError, ResourceError
-from sipipe.tools.make_model.families import FAMILIES, Family
+from sipipe.tools.make_model.families import FAMILIES, MIXTURES
 from sipipe.tools.make_model.shapes import SIZES, Shape
 from sipipe.tools.make_model.tokenizer import MIN_VOCAB, write_tokenizer
-from sipipe.tools.make_model.weights import DTYPES, write_safetensors
+from sipipe.tools.make_model.weights import draw
 
 __all__ = ["make_model"]
 
@@ -26,8 +25,11 @@ Value = TypeVar("Value")
 RECIPE_FILE = "sipipe_model.json"
 """What a checkpoint was made from; a second call with the same recipe has nothing to do."""
 
-RECIPE_VERSION = 2
+RECIPE_VERSION = 3
 """Raised when the same arguments begin to give other files."""
+
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Element types and their bytes per element."""
 
 
 def make_model(
@@ -47,8 +49,8 @@ def make_model(
     way is an error.
 
     Args:
-        family: one of :data:`sipipe.models.FAMILIES`.
-        size: one of :data:`sipipe.models.SIZES`.
+        family: one of :data:`sipipe.tools.make_model.families.FAMILIES`.
+        size: one of :data:`sipipe.tools.make_model.shapes.SIZES`.
         seed: of the weights, 0 or more.
         dtype: ``float32``, ``float16`` or ``bfloat16``; None: the size's own.
         vocab_size: rows of the vocabulary; None: the size's own.
@@ -56,10 +58,10 @@ def make_model(
 
     Raises:
         ConfigError: an argument has a bad value, or ``directory`` holds something else.
-        ResourceError: the disk is too full, or ``tokenizers`` is not installed.
+        ResourceError: the disk is too full, or transformers or torch is not installed.
     """
-    chosen = _choose("family", family, FAMILIES)
-    shape = _shape(chosen, size, vocab_size, layers)
+    config_of = _choose("family", family, FAMILIES)
+    shape = _shape(family, size, vocab_size, layers)
     dtype = shape.dtype if dtype is None else dtype
     _choose("--dtype", dtype, DTYPES)
     if seed < 0:
@@ -76,6 +78,7 @@ def make_model(
     if _has_recipe(target, recipe):
         return target
     _check_replaceable(target)
+    model = _empty_model(config_of(shape), dtype)
     parent = target.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -83,9 +86,11 @@ def make_model(
     except OSError as error:
         raise ResourceError(f"make-model: cannot write to {parent}: {error.strerror}") from None
     try:
-        _check_space(chosen, shape, dtype, scratch)
-        _write(scratch, chosen, shape, dtype, seed)
+        _check_space(model, dtype, scratch)
+        _write(scratch, model, shape, seed)
         (scratch / RECIPE_FILE).write_text(json.dumps(recipe, indent=2) + "\n")
+        for file in scratch.iterdir():
+            file.chmod(0o644)  # safetensors keeps its own to the user, mkdtemp the directory
         scratch.chmod(0o755)
         _replace(scratch, target, recipe)
     finally:
@@ -93,31 +98,47 @@ def make_model(
     return target
 
 
-def _write(directory: Path, family: Family, shape: Shape, dtype: str, seed: int) -> None:
-    more = {
-        "bos_token_id": None,
-        "pad_token_id": 0,
-        "eos_token_id": 2,
-        "dtype": dtype,
-        # Without it transformers takes a large tokenizer for an old one and warns of it.
-        "transformers_version": "5.0.0",
-    }
-    config = family.config(shape) | more
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    generation = {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False}
-    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    write_tokenizer(directory, vocab=shape.vocab, max_positions=shape.max_positions)
-    write_safetensors(
-        directory / "model.safetensors", list(family.tensors(shape)), dtype=dtype, seed=seed
+def _empty_model(config: Mapping[str, Any], dtype: str) -> Any:
+    """The transformers model of ``config``, without memory for its weights."""
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ResourceError(
+            f"make-model builds the model with transformers and torch, and {error.name} is not "
+            "installed; both come with vLLM, or: pip install transformers torch"
+        ) from None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config), dtype=getattr(torch, dtype)
+        )
+
+
+def _write(directory: Path, model: Any, shape: Shape, seed: int) -> None:
+    from transformers import GenerationConfig
+    from transformers.utils import logging
+
+    weights = {name: draw(name, empty, seed=seed) for name, empty in model.state_dict().items()}
+    model.load_state_dict(weights, assign=True)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[2, 0], pad_token_id=0, do_sample=False
     )
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    write_tokenizer(directory, vocab=shape.vocab, max_positions=shape.max_positions)
 
 
-def _shape(family: Family, size: str, vocab_size: int | None, layers: int | None) -> Shape:
+def _shape(family: str, size: str, vocab_size: int | None, layers: int | None) -> Shape:
     shape = _choose("--size", size, SIZES)
-    if family.moe and not shape.moe_intermediate:
+    if family in MIXTURES and not shape.moe_intermediate:
         fitting = [name for name, other in SIZES.items() if other.moe_intermediate]
         raise ConfigError(
-            f'make-model: size "{size}" is a dense shape, and {family.name} a mixture of experts; '
+            f'make-model: size "{size}" is a dense shape, and {family} a mixture of experts; '
             f"use --size {' or '.join(fitting)}"
         )
     if vocab_size is not None:
@@ -161,8 +182,8 @@ def _check_replaceable(directory: Path) -> None:
         raise ConfigError(f"make-model: {directory} is a file; name a new or empty directory")
 
 
-def _check_space(family: Family, shape: Shape, dtype: str, directory: Path) -> None:
-    needed = sum(math.prod(spec.shape) for spec in family.tensors(shape)) * DTYPES[dtype][1]
+def _check_space(model: Any, dtype: str, directory: Path) -> None:
+    needed = sum(tensor.numel() for tensor in model.state_dict().values()) * DTYPES[dtype]
     needed += 16 << 20  # tokenizer and configuration
     free = shutil.disk_usage(directory).free
     if free < needed:

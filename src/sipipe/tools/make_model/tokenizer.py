@@ -14,8 +14,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from sipipe.errors import ResourceError
-
 __all__ = ["SPECIAL_TOKENS", "write_tokenizer"]
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -55,13 +53,8 @@ def write_tokenizer(directory: Path, *, vocab: int, max_positions: int) -> None:
 @functools.cache
 def _trained(vocab: int) -> str:
     """tokenizer.json of a tokenizer trained to at most ``vocab`` ids."""
-    try:
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError:
-        raise ResourceError(
-            "make-model trains a tokenizer with the `tokenizers` package, which is not installed; "
-            "it comes with vLLM, or: pip install tokenizers"
-        ) from None
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
