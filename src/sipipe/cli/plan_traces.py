@@ -97,7 +97,7 @@ def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
     from sipipe.tools.planner.placement import place
     from sipipe.tools.planner.workload import Microbatch
 
-    sheet = costs.sheet
+    sheet = costs
     run = run_of(trace, cores=costs.cores)
     placement = place(sheet.facts.layers, run.p, run.t, sheet.cluster.devices_per_host, run.layers)
     found = []

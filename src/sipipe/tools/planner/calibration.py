@@ -1,16 +1,15 @@
 """Costs fitted to what a real run took.
 
-The observations come from a trace (the command line reads it; this package does not know the file
-format). Each phase is fitted on its own, with terms that follow from what the phase does, so that
-a fit to one (p, t) says something about another. What was never observed comes from the data
-sheets and is said; batch sizes outside the observed range are refused unless asked for.
+Each phase is fitted on its own, with terms that follow from what the phase does, so that a fit to
+one (p, t) says something about another. What was never observed comes from the data sheets and is
+said; batch sizes outside the observed range are refused unless asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,10 @@ _MARGIN = 1.1
 """How far outside the observed range is still inside."""
 _FEWEST = 8
 """Observations below which a phase is not fitted."""
+_SHARED = ("forward", "logits")
+"""Phases that do not depend on the engine."""
+_EXPECTED = ("logits", "sipipe: prepare", "sipipe: sample", "sipipe: schedule")
+"""Phases beside the forward whose absence from a trace is worth a note."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,8 +50,6 @@ class Observation:
     tokens: int
     """Tokens computed."""
     seconds: float
-    context: float | None = None
-    """Mean cached tokens of the sequences, where known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,63 +70,18 @@ class Run:
 Terms = dict[str, float]
 
 
-class _Shapes:
-    """The value of every term of every phase."""
-
-    def __init__(self, sheet: DatasheetCosts) -> None:
-        self.facts: ModelFacts = sheet.facts
-        self.sheet = sheet
-
-    def forward(
-        self, stage: Stage, batch: float, tokens: float, context: float | None, cores: int
-    ) -> Terms:
-        facts = self.facts
-        active = sum(_active(facts, layer) for layer in stage.layer_range) / stage.t
-        size = tokens * facts.hidden * facts.activation_bytes
-        reduce = all_reduce_seconds(self.sheet.cluster, stage, size)
-        terms = {
-            "layers": float(stage.layers),
-            # Where caches are large enough to keep a stage's weights, the vocabulary projection
-            # evicts them: the last stage reads its layers from memory every time.
-            "layers of the last": float(stage.layers if stage.is_last else 0),
-            "products": 2.0 * active * tokens / cores,
-            "all-reduce": 2 * stage.layers * reduce,
-        }
-        if context is not None:
-            each = stage.layers * facts.attention.kv_elements / facts.attention.kv_shards(stage.t)
-            terms["cache reads"] = batch * context * each
-        return terms
-
-    def logits(self, stage: Stage, batch: float, cores: int) -> Terms:
-        weights = self.facts.embedding_parameters / stage.t
-        return {"weights": weights, "products": 2.0 * weights * batch / cores}
-
-    def columns(self, batch: float, t: int = 1) -> Terms:
-        return {"calls": 1.0, "logits": batch * self.facts.vocabulary / t}
-
-    def sequences(self, batch: float) -> Terms:
-        return {"calls": 1.0, "sequences": float(batch)}
-
-    def hidden(self, tokens: float) -> Terms:
-        return {"calls": 1.0, "elements": tokens * self.facts.hidden}
-
-    def of(self, seen: Observation, stage: Stage, cores: int) -> Terms | None:
-        """The terms of an observation; None for a phase that is no cost (a wait)."""
-        makers: Mapping[str, Callable[[], Terms]] = {
-            "forward": lambda: self.forward(stage, seen.batch, seen.tokens, seen.context, cores),
-            "logits": lambda: self.logits(stage, seen.batch, cores),
-            "handover": lambda: self.columns(seen.batch, stage.t),
-            "send": lambda: self.hidden(seen.tokens),
-            "turnaround": lambda: self.sequences(seen.batch),
-            "prepare": lambda: self.sequences(seen.batch),
-            "schedule": lambda: self.sequences(seen.batch),
-            "dispatch": lambda: self.sequences(seen.batch),
-            "update": lambda: self.sequences(seen.batch),
-            "sample": lambda: self.columns(seen.batch),
-            "device_sample": lambda: self.columns(seen.batch),
-        }
-        maker = makers.get(seen.phase)
-        return None if maker is None else maker()
+def _forward_terms(sheet: DatasheetCosts, stage: Stage, tokens: float, cores: int) -> Terms:
+    facts = sheet.facts
+    active = sum(_active(facts, layer) for layer in stage.layer_range) / stage.t
+    size = tokens * facts.hidden * facts.activation_bytes
+    return {
+        "layers": float(stage.layers),
+        # Where caches are large enough to keep a stage's weights, the vocabulary projection
+        # evicts them: the last stage reads its layers from memory every time.
+        "layers of the last": float(stage.layers if stage.is_last else 0),
+        "products": 2.0 * active * tokens / cores,
+        "all-reduce": 2 * stage.layers * all_reduce_seconds(sheet.cluster, stage, size),
+    }
 
 
 def _active(facts: ModelFacts, layer: int) -> float:
@@ -136,8 +92,27 @@ def _active(facts: ModelFacts, layer: int) -> float:
     return float(parameters)
 
 
-_SHARED = ("forward", "logits")
-"""Phases that do not depend on the engine."""
+def _terms(
+    facts: ModelFacts, phase: str, *, batch: float, tokens: float = 0.0, t: int = 1, cores: int = 1
+) -> Terms | None:
+    """The terms of every phase but the forward; None for one that is no cost (a wait)."""
+    match phase:
+        case "logits":
+            weights = facts.embedding_parameters / t
+            return {"weights": weights, "products": 2.0 * weights * batch / cores}
+        case "handover":
+            return {"calls": 1.0, "logits": batch * facts.vocabulary / t}
+        case "sample" | "device_sample":
+            return {"calls": 1.0, "logits": batch * facts.vocabulary}
+        case "send":
+            return {"calls": 1.0, "elements": tokens * facts.hidden}
+        case "turnaround" | "prepare" | "schedule" | "dispatch" | "update":
+            return {"calls": 1.0, "sequences": float(batch)}
+    return None
+
+
+def _key(engine: str, phase: str) -> str:
+    return phase if phase in _SHARED else f"{engine}: {phase}"
 
 
 def calibrate(sheet: DatasheetCosts, runs: Sequence[Run]) -> Calibration:
@@ -149,28 +124,31 @@ def calibrate(sheet: DatasheetCosts, runs: Sequence[Run]) -> Calibration:
 
     Raises:
         ConfigError: no forward was observed, or a run's stages do not suit the model.
+        ResourceError: scipy is not installed.
     """
-    shapes = _Shapes(sheet)
+    facts = sheet.facts
     rows: dict[str, list[tuple[Terms, Observation]]] = {}
     for run in runs:
-        if run.p > sheet.facts.layers:
-            raise ConfigError(
-                f"--calibrate: the trace has {run.p} stages, {sheet.facts.name} only "
-                f"{sheet.facts.layers} layers; is it a trace of this model?"
-            )
-        if run.layers is not None and sum(run.layers) != sheet.facts.layers:
-            raise ConfigError(
-                f"--calibrate: the trace's stages have {sum(run.layers)} layers, "
-                f"{sheet.facts.name} has {sheet.facts.layers}; is it a trace of this model?"
-            )
-        placement = place(
-            sheet.facts.layers, run.p, run.t, sheet.cluster.devices_per_host, run.layers
-        )
+        _check_model(facts, run)
+        stages = place(
+            facts.layers, run.p, run.t, sheet.cluster.devices_per_host, run.layers
+        ).stages
         for seen in run.observations:
-            stage = placement.stages[max(0, min(seen.stage, run.p - 1))]
-            terms = shapes.of(seen, stage, run.cores)
-            if terms is not None and seen.seconds > 0 and seen.batch > 0:
-                rows.setdefault(_key(run.engine, seen.phase), []).append((terms, seen))
+            if seen.phase == "forward":
+                found: Terms | None = _forward_terms(
+                    sheet, stages[min(seen.stage, run.p - 1)], seen.tokens, run.cores
+                )
+            else:
+                found = _terms(
+                    facts,
+                    seen.phase,
+                    batch=seen.batch,
+                    tokens=seen.tokens,
+                    t=run.t,
+                    cores=run.cores,
+                )
+            if found is not None and seen.seconds > 0 and seen.batch > 0:
+                rows.setdefault(_key(run.engine, seen.phase), []).append((found, seen))
     fits = {key: _fit(key, found) for key, found in rows.items() if len(found) >= _FEWEST}
     if "forward" not in fits:
         raise ConfigError(
@@ -178,39 +156,46 @@ def calibrate(sheet: DatasheetCosts, runs: Sequence[Run]) -> Calibration:
             f"{_FEWEST} forward records; run the model longer with --trace"
         )
     return Calibration(
-        sheet=sheet,
+        **vars(sheet),
         fits=fits,
         degrees=frozenset((run.p, run.t) for run in runs),
         cores=max(run.cores for run in runs),
-        context_known=any(seen.context is not None for run in runs for seen in run.observations),
     )
 
 
-def _key(engine: str, phase: str) -> str:
-    return phase if phase in _SHARED else f"{engine}: {phase}"
+def _check_model(facts: ModelFacts, run: Run) -> None:
+    if run.p > facts.layers:
+        raise ConfigError(
+            f"--calibrate: the trace has {run.p} stages, {facts.name} only "
+            f"{facts.layers} layers; is it a trace of this model?"
+        )
+    if run.layers is not None and sum(run.layers) != facts.layers:
+        raise ConfigError(
+            f"--calibrate: the trace's stages have {sum(run.layers)} layers, "
+            f"{facts.name} has {facts.layers}; is it a trace of this model?"
+        )
 
 
 def _fit(key: str, rows: list[tuple[Terms, Observation]]) -> Fit:
     """Fit to all; the errors are those on one half of a fit to the other."""
-    names = tuple(rows[0][0])
-    values = [tuple(terms.get(name, 0.0) for name in names) for terms, _ in rows]
+    values = [tuple(terms.values()) for terms, _ in rows]
     seconds = np.asarray([seen.seconds for _, seen in rows])
     errors = _held_out_errors(values, seconds)
     keys, means, counts, dropped = group_means(values, seconds)
     coefficients = fit_robustly(np.asarray(keys), means, counts)
-    batches = [seen.batch for _, seen in rows]
-    tokens = [seen.tokens for _, seen in rows]
+    batches = [float(seen.batch) for _, seen in rows]
+    tokens = [float(seen.tokens) for _, seen in rows]
     return Fit(
         phase=key,
-        terms=names,
-        coefficients=tuple(float(value) for value in coefficients),
+        terms=tuple(rows[0][0]),
+        coefficients=tuple(coefficients.tolist()),
         count=len(rows) - dropped,
         dropped=dropped,
         mean_seconds=float(np.average(means, weights=counts)),
         median_error=float(np.quantile(errors, 0.5)),
         high_error=float(np.quantile(errors, 0.9)),
-        batch_range=(float(min(batches)), float(max(batches))),
-        tokens_range=(float(min(tokens)), float(max(tokens))),
+        batch_range=(min(batches), max(batches)),
+        tokens_range=(min(tokens), max(tokens)),
     )
 
 
@@ -223,103 +208,89 @@ def _held_out_errors(values: list[tuple[float, ...]], seconds: Any) -> Any:
     return np.repeat(errors, counts.astype(int))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """Costs from fits, see :class:`sipipe.tools.planner.costs.Costs`; the data sheets fill gaps."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration(DatasheetCosts):
+    """Costs from fits; what has no fit comes from the data sheets of the parent."""
 
-    sheet: DatasheetCosts
     fits: Mapping[str, Fit]
     """By phase; phases that depend on the engine as ``"sipipe: prepare"``."""
     degrees: frozenset[tuple[int, int]]
     """The (p, t) that were run."""
     cores: int
-    context_known: bool
 
-    @property
-    def _shapes(self) -> _Shapes:
-        return _Shapes(self.sheet)
-
-    def _of(self, engine: str, phase: str, terms: Terms) -> float | None:
+    def _fitted(
+        self, engine: str, phase: str, *, batch: float, tokens: float = 0.0, t: int = 1
+    ) -> float | None:
+        """Seconds of a phase that has a fit."""
         fit = self.fits.get(_key(engine, phase))
-        return None if fit is None else fit.seconds(**{n: terms.get(n, 0.0) for n in fit.terms})
+        terms = _terms(self.facts, phase, batch=batch, tokens=tokens, t=t, cores=self.cores)
+        if fit is None or terms is None:
+            return None
+        return sum(fit.part(name, value) for name, value in terms.items())
 
     def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> ForwardTime:
         """The fitted forward; on the last stage also the projection and the logits' hand-over."""
-        context = work.context if self.context_known else None
-        terms = self._shapes.forward(stage, work.batch, work.tokens, context, self.cores)
         fit = self.fits["forward"]
+        terms = _forward_terms(self, stage, work.tokens, self.cores)
         parts = {name: fit.part(name, value) for name, value in terms.items()}
         return ForwardTime(
             compute=parts["products"],
             weights=parts["layers"] + parts["layers of the last"],
-            attention=parts.get("cache reads", 0.0),
+            attention=0.0,
             overhead=0.0,
             all_reduce=parts["all-reduce"],
-            logits=self._logits(stage, work, gather=gather) if stage.is_last else 0.0,
+            logits=self._projection(stage, work, gather=gather) if stage.is_last else 0.0,
         )
 
-    def _logits(self, stage: Stage, work: Microbatch, *, gather: bool) -> float:
-        terms = self._shapes.logits(stage, work.batch, self.cores)
-        seconds = self._of("", "logits", terms)
+    def _projection(self, stage: Stage, work: Microbatch, *, gather: bool) -> float:
+        seconds = self._fitted("", "logits", batch=work.batch, t=stage.t)
         if seconds is None:
-            seconds = self.sheet.forward(stage, work, gather=gather).logits
+            seconds = super().forward(stage, work, gather=gather).logits
         if not gather:  # SiPipe: logits are written where the samplers read them
-            columns = self._shapes.columns(work.batch, stage.t)
-            seconds += self._of("sipipe", "handover", columns) or 0.0
+            seconds += self._fitted("sipipe", "handover", batch=work.batch, t=stage.t) or 0.0
         return seconds
 
     def preparation(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
-        """See :class:`~sipipe.tools.planner.costs.Costs`."""
-        found = self._of(engine.key, "prepare", self._shapes.sequences(work.batch))
-        return self.sheet.preparation(engine, stage, work) if found is None else found
+        found = self._fitted(engine.key, "prepare", batch=work.batch)
+        return super().preparation(engine, stage, work) if found is None else found
 
     def transfer(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
         """Sending, where there is a next stage, and what passes between two microbatches."""
-        sending = self._of(engine.key, "send", self._shapes.hidden(work.tokens))
-        between = self._of(engine.key, "turnaround", self._shapes.sequences(work.batch))
+        sending = self._fitted(engine.key, "send", batch=work.batch, tokens=work.tokens)
+        between = self._fitted(engine.key, "turnaround", batch=work.batch)
         if stage.stages == 1:
             return between or 0.0
         if sending is None and between is None:
-            return self.sheet.transfer(engine, stage, work)
+            return super().transfer(engine, stage, work)
         return (0.0 if stage.is_last else sending or 0.0) + (between or 0.0)
 
-    def hop(self, stage: Stage, work: Microbatch) -> float:
-        """See :class:`~sipipe.tools.planner.costs.Costs`."""
-        return self.sheet.hop(stage, work)
-
     def device_sampling(self, work: Microbatch) -> float:
-        """See :class:`~sipipe.tools.planner.costs.Costs`."""
-        found = self._of("vllm", "device_sample", self._shapes.columns(work.batch))
-        return self.sheet.device_sampling(work) if found is None else found
+        found = self._fitted("vllm", "device_sample", batch=work.batch)
+        return super().device_sampling(work) if found is None else found
 
     def logits_copy(self, stage: Stage, work: Microbatch) -> float:
         """Part of the fitted hand-over, where there is one."""
-        if "sipipe: handover" in self.fits:
-            return 0.0
-        return self.sheet.logits_copy(stage, work)
+        return 0.0 if "sipipe: handover" in self.fits else super().logits_copy(stage, work)
 
     def host_sampling(self, work: Microbatch, samplers: int) -> float:
-        """The sampler with the most columns."""
-        columns = self._shapes.columns(math.ceil(work.batch / samplers))
-        found = self._of("sipipe", "sample", columns)
-        return self.sheet.host_sampling(work, samplers) if found is None else found
+        """The sampler with the most sequences."""
+        found = self._fitted("sipipe", "sample", batch=math.ceil(work.batch / samplers))
+        return super().host_sampling(work, samplers) if found is None else found
 
     def schedule(self, engine: Engine, work: Microbatch) -> float:
-        """See :class:`~sipipe.tools.planner.costs.Costs`."""
-        terms = self._shapes.sequences(work.batch)
-        found = [self._of(engine.key, phase, terms) for phase in ("schedule", "dispatch", "update")]
+        found = [
+            self._fitted(engine.key, phase, batch=work.batch)
+            for phase in ("schedule", "dispatch", "update")
+        ]
         if found[0] is None:
-            return self.sheet.schedule(engine, work)
+            return super().schedule(engine, work)
         return sum(seconds for seconds in found if seconds is not None)
 
     def shared_cores(self) -> tuple[int, int]:
-        """See :class:`~sipipe.tools.planner.costs.Costs`."""
-        total, _ = self.sheet.shared_cores()
-        return total, self.cores
+        return super().shared_cores()[0], self.cores
 
-    def outside(self, p: int, t: int, work: Microbatch) -> tuple[str, ...]:
+    def outside(self, t: int, work: Microbatch) -> tuple[str, ...]:
         """Why the prediction would leave what was observed; empty: it does not."""
-        del p
         found = []
         forward = self.fits["forward"]
         for name, value, (low, high) in (
@@ -339,15 +310,10 @@ class Calibration:
         if (p, t) not in self.degrees:
             seen = ", ".join(f"P{a}T{b}" for a, b in sorted(self.degrees))
             found.append(f"P{p}T{t} itself was not run ({seen} was): carried over by the model")
-        missing = [
-            phase
-            for phase in ("logits", "sipipe: prepare", "sipipe: sample", "sipipe: schedule")
-            if phase not in self.fits
-        ]
+        missing = [phase for phase in _EXPECTED if phase not in self.fits]
         if missing:
             found.append(f"from data sheets, not in the trace: {', '.join(missing)}")
-        if not self.context_known:
-            found.append("the trace has no context lengths: valid for lengths like the traced ones")
+        found.append("the trace has no context lengths: valid for lengths like the traced ones")
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:

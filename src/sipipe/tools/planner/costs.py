@@ -1,24 +1,23 @@
 """Seconds that each part of an iteration takes, from data sheets.
 
-:class:`Costs` is what the pipeline model asks; :class:`DatasheetCosts` answers from
-``hardware.toml``. A calibrated model (:mod:`sipipe.tools.planner.calibration`) answers the same
-questions from a trace.
+:class:`DatasheetCosts` answers what the pipeline model asks from ``hardware.toml``; a calibrated
+model (:mod:`sipipe.tools.planner.calibration`) overrides what a trace has shown.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Protocol
 
 from sipipe.engine.layers.facts import ModelFacts
+from sipipe.tools.planner import hardware
 from sipipe.tools.planner.communication import all_gather_seconds, all_reduce_seconds, hop_seconds
 from sipipe.tools.planner.hardware import Cluster, Efficiency, Engine, Sampling
 from sipipe.tools.planner.memory import kv_bytes
 from sipipe.tools.planner.placement import Stage
-from sipipe.tools.planner.workload import Microbatch
+from sipipe.tools.planner.workload import Microbatch, Workload
 
-__all__ = ["Costs", "DatasheetCosts", "ForwardTime", "roofline"]
+__all__ = ["DatasheetCosts", "ForwardTime", "datasheet_costs", "roofline"]
 
 _MICRO, _NANO = 1e-6, 1e-9
 
@@ -55,58 +54,9 @@ class ForwardTime:
         return layers + self.overhead + self.all_reduce + self.logits
 
 
-class Costs(Protocol):
-    """What the pipeline model needs to know; all results in seconds."""
-
-    def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> ForwardTime:
-        """Device time of ``stage``; ``gather``: the last stage collects logits on every rank."""
-        ...
-
-    def preparation(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
-        """CPU time to make the inputs of one microbatch."""
-        ...
-
-    def transfer(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
-        """Time a stage loses on a hand-over beyond moving the bytes."""
-        ...
-
-    def hop(self, stage: Stage, work: Microbatch) -> float:
-        """Time for the bytes from ``stage`` to the next."""
-        ...
-
-    def device_sampling(self, work: Microbatch) -> float:
-        """Time of the stock sampler on the last stage's device."""
-        ...
-
-    def logits_copy(self, stage: Stage, work: Microbatch) -> float:
-        """Time to bring the logits to the host's memory."""
-        ...
-
-    def host_sampling(self, work: Microbatch, samplers: int) -> float:
-        """Time of ``samplers`` cores for the tokens of a microbatch."""
-        ...
-
-    def schedule(self, engine: Engine, work: Microbatch) -> float:
-        """Scheduler, messages and update of one iteration."""
-        ...
-
-    def shared_cores(self) -> tuple[int, int]:
-        """Where devices are CPUs, and so compete with samplers and scheduler: the cores of all
-        hosts, and those of one device. (0, 0) for accelerators."""
-        ...
-
-    def outside(self, p: int, t: int, work: Microbatch) -> tuple[str, ...]:
-        """Why a prediction would leave what the costs were calibrated on; empty: it does not."""
-        ...
-
-    def notes(self, p: int, t: int) -> tuple[str, ...]:
-        """What to know about a prediction that does not."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasheetCosts:
-    """Costs from the data sheets and the efficiencies of ``hardware.toml``."""
+    """Costs from the data sheets and the efficiencies of ``hardware.toml``, in seconds."""
 
     facts: ModelFacts
     cluster: Cluster
@@ -123,7 +73,7 @@ class DatasheetCosts:
         return self.cluster.device.memory_gbs * 1e9 * self.efficiency.memory
 
     def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> ForwardTime:
-        """See :class:`Costs`."""
+        """Device time of ``stage``; ``gather``: the last stage collects logits on every rank."""
         compute, weights = self._products(stage, work)
         return ForwardTime(
             compute=compute,
@@ -187,22 +137,22 @@ class DatasheetCosts:
         return seconds
 
     def preparation(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
-        """See :class:`Costs`."""
+        """CPU time to make the inputs of one microbatch."""
         each = engine.preparation_sequence_us + (engine.readd_us if stage.stages > 1 else 0.0)
         return (engine.preparation_us + each * work.batch) * _MICRO
 
     def transfer(self, engine: Engine, stage: Stage, work: Microbatch) -> float:
-        """See :class:`Costs`."""
-        del work  # the bytes are in :meth:`hop`
+        """Time a stage loses on a hand-over beyond moving the bytes, which :meth:`hop` has."""
+        del work
         return engine.transfer_us * _MICRO if stage.stages > 1 else 0.0
 
     def hop(self, stage: Stage, work: Microbatch) -> float:
-        """Hidden states and residual: two tensors of [tokens, hidden]."""
+        """Moving hidden states and residual to the next stage: two tensors of [tokens, hidden]."""
         size = 2 * work.tokens * self.facts.hidden * self.facts.activation_bytes
         return hop_seconds(self.cluster, stage, size)
 
     def device_sampling(self, work: Microbatch) -> float:
-        """See :class:`Costs`."""
+        """Time of the stock sampler on the last stage's device."""
         logits = work.batch * self.facts.vocabulary
         device = self.cluster.device
         if device.kind == "cpu":
@@ -210,13 +160,13 @@ class DatasheetCosts:
         return logits * self.sampling.device_bytes / self._bandwidth
 
     def logits_copy(self, stage: Stage, work: Microbatch) -> float:
-        """Each rank writes its shard of the float32 logits over its own link."""
+        """Bringing logits to the host's memory: each rank writes its float32 shard over its link."""
         link = self.cluster.device.host_link
         size = 4.0 * work.batch * self.facts.vocabulary / stage.t
         return link.hop_us * _MICRO + size / link.bytes_per_second
 
     def host_sampling(self, work: Microbatch, samplers: int) -> float:
-        """Whole sequences per core, and never faster than the host's memory."""
+        """``samplers`` cores draw: whole sequences per core, and never faster than the host's memory."""
         vocabulary, sampling = self.facts.vocabulary, self.sampling
         rounds = math.ceil(work.batch / samplers)
         kernel = rounds * vocabulary * sampling.core_ns * _NANO
@@ -224,21 +174,37 @@ class DatasheetCosts:
         return max(kernel, traffic)
 
     def schedule(self, engine: Engine, work: Microbatch) -> float:
-        """See :class:`Costs`."""
+        """Scheduler, messages and update of one iteration."""
         return (engine.schedule_us + engine.schedule_sequence_us * work.batch) * _MICRO
 
     def shared_cores(self) -> tuple[int, int]:
-        """See :class:`Costs`."""
+        """Where devices are CPUs, and so compete with samplers and scheduler: the cores of all
+        hosts, and those of one device. (0, 0) for accelerators."""
         if self.cluster.device.kind == "gpu":
             return 0, 0
         return self.cluster.cores_per_host * self.cluster.hosts, max(1, self.cluster.device.cores)
 
-    def outside(self, p: int, t: int, work: Microbatch) -> tuple[str, ...]:
-        """Data sheets are calibrated on nothing, which the report says once, not per row."""
-        del p, t, work
+    def outside(self, t: int, work: Microbatch) -> tuple[str, ...]:
+        """Why a prediction would leave what the costs were calibrated on; empty: it does not."""
+        del t, work  # data sheets are calibrated on nothing, which the report says once
         return ()
 
     def notes(self, p: int, t: int) -> tuple[str, ...]:
-        """See :meth:`outside`."""
+        """What to know about a prediction that does not."""
         del p, t
         return ()
+
+
+def datasheet_costs(facts: ModelFacts, cluster: Cluster, workload: Workload) -> DatasheetCosts:
+    """The data sheets' costs of ``workload``.
+
+    Raises:
+        ConfigError: ``workload.sampling`` is unknown.
+    """
+    return DatasheetCosts(
+        facts=facts,
+        cluster=cluster,
+        efficiency=hardware.efficiency(),
+        sampling=hardware.sampling(workload.sampling),
+        kv_element_bytes=workload.kv_element_bytes or float(facts.activation_bytes),
+    )

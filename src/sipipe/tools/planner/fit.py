@@ -1,20 +1,18 @@
 """Fitting non-negative coefficients to measured times.
 
 A time is modelled as a sum of a few terms with physical meaning (per call, per sequence, per
-product, ...), each with a coefficient of zero or more, since no term can save time. There are at
-most five terms, so the exact non-negative least-squares solution is found by trying every subset
-of them; among subsets that are about as good, the smallest wins, because a trace with one batch
-size cannot tell terms apart that grow together.
+product, ...), each with a coefficient of zero or more, since no term can save time.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from sipipe.errors import ResourceError
 
 __all__ = ["Fit", "fit_robustly", "fit_terms", "group_means"]
 
@@ -22,8 +20,6 @@ Array = npt.NDArray[np.float64]
 
 _USUAL = 0.15
 """Relative deviation up to which a group counts in full; beyond, in proportion less."""
-_TOLERANCE = 1.02
-"""A subset is about as good when its weighted residual is within this factor of the best."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +42,8 @@ class Fit:
     batch_range: tuple[float, float]
     tokens_range: tuple[float, float]
 
-    def seconds(self, **terms: float) -> float:
-        """The predicted time for the value of each term; terms the trace lacked are ignored."""
-        return float(
-            sum(
-                coefficient * terms[name]
-                for name, coefficient in zip(self.terms, self.coefficients, strict=True)
-            )
-        )
-
     def part(self, term: str, value: float) -> float:
-        """The share of one term, seconds."""
+        """The share of one term, seconds; 0 for a term that the trace lacked."""
         if term not in self.terms:
             return 0.0
         return self.coefficients[self.terms.index(term)] * value
@@ -76,13 +63,13 @@ def group_means(
     groups: dict[tuple[float, ...], list[float]] = {}
     for key, value in zip(keys, seconds, strict=True):
         groups.setdefault(key, []).append(float(value))
-    means, counts, dropped = [], [], 0
+    means, counts = [], []
     for values in groups.values():
         array = np.asarray(values)
         kept = array[array <= outlier * np.median(array)]
-        dropped += len(array) - len(kept)
         means.append(kept.mean())
         counts.append(len(kept))
+    dropped = len(seconds) - sum(counts)
     return list(groups), np.asarray(means), np.asarray(counts, dtype=np.float64), dropped
 
 
@@ -90,36 +77,28 @@ def fit_terms(matrix: Array, seconds: Array, weights: Array) -> Array:
     """Coefficients of 0 or more that minimize the weighted relative error.
 
     Args:
-        matrix: [records, terms] value of each term.
+        matrix: [records, terms] value of each term, 0 or more.
         seconds: [records] measured times, above 0.
         weights: [records] how many observations each row stands for.
 
     Returns:
         [terms] coefficients; 0 for a term that is not needed.
+
+    Raises:
+        ResourceError: scipy is not installed.
     """
-    scale = np.sqrt(weights) / seconds
-    rows, target = matrix * scale[:, None], np.sqrt(weights)
-    columns = matrix.shape[1]
-    found: list[tuple[float, int, Array]] = []
-    for size in range(1, columns + 1):
-        for subset in itertools.combinations(range(columns), size):
-            part = rows[:, subset]
-            spread = np.abs(part).max(axis=0)
-            if not spread.all():
-                continue
-            solution, *_ = np.linalg.lstsq(part / spread, target, rcond=1e-9)
-            if (solution < 0).any():
-                continue
-            coefficients = np.zeros(columns)
-            coefficients[list(subset)] = solution / spread
-            residual = float(np.linalg.norm(rows @ coefficients - target))
-            found.append((residual, size, coefficients))
-    if not found:
-        return np.zeros(columns)
-    best = min(residual for residual, _, _ in found)
-    floor = 1e-9 * float(np.linalg.norm(target))
-    close = [entry for entry in found if entry[0] <= best * _TOLERANCE + floor]
-    return min(close, key=lambda entry: (entry[1], entry[0]))[2]
+    try:
+        from scipy.optimize import nnls
+    except ImportError:
+        raise ResourceError(
+            "plan --calibrate fits with scipy, which is not installed: pip install 'sipipe[plan]'"
+        ) from None
+    scale = np.sqrt(weights)
+    rows = matrix * (scale / seconds)[:, None]
+    spread = rows.max(axis=0, initial=0.0)
+    spread[spread == 0.0] = 1.0  # a term that no record has gets no coefficient
+    found: Array = nnls(rows / spread, scale)[0] / spread
+    return found
 
 
 def fit_robustly(matrix: Array, seconds: Array, weights: Array) -> Array:

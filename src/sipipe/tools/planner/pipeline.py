@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sipipe.tools.planner.costs import Costs, ForwardTime
+from sipipe.tools.planner.costs import DatasheetCosts, ForwardTime
 from sipipe.tools.planner.hardware import Engine
 from sipipe.tools.planner.placement import Placement
 from sipipe.tools.planner.workload import Microbatch
@@ -130,7 +130,7 @@ def _largest_part(stages: list[StageTime], others: dict[str, float]) -> str:
 
 
 def iterate(
-    costs: Costs,
+    costs: DatasheetCosts,
     engine: Engine,
     placement: Placement,
     work: Microbatch,

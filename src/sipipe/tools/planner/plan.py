@@ -10,17 +10,16 @@ from collections.abc import Callable
 
 from sipipe.engine.layers.cut import cut_layers
 from sipipe.engine.layers.facts import ModelFacts
-from sipipe.errors import ConfigError
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.communication import volume_per_device
-from sipipe.tools.planner.costs import Costs, DatasheetCosts
+from sipipe.tools.planner.costs import DatasheetCosts, datasheet_costs
 from sipipe.tools.planner.hardware import Cluster, Engine
 from sipipe.tools.planner.memory import Memory, memory_of
 from sipipe.tools.planner.pipeline import Iteration, iterate
 from sipipe.tools.planner.placement import Placement, place
-from sipipe.tools.planner.workload import Workload
+from sipipe.tools.planner.workload import Microbatch, Workload
 
-__all__ = ["Choice", "Plan", "Prediction", "Rejected", "make_plan", "predict"]
+__all__ = ["Choice", "Plan", "Prediction", "Rejected", "make_plan"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +104,16 @@ class Plan:
         return self.choices[0] if self.choices else None
 
 
+class _RuledOutError(Exception):
+    """Why a (p, t), or one engine on it, cannot serve the workload."""
+
+
 def make_plan(
     facts: ModelFacts,
     cluster: Cluster,
     workload: Workload,
     *,
-    costs: Costs | None = None,
+    costs: DatasheetCosts | None = None,
     baseline: str = "vllm",
     inflight: int | None = None,
     samplers: int | None = None,
@@ -124,28 +127,32 @@ def make_plan(
         workload: what is asked.
         costs: calibrated costs; None takes the data sheets'.
         baseline: the engine to compare SiPipe with.
-        inflight: SiPipe's microbatches in flight; None tries p and p + 1.
-        samplers: CPU sampler processes; None takes as many as are needed and free.
+        inflight: SiPipe's microbatches in flight, 1 or more; None tries p and p + 1.
+        samplers: CPU sampler processes, 1 or more; None takes as many as are needed and free.
         extrapolate: predict outside what ``costs`` were calibrated on, marked, instead of
             ruling it out.
 
     Raises:
-        ConfigError: an unknown engine or sampling name, or a bad number; names the option.
+        ConfigError: an unknown engine or sampling name; names the option.
     """
-    for option, value in (("--inflight", inflight), ("--samplers", samplers)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{option} must be 1 or more, not {value}")
-    engines = (hardware.engine("sipipe"), hardware.engine(baseline))
+    search = _Search(
+        costs=costs or datasheet_costs(facts, cluster, workload),
+        workload=workload,
+        ours=hardware.engine("sipipe"),
+        theirs=hardware.engine(baseline),
+        inflight=inflight,
+        samplers=samplers,
+        extrapolate=extrapolate,
+    )
     choices, rejected = [], []
-    for p in _divisors(cluster.devices):
-        t = cluster.devices // p
-        found = _consider(
-            facts, cluster, workload, p, t, costs, engines, inflight, samplers, extrapolate
-        )
-        if isinstance(found, Rejected):
-            rejected.append(found)
-        else:
-            choices.append(found)
+    for p in range(1, cluster.devices + 1):
+        t, rest = divmod(cluster.devices, p)
+        if rest:
+            continue
+        try:
+            choices.append(search.consider(p, t))
+        except _RuledOutError as reason:
+            rejected.append(Rejected(p=p, t=t, reason=str(reason)))
     choices.sort(key=lambda choice: (-choice.best.throughput, choice.best.tpot))
     return Plan(
         facts=facts,
@@ -156,103 +163,173 @@ def make_plan(
     )
 
 
-def _divisors(number: int) -> list[int]:
-    return [value for value in range(1, number + 1) if number % value == 0]
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """What is the same for every (p, t); see :func:`make_plan`."""
 
+    costs: DatasheetCosts
+    workload: Workload
+    ours: Engine
+    theirs: Engine
+    inflight: int | None
+    samplers: int | None
+    extrapolate: bool
 
-def _consider(
-    facts: ModelFacts,
-    cluster: Cluster,
-    workload: Workload,
-    p: int,
-    t: int,
-    costs: Costs | None,
-    engines: tuple[Engine, Engine],
-    inflight: int | None,
-    samplers: int | None,
-    extrapolate: bool,
-) -> Choice | Rejected:
-    def out(reason: str) -> Rejected:
-        return Rejected(p=p, t=t, reason=reason)
+    def consider(self, p: int, t: int) -> Choice:
+        """The best deployment with ``p`` stages of ``t`` ranks, and the baseline on the same.
 
-    reason = _not_divisible(facts, p, t)
-    if reason:
-        return out(reason)
-    efficiency = hardware.efficiency()
-    element = workload.kv_element_bytes or float(facts.activation_bytes)
-    measure = functools.partial(
-        memory_of,
-        facts,
-        cluster=cluster,
-        efficiency=efficiency,
-        utilization=workload.memory_utilization,
-        kv_element_bytes=element,
-    )
-    even = place(facts.layers, p, t, cluster.devices_per_host)
-    cut = cut_layers(facts, p, t, device=cluster.device.kind)
-    placement = place(facts.layers, p, t, cluster.devices_per_host, cut)
-    memory, even_memory = measure(placement), measure(even)
-    if _does_not_fit(memory, workload):
-        placement, memory = even, even_memory
-    reason = _does_not_fit(memory, workload)
-    if reason:
-        return out(reason)
-    if costs is None:
-        costs = DatasheetCosts(
-            facts=facts,
+        Raises:
+            _RuledOutError: there is none.
+        """
+        facts, cluster, workload = self.costs.facts, self.costs.cluster, self.workload
+        _check_divisible(facts, p, t)
+        measure = functools.partial(
+            memory_of,
+            facts,
             cluster=cluster,
-            efficiency=efficiency,
-            sampling=hardware.sampling(workload.sampling),
-            kv_element_bytes=element,
+            efficiency=self.costs.efficiency,
+            utilization=workload.memory_utilization,
+            kv_element_bytes=self.costs.kv_element_bytes,
         )
-    cores = samplers or cluster.sampler_cores
-    ours, theirs = engines
-    found = []
-    for m in (inflight,) if inflight else (p, p + int(ours.extra)):
-        prediction = predict(costs, ours, placement, memory, workload, m, cores, extrapolate)
-        if isinstance(prediction, Prediction):
-            found.append(prediction)
-        else:
-            reason = prediction
-    if not found:
-        return out(reason)
-    best = max(found, key=lambda prediction: prediction.throughput)
-    other = predict(costs, theirs, even, even_memory, workload, p, cores, extrapolate)
-    again = functools.partial(
-        iterate, costs, ours, placement, best.iteration.microbatch, inflight=best.iteration.inflight
-    )
-    volume = volume_per_device(facts.layers, facts.hidden, best.batch, p, t)
-    return Choice(
-        p=p,
-        t=t,
-        placement=placement,
-        cut=cut,
-        memory=memory,
-        best=best,
-        baseline=other if isinstance(other, Prediction) else None,
-        baseline_reason="" if isinstance(other, Prediction) else other,
-        samplers=samplers or _enough_samplers(lambda n: again(samplers=n), cores),
-        communication_bytes=volume * workload.tokens_per_sequence * facts.activation_bytes,
-    )
+        even = place(facts.layers, p, t, cluster.devices_per_host)
+        cut = cut_layers(facts, p, t, device=cluster.device.kind)
+        placement = place(facts.layers, p, t, cluster.devices_per_host, cut)
+        memory, even_memory = measure(placement), measure(even)
+        if _lack(memory, workload):
+            placement, memory = even, even_memory
+        if lack := _lack(memory, workload):
+            raise _RuledOutError(lack)
+        cores = self.samplers or cluster.sampler_cores
+        best = self._best_inflight(placement, memory, cores)
+        baseline, reason = None, ""
+        try:
+            baseline = self._predict(self.theirs, even, even_memory, p, cores)
+        except _RuledOutError as error:
+            reason = str(error)
+        volume = volume_per_device(facts.layers, facts.hidden, best.batch, p, t)
+        return Choice(
+            p=p,
+            t=t,
+            placement=placement,
+            cut=cut,
+            memory=memory,
+            best=best,
+            baseline=baseline,
+            baseline_reason=reason,
+            samplers=self.samplers or self._enough_samplers(placement, best.iteration, cores),
+            communication_bytes=volume * workload.tokens_per_sequence * facts.activation_bytes,
+        )
+
+    def _best_inflight(self, placement: Placement, memory: Memory, cores: int) -> Prediction:
+        """The better of p and p + 1 microbatches in flight, or what was asked for."""
+        found, reason = [], _RuledOutError()
+        p = placement.p
+        for m in (self.inflight,) if self.inflight else (p, p + int(self.ours.extra)):
+            try:
+                found.append(self._predict(self.ours, placement, memory, m, cores))
+            except _RuledOutError as error:
+                reason = error
+        if not found:
+            raise reason
+        return max(found, key=lambda prediction: prediction.throughput)
+
+    def _predict(
+        self, engine: Engine, placement: Placement, memory: Memory, inflight: int, samplers: int
+    ) -> Prediction:
+        """The best number of running sequences for one engine and placement.
+
+        Throughput and delay both grow with the batch, so the search is for the largest one within
+        the caps; smaller ones are looked at because whole sequences per sampler core and experts
+        reached make small steps.
+
+        Raises:
+            _RuledOutError: there is none within the budget or the calibrated range.
+        """
+        costs, workload = self.costs, self.workload
+
+        def work(batch: int) -> tuple[Microbatch, int]:
+            rounds = min(inflight, batch)  # fewer sequences than microbatches: some stay empty
+            return workload.microbatch(math.ceil(batch / rounds)), rounds
+
+        def run(batch: int) -> Iteration:
+            each, rounds = work(batch)
+            return iterate(costs, engine, placement, each, inflight=rounds, samplers=samplers)
+
+        def outside(batch: int) -> tuple[str, ...]:
+            return costs.outside(placement.t, work(batch)[0])
+
+        least, cap, why = 1, *_batch_cap(memory, workload, inflight)
+        if workload.fixed_batch is not None:
+            least = workload.fixed_batch
+            if least > cap:
+                raise _RuledOutError(f"--batch {least} is over the limit of {cap} set by {why}")
+            cap, why = least, "--batch"
+        if not self.extrapolate and outside(cap):
+            tried = _candidates(least, cap)
+            within = [batch for batch in tried if not outside(batch)]
+            if not within:
+                unseen = "; ".join(min(map(outside, tried), key=len))
+                raise _RuledOutError(f"not predicted: {unseen} (--extrapolate predicts it, marked)")
+            cap, why = within[-1], "calibrated range"
+        if (tpot := run(least).delay) > workload.tpot_slo:
+            raise _RuledOutError(
+                f"TPOT {tpot * 1e3:.1f} ms with {least} running sequence(s), over the "
+                f"budget of {workload.tpot_slo * 1e3:g} ms"
+            )
+        if run(cap).delay > workload.tpot_slo:
+            cap, why = _largest(lambda n: run(n).delay <= workload.tpot_slo, cap), "TPOT budget"
+        batch = max(_candidates(least, cap), key=lambda b: (b / run(b).delay, -b))
+        return Prediction(
+            engine=engine,
+            iteration=run(batch),
+            batch=batch,
+            lowest_tpot=run(1).delay,
+            capped_by=why if batch == cap else "no gain from more",
+            unmeasured=(
+                *(f"extrapolated: {reason}" for reason in outside(batch)),
+                *costs.notes(placement.p, placement.t),
+            ),
+        )
+
+    def _enough_samplers(self, placement: Placement, best: Iteration, cores: int) -> int:
+        """The fewest sampler cores that are within one percent of what all ``cores`` reach."""
+
+        def period(samplers: int) -> float:
+            return iterate(
+                self.costs,
+                self.ours,
+                placement,
+                best.microbatch,
+                inflight=best.inflight,
+                samplers=samplers,
+            ).period
+
+        wanted = period(cores) * 1.01
+        return 1 + bisect.bisect_left(
+            range(1, cores + 1), True, key=lambda samplers: period(samplers) <= wanted
+        )
 
 
-def _not_divisible(facts: ModelFacts, p: int, t: int) -> str:
-    """Why the model cannot be cut this way; empty if it can."""
+def _check_divisible(facts: ModelFacts, p: int, t: int) -> None:
+    """Raise where the model cannot be cut this way."""
     attention = facts.attention
+    kv, block = attention.kv_heads, ""
     if p > facts.layers:
-        return f"{p} stages for {facts.layers} layers"
+        raise _RuledOutError(f"{p} stages for {facts.layers} layers")
     if attention.heads % t:
-        return f"{attention.heads} attention heads do not divide by t = {t}"
-    kv = attention.kv_heads
+        raise _RuledOutError(f"{attention.heads} attention heads do not divide by t = {t}")
     if attention.kind == "gqa" and kv % t and t % kv:
-        return f"{kv} KV heads and t = {t}: neither divides the other"
+        raise _RuledOutError(f"{kv} KV heads and t = {t}: neither divides the other")
     if facts.intermediate % (t * facts.block):
-        block = f" into whole blocks of {facts.block}" if facts.block > 1 else ""
-        return f"feed-forward width {facts.intermediate} does not divide by t = {t}{block}"
-    return ""
+        if facts.block > 1:
+            block = f" into whole blocks of {facts.block}"
+        raise _RuledOutError(
+            f"feed-forward width {facts.intermediate} does not divide by t = {t}{block}"
+        )
 
 
-def _does_not_fit(memory: Memory, workload: Workload) -> str:
+def _lack(memory: Memory, workload: Workload) -> str:
+    """What keeps a single sequence from fitting; empty if it fits."""
     if memory.short:
         return (
             f"does not fit: stage {memory.stage} needs "
@@ -266,70 +343,6 @@ def _does_not_fit(memory: Memory, workload: Workload) -> str:
             f"{workload.longest:,} does not fit"
         )
     return ""
-
-
-def predict(
-    costs: Costs,
-    engine: Engine,
-    placement: Placement,
-    memory: Memory,
-    workload: Workload,
-    inflight: int,
-    samplers: int,
-    extrapolate: bool = False,
-) -> Prediction | str:
-    """The best number of running sequences for one engine and placement, or why there is none.
-
-    Throughput and delay both grow with the batch, so the search is for the largest one within
-    the caps; smaller ones are looked at because whole sequences per sampler core and experts
-    reached make small steps.
-    """
-
-    def run(batch: int) -> Iteration:
-        rounds = min(inflight, batch)  # fewer sequences than microbatches: some stay empty
-        work = workload.microbatch(math.ceil(batch / rounds))
-        return iterate(costs, engine, placement, work, inflight=rounds, samplers=samplers)
-
-    def outside(batch: int) -> tuple[str, ...]:
-        work = workload.microbatch(math.ceil(batch / min(inflight, batch)))
-        return costs.outside(placement.p, placement.t, work)
-
-    cap, why = _batch_cap(memory, workload, inflight)
-    if workload.fixed_batch is not None:
-        if workload.fixed_batch > cap:
-            return f"--batch {workload.fixed_batch} is over the limit of {cap} set by {why}"
-        cap, why = workload.fixed_batch, "--batch"
-    if not extrapolate and outside(cap) and workload.fixed_batch is None:
-        within = [batch for batch in _candidates(1, cap) if not outside(batch)]
-        if within:
-            cap, why = within[-1], "calibrated range"
-    if not extrapolate and outside(cap):
-        unseen = min(map(outside, _candidates(1, cap)), key=len)
-        if workload.fixed_batch is not None:
-            unseen = outside(cap)
-        return "not predicted: " + "; ".join(unseen) + " (--extrapolate predicts it, marked)"
-    least = cap if workload.fixed_batch is not None else 1
-    if run(least).delay > workload.tpot_slo:
-        return (
-            f"TPOT {run(least).delay * 1e3:.1f} ms with {least} running sequence(s), over the "
-            f"budget of {workload.tpot_slo * 1e3:g} ms"
-        )
-    if run(cap).delay > workload.tpot_slo:
-        cap, why = _largest(lambda batch: run(batch).delay <= workload.tpot_slo, cap), "TPOT budget"
-    batch = max(_candidates(least, cap), key=lambda b: (b / run(b).delay, -b))
-    if batch < cap:
-        why = "no gain from more"
-    return Prediction(
-        engine=engine,
-        iteration=run(batch),
-        batch=batch,
-        lowest_tpot=run(1).delay,
-        capped_by=why,
-        unmeasured=(
-            *(f"extrapolated: {reason}" for reason in outside(batch)),
-            *costs.notes(placement.p, placement.t),
-        ),
-    )
 
 
 def _batch_cap(memory: Memory, workload: Workload, inflight: int) -> tuple[int, str]:
@@ -361,11 +374,3 @@ def _candidates(least: int, most: int) -> list[int]:
         values.add(int(value))
         value = max(value + 1, value * 2 ** (1 / 16))
     return sorted(values | {most})
-
-
-def _enough_samplers(run: Callable[[int], Iteration], cores: int) -> int:
-    """The fewest sampler cores that are within one percent of what all ``cores`` reach."""
-    wanted = run(cores).period * 1.01
-    return 1 + bisect.bisect_left(
-        range(1, cores + 1), True, key=lambda samplers: run(samplers).period <= wanted
-    )

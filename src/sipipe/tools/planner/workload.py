@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from sipipe.errors import ConfigError
-
 __all__ = ["Microbatch", "Workload"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A steady stream of requests. Raises ConfigError naming the option of a bad value."""
+    """A steady stream of requests."""
 
     input: int = 1000
     """Prompt tokens of a request (mean)."""
@@ -32,35 +30,6 @@ class Workload:
     """Bytes per cached element; None: as the activations."""
     fixed_batch: int | None = None
     """Run exactly this many sequences instead of searching for the best number."""
-
-    def __post_init__(self) -> None:
-        checks = (
-            ("--input", self.input, self.input >= 0, "0 or more"),
-            ("--output", self.output, self.output >= 1, "1 or more"),
-            ("--tpot-slo", self.tpot_slo, self.tpot_slo > 0, "above 0"),
-            ("--max-num-seqs", self.max_num_seqs, self.max_num_seqs >= 1, "1 or more"),
-            (
-                "--max-num-batched-tokens",
-                self.max_num_batched_tokens,
-                self.max_num_batched_tokens >= 1,
-                "1 or more",
-            ),
-            (
-                "--gpu-memory-utilization",
-                self.memory_utilization,
-                0 < self.memory_utilization <= 1,
-                "above 0 and up to 1",
-            ),
-            (
-                "--batch",
-                self.fixed_batch,
-                self.fixed_batch is None or self.fixed_batch >= 1,
-                "1 or more",
-            ),
-        )
-        for option, value, good, allowed in checks:
-            if not good:
-                raise ConfigError(f"{option} must be {allowed}, not {value}")
 
     @property
     def context(self) -> float:
