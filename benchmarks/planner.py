@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import report
-from sipipe.cli.plan_traces import check_loop, run_of
-from sipipe.engine.layers.hf_config import load_model
 from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.tools.planner.calibration import calibrate
-from sipipe.tools.planner.costs import DatasheetCosts
-from sipipe.tools.planner.hardware import Cluster, device, efficiency, local_cpu, network, sampling
+from sipipe.tools.planner.costs import datasheet_costs
+from sipipe.tools.planner.hardware import Cluster, device, local_cpu, network
+from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.plan import make_plan
+from sipipe.tools.planner.traces import check_loop, run_of
 from sipipe.tools.planner.workload import Workload
 from sipipe.tools.report.reader import Trace, read_trace
 
@@ -182,13 +182,7 @@ def check(model: Path, traces: list[Trace]) -> list[dict[str, Any]]:
         network=network(100),
         cores_per_host=cores,
     )
-    sheet = DatasheetCosts(
-        facts=facts,
-        cluster=cluster,
-        efficiency=efficiency(),
-        sampling=sampling("temperature"),
-        kv_element_bytes=float(facts.activation_bytes),
-    )
+    sheet = datasheet_costs(facts, cluster, Workload(sampling="temperature"))
     return [
         {
             "engine": found.engine,

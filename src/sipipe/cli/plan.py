@@ -15,11 +15,11 @@ from sipipe.cli.parser import make_parser
 from sipipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sipipe.cli.plan_traces import LoopCheck
     from sipipe.engine.layers.facts import ModelFacts
     from sipipe.tools.planner.calibration import Calibration
     from sipipe.tools.planner.hardware import Cluster
     from sipipe.tools.planner.plan import Plan
+    from sipipe.tools.planner.traces import LoopCheck
     from sipipe.tools.planner.workload import Workload
 
 __all__ = ["add_arguments", "main", "run"]
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _list()
         return 0
-    from sipipe.engine.layers.hf_config import load_model
+    from sipipe.tools.planner.models import load_model
     from sipipe.tools.planner.plan import make_plan
     from sipipe.tools.planner.quantities import count
 
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     calibration: Calibration | None = None
     checks: list[LoopCheck] = []
     if args.calibrate:
-        from sipipe.cli.plan_traces import calibrate_from_traces
+        from sipipe.tools.planner.traces import calibrate_from_traces
 
         calibration, checks = calibrate_from_traces(args.calibrate, facts, cluster, workload)
     plan = make_plan(
@@ -221,8 +221,8 @@ def _write_plot(path: Path, plan: Plan) -> None:
 
 
 def _list() -> None:
-    from sipipe.engine.layers.hf_config import builtin_models, load_model
     from sipipe.tools.planner.hardware import device, devices
+    from sipipe.tools.planner.models import builtin_models, load_model
 
     print("models")
     for name in builtin_models():

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from sipipe.tools.planner.memory import kv_bytes_per_token
 from sipipe.tools.planner.report import SEVERAL_HOSTS, limits, serve_commands
 
 if TYPE_CHECKING:
-    from sipipe.cli.plan_traces import LoopCheck
     from sipipe.tools.planner.calibration import Calibration
     from sipipe.tools.planner.plan import Choice, Plan, Prediction
+    from sipipe.tools.planner.traces import LoopCheck
 
 __all__ = ["print_tables"]
 
@@ -28,7 +29,7 @@ def print_tables(
     if not console.is_terminal:
         console = Console(highlight=False, width=140)
     facts, cluster = plan.facts, plan.cluster
-    kv = facts.kv_bytes_per_token(plan.workload.kv_element_bytes) / 1024
+    kv = kv_bytes_per_token(facts, plan.workload.kv_element_bytes) / 1024
     between = (
         f", {cluster.network.adapters} x {cluster.network.gigabits:g} Gb/s between hosts"
         if cluster.hosts > 1

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError
 from sipipe.tools.planner.calibration import Observation, Run, calibrate
-from sipipe.tools.planner.costs import DatasheetCosts
+from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.fit import fit_robustly, fit_terms, group_means
-from sipipe.tools.planner.hardware import Cluster, efficiency, engine, local_cpu, network, sampling
+from sipipe.tools.planner.hardware import Cluster, engine, local_cpu, network
 from sipipe.tools.planner.pipeline import iterate
 from sipipe.tools.planner.placement import place
 from sipipe.tools.planner.plan import make_plan
@@ -37,13 +37,7 @@ CLUSTER = Cluster(
     network=network(100),
     cores_per_host=1_000,  # so that no test depends on the machine's cores
 )
-SHEET = DatasheetCosts(
-    facts=BENCH,
-    cluster=CLUSTER,
-    efficiency=efficiency(),
-    sampling=sampling("all"),
-    kv_element_bytes=2.0,
-)
+SHEET = datasheet_costs(BENCH, CLUSTER, Workload())
 
 
 @settings(max_examples=80, deadline=None)

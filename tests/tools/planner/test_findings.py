@@ -7,8 +7,8 @@ per host.
 
 import pytest
 
-from sipipe.engine.layers.hf_config import load_model
 from sipipe.tools.planner.hardware import Cluster, device, network
+from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.plan import make_plan
 from sipipe.tools.planner.workload import Workload
 

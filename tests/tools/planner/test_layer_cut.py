@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sipipe.engine.layers.cut import _shortest, cut_layers, layer_split
-from sipipe.engine.layers.hf_config import facts_from_config, load_model
+from sipipe.engine.layers.hf_config import facts_from_config
+from sipipe.tools.planner.models import load_model
 
 
 def every_cut(layers, p):

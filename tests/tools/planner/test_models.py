@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sipipe.engine.layers.hf_config import builtin_models, facts_from_config, load_model
+from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError, UnsupportedError
+from sipipe.tools.planner.memory import kv_bytes_per_token, kv_shards
+from sipipe.tools.planner.models import builtin_models, load_model
 
 
 @pytest.mark.parametrize("name", builtin_models())
@@ -26,13 +28,13 @@ def test_parameters_agree_with_the_publisher(name):
     [("llama-3.1-8b", 128), ("llama-3.1-70b", 320), ("mixtral-8x7b", 128), ("deepseek-v3", 68.625)],
 )
 def test_kv_bytes_per_token(name, kilobytes):
-    assert load_model(name).kv_bytes_per_token() == kilobytes * 1024
+    assert kv_bytes_per_token(load_model(name)) == kilobytes * 1024
 
 
 def test_kv_cache_shards_by_head_and_the_latent_of_mla_not_at_all():
     llama, deepseek = load_model("llama-3.1-70b").attention, load_model("deepseek-v3").attention
-    assert [llama.kv_shards(t) for t in (1, 4, 8, 16)] == [1, 4, 8, 8]
-    assert [deepseek.kv_shards(t) for t in (1, 8, 16)] == [1, 1, 1]
+    assert [kv_shards(llama, t) for t in (1, 4, 8, 16)] == [1, 4, 8, 8]
+    assert [kv_shards(deepseek, t) for t in (1, 8, 16)] == [1, 1, 1]
 
 
 def test_experts_touched_between_the_chosen_and_all():

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sipipe.engine.layers.cut import layer_split
-from sipipe.engine.layers.hf_config import load_model
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.hardware import Cluster
 from sipipe.tools.planner.memory import memory_of, weight_bytes
+from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.placement import place
 
 

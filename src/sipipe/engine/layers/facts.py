@@ -1,9 +1,5 @@
-"""What the performance model knows of a language model: sizes, not weights.
-
-Everything is derived from the fields of a Hugging Face ``config.json`` (see
-:mod:`sipipe.engine.layers.hf_config`); the built-in models of ``models.toml`` are such fields too, so
-there is one code path, and their published parameter counts are only compared with in tests.
-"""
+"""The sizes of a language model, from its configuration: what the layers are cut by, and what the
+planner predicts from."""
 
 from __future__ import annotations
 
@@ -33,34 +29,6 @@ class Attention:
     """MLA: elements of the shared rotary key."""
     value_dim: int = 0
     """MLA: elements per value head."""
-
-    @property
-    def kv_elements(self) -> int:
-        """Elements that one token keeps in this layer's KV cache, over all tensor-parallel ranks
-        and without copies."""
-        if self.kind == "mla":
-            return self.kv_rank + self.rope_dim
-        return 2 * self.kv_heads * self.head_dim
-
-    def kv_shards(self, t: int) -> int:
-        """Into how many different parts ``t`` ranks split the cache of one token.
-
-        Grouped-query attention splits by KV head and copies beyond that; the latent of MLA has
-        no heads, so every rank keeps all of it.
-        """
-        return 1 if self.kind == "mla" else min(t, self.kv_heads)
-
-    def decode_flops(self, context: float) -> float:
-        """FLOPs of one new token attending to ``context`` cached tokens, all heads."""
-        if self.kind == "mla":  # absorbed form: scores and values in the latent space
-            return 2.0 * self.heads * (2 * self.kv_rank + self.rope_dim) * context
-        return 4.0 * self.heads * self.head_dim * context
-
-    def prefill_flops(self, context: float) -> float:
-        """FLOPs of one prompt token attending to ``context`` earlier tokens, all heads."""
-        if self.kind == "mla":  # expanded form: ordinary heads
-            return 2.0 * self.heads * (self.head_dim + self.rope_dim + self.value_dim) * context
-        return 4.0 * self.heads * self.head_dim * context
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +124,3 @@ class ModelFacts:
             return self.parameters
         idle = self.moe.parameters - self.moe.active_parameters
         return self.parameters - idle * len(self.sparse_layers)
-
-    def kv_bytes_per_token(self, element_bytes: float | None = None) -> float:
-        """KV cache of one token over all layers, without copies, in bytes."""
-        size = self.activation_bytes if element_bytes is None else element_bytes
-        return self.layers * self.attention.kv_elements * size

@@ -120,9 +120,7 @@ def _write(directory: Path, model: Any, shape: Shape, seed: int) -> None:
 
     weights = {name: draw(name, empty, seed=seed) for name, empty in model.state_dict().items()}
     model.load_state_dict(weights, assign=True)
-    model.generation_config = GenerationConfig(
-        eos_token_id=[2, 0], pad_token_id=0, do_sample=False
-    )
+    model.generation_config = GenerationConfig(eos_token_id=[2, 0], pad_token_id=0, do_sample=False)
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from sipipe.engine.layers.facts import ModelFacts
+from sipipe.engine.layers.facts import Attention, ModelFacts
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.communication import all_gather_seconds, all_reduce_seconds, hop_seconds
 from sipipe.tools.planner.hardware import Cluster, Efficiency, Engine, Sampling
@@ -32,6 +32,21 @@ def roofline(compute: float, memory: float, sharpness: float) -> float:
     if smaller == 0.0:
         return larger
     return larger * math.pow(1.0 + math.pow(smaller / larger, sharpness), 1.0 / sharpness)
+
+
+def _decode_flops(attention: Attention, context: float) -> float:
+    """FLOPs of one new token attending to ``context`` cached tokens, all heads."""
+    if attention.kind == "mla":  # absorbed form: scores and values in the latent space
+        return 2.0 * attention.heads * (2 * attention.kv_rank + attention.rope_dim) * context
+    return 4.0 * attention.heads * attention.head_dim * context
+
+
+def _prefill_flops(attention: Attention, context: float) -> float:
+    """FLOPs of one prompt token attending to ``context`` earlier tokens, all heads."""
+    if attention.kind == "mla":  # expanded form: ordinary heads
+        width = attention.head_dim + attention.rope_dim + attention.value_dim
+        return 2.0 * attention.heads * width * context
+    return 4.0 * attention.heads * attention.head_dim * context
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +125,12 @@ class DatasheetCosts:
         heads = stage.layers / min(stage.t, attention.heads)
         peak = self.cluster.device.flops(2.0) * self.efficiency.compute
         decode = roofline(
-            work.batch * attention.decode_flops(work.context) * heads / peak,
+            work.batch * _decode_flops(attention, work.context) * heads / peak,
             read / self._bandwidth,
             self.efficiency.sharpness,
         )
         prompts = work.tokens - work.batch
-        return decode + prompts * attention.prefill_flops(work.prompt_context) * heads / peak
+        return decode + prompts * _prefill_flops(attention, work.prompt_context) * heads / peak
 
     def _all_reduce(self, stage: Stage, work: Microbatch) -> float:
         count = 2 * stage.layers + int(stage.is_first)  # the embedding is split by vocabulary

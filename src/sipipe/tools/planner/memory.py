@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from sipipe.engine.layers.facts import ModelFacts
+from sipipe.engine.layers.facts import Attention, ModelFacts
 from sipipe.tools.planner.hardware import Cluster, Efficiency
 from sipipe.tools.planner.placement import Placement, Stage
 
-__all__ = ["Memory", "kv_bytes", "memory_of", "weight_bytes"]
+__all__ = ["Memory", "kv_bytes", "kv_bytes_per_token", "kv_shards", "memory_of", "weight_bytes"]
 
 _GIB = float(1 << 30)
 
@@ -41,10 +41,32 @@ def weight_bytes(facts: ModelFacts, stage: Stage) -> float:
     return (total + ends * facts.embedding_parameters * facts.activation_bytes) / stage.t
 
 
+def kv_elements(attention: Attention) -> int:
+    """Elements that one token keeps in one layer's cache, over all ranks and without copies."""
+    if attention.kind == "mla":
+        return attention.kv_rank + attention.rope_dim
+    return 2 * attention.kv_heads * attention.head_dim
+
+
+def kv_shards(attention: Attention, t: int) -> int:
+    """Into how many different parts ``t`` ranks split the cache of one token.
+
+    Grouped-query attention splits by KV head and copies beyond that; the latent of MLA has no
+    heads, so every rank keeps all of it.
+    """
+    return 1 if attention.kind == "mla" else min(t, attention.kv_heads)
+
+
+def kv_bytes_per_token(facts: ModelFacts, element_bytes: float | None = None) -> float:
+    """KV cache of one token over all layers, without copies, in bytes."""
+    size = facts.activation_bytes if element_bytes is None else element_bytes
+    return facts.layers * kv_elements(facts.attention) * size
+
+
 def kv_bytes(facts: ModelFacts, stage: Stage, element_bytes: float) -> float:
     """KV cache of one token on one device of ``stage``."""
-    attention = facts.attention
-    return stage.layers * attention.kv_elements * element_bytes / attention.kv_shards(stage.t)
+    elements = stage.layers * kv_elements(facts.attention)
+    return elements * element_bytes / kv_shards(facts.attention, stage.t)
 
 
 def memory_of(

@@ -7,6 +7,7 @@ import math
 import shlex
 from typing import Any
 
+from sipipe.tools.planner.memory import kv_bytes_per_token
 from sipipe.tools.planner.plan import Choice, Plan, Prediction
 
 __all__ = ["SEVERAL_HOSTS", "limits", "plan_to_dict", "serve_commands", "to_json"]
@@ -67,7 +68,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             "attention": facts.attention.kind,
             "vocabulary": facts.vocabulary,
             "weight_bytes": facts.weight_bytes,
-            "kv_bytes_per_token": facts.kv_bytes_per_token(workload.kv_element_bytes),
+            "kv_bytes_per_token": kv_bytes_per_token(facts, workload.kv_element_bytes),
         },
         "cluster": {
             "device": cluster.device.name,

@@ -1,21 +1,24 @@
-"""Reading traces for ``sipipe plan --calibrate``."""
+"""The observations in a trace, and how well costs fitted to them predict the traced run."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sipipe.engine.layers.facts import ModelFacts
-    from sipipe.tools.planner.calibration import Calibration, Observation, Run
-    from sipipe.tools.planner.hardware import Cluster
-    from sipipe.tools.planner.workload import Workload
-    from sipipe.tools.report.reader import Records, Trace
+from sipipe.observe.format import TraceError
+from sipipe.observe.phases import Phase
+from sipipe.tools.planner.calibration import Calibration, Observation, Run, calibrate
+from sipipe.tools.planner.costs import datasheet_costs
+from sipipe.tools.planner.fit import group_means
+from sipipe.tools.planner.hardware import Cluster, engine
+from sipipe.tools.planner.pipeline import iterate
+from sipipe.tools.planner.placement import place
+from sipipe.tools.planner.workload import Microbatch, Workload
+from sipipe.tools.report.reader import Records, Trace, read_trace
 
 __all__ = ["LoopCheck", "calibrate_from_traces", "check_loop", "run_of"]
 
@@ -60,17 +63,7 @@ def calibrate_from_traces(
     Raises:
         ConfigError: a directory holds no usable trace; names it.
     """
-    from sipipe.tools.planner.calibration import calibrate
-    from sipipe.tools.planner.costs import DatasheetCosts
-    from sipipe.tools.planner.hardware import efficiency, sampling
-
-    sheet = DatasheetCosts(
-        facts=facts,
-        cluster=cluster,
-        efficiency=efficiency(),
-        sampling=sampling(workload.sampling),
-        kv_element_bytes=workload.kv_element_bytes or float(facts.activation_bytes),
-    )
+    sheet = datasheet_costs(facts, cluster, workload)
     cores = max(1, cluster.device.cores)
     traces = [_read(directory) for directory in directories]
     costs = calibrate(sheet, [run_of(trace, cores=cores) for trace in traces])
@@ -78,9 +71,6 @@ def calibrate_from_traces(
 
 
 def _read(directory: str) -> Trace:
-    from sipipe.observe.format import TraceError
-    from sipipe.tools.report.reader import read_trace
-
     try:
         return read_trace(directory)
     except TraceError as error:
@@ -92,11 +82,6 @@ def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
 
     Empty where the run had no steady decoding, or its executor was not traced.
     """
-    from sipipe.tools.planner.hardware import engine
-    from sipipe.tools.planner.pipeline import iterate
-    from sipipe.tools.planner.placement import place
-    from sipipe.tools.planner.workload import Microbatch
-
     sheet = costs
     run = run_of(trace, cores=costs.cores)
     placement = place(sheet.facts.layers, run.p, run.t, sheet.cluster.devices_per_host, run.layers)
@@ -133,9 +118,6 @@ def _steady(trace: Trace) -> dict[tuple[int, int], tuple[float, int]]:
     Only steady decoding counts: every microbatch between the two has as many sequences, give or
     take one, and none carries a prompt (it would draw fewer tokens than it has sequences).
     """
-    from sipipe.observe.phases import Phase
-    from sipipe.tools.planner.fit import group_means
-
     if trace.executor is None:
         return {}
     records = trace.executor.phase(Phase.GATHER)
@@ -162,8 +144,6 @@ def _steady(trace: Trace) -> dict[tuple[int, int], tuple[float, int]]:
 
 def run_of(trace: Trace, *, cores: int = 1) -> Run:
     """The observations of a trace: one tensor-parallel rank per stage, waits left out."""
-    from sipipe.tools.planner.calibration import Run
-
     stages = trace.of("stage")
     found: list[Observation] = []
     for process in trace.processes:
@@ -191,8 +171,6 @@ def _turnarounds(trace: Trace) -> list[Observation]:
     """A stage's time from the end of one microbatch to the start of the next, where the next one's
     inputs were prepared and its hidden states were sent before that: nobody's wait, but time that
     the stage loses."""
-    from sipipe.observe.phases import Phase
-    from sipipe.tools.planner.calibration import Observation
 
     def ends(records: Records, *phases: Phase) -> dict[int, int]:
         chosen = records[np.isin(records["phase"], phases)]
@@ -223,9 +201,6 @@ def _turnarounds(trace: Trace) -> list[Observation]:
 
 
 def _observations(records: Records, stage: int, sample_name: str) -> list[Observation]:
-    from sipipe.observe.phases import Phase
-    from sipipe.tools.planner.calibration import Observation
-
     if not len(records):
         return []
     first = np.quantile(records["iteration"], _WARM_UP)

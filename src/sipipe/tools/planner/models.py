@@ -1,0 +1,68 @@
+"""The models that the planner knows by name, and those it reads from a ``config.json``."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from sipipe.engine.layers.facts import ModelFacts
+from sipipe.engine.layers.hf_config import facts_from_config
+from sipipe.errors import ConfigError
+
+__all__ = ["builtin_models", "load_model"]
+
+
+@functools.cache
+def builtin_models() -> Mapping[str, Mapping[str, Any]]:
+    """The table of ``models.toml``: short name to repository, config fields and published size."""
+    return tomllib.loads(files("sipipe.tools.planner").joinpath("models.toml").read_text("utf-8"))
+
+
+def load_model(model: str, *, weight_bits: float | None = None) -> ModelFacts:
+    """Facts of a built-in name, its repository name, a ``config.json``, or a model directory.
+
+    Raises:
+        ConfigError: neither a built-in model nor a readable config.json with the needed fields.
+        UnsupportedError: an architecture that the performance model does not describe.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir() or path.suffix == ".json" or path.is_file():
+        return _from_file(path, model, weight_bits)
+    wanted = model.lower()
+    for name, entry in builtin_models().items():
+        repository = str(entry["repository"]).lower()
+        if wanted in (name, repository, repository.rpartition("/")[2]):
+            return facts_from_config(
+                entry["config"],
+                name=str(entry["repository"]),
+                source=f"built-in: {entry['source']}",
+                weight_bits=weight_bits,
+            )
+    known = list(builtin_models())
+    near = difflib.get_close_matches(wanted.rpartition("/")[2], known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(
+        f"MODEL: {model!r} is neither a directory or config.json nor a built-in model{hint} "
+        f"(built-in: {', '.join(known)})"
+    )
+
+
+def _from_file(path: Path, model: str, weight_bits: float | None) -> ModelFacts:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(f"MODEL: cannot read {file}: {reason}") from None
+    except ValueError as error:
+        raise ConfigError(f"MODEL: {file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"MODEL: {file} must hold a JSON object")
+    name = model if path.is_dir() else str(path.parent)
+    return facts_from_config(config, name=name, source=str(file), weight_bits=weight_bits)
