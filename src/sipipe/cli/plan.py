@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sipipe.cli.parser import make_parser
+from sipipe.cli.quantities import (
+    cache_type,
+    count,
+    count_from_zero,
+    fraction,
+    gigabits_per_second,
+    positive,
+    seconds,
+)
 from sipipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +31,7 @@ if TYPE_CHECKING:
     from sipipe.tools.planner.traces import LoopCheck
     from sipipe.tools.planner.workload import Workload
 
-__all__ = ["add_arguments", "main", "run"]
+__all__ = ["main"]
 
 EPILOG = """\
   sipipe plan llama-3.1-70b --gpu h100 --hosts 2 --gpus-per-host 8 --tpot-slo 50ms
@@ -31,84 +40,79 @@ EPILOG = """\
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``sipipe plan``."""
-    add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="built-in name, config.json, or its directory")
-    add("--list", action="store_true", help="list the built-in models and devices, and stop")
-    group = parser.add_argument_group("cluster")
-    add = group.add_argument
-    add("--gpu", metavar="NAME", help="device of every host, such as h100 (see --list)")
-    add("--hosts", default="1", metavar="N", help="hosts (default: 1)")
-    add("--gpus-per-host", default="8", metavar="N", help="devices of a host (default: 8)")
-    add("--memory", metavar="GIB", help="memory of one device instead of the built-in value")
-    add("--network", default="400G", metavar="RATE", help="one adapter between hosts, Gb/s (400G)")
-    add("--adapters", default="1", metavar="N", help="such adapters per host (default: 1)")
-    add("--cores", metavar="N", help="CPU cores of a host (default: 96, or the sockets' own)")
-    group = parser.add_argument_group("workload")
-    add = group.add_argument
-    add("--tpot-slo", metavar="TIME", help="budget of the mean time per output token, e.g. 50ms")
-    add("--input", default="1000", metavar="TOKENS", help="prompt tokens (default: 1000)")
-    add("--output", default="300", metavar="TOKENS", help="output tokens (default: 300)")
-    add(
-        "--sampling",
-        default="all",
-        metavar="KIND",
-        help="greedy, temperature, top-p, or all: with top-k, min-p and penalties (default: all)",
-    )
-    add("--batch", metavar="N", help="running sequences; default: the best number within limits")
-    add("--max-num-seqs", default="1024", metavar="N", help="most running sequences (1024)")
-    add("--max-num-batched-tokens", default="8192", metavar="N", help="of a microbatch (8192)")
-    add("--gpu-memory-utilization", default="0.9", metavar="SHARE", help="default: 0.9")
-    add("--weight-bits", metavar="BITS", help="bits per weight instead of what the config says")
-    add("--kv-cache-dtype", default="auto", metavar="auto|fp8", help="default: auto")
-    group = parser.add_argument_group("engine")
-    add = group.add_argument
-    add("--inflight", metavar="N", help="microbatches in flight (default: the better of p, p + 1)")
-    add("--samplers", metavar="N", help="CPU samplers (default: as many as pay and are free)")
-    add(
-        "--baseline",
-        default="vllm",
-        metavar="NAME",
-        help="compared with: vllm (synchronous, the paper's) or vllm-async (default: vllm)",
-    )
-    group = parser.add_argument_group("calibration")
-    add = group.add_argument
-    add("--calibrate", metavar="DIR", action="append", help="fit to the trace of a run of MODEL")
-    add("--extrapolate", action="store_true", help="predict outside the trace's range, marked")
-    group = parser.add_argument_group("output")
-    add = group.add_argument
-    add("--json", action="store_true", help="everything as JSON instead of the table")
-    add("--details", action="store_true", help="also memory, communication and bubbles by kind")
-    add("--plot", metavar="FILE", help="draw throughput and TPOT over (p, t) into an .svg file")
+def _adder(parser: argparse.ArgumentParser, title: str) -> Callable[..., None]:
+    """Adds options with a value to a new group: name, type, default, metavar, help."""
+    group = parser.add_argument_group(title)
+
+    def add(name: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
+        group.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+
+    return add
 
 
-def main(argv: Sequence[str]) -> int:
-    """Entry point of the subcommand; returns the exit status."""
+def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "plan",
         "Predict throughput and latency of every pipeline and tensor degree, and rank them.",
         epilog=EPILOG,
     )
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
+    what = "built-in name, config.json, or its directory"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=what)
+    listed = "list the built-in models and devices, and stop"
+    parser.add_argument("--list", action="store_true", help=listed)
+    add = _adder(parser, "cluster")
+    add("--gpu", str, None, "NAME", "device of every host, such as h100 (see --list)")
+    add("--hosts", count, 1, "N", "hosts (default: 1)")
+    add("--gpus-per-host", count, 8, "N", "devices of a host (default: 8)")
+    add("--memory", positive, None, "GIB", "memory of one device instead of the built-in value")
+    rate = "one adapter between hosts, Gb/s (400G)"
+    add("--network", gigabits_per_second, "400G", "RATE", rate)
+    add("--adapters", count, 1, "N", "such adapters per host (default: 1)")
+    add("--cores", count, None, "N", "CPU cores of a host (default: 96, or the sockets' own)")
+    add = _adder(parser, "workload")
+    budget = "budget of the mean time per output token, e.g. 50ms"
+    add("--tpot-slo", seconds, math.inf, "TIME", budget)
+    add("--input", count_from_zero, 1000, "TOKENS", "prompt tokens (default: 1000)")
+    add("--output", count, 300, "TOKENS", "output tokens (default: 300)")
+    kinds = "greedy, temperature, top-p, or all: with top-k, min-p and penalties (default: all)"
+    add("--sampling", str, "all", "KIND", kinds)
+    add("--batch", count, None, "N", "running sequences; default: the best number within limits")
+    add("--max-num-seqs", count, 1024, "N", "most running sequences (1024)")
+    add("--max-num-batched-tokens", count, 8192, "N", "of a microbatch (8192)")
+    add("--gpu-memory-utilization", fraction, 0.9, "SHARE", "default: 0.9")
+    bits = "bits per weight instead of what the config says"
+    add("--weight-bits", positive, None, "BITS", bits)
+    add("--kv-cache-dtype", cache_type, "auto", "auto|fp8", "default: auto")
+    add = _adder(parser, "engine")
+    better = "microbatches in flight (default: the better of p, p + 1)"
+    add("--inflight", count, None, "N", better)
+    add("--samplers", count, None, "N", "CPU samplers (default: as many as pay and are free)")
+    other = "compared with: vllm (synchronous, the paper's) or vllm-async (default: vllm)"
+    add("--baseline", str, "vllm", "NAME", other)
+    flag = parser.add_argument_group("calibration").add_argument
+    flag("--calibrate", metavar="DIR", action="append", help="fit to the trace of a run of MODEL")
+    flag("--extrapolate", action="store_true", help="predict outside the trace's range, marked")
+    flag = parser.add_argument_group("output").add_argument
+    flag("--json", action="store_true", help="everything as JSON instead of the table")
+    flag("--details", action="store_true", help="also memory, communication and bubbles by kind")
+    flag("--plot", metavar="FILE", help="draw throughput and TPOT over (p, t) into an .svg file")
+    return parser
 
 
-def run(args: argparse.Namespace) -> int:
+def main(argv: Sequence[str]) -> int:
     """0: a deployment was found. 1: nothing fits or meets the budget; the table says why."""
+    args = _parser().parse_args(argv)
     if args.list:
         _list()
         return 0
     from sipipe.tools.planner.models import load_model
     from sipipe.tools.planner.plan import make_plan
-    from sipipe.tools.planner.quantities import count
 
     for option, value in (("MODEL", args.model), ("--gpu", args.gpu)):
         if value is None:
             raise ConfigError(f"plan: {option} is missing (sipipe plan --list shows the names)")
     plot = _plot_path(args.plot)
-    bits = None if args.weight_bits is None else _positive("--weight-bits", args.weight_bits)
-    facts = load_model(args.model, weight_bits=bits)
+    facts = load_model(args.model, weight_bits=args.weight_bits)
     cluster, workload = _cluster(args), _workload(args, facts)
     calibration: Calibration | None = None
     checks: list[LoopCheck] = []
@@ -122,8 +126,8 @@ def run(args: argparse.Namespace) -> int:
         workload,
         costs=calibration,
         baseline=args.baseline,
-        inflight=None if args.inflight is None else count("--inflight", args.inflight),
-        samplers=None if args.samplers is None else count("--samplers", args.samplers),
+        inflight=args.inflight,
+        samplers=args.samplers,
         extrapolate=args.extrapolate,
     )
     if plot is not None:
@@ -139,58 +143,38 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.best else 1
 
 
-def _positive(option: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (value > 0 and math.isfinite(value)):
-        raise ConfigError(f"{option}: expected a number above 0, not {text[:60]!r}")
-    return value
-
-
 def _cluster(args: argparse.Namespace) -> Cluster:
     from sipipe.tools.planner.hardware import Cluster, device, local_cpu, network
-    from sipipe.tools.planner.quantities import count, gigabits_per_second
 
-    memory = None if args.memory is None else _positive("--memory", args.memory)
-    per_host = count("--gpus-per-host", args.gpus_per_host)
+    per_host = args.gpus_per_host
     if args.gpu.lower() == "cpu":
-        chosen = local_cpu(per_host, memory_gib=memory)
+        chosen = local_cpu(per_host, memory_gib=args.memory)
         cores = len(os.sched_getaffinity(0))
     else:
-        chosen = device(args.gpu, memory_gib=memory)
+        chosen = device(args.gpu, memory_gib=args.memory)
         cores = chosen.cores * per_host or 96
     return Cluster(
         device=chosen,
-        hosts=count("--hosts", args.hosts),
+        hosts=args.hosts,
         devices_per_host=per_host,
-        network=network(
-            gigabits_per_second("--network", args.network), count("--adapters", args.adapters)
-        ),
-        cores_per_host=cores if args.cores is None else count("--cores", args.cores),
+        network=network(args.network, args.adapters),
+        cores_per_host=args.cores or cores,
     )
 
 
 def _workload(args: argparse.Namespace, facts: ModelFacts) -> Workload:
-    from sipipe.tools.planner.hardware import samplings
-    from sipipe.tools.planner.quantities import count, fraction, seconds
     from sipipe.tools.planner.workload import Workload
 
-    if args.sampling not in samplings():
-        raise ConfigError(f"--sampling must be one of {', '.join(samplings())}")
-    if args.kv_cache_dtype not in ("auto", "fp8"):
-        raise ConfigError(f"--kv-cache-dtype must be auto or fp8, not {args.kv_cache_dtype!r}")
     workload = Workload(
-        input=count("--input", args.input, least=0),
-        output=count("--output", args.output),
-        tpot_slo=math.inf if args.tpot_slo is None else seconds("--tpot-slo", args.tpot_slo),
-        max_num_seqs=count("--max-num-seqs", args.max_num_seqs),
-        max_num_batched_tokens=count("--max-num-batched-tokens", args.max_num_batched_tokens),
+        input=args.input,
+        output=args.output,
+        tpot_slo=args.tpot_slo,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
         sampling=args.sampling,
-        memory_utilization=fraction("--gpu-memory-utilization", args.gpu_memory_utilization),
-        kv_element_bytes=1.0 if args.kv_cache_dtype == "fp8" else None,
-        fixed_batch=None if args.batch is None else count("--batch", args.batch),
+        memory_utilization=args.gpu_memory_utilization,
+        kv_element_bytes=args.kv_cache_dtype,
+        fixed_batch=args.batch,
     )
     if 0 < facts.context_length < workload.longest:
         raise ConfigError(
@@ -239,12 +223,12 @@ def _list() -> None:
 
 
 def _print_json(plan: Plan, calibration: Calibration | None, checks: list[LoopCheck]) -> None:
-    from sipipe.tools.planner.report import to_json
+    from sipipe.tools.planner.report import plan_to_dict
 
-    more: dict[str, Any] = {}
+    found = plan_to_dict(plan)
     if calibration is not None:
-        more["calibration"] = {
+        found["calibration"] = {
             **calibration.to_dict(),
             "loop": [{**dataclasses.asdict(check), "error": check.error} for check in checks],
         }
-    sys.stdout.write(to_json(plan, **more) + "\n")
+    print(json.dumps(found, indent=2))

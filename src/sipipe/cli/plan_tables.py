@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -25,9 +25,9 @@ def print_tables(
     plan: Plan, calibration: Calibration | None, checks: Sequence[LoopCheck], *, details: bool
 ) -> None:
     """The ranking, what was ruled out, notes, and the serve command."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=140)
+        console = Console(highlight=False, markup=False, width=140)
     facts, cluster = plan.facts, plan.cluster
     kv = kv_bytes_per_token(facts, plan.workload.kv_element_bytes) / 1024
     between = (
@@ -53,13 +53,12 @@ def print_tables(
     if plan.rejected:
         console.print("ruled out:")
         for reject in plan.rejected:
-            console.print(f"  P{reject.p}T{reject.t}  {reject.reason}", markup=False)
+            console.print(f"  P{reject.p}T{reject.t}  {reject.reason}")
     if plan.best is None:
         console.print("no (p, t) of this cluster serves this workload")
         return
-    notes = sorted({note for c in plan.choices for note in c.best.unmeasured})
-    for note in notes:
-        console.print(f"* {note}", markup=False)
+    for note in sorted({note for c in plan.choices for note in c.best.unmeasured}):
+        console.print(f"* {note}")
     if calibration is None:
         console.print(
             "predicted from data sheets, checked against nothing of yours: compare rows, and "
@@ -69,22 +68,32 @@ def print_tables(
     for command in serve_commands(plan, plan.best):
         print(command)
     if cluster.hosts > 1:
-        console.print(SEVERAL_HOSTS, markup=False)
+        console.print(SEVERAL_HOSTS)
 
 
-def _choice_table(plan: Plan, width: int) -> Any:
+def _table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: str, title: str | None = None
+) -> Table:
+    """``rows`` under ``columns``, numbers to the right and the column ``left`` to the left."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title)
+    for name in columns:
+        table.add_column(name, justify="left" if name == left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _choice_table(plan: Plan, width: int) -> Table:
     """The ranking; in a narrow terminal without what can be left out."""
     columns = ["p", "t", "tok/s", "TPOT ms", "running", "KV tokens", "idle", "limited by"]
     columns += ["baseline tok/s", "TPOT ms", "idle", "gain"]
     shown = [index for index in range(len(columns)) if width >= 118 or index not in (5, 9, 10)]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index in shown:
-        justify: Any = "left" if columns[index] == "limited by" else "right"
-        table.add_column(columns[index], justify=justify)
-    for choice in plan.choices:
-        cells = _cells(choice)
-        table.add_row(*(cells[index] for index in shown))
-    return table
+    rows = [_cells(choice) for choice in plan.choices]
+    return _table(
+        [columns[index] for index in shown],
+        [[row[index] for index in shown] for row in rows],
+        left="limited by",
+    )
 
 
 def _cells(choice: Choice) -> list[str]:
@@ -97,10 +106,7 @@ def _cells(choice: Choice) -> list[str]:
     rate, delay, idle = shown(choice.best)
     mark = " *" if choice.best.unmeasured else ""
     return [
-        str(choice.p),
-        str(choice.t),
-        rate,
-        delay,
+        *(str(choice.p), str(choice.t), rate, delay),
         f"{choice.best.batch:,}",
         f"{choice.memory.kv_tokens:,}",
         idle,
@@ -110,74 +116,58 @@ def _cells(choice: Choice) -> list[str]:
     ]
 
 
-def _detail_table(plan: Plan) -> Any:
+def _detail_table(plan: Plan) -> Table:
     """Memory and communication per device, and both engines' bubbles by kind."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title="per device")
-    names = ["p", "t", "weights GB", "KV GB", "sent MB a token of all", "hops between hosts"]
-    names += ["idle: imbalance", "intra-stage", "inter-stage", "starved"]
-    for name in names:
-        table.add_column(name, justify="right")
+    columns = ["p", "t", "weights GB", "KV GB", "sent MB a token of all", "hops between hosts"]
+    columns += ["idle: imbalance", "intra-stage", "inter-stage", "starved"]
+    rows = []
     for choice in plan.choices:
         memory = choice.memory
         cache = memory.available - memory.weights - memory.workspace
-        for prediction in (choice.best, choice.baseline):
-            if prediction is None:
-                continue
-            bubbles = prediction.iteration.bubbles
-            kinds = (
-                bubbles.load_imbalance,
-                bubbles.intra_stage,
-                bubbles.inter_stage,
-                bubbles.starved,
-            )
-            ours = prediction is choice.best
-            table.add_row(
-                *(
-                    (
-                        str(choice.p),
-                        str(choice.t),
-                        f"{memory.weights / 1e9:.1f}",
-                        f"{cache / 1e9:.1f}",
-                        f"{choice.communication_bytes / 1e6:,.1f}",
-                        str(choice.placement.crossings),
-                    )
-                    if ours
-                    else ("", "", "", "", "", prediction.engine.key)
-                ),
-                *(f"{kind:.0%}" for kind in kinds),
-            )
-    return table
+        device = [
+            *(str(choice.p), str(choice.t)),
+            *(f"{memory.weights / 1e9:.1f}", f"{cache / 1e9:.1f}"),
+            f"{choice.communication_bytes / 1e6:,.1f}",
+            str(choice.placement.crossings),
+        ]
+        rows.append(device + _idle(choice.best))
+        if choice.baseline is not None:
+            rows.append([*[""] * 5, choice.baseline.engine.key, *_idle(choice.baseline)])
+    return _table(columns, rows, left="", title="per device")
+
+
+def _idle(prediction: Prediction) -> list[str]:
+    bubbles = prediction.iteration.bubbles
+    kinds = (bubbles.load_imbalance, bubbles.intra_stage, bubbles.inter_stage, bubbles.starved)
+    return [f"{kind:.0%}" for kind in kinds]
 
 
 def _loop_table(checks: Sequence[LoopCheck]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", title="the traced runs themselves")
-    table.add_column("engine")
-    for name in ("p", "t", "in flight", "a microbatch", "measured ms", "predicted ms", "error"):
-        table.add_column(name, justify="right")
-    for check in checks:
-        table.add_row(
+    columns = ["engine", "p", "t", "in flight", "a microbatch", "measured ms", "predicted ms"]
+    rows = [
+        [
             check.engine,
             *(str(number) for number in (check.p, check.t, check.inflight, check.batch)),
             f"{check.measured * 1e3:.2f}",
             f"{check.predicted * 1e3:.2f}",
             f"{check.error:+.0%}",
-        )
-    return table
+        ]
+        for check in checks
+    ]
+    return _table([*columns, "error"], rows, left="engine", title="the traced runs themselves")
 
 
-def _fit_table(calibration: Calibration) -> Any:
-    table = Table(box=None, pad_edge=False, header_style="bold", title="calibration")
-    table.add_column("phase")
-    for name in ("records", "mean ms", "median error", "90 % error", "batch seen"):
-        table.add_column(name, justify="right")
-    for fit in calibration.fits.values():
-        low, high = fit.batch_range
-        table.add_row(
+def _fit_table(calibration: Calibration) -> Table:
+    columns = ["phase", "records", "mean ms", "median error", "90 % error", "batch seen"]
+    rows = [
+        [
             fit.phase,
             f"{fit.count:,}",
             f"{fit.mean_seconds * 1e3:.3f}",
             f"{fit.median_error:.0%}",
             f"{fit.high_error:.0%}",
-            f"{low:g}-{high:g}",
-        )
-    return table
+            f"{fit.batch_range[0]:g}-{fit.batch_range[1]:g}",
+        ]
+        for fit in calibration.fits.values()
+    ]
+    return _table(columns, rows, left="phase", title="calibration")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.resources
 import os
 import tomllib
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any, Literal, TypeVar
 
 import psutil
@@ -26,12 +26,9 @@ __all__ = [
     "devices",
     "efficiency",
     "engine",
-    "engines",
     "local_cpu",
     "network",
     "sampling",
-    "samplings",
-    "sources",
 ]
 
 Facts = TypeVar("Facts")
@@ -177,12 +174,7 @@ class Cluster:
 
 @functools.cache
 def _table() -> Mapping[str, Any]:
-    text = (
-        importlib.resources.files("sipipe.tools.planner")
-        .joinpath("hardware.toml")
-        .read_text("utf-8")
-    )
-    return tomllib.loads(text)
+    return tomllib.loads(files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8"))
 
 
 def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,35 +186,9 @@ def _make(kind: type[Facts], entry: Mapping[str, Any], **more: Any) -> Facts:
     return kind(**{**_plain(entry), **more})
 
 
-def sources() -> dict[str, str]:
-    """Every number's source, by its dotted name such as ``device.h100.memory_gbs``."""
-    found: dict[str, str] = {}
-
-    def walk(prefix: str, entry: Mapping[str, Any]) -> None:
-        for key, value in entry.items():
-            name = f"{prefix}{key}"
-            if isinstance(value, Mapping):
-                walk(name + ".", value)
-            elif isinstance(value, list):
-                found[name] = str(value[1])
-
-    walk("", _table())
-    return found
-
-
 def devices() -> tuple[str, ...]:
     """Names that :func:`device` takes."""
     return tuple(_table()["device"])
-
-
-def engines() -> tuple[str, ...]:
-    """Names that :func:`engine` takes."""
-    return tuple(_table()["engine"])
-
-
-def samplings() -> tuple[str, ...]:
-    """Names that :func:`sampling` takes."""
-    return tuple(_table()["sampling"])
 
 
 def _pick(option: str, what: str, key: str) -> Mapping[str, Any]:

@@ -268,7 +268,8 @@ class _Search:
             tried = _candidates(least, cap)
             within = [batch for batch in tried if not outside(batch)]
             if not within:
-                unseen = "; ".join(min(map(outside, tried), key=len))
+                fewest = min(tried, key=lambda batch: len(outside(batch)))
+                unseen = "; ".join(outside(fewest))
                 raise _RuledOutError(f"not predicted: {unseen} (--extrapolate predicts it, marked)")
             cap, why = within[-1], "calibrated range"
         if (tpot := run(least).delay) > workload.tpot_slo:

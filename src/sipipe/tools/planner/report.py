@@ -1,8 +1,8 @@
-"""A plan as JSON-ready values, as text for people, and as the commands that start it."""
+"""A plan as JSON-ready values, and as the commands that start it."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 import shlex
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from sipipe.tools.planner.memory import kv_bytes_per_token
 from sipipe.tools.planner.plan import Choice, Plan, Prediction
 
-__all__ = ["SEVERAL_HOSTS", "limits", "plan_to_dict", "serve_commands", "to_json"]
+__all__ = ["SEVERAL_HOSTS", "limits", "plan_to_dict", "serve_commands"]
 
 
 SEVERAL_HOSTS = (
@@ -29,10 +29,8 @@ def limits(prediction: Prediction) -> str:
 def serve_commands(plan: Plan, choice: Choice) -> list[str]:
     """The exact commands that start ``choice``: one per host, the first host's first."""
     workload, best = plan.workload, choice.best
-    settings = {"samplers": choice.samplers, "inflight": best.iteration.inflight}
-    words = ["sipipe", "serve", plan.facts.name]
-    words += ["--pp", str(choice.p), "--tp", str(choice.t)]
-    words += [f"--{name}={value}" for name, value in settings.items()]
+    words = ["sipipe", "serve", plan.facts.name, "--pp", str(choice.p), "--tp", str(choice.t)]
+    words += [f"--samplers={choice.samplers}", f"--inflight={best.iteration.inflight}"]
     words += ["--max-num-seqs", str(best.batch)]
     words += ["--max-num-batched-tokens", str(workload.max_num_batched_tokens)]
     if plan.cluster.device.kind == "gpu":
@@ -52,24 +50,22 @@ def serve_commands(plan: Plan, choice: Choice) -> list[str]:
     return commands
 
 
+def _fields(thing: Any, *names: str) -> dict[str, Any]:
+    """Fields that the report calls as the thing itself does."""
+    return {name: getattr(thing, name) for name in names}
+
+
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Everything of a plan, JSON-ready; times in seconds, sizes in bytes."""
     facts, cluster, workload = plan.facts, plan.cluster, plan.workload
+    model = _fields(facts, "name", "source", "parameters", "active_parameters", "layers", "hidden")
+    model |= _fields(facts.attention, "heads", "kv_heads")
+    model["attention"] = facts.attention.kind
+    model |= _fields(facts, "vocabulary", "weight_bytes")
+    model["kv_bytes_per_token"] = kv_bytes_per_token(facts, workload.kv_element_bytes)
+    limited = not math.isinf(workload.tpot_slo)
     return {
-        "model": {
-            "name": facts.name,
-            "source": facts.source,
-            "parameters": facts.parameters,
-            "active_parameters": facts.active_parameters,
-            "layers": facts.layers,
-            "hidden": facts.hidden,
-            "heads": facts.attention.heads,
-            "kv_heads": facts.attention.kv_heads,
-            "attention": facts.attention.kind,
-            "vocabulary": facts.vocabulary,
-            "weight_bytes": facts.weight_bytes,
-            "kv_bytes_per_token": kv_bytes_per_token(facts, workload.kv_element_bytes),
-        },
+        "model": model,
         "cluster": {
             "device": cluster.device.name,
             "hosts": cluster.hosts,
@@ -80,15 +76,12 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             "cores_per_host": cluster.cores_per_host,
         },
         "workload": {
-            "input": workload.input,
-            "output": workload.output,
-            "tpot_slo": None if math.isinf(workload.tpot_slo) else workload.tpot_slo,
-            "sampling": workload.sampling,
-            "max_num_seqs": workload.max_num_seqs,
-            "max_num_batched_tokens": workload.max_num_batched_tokens,
+            **_fields(workload, "input", "output"),
+            "tpot_slo": workload.tpot_slo if limited else None,
+            **_fields(workload, "sampling", "max_num_seqs", "max_num_batched_tokens"),
         },
         "choices": [_choice(plan, choice) for choice in plan.choices],
-        "rejected": [{"p": r.p, "t": r.t, "reason": r.reason} for r in plan.rejected],
+        "rejected": [dataclasses.asdict(reject) for reject in plan.rejected],
         "serve": serve_commands(plan, plan.best) if plan.best else [],
         "serve_note": SEVERAL_HOSTS if cluster.hosts > 1 else None,
     }
@@ -112,29 +105,12 @@ def _choice(plan: Plan, choice: Choice) -> dict[str, Any]:
 
 
 def _prediction(prediction: Prediction) -> dict[str, Any]:
-    iteration = prediction.iteration
-    bubbles = iteration.bubbles
+    bubbles = prediction.iteration.bubbles
     return {
         "engine": prediction.engine.name,
-        "throughput": prediction.throughput,
-        "tpot": prediction.tpot,
-        "lowest_tpot": prediction.lowest_tpot,
-        "batch": prediction.batch,
-        "inflight": iteration.inflight,
-        "period": iteration.period,
-        "limit": iteration.limit,
+        **_fields(prediction, "throughput", "tpot", "lowest_tpot", "batch"),
+        **_fields(prediction.iteration, "inflight", "period", "limit"),
         "capped_by": prediction.capped_by,
-        "bubbles": {
-            "total": bubbles.total,
-            "load_imbalance": bubbles.load_imbalance,
-            "intra_stage": bubbles.intra_stage,
-            "inter_stage": bubbles.inter_stage,
-            "starved": bubbles.starved,
-        },
+        "bubbles": {"total": bubbles.total, **dataclasses.asdict(bubbles)},
         "unmeasured": list(prediction.unmeasured),
     }
-
-
-def to_json(plan: Plan, **more: Any) -> str:
-    """:func:`plan_to_dict` and ``more`` as indented JSON."""
-    return json.dumps({**plan_to_dict(plan), **more}, indent=2)

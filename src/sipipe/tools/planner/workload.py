@@ -23,7 +23,7 @@ class Workload:
     max_num_batched_tokens: int = 8192
     """Tokens of one microbatch, prompt chunks included."""
     sampling: str = "all"
-    """Sampling parameters in use: a name of :func:`sipipe.tools.planner.hardware.samplings`."""
+    """Sampling parameters in use: a name that :func:`sipipe.tools.planner.hardware.sampling` takes."""
     memory_utilization: float = 0.9
     """Share of device memory that weights, workspace and KV cache may take."""
     kv_element_bytes: float | None = None
