@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from sipipe.tools.planner.plan import Choice, Plan, Prediction
+from sipipe.tools.planner.plan import Choice, Plan
 
 __all__ = ["draw"]
 
@@ -28,7 +28,7 @@ _STYLE = """
   }
 """
 
-Series = Sequence[tuple[float | None, float | None]]
+Pair = tuple[float | None, float | None]
 
 
 def draw(plan: Plan) -> str:
@@ -37,40 +37,60 @@ def draw(plan: Plan) -> str:
     Degrees stand in order of p; those ruled out keep their place with a dash, so that the shape
     over (p, t) stays readable. The latency budget is a dashed line.
     """
-    degrees = sorted(
-        [(choice.p, choice.t, choice) for choice in plan.choices]
-        + [(reject.p, reject.t, None) for reject in plan.rejected],
-        key=lambda entry: entry[0],
-    )
+    degrees: dict[tuple[int, int], Choice | None] = {(r.p, r.t): None for r in plan.rejected}
+    degrees |= {(choice.p, choice.t): choice for choice in plan.choices}
+    degrees = dict(sorted(degrees.items()))
     width = _LEFT + _GROUP * max(4, len(degrees)) + 30
     height = _TOP + 2 * _PANEL + _GAP + 92
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"',
-        f' viewBox="0 0 {width} {height}" role="img" aria-label="{escape(_caption(plan))}">',
-        f"<style>{_STYLE}</style>",
-        f'<text class="title" x="{_LEFT}" y="26">{escape(plan.facts.name)}</text>',
-        f'<text class="faint" x="{_LEFT}" y="46">{escape(_cluster(plan))}</text>',
-        *_legend(plan),
-    ]
-    names = [f"P{p}T{t}" for p, t, _ in degrees]
-    choices = [choice for _, _, choice in degrees]
-    pairs = [(c.best, c.baseline) if c else (None, None) for c in choices]
+    caption = _cluster(plan)
+    label = escape(f"{plan.facts.name} on {caption}")
+    names = [f"P{p}T{t}" for p, t in degrees]
+    pairs = [(c.best, c.baseline) if c else (None, None) for c in degrees.values()]
     rates = [(a.throughput if a else None, b.throughput if b else None) for a, b in pairs]
     delays = [(a.tpot * 1e3 if a else None, b.tpot * 1e3 if b else None) for a, b in pairs]
+    ceiling = _ceiling(delays)
     second = _TOP + _PANEL + _GAP
-    parts += _panel(_TOP, "output tokens/s", names, rates, width)
-    parts += _panel(
-        second, "time per output token, ms (tick: one sequence alone)", names, delays, width
-    )
-    parts += _ticks(second, pairs, _ceiling(delays))
-    if not math.isinf(plan.workload.tpot_slo):
-        parts += _budget(second, delays, plan.workload.tpot_slo * 1e3, width)
-    parts += _footer(choices, second + _PANEL + 44, plan)
+    below = "time per output token, ms (tick: one sequence alone)"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"',
+        f' viewBox="0 0 {width} {height}" role="img" aria-label="{label}">',
+        f"<style>{_STYLE}</style>",
+        _text(_LEFT, 26, plan.facts.name, kind="title"),
+        _text(_LEFT, 46, caption, kind="faint"),
+        *_legend(plan),
+        *_panel(_TOP, "output tokens/s", names, rates, _ceiling(rates), width),
+        *_panel(second, below, names, delays, ceiling, width),
+    ]
+    for index, pair in enumerate(pairs):
+        for side, prediction in enumerate(pair):
+            if prediction is not None:  # the delay of one running sequence, the lowest there is
+                y = second + _PANEL * (1 - prediction.lowest_tpot * 1e3 / ceiling)
+                parts.append(
+                    f'<rect x="{_bar_x(index, side) - 3:.1f}" y="{y - 1:.1f}" width="48" '
+                    'height="3" fill="#ffffff" stroke="#1a1a1a" stroke-width="0.8"/>'
+                )
+    budget = plan.workload.tpot_slo * 1e3
+    if budget <= ceiling:
+        y = second + _PANEL * (1 - budget / ceiling)
+        parts += [
+            f'<line x1="{_LEFT}" x2="{width - 20}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_SLO}"',
+            ' stroke-width="1.5" stroke-dasharray="6 4"/>',
+            _text(
+                *(width - 22, second - 14),
+                f"dashed: budget {budget:g} ms",
+                kind="value",
+                anchor="end",
+            ),
+        ]
+    for index, line in enumerate(_footer(plan, len(degrees))):
+        parts.append(_text(_LEFT, second + _PANEL + 44 + 18 * index, line, kind="faint"))
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _caption(plan: Plan) -> str:
-    return f"{plan.facts.name} on {_cluster(plan)}"
+def _text(x: object, y: object, text: str, *, kind: str = "", anchor: str = "") -> str:
+    before = f'class="{kind}" ' if kind else ""
+    after = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text {before}x="{x}" y="{y}"{after}>{escape(text)}</text>'
 
 
 def _cluster(plan: Plan) -> str:
@@ -84,24 +104,20 @@ def _cluster(plan: Plan) -> str:
 
 def _legend(plan: Plan) -> list[str]:
     other = next((c.baseline.engine.name for c in plan.choices if c.baseline), "baseline")
-    entries = [(_OURS, "SiPipe"), (_BASE, other)]
     parts, x = [], _LEFT
-    for colour, name in entries:
+    for colour, name in ((_OURS, "SiPipe"), (_BASE, other)):
         parts.append(f'<rect x="{x}" y="{_TOP - 62}" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 18}" y="{_TOP - 51}">{escape(name)}</text>')
+        parts.append(_text(x + 18, _TOP - 51, name))
         x += 40 + 8 * len(name)
     return parts
 
 
-def _ceiling(values: Series) -> float:
+def _ceiling(values: Sequence[Pair]) -> float:
     """A round number with some room above all values."""
     top = 1.04 * max([value for pair in values for value in pair if value], default=1.0)
     step = 10.0 ** math.floor(math.log10(top))
-    return next(
-        step * factor
-        for factor in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10, 12)
-        if step * factor >= top
-    )
+    factors = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10, 12)
+    return next(step * factor for factor in factors if step * factor >= top)
 
 
 def _number(value: float) -> str:
@@ -110,79 +126,46 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _panel(top: int, title: str, names: list[str], values: Series, width: int) -> list[str]:
-    ceiling = _ceiling(values)
+def _bar_x(index: int, side: int) -> float:
+    """Left edge of a bar: group ``index``, SiPipe's side 0 or the baseline's side 1."""
+    return _LEFT + _GROUP * (index + 0.5) + (side - 1) * 46 + 2
+
+
+def _panel(
+    top: int, title: str, names: list[str], values: list[Pair], ceiling: float, width: int
+) -> list[str]:
     bottom = top + _PANEL
-    parts = [f'<text x="{_LEFT}" y="{top - 14}">{title}</text>']
+    parts = [_text(_LEFT, top - 14, title)]
     for tick in range(5):
         y = bottom - _PANEL * tick / 4
         kind = "axis" if tick == 0 else "grid"
         parts.append(
             f'<line class="{kind}" x1="{_LEFT}" x2="{width - 20}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        parts.append(
-            f'<text class="faint" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">'
-            f"{_number(ceiling * tick / 4) if tick else '0'}</text>"
-        )
+        label = _number(ceiling * tick / 4) if tick else "0"
+        parts.append(_text(_LEFT - 8, f"{y + 4:.1f}", label, kind="faint", anchor="end"))
     for index, (name, pair) in enumerate(zip(names, values, strict=True)):
-        middle = _LEFT + _GROUP * (index + 0.5)
-        parts.append(f'<text x="{middle}" y="{bottom + 18}" text-anchor="middle">{name}</text>')
+        parts.append(_text(_LEFT + _GROUP * (index + 0.5), bottom + 18, name, anchor="middle"))
         for side, (value, colour) in enumerate(zip(pair, (_OURS, _BASE), strict=True)):
-            parts += _bar(middle + (side - 1) * 46 + 2, bottom, value, ceiling, colour)
+            x, high = _bar_x(index, side), _PANEL * (value or 0.0) / ceiling
+            y = bottom - high
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="42" height="{high:.1f}" fill="{colour}"/>'
+            )
+            label = "–" if value is None else _number(value)
+            parts.append(
+                _text(f"{x + 21:.1f}", f"{y - 4:.1f}", label, kind="value", anchor="middle")
+            )
     return parts
 
 
-def _bar(x: float, bottom: int, value: float | None, ceiling: float, colour: str) -> list[str]:
-    label, high = ("–", 0.0) if value is None else (_number(value), _PANEL * value / ceiling)
-    y = bottom - high
-    return [
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="42" height="{high:.1f}" fill="{colour}"/>',
-        f'<text class="value" x="{x + 21:.1f}" y="{y - 4:.1f}" text-anchor="middle">{label}</text>',
-    ]
-
-
-def _ticks(
-    top: int, pairs: Sequence[tuple[Prediction | None, Prediction | None]], ceiling: float
-) -> list[str]:
-    """A mark on every bar at the delay of a single running sequence, the lowest there is."""
-    parts = []
-    for index, pair in enumerate(pairs):
-        for side, prediction in enumerate(pair):
-            if prediction is not None:
-                x = _LEFT + _GROUP * (index + 0.5) + (side - 1) * 46 + 2
-                y = top + _PANEL * (1 - prediction.lowest_tpot * 1e3 / ceiling)
-                parts.append(
-                    f'<rect x="{x - 3:.1f}" y="{y - 1:.1f}" width="48" height="3" '
-                    'fill="#ffffff" stroke="#1a1a1a" stroke-width="0.8"/>'
-                )
-    return parts
-
-
-def _budget(top: int, delays: Series, budget: float, width: int) -> list[str]:
-    ceiling = _ceiling(delays)
-    if budget > ceiling:
-        return []
-    y = top + _PANEL * (1 - budget / ceiling)
-    return [
-        f'<line x1="{_LEFT}" x2="{width - 20}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_SLO}"',
-        ' stroke-width="1.5" stroke-dasharray="6 4"/>',
-        f'<text class="value" x="{width - 22}" y="{top - 14}" text-anchor="end">',
-        f"dashed: budget {budget:g} ms</text>",
-    ]
-
-
-def _footer(choices: Sequence[Choice | None], y: int, plan: Plan) -> list[str]:
-    best = plan.best
-    out = sum(choice is None for choice in choices)
+def _footer(plan: Plan, degrees: int) -> list[str]:
     lines = []
-    if best is not None:
+    if (best := plan.best) is not None:
         lines.append(
             f"Best: P{best.p}T{best.t}, {best.best.batch} sequences, "
             f"{best.best.iteration.inflight} microbatches in flight, {best.samplers} samplers"
         )
-    if out:
-        lines.append(f"– : ruled out ({out} of {len(choices)}); the table says why")
-    return [
-        f'<text class="faint" x="{_LEFT}" y="{y + 18 * index}">{escape(line)}</text>'
-        for index, line in enumerate(lines)
-    ]
+    if plan.rejected:
+        lines.append(f"– : ruled out ({len(plan.rejected)} of {degrees}); the table says why")
+    return lines
