@@ -125,7 +125,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(builtin_models())), st.dictionaries(st.sampled_from(FIELDS), VALUES))
 def test_any_config_is_read_or_refused_in_one_line(name, changes):
     facts, message = None, ""

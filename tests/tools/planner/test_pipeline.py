@@ -38,7 +38,7 @@ time = st.floats(0.1, 10.0)
 WORK = Microbatch(batch=8, tokens=8, context=100)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(time, min_size=1, max_size=6), time, time, time, time, st.integers(1, 8))
 def test_sipipe_period_is_that_of_the_simulated_loop(
     given_costs, forwards, sampling, scheduling, preparing, hop, inflight
@@ -55,7 +55,7 @@ def test_sipipe_period_is_that_of_the_simulated_loop(
     assert found.period == pytest.approx(simulate(stations, inflight), rel=0.02)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(time, min_size=1, max_size=6), time, time, time)
 def test_stock_period_is_that_of_the_simulated_loop(
     given_costs, forwards, sampling, scheduling, preparing

@@ -167,11 +167,11 @@ class DatasheetCosts:
         return hop_seconds(self.cluster, stage, size)
 
     def device_sampling(self, work: Microbatch) -> float:
-        """Time of the stock sampler on the last stage's device."""
+        """Time of vLLM's sampler on the last stage's device."""
         logits = work.batch * self.facts.vocabulary
         device = self.cluster.device
         if device.kind == "cpu":
-            return logits * self.sampling.stock_core_ns * _NANO / max(1, device.cores)
+            return logits * self.sampling.vllm_core_ns * _NANO / max(1, device.cores)
         return logits * self.sampling.device_bytes / self._bandwidth
 
     def logits_copy(self, stage: Stage, work: Microbatch) -> float:

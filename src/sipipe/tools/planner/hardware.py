@@ -77,7 +77,6 @@ class Network:
 class Device:
     """One accelerator, or one CPU socket."""
 
-    key: str
     name: str
     memory_gib: float
     memory_gbs: float
@@ -116,11 +115,10 @@ class Efficiency:
 class Sampling:
     """Cost of drawing one token, per logit."""
 
-    key: str
     device_bytes: float
-    """Memory traffic of the stock sampler on the device, bytes."""
-    stock_core_ns: float
-    """The stock sampler on one core of a CPU device, ns."""
+    """Memory traffic of vLLM's sampler on the device, bytes."""
+    vllm_core_ns: float
+    """vLLM's sampler on one core of a CPU device, ns."""
     core_ns: float
     """SiPipe's kernel on one core, ns."""
     host_bytes: float
@@ -209,7 +207,6 @@ def device(key: str, *, memory_gib: float | None = None) -> Device:
         return local_cpu(1, memory_gib=memory_gib)
     links = _table()["link"]
     more: dict[str, Any] = {
-        "key": key.lower(),
         "link": _make(Link, links[entry["link"]]),
         "host_link": _make(Link, links[entry["host_link"]]),
     }
@@ -226,7 +223,6 @@ def local_cpu(devices: int, *, memory_gib: float | None = None) -> Device:
     share = max(1, cores // devices)
     total = psutil.virtual_memory().total / _GIB
     return Device(
-        key="cpu",
         name=f"this machine's CPU, {share} of {cores} cores",
         kind="cpu",
         cores=share,
@@ -268,7 +264,6 @@ def sampling(key: str) -> Sampling:
     return _make(
         Sampling,
         _pick("--sampling", "sampling", key),
-        key=key.lower(),
         host_bytes=host["bytes"],
         host_gbs=host["memory_gbs"],
     )

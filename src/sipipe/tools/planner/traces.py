@@ -82,9 +82,8 @@ def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
 
     Empty where the run had no steady decoding, or its executor was not traced.
     """
-    sheet = costs
     run = run_of(trace, cores=costs.cores)
-    placement = place(sheet.facts.layers, run.p, run.t, sheet.cluster.devices_per_host, run.layers)
+    placement = place(costs.facts.layers, run.p, run.t, costs.cluster.devices_per_host, run.layers)
     found = []
     for (batch, formed), (seconds, count) in sorted(_steady(trace).items()):
         predicted = iterate(
@@ -169,8 +168,8 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
 
 def _turnarounds(trace: Trace) -> list[Observation]:
     """A stage's time from the end of one microbatch to the start of the next, where the next one's
-    inputs were prepared and its hidden states were sent before that: nobody's wait, but time that
-    the stage loses."""
+    inputs were prepared and its hidden states were sent before that: no process waits for
+    another, but the stage loses the time."""
 
     def ends(records: Records, *phases: Phase) -> dict[int, int]:
         chosen = records[np.isin(records["phase"], phases)]
