@@ -10,13 +10,14 @@ import numpy as np
 import psutil
 import pytest
 
-from sipipe.engine.sampler_pool import SamplerPool
+from sipipe.engine.bus import Bus
+from sipipe.engine.children import Children
+from sipipe.engine.samplers import Samplers
+from sipipe.errors import WorkerDiedError
 from sipipe.ipc.errors import ChannelPeerDied
-from sipipe.ipc.gather_old.receiver import GatherReceiver
-from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsWriter
-from sipipe.messages.boots import SamplerBoot
-from sipipe.messages.header import Kind, encode_header
+from sipipe.messages.boots import SamplerSettings
+from sipipe.messages.header import Kind
 from sipipe.messages.params import SequenceParams
 from sipipe.messages.step import (
     Grammar,
@@ -36,48 +37,61 @@ PROMPT = [1, 2, 3]
 PARAMS = SequenceParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=5)
 
 
+SETTINGS = SamplerSettings(
+    vocab_size=VOCAB,
+    layout="rows",
+    logprobs_mode="raw_logprobs",
+    reasoning=([], []),
+    stages=1,
+    inflight=3,
+    run="test",
+)
+
+
 class Service:
-    """The executor's side of two samplers, reduced to what the tests publish."""
+    """The engine's side of two samplers, reduced to what the tests publish."""
 
     def __init__(self):
-        self.steps = DispatchProducer.create("bic-i", entries=8, readers=NAMES)
-        self.logits = LogitsChannel.create("bic-l", entries=5, vocab=VOCAB, batch=8, readers=NAMES)
-        self.tokens = GatherReceiver.create(NAMES)
-        self.writer = LogitsWriter.open(self.logits.endpoint)
-        self.pool = SamplerPool(2, warm=("float32", "rows"))
-        self.deaths = []
-        self.died = threading.Event()
-        self.pool.boot([self.boot(i, 0) for i in range(2)], time.monotonic() + 300)
-        self.pool.watch(self.on_death)
-
-    def boot(self, index, incarnation):
-        return SamplerBoot(
-            index=index,
-            name=NAMES[index],
-            incarnation=incarnation,
-            bic_i=self.steps.endpoint,
-            bic_l=self.logits.endpoint,
-            bic_o=self.tokens.endpoint,
-            vocab_size=VOCAB,
-            layout="rows",
-            logprobs_mode="raw_logprobs",
-            reasoning=([], []),
-            stages=1,
-            inflight=3,
-            run="test",
+        self.errors, self.deaths, self.replaced = [], [], threading.Event()
+        self.snapshots = {index: Snapshot([], [], []) for index in range(2)}
+        self.children = Children()
+        self.samplers = Samplers(
+            self.children, SETTINGS, dtype="float32", cores=[(), ()], fail=self.errors.append
         )
+        self.tokens = self.samplers.gather
+        self.bus = Bus(NAMES, slots=2, stall_timeout=30)
+        self.logits = LogitsChannel.create("bic-l", entries=5, vocab=VOCAB, batch=8, readers=NAMES)
+        self.writer = LogitsWriter.open(self.logits.endpoint)
+        self.children.watch(
+            heard=lambda child, message: self.errors.append(message),
+            died=self.on_death,
+            turn=lambda: 5.0,
+            failed=self.errors.append,
+        )
+        self.samplers.open(self.bus, self.logits, self.snapshot, time.monotonic() + 300)
 
-    def on_death(self, index, incarnation, reason):
-        self.deaths.append((index, incarnation, reason))
-        self.died.set()
+    def on_death(self, child, how):
+        self.deaths.append((child.name, how))
+        self.samplers.replace(child.name, how)
+
+    def snapshot(self, index):
+        """Called under the order of BIC-I, once the successor has its places in both rings."""
+        self.replaced.set()
+        return self.snapshots[index]
+
+    def pid(self, index):
+        return self.children._children[NAMES[index]].process.pid
+
+    def kill(self, index):
+        """Kill a sampler; returns when its successor's place in the stream is known."""
+        self.replaced.clear()
+        os.kill(self.pid(index), signal.SIGKILL)
+        assert self.replaced.wait(30)
 
     def publish(self, step):
-        senders = {NAMES[owner] for owner in int32_view(step.owners).tolist()}
-        if senders:
+        if senders := set(int32_view(step.owners).tolist()):
             self.tokens.expect(step.iteration, senders)
-        self.steps.publish(
-            [encode_header(Kind.SCHEDULE, 0, step.iteration), encode(step)], timeout=30
-        )
+        self.bus.publish(Kind.SCHEDULE, step.iteration, [encode(step)])
 
     def write(self, iteration, logits):
         with self.writer.acquire(iteration, len(logits), 30) as region:
@@ -86,11 +100,11 @@ class Service:
     def collect(self, iteration):
         while True:
             with contextlib.suppress(ChannelPeerDied):
-                gathered = self.tokens.collect(30)
+                number, payloads = self.tokens.collect(30)
                 break
-        assert gathered.iteration == iteration
+        assert number == iteration
         drawn, errors = {}, {}
-        for payload in gathered.payloads.values():
+        for payload in payloads.values():
             part = decode_sampled(payload)
             for row, token in zip(int32_view(part.rows), int32_view(part.tokens), strict=True):
                 drawn[int(row)] = int(token)
@@ -98,12 +112,13 @@ class Service:
         return [drawn[row] for row in sorted(drawn)], errors
 
     def close(self):
-        self.pool.stop_watching()
-        self.steps.close()
+        self.children.expect_end()
+        self.bus.close()
         self.writer.close()
         self.logits.close()
-        self.tokens.close()
-        self.pool.close()
+        self.samplers.close()
+        self.children.close()
+        assert not self.errors
 
 
 @pytest.fixture
@@ -162,7 +177,7 @@ def test_a_bitmask_applies_to_its_sequence_only(service):
     only = np.zeros((1, words), np.int32)
     only[0, 0] = 1 << 7
     grammar = Grammar(0, int32_bytes([2]), words, int32_bytes(only))
-    service.steps.publish([encode_header(Kind.GRAMMAR, 0, 0), encode(grammar)], timeout=30)
+    service.bus.publish(Kind.GRAMMAR, 0, [encode(grammar)])
     logits = logits_of(0, 2)
     service.write(0, logits)
     tokens, _ = service.collect(0)
@@ -189,16 +204,8 @@ def test_a_killed_sampler_is_replaced_from_a_snapshot(service, published_before_
     service.publish(first)
     if published_before_the_death:  # sampler 0 has drawn and sent, sampler 1 may have
         service.write(0, logits)
-    os.kill(service.pool.pids[1], signal.SIGKILL)
-    assert service.died.wait(30)
-    index, incarnation, _ = service.deaths[0]
-    assert (index, incarnation) == (1, 1)
-    for channel in (service.steps, service.logits):
-        with contextlib.suppress(Exception):  # a publish may have removed it already
-            channel.remove_reader(NAMES[1])
-        channel.add_reader(NAMES[1])
-    snapshot = Snapshot(1, [first.joins[1]], [first], [])
-    service.pool.replace(service.boot(1, incarnation), snapshot)
+    service.snapshots[1] = Snapshot([first.joins[1]], [first], [])
+    service.kill(1)
     if not published_before_the_death:
         service.write(0, logits)
     tokens, _ = service.collect(0)
@@ -208,16 +215,72 @@ def test_a_killed_sampler_is_replaced_from_a_snapshot(service, published_before_
     more = logits_of(1, 2)
     service.write(1, more)
     assert service.collect(1)[0] == expected(more, [[token] for token in tokens])
-    assert service.pool.restarts == 1
+    assert service.deaths == [("sampler1", "exit code -9")]
+
+
+def test_a_sampler_without_rows_is_replaced_and_draws_later(service):
+    """Its successor joins BIC-L later than BIC-I: nobody keeps logits in which it has no rows."""
+    service.kill(1)
+    outputs = []
+    for iteration in range(12):  # more than BIC-L has entries, before the successor is there
+        handles = [1]
+        changes = {"joins": joins([1], [0])} if not outputs else {
+            "appended": int32_bytes([1]), "tokens": int32_bytes(outputs[-1:]),
+        }  # fmt: skip
+        service.publish(step(iteration, handles, [0], **changes))
+        logits = logits_of(iteration, 1)
+        service.write(iteration, logits)
+        tokens, _ = service.collect(iteration)
+        assert tokens == expected(logits, [outputs])
+        outputs += tokens
+    logits = logits_of(12, 2)
+    service.publish(step(12, [1, 2], [0, 1], joins=joins([2], [1]), appended=int32_bytes([1]),
+                         tokens=int32_bytes(outputs[-1:])))  # fmt: skip
+    service.write(12, logits)
+    assert service.collect(12)[0] == expected(logits, [outputs, []])
+    assert [name for name, _ in service.deaths] == ["sampler1"]
+
+
+def test_a_publish_that_waits_for_a_dead_sampler_goes_on(service):
+    """A successor that dies before it is there: its place must not hold the stream up, nor the
+    stream, which then has its order, the successor's successor."""
+    service.kill(1)
+    place = service.pid(1)
+    os.kill(place, signal.SIGSTOP)  # declared in the ring, and never there
+    publishing = threading.Thread(
+        target=lambda: [service.bus.publish(Kind.CONTROL, n, [b""]) for n in range(40)]
+    )
+    publishing.start()
+    service.replaced.clear()
+    os.kill(place, signal.SIGKILL)
+    assert service.replaced.wait(20)
+    publishing.join(20)
+    assert not publishing.is_alive()
+    service.publish(step(0, [1, 2], [0, 1], joins=joins([1, 2], [0, 1])))
+    logits = logits_of(0, 2)
+    service.write(0, logits)
+    assert service.collect(0)[0] == expected(logits, [[], []])
+
+
+def test_a_sampler_that_keeps_dying_is_not_replaced_for_ever(service):
+    for _ in range(4):
+        service.kill(0)
+    service.replaced.clear()
+    os.kill(service.pid(0), signal.SIGKILL)
+    service.children._thread.join(30)  # what on_death raises ends the events thread
+    assert len(service.deaths) == 5
+    (error,) = service.errors
+    assert isinstance(error, WorkerDiedError)
+    assert "sampler0 keeps dying (exit code -9, the 5th time" in str(error)
+    service.errors.clear()
 
 
 def test_samplers_are_small_and_end_with_their_parent(service):
-    processes = [psutil.Process(pid) for pid in service.pool.pids]
+    processes = [psutil.Process(service.pid(index)) for index in range(2)]
     for process in processes:
         names = {os.path.basename(m.path) for m in process.memory_maps()}
         assert not [name for name in names if "torch" in name]
-    service.pool.stop_watching()
-    for process in service.pool._processes:
-        process.stdin.close()  # what the kernel does for a killed executor
+    service.children.end(NAMES)  # what the kernel does for an engine that was killed
     _, alive = psutil.wait_procs(processes, timeout=15)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert not service.deaths

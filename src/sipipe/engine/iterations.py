@@ -1,129 +1,155 @@
-"""Iterations in flight: what each still waits for, and the future that vLLM's engine holds.
+"""One record for each scheduling output, from the scheduler until its result has been taken in.
 
 Who runs here
-    vLLM's engine thread opens iterations; the gather thread delivers tokens; the events thread
-    delivers what workers say and failures. All under the executor's lock.
+    The engine thread schedules, begins and finishes iterations; the gather thread and the events
+    thread deliver what samplers and the last stage say of them. All under one lock.
 Guarantees
-    A future is resolved once: with the output when tokens and worker extras are both in, or with
-    the failure. After :meth:`fail` nothing new can be opened.
+    A future is resolved once: with the output when all is in that the iteration waits for, or with
+    what stopped the engine. After :meth:`Iterations.fail` no iteration begins.
+Relies on
+    EngineCore hands one ``SchedulerOutput`` object to ``execute_model`` and ``update_from_output``;
+    that object is how scheduler and executor name the same iteration.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
-from sipipe.engine.requests import Iteration
-from sipipe.messages.step import Grammar, Sampled, int32_view
+from sipipe.engine.requests import Work
+from sipipe.messages.step import Grammar, Sampled
 
 
-@dataclass(slots=True)
-class InFlight:
-    """One iteration between its publication and its result."""
+@dataclass(slots=True, eq=False)
+class Iteration:
+    """What is known of one iteration."""
 
-    number: int
-    slot: int
-    iteration: Iteration
-    future: Future[ModelRunnerOutput] = field(default_factory=Future)
-    began: float = field(default_factory=time.monotonic)
-    published: int = field(default_factory=time.monotonic_ns)
+    output: SchedulerOutput
+    slot: int | None = None
+    """The microbatch that it is a turn of; the scheduler's, or number mod m."""
+    scheduled: tuple[int, int] | None = None
+    """When its scheduling began and ended, in monotonic nanoseconds, if the scheduler is ours."""
+    number: int = -1
+    """Counted from 0 as iterations are published; -1 before."""
+    work: Work = field(default_factory=Work)
+    began: float = 0.0
+    """When it was numbered, in monotonic seconds; the stall bound counts from here."""
+    published: int = 0
     """When it was on BIC-I, in monotonic nanoseconds; the wait for its tokens begins then."""
     grammar: Grammar | None = None
-    sampled: dict[int, Sampled] | None = None
-    """Tokens by sampler; None while they are out."""
-    extras: Mapping[str, Any] | None = None
-    """Prompt log-probabilities by request id, from the last stage; None while they are out."""
+    tokens: Mapping[int, Sampled] | None = None
+    """What was drawn, by sampler; None while it is out."""
+    prompt_logprobs: Mapping[str, Any] | None = None
+    """By request id, from the last stage; None while they are out."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Requests that fail with this iteration, and why."""
+    future: Future[ModelRunnerOutput] = field(default_factory=Future)
 
     @property
-    def needs_samplers(self) -> bool:
-        return bool(self.iteration.samplers)
-
-    @property
-    def needs_worker(self) -> bool:
-        """Whether the last stage reports: it has extras, or no sampler will."""
-        return bool(self.iteration.prompt_logprobs) or not self.needs_samplers
-
-    @property
-    def complete(self) -> bool:
-        return not (self.needs_samplers and self.sampled is None) and not (
-            self.needs_worker and self.extras is None
-        )
-
-    def waits_for(self) -> str:
-        """For an error message: what is still out."""
+    def late(self) -> str:
+        """What the iteration waits for; empty when it is complete."""
         missing = []
-        if self.needs_worker and self.extras is None:
+        if self.prompt_logprobs is None and (self.work.prompt_logprobs or not self.work.samplers):
             missing.append("the last stage")
-        if self.needs_samplers and self.sampled is None:
-            missing.append("samplers " + ", ".join(map(str, self.iteration.samplers)))
-        return " and ".join(missing) or "nothing"
+        if self.tokens is None and self.work.samplers:
+            missing.append("samplers " + ", ".join(map(str, self.work.samplers)))
+        return " and ".join(missing)
 
 
-class SampledLogprobs:
-    """Log-probabilities by request, each as wide as it was asked for.
+class Iterations:
+    """The iterations of one engine, shared by its scheduler and its executor.
 
-    Stands in for vLLM's ``LogprobsLists`` of a whole batch, of which the scheduler uses
-    ``slice_request`` only; nothing is padded to the widest request.
+    ``slots``: microbatches in flight, m.
     """
 
-    def __init__(self, rows: dict[int, LogprobsLists]) -> None:
-        self._rows = rows
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._lock = threading.Lock()
+        # By identity of the scheduling output, which the record keeps alive: from schedule() to
+        # update_from_output(). Empty where the scheduler is not ours.
+        self._scheduled: dict[int, Iteration] = {}
+        self._in_flight: dict[int, Iteration] = {}
+        self._next = 0
+        self._failure: BaseException | None = None
 
-    def slice_request(self, req_idx: int, num_positions: int) -> LogprobsLists:
-        """Those of one request; empty while it is in the middle of its prompt."""
-        return self._rows[req_idx] if num_positions else _NO_LOGPROBS
+    def __len__(self) -> int:
+        """How many are in flight: published and not complete."""
+        return len(self._in_flight)
 
+    def scheduled(self, output: SchedulerOutput, slot: int | None, began: int, ended: int) -> None:
+        """The scheduler made ``output``."""
+        with self._lock:
+            self._scheduled[id(output)] = Iteration(output, slot, (began, ended))
 
-def build_output(
-    inflight: InFlight,
-) -> tuple[ModelRunnerOutput, list[tuple[str, int]], list[tuple[str, str]]]:
-    """The output vLLM's scheduler expects, the tokens by request id, and the failed requests.
+    def begin(
+        self, output: SchedulerOutput, follow: Callable[[int, SchedulerOutput], Work]
+    ) -> Iteration:
+        """Number an iteration; ``follow`` says what it asks of samplers."""
+        with self._lock:
+            if self._failure is not None:
+                raise RuntimeError(f"SiPipe's executor has failed: {self._failure}")
+            iteration = self._scheduled.get(id(output)) or Iteration(output)
+            iteration.number, self._next = self._next, self._next + 1
+            if iteration.slot is None:
+                iteration.slot = iteration.number % self._slots
+            iteration.began = time.monotonic()
+            iteration.work = follow(iteration.number, output)
+            self._in_flight[iteration.number] = iteration
+        return iteration
 
-    A request whose logits have no distribution gets no token; it comes back in the third value
-    with the sampler's reason.
-    """
-    iteration = inflight.iteration
-    index = {request_id: i for i, request_id in enumerate(iteration.request_ids)}
-    tokens: list[list[int]] = [[] for _ in iteration.request_ids]
-    drawn: list[tuple[str, int]] = []
-    errors = list(iteration.errors.items())
-    logprobs: dict[int, LogprobsLists] = {}
-    for part in (inflight.sampled or {}).values():
-        rows = int32_view(part.rows).tolist()
-        for row, token in zip(rows, int32_view(part.tokens).tolist(), strict=True):
-            request_id = iteration.sampled[row]
-            if token < 0 or request_id in iteration.errors:
-                continue
-            tokens[index[request_id]].append(token)
-            drawn.append((request_id, token))
-        for lp in part.logprobs:
-            logprobs[index[iteration.sampled[lp.row]]] = _logprobs_lists(
-                int32_view(lp.token_ids), np.frombuffer(lp.values, dtype="<f4"), lp.rank
-            )
-        errors += [(iteration.sampled[row], reason) for row, reason in part.errors]
-    output = ModelRunnerOutput(
-        req_ids=iteration.request_ids,
-        req_id_to_index=index,
-        sampled_token_ids=tokens,
-        logprobs=SampledLogprobs(logprobs) if logprobs else None,  # type: ignore[arg-type]
-        prompt_logprobs_dict=dict(inflight.extras or {}),
-    )
-    return output, drawn, errors
+    def deliver(
+        self,
+        number: int,
+        *,
+        tokens: Mapping[int, Sampled] | None = None,
+        prompt_logprobs: Mapping[str, Any] | None = None,
+    ) -> Iteration | None:
+        """Take in what came; returns the iteration if it is complete with that."""
+        with self._lock:
+            iteration = self._in_flight.get(number)
+            if iteration is None:
+                return None  # failed meanwhile
+            iteration.tokens = tokens if tokens is not None else iteration.tokens
+            if prompt_logprobs is not None:
+                iteration.prompt_logprobs = prompt_logprobs
+            if iteration.late:
+                return None
+            return self._in_flight.pop(number)
 
+    def finish(self, output: SchedulerOutput) -> Iteration | None:
+        """The scheduler takes the result of ``output`` in: the record goes."""
+        with self._lock:
+            return self._scheduled.pop(id(output), None)
 
-_NO_LOGPROBS = LogprobsLists(
-    np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32)
-)
+    def undrawn(self, sampler: int) -> list[Iteration]:
+        """Those in flight that ``sampler`` has rows in and that are not drawn, in order."""
+        with self._lock:
+            return [
+                iteration
+                for iteration in self._in_flight.values()
+                if sampler in iteration.work.samplers and iteration.tokens is None
+            ]
 
+    def oldest(self) -> Iteration | None:
+        """The first of those in flight."""
+        with self._lock:
+            return next(iter(self._in_flight.values()), None)
 
-def _logprobs_lists(
-    token_ids: npt.NDArray[np.int32], values: npt.NDArray[np.float32], rank: int
-) -> LogprobsLists:
-    return LogprobsLists(token_ids[None, :], values[None, :], np.asarray([rank]), None)
+    def fail(self, error: BaseException) -> None:
+        """Resolve every iteration in flight with ``error``."""
+        with self._lock:
+            self._failure = error
+            failed, self._in_flight = list(self._in_flight.values()), {}
+        for iteration in failed:
+            with suppress(InvalidStateError):
+                iteration.future.set_exception(
+                    RuntimeError(f"iteration {iteration.number} failed: {error}")
+                )

@@ -11,6 +11,7 @@ restarted sampler's snapshot exact.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -55,26 +56,26 @@ class TrackedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Iteration:
+class Work:
     """What one scheduling output asks of samplers and workers."""
 
-    step: Step
-    request_ids: list[str]
-    sampled: list[str]
-    """Requests that get a token, in the order of the rows of the logits slot."""
-    samplers: tuple[int, ...]
+    step: Step = field(default_factory=lambda: Step(-1))
+    request_ids: list[str] = field(default_factory=list)
+    sampled: list[str] = field(default_factory=list)
+    """Requests that get a token, in the order of the rows of the logits."""
+    samplers: tuple[int, ...] = ()
     """The samplers that own a row."""
-    errors: dict[str, str]
+    errors: dict[str, str] = field(default_factory=dict)
     """Requests that fail with this iteration, and why."""
-    prompt_logprobs: tuple[str, ...]
+    prompt_logprobs: tuple[str, ...] = ()
     """Requests whose prompt log-probabilities are complete after this iteration."""
 
 
 class RequestTracker:
     """Follows scheduling outputs; see the module's text.
 
-    Not locked: :meth:`advance`, :meth:`record` and the snapshots are called under the executor's
-    lock, from vLLM's engine thread and from the thread that gathers tokens.
+    Called by the engine thread, by the thread that gathers tokens, and for the snapshot by the one
+    that replaces a sampler; each call is under ``_lock``.
     """
 
     def __init__(self, *, engine_seed: int, balancer: Balancer) -> None:
@@ -82,6 +83,7 @@ class RequestTracker:
         self._balancer = balancer
         self._requests: dict[str, TrackedRequest] = {}
         self._next_handle = 0
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -96,16 +98,21 @@ class RequestTracker:
         does so when the prefix cache is reset) draws that position again: vLLM discards this
         token, and so does the tracker.
         """
-        request = self._requests.get(request_id)
-        if request is not None and request.iteration == iteration:
-            request.outputs.append(token)
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is not None and request.iteration == iteration:
+                request.outputs.append(token)
 
-    def advance(self, iteration: int, output: SchedulerOutput) -> Iteration:
+    def advance(self, iteration: int, output: SchedulerOutput) -> Work:
         """Follow one scheduling output, and fill in what workers need and vLLM leaves out.
 
         ``new_token_ids`` is filled where vLLM omits it (a single stage), and ``all_token_ids``,
         which repeats each whole sequence every iteration, is dropped: no stage reads it.
         """
+        with self._lock:
+            return self._advance(iteration, output)
+
+    def _advance(self, iteration: int, output: SchedulerOutput) -> Work:
         leaves = self._leave(output.finished_req_ids)
         joins, appended, tokens = [], [], []
         rows: list[int] = []
@@ -157,7 +164,7 @@ class RequestTracker:
             owners=int32_bytes(owners),
             grammar=output.has_structured_output_requests and bool(rows),
         )
-        return Iteration(
+        return Work(
             step=step,
             request_ids=list(output.num_scheduled_tokens),
             sampled=sampled,
@@ -178,7 +185,8 @@ class RequestTracker:
 
     def joins_of(self, sampler: int) -> list[Join]:
         """The sequences of one sampler, for its snapshot after a restart."""
-        return [r.join() for r in self._requests.values() if r.sampler == sampler]
+        with self._lock:
+            return [r.join() for r in self._requests.values() if r.sampler == sampler]
 
     def _leave(self, request_ids: Iterable[str]) -> list[int]:
         handles = []

@@ -12,11 +12,12 @@ import uuid
 from vllm.config import VllmConfig
 
 from sipipe.config import SiPipeConfig
+from sipipe.engine.iterations import Iteration
 from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
 from sipipe.ipc.stage_times import LINE_WORDS, PhaseCounter, StageTimes
 from sipipe.observe.live import LivePage
 from sipipe.observe.metrics import Publisher
-from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE
+from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
 from sipipe.observe.recorder import open_recorder
 
 
@@ -50,7 +51,7 @@ class Telemetry:
         counter = PhaseCounter(self._executor, COUNTED_PHASES["executor"], MAIN_PHASE["executor"])
         self._publisher = Publisher(self._page)
         self._publisher.start()
-        self.recorder = open_recorder(
+        self._recorder = open_recorder(
             config.trace,
             "executor",
             stages=parallel.pipeline_parallel_size,
@@ -58,6 +59,20 @@ class Telemetry:
             run=self.run,
             model=model,
             sinks=(self.live, counter),
+        )
+
+    def record(
+        self, phase: Phase, iteration: Iteration, began: int, ended: int, tokens: int = 0
+    ) -> None:
+        """One phase of an iteration on the engine's side, in monotonic nanoseconds."""
+        self._recorder.record(
+            phase,
+            iteration.number,
+            iteration.slot or 0,
+            began,
+            ended,
+            batch=len(iteration.work.request_ids),
+            tokens=tokens,
         )
 
     def measured_times(self) -> MeasuredTimes:
@@ -72,7 +87,7 @@ class Telemetry:
 
     def close(self) -> None:
         """Write what is left of the trace, and let the page go."""
-        self.recorder.close()
+        self._recorder.close()
         self._publisher.close()
         self._stage_times.close()
         self._page.close()

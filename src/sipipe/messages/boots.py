@@ -1,10 +1,8 @@
-"""What the processes of an engine start from, and the first word of a worker."""
+"""What the processes of an engine start from, and what a worker says of itself for its channels."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
 from sipipe.config import SiPipeConfig
@@ -46,13 +44,6 @@ class WorkerBoot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ready:
-    """What a worker says when its model is loaded."""
-
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class LogitsFormat:
     """What a rank of the last stage writes for each sequence."""
 
@@ -76,15 +67,9 @@ class StageDescription:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplerBoot:
-    """What a sampler process starts from; endpoints are the channels' own."""
+class SamplerSettings:
+    """What all samplers of an engine are told."""
 
-    index: int
-    name: str
-    incarnation: int
-    bic_i: Any
-    bic_l: Any
-    bic_o: Any
     vocab_size: int
     layout: Literal["rows", "columns"]
     logprobs_mode: LogprobsMode
@@ -96,9 +81,22 @@ class SamplerBoot:
     trace: str | None = None
     live: str | None = None
     times: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerBoot:
+    """What a sampler process starts from; its end of BIC-O it inherits."""
+
+    index: int
+    settings: SamplerSettings
+    bic_i: Any
+    """Endpoint of the ring."""
+    bic_l: Any
+    """Endpoint of the ring."""
     snapshot: Snapshot | None = None
+    """Where the sampler takes the place of one that died: what that one knew and owed."""
 
 
-def run_worker(boot: WorkerBoot, pipe: Connection) -> None:
-    """Entry point of a worker's process, by name: the engine does not import the worker's room."""
-    importlib.import_module("sipipe.worker.main").worker_main(boot, pipe)
+def sampler_name(index: int) -> str:
+    """How channels and logs name a sampler."""
+    return f"sampler{index}"

@@ -79,7 +79,6 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
 class Snapshot(msgspec.Struct, array_like=True, frozen=True):
     """All that a restarted sampler needs: its sequences, and the iterations still to be drawn."""
 
-    sampler: int
     joins: list[Join]
     steps: list[Step]
     grammars: list[Grammar]

@@ -1,39 +1,40 @@
 """A sampler process: column state of its sequences, kept from BIC-I; logits in, tokens out.
 
 Who runs here
-    The main thread follows BIC-I and draws. A watcher thread sleeps on standard input, which is a
-    pipe held by the executor, and ends the process when it closes.
+    The main thread follows BIC-I and draws; the thread of :class:`sipipe.ipc.parent.Parent` ends
+    the process with the engine.
 Guarantees
     State changes of an iteration are applied before its rows are drawn, and while its logits are
-    still being computed. One sub-slot of BIC-O per iteration that has rows of this sampler.
+    still being computed. One message on BIC-O per iteration that has rows of this sampler.
 Relies on
     BIC-I's order. A drawn token is not appended here: it comes back with the scheduling output
     that accepts it, so that state is always what vLLM's scheduler says, also after a restart.
+    BIC-L has an entry for every iteration that has rows, in BIC-I's order. Those in which this
+    sampler has none are passed over, so that it never holds the writer up; after a restart BIC-L
+    may begin later than BIC-I by such entries, which nobody kept.
 
 The process imports neither torch nor vLLM: it starts in a second and stays small.
 """
 
 from __future__ import annotations
 
-import io
-import os
-import pickle
-import signal
+import socket
 import sys
-import threading
 import time
 from typing import cast
 
 import numpy as np
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError
-from sipipe.ipc.gather_old.sender import GatherSender
+from sipipe.ipc.gather import GatherSender
+from sipipe.ipc.parent import Parent
 from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.ipc.ring.logits import LogitsReader, ReceivedLogits
 from sipipe.ipc.stage_times import PhaseCounter, StageTimes
-from sipipe.messages.boots import SamplerBoot
+from sipipe.messages.boots import SamplerBoot, sampler_name
 from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.params import SequenceParams
+from sipipe.messages.replies import Ready
 from sipipe.messages.step import (
     Grammar,
     Join,
@@ -59,11 +60,12 @@ __all__ = ["main"]
 
 def _sinks(boot: SamplerBoot) -> list[PhaseSink]:
     """What gets this sampler's phases besides the trace."""
+    settings = boot.settings
     sinks: list[PhaseSink] = []
-    if boot.live is not None:
-        sinks.append(LivePage.attach(boot.live).writer("sampler", boot.index))
-    if boot.times is not None:
-        line = StageTimes.open(boot.times, stages=boot.stages).sampler(boot.index)
+    if settings.live is not None:
+        sinks.append(LivePage.attach(settings.live).writer("sampler", boot.index))
+    if settings.times is not None:
+        line = StageTimes.open(settings.times, stages=settings.stages).sampler(boot.index)
         sinks.append(PhaseCounter(line, COUNTED_PHASES["sampler"], MAIN_PHASE["sampler"]))
     return sinks
 
@@ -71,36 +73,39 @@ def _sinks(boot: SamplerBoot) -> list[PhaseSink]:
 class Sampler:
     """The loop of a sampler process."""
 
-    def __init__(self, boot: SamplerBoot) -> None:
+    def __init__(self, boot: SamplerBoot, tokens: GatherSender) -> None:
+        settings = boot.settings
         self._index = boot.index
         self._slot = 0
-        self._layout = boot.layout
-        self._steps = DispatchReader.open(boot.bic_i, boot.name)
-        self._logits = LogitsReader.open(boot.bic_l, boot.name)
-        self._tokens = GatherSender.connect(boot.bic_o, boot.name, boot.incarnation)
+        self._layout = settings.layout
+        self._steps = DispatchReader.open(boot.bic_i, sampler_name(boot.index))
+        self._logits = LogitsReader.open(boot.bic_l, sampler_name(boot.index))
+        self._entry: ReceivedLogits | None = None
+        """The entry of BIC-L that was received last."""
+        self._tokens = tokens
         self._columns = SequenceColumns(
-            boot.vocab_size,
-            logprobs_mode=boot.logprobs_mode,
-            reasoning_start_token_ids=boot.reasoning[0],
-            reasoning_end_token_ids=boot.reasoning[1],
+            settings.vocab_size,
+            logprobs_mode=settings.logprobs_mode,
+            reasoning_start_token_ids=settings.reasoning[0],
+            reasoning_end_token_ids=settings.reasoning[1],
         )
         self._waiting: Step | None = None
         self._broken: dict[int, str] = {}
-        """Sequences that could not join, and why: their rows are errors, the others go on."""
+        """Requests that could not be added, and why: their rows are errors, the others go on."""
         self._recorder = open_recorder(
-            boot.trace,
+            settings.trace,
             "sampler",
             boot.index,
-            stages=boot.stages,
-            inflight=boot.inflight,
-            run=boot.run,
+            stages=settings.stages,
+            inflight=settings.inflight,
+            run=settings.run,
             sinks=_sinks(boot),
         )
-        if boot.snapshot is not None:
-            self._restore(boot.snapshot)
 
-    def run(self) -> None:
-        """Serve until the executor closes BIC-I."""
+    def run(self, snapshot: Snapshot | None) -> None:
+        """Serve until the engine closes BIC-I; first what a predecessor owed."""
+        if snapshot is not None:
+            self._restore(snapshot)
         while True:
             step: Step | None = None
             grammar: Grammar | None = None
@@ -179,14 +184,19 @@ class Sampler:
                 [found.get(handle, -1) for handle in handles.tolist()], np.int32
             )
         waited = time.monotonic_ns()
-        with self._receive(step.iteration) as slot:
-            began = time.monotonic_ns()
-            self._record(Phase.WAIT_LOGITS, step, waited, began, len(rows))
-            if not len(rows):
-                return
+        entry = self._logits_of(step.iteration)
+        began = time.monotonic_ns()
+        self._record(Phase.WAIT_LOGITS, step, waited, began, len(rows))
+        if not len(rows):
+            if entry is not None:
+                with entry:  # pass it over
+                    return
+            return
+        assert entry is not None, "logits of this sampler's rows were not kept"
+        with entry:
             drawn = self._columns.sample(
                 handles,
-                slot.array,
+                entry.array,
                 rows,
                 layout=self._layout,
                 bitmask=bitmask,
@@ -222,63 +232,33 @@ class Sampler:
             phase, step.iteration, self._slot, start, end, batch=rows, tokens=rows
         )
 
-    def _receive(self, iteration: int) -> ReceivedLogits:
-        """The logits of ``iteration``. Every sampler takes every slot, in order, so that a sampler
-        without rows never holds the writer up; a restarted one begins with older slots."""
-        while True:
-            slot = self._logits.receive()
-            if slot.iteration >= iteration:
-                assert slot.iteration == iteration
-                return slot
-
-
-def read_boot(pipe: io.RawIOBase) -> SamplerBoot | None:
-    """The boot record from the executor's pipe; None when it closed the pipe instead."""
-    size = int.from_bytes(_read_exactly(pipe, 8), "little")
-    data = _read_exactly(pipe, size)
-    if not size or len(data) < size:
-        return None
-    boot = pickle.loads(data)  # from our parent, through a pipe that nobody else can write
-    assert isinstance(boot, SamplerBoot)
-    return boot
-
-
-def _read_exactly(pipe: io.RawIOBase, size: int) -> bytes:
-    """``size`` bytes, or fewer when the pipe ended."""
-    data = bytearray()
-    while len(data) < size and (piece := pipe.read(size - len(data))):
-        data += piece
-    return bytes(data)
+    def _logits_of(self, iteration: int) -> ReceivedLogits | None:
+        """The entry of ``iteration``; None if BIC-L began later for this sampler."""
+        while self._entry is None or self._entry.iteration < iteration:
+            self._entry = self._logits.receive()
+        return self._entry if self._entry.iteration == iteration else None
 
 
 def main() -> int:
-    """Entry point: compile for the dtype and layout named by the arguments, boot from standard input,
-    say "open" on standard output, serve."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the executor decides when to stop
-    dtype, layout = sys.argv[1:3]
-    warm_up([dtype], [cast(Layout, layout)])  # while the workers load the model
-    with open(0, "rb", buffering=0, closefd=False) as pipe:
-        boot = read_boot(pipe)
-    if boot is None:
-        return 0
-
-    def watch() -> None:
-        os.read(0, 1)  # returns when the executor is gone
-        os._exit(0)
-
-    threading.Thread(target=watch, name="SiPipeParent", daemon=True).start()
+    """Entry point of ``python -m sipipe.sampler PIPE TOKENS DTYPE LAYOUT``: descriptors of the
+    control pipe and of BIC-O, and what to compile for while the workers load the model."""
+    pipe, tokens, dtype, layout = sys.argv[1:]
+    parent = Parent(int(pipe))
+    sender = GatherSender(socket.socket(fileno=int(tokens)))
+    warm_up([dtype], [cast(Layout, layout)])
+    boot: SamplerBoot = parent.receive()
     sampler = None
     try:
-        sampler = Sampler(boot)
-        sys.stdout.write("open\n")
-        sys.stdout.flush()
-        sampler.run()
-    except ChannelClosed:
+        sampler = Sampler(boot, sender)
+        parent.say(Ready())
+        sampler.run(boot.snapshot)
+    except (ChannelClosed, SystemExit):
         pass
     except ChannelError as error:
-        sys.stderr.write(f"SiPipe {boot.name}: {error}\n")
+        sys.stderr.write(f"SiPipe {sampler_name(boot.index)}: {error}\n")
         return 1
     finally:
+        parent.let_end()
         if sampler is not None:
             sampler.close()
     return 0

@@ -4,9 +4,9 @@ Who runs here
     The communicator reads BIC-I: it hands iterations to the CPU executor's thread
     (:mod:`sipipe.worker.executor`) and runs control calls itself, with both executors idle. It is
     the main thread until the data plane is open, and a thread of its own from then on; then the
-    main thread, which loaded and compiled the model, is the device executor. A watcher thread
-    sleeps on the pipe to the executor: it answers "what are you doing" for the stall report, and
-    ends the process when the pipe closes. Another one sleeps until the executor's process ends.
+    main thread, which loaded and compiled the model, is the device executor. The thread
+    of :class:`sipipe.ipc.parent.Parent` says for the stall report what the worker does, and ends
+    the process with the engine.
 Guarantees
     Every iteration of BIC-I is run once, in order, by every rank of every stage; CONTROL calls
     run between iterations, on a worker with no iteration in flight. An exception in an iteration
@@ -18,12 +18,9 @@ Relies on
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
 import multiprocessing.util
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -31,7 +28,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -43,11 +39,13 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from sipipe.ipc.errors import ChannelClosed
+from sipipe.ipc.parent import Parent
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.ipc.stage_times import PhaseCounter, StageTimes
-from sipipe.messages.boots import GRACE_SECONDS, Ready, WorkerBoot
+from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.header import Header, Kind, decode_header
+from sipipe.messages.replies import IterationReport, Ready, Reply
 from sipipe.observe.live import LivePage
 from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
 from sipipe.observe.recorder import PhaseSink, open_recorder
@@ -60,37 +58,36 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 
-def worker_main(boot: WorkerBoot, pipe: Connection) -> None:
+def worker_main(boot: WorkerBoot, parent: Parent) -> None:
     """Entry point of the process; returns when the executor closes the channels."""
-    ending = threading.Event()
-
-    def end(_signum: int, _frame: Any) -> None:
-        if not ending.is_set():
-            ending.set()
-            raise SystemExit(0)
-
-    signal.signal(signal.SIGTERM, end)
-    # Ctrl-C reaches the whole foreground process group; the executor decides when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    process = WorkerProcess(boot, pipe)
+    process = None
     try:
+        process = WorkerProcess(boot, parent)
         process.load()
         process.serve()
     except (SystemExit, ChannelClosed):
         pass
     except Exception as error:
-        if not ending.is_set():
+        if parent.let_end():
             logger.exception("worker %s failed", boot.place.name)
-            process.say(error)
+            _say_failure(parent, error)
     finally:
-        ending.set()
-        process.close()
+        parent.let_end()
+        if process is not None:
+            process.close()
     # Everything is released. Taking the interpreter down with torch in it takes seconds, which
     # vLLM's front end does not give; what multiprocessing would still do is done here.
     multiprocessing.util._exit_function()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _say_failure(parent: Parent, error: Exception) -> None:
+    try:
+        parent.say(error)
+    except Exception:  # it cannot be pickled: say what it was
+        parent.say(RuntimeError("".join(traceback.format_exception_only(error)).strip()))
 
 
 def _sinks(boot: WorkerBoot) -> list[PhaseSink]:
@@ -108,15 +105,17 @@ def _sinks(boot: WorkerBoot) -> list[PhaseSink]:
 class WorkerProcess:
     """What :func:`worker_main` drives."""
 
-    def __init__(self, boot: WorkerBoot, pipe: Connection) -> None:
+    def __init__(self, boot: WorkerBoot, parent: Parent) -> None:
         self._boot = boot
-        self._pipe = pipe
-        self._saying = threading.Lock()
+        self._parent = parent
         self._reader: DispatchReader | None = None
         self._loop: StageLoop | None = None
         self._wrapper: WorkerWrapperBase | None = None
         self._error: Exception | None = None
         self._doing = "is loading its model"
+        parent.doing = self._what_it_does
+        # The engine removes it once all ranks have joined, unless it was killed before that.
+        parent.on_gone = partial(remove_rendezvous, [boot.distributed_init_method])
         self._recorder = open_recorder(
             boot.config.trace,
             "stage",
@@ -136,7 +135,6 @@ class WorkerProcess:
         title = f"Worker_PP{place.stage}" + (f"_TP{place.tp_rank}" if place.tp_size > 1 else "")
         set_process_title(name=title)
         decorate_logs(title)
-        threading.Thread(target=self._outlive_nobody, name="SiPipeOrphan", daemon=True).start()
         if not boot.cut_evenly:
             cut_model(boot.layers)
         wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=place.rank)
@@ -161,13 +159,11 @@ class WorkerProcess:
         wrapper.load_model()
         current_platform.update_block_size_for_backend(boot.vllm_config)
         self._loop = StageLoop(boot, wrapper.worker, self._report, self._recorder)
-        self.say(Ready(rank=place.rank))
+        self._parent.say(Ready())
 
     def serve(self) -> None:
         """Follow BIC-I until it is closed."""
-        endpoint = self._pipe.recv()
-        self._reader = DispatchReader.open(endpoint, self._boot.place.name)
-        threading.Thread(target=self._watch, name="SiPipeParent", daemon=True).start()
+        self._reader = DispatchReader.open(self._parent.receive(), self._boot.place.name)
         assert self._loop is not None
         while self._loop.executor is None:
             self._follow_one()
@@ -199,34 +195,18 @@ class WorkerProcess:
         began = time.monotonic_ns()
         with self._reader.receive() as message:
             header = decode_header(message.parts[0])
-            if header.kind not in (Kind.SCHEDULE, Kind.CONTROL):
+            if header.kind is Kind.GRAMMAR:
                 return
-            body, buffers = message.parts[2], [bytes(part) for part in message.parts[3:]]
-            content = pickle.loads(body, buffers=buffers)
+            body, *buffers = [bytes(part) for part in message.parts[2:]]
         if header.kind is Kind.CONTROL:
-            self._call(header, *content)
+            self._call(header, partial(pickle.loads, body, buffers=buffers))
             return
+        output = pickle.loads(body, buffers=buffers)
         assert self._loop.executor is not None, "an iteration came before the data plane was open"
         self._recorder.record(
             Phase.WAIT_SCHEDULING, header.number, header.slot, began, time.monotonic_ns()
         )
-        self._loop.executor.submit(header.number, header.slot, content)
-
-    def say(self, message: Any) -> None:
-        """Send one message to the executor; from any thread."""
-        with self._saying:
-            try:
-                self._pipe.send(message)
-            except OSError:
-                pass  # nobody listens any more; the watcher ends this process
-            except Exception:  # the message cannot be pickled: say what it was
-                text = (
-                    "".join(traceback.format_exception_only(message)).strip()
-                    if isinstance(message, Exception)
-                    else repr(message)
-                )
-                with suppress(OSError):
-                    self._pipe.send(RuntimeError(text))
+        self._loop.executor.submit(header.number, header.slot, output)
 
     def close(self) -> None:
         """Release channels, links and vLLM's worker."""
@@ -248,35 +228,32 @@ class WorkerProcess:
                 destroy_model_parallel()
                 destroy_distributed_environment()
 
-    def _report(self, iteration: int, extras: dict[str, Any]) -> None:
-        self.say(("report", iteration, extras))
+    def _report(self, iteration: int, prompt_logprobs: dict[str, Any]) -> None:
+        self._parent.say(IterationReport(iteration=iteration, prompt_logprobs=prompt_logprobs))
 
-    def _call(
-        self,
-        header: Header,
-        method: str | bytes,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        only: int | None,
-    ) -> None:
-        """Run one control call, and answer it where an answer is wanted."""
-        self._doing = f"runs {method if isinstance(method, str) else 'a function'}"
+    def _call(self, header: Header, content: Callable[[], Any]) -> None:
+        """Run one control call, and answer it where an answer is wanted.
+
+        Whatever is wrong with the call, its arguments or its result is an error of the call only.
+        """
         assert self._loop is not None
         self._loop.drain()
-        answers = only is None or only == self._boot.place.rank
+        answers = True
         try:
+            method, args, kwargs, only = content()
+            answers = only is None or only == self._boot.place.rank
+            self._doing = f"runs {method if isinstance(method, str) else 'a function'}"
             value = self._find(method)(*args, **kwargs)
             if isinstance(value, AsyncModelRunnerOutput):
                 value = value.get_output()
+            reply = Reply(call=header.number, value=pickle.dumps(value) if answers else b"")
         except Exception as error:
-            logger.exception("worker %s failed in %s", self._boot.place.name, method)
-            if answers:
-                self.say(("reply", header.number, False, str(error) or repr(error)))
-            return
+            logger.exception("worker %s failed in a call", self._boot.place.name)
+            reply = Reply(call=header.number, error=str(error) or repr(error))
         finally:
             self._doing = "waits for a call"
         if answers:
-            self.say(("reply", header.number, True, value))
+            self._parent.say(reply)
 
     def _find(self, method: str | bytes) -> Callable[..., Any]:
         assert self._wrapper is not None
@@ -296,29 +273,6 @@ class WorkerProcess:
 
         return inside
 
-    def _watch(self) -> None:
-        """Answer the executor's questions; end the process when the executor is gone."""
-        while True:
-            try:
-                question = self._pipe.recv()
-            except (EOFError, OSError):
-                break
-            if question == "status":
-                doing = self._loop.doing() if self._loop is not None else None
-                self.say(("status", doing or self._doing))
-        self._end()
-
-    def _outlive_nobody(self) -> None:
-        """End the process when its parent, the executor's process, is gone: also while the model
-        loads, when nobody listens to the pipe yet."""
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            multiprocessing.connection.wait([parent.sentinel])
-            self._end()
-
-    def _end(self) -> None:
-        # The executor removes it once all ranks have joined, unless it was killed before that.
-        remove_rendezvous([self._boot.distributed_init_method])
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(GRACE_SECONDS / 2)
-        os._exit(1)
+    def _what_it_does(self) -> str:
+        doing = self._loop.doing() if self._loop is not None else None
+        return doing or self._doing

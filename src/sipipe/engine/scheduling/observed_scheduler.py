@@ -1,5 +1,6 @@
-"""What SiPipe adds to whichever scheduler the engine uses: phases for the trace, failed requests,
-and for its own the stage times by which it decides how many microbatches to form.
+"""What SiPipe adds to whichever scheduler the engine uses: a record of each iteration, the phases
+for the trace, the failure of single requests, and for its own the stage times by which it decides
+how many microbatches to form.
 
 Mixed in front of SiPipe's scheduler, vLLM's own, or a class of the user's, so that neither tracing
 nor the failure of a single request depends on the choice.
@@ -13,6 +14,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from sipipe.engine.iterations import Iterations
 from sipipe.engine.scheduling.concurrency import MeasuredTimes
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
 from sipipe.engine.telemetry import Telemetry
@@ -23,6 +25,7 @@ from sipipe.observe.phases import Phase
 class ObservedScheduler:
     """Mixin; use :func:`observed`. Runs on the engine's thread only."""
 
+    iterations: Iterations
     telemetry: Telemetry
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,39 +41,35 @@ class ObservedScheduler:
             self._times.poll()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
-            # The executor numbers the iteration; the phase is recorded with its number.
-            output.sipipe_scheduled = (began, time.monotonic_ns())
+            slot = self.slot if isinstance(self, PipelineScheduler) else None
+            self.iterations.scheduled(output, slot, began, time.monotonic_ns())
             self.telemetry.live.set(Word.WAITING, len(self.waiting))  # type: ignore[attr-defined]
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        errors = getattr(model_runner_output, "sipipe_errors", None)
-        if errors:
+        iteration = self.iterations.finish(scheduler_output)
+        if iteration is not None and iteration.errors:
             # vLLM's own way to finish requests with an error from within an update.
-            self.grammar_compile_error_reqs.update(errors)  # type: ignore[attr-defined]
+            self.grammar_compile_error_reqs.update(iteration.errors)  # type: ignore[attr-defined]
         began = time.monotonic_ns()
         result = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
-        number = getattr(scheduler_output, "sipipe_iteration", None)
-        if number is not None:
-            self.telemetry.recorder.record(
-                Phase.UPDATE,
-                number,
-                getattr(scheduler_output, "sipipe_slot", 0),
-                began,
-                time.monotonic_ns(),
-                batch=len(scheduler_output.num_scheduled_tokens),
-            )
+        if iteration is not None:
+            self.telemetry.record(Phase.UPDATE, iteration, began, time.monotonic_ns())
         return result
 
 
-def observed(scheduler: type, telemetry: Telemetry) -> type:
-    """``scheduler`` with the mixin in front, bound to this engine's telemetry."""
+def observed(scheduler: type, iterations: Iterations, telemetry: Telemetry) -> type:
+    """``scheduler`` with the mixin in front, bound to this engine's records and telemetry."""
     return type(
         scheduler.__name__,
         (ObservedScheduler, scheduler),
-        {"telemetry": telemetry, "__module__": scheduler.__module__},
+        {
+            "iterations": iterations,
+            "telemetry": telemetry,
+            "__module__": scheduler.__module__,
+        },
     )

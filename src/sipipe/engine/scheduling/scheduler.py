@@ -46,7 +46,7 @@ __all__ = ["PipelineScheduler"]
 
 
 class PipelineScheduler(Scheduler):
-    """Drop-in for ``--scheduler-cls``; each output carries its slot as ``sipipe_slot``.
+    """Drop-in for ``--scheduler-cls``; ``slot`` is that of the microbatch scheduled last.
 
     The number of slots m is ``VllmConfig.max_concurrent_batches``, as for EngineCore's batch
     queue. With m of 1 it behaves exactly as vLLM's. Tunables come from
@@ -72,13 +72,12 @@ class PipelineScheduler(Scheduler):
         self._adapter_last_step: dict[int, int] = {}
         # Whether the last visit found nothing to run; whether a batch has come back right after.
         self._empty = self._came_back = False
+        self.slot = 0
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """One microbatch: the members of the slot whose turn it is, and a share of the prefill."""
         if self._policy.slots == 1:
-            output = super().schedule(throttle_prefills)
-            output.sipipe_slot = 0
-            return output
+            return super().schedule(throttle_prefills)
         plan = self._visit()
         decode_tokens = self._hide_other_slots(plan)
         limit = self.max_num_scheduled_tokens
@@ -90,7 +89,7 @@ class PipelineScheduler(Scheduler):
         finally:
             self.max_num_scheduled_tokens = limit
             self._prefill_left = None
-        output.sipipe_slot = plan.slot
+        self.slot = plan.slot
         self._empty, self._came_back = not output.total_num_scheduled_tokens, False
         return output
 

@@ -1,0 +1,102 @@
+"""BIC-I as the engine sees it: one ordered stream of iterations and calls to all children.
+
+Who runs here
+    Any thread publishes; ``order`` makes them take turns. The events thread and the thread that
+    replaces a sampler drop dead readers, without ``order``.
+Guarantees
+    Every reader that lives sees the same messages in the same order. Publishing waits for late
+    readers, at most the stall bound, and never for a dead one.
+    Invariant: what must be true of the state at one point of the stream (a snapshot for a new
+    reader, a scheduling output and the state change that it stands for) happens under ``order``.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from sipipe.errors import StallError
+from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
+from sipipe.ipc.memory import Endpoint
+from sipipe.ipc.ring.dispatch import DispatchProducer
+from sipipe.messages.header import Kind, encode_header
+
+ENTRY_BYTES = 64 * 1024
+"""Bytes of an entry: a decode step of some hundred sequences; a longer message is cut."""
+
+
+def _shape(slots: int) -> dict[str, int]:
+    """Entries of the ring and their bytes: bitmasks and control calls travel on it too."""
+    return {"entries": max(16, 4 * slots), "entry_bytes": ENTRY_BYTES}
+
+
+class Bus:
+    """The producer of BIC-I. See the module's text."""
+
+    def __init__(
+        self,
+        readers: Sequence[str],
+        *,
+        slots: int,
+        stall_timeout: float,
+        directory: str | None = None,
+    ) -> None:
+        self.order = threading.RLock()
+        self._stall_timeout = stall_timeout
+        self._producer = DispatchProducer.create(
+            name="bic-i", **_shape(slots), readers=readers, directory=directory
+        )
+
+    @staticmethod
+    def required_bytes(slots: int) -> int:
+        """Shared memory that the ring takes with ``slots`` microbatches in flight."""
+        return DispatchProducer.required_bytes(**_shape(slots))
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._producer.endpoint
+
+    def publish(self, kind: Kind, number: int, parts: Sequence[Any], *, slot: int = 0) -> None:
+        """Publish one message; ``number`` is that of the iteration or call.
+
+        Raises:
+            StallError: a reader did not free an entry of the ring in time; names it.
+            ChannelClosed: the engine is shutting down.
+        """
+        message = [encode_header(kind, slot, number), *parts]
+        with self.order:
+            while True:
+                try:
+                    self._producer.publish(message, timeout=self._stall_timeout)
+                    return
+                except ChannelPeerDied as error:
+                    # A worker's death stops the engine, a sampler's is mended: the events thread
+                    # sees to both. The message must reach the others.
+                    self.drop(error.name)
+                except ChannelClosed:
+                    raise
+                except ChannelError as error:
+                    raise StallError(f"BIC-I: {error}") from error
+
+    def drop(self, reader: str) -> None:
+        """Forget a dead reader, if nobody has yet; a publish that waits for it goes on."""
+        with suppress(ChannelError):
+            self._producer.remove_reader(reader)
+
+    def add(self, reader: str) -> None:
+        """Declare a reader whose first message is the next one; called under ``order``."""
+        self._producer.add_reader(reader)
+
+    def close(self) -> None:
+        """Readers get what was published, then the end of the stream."""
+        self._producer.close()
+
+
+def out_of_band(value: object) -> list[Any]:
+    """Parts of a message: the pickle of ``value``, and the buffers that it refers to."""
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(value, 5, buffer_callback=buffers.append)
+    return [body, *(buffer.raw() for buffer in buffers)]

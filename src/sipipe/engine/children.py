@@ -1,0 +1,304 @@
+"""The child processes of an engine, workers and samplers alike: started, watched, ended.
+
+Who runs here
+    Whoever starts a child or speaks to it; the events thread, which sleeps on the pipes and the
+    process descriptors of all children at once and calls the handlers.
+Guarantees
+    A death is reported at once, whichever child it is and whatever it was doing, after its last
+    words. A child that was asked to end is not reported. When :meth:`Children.close` returns, all
+    children are gone. A child whose engine is killed ends with its pipe
+    (:class:`sipipe.ipc.parent.Parent`).
+Relies on
+    Descriptors are close-on-exec: a child has its own ends only, so the kernel closes the engine's
+    with the engine.
+
+Rejected: PR_SET_PDEATHSIG. It fires when the *thread* that started the child ends, which for a
+sampler that was started again is a thread that lives for a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from sipipe.errors import StallError
+from sipipe.messages.boots import GRACE_SECONDS
+from sipipe.messages.replies import Ready
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+class Child:
+    """One process, and the engine's end of its control pipe."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], pipe: Connection) -> None:
+        self.name = name
+        self.process = process
+        self.pipe: Connection | None = pipe
+        self.descriptor = os.pidfd_open(process.pid)
+        """Readable once the process has ended."""
+        self.asked = False
+        """Whether the child was asked to end."""
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.process.pid})"
+
+    def say(self, message: Any) -> None:
+        """Send a message, or bytes as they are; one that is gone is reported by its death."""
+        data = message if isinstance(message, bytes) else pickle.dumps(message)
+        if self.pipe is not None:
+            with suppress(OSError):
+                self.pipe.send_bytes(data)
+
+    def hear(self) -> Any:
+        """The next message, which has to be there; None when there will be no more."""
+        assert self.pipe is not None
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            self.hang_up()
+            return None
+
+    def ask_to_end(self) -> None:
+        """End the conversation: a child that lives ends itself. From any thread."""
+        self.asked = True
+        if self.pipe is not None:
+            # Not closed: the events thread may be asleep on it, and reads the end of it now.
+            with suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as ours:
+                ours.shutdown(socket.SHUT_RDWR)
+
+    def hang_up(self) -> None:
+        pipe, self.pipe = self.pipe, None
+        if pipe is not None:
+            pipe.close()
+
+    def release(self) -> None:
+        """The process has ended."""
+        self.hang_up()
+        os.close(self.descriptor)
+
+
+class Children:
+    """See the module's text. Nothing is watched before :meth:`watch`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._children: dict[str, Child] = {}
+        self._ready: set[str] = set()
+        self._error: BaseException | None = None
+        self._ending = False
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread: threading.Thread | None = None
+
+    def watch(
+        self,
+        *,
+        heard: Callable[[Child, Any], None],
+        died: Callable[[Child, str], None],
+        turn: Callable[[], float],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """Start the events thread.
+
+        Args:
+            heard: called with each message of a child but :class:`Ready`.
+            died: called with a child that ended unasked, and how.
+            turn: called after all that was heard; returns the seconds to sleep at most.
+            failed: called with what one of the others raised, and nothing is watched any more.
+        """
+        self._thread = threading.Thread(
+            target=self._listen, args=(heard, died, turn, failed), name="SiPipeEvents", daemon=True
+        )
+        self._thread.start()
+
+    def start(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        sockets: Sequence[socket.socket] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Start ``python -m module`` with its control pipe, ``sockets`` and ``arguments``.
+
+        The descriptors' numbers come first on the command line. This process lets go of the
+        ``sockets``. A name may be used again when its child has died.
+        """
+        ours, theirs = socket.socketpair()
+        ends = [theirs, *sockets]
+        descriptors = [end.fileno() for end in ends]
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, *flags, "-P", "-m", module, *map(str, descriptors), *arguments],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            for end in ends:
+                end.close()
+        child = Child(name, process, Connection(ours.detach()))
+        with self._changed:
+            self._children[name] = child
+            ending = self._ending
+        if ending:  # close() has not seen it
+            _end([child])
+        else:
+            self._wake()
+        return child
+
+    def wait_ready(self, names: Sequence[str], deadline: float) -> None:
+        """Return when all of ``names`` have said that they are ready.
+
+        Raises:
+            BaseException: what :meth:`fail` was called with.
+            StallError: ``deadline`` (``time.monotonic()``) passed first.
+        """
+        with self._changed:
+            while late := [n for n in names if n not in self._ready]:
+                if self._error is not None:
+                    raise self._error
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise StallError(
+                        f"not ready in time: {', '.join(late)}. Raise "
+                        '"start_timeout" in the sipipe config if the model takes longer to load'
+                    )
+                self._changed.wait(left)
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits in :meth:`wait_ready` gets ``error``."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def end(self, names: Sequence[str]) -> None:
+        """Ask some children to end; nothing is said of it when they do."""
+        with self._changed:
+            for name in names:
+                if name in self._children:
+                    self._children[name].ask_to_end()
+
+    def expect_end(self) -> None:
+        """From now on no child's end is reported."""
+        self._ending = True
+
+    def close(self) -> None:
+        """End all children: close their pipes, then SIGTERM, then SIGKILL."""
+        self.expect_end()
+        self._wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        with self._changed:
+            children, self._children = list(self._children.values()), {}
+        _end(children)
+        wake, self._wake_write = self._wake_write, -1
+        if wake >= 0:
+            os.close(wake)
+            os.close(self._wake_read)
+
+    def _wake(self) -> None:
+        if self._wake_write >= 0:
+            os.write(self._wake_write, b"x")
+
+    # ---- the events thread ------------------------------------------------------------------
+
+    def _listen(
+        self,
+        heard: Callable[[Child, Any], None],
+        died: Callable[[Child, str], None],
+        turn: Callable[[], float],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        parent = multiprocessing.parent_process()
+        try:
+            while not self._ending:
+                patience = turn()
+                with self._changed:
+                    children = list(self._children.values())
+                pipes = {child.pipe: child for child in children if child.pipe is not None}
+                processes = {child.descriptor: child for child in children}
+                handles: list[Any] = [*pipes, *processes, self._wake_read]
+                if parent is not None:
+                    handles.append(parent.sentinel)
+                ready = wait(handles, patience)
+                if parent is not None and parent.sentinel in ready:
+                    # vLLM's engine process does not watch its front end: a killed one would
+                    # leave the engine, its workers and samplers behind.
+                    logger.error("the process that started this engine is gone; ending it")
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+                if self._wake_read in ready:
+                    os.read(self._wake_read, 1024)
+                for handle in ready:
+                    if handle in pipes:
+                        self._hear(pipes[handle], heard)
+                for handle in ready:
+                    if handle in processes:
+                        self._bury(processes[handle], heard, died)
+        except Exception as error:
+            if not self._ending:
+                failed(error)
+
+    def _hear(self, child: Child, heard: Callable[[Child, Any], None]) -> None:
+        message = child.hear()
+        if isinstance(message, Ready):
+            with self._changed:
+                self._ready.add(child.name)
+                self._changed.notify_all()
+        elif message is not None:
+            heard(child, message)
+
+    def _bury(
+        self, child: Child, heard: Callable[[Child, Any], None], died: Callable[[Child, str], None]
+    ) -> None:
+        with self._changed:
+            if self._ending:
+                return
+            if self._children.get(child.name) is child:
+                del self._children[child.name]
+                self._ready.discard(child.name)
+        # Its last words, if it had any, explain more than its exit code.
+        while child.pipe is not None and child.pipe.poll(0):
+            self._hear(child, heard)
+        code = child.process.wait()
+        child.release()
+        if not child.asked:
+            died(child, f"exit code {code}")
+
+
+def _end(children: Sequence[Child]) -> None:
+    """Ask, then tell, then kill; returns when all are gone."""
+    alive = list(children)
+    for child in alive:
+        child.ask_to_end()
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        if number is not None and alive:
+            names = ", ".join(child.name for child in alive)
+            logger.warning("%s still running: sending %s", names, number.name)
+            for child in alive:
+                child.process.send_signal(number)
+        deadline = time.monotonic() + GRACE_SECONDS
+        for child in list(alive):
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+                alive.remove(child)
+                child.release()

@@ -1,0 +1,85 @@
+"""Iterations out: each scheduling output to workers and samplers, in one message of BIC-I.
+
+Runs on the engine thread only.
+
+Invariant: ``bus.order`` is held from the moment the tracker follows a scheduling output until that
+output is on BIC-I, so that a snapshot never holds a change which is still to come.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from sipipe.engine.bus import Bus, out_of_band
+from sipipe.engine.iterations import Iteration, Iterations
+from sipipe.engine.requests import RequestTracker
+from sipipe.engine.telemetry import Telemetry
+from sipipe.ipc.gather import GatherReceiver
+from sipipe.messages.header import Kind
+from sipipe.messages.step import encode
+from sipipe.observe.live import Word
+from sipipe.observe.phases import Phase
+
+
+class Dispatcher:
+    """Publishes what the scheduler decided."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        iterations: Iterations,
+        tracker: RequestTracker,
+        gather: GatherReceiver,
+        telemetry: Telemetry,
+    ) -> None:
+        self._bus = bus
+        self._iterations = iterations
+        self._tracker = tracker
+        self._gather = gather
+        self._telemetry = telemetry
+        self._last: Iteration | None = None
+        self._finished: set[str] = set()
+
+    def publish(self, output: SchedulerOutput) -> bool:
+        """Publish one iteration; False if it has no tokens.
+
+        Such an output is not published: the requests that it ends leave with the next one.
+        """
+        if output.total_num_scheduled_tokens == 0:
+            self._finished |= output.finished_req_ids
+            self._last = None
+            return False
+        with self._bus.order:
+            output.finished_req_ids = output.finished_req_ids | self._finished
+            self._finished = set()
+            iteration = self._last = self._iterations.begin(output, self._tracker.advance)
+            if iteration.work.samplers:
+                self._gather.expect(iteration.number, iteration.work.samplers)
+            began = time.monotonic_ns()
+            self._bus.publish(
+                Kind.SCHEDULE,
+                iteration.number,
+                [encode(iteration.work.step), *out_of_band(output)],
+                slot=iteration.slot or 0,
+            )
+        iteration.published = time.monotonic_ns()
+        if iteration.scheduled is not None:
+            self._telemetry.record(Phase.SCHEDULE, iteration, *iteration.scheduled)
+        self._telemetry.record(Phase.DISPATCH, iteration, began, iteration.published)
+        self._telemetry.live.set(Word.INFLIGHT, len(self._iterations))
+        self._telemetry.live.set(Word.RUNNING, len(self._tracker))
+        return True
+
+    def publish_grammar(self, output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        """The future of the iteration published last; tells the samplers its bitmask first."""
+        iteration = self._last
+        assert iteration is not None, "sample_tokens without execute_model"
+        if iteration.work.step.grammar:
+            with self._bus.order:
+                iteration.grammar = self._tracker.grammar(iteration.number, output)
+                self._bus.publish(Kind.GRAMMAR, iteration.number, [encode(iteration.grammar)])
+        return iteration.future

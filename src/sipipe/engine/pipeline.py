@@ -1,0 +1,296 @@
+"""What one engine drives: its processes, its channels, its calls and iterations, and their end.
+
+Who runs here
+    vLLM's engine thread: everything that is called from :class:`sipipe.engine.executor.Executor`.
+    The events thread (:mod:`sipipe.engine.children`): messages and deaths of children, the stall
+    bound. The gather thread (:mod:`sipipe.engine.resolve`), on SiPipe's path.
+Guarantees
+    Every future handed out is resolved: with its result or with the failure that stopped the
+    engine. A dead worker stops the engine at once; a dead sampler is replaced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from sipipe.config import SiPipeConfig
+from sipipe.cores import CorePlan
+from sipipe.engine.balance import Balancer
+from sipipe.engine.bus import Bus
+from sipipe.engine.channels import check_channel_room, make_links, make_logits
+from sipipe.engine.children import Child, Children
+from sipipe.engine.compatibility import Choice
+from sipipe.engine.dispatch import Dispatcher
+from sipipe.engine.iterations import Iterations
+from sipipe.engine.requests import RequestTracker
+from sipipe.engine.resolve import Resolver
+from sipipe.engine.rpc import Calls
+from sipipe.engine.samplers import Samplers
+from sipipe.engine.scheduling.observed_scheduler import observed
+from sipipe.engine.stall import StallWatch
+from sipipe.engine.telemetry import Telemetry
+from sipipe.engine.workers import Workers
+from sipipe.errors import WorkerDiedError
+from sipipe.ipc.ring.logits import LogitsChannel
+from sipipe.messages.boots import SamplerSettings, StageDescription
+from sipipe.messages.replies import IterationReport, Reply, Status
+from sipipe.messages.step import Snapshot
+from sipipe.observe.live import Word
+
+
+class Pipeline:
+    """See the module's text. ``fail`` is told what stops the engine, from any thread.
+
+    Made without side effects that :meth:`close` does not undo; call it whatever happens.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        config: SiPipeConfig,
+        choice: Choice,
+        plan: CorePlan,
+        *,
+        slots: int,
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._config = config
+        self._choice = choice
+        self._plan = plan
+        self._slots = slots
+        self._fail = fail
+        self._closing = ExitStack()
+        self.telemetry = Telemetry(
+            vllm_config,
+            config,
+            samplers=len(plan.samplers) if choice.path == "sipipe" else 0,
+            slots=slots,
+        )
+        self._closing.callback(self.telemetry.close)
+        self.iterations = Iterations(slots)
+        self._children = Children()
+        self._samplers: Samplers | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._resolver: Resolver | None = None
+        self._calls: Calls | None = None
+        self._loaded = False
+
+    def load(self, layers: tuple[int, ...]) -> None:
+        """Start all processes; return when every worker has loaded its ``layers``.
+
+        Raises:
+            Exception: what the first worker raised that failed.
+            WorkerDiedError: a process ended. StallError: not within the start timeout.
+            ResourceError: the channels would not fit into shared memory.
+        """
+        deadline = time.monotonic() + self._config.start_timeout
+        dtype = str(self._vllm_config.model_config.dtype).removeprefix("torch.")
+        if self._choice.path == "sipipe":
+            check_channel_room(self._vllm_config, self._config, dtype, slots=self._slots)
+        self._closing.callback(self._children.close)
+        self._workers = Workers(
+            self._children,
+            self._vllm_config,
+            self._config,
+            self.telemetry,
+            path=self._choice.path,
+            slots=self._slots,
+            layers=layers,
+        )
+        self._closing.callback(self._workers.remove_rendezvous)
+        if self._choice.path == "sipipe":
+            self._samplers = Samplers(
+                self._children,
+                _sampler_settings(self._vllm_config, self._config, self.telemetry, self._slots),
+                dtype=dtype,
+                cores=self._plan.samplers,
+                fail=self._fail,
+            )
+            self._closing.callback(self._samplers.close)
+        self._bus = Bus(
+            self._workers.names + (self._samplers.names if self._samplers is not None else []),
+            slots=self._slots,
+            stall_timeout=self._config.stall_timeout,
+            directory=self._config.shm_dir,
+        )
+        self._closing.callback(self._bus.close)
+        self._calls = Calls(self._bus, self._workers.names)
+        self._stall = StallWatch(
+            self.iterations, self._workers.all, self._config.stall_timeout, self._fail
+        )
+        self._children.watch(
+            heard=self._heard, died=self._died, turn=self._stall.turn, failed=self._fail
+        )
+        self._workers.wait_loaded(self._bus.endpoint, deadline)
+        self._loaded = True
+
+    def describe(self) -> list[StageDescription]:
+        """What the ranks say of themselves; the KV cache is set up by now."""
+        ranks: list[StageDescription] = self._answer("sipipe:describe")
+        return ranks
+
+    def fall_back(self) -> None:
+        """Go on without samplers: the loaded model is vLLM's runner's to run."""
+        assert self._samplers is not None
+        self._children.end(self._samplers.names)
+        for name in self._samplers.names:
+            self._bus.drop(name)
+        self._samplers = None
+
+    def open(self, ranks: list[StageDescription]) -> str:
+        """Make the channels between the processes; iterations can be published from now on.
+
+        Returns what the links are, for the log.
+        """
+        links = make_links(self._vllm_config, self._config, ranks, slots=self._slots)
+        if self._samplers is None:
+            self._answer("sipipe:open", links=links, logits=None)
+        else:
+            logits = make_logits(
+                self._vllm_config,
+                self._config,
+                ranks,
+                slots=self._slots,
+                readers=self._samplers.names,
+            )
+            self._closing.callback(logits.close)
+            self._answer("sipipe:open", links=links, logits=logits.endpoint)
+            self._serve(self._samplers, logits)
+        return links[0].transport if links else "none"
+
+    def _serve(self, samplers: Samplers, logits: LogitsChannel) -> None:
+        model = self._vllm_config.model_config
+        tracker = RequestTracker(
+            engine_seed=model.seed or 0,
+            balancer=Balancer(len(samplers.names), vocab_size=model.get_vocab_size()),
+        )
+        samplers.open(
+            self._bus,
+            logits,
+            partial(_snapshot, self.iterations, tracker),
+            time.monotonic() + self._config.start_timeout,
+        )
+        shared = (self.iterations, tracker, samplers.gather, self.telemetry)
+        self._resolver = Resolver(*shared, self._fail)
+        self._closing.callback(self._resolver.close)
+        self._dispatcher = Dispatcher(self._bus, *shared)
+        # Closed before all others: children that wait for nothing else end in good order.
+        self._closing.callback(self._bus.close)
+
+    def _answer(self, method: str, **kwargs: Any) -> Any:
+        return self.call(method, kwargs=kwargs).result(self._config.start_timeout)
+
+    def observed(self, scheduler: type) -> type:
+        """The engine's scheduler class, with what makes it and the executor share their records."""
+        return observed(scheduler, self.iterations, self.telemetry)
+
+    # ---- what the engine asks -----------------------------------------------------------------
+
+    def call(
+        self,
+        method: str | Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        only: int | None = None,
+    ) -> Future[Any]:
+        """Call ``method`` on the workers; see :meth:`Calls.call`."""
+        assert self._calls is not None
+        return self._calls.call(method, args, kwargs, only)
+
+    def publish(self, output: SchedulerOutput) -> bool:
+        """Publish one iteration; see :meth:`Dispatcher.publish`."""
+        assert self._dispatcher is not None
+        return self._dispatcher.publish(output)
+
+    def publish_grammar(self, output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        """See :meth:`Dispatcher.publish_grammar`."""
+        assert self._dispatcher is not None
+        return self._dispatcher.publish_grammar(output)
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve everything that is out with ``error``."""
+        self._children.fail(error)
+        if self._calls is not None:
+            self._calls.fail(error)
+        self.iterations.fail(error)
+
+    def close(self) -> None:
+        """End all processes and remove every channel."""
+        self._children.expect_end()
+        self.fail(RuntimeError("shut down"))
+        self._closing.close()
+
+    # ---- the events thread --------------------------------------------------------------------
+
+    def _heard(self, child: Child, message: Any) -> None:
+        match message:
+            case Reply():
+                assert self._calls is not None
+                self._calls.reply(child.name, message)
+            case IterationReport():
+                assert self._resolver is not None
+                self._resolver.report(message)
+            case Status():
+                self._stall.heard(child.name, message)
+            case Exception() if not self._loaded:
+                self._fail(message)
+            case Exception():
+                kind = type(message).__name__
+                self._fail(RuntimeError(f"worker {child.name} failed: {kind}: {message}"))
+            case _:
+                raise AssertionError(f"{child.name} sent {message!r}")
+
+    def _died(self, child: Child, how: str) -> None:
+        if self._samplers is None or child.name not in self._samplers.names:
+            what = "died" if self._loaded else "ended while starting (see its log lines above)"
+            self._fail(WorkerDiedError(f"stage worker {child} {what}, {how}; the engine stops"))
+            return
+        try:
+            self._samplers.replace(child.name, how)
+            self.telemetry.live.add(Word.RESTARTS)
+        except WorkerDiedError as error:
+            self._fail(error)
+
+
+def _snapshot(iterations: Iterations, tracker: RequestTracker, sampler: int) -> Snapshot:
+    """What a new ``sampler`` has to know; called under the order of BIC-I."""
+    undrawn = iterations.undrawn(sampler)
+    return Snapshot(
+        tracker.joins_of(sampler),
+        [iteration.work.step for iteration in undrawn],
+        [iteration.grammar for iteration in undrawn if iteration.grammar is not None],
+    )
+
+
+def _sampler_settings(
+    vllm_config: VllmConfig, config: SiPipeConfig, telemetry: Telemetry, slots: int
+) -> SamplerSettings:
+    model, reasoning = vllm_config.model_config, vllm_config.reasoning_config
+    thinking: tuple[list[int], list[int]] = [], []
+    if reasoning is not None and reasoning.enabled:
+        thinking = (
+            reasoning.reasoning_start_token_ids or [],
+            reasoning.reasoning_end_token_ids or [],
+        )
+    return SamplerSettings(
+        vocab_size=model.get_vocab_size(),
+        layout=config.logits_layout,
+        logprobs_mode=model.logprobs_mode,
+        reasoning=thinking,
+        stages=vllm_config.parallel_config.pipeline_parallel_size,
+        inflight=slots,
+        run=telemetry.run,
+        trace=config.trace,
+        live=telemetry.path,
+        times=telemetry.times,
+    )

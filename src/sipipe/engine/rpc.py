@@ -1,0 +1,108 @@
+"""Calls of the workers: published on BIC-I, in order with the iterations; answered through pipes.
+
+Who runs here
+    Any thread calls; the events thread hands replies in. The table is under ``_lock``, which is
+    never held while something is published.
+Guarantees
+    A future is resolved once: with the results, with the first error of a rank, or with what
+    stopped the engine. A call whose arguments or result cannot be pickled fails alone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+
+from sipipe.engine.bus import Bus, out_of_band
+from sipipe.messages.header import Kind
+from sipipe.messages.replies import Reply
+
+
+@dataclass(slots=True)
+class _Call:
+    method: str
+    only: int | None
+    """The one rank whose result is wanted; None: those of all."""
+    waiting: set[int]
+    future: Future[Any] = field(default_factory=Future)
+    results: dict[int, Any] = field(default_factory=dict)
+
+
+class Calls:
+    """The calls that are out. ``workers``: the workers' names, by rank."""
+
+    def __init__(self, bus: Bus, workers: Sequence[str]) -> None:
+        self._bus = bus
+        self._workers = workers
+        self._lock = threading.Lock()
+        self._calls: dict[int, _Call] = {}
+        self._next = 0
+        self._failure: BaseException | None = None
+
+    def call(
+        self,
+        method: str | Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        only: int | None = None,
+    ) -> Future[Any]:
+        """Publish one call; its future has the results by rank, or that of rank ``only``."""
+        named = method if isinstance(method, str) else cloudpickle.dumps(method)
+        title = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+        parts = out_of_band((named, args, kwargs or {}, only))
+        call = _Call(title, only, {only} if only is not None else set(range(len(self._workers))))
+        with self._lock:
+            if self._failure is not None:
+                raise RuntimeError(f"SiPipe's executor has failed: {self._failure}")
+            number, self._next = self._next, self._next + 1
+            self._calls[number] = call
+        self._bus.publish(Kind.CONTROL, number, [b"", *parts])
+        return call.future
+
+    def reply(self, worker: str, reply: Reply) -> None:
+        """Take one worker's answer in."""
+        rank, error = self._workers.index(worker), reply.error
+        value: Any = None
+        if error is None:
+            try:
+                value = pickle.loads(reply.value)  # from our child, through a pipe of its own
+            except Exception as problem:
+                error = f"its result cannot be read here: {problem}"
+        with self._lock:
+            call = self._calls.get(reply.call)
+            if call is None or rank not in call.waiting:
+                return
+            if error is None:
+                call.results[rank] = value
+                call.waiting.discard(rank)
+                if call.waiting:
+                    return
+            del self._calls[reply.call]
+        with suppress(InvalidStateError):
+            if error is not None:
+                call.future.set_exception(
+                    RuntimeError(
+                        f"Worker {worker} failed in {call.method} with error '{error}', "
+                        "please check the stack trace above for the root cause"
+                    )
+                )
+            elif call.only is not None:
+                call.future.set_result(call.results[call.only])
+            else:
+                call.future.set_result([call.results[r] for r in sorted(call.results)])
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve every call that is out with ``error``, and refuse new ones."""
+        with self._lock:
+            self._failure = error
+            calls, self._calls = self._calls, {}
+        for call in calls.values():
+            with suppress(InvalidStateError):
+                call.future.set_exception(RuntimeError(f"call to {call.method} failed: {error}"))

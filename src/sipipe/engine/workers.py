@@ -1,0 +1,113 @@
+"""The stage workers of an engine: one process per stage and tensor-parallel rank.
+
+A worker is told, in this order: what ``multiprocessing`` would tell a spawned process, its boot
+record, and once all have loaded where BIC-I is. Everything after that travels on BIC-I.
+"""
+
+from __future__ import annotations
+
+from multiprocessing import spawn
+from typing import Any
+
+import cloudpickle
+from vllm.config import VllmConfig
+from vllm.utils.network_utils import get_file_store_init_method
+from vllm.utils.ompmultiprocessing import OMPProcessManager
+from vllm.utils.system_utils import get_mp_context
+
+from sipipe.config import SiPipeConfig
+from sipipe.engine.children import Child, Children
+from sipipe.engine.layers.cut import layer_split
+from sipipe.engine.telemetry import Telemetry
+from sipipe.ipc.memory import Endpoint
+from sipipe.ipc.rendezvous import remove_rendezvous
+from sipipe.messages.boots import Path, WorkerBoot
+from sipipe.messages.places import StagePlace
+
+
+class Workers:
+    """The workers' processes, each bound to its cores by vLLM's own means.
+
+    ``layers``: decoder layers of each stage.
+    """
+
+    def __init__(
+        self,
+        children: Children,
+        vllm_config: VllmConfig,
+        config: SiPipeConfig,
+        telemetry: Telemetry,
+        *,
+        path: Path,
+        slots: int,
+        layers: tuple[int, ...],
+    ) -> None:
+        parallel = vllm_config.parallel_config
+        tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        self._children = children
+        self._rendezvous = [get_file_store_init_method() for _ in range(stages)]
+        """One torch.distributed address for the ranks of each stage."""
+        self.all: list[Child] = []
+        """By rank."""
+        spawned = get_mp_context().get_start_method() == "spawn"
+        threads = OMPProcessManager(vllm_config)
+        places = [
+            StagePlace(stage=rank // tp, stages=stages, tp_rank=rank % tp, tp_size=tp)
+            for rank in range(tp * stages)
+        ]
+        for place in places:
+            with threads.configure_omp_envs(rank=place.rank, local_rank=place.rank):
+                self.all.append(children.start(place.name, "sipipe.worker"))
+        for place, worker in zip(places, self.all, strict=True):
+            boot = WorkerBoot(
+                vllm_config=vllm_config,
+                config=config,
+                place=place,
+                path=path,
+                local_rank=place.rank,
+                distributed_init_method=self._rendezvous[place.stage],
+                slots=slots,
+                run=telemetry.run,
+                live=telemetry.path,
+                times=telemetry.times,
+                layers=layers,
+                cut_evenly=layers == layer_split(sum(layers), len(layers)),
+            )
+            worker.say(_preparation(f"SiPipeWorker-{place.name}", spawned))
+            # Where vLLM forks, nothing has been imported again in the engine's own process, so
+            # what the user's main module defines travels by value.
+            worker.say(boot if spawned else cloudpickle.dumps(boot))
+
+    @property
+    def names(self) -> list[str]:
+        """As readers of BIC-I, by rank."""
+        return [worker.name for worker in self.all]
+
+    def wait_loaded(self, bus: Endpoint, deadline: float) -> None:
+        """Wait until all have loaded the model, and tell them where BIC-I is.
+
+        Raises:
+            Exception: what the first worker raised that failed.
+            WorkerDiedError: a process ended. StallError: ``deadline`` passed.
+        """
+        self._children.wait_ready(self.names, deadline)
+        for worker in self.all:
+            worker.say(bus)
+        self.remove_rendezvous()
+
+    def remove_rendezvous(self) -> None:
+        """Remove the files through which the ranks found each other; nobody opens them again."""
+        remove_rendezvous(self._rendezvous)
+
+
+def _preparation(name: str, spawned: bool) -> dict[str, Any]:
+    """What ``multiprocessing`` tells a spawned process, for the same effect.
+
+    The user's main module is imported again only where vLLM spawns: a script that vLLM may fork
+    needs no ``if __name__ == "__main__"``, and would start a second engine.
+    """
+    data = spawn.get_preparation_data(name)
+    data["authkey"] = bytes(data["authkey"])  # pickles only inside of Process.start() otherwise
+    if not spawned:
+        data = {key: value for key, value in data.items() if not key.startswith("init_main")}
+    return data

@@ -1,0 +1,84 @@
+"""A child process's end of its control pipe, and its rule that it does not outlive the engine.
+
+Who runs here
+    One thread sleeps on the pipe from the first moment of the process on: it keeps messages for
+    :meth:`Parent.receive`, answers "what are you doing", and ends the process when the engine
+    closes the pipe, which the kernel does for an engine that was killed. Any thread says.
+Guarantees
+    The process ends when the pipe does, also while it loads a model: first as by SIGTERM, so that
+    ``finally`` clauses run, and a few seconds later in any case.
+Relies on
+    Nobody else holds the engine's end; a message is unpickled in the thread that receives it,
+    because the thread on the pipe must never wait for an import.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from sipipe.messages.boots import GRACE_SECONDS
+from sipipe.messages.replies import ASK_STATUS, Status
+
+
+class Parent:
+    """The engine, as a child sees it. Made in the main thread; takes SIGTERM and SIGINT over."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self.doing: Callable[[], str] = lambda: "is starting"
+        """What this process does now, for the stall report; called by the pipe's thread."""
+        self.on_gone: Callable[[], None] = lambda: None
+        """What to clean up when the engine is gone."""
+        self._pipe = Connection(descriptor)
+        self._saying = threading.Lock()
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._ending = False
+        signal.signal(signal.SIGTERM, self._end_on_signal)
+        # Ctrl-C reaches the whole foreground process group; the engine decides when to stop.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=self._listen, name="SiPipeParent", daemon=True).start()
+
+    def receive(self) -> Any:
+        """The next message, unpickled here."""
+        return pickle.loads(self._inbox.get())  # from our parent, through a pipe of its own
+
+    def say(self, message: Any) -> None:
+        """Send one message to the engine; without effect when the engine is gone.
+
+        Raises:
+            Exception: what pickling ``message`` raised; nothing was sent.
+        """
+        data = pickle.dumps(message)
+        with self._saying, suppress(OSError):
+            self._pipe.send_bytes(data)
+
+    def let_end(self) -> bool:
+        """The process ends from here on: SIGTERM interrupts it no more. False if it was told to."""
+        told, self._ending = self._ending, True
+        return not told
+
+    def _end_on_signal(self, _signum: int, _frame: Any) -> None:
+        if self.let_end():
+            raise SystemExit(0)
+
+    def _listen(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                data = self._pipe.recv_bytes()
+                if data == ASK_STATUS:
+                    self.say(Status(self.doing()))
+                else:
+                    self._inbox.put(data)
+        self.on_gone()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_SECONDS / 2)
+        os._exit(1)

@@ -1,0 +1,46 @@
+"""What a child says to the engine through its control pipe, and the one question it is asked.
+
+Everything else that an engine tells a running child travels on BIC-I, in order with iterations.
+A child that fails sends the exception itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ASK_STATUS = b"what are you doing"
+"""Sent as it is, not pickled; the answer is a :class:`Status`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker has loaded its model; a sampler has opened its channels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the child does at this moment, as the predicate of a sentence."""
+
+    doing: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A worker's answer to a CONTROL call."""
+
+    call: int
+    value: bytes = b""
+    """The pickled result: one that cannot be read is an error of this call only."""
+    error: str | None = None
+    """What the call raised instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationReport:
+    """The last stage has run an iteration for which the engine waits for its word."""
+
+    iteration: int
+    prompt_logprobs: Mapping[str, Any]
+    """vLLM's ``LogprobsTensors`` by request id, of prompts that are complete now."""

@@ -1,0 +1,29 @@
+"""``python -m sipipe.worker FD``: what the engine starts as a stage worker; FD is its control pipe."""
+
+import sys
+from multiprocessing import current_process, spawn
+from typing import Any
+
+from sipipe.ipc.parent import Parent
+
+
+def main() -> None:
+    """Become what ``multiprocessing`` makes of a spawned process, then a worker.
+
+    The engine's ``sys.path``, arguments and directory are taken over, and where it was spawned
+    itself the user's main module is imported again, so that what it registers and defines is here
+    when the boot record is unpickled. vLLM is imported with that record, not before.
+    """
+    parent = Parent(int(sys.argv[1]))
+    process: Any = current_process()
+    process._inheriting = True  # a main module without a guard must not start another engine here
+    spawn.prepare(parent.receive())
+    boot = parent.receive()
+    del process._inheriting
+    from sipipe.worker.main import worker_main
+
+    worker_main(boot, parent)
+
+
+if __name__ == "__main__":
+    main()
