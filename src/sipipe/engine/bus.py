@@ -20,8 +20,8 @@ from typing import Any
 
 from sipipe.errors import StallError
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
-from sipipe.ipc.memory import Endpoint
 from sipipe.ipc.ring.dispatch import DispatchProducer
+from sipipe.ipc.ring.layout import RingEndpoint
 from sipipe.messages.header import Kind, encode_header
 
 ENTRY_BYTES = 64 * 1024
@@ -56,7 +56,7 @@ class Bus:
         return DispatchProducer.required_bytes(**_shape(slots))
 
     @property
-    def endpoint(self) -> Endpoint:
+    def endpoint(self) -> RingEndpoint:
         return self._producer.endpoint
 
     def publish(self, kind: Kind, number: int, parts: Sequence[Any], *, slot: int = 0) -> None:

@@ -19,8 +19,8 @@ from sipipe.config import SiPipeConfig
 from sipipe.engine.children import Child, Children
 from sipipe.engine.layers.cut import layer_split
 from sipipe.engine.telemetry import Telemetry
-from sipipe.ipc.memory import Endpoint
 from sipipe.ipc.rendezvous import remove_rendezvous
+from sipipe.ipc.ring.layout import RingEndpoint
 from sipipe.messages.boots import Path, WorkerBoot
 from sipipe.messages.places import StagePlace
 
@@ -83,7 +83,7 @@ class Workers:
         """As readers of BIC-I, by rank."""
         return [worker.name for worker in self.all]
 
-    def wait_loaded(self, bus: Endpoint, deadline: float) -> None:
+    def wait_loaded(self, bus: RingEndpoint, deadline: float) -> None:
         """Wait until all have loaded the model, and tell them where BIC-I is.
 
         Raises:
