@@ -1,0 +1,29 @@
+"""``python -m tests.engine.child PIPE WHAT``: what the tests of the supervisor start."""
+
+import os
+import signal
+import sys
+import time
+
+from sipipe.ipc.parent import Parent
+from sipipe.messages.replies import Ready
+
+
+def main():
+    parent = Parent(int(sys.argv[1]))
+    match sys.argv[2]:
+        case "ready":
+            parent.doing = lambda: "waits for its test"
+            parent.say(Ready())
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raise":
+            parent.say(ValueError("no such model"))
+            return
+        case "echo":
+            parent.say(parent.receive())
+    time.sleep(1000)  # as if it loaded a model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The supervisor on processes that do nothing: who dies is named at once, and nobody is left."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from sipipe.engine import children as module
+from sipipe.engine.children import Children
+from sipipe.errors import StallError, WorkerDiedError
+from sipipe.messages.replies import ASK_STATUS, Status
+
+CHILD = "tests.engine.child"
+
+
+class Watched:
+    """Children whose messages and deaths are kept, and stop whoever waits for them."""
+
+    def __init__(self):
+        self.children = Children()
+        self.deadly = True
+        self.heard, self.deaths, self.errors = queue.SimpleQueue(), queue.SimpleQueue(), []
+        self.children.watch(
+            heard=self.on_message, died=self.on_death, turn=lambda: 5.0, failed=self.errors.append
+        )
+
+    def on_message(self, child, message):
+        self.heard.put((child.name, message))
+        if isinstance(message, Exception):
+            self.children.fail(message)
+
+    def on_death(self, child, how):
+        self.deaths.put((child.name, how))
+        if self.deadly:
+            self.children.fail(WorkerDiedError(f"{child.name} died, {how}"))
+
+    def start(self, name, what):
+        return self.children.start(name, CHILD, [what])
+
+    def wait_ready(self, *names, seconds=60):
+        self.children.wait_ready(names, time.monotonic() + seconds)
+
+
+@pytest.fixture
+def watched():
+    watched = Watched()
+    yield watched
+    watched.children.close()
+    assert not watched.errors
+
+
+def test_one_that_dies_while_another_loads_is_named_at_once(watched):
+    watched.start("first", "load")
+    watched.start("second", "die")
+    with pytest.raises(WorkerDiedError, match="second died, exit code -9"):
+        watched.wait_ready("first", "second")
+
+
+def test_what_one_raises_while_another_loads_is_raised(watched):
+    watched.start("first", "load")
+    watched.start("second", "raise")
+    with pytest.raises(ValueError, match="no such model"):
+        watched.wait_ready("first", "second")
+
+
+def test_the_late_ones_are_named(watched):
+    watched.start("first", "ready")
+    watched.wait_ready("first")
+    watched.start("second", "load")
+    with pytest.raises(StallError, match=r'not ready in time: second.*"start_timeout"'):
+        watched.wait_ready("first", "second", seconds=0)
+
+
+def test_messages_go_both_ways_and_a_question_is_answered(watched):
+    watched.start("one", "echo").say({"any": "thing"})
+    assert watched.heard.get(timeout=30) == ("one", {"any": "thing"})
+    two = watched.start("two", "ready")
+    watched.wait_ready("two")
+    two.say(ASK_STATUS)
+    assert watched.heard.get(timeout=30) == ("two", Status("waits for its test"))
+
+
+def test_a_name_is_used_again_and_an_asked_end_is_not_a_death(watched):
+    watched.deadly = False
+    first = watched.start("one", "ready")
+    watched.wait_ready("one")
+    first.process.kill()
+    assert watched.deaths.get(timeout=30) == ("one", "exit code -9")
+    second = watched.start("one", "ready")
+    watched.wait_ready("one")
+    assert second.process.pid != first.process.pid
+    watched.children.end(["one"])
+    assert second.process.wait(30) == 0  # ended as by SIGTERM, in good order
+    third = watched.start("two", "die")
+    assert watched.deaths.get(timeout=30) == ("two", "exit code -9")
+    third.process.wait(30)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_none_is_left_when_the_engine_closes(watched, monkeypatch, stopped):
+    """Also one that loads, and one that takes no signal but SIGKILL."""
+    child = watched.start("one", "load")
+    if stopped:
+        monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
+        os.kill(child.process.pid, signal.SIGSTOP)
+    watched.children.close()
+    assert child.process.returncode == (-9 if stopped else 0)
+    assert watched.deaths.empty()
+
+
+def test_children_of_a_killed_engine_end_also_while_they_load():
+    program = (
+        "from sipipe.engine.children import Children; children = Children(); import time; "
+        f"print(children.start('a', '{CHILD}', ['load']).process.pid, "
+        f"children.start('b', '{CHILD}', ['load']).process.pid, flush=True); time.sleep(1000)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    engine = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    processes = [psutil.Process(int(pid)) for pid in engine.stdout.readline().split()]
+    engine.kill()
+    engine.wait()
+    engine.stdout.close()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
