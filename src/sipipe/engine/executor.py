@@ -105,7 +105,7 @@ class Executor(VllmExecutor):
         Returns the results by rank, or the one of ``unique_reply_rank``; a future of it with
         ``non_block``.
         """
-        future = self._usable().call(method, args, kwargs, unique_reply_rank)
+        future = self._usable().calls.call(method, args, kwargs, unique_reply_rank)
         if non_block:
             return future
         try:
@@ -151,7 +151,9 @@ class Executor(VllmExecutor):
                 unique_reply_rank=self._output_rank,
             )
         # None, as vLLM expects of a step whose tokens are still to come.
-        output = None if pipeline.publish(scheduler_output) else EMPTY_MODEL_RUNNER_OUTPUT
+        output = (
+            None if pipeline.dispatcher.publish(scheduler_output) else EMPTY_MODEL_RUNNER_OUTPUT
+        )
         if not non_block:
             return output
         future: Future[ModelRunnerOutput | None] = Future()
@@ -167,7 +169,7 @@ class Executor(VllmExecutor):
                 non_block=non_block,
                 unique_reply_rank=self._output_rank,
             )
-        future = self._usable().publish_grammar(grammar_output)
+        future = self._usable().dispatcher.publish_grammar(grammar_output)
         return future if non_block else future.result()
 
     def check_health(self) -> None:

@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
 
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
@@ -79,10 +76,8 @@ class Pipeline:
         self._closing.callback(self.telemetry.close)
         self.iterations = Iterations(slots)
         self._children = Children()
+        self._resolving = [self._children.fail, self.iterations.fail]
         self._samplers: Samplers | None = None
-        self._dispatcher: Dispatcher | None = None
-        self._resolver: Resolver | None = None
-        self._calls: Calls | None = None
         self._loaded = False
 
     def load(self, layers: tuple[int, ...]) -> None:
@@ -124,7 +119,8 @@ class Pipeline:
             directory=self._config.shm_dir,
         )
         self._closing.callback(self._bus.close)
-        self._calls = Calls(self._bus, self._workers.names)
+        self.calls = Calls(self._bus, self._workers.names)
+        self._resolving.append(self.calls.fail)
         self._stall = StallWatch(
             self.iterations, self._workers.all, self._config.stall_timeout, self._fail
         )
@@ -183,46 +179,21 @@ class Pipeline:
         shared = (self.iterations, tracker, samplers.gather, self.telemetry)
         self._resolver = Resolver(*shared, self._fail)
         self._closing.callback(self._resolver.close)
-        self._dispatcher = Dispatcher(self._bus, *shared)
+        self.dispatcher = Dispatcher(self._bus, *shared)
         # Closed before all others: children that wait for nothing else end in good order.
         self._closing.callback(self._bus.close)
 
     def _answer(self, method: str, **kwargs: Any) -> Any:
-        return self.call(method, kwargs=kwargs).result(self._config.start_timeout)
+        return self.calls.call(method, kwargs=kwargs).result(self._config.start_timeout)
 
     def observed(self, scheduler: type) -> type:
         """The engine's scheduler class, with what makes it and the executor share their records."""
         return observed(scheduler, self.iterations, self.telemetry)
 
-    # ---- what the engine asks -----------------------------------------------------------------
-
-    def call(
-        self,
-        method: str | Callable[..., Any],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        only: int | None = None,
-    ) -> Future[Any]:
-        """Call ``method`` on the workers; see :meth:`Calls.call`."""
-        assert self._calls is not None
-        return self._calls.call(method, args, kwargs, only)
-
-    def publish(self, output: SchedulerOutput) -> bool:
-        """Publish one iteration; see :meth:`Dispatcher.publish`."""
-        assert self._dispatcher is not None
-        return self._dispatcher.publish(output)
-
-    def publish_grammar(self, output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
-        """See :meth:`Dispatcher.publish_grammar`."""
-        assert self._dispatcher is not None
-        return self._dispatcher.publish_grammar(output)
-
     def fail(self, error: BaseException) -> None:
         """Resolve everything that is out with ``error``."""
-        self._children.fail(error)
-        if self._calls is not None:
-            self._calls.fail(error)
-        self.iterations.fail(error)
+        for resolve in self._resolving:
+            resolve(error)
 
     def close(self) -> None:
         """End all processes and remove every channel."""
@@ -235,10 +206,8 @@ class Pipeline:
     def _heard(self, child: Child, message: Any) -> None:
         match message:
             case Reply():
-                assert self._calls is not None
-                self._calls.reply(child.name, message)
+                self.calls.reply(child.name, message)
             case IterationReport():
-                assert self._resolver is not None
                 self._resolver.report(message)
             case Status():
                 self._stall.heard(child.name, message)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import enum
 import struct
-
-import msgspec
-
-__all__ = ["Header", "Kind", "decode_header", "encode_header"]
+from typing import NamedTuple
 
 _HEADER = struct.Struct("<BxxxIq")
 
@@ -23,7 +20,7 @@ class Kind(enum.IntEnum):
     """A call for the stage workers, in order with the iterations; samplers skip it."""
 
 
-class Header(msgspec.Struct, frozen=True):
+class Header(NamedTuple):
     """First part of each message. ``number`` is the iteration, or the call of a CONTROL."""
 
     kind: Kind

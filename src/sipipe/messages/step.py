@@ -20,24 +20,6 @@ import numpy.typing as npt
 
 from sipipe.messages.params import SequenceParams
 
-__all__ = [
-    "Grammar",
-    "Join",
-    "Logprobs",
-    "Sampled",
-    "Snapshot",
-    "Step",
-    "decode_grammar",
-    "decode_sampled",
-    "decode_snapshot",
-    "decode_step",
-    "encode",
-    "int32_bytes",
-    "int32_view",
-]
-
-_encoder = msgspec.msgpack.Encoder()
-
 
 class Join(msgspec.Struct, array_like=True, frozen=True):
     """A sequence enters the column state of its sampler."""
@@ -108,31 +90,10 @@ class Sampled(msgspec.Struct, array_like=True, frozen=True):
     seconds: float = 0.0
 
 
-_step = msgspec.msgpack.Decoder(Step)
-_grammar = msgspec.msgpack.Decoder(Grammar)
-_snapshot = msgspec.msgpack.Decoder(Snapshot)
-_sampled = msgspec.msgpack.Decoder(Sampled)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """The bytes of any struct above."""
-    return _encoder.encode(message)
-
-
-def decode_step(part: memoryview | bytes) -> Step:
-    return _step.decode(part)
-
-
-def decode_grammar(part: memoryview | bytes) -> Grammar:
-    return _grammar.decode(part)
-
-
-def decode_snapshot(part: memoryview | bytes) -> Snapshot:
-    return _snapshot.decode(part)
-
-
-def decode_sampled(part: memoryview | bytes) -> Sampled:
-    return _sampled.decode(part)
+decode_step = msgspec.msgpack.Decoder(Step).decode
+decode_grammar = msgspec.msgpack.Decoder(Grammar).decode
+decode_sampled = msgspec.msgpack.Decoder(Sampled).decode
+encode = msgspec.msgpack.Encoder().encode
 
 
 def int32_bytes(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
