@@ -35,15 +35,7 @@ def main(argv: Sequence[str]) -> int:
     from sipipe.tools.make_model.checkpoint import make_model
 
     began = time.perf_counter()
-    path = make_model(
-        args.family,
-        args.directory,
-        size=args.size,
-        seed=args.seed,
-        dtype=args.dtype,
-        vocab_size=args.vocab_size,
-        layers=args.layers,
-    )
+    path = make_model(**vars(args))
     size = sum(file.stat().st_size for file in path.iterdir())
     took = time.perf_counter() - began
     print(f"{path}: {args.family} {args.size}, {size / 1e6:,.1f} MB, {took:.1f} s")

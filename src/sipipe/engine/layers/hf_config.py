@@ -86,32 +86,28 @@ class _Fields:
         self.source = source
         self._missing: list[str] = []
 
+    def _value(self, name: str, least: int, allowed: str) -> int | None:
+        """The field ``name``; None where it is missing or null."""
+        value = self.config.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"MODEL: {self.source}: {name} must be {allowed}, not {value!r}")
+        return value
+
     def number(self, *names: str, default: int | None = None) -> int:
         """The first of ``names`` that is present; a placeholder of 1 once it is noted missing."""
         for name in names:
-            value = self.config.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"MODEL: {self.source}: {name} must be a positive whole number, not {value!r}"
-                )
-            return value
-        if default is not None:
-            return default
-        self._missing.append(" or ".join(names))
-        return 1
+            value = self._value(name, 1, "a positive whole number")
+            if value is not None:
+                return value
+        if default is None:
+            self._missing.append(" or ".join(names))
+        return default or 1
 
-    def optional(self, name: str, default: int = 0) -> int:
-        """A whole number of 0 or more, or ``default`` where the field is missing or null."""
-        value = self.config.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigError(
-                f"MODEL: {self.source}: {name} must be a whole number of 0 or more, not {value!r}"
-            )
-        return value
+    def optional(self, name: str) -> int:
+        """A whole number of 0 or more; 0 where the field is missing or null."""
+        return self._value(name, 0, "a whole number of 0 or more") or 0
 
     def finish(self) -> None:
         """Name everything that was missing."""

@@ -6,6 +6,7 @@ checkpoints, which vLLM's and transformers' own loaders take.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -37,14 +38,6 @@ def _base(model_type: str, shape: Shape, **more: Any) -> dict[str, Any]:
         "pad_token_id": 0,
         "eos_token_id": 2,
     } | more
-
-
-def _llama(shape: Shape) -> dict[str, Any]:
-    return _base("llama", shape)
-
-
-def _qwen2(shape: Shape) -> dict[str, Any]:
-    return _base("qwen2", shape)
 
 
 def _qwen3_moe(shape: Shape) -> dict[str, Any]:
@@ -99,8 +92,8 @@ def _deepseek_v3(shape: Shape) -> dict[str, Any]:
 
 FAMILIES: Mapping[str, Callable[[Shape], dict[str, Any]]] = MappingProxyType(
     {
-        "llama": _llama,
-        "qwen2": _qwen2,
+        "llama": functools.partial(_base, "llama"),
+        "qwen2": functools.partial(_base, "qwen2"),
         "qwen3-moe": _qwen3_moe,
         "mixtral": _mixtral,
         "deepseek-v3": _deepseek_v3,

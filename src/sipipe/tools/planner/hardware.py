@@ -33,6 +33,8 @@ __all__ = [
 
 Facts = TypeVar("Facts")
 _GIB = float(1 << 30)
+_PER_CORE = ("memory_gbs", "bf16_tflops", "fp8_tflops")
+"""What hardware.toml states of one core where the device is this machine's CPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,9 +229,7 @@ def local_cpu(devices: int, *, memory_gib: float | None = None) -> Device:
         kind="cpu",
         cores=share,
         memory_gib=total / devices if memory_gib is None else memory_gib,
-        memory_gbs=entry["memory_gbs"] * cores / devices,
-        bf16_tflops=entry["bf16_tflops"] * cores / devices,
-        fp8_tflops=entry["fp8_tflops"] * cores / devices,
+        **{name: entry[name] * cores / devices for name in _PER_CORE},
         link=link,
         host_link=link,
     )

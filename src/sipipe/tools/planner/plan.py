@@ -361,11 +361,7 @@ def _batch_cap(memory: Memory, workload: Workload, inflight: int) -> tuple[int, 
 
 def _largest(good: Callable[[int], bool], above: int) -> int:
     """The largest number below ``above`` that is good, given that 1 is and goodness ends once."""
-    low, high = 1, above
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if good(middle) else (low, middle)
-    return low
+    return 1 + bisect.bisect_left(range(2, above), True, key=lambda number: not good(number))
 
 
 def _candidates(least: int, most: int) -> list[int]:
