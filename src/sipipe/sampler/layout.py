@@ -21,7 +21,7 @@ from sipipe.sampler.kernels.layouts import join_shards, transpose
 from sipipe.sampler.kernels.work import STAGED, make_staging
 
 Layout = Literal["rows", "columns"]
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Part:
     """Some rows of a call: ``flat[starts[i]:]`` are the logits of call row ``which[i]``."""
 
     flat: npt.NDArray[Any]
-    starts: Places
-    which: Places
+    starts: Indices
+    which: Indices
 
 
 class Reader:
@@ -40,61 +40,59 @@ class Reader:
         self._vocab_size = vocab_size
         self._staging: dict[tuple[int, str], npt.NDArray[Any]] = {}
 
-    def parts(self, logits: npt.NDArray[Any], places: Places, layout: Layout) -> Iterator[Part]:
+    def parts(self, logits: npt.NDArray[Any], rows: Indices, layout: Layout) -> Iterator[Part]:
         """The call's rows, a part at a time; a part is overwritten when the next one is made.
 
-        ``logits``: float32, float16, bfloat16 or its bits as uint16. ``places[i]`` is the row (or
+        ``logits``: float32, float16, bfloat16 or its bits as uint16. ``rows[i]`` is the row (or
         column) of call row i. Raises ValueError or TypeError naming what does not fit.
         """
         stored = _as_stored(logits)
-        self._check(stored, places, layout)
-        if places.size == 0:
+        self._check(stored, rows, layout)
+        if rows.size == 0:
             return
         flat = _flat(stored)
         if layout == "columns":
-            yield from self._columns(flat, stored, places)
+            yield from self._columns(flat, stored, rows)
         elif stored.ndim == 3:
-            yield from self._shards(flat, stored, places)
+            yield from self._shards(flat, stored, rows)
         else:
-            yield Part(
-                flat, places * (stored.strides[0] // stored.itemsize), np.arange(places.size)
-            )
+            yield Part(flat, rows * (stored.strides[0] // stored.itemsize), np.arange(rows.size))
 
     def _columns(
-        self, flat: npt.NDArray[Any], logits: npt.NDArray[Any], places: Places
+        self, flat: npt.NDArray[Any], logits: npt.NDArray[Any], columns: Indices
     ) -> Iterator[Part]:
-        staging = self._rows(STAGED, logits.dtype)
-        rows, apart = staging.reshape(-1), staging.shape[1]
+        staging = self._stage(STAGED, logits.dtype)
+        staged, apart = staging.reshape(-1), staging.shape[1]
         stride = logits.strides[0] // logits.itemsize
         batch = logits.shape[1]
         # Windows of 16 neighbours; the last one overlaps, so that it is whole where B >= 16.
         for first in range(0, batch, STAGED):
-            which = np.flatnonzero((places >= first) & (places < first + STAGED))
+            which = np.flatnonzero((columns >= first) & (columns < first + STAGED))
             if which.size == 0:
                 continue
             window = max(0, min(first, batch - STAGED))
             count = min(STAGED, batch)
-            transpose(flat, stride, self._vocab_size, window, count, rows, apart)
-            yield Part(rows, (places[which] - window) * apart, which)
+            transpose(flat, stride, self._vocab_size, window, count, staged, apart)
+            yield Part(staged, (columns[which] - window) * apart, which)
 
     def _shards(
-        self, flat: npt.NDArray[Any], logits: npt.NDArray[Any], places: Places
+        self, flat: npt.NDArray[Any], logits: npt.NDArray[Any], rows: Indices
     ) -> Iterator[Part]:
-        row = self._rows(1, logits.dtype).reshape(-1)
+        row = self._stage(1, logits.dtype).reshape(-1)
         shards, _, width = logits.shape
         apart, stride = (step // logits.itemsize for step in logits.strides[:2])
         start = np.zeros(1, np.int64)
-        for i, place in enumerate(places.tolist()):
-            join_shards(flat, place * stride, shards, width, apart, self._vocab_size, row)
+        for i, at in enumerate(rows.tolist()):
+            join_shards(flat, at * stride, shards, width, apart, self._vocab_size, row)
             yield Part(row, start, np.full(1, i))
 
-    def _rows(self, rows: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    def _stage(self, rows: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         key = (rows, dtype.str)
         if key not in self._staging:
             self._staging[key] = make_staging(self._vocab_size, rows, dtype)
         return self._staging[key]
 
-    def _check(self, logits: npt.NDArray[Any], places: Places, layout: Layout) -> None:
+    def _check(self, logits: npt.NDArray[Any], rows: Indices, layout: Layout) -> None:
         if layout not in ("rows", "columns"):
             raise ValueError(f'layout must be "rows" or "columns", got {layout!r}')
         sharded = layout == "rows" and logits.ndim == 3
@@ -106,7 +104,7 @@ class Reader:
             width *= logits.shape[0]
         if width < self._vocab_size:
             raise ValueError(f"logits: {width} tokens, fewer than vocab_size {self._vocab_size}")
-        if places.size and not (places.min() >= 0 and places.max() < batch):
+        if rows.size and not (rows.min() >= 0 and rows.max() < batch):
             raise ValueError(f"rows must be in [0, {batch})")
         if logits.size and logits.shape[-1] > 1 and logits.strides[-1] != logits.itemsize:
             raise ValueError("logits must be contiguous in their last dimension")

@@ -1,7 +1,7 @@
 """The thinking budget: after so many tokens of reasoning, force the tokens that end it.
 
-A state machine over output tokens, a pure function of prompt and output, so that a rebuilt column
-continues as a kept one. Semantics are those of vLLM's first model runner without speculative
+A state machine over output tokens, a pure function of prompt and output, so that rebuilt state
+continues as kept state. Semantics are those of vLLM's first model runner without speculative
 decoding; where that one loses count, this one does not (a start marker of several tokens in the
 prompt; an end marker that came before any start).
 """

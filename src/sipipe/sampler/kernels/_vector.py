@@ -10,11 +10,14 @@ A block is `BLOCK` = 256 consecutive logits, 16 vectors of 16.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 LANES = 16
 VECTORS = 16
@@ -22,8 +25,6 @@ BLOCK = LANES * VECTORS
 _AHEAD = 8192
 
 F32 = ir.FloatType()
-PEAK = ir.LiteralStructType([F32, ir.IntType(1)])
-"""A maximum, and whether any value is NaN."""
 _I1 = ir.IntType(1)
 _I16 = ir.IntType(16)
 I32 = ir.IntType(32)
@@ -54,16 +55,69 @@ def splat(builder: Any, scalar: Any, kind: Any) -> Any:
     return builder.shuffle_vector(first, undefined, lanes)
 
 
-def outlined(builder: Any, name: str, returned: Any, arguments: list[Any], body: Any) -> Any:
-    """Call an LLVM function of its own, defined once per module: ``body(builder, *arguments)``.
+ARRAY = None
+"""In a signature of `operation`: an array of any of the dtypes, given to the body as a pointer."""
 
-    Kernels stay small, which is what their compilation time depends on; a call for 256 logits
-    costs nothing that can be measured.
+
+def operation(returned: Any, *takes: Any, inline: bool = False) -> Callable[[Any], Any]:
+    """Make an operation that kernels call from ``build(builder, element, *arguments)``.
+
+    ``build`` writes the operation's LLVM code and returns its value (a struct where ``returned`` is
+    a tuple); ``element`` is the dtype of the first array. ``takes`` is a Numba type, or `ARRAY`,
+    for each argument.
+
+    Unless ``inline``, the code becomes an LLVM function of its own, one in a module for each dtype.
+    Kernels stay small, which is what their compilation time depends on; a call for 256 logits costs
+    nothing that can be measured.
     """
-    kinds = [argument.type for argument in arguments]
+
+    def make(build: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            values, element = [], None
+            for kind, argument in zip(signature.args, arguments, strict=True):
+                if isinstance(kind, types.Array):
+                    element = element or kind.dtype
+                    proxy = cgutils.create_struct_proxy(kind)
+                    values.append(proxy(context, builder, argument).data)
+                else:
+                    values.append(argument)
+            if inline:
+                return build(builder, element, *values)
+            several = isinstance(returned, types.BaseTuple)
+            kinds = [context.get_value_type(kind) for kind in (returned if several else [returned])]
+            value = _call_outlined(
+                builder,
+                f"sipipe_{build.__name__}_{element}",
+                ir.LiteralStructType(kinds) if several else kinds[0],
+                values,
+                lambda inner, *inside: build(inner, element, *inside),
+            )
+            if not several:
+                return value
+            parts = [builder.extract_value(value, i) for i in range(len(kinds))]
+            return context.make_tuple(builder, signature.return_type, parts)
+
+        def type_call(_: Any, *given: Any) -> Any:
+            kinds = (
+                kind if take is ARRAY else take for kind, take in zip(given, takes, strict=True)
+            )
+            return returned(*kinds), generate
+
+        # Numba binds a call's arguments by the names that the operation shows.
+        shown = inspect.signature(build)
+        parameters = list(shown.parameters.values())[1:]  # the first stands for Numba's context
+        type_call.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
+        type_call.__name__, type_call.__doc__ = build.__name__, build.__doc__
+        return intrinsic(type_call)
+
+    return make
+
+
+def _call_outlined(builder: Any, name: str, returned: Any, arguments: list[Any], body: Any) -> Any:
     module = builder.module
     function = module.globals.get(name)
     if function is None:
+        kinds = [argument.type for argument in arguments]
         function = ir.Function(module, ir.FunctionType(returned, kinds), name)
         function.linkage = "linkonce_odr"
         function.attributes.add("noinline")
@@ -73,8 +127,10 @@ def outlined(builder: Any, name: str, returned: Any, arguments: list[Any], body:
     return builder.call(function, arguments)
 
 
-def data_pointer(context: Any, builder: Any, kind: Any, array: Any) -> Any:
-    return cgutils.create_struct_proxy(kind)(context, builder, array).data
+def pair(builder: Any, first: Any, second: Any) -> Any:
+    """Both values in one struct, as an operation returns them."""
+    struct = ir.Constant(ir.LiteralStructType([first.type, second.type]), ir.Undefined)
+    return builder.insert_value(builder.insert_value(struct, first, 0), second, 1)
 
 
 def intrinsic_function(builder: Any, name: str, returned: Any, *arguments: Any) -> Any:
@@ -98,16 +154,20 @@ def widen(builder: Any, value: Any, element: Any, lanes: int) -> Any:
 
 def load_vector(builder: Any, pointer: Any, offset: Any, element: Any) -> Any:
     """16 logits from ``pointer[offset]`` on, as float32; no alignment beyond an element's."""
+    return widen(builder, load_stored(builder, pointer, offset, element), element, LANES)
+
+
+def load_stored(builder: Any, pointer: Any, offset: Any, element: Any) -> Any:
+    """16 elements as they are in memory."""
     stored = VF if element == types.float32 else V16
-    address = builder.bitcast(builder.gep(pointer, [offset]), stored.as_pointer())
-    value = builder.load(address)
+    value = builder.load(builder.bitcast(builder.gep(pointer, [offset]), stored.as_pointer()))
     value.align = 4 if element == types.float32 else 2
-    return widen(builder, value, element, LANES)
+    return value
 
 
 def store_vector(builder: Any, value: Any, pointer: Any, offset: Any) -> None:
     address = builder.bitcast(builder.gep(pointer, [offset]), value.type.as_pointer())
-    builder.store(value, address).align = 4
+    builder.store(value, address).align = 2 if value.type == V16 else 4
 
 
 def prefetch(builder: Any, pointer: Any, size: int) -> None:
@@ -133,43 +193,25 @@ def load_bits(builder: Any, words: Any, first: Any, vector: int) -> Any:
     return builder.bitcast(bits, VB)
 
 
-def store_stored(builder: Any, value: Any, pointer: Any, offset: Any) -> None:
-    """Store a vector as it is (logits in their own dtype), aligned to an element only."""
-    address = builder.bitcast(builder.gep(pointer, [offset]), value.type.as_pointer())
-    builder.store(value, address).align = 2
-
-
 def maximum(builder: Any, left: Any, right: Any) -> Any:
     """``left`` where it is greater, else ``right``: one instruction; a NaN in ``left`` is lost."""
     return builder.select(builder.fcmp_ordered(">", left, right), left, right)
 
 
-def _halves(builder: Any, vector: Any, count: int) -> tuple[Any, Any]:
-    undefined = ir.Constant(vector.type, ir.Undefined)
-    kind = ir.VectorType(I32, count)
-    low = builder.shuffle_vector(vector, undefined, ir.Constant(kind, list(range(count))))
-    high = builder.shuffle_vector(
-        vector, undefined, ir.Constant(kind, list(range(count, 2 * count)))
-    )
-    return low, high
-
-
-def reduce_maximum(builder: Any, vector: Any) -> Any:
+def reduce(builder: Any, vector: Any, operation: Any) -> Any:
+    """``operation`` over the lanes in a fixed order: the same result on every CPU."""
     count = LANES
     while count > 1:
         count //= 2
-        low, high = _halves(builder, vector, count)
-        vector = maximum(builder, low, high)
-    return builder.extract_element(vector, ir.Constant(I32, 0))
-
-
-def reduce_sum(builder: Any, vector: Any) -> Any:
-    """Sum of the lanes in a fixed order: the same on every CPU."""
-    count = LANES
-    while count > 1:
-        count //= 2
-        low, high = _halves(builder, vector, count)
-        vector = builder.fadd(low, high)
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        kind = ir.VectorType(I32, count)
+        low, high = (
+            builder.shuffle_vector(
+                vector, undefined, ir.Constant(kind, list(range(at, at + count)))
+            )
+            for at in (0, count)
+        )
+        vector = operation(low, high)
     return builder.extract_element(vector, ir.Constant(I32, 0))
 
 
@@ -183,17 +225,17 @@ def count_lanes(builder: Any, mask: Any) -> Any:
     return builder.zext(builder.call(popcount, [builder.bitcast(mask, _I16)]), I64)
 
 
-def exp2(builder: Any, power: Any, hidden: Any = None) -> Any:
+def exp2(builder: Any, power: Any, mask: Any = None) -> Any:
     """2**power for power <= 0; exactly 0 below -126, so that a masked logit (-inf) weighs nothing.
 
-    Exactly 0 too for the lanes of the mask ``hidden``, whatever they hold.
+    Exactly 0 too for the lanes of ``mask``, whatever they hold.
     """
     fma = intrinsic_function(builder, "llvm.fma.v16f32", VF, VF, VF, VF)
     lowest = constant(VF, -126.0)
     inside = builder.fcmp_ordered(">=", power, lowest)
     power = builder.select(inside, power, lowest)
-    if hidden is not None:
-        inside = builder.and_(inside, builder.not_(hidden))
+    if mask is not None:
+        inside = builder.and_(inside, builder.not_(mask))
     moved = builder.fadd(power, constant(VF, _MAGIC))
     fraction = builder.fsub(power, builder.fsub(moved, constant(VF, _MAGIC)))
     result = constant(VF, _EXP2[0])

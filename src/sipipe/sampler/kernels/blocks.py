@@ -4,22 +4,23 @@ Each takes the row's array and an element offset, reads float32, bfloat16 (as ui
 float16 (as int16 bits) without a widened copy, and neither allocates nor checks bounds: callers
 pass whole blocks only.
 
-``hidden[word:]`` are 8 words of 32 bits, one bit a token: where it is set, the logit counts as -inf
+``mask[word:]`` are 8 words of 32 bits, one bit a token: where it is set, the logit counts as -inf
 (and may be NaN). So masks cost no copy of the row.
 """
 
-# ruff: noqa: ARG001 - an intrinsic names its arguments for its signature; its body uses `arguments`
 from __future__ import annotations
 
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
-from numba.extending import intrinsic
 
 from sipipe.sampler.kernels import _vector as vec
+from sipipe.sampler.kernels._vector import ARRAY, operation
 
 ACCUMULATORS = 4  # independent chains, so that latency does not bound a pass
+
+_REAL, _INT = types.float32, types.intp
 
 
 def offset_of(builder: Any, start: Any, vector: int) -> Any:
@@ -32,13 +33,19 @@ def vectors_of(builder: Any, source: Any, start: Any, element: Any) -> Any:
         yield vec.load_vector(builder, source, offset_of(builder, start, v), element)
 
 
-def _masks(builder: Any, hidden: Any, word: Any, body: Any) -> Any:
+def consecutive(builder: Any, first: Any) -> Any:
+    """int32 lanes ``first``, ``first`` + 1, ..., for an int64 ``first``."""
+    base = vec.splat(builder, builder.trunc(first, vec.I32), vec.VI)
+    return builder.add(base, ir.Constant(vec.VI, list(range(vec.LANES))))
+
+
+def _with_masks(builder: Any, mask: Any, word: Any, body: Any) -> Any:
     """``body(masks)`` where ``masks`` are the 16 masks of the block, or 16 times None.
 
-    Compiled for both, because most blocks hide nothing, and to load masks takes a pass half as long
-    again.
+    Compiled for both, because in most blocks nothing is masked, and to load masks takes a pass half
+    as long again.
     """
-    words = builder.bitcast(builder.gep(hidden, [word]), ir.VectorType(vec.I64, 4).as_pointer())
+    words = builder.bitcast(builder.gep(mask, [word]), ir.VectorType(vec.I64, 4).as_pointer())
     loaded = builder.load(words)
     loaded.align = 4
     bits = [builder.extract_element(loaded, ir.Constant(vec.I32, i)) for i in range(4)]
@@ -46,7 +53,7 @@ def _masks(builder: Any, hidden: Any, word: Any, body: Any) -> Any:
     ends = []
     with builder.if_else(some, likely=False) as (masked, plain):
         with masked:
-            result = body([vec.load_bits(builder, hidden, word, v) for v in range(vec.VECTORS)])
+            result = body([vec.load_bits(builder, mask, word, v) for v in range(vec.VECTORS)])
             ends.append((result, builder.block))
         with plain:
             result = body([None] * vec.VECTORS)
@@ -57,11 +64,11 @@ def _masks(builder: Any, hidden: Any, word: Any, body: Any) -> Any:
     return phi
 
 
-def _shown(builder: Any, vectors: Any, masks: list[Any]) -> Any:
-    """``vectors`` with -inf in place of what is hidden."""
-    nothing = vec.constant(vec.VF, float("-inf"))
+def _unmasked(builder: Any, vectors: Any, masks: list[Any]) -> Any:
+    """``vectors`` with -inf in place of what is masked."""
+    neg_inf = vec.constant(vec.VF, float("-inf"))
     for value, mask in zip(vectors, masks, strict=True):
-        yield value if mask is None else builder.select(mask, nothing, value)
+        yield value if mask is None else builder.select(mask, neg_inf, value)
 
 
 def fold(parts: list[Any], operation: Any) -> Any:
@@ -70,64 +77,57 @@ def fold(parts: list[Any], operation: Any) -> Any:
     return parts[0]
 
 
-def _maxima(builder: Any, vectors: Any) -> Any:
-    """The pair (maximum, whether any is NaN) over ``vectors``, an iterable of values."""
-    best: list[Any] = []
-    bad: list[Any] = []
-    for index, value in enumerate(vectors):
-        nan = builder.fcmp_unordered("uno", value, value)
-        if index < ACCUMULATORS:
-            best.append(value)
-            bad.append(nan)
-        else:
-            lane = index % ACCUMULATORS
-            best[lane] = vec.maximum(builder, value, best[lane])
-            bad[lane] = builder.or_(bad[lane], nan)
-    top = fold(best, lambda a, b: vec.maximum(builder, a, b))
-    nan = fold(bad, builder.or_)
-    pair = ir.Constant(vec.PEAK, ir.Undefined)
-    pair = builder.insert_value(pair, vec.reduce_maximum(builder, top), 0)
-    return builder.insert_value(pair, vec.any_lane(builder, nan), 1)
+class Sums:
+    """A sum of vectors in independent chains."""
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+        self._chains: list[Any] = []
+        self._next = 0
+
+    def add(self, vector: Any) -> None:
+        if len(self._chains) < ACCUMULATORS:
+            self._chains.append(vector)
+            return
+        lane = self._next % ACCUMULATORS
+        self._chains[lane] = self._builder.fadd(self._chains[lane], vector)
+        self._next += 1
+
+    def total(self) -> Any:
+        """The sum of all lanes."""
+        add = self._builder.fadd
+        return vec.reduce(self._builder, fold(self._chains, add), add)
 
 
-@intrinsic
-def element(_: Any, x: Any, index: Any) -> Any:
+@operation(_REAL, ARRAY, _INT, inline=True)
+def element(builder: Any, kind: Any, x: Any, index: Any) -> Any:
     """``x[index]`` as float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
-        pointer = vec.data_pointer(context, builder, kind, arguments[0])
-        value = builder.load(builder.gep(pointer, [arguments[1]]))
-        return vec.widen(builder, value, kind.dtype, 1)
-
-    return types.float32(x, types.intp), generate
+    return vec.widen(builder, builder.load(builder.gep(x, [index])), kind, 1)
 
 
-@intrinsic
-def block_max(_: Any, x: Any, start: Any, hidden: Any, word: Any) -> Any:
-    """(maximum, any NaN) of what is not hidden of ``x[start : start + 256]``."""
+@operation(types.Tuple((_REAL, types.boolean)), ARRAY, _INT, ARRAY, _INT)
+def block_max(builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any) -> Any:
+    """(maximum, any NaN) of what is not masked of ``x[start : start + 256]``."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
+    def maxima(masks: list[Any]) -> Any:
+        best: list[Any] = []
+        bad: list[Any] = []
+        vectors = vectors_of(builder, x, start, kind)
+        for index, value in enumerate(_unmasked(builder, vectors, masks)):
+            nan = builder.fcmp_unordered("uno", value, value)
+            if index < ACCUMULATORS:
+                best.append(value)
+                bad.append(nan)
+            else:
+                lane = index % ACCUMULATORS
+                best[lane] = vec.maximum(builder, value, best[lane])
+                bad[lane] = builder.or_(bad[lane], nan)
+        larger = lambda a, b: vec.maximum(builder, a, b)  # noqa: E731
+        top = vec.reduce(builder, fold(best, larger), larger)
+        return vec.pair(builder, top, vec.any_lane(builder, fold(bad, builder.or_)))
 
-        def body(inner: Any, source: Any, start: Any, hidden: Any, word: Any) -> Any:
-            def maxima(masks: list[Any]) -> Any:
-                vectors = vectors_of(inner, source, start, kind.dtype)
-                return _maxima(inner, _shown(inner, vectors, masks))
-
-            size = vec.BLOCK * kind.dtype.bitwidth // 8
-            vec.prefetch(inner, inner.gep(source, [start]), size)
-            return _masks(inner, hidden, word, maxima)
-
-        source = vec.data_pointer(context, builder, kind, arguments[0])
-        words = vec.data_pointer(context, builder, signature.args[2], arguments[2])
-        given = [source, arguments[1], words, arguments[3]]
-        pair = vec.outlined(builder, f"sipipe_max_{kind.dtype}", vec.PEAK, given, body)
-        parts = [builder.extract_value(pair, 0), builder.extract_value(pair, 1)]
-        return context.make_tuple(builder, signature.return_type, parts)
-
-    returned = types.Tuple((types.float32, types.boolean))
-    return returned(x, types.intp, hidden, types.intp), generate
+    vec.prefetch(builder, builder.gep(x, [start]), vec.BLOCK * kind.bitwidth // 8)
+    return _with_masks(builder, mask, word, maxima)
 
 
 def _exponentials(
@@ -136,152 +136,88 @@ def _exponentials(
     """Sum of ``2 ** ((x - reference) * scale)`` over ``vectors``; ``keep(v, weight)`` sees each."""
     reference = vec.splat(builder, reference, vec.VF)
     scale = vec.splat(builder, scale, vec.VF)
-    sums: list[Any] = []
+    sums = Sums(builder)
     for v, value in enumerate(vectors):
         power = builder.fmul(builder.fsub(value, reference), scale)
         weight = vec.exp2(builder, power, masks[v])
         keep(v, weight)
-        if v < ACCUMULATORS:
-            sums.append(weight)
-        else:
-            sums[v % ACCUMULATORS] = builder.fadd(sums[v % ACCUMULATORS], weight)
-    return vec.reduce_sum(builder, fold(sums, builder.fadd))
+        sums.add(weight)
+    return sums.total()
 
 
-@intrinsic
+@operation(_REAL, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL)
 def block_exp_sum(
-    _: Any, x: Any, start: Any, hidden: Any, word: Any, reference: Any, scale: Any
+    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, reference: Any, scale: Any
 ) -> Any:
-    """Sum of ``2 ** ((x - reference) * scale)`` over what is not hidden of a block, float32.
+    """Sum of ``2 ** ((x - reference) * scale)`` over what is not masked of a block, float32.
 
     ``reference`` must be no smaller than any of them.
     """
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
+    def sums(masks: list[Any]) -> Any:
+        vectors = vectors_of(builder, x, start, kind)
+        return _exponentials(builder, vectors, reference, scale, masks, lambda *_: None)
 
-        def body(
-            inner: Any, source: Any, start: Any, hidden: Any, word: Any, reference: Any, scale: Any
-        ) -> Any:
-            def sums(masks: list[Any]) -> Any:
-                vectors = vectors_of(inner, source, start, kind.dtype)
-                return _exponentials(inner, vectors, reference, scale, masks, lambda *_: None)
-
-            return _masks(inner, hidden, word, sums)
-
-        source = vec.data_pointer(context, builder, kind, arguments[0])
-        words = vec.data_pointer(context, builder, signature.args[2], arguments[2])
-        given = [source, arguments[1], words, *arguments[3:]]
-        return vec.outlined(builder, f"sipipe_exp_sum_{kind.dtype}", vec.F32, given, body)
-
-    signature = types.float32(x, types.intp, hidden, types.intp, types.float32, types.float32)
-    return signature, generate
+    return _with_masks(builder, mask, word, sums)
 
 
-@intrinsic
-def block_exp(_: Any, x: Any, start: Any, reference: Any, scale: Any, y: Any) -> Any:
-    """`block_exp_sum` with nothing hidden, and the terms themselves into ``y`` from ``start`` on."""
+@operation(_REAL, ARRAY, _INT, _REAL, _REAL, ARRAY)
+def block_exp(
+    builder: Any, kind: Any, x: Any, start: Any, reference: Any, scale: Any, y: Any
+) -> Any:
+    """`block_exp_sum` without a mask, and the terms themselves into ``y`` from ``start`` on."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
+    def keep(v: int, weight: Any) -> None:
+        vec.store_vector(builder, weight, y, offset_of(builder, start, v))
 
-        def body(inner: Any, source: Any, start: Any, reference: Any, scale: Any, sink: Any) -> Any:
-            def keep(v: int, weight: Any) -> None:
-                vec.store_vector(inner, weight, sink, offset_of(inner, start, v))
-
-            vectors = vectors_of(inner, source, start, kind.dtype)
-            return _exponentials(inner, vectors, reference, scale, [None] * vec.VECTORS, keep)
-
-        source = vec.data_pointer(context, builder, kind, arguments[0])
-        sink = vec.data_pointer(context, builder, signature.args[4], arguments[4])
-        values = [source, *arguments[1:4], sink]
-        return vec.outlined(builder, f"sipipe_exp_{kind.dtype}", vec.F32, values, body)
-
-    return types.float32(x, types.intp, types.float32, types.float32, y), generate
+    vectors = vectors_of(builder, x, start, kind)
+    return _exponentials(builder, vectors, reference, scale, [None] * vec.VECTORS, keep)
 
 
-@intrinsic
+@operation(_INT, ARRAY, _INT, ARRAY, _INT, _INT, _REAL, ARRAY, ARRAY, _INT)
 def block_gather(
-    _: Any, x: Any, start: Any, hidden: Any, word: Any, first: Any, threshold: Any,
-    ids: Any, values: Any, count: Any,
+    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any,
+    first: Any, threshold: Any, ids: Any, values: Any, count: Any,
 ) -> Any:  # fmt: skip
-    """Append what is not hidden of a block and >= ``threshold`` to ``values``, its ids to ``ids``.
+    """Append what is not masked of a block and >= ``threshold`` to ``values``, its ids to ``ids``.
 
     ``first`` is the token id of ``x[start]``, ``count`` how many are there already; returns the
     new count. Both arrays need room for 16 more than they end up holding.
     """
+    threshold = vec.splat(builder, threshold, vec.VF)
+    base = consecutive(builder, first)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
+    def collect(masks: list[Any]) -> Any:
+        end = count
+        vectors = vectors_of(builder, x, start, kind)
+        for v, value in enumerate(_unmasked(builder, vectors, masks)):
+            kept = builder.fcmp_ordered(">=", value, threshold)
+            vec.compress(builder, value, kept, values, end)
+            names = builder.add(base, vec.constant(vec.VI, v * vec.LANES))
+            vec.compress(builder, names, kept, ids, end)
+            end = builder.add(end, vec.count_lanes(builder, kept))
+        return end
 
-        def body(
-            inner: Any, source: Any, start: Any, hidden: Any, word: Any, first: Any, threshold: Any,
-            ids: Any, values: Any, count: Any,
-        ) -> Any:  # fmt: skip
-            threshold = vec.splat(inner, threshold, vec.VF)
-            base = vec.splat(inner, inner.trunc(first, vec.I32), vec.VI)
-            base = inner.add(base, ir.Constant(vec.VI, list(range(vec.LANES))))
-
-            def collect(masks: list[Any]) -> Any:
-                end = count
-                vectors = vectors_of(inner, source, start, kind.dtype)
-                for v, value in enumerate(_shown(inner, vectors, masks)):
-                    mask = inner.fcmp_ordered(">=", value, threshold)
-                    vec.compress(inner, value, mask, values, end)
-                    names = inner.add(base, vec.constant(vec.VI, v * vec.LANES))
-                    vec.compress(inner, names, mask, ids, end)
-                    end = inner.add(end, vec.count_lanes(inner, mask))
-                return end
-
-            return _masks(inner, hidden, word, collect)
-
-        pointers = {
-            i: vec.data_pointer(context, builder, signature.args[i], arguments[i])
-            for i in (0, 2, 6, 7)
-        }
-        given = [pointers.get(i, argument) for i, argument in enumerate(arguments)]
-        return vec.outlined(builder, f"sipipe_gather_{kind.dtype}", vec.I64, given, body)
-
-    signature = types.intp(
-        x, types.intp, hidden, types.intp, types.intp, types.float32, ids, values, types.intp
-    )
-    return signature, generate
+    return _with_masks(builder, mask, word, collect)
 
 
-@intrinsic
+@operation(_INT, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, _REAL)
 def block_count(
-    _: Any, x: Any, start: Any, hidden: Any, word: Any, shift: Any, offset: Any, threshold: Any
-) -> Any:
-    """How many of ``(x - shift) - offset``, in float32 and not hidden, are >= ``threshold``."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
-
-        def body(
-            inner: Any, source: Any, start: Any, hidden: Any, word: Any,
-            shift: Any, offset: Any, threshold: Any,
-        ) -> Any:  # fmt: skip
-            shift, offset, threshold = (
-                vec.splat(inner, scalar, vec.VF) for scalar in (shift, offset, threshold)
-            )
-
-            def count(masks: list[Any]) -> Any:
-                total = ir.Constant(vec.I64, 0)
-                vectors = vectors_of(inner, source, start, kind.dtype)
-                for value in _shown(inner, vectors, masks):
-                    score = inner.fsub(inner.fsub(value, shift), offset)
-                    mask = inner.fcmp_ordered(">=", score, threshold)
-                    total = inner.add(total, vec.count_lanes(inner, mask))
-                return total
-
-            return _masks(inner, hidden, word, count)
-
-        source = vec.data_pointer(context, builder, kind, arguments[0])
-        words = vec.data_pointer(context, builder, signature.args[2], arguments[2])
-        given = [source, arguments[1], words, *arguments[3:]]
-        return vec.outlined(builder, f"sipipe_count_{kind.dtype}", vec.I64, given, body)
-
-    signature = types.intp(
-        x, types.intp, hidden, types.intp, types.float32, types.float32, types.float32
+    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any,
+    shift: Any, offset: Any, threshold: Any,
+) -> Any:  # fmt: skip
+    """How many of ``(x - shift) - offset``, in float32 and not masked, are >= ``threshold``."""
+    shift, offset, threshold = (
+        vec.splat(builder, scalar, vec.VF) for scalar in (shift, offset, threshold)
     )
-    return signature, generate
+
+    def count(masks: list[Any]) -> Any:
+        total = ir.Constant(vec.I64, 0)
+        vectors = vectors_of(builder, x, start, kind)
+        for value in _unmasked(builder, vectors, masks):
+            score = builder.fsub(builder.fsub(value, shift), offset)
+            reached = builder.fcmp_ordered(">=", score, threshold)
+            total = builder.add(total, vec.count_lanes(builder, reached))
+        return total
+
+    return _with_masks(builder, mask, word, count)

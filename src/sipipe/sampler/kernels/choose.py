@@ -21,8 +21,8 @@ from sipipe.sampler.kernels.blocks import element
 from sipipe.sampler.kernels.draw import draw_candidates, draw_full
 from sipipe.sampler.kernels.order import (
     candidate_threshold,
+    key_high_first,
     key_high_id,
-    key_of,
     key_value,
     kth_largest,
     sort_keys,
@@ -30,18 +30,19 @@ from sipipe.sampler.kernels.order import (
 from sipipe.sampler.kernels.scan import (
     LOG2E,
     LOWEST,
-    NOTHING,
+    NEG_INF,
     SMALL,
     candidate_weights,
     exp_sums,
     gather,
-    is_hidden,
+    is_masked,
+    keep_at_least,
 )
 from sipipe.sampler.kernels.top_p import gather_tail, top_p_cut
 
 
 @kernel
-def first_maximum(x: Any, vocab: Any, row_top: Any, top: Any, changed: Any, work: Any) -> Any:
+def first_maximum(x: Any, vocab: Any, row_top: Any, top: Any, edited: Any, work: Any) -> Any:
     """The lowest token id with the largest logit, ``top``; the row's own largest is ``row_top``."""
     best = vocab
     if row_top == top:
@@ -49,36 +50,23 @@ def first_maximum(x: Any, vocab: Any, row_top: Any, top: Any, changed: Any, work
         while work.peaks[b] != top:
             b += 1
         best = b << 8
-        while is_hidden(best, work) or element(x, best) != top:
+        while is_masked(best, work) or element(x, best) != top:
             best += 1
-    for i in range(changed):
-        if work.changed[i] == top:
-            best = min(best, np.int64(work.changed_ids[i]))
+    for i in range(edited):
+        if work.edited[i] == top:
+            best = min(best, np.int64(work.edited_ids[i]))
     return best
 
 
 @kernel
 def divide_candidates(count: Any, temperature: Any, work: Any) -> Any:
     """Divide the candidates by the temperature; their maximum."""
-    top = NOTHING
+    top = NEG_INF
     for i in range(count):
         value = work.values[i] / temperature
         work.values[i] = value
         top = max(top, value)
     return top
-
-
-@kernel
-def _keep_at_least(count: Any, floor: Any, work: Any) -> Any:
-    """Drop candidates below ``floor`` (float64)."""
-    kept = 0
-    for i in range(count):
-        value = work.values[i]
-        work.ids[kept] = work.ids[i]
-        work.values[kept] = value
-        if np.float64(value) >= floor:
-            kept += 1
-    return kept
 
 
 @kernel
@@ -96,11 +84,11 @@ def _keep_from(count: Any, cut: Any, cut_id: Any, work: Any) -> Any:
 
 
 @kernel
-def _choose_sorted(count: Any, k: Any, min_p: Any, top_p: Any, u: Any, work: Any) -> Any:
+def _choose_sorted(count: Any, filters: Any, work: Any) -> Any:
     """Filter and draw among few candidates, which are left sorted, most likely first."""
+    k, min_p, top_p = filters.top_k, filters.min_p, filters.top_p
     for i in range(count):
-        low = np.int64(0xFFFFFFFF) - np.int64(work.ids[i])
-        work.keys[i] = key_of(work.values[i], low)
+        work.keys[i] = key_high_first(work.values[i], work.ids[i])
     sort_keys(count, work)
     top = key_value(work.keys[0])
     if 0 < k < count:
@@ -130,7 +118,7 @@ def _choose_sorted(count: Any, k: Any, min_p: Any, top_p: Any, u: Any, work: Any
             last += 1
         kept = last + 1
         total = work.sums[last]
-    target = u * total
+    target = filters.u * total
     pick = 0
     while pick < kept - 1 and work.sums[pick] <= target:
         pick += 1
@@ -138,21 +126,20 @@ def _choose_sorted(count: Any, k: Any, min_p: Any, top_p: Any, u: Any, work: Any
 
 
 @kernel
-def _choose_listed(
-    count: Any, high: Any, k: Any, min_p: Any, top_p: Any, u: Any, listed: Any, work: Any
-) -> Any:
+def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) -> Any:
     """Filter and draw among many candidates, whose largest is ``high``."""
+    k, min_p, top_p = filters.top_k, filters.min_p, filters.top_p
     if min_p > 0.0:
-        count = _keep_at_least(count, np.float64(high) + math.log(min_p), work)
+        count = keep_at_least(count, np.float64(high) + math.log(min_p), work)
     if 0 < k < count:
         for i in range(count):
             work.weights[i] = work.values[i]
-        count = _keep_at_least(count, np.float64(kth_largest(work.weights, count, k)), work)
+        count = keep_at_least(count, np.float64(kth_largest(work.weights, count, k)), work)
     total = candidate_weights(count, high, np.float32(LOG2E), work)
-    cut, cut_id = NOTHING, np.int64(0)
+    cut, cut_id = NEG_INF, np.int64(0)
     if top_p < 1.0:
-        cut, cut_id = top_p_cut(count, high, NOTHING, top_p * total, 1.0, work)
-    token, total = draw_candidates(count, cut, cut_id, u, work)
+        cut, cut_id = top_p_cut(count, high, NEG_INF, top_p * total, 1.0, work)
+    token, total = draw_candidates(count, cut, cut_id, filters.u, work)
     if listed:
         count = _keep_from(count, cut, cut_id, work)
     return token, count, np.float64(high), math.log(total)
@@ -160,45 +147,34 @@ def _choose_listed(
 
 @kernel
 def choose(
-    x: Any,
-    vocab: Any,
-    row_top: Any,
-    top: Any,
-    temperature: Any,
-    k: Any,
-    min_p: Any,
-    top_p: Any,
-    u: Any,
-    listed: Any,
-    changed: Any,
-    work: Any,
+    x: Any, vocab: Any, row_top: Any, top: Any, filters: Any, listed: Any, edited: Any, work: Any
 ) -> Any:
-    """Filter and draw; maxima of the row without overlay, and with it: ``row_top`` and ``top``."""
-    inverse = 1.0 / np.float64(temperature)
-    if k > 0 or min_p > 0.0:
+    """Filter and draw; maxima of the row without its edits, and with them: ``row_top`` and ``top``."""
+    inverse = 1.0 / np.float64(filters.temperature)
+    if filters.top_k > 0 or filters.min_p > 0.0:
         threshold = LOWEST
-        if k > 0:
-            threshold = candidate_threshold(x, vocab, k, row_top, changed, work)
-        if min_p > 0.0:
-            floor = np.float64(top) + math.log(min_p) / inverse
+        if filters.top_k > 0:
+            threshold = candidate_threshold(x, vocab, filters.top_k, row_top, edited, work)
+        if filters.min_p > 0.0:
+            floor = np.float64(top) + math.log(filters.min_p) / inverse
             floor -= (abs(floor) + abs(np.float64(top))) * 1e-6
             threshold = max(threshold, np.float32(floor))
-        count = gather(x, vocab, min(threshold, top), changed, work)
-        high = divide_candidates(count, temperature, work)
-        if count <= SMALL and (k > 0 or top_p < 1.0):
-            return _choose_sorted(count, k, min_p, top_p, u, work)
-        return _choose_listed(count, high, k, min_p, top_p, u, listed, work)
+        count = gather(x, vocab, min(threshold, top), edited, work)
+        high = divide_candidates(count, filters.temperature, work)
+        if count <= SMALL and (filters.top_k > 0 or filters.top_p < 1.0):
+            return _choose_sorted(count, filters, work)
+        return _choose_listed(count, high, filters, listed, work)
     scale = np.float32(inverse * LOG2E)
-    scaled_top = np.float64(top / temperature)
-    total = exp_sums(x, vocab, top, scale, changed, work)
-    if top_p >= 1.0:
-        token = draw_full(x, vocab, top, scale, total, u, changed, work)
+    scaled_top = np.float64(top / filters.temperature)
+    total = exp_sums(x, vocab, top, scale, edited, work)
+    if filters.top_p >= 1.0:
+        token = draw_full(x, vocab, top, scale, total, filters.u, edited, work)
         return token, np.int64(-1), scaled_top, math.log(total)
-    target = top_p * total
-    count, low = gather_tail(x, vocab, top, scale, total, target, changed, work)
+    target = filters.top_p * total
+    count, low = gather_tail(x, vocab, top, scale, total, target, edited, work)
     cut, cut_id = top_p_cut(count, top, low, target, inverse, work)
-    token, total = draw_candidates(count, cut, cut_id, u, work)
+    token, total = draw_candidates(count, cut, cut_id, filters.u, work)
     if listed:
         count = _keep_from(count, cut, cut_id, work)
-        divide_candidates(count, temperature, work)
+        divide_candidates(count, filters.temperature, work)
     return token, count, scaled_top, math.log(total)

@@ -1,4 +1,4 @@
-"""One token by inverse CDF: of the candidates, or of a whole row and its overlay."""
+"""One token by inverse CDF: of the candidates, or of a whole row and its edits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from sipipe.jit import kernel
 from sipipe.sampler.kernels.blocks import block_exp
 from sipipe.sampler.kernels.lists import list_mass
-from sipipe.sampler.kernels.scan import LOWEST, is_hidden, positions_between
+from sipipe.sampler.kernels.scan import LOWEST, is_masked, positions_between
 
 
 @kernel
@@ -29,9 +29,9 @@ def draw_candidates(count: Any, cut: Any, cut_id: Any, u: Any, work: Any) -> Any
     if cut >= LOWEST:
         found = positions_between(count, cut, beyond, work)
         for i in range(found):
-            at = work.places[i]
+            at = work.picks[i]
             if work.ids[at] >= cut_id:
-                work.places[tied] = at
+                work.picks[tied] = at
                 tied += 1
                 weight = np.float64(work.weights[at])
     target = u * (total + tied * weight)
@@ -49,18 +49,18 @@ def draw_candidates(count: Any, cut: Any, cut_id: Any, u: Any, work: Any) -> Any
                     break
     if last < 0:
         rest = min(int((target - total) / weight), tied - 1) if weight > 0.0 else 0
-        last = np.int64(work.ids[work.places[rest]])
+        last = np.int64(work.ids[work.picks[rest]])
     return last, total + tied * weight
 
 
 @kernel
 def draw_full(
-    x: Any, vocab: Any, top: Any, scale: Any, total: Any, u: Any, changed: Any, work: Any
+    x: Any, vocab: Any, top: Any, scale: Any, total: Any, u: Any, edited: Any, work: Any
 ) -> Any:
-    """One token of row and overlay, by block and then within it; `exp_sums` comes first."""
+    """One token of the row and its edits, by block and then within it; `exp_sums` comes first."""
     target = u * total
     blocks = (vocab + 255) >> 8
-    parts = blocks + ((changed + 255) >> 8)
+    parts = blocks + ((edited + 255) >> 8)
     before = 0.0
     chosen = 0
     reached = 0.0
@@ -80,10 +80,10 @@ def draw_full(
         block_exp(work.tail, start, top, scale, work.weights)
     else:
         start = (chosen - blocks) << 8
-        block_exp(work.changed, start, top, scale, work.weights)
+        block_exp(work.edited, start, top, scale, work.weights)
     inside = 0.0
     for i in range(256):
-        if chosen >= blocks or not is_hidden((chosen << 8) + i, work):
+        if chosen >= blocks or not is_masked((chosen << 8) + i, work):
             inside += np.float64(work.weights[start + i])
         work.sums[i] = inside
     # The block's sum was taken in float32: measure the rest of the way in its own unit.
@@ -98,4 +98,4 @@ def draw_full(
         previous = work.sums[i]
     if chosen < blocks:
         return np.int64((chosen << 8) + pick)
-    return np.int64(work.changed_ids[start + pick])
+    return np.int64(work.edited_ids[start + pick])

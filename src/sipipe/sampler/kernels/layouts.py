@@ -3,17 +3,16 @@
 Copied in their own dtype into a few rows of staging memory, whatever the batch.
 """
 
-# ruff: noqa: ARG001 - an intrinsic names its arguments for its signature; its body uses `arguments`
 from __future__ import annotations
 
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
-from numba.extending import intrinsic
 
 from sipipe.jit import entry
 from sipipe.sampler.kernels import _vector as vec
+from sipipe.sampler.kernels._vector import ARRAY, operation
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
@@ -35,35 +34,19 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-@intrinsic
-def _tile(_: Any, x: Any, start: Any, stride: Any, y: Any, target: Any, apart: Any) -> Any:
+@operation(types.intp, ARRAY, types.intp, types.intp, ARRAY, types.intp, types.intp)
+def _tile(
+    builder: Any, kind: Any, x: Any, start: Any, stride: Any, y: Any, target: Any, apart: Any
+) -> Any:
     """``y[target + j * apart + v] = x[start + v * stride + j]`` for v and j in 0..15."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
-        vector = vec.VF if kind.dtype == types.float32 else vec.V16
-
-        def body(
-            inner: Any, source: Any, start: Any, stride: Any, sink: Any, target: Any, apart: Any
-        ) -> Any:
-            rows = []
-            for _ in range(vec.LANES):
-                address = inner.bitcast(inner.gep(source, [start]), vector.as_pointer())
-                rows.append(inner.load(address))
-                rows[-1].align = 2
-                start = inner.add(start, stride)
-            for row in _transposed(inner, rows):
-                vec.store_stored(inner, row, sink, target)
-                target = inner.add(target, apart)
-            return ir.Constant(vec.I64, 0)
-
-        pointers = {
-            i: vec.data_pointer(context, builder, signature.args[i], arguments[i]) for i in (0, 3)
-        }
-        given = [pointers.get(i, argument) for i, argument in enumerate(arguments)]
-        return vec.outlined(builder, f"sipipe_tile_{kind.dtype}", vec.I64, given, body)
-
-    return types.intp(x, types.intp, types.intp, y, types.intp, types.intp), generate
+    rows = []
+    for _ in range(vec.LANES):
+        rows.append(vec.load_stored(builder, x, start, kind))
+        start = builder.add(start, stride)
+    for row in _transposed(builder, rows):
+        vec.store_vector(builder, row, y, target)
+        target = builder.add(target, apart)
+    return ir.Constant(vec.I64, 0)
 
 
 @entry

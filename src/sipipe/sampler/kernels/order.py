@@ -9,7 +9,7 @@ import numpy as np
 from sipipe.jit import kernel
 from sipipe.sampler.kernels.blocks import block_count
 from sipipe.sampler.kernels.lists import bits_float, float_bits
-from sipipe.sampler.kernels.scan import LOWEST, NOTHING, count_at_least, sample_blocks
+from sipipe.sampler.kernels.scan import LOWEST, NEG_INF, count_at_least, sample_blocks
 
 _SIGN = np.uint32(0x80000000)
 _FULL = np.uint64(0xFFFFFFFF)
@@ -34,8 +34,13 @@ def key_value(key: Any) -> Any:
 
 
 @kernel
+def key_high_first(value: Any, token: Any) -> Any:
+    """A sort key with the highest id first among ties; `key_high_id` gives the id back."""
+    return key_of(value, np.int64(0xFFFFFFFF) - np.int64(token))
+
+
+@kernel
 def key_high_id(key: Any) -> Any:
-    """The token id of a key made with ``low = 0xFFFFFFFF - id`` (highest id first among ties)."""
     return np.int64(_FULL - (key & _FULL))
 
 
@@ -113,7 +118,7 @@ def _reaching(values: Any, count: Any, threshold: Any, work: Any) -> Any:
     zero = np.float32(0.0)
     number = 0
     for start in range(0, count, 256):
-        number += block_count(values, start, work.shown, 0, zero, zero, threshold)
+        number += block_count(values, start, work.no_mask, 0, zero, zero, threshold)
     return number
 
 
@@ -131,7 +136,7 @@ def threshold_reached(values: Any, count: Any, k: Any, top: Any, work: Any) -> A
         high = low
         low = top - step
         if low < LOWEST:
-            return NOTHING
+            return NEG_INF
         step *= np.float32(2.0)
         number = _reaching(values, count, low, work)
     while number > k + (k >> 2) + 4:
@@ -147,7 +152,7 @@ def threshold_reached(values: Any, count: Any, k: Any, top: Any, work: Any) -> A
 
 
 @kernel
-def _threshold_by_sample(x: Any, vocab: Any, k: Any, top: Any, changed: Any, work: Any) -> Any:
+def _threshold_by_sample(x: Any, vocab: Any, k: Any, top: Any, edited: Any, work: Any) -> Any:
     """A logit that at least ``k`` tokens reach, and not many more: for k beyond the blocks.
 
     Guessed from a sample, then checked by counting; lowered until enough.
@@ -159,24 +164,24 @@ def _threshold_by_sample(x: Any, vocab: Any, k: Any, top: Any, changed: Any, wor
         guess = threshold_reached(work.values, sampled, rank, top, work)
         if not guess >= LOWEST:
             break
-        if count_at_least(x, vocab, zero, zero, guess, changed, work) >= k:
+        if count_at_least(x, vocab, zero, zero, guess, edited, work) >= k:
             return guess
         rank += rank // 4 + 8
     return LOWEST
 
 
 @kernel
-def candidate_threshold(x: Any, vocab: Any, k: Any, top: Any, changed: Any, work: Any) -> Any:
+def candidate_threshold(x: Any, vocab: Any, k: Any, top: Any, edited: Any, work: Any) -> Any:
     """A logit no larger than the k-th largest, and little smaller (-3.4e38: all of them).
 
     The maxima of k blocks are k different tokens' logits, so what k of them reach is a bound.
-    ``top`` is the maximum of the row without the overlay.
+    ``top`` is the maximum of the row without its edits.
     """
     blocks = (vocab + 255) >> 8
-    threshold = NOTHING
+    threshold = NEG_INF
     if top >= LOWEST:
         if k <= blocks:
             threshold = threshold_reached(work.peaks, blocks, k, top, work)
         if not threshold >= LOWEST:
-            threshold = _threshold_by_sample(x, vocab, k, top, changed, work)
+            threshold = _threshold_by_sample(x, vocab, k, top, edited, work)
     return max(threshold - abs(threshold) * _ROUNDING, LOWEST)

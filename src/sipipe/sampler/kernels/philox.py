@@ -2,7 +2,7 @@
 
 Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011):
 the seed is the key, the position (number of output tokens so far) the counter. No state is kept, so
-a request gives the same tokens whatever its batch, slot or sampler, and after a restart.
+a request gives the same tokens whatever its batch, order or sampler, and after a restart.
 """
 
 from __future__ import annotations

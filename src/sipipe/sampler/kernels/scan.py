@@ -1,8 +1,8 @@
 """Passes over one row: maxima, sums of exponentials, candidates, ranks.
 
 A row is a contiguous 1-D array ``x`` of at least V logits, of which those whose bit is set in
-``work.hidden`` count as -inf, and an overlay of ``changed`` tokens that stand for hidden ones with
-another logit (see `overlay`). Where V is not a multiple of 256 the last block lies in ``work.tail``,
+``work.mask`` count as -inf, and ``edited`` tokens listed beside it that stand for masked ones with
+another logit (see `logit_edits`). Where V is not a multiple of 256 the last block lies in ``work.tail``,
 widened and padded with -inf by `block_maxima`, which comes first.
 """
 
@@ -23,7 +23,7 @@ from sipipe.sampler.kernels.blocks import (
 )
 from sipipe.sampler.kernels.lists import list_between
 
-NOTHING = np.float32(-np.inf)
+NEG_INF = np.float32(-np.inf)
 LOWEST = np.float32(-3.4028235e38)
 LOG2E = 1.4426950408889634
 SMALL = 256
@@ -31,26 +31,26 @@ SMALL = 256
 
 
 @kernel
-def is_hidden(token: Any, work: Any) -> Any:
-    return (work.hidden[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) != 0
+def is_masked(token: Any, work: Any) -> Any:
+    return (work.mask[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) != 0
 
 
 @kernel
 def block_maxima(x: Any, vocab: Any, work: Any) -> Any:
     """Fill ``work.peaks`` and ``work.tail``; (maximum of the row, whether any logit is NaN)."""
     full = vocab >> 8
-    top = NOTHING
+    top = NEG_INF
     bad = False
     for b in range(full):
-        peak, nan = block_max(x, b << 8, work.hidden, b << 3)
+        peak, nan = block_max(x, b << 8, work.mask, b << 3)
         work.peaks[b] = peak
         bad |= nan
         top = max(top, peak)
     rest = vocab & 255
     if rest:
         for i in range(256):
-            work.tail[i] = element(x, (full << 8) + i) if i < rest else NOTHING
-        peak, nan = block_max(work.tail, 0, work.hidden, full << 3)
+            work.tail[i] = element(x, (full << 8) + i) if i < rest else NEG_INF
+        peak, nan = block_max(work.tail, 0, work.mask, full << 3)
         work.peaks[full] = peak
         bad |= nan
         top = max(top, peak)
@@ -58,53 +58,53 @@ def block_maxima(x: Any, vocab: Any, work: Any) -> Any:
 
 
 @kernel
-def exp_sums(x: Any, vocab: Any, top: Any, scale: Any, changed: Any, work: Any) -> Any:
-    """Sum of ``2 ** ((x - top) * scale)`` over row and overlay.
+def exp_sums(x: Any, vocab: Any, top: Any, scale: Any, edited: Any, work: Any) -> Any:
+    """Sum of ``2 ** ((x - top) * scale)`` over the row and its edits.
 
-    The sums of the row's blocks are left in ``work.masses``, those of the overlay's behind them.
+    The sums of the row's blocks are left in ``work.masses``, those of the edits behind them.
     """
     full = vocab >> 8
     blocks = (vocab + 255) >> 8
     total = 0.0
     for b in range(full):
-        mass = block_exp_sum(x, b << 8, work.hidden, b << 3, top, scale)
+        mass = block_exp_sum(x, b << 8, work.mask, b << 3, top, scale)
         work.masses[b] = mass
         total += mass
     if full < blocks:
-        mass = block_exp_sum(work.tail, 0, work.hidden, full << 3, top, scale)
+        mass = block_exp_sum(work.tail, 0, work.mask, full << 3, top, scale)
         work.masses[full] = mass
         total += mass
-    for start in range(0, changed, 256):
-        mass = block_exp_sum(work.changed, start, work.shown, 0, top, scale)
+    for start in range(0, edited, 256):
+        mass = block_exp_sum(work.edited, start, work.no_mask, 0, top, scale)
         work.masses[blocks + (start >> 8)] = mass
         total += mass
     return total
 
 
 @kernel
-def gather(x: Any, vocab: Any, threshold: Any, changed: Any, work: Any) -> Any:
+def gather(x: Any, vocab: Any, threshold: Any, edited: Any, work: Any) -> Any:
     """Collect the logits >= ``threshold`` (finite) into ``work.ids``/``values``.
 
-    The row's by token id, then the overlay's. Reads only blocks whose maximum reaches the threshold.
+    The row's by token id, then the edited ones. Reads only blocks whose maximum reaches the threshold.
     """
     full = vocab >> 8
     count = 0
     for b in range(full):
         if work.peaks[b] >= threshold:
             count = block_gather(
-                x, b << 8, work.hidden, b << 3, b << 8, threshold, work.ids, work.values, count
+                x, b << 8, work.mask, b << 3, b << 8, threshold, work.ids, work.values, count
             )
     if vocab & 255 and work.peaks[full] >= threshold:
         count = block_gather(
-            work.tail, 0, work.hidden, full << 3, full << 8, threshold, work.ids, work.values, count
+            work.tail, 0, work.mask, full << 3, full << 8, threshold, work.ids, work.values, count
         )
     row = count
-    for start in range(0, changed, 256):
+    for start in range(0, edited, 256):
         count = block_gather(
-            work.changed, start, work.shown, 0, start, threshold, work.ids, work.values, count
+            work.edited, start, work.no_mask, 0, start, threshold, work.ids, work.values, count
         )
     for i in range(row, count):
-        work.ids[i] = work.changed_ids[work.ids[i]]
+        work.ids[i] = work.edited_ids[work.ids[i]]
     return count
 
 
@@ -121,19 +121,19 @@ def sample_blocks(x: Any, vocab: Any, work: Any) -> Any:
     looked = 0
     for b in range(0, full, step):
         count = block_gather(
-            x, b << 8, work.hidden, b << 3, b << 8, LOWEST, work.ids, work.values, count
+            x, b << 8, work.mask, b << 3, b << 8, LOWEST, work.ids, work.values, count
         )
         looked += 256
     for i in range(count, (count + 255) & ~255):
-        work.values[i] = NOTHING
+        work.values[i] = NEG_INF
     return count, looked / vocab
 
 
 @kernel
 def count_at_least(
-    x: Any, vocab: Any, shift: Any, offset: Any, threshold: Any, changed: Any, work: Any
+    x: Any, vocab: Any, shift: Any, offset: Any, threshold: Any, edited: Any, work: Any
 ) -> Any:
-    """How many of ``(x - shift) - offset``, of row and overlay, are >= ``threshold``.
+    """How many of ``(x - shift) - offset``, of the row and its edits, are >= ``threshold``.
 
     Rounding keeps order, so a block whose maximum stays below the threshold holds none.
     """
@@ -141,11 +141,11 @@ def count_at_least(
     count = 0
     for b in range(full):
         if (work.peaks[b] - shift) - offset >= threshold:
-            count += block_count(x, b << 8, work.hidden, b << 3, shift, offset, threshold)
+            count += block_count(x, b << 8, work.mask, b << 3, shift, offset, threshold)
     if vocab & 255:
-        count += block_count(work.tail, 0, work.hidden, full << 3, shift, offset, threshold)
-    for start in range(0, changed, 256):
-        count += block_count(work.changed, start, work.shown, 0, shift, offset, threshold)
+        count += block_count(work.tail, 0, work.mask, full << 3, shift, offset, threshold)
+    for start in range(0, edited, 256):
+        count += block_count(work.edited, start, work.no_mask, 0, shift, offset, threshold)
     return count
 
 
@@ -154,7 +154,7 @@ def candidate_weights(count: Any, top: Any, scale: Any, work: Any) -> Any:
     """``work.weights`` = 2 ** ((values - top) * scale) for the candidates; their sum."""
     padded = (count + 255) & ~255
     for i in range(count, padded):
-        work.values[i] = NOTHING
+        work.values[i] = NEG_INF
     total = 0.0
     for b in range(0, padded, 256):
         total += block_exp(work.values, b, top, scale, work.weights)
@@ -163,8 +163,21 @@ def candidate_weights(count: Any, top: Any, scale: Any, work: Any) -> Any:
 
 @kernel
 def positions_between(count: Any, low: Any, high: Any, work: Any) -> Any:
-    """Where among the candidates the values in [low, high) are, into ``work.places``; how many."""
+    """Where among the candidates the values in [low, high) are, into ``work.picks``; how many."""
     found = 0
     for start in range(0, count, 256):
-        found = list_between(work.values, start, low, high, work.places, found)
+        found = list_between(work.values, start, low, high, work.picks, found)
     return found
+
+
+@kernel
+def keep_at_least(count: Any, floor: Any, work: Any) -> Any:
+    """Drop candidates below ``floor`` (float64); how many stay."""
+    kept = 0
+    for i in range(count):
+        value = work.values[i]
+        work.ids[kept] = work.ids[i]
+        work.values[kept] = value
+        if np.float64(value) >= floor:
+            kept += 1
+    return kept

@@ -1,33 +1,32 @@
-"""What the kernels are given about columns and about one call, and what they return."""
+"""What the kernels are given about requests and about one call, and what they return."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+from sipipe.sampler.kernels.tables import Tables
 
 OK, HAS_NAN, HAS_INFINITY, ALL_MASKED = 0, 1, 2, 3
 
 RAW_LOGPROBS, RAW_LOGITS, PROCESSED_LOGPROBS, PROCESSED_LOGITS = 0, 1, 2, 3
 
 
-class Columns(NamedTuple):
-    """What is kept per column (sequence), as arrays over columns; see `SequenceColumns`."""
+class RequestState(NamedTuple):
+    """What is kept per request, as arrays over requests; parameters named as in the request."""
 
     temperature: Any  # float32
     top_k: Any  # int32, 0: off
-    top_p: Any  # float64
-    min_p: Any  # float64
-    repetition: Any  # float32
-    presence: Any  # float32
-    frequency: Any  # float32
+    top_p: Any  # float32
+    min_p: Any  # float32
+    repetition_penalty: Any  # float32
+    presence_penalty: Any  # float32
+    frequency_penalty: Any  # float32
     seed: Any  # uint64
     position: Any  # int64, output tokens so far
-    seen_start: Any  # int64, where the column's seen tokens begin
-    seen_used: Any  # int64, how many distinct ones there are; 0 without penalties
-    seen_tokens: Any  # int32, of all columns
-    seen_counts: Any  # int32, occurrences in the output; 0: in the prompt only
+    seen: Tables  # of those with penalties
 
 
-class Extras(NamedTuple):
+class RowOptions(NamedTuple):
     """What few requests ask for, per row of this call: ranges into shared arrays."""
 
     bans: Any  # int64 [n + 1], bad words about to complete
@@ -40,11 +39,21 @@ class Extras(NamedTuple):
     allowed: Any  # int64 [n + 1], allowed tokens; empty: all
     allowed_tokens: Any
     forced: Any  # int32 [n], token the thinking budget forces, or -1
-    mask: Any  # int32 [m, words], grammar bitmasks
-    mask_rows: Any  # int32 [n], row of `mask`, or -1
+    bitmask: Any  # int32 [m, words], of grammars
+    bitmask_rows: Any  # int32 [n], row of `bitmask`, or -1
     wanted: Any  # int32 [n], logprobs to return besides the drawn token's, or -1: none at all
     named: Any  # int64 [n + 1], tokens whose logprobs are asked for by name
     named_tokens: Any
+
+
+class Filters(NamedTuple):
+    """How one token is chosen from a row's edited logits."""
+
+    temperature: Any  # float32, above 0
+    top_k: Any  # int64, 0: off
+    top_p: Any  # float64
+    min_p: Any  # float64
+    u: Any  # float64 in [0, 1), the draw
 
 
 class Output(NamedTuple):

@@ -2,87 +2,90 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sipipe.jit import entry, kernel
 
 
+class Tables(NamedTuple):
+    """The tables of all requests.
+
+    A table that begins at ``first`` in the index has its list from ``start`` on in ``tokens`` and
+    ``counts``.
+    """
+
+    index: Any  # int32, by hash: entry of the list, or -1
+    tokens: Any  # int32, distinct tokens in the order of their first occurrence
+    counts: Any  # int32, their occurrences in the output; 0: in the prompt only
+    first: Any  # int64 [requests]
+    room: Any  # int64 [requests], index entries: a power of two; 0: no table
+    start: Any  # int64 [requests]
+    used: Any  # int64 [requests], distinct tokens
+
+
 @kernel
-def _find(index: Any, tokens: Any, first: Any, room: Any, start: Any, token: Any) -> Any:
+def _find(tables: Any, request: Any, token: Any) -> Any:
     """Where ``token`` is in the index: at its entry, or at the free place it would take."""
-    mask = np.uint32(room - 1)
-    slot = (np.uint32(token) * np.uint32(2654435769)) & mask
-    at = first + np.int64(slot)
+    index, first = tables.index, tables.first[request]
+    tokens, start = tables.tokens, tables.start[request]
+    last = np.uint32(tables.room[request] - 1)
+    probe = (np.uint32(token) * np.uint32(2654435769)) & last
+    at = first + np.int64(probe)
     while index[at] >= 0 and tokens[start + index[at]] != token:
-        slot = (slot + np.uint32(1)) & mask
-        at = first + np.int64(slot)
+        probe = (probe + np.uint32(1)) & last
+        at = first + np.int64(probe)
     return at
 
 
 @kernel
-def _count(
-    index: Any, tokens: Any, counts: Any, first: Any, room: Any, start: Any, used: Any,
-    token: Any, times: Any,
-) -> Any:  # fmt: skip
-    """Add ``times`` to the count of ``token``; how many distinct ones there are then."""
-    at = _find(index, tokens, first, room, start, token)
-    entry = index[at]
-    if entry >= 0:
-        counts[start + entry] += times
-        return used
-    index[at] = used
-    tokens[start + used] = token
-    counts[start + used] = times
-    return used + 1
+def _is_full(tables: Any, request: Any) -> Any:
+    return tables.used[request] * 4 >= tables.room[request] * 3
+
+
+@kernel
+def _count(tables: Any, request: Any, token: Any, times: Any) -> None:
+    """Add ``times`` to the count of ``token``, in a table that is not full."""
+    at = _find(tables, request, token)
+    start = tables.start[request]
+    entry = np.int64(tables.index[at])
+    if entry < 0:
+        entry = tables.used[request]
+        tables.used[request] = entry + 1
+        tables.index[at] = entry
+        tables.tokens[start + entry] = token
+        tables.counts[start + entry] = 0
+    tables.counts[start + entry] += times
 
 
 @entry
-def enter_all(
-    index: Any, tokens: Any, counts: Any, first: int, room: int, start: int, used: int,
-    added: Any, times: int, done: int,
-) -> Any:  # fmt: skip
-    """Enter ``added[done:]`` into one table until it is full; (entries done, distinct ones)."""
-    while done < added.size and used * 4 < room * 3:
-        used = _count(index, tokens, counts, first, room, start, used, added[done], times)
+def enter_all(tables: Tables, request: int, added: Any, times: int, done: int) -> int:
+    """Count ``added[done:]`` in the table of ``request`` until it is full; entries done."""
+    while done < added.size and not _is_full(tables, request):
+        _count(tables, request, added[done], times)
         done += 1
-    return done, used
+    return done
 
 
 @entry
-def append_all(
-    index: Any,
-    tokens: Any,
-    counts: Any,
-    firsts: Any,
-    rooms: Any,
-    starts: Any,
-    used: Any,
-    positions: Any,
-    columns: Any,
-    added: Any,
-    done: int,
-) -> Any:
-    """Count one output token per column, from entry ``done`` on.
+def append_all(tables: Tables, positions: Any, requests: Any, added: Any, done: int) -> int:
+    """Count one output token for each of ``requests``, from entry ``done`` on.
 
-    Stops before a column whose table is full; the number of entries done.
+    Stops before a request whose table is full; the number of entries done.
     """
-    for i in range(done, columns.size):
-        c = columns[i]
-        room = rooms[c]
-        if room:
-            if used[c] * 4 >= room * 3:
+    for i in range(done, requests.size):
+        request = requests[i]
+        if tables.room[request]:
+            if _is_full(tables, request):
                 return i
-            used[c] = _count(
-                index, tokens, counts, firsts[c], room, starts[c], used[c], added[i], 1
-            )
-        positions[c] += 1
-    return columns.size
+            _count(tables, request, added[i], 1)
+        positions[request] += 1
+    return int(requests.size)
 
 
 @entry
-def index_again(index: Any, tokens: Any, first: int, room: int, start: int, used: int) -> None:
-    """Index the first ``used`` tokens of a table whose index is empty."""
-    for i in range(used):
-        index[_find(index, tokens, first, room, start, tokens[start + i])] = i
+def index_again(tables: Tables, request: int) -> None:
+    """Index the tokens of a table whose index is empty."""
+    for i in range(tables.used[request]):
+        tables.index[_find(tables, request, tables.tokens[tables.start[request] + i])] = i

@@ -9,7 +9,13 @@ import numpy as np
 
 from sipipe.jit import kernel
 from sipipe.sampler.kernels.lists import list_mass
-from sipipe.sampler.kernels.order import key_high_id, key_of, key_value, kth_largest, sort_keys
+from sipipe.sampler.kernels.order import (
+    key_high_first,
+    key_high_id,
+    key_value,
+    kth_largest,
+    sort_keys,
+)
 from sipipe.sampler.kernels.scan import (
     LOG2E,
     LOWEST,
@@ -54,7 +60,7 @@ def _guess(x: Any, vocab: Any, top: Any, scale: Any, low: Any, tail: Any, work: 
 
 @kernel
 def gather_tail(
-    x: Any, vocab: Any, top: Any, scale: Any, total: Any, target: Any, changed: Any, work: Any
+    x: Any, vocab: Any, top: Any, scale: Any, total: Any, target: Any, edited: Any, work: Any
 ) -> Any:
     """Collect tokens that hold at least ``target`` of the mass ``total``, the largest of the row.
 
@@ -69,7 +75,7 @@ def gather_tail(
         threshold = _guess(x, vocab, top, scale, bound, tail, work)
     while True:
         threshold = max(threshold, LOWEST)
-        count = gather(x, vocab, threshold, changed, work)
+        count = gather(x, vocab, threshold, edited, work)
         mass = candidate_weights(count, top, scale, work)
         if mass >= target or threshold == LOWEST:
             return count, threshold
@@ -78,10 +84,10 @@ def gather_tail(
 
 @kernel
 def _extremes(found: Any, work: Any) -> Any:
-    """The smallest and the largest value of the candidates in ``work.places[:found]``."""
-    smallest = largest = work.values[work.places[0]]
+    """The smallest and the largest value of the candidates in ``work.picks[:found]``."""
+    smallest = largest = work.values[work.picks[0]]
     for i in range(1, found):
-        value = work.values[work.places[i]]
+        value = work.values[work.picks[i]]
         smallest = min(smallest, value)
         largest = max(largest, value)
     return smallest, largest
@@ -131,9 +137,8 @@ def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: A
     if between <= 64:
         found = positions_between(count, low, high, work)
         for i in range(found):
-            at = work.places[i]
-            low_bits = np.int64(0xFFFFFFFF) - np.int64(work.ids[at])
-            work.keys[i] = key_of(work.values[at], low_bits)
+            at = work.picks[i]
+            work.keys[i] = key_high_first(work.values[at], work.ids[at])
         sort_keys(found, work)
         for i in range(found):
             value = key_value(work.keys[i])
@@ -144,6 +149,6 @@ def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: A
     needed = math.ceil((target - above) / weight) if weight > 0.0 else count
     tied = positions_between(count, low, np.nextafter(low, np.float32(np.inf)), work)
     for i in range(tied):
-        work.spare[i] = np.float32(work.ids[work.places[i]])  # exact: ids are below 2 ** 24
+        work.spare[i] = np.float32(work.ids[work.picks[i]])  # exact: ids are below 2 ** 24
     last = kth_largest(work.spare, tied, min(max(needed, 1), tied))
     return low, np.int64(last)

@@ -15,35 +15,35 @@ STAGED = 16
 class Work(NamedTuple):
     """Scratch arrays shared by all kernels; V is the vocabulary, N = ceil(V / 256) blocks.
 
-    hidden:  [8 N] uint32, bit set: the token counts as -inf (see `overlay`); 0 between rows.
-    shown:   [8] uint32, 0: nothing of a block is hidden.
+    mask:    [8 N] uint32, bit set: the token counts as -inf (see `logit_edits`); 0 between rows.
+    no_mask: [8] uint32, 0: nothing of a block is masked.
     tail:    [256] float32, the last, incomplete block of a row.
     peaks:   [N, up to whole blocks] float32, maximum of each block, then -inf.
-    masses:  [2 N + 1] float32, sum of weights of each block of the row, then of the overlay.
+    masses:  [2 N + 1] float32, sum of weights of each block of the row, then of the edits.
     ids:     [V + 256] int32, values: [V + 256] float32, weights: candidates of a row.
-    places:  [V + 256] int32, positions among the candidates.
+    picks:   [V + 256] int32, positions among the candidates.
     keys:    [V + 256] uint64, sort keys.
     sums:    [V + 256] float64, running sums of candidate weights.
-    slots:   [V] int32, 0 between uses: 1 + index of a token in a list.
-    changed_ids, changed: [V + 256] int32 and float32, the overlay: token, its new logit.
+    entries: [V] int32, 0 between uses: 1 + index of a token in a list.
+    edited_ids, edited: [V + 256] int32 and float32, edited tokens and their new logits.
     spare:   [V + 256] float32, to select from.
     stack:   bounds yet to sort.
     """
 
-    hidden: Any
-    shown: Any
+    mask: Any
+    no_mask: Any
     tail: Any
     peaks: Any
     masses: Any
     ids: Any
     values: Any
     weights: Any
-    places: Any
+    picks: Any
     keys: Any
     sums: Any
-    slots: Any
-    changed_ids: Any
-    changed: Any
+    entries: Any
+    edited_ids: Any
+    edited: Any
     spare: Any
     stack: Any
 
@@ -53,20 +53,20 @@ def make_work(vocab_size: int) -> Work:
     blocks = -(-vocab_size // BLOCK)
     room = blocks * BLOCK + BLOCK + LANES
     return Work(
-        hidden=np.zeros(blocks * (BLOCK // 32), np.uint32),
-        shown=np.zeros(BLOCK // 32, np.uint32),
+        mask=np.zeros(blocks * (BLOCK // 32), np.uint32),
+        no_mask=np.zeros(BLOCK // 32, np.uint32),
         tail=np.full(BLOCK, -np.inf, np.float32),
         peaks=np.full(-(-blocks // BLOCK) * BLOCK, -np.inf, np.float32),
         masses=np.zeros(2 * blocks + 1, np.float32),
         ids=np.zeros(room, np.int32),
         values=np.zeros(room, np.float32),
         weights=np.zeros(room, np.float32),
-        places=np.zeros(room, np.int32),
+        picks=np.zeros(room, np.int32),
         keys=np.zeros(room, np.uint64),
         sums=np.zeros(room, np.float64),
-        slots=np.zeros(vocab_size, np.int32),
-        changed_ids=np.zeros(room, np.int32),
-        changed=np.zeros(room, np.float32),
+        entries=np.zeros(vocab_size, np.int32),
+        edited_ids=np.zeros(room, np.int32),
+        edited=np.zeros(room, np.float32),
         spare=np.zeros(room, np.float32),
         stack=np.zeros(128, np.int64),
     )
