@@ -64,40 +64,6 @@ def as_array(logits: Any) -> npt.NDArray[Any]:
     raise TypeError(f"logits must be a NumPy array or a torch CPU tensor, not {type(logits)}")
 
 
-def _sample(
-    logits: Any,
-    params: SequenceParams | Sequence[SequenceParams],
-    prompt_token_ids: Tokens | None,
-    output_token_ids: Tokens | None,
-    layout: Layout,
-    vocab_size: int | None,
-    mode: LogprobsMode,
-) -> SampleResult:
-    array = as_array(logits)
-    if array.ndim != 2:
-        raise ValueError(f"logits must have 2 dimensions, got {array.ndim}")
-    batch, width = array.shape if layout == "rows" else array.shape[::-1]
-    every = [params] * batch if isinstance(params, SequenceParams) else list(params)
-    prompts: Tokens = [()] * batch if prompt_token_ids is None else prompt_token_ids
-    outputs: Tokens = [()] * batch if output_token_ids is None else output_token_ids
-    for name, given in (
-        ("params", every),
-        ("prompt_token_ids", prompts),
-        ("output_token_ids", outputs),
-    ):
-        if len(given) != batch:
-            raise ValueError(f"{name}: {len(given)} for {batch} sequences")
-    vocab = width if vocab_size is None else vocab_size
-    columns = SequenceColumns(vocab, logprobs_mode=mode, work=_work(vocab) if vocab > 0 else None)
-    for row in range(batch):
-        columns.join(row, every[row], prompts[row], outputs[row])
-    result = columns.sample(range(batch), array, layout=layout)
-    if result.errors:
-        row, problem = next(iter(result.errors.items()))
-        raise ValueError(f"logits of sequence {row}: {problem}")
-    return result
-
-
 def sample(
     logits: Any,
     params: SequenceParams | Sequence[SequenceParams],
@@ -115,9 +81,15 @@ def sample(
     its output tokens. ``vocab_size``: tokens beyond it are padding. Raises ValueError naming the
     first sequence whose logits hold NaN or +inf, or leave no token.
     """
-    return _sample(
-        logits, params, prompt_token_ids, output_token_ids, layout, vocab_size, "raw_logprobs"
-    ).token_ids
+    tokens, _ = sample_with_logprobs(
+        logits,
+        params,
+        prompt_token_ids=prompt_token_ids,
+        output_token_ids=output_token_ids,
+        layout=layout,
+        vocab_size=vocab_size,
+    )
+    return tokens
 
 
 def sample_with_logprobs(
@@ -131,7 +103,27 @@ def sample_with_logprobs(
     logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> tuple[npt.NDArray[np.int32], dict[int, Logprobs]]:
     """`sample`, and the logprobs that ``params`` ask for, by sequence."""
-    result = _sample(
-        logits, params, prompt_token_ids, output_token_ids, layout, vocab_size, logprobs_mode
-    )
+    array = as_array(logits)
+    if array.ndim != 2:
+        raise ValueError(f"logits must have 2 dimensions, got {array.ndim}")
+    batch, width = array.shape if layout == "rows" else array.shape[::-1]
+    every = [params] * batch if isinstance(params, SequenceParams) else list(params)
+    prompts: Tokens = [()] * batch if prompt_token_ids is None else prompt_token_ids
+    outputs: Tokens = [()] * batch if output_token_ids is None else output_token_ids
+    for name, given in (
+        ("params", every),
+        ("prompt_token_ids", prompts),
+        ("output_token_ids", outputs),
+    ):
+        if len(given) != batch:
+            raise ValueError(f"{name}: {len(given)} for {batch} sequences")
+    vocab = width if vocab_size is None else vocab_size
+    work = _work(vocab) if vocab > 0 else None
+    columns = SequenceColumns(vocab, logprobs_mode=logprobs_mode, work=work)
+    for row in range(batch):
+        columns.join(row, every[row], prompts[row], outputs[row])
+    result = columns.sample(range(batch), array, layout=layout)
+    if result.errors:
+        row, problem = next(iter(result.errors.items()))
+        raise ValueError(f"logits of sequence {row}: {problem}")
     return result.token_ids, result.logprobs

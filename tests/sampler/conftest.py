@@ -9,4 +9,4 @@ from sipipe.sampler.warmup import warm_up
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled() -> None:
-    warm_up(shards=True)
+    warm_up()

@@ -258,7 +258,7 @@ def test_everything_equals_the_naive_twin(data: st.DataObject) -> None:
         stops_only = not np.isfinite(
             naive.processed_logits(x, params, prompt, output, allowed=allowed)
         ).any()
-        if stops_only and params.min_tokens:  # then min_tokens gives way: see test_special
+        if stops_only and params.min_tokens:  # then min_tokens gives way: see test_options
             allowed = None
     theirs = naive.processed_logits(x, params, prompt, output, allowed=allowed)
     given = {"prompt_token_ids": prompt, "output_token_ids": output}

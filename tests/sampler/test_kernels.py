@@ -12,12 +12,12 @@ from sipipe.sampler.kernels import blocks, lists
 from sipipe.sampler.kernels.layouts import transpose
 from sipipe.sampler.kernels.philox import philox4x32, uniform
 
-SHOWN = np.zeros(64, np.uint32)
+NO_MASK = np.zeros(64, np.uint32)
 
 
 @numba.njit
-def _max(x, at, hidden, word):
-    return blocks.block_max(x, at, hidden, word)
+def _max(x, at, mask, word):
+    return blocks.block_max(x, at, mask, word)
 
 
 @numba.njit
@@ -26,18 +26,18 @@ def _exp(x, at, top, scale, y):
 
 
 @numba.njit
-def _exp_sum(x, at, hidden, word, top, scale):
-    return blocks.block_exp_sum(x, at, hidden, word, top, scale)
+def _exp_sum(x, at, mask, word, top, scale):
+    return blocks.block_exp_sum(x, at, mask, word, top, scale)
 
 
 @numba.njit
-def _gather(x, at, hidden, word, first, threshold, ids, values, count):
-    return blocks.block_gather(x, at, hidden, word, first, threshold, ids, values, count)
+def _gather(x, at, mask, word, first, threshold, ids, values, count):
+    return blocks.block_gather(x, at, mask, word, first, threshold, ids, values, count)
 
 
 @numba.njit
-def _count(x, at, hidden, word, shift, offset, threshold):
-    return blocks.block_count(x, at, hidden, word, shift, offset, threshold)
+def _count(x, at, mask, word, shift, offset, threshold):
+    return blocks.block_count(x, at, mask, word, shift, offset, threshold)
 
 
 @numba.njit
@@ -66,25 +66,25 @@ def stored(dtype: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("masked", [False, True])
 def test_blocks(dtype: str, at: int, masked: bool) -> None:
     x, values = stored(dtype)
-    hidden = SHOWN
+    mask = NO_MASK
     block = values[at : at + 256]
     if masked:
-        hidden = np.random.default_rng(at).integers(0, 2**32, 64, dtype=np.uint64)
-        hidden = hidden.astype(np.uint32)
-        bits = (hidden[5:13, None] >> np.arange(32, dtype=np.uint32)) & 1
+        mask = np.random.default_rng(at).integers(0, 2**32, 64, dtype=np.uint64)
+        mask = mask.astype(np.uint32)
+        bits = (mask[5:13, None] >> np.arange(32, dtype=np.uint32)) & 1
         block = np.where(bits.reshape(-1) == 1, np.float32(-np.inf), block)
-    assert _max(x, at, hidden, 5) == (block.max(), False)
+    assert _max(x, at, mask, 5) == (block.max(), False)
     top, scale = np.float32(block.max()), np.float32(1.4426950408889634)
     exact = np.exp(block.astype(float) - float(top))
-    assert _exp_sum(x, at, hidden, 5, top, scale) == pytest.approx(exact.sum(), rel=1e-6)
+    assert _exp_sum(x, at, mask, 5, top, scale) == pytest.approx(exact.sum(), rel=1e-6)
     ids, kept = np.zeros(600, np.int32), np.zeros(600, np.float32)
     threshold = np.float32(2.0)
-    count = _gather(x, at, hidden, 5, 5000, threshold, ids, kept, 7)
+    count = _gather(x, at, mask, 5, 5000, threshold, ids, kept, 7)
     where = np.flatnonzero(block >= threshold)
     np.testing.assert_array_equal(ids[7:count], where + 5000)
     np.testing.assert_array_equal(kept[7:count], block[where])
     scores = (block - np.float32(1.5)) - np.float32(0.25)
-    counted = _count(x, at, hidden, 5, np.float32(1.5), np.float32(0.25), np.float32(-1))
+    counted = _count(x, at, mask, 5, np.float32(1.5), np.float32(0.25), np.float32(-1))
     assert counted == (scores >= -1).sum()
 
 
@@ -94,10 +94,10 @@ def test_nan_is_found_anywhere_but_behind_a_mask(where: int, dtype: str) -> None
     x, _ = stored(dtype)
     x = x[:256].copy()
     x[where] = {"float32": np.nan, "bfloat16": 0xFFC1, "float16": 0x7E01}[dtype]
-    assert _max(x, 0, SHOWN, 0)[1]
-    hidden = np.zeros(8, np.uint32)
-    hidden[where // 32] = np.uint32(1) << np.uint32(where % 32)
-    assert not _max(x, 0, hidden, 0)[1]
+    assert _max(x, 0, NO_MASK, 0)[1]
+    mask = np.zeros(8, np.uint32)
+    mask[where // 32] = np.uint32(1) << np.uint32(where % 32)
+    assert not _max(x, 0, mask, 0)[1]
 
 
 def test_penalties_round_as_float32_steps() -> None:

@@ -13,6 +13,15 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "proc
 
 GREEDY_EPSILON = 1e-5
 
+_RANGES = (
+    ("temperature", 0.0, 2.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.0, math.inf),
+)
+
 
 class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Sampling parameters of one sequence, named and defaulted as in vLLM's ``SamplingParams``.
@@ -55,20 +64,15 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     """Force the end of thinking after this many tokens of it; None: no limit."""
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0.0, 2.0)
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not low <= value <= high:
+                raise ValueError(f"{name} must be a number in [{low:g}, {high:g}], got {value}")
+        for name in ("top_p", "repetition_penalty"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
         if not isinstance(self.top_k, int) or self.top_k < -1:
             raise ValueError(f"top_k must be 0 or -1 (off) or an integer >= 1, got {self.top_k}")
-        _number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise ValueError("top_p must be in (0, 1], got 0")
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
-        if self.repetition_penalty == 0.0 or math.isinf(self.repetition_penalty):
-            raise ValueError(
-                f"repetition_penalty must be finite and above 0, got {self.repetition_penalty}"
-            )
         if self.seed is not None and not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer or None, got {self.seed!r}")
         if self.logprobs is not None and self.logprobs < -1:
@@ -145,11 +149,6 @@ def unsupported(source: Any) -> str | None:
     if getattr(source, "trace_decode_token_ids", None) is not None:
         return "trace_decode_token_ids"
     return None
-
-
-def _number(name: str, value: float, low: float, high: float) -> None:
-    if not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{name} must be a number in [{low:g}, {high:g}], got {value}")
 
 
 def derive_seed(engine_seed: int, request_id: str) -> int:

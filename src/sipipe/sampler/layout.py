@@ -11,26 +11,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.sampler.kernels.layouts import join_shards, transpose
+from sipipe.sampler.kernels.layouts import transpose
 from sipipe.sampler.kernels.work import STAGED, make_staging
 
 Layout = Literal["rows", "columns"]
 Indices = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some rows of a call: ``flat[starts[i]:]`` are the logits of call row ``which[i]``."""
-
-    flat: npt.NDArray[Any]
-    starts: Indices
-    which: Indices
+Part = tuple[npt.NDArray[Any], Indices, Indices]
+"""(flat, starts, which): ``flat[starts[j]:]`` are the logits of call row ``which[j]``."""
 
 
 class Reader:
@@ -50,17 +44,16 @@ class Reader:
         self._check(stored, rows, layout)
         if rows.size == 0:
             return
-        flat = _flat(stored)
         if layout == "columns":
-            yield from self._columns(flat, stored, rows)
+            yield from self._columns(stored, rows)
         elif stored.ndim == 3:
-            yield from self._shards(flat, stored, rows)
+            yield from self._shards(stored, rows)
         else:
-            yield Part(flat, rows * (stored.strides[0] // stored.itemsize), np.arange(rows.size))
+            starts = rows * (stored.strides[0] // stored.itemsize)
+            yield (_flat(stored), starts, np.arange(rows.size))
 
-    def _columns(
-        self, flat: npt.NDArray[Any], logits: npt.NDArray[Any], columns: Indices
-    ) -> Iterator[Part]:
+    def _columns(self, logits: npt.NDArray[Any], columns: Indices) -> Iterator[Part]:
+        flat = _flat(logits)
         staging = self._stage(STAGED, logits.dtype)
         staged, apart = staging.reshape(-1), staging.shape[1]
         stride = logits.strides[0] // logits.itemsize
@@ -73,18 +66,16 @@ class Reader:
             window = max(0, min(first, batch - STAGED))
             count = min(STAGED, batch)
             transpose(flat, stride, self._vocab_size, window, count, staged, apart)
-            yield Part(staged, (columns[which] - window) * apart, which)
+            yield (staged, (columns[which] - window) * apart, which)
 
-    def _shards(
-        self, flat: npt.NDArray[Any], logits: npt.NDArray[Any], rows: Indices
-    ) -> Iterator[Part]:
-        row = self._stage(1, logits.dtype).reshape(-1)
-        shards, _, width = logits.shape
-        apart, stride = (step // logits.itemsize for step in logits.strides[:2])
-        start = np.zeros(1, np.int64)
-        for i, at in enumerate(rows.tolist()):
-            join_shards(flat, at * stride, shards, width, apart, self._vocab_size, row)
-            yield Part(row, start, np.full(1, i))
+    def _shards(self, logits: npt.NDArray[Any], rows: Indices) -> Iterator[Part]:
+        width = logits.shape[2]
+        staged = self._stage(1, logits.dtype)[0]
+        for i, row in enumerate(rows.tolist()):
+            for first, shard in zip(range(0, self._vocab_size, width), logits, strict=False):
+                part = staged[first : min(first + width, self._vocab_size)]
+                part[:] = shard[row, : part.size]
+            yield (staged, np.zeros(1, np.int64), np.full(1, i))
 
     def _stage(self, rows: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         key = (rows, dtype.str)

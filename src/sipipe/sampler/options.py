@@ -6,14 +6,14 @@ into the flat ranges that the kernels read (`RowOptions`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sipipe.messages.params import SequenceParams
-from sipipe.sampler.kernels.state import RowOptions
+from sipipe.sampler.kernels.state import Ranges, RowOptions
 from sipipe.sampler.thinking import ThinkingBudget
 
 Ids = npt.NDArray[np.int32]
@@ -23,14 +23,21 @@ class RequestOptions:
     """One request's rarely used parameters, and the output tail they depend on."""
 
     def __init__(
-        self, params: SequenceParams, thinking: ThinkingBudget | None, output: Sequence[int]
+        self,
+        params: SequenceParams,
+        prompt: Iterable[int],
+        output: Sequence[int],
+        reasoning: tuple[Sequence[int], Sequence[int]],
     ) -> None:
+        """``reasoning``: token ids that begin and that end thinking."""
         words = params.bad_words_token_ids or []
         self._single = [word[-1] for word in words if len(word) == 1]
         self._words = [word for word in words if len(word) > 1]
         self._longest = max((len(word) - 1 for word in self._words), default=0)
         self._tail: list[int] = []
-        self._thinking = thinking
+        self._thinking: ThinkingBudget | None = None
+        if params.thinking_token_budget is not None and reasoning[1]:
+            self._thinking = ThinkingBudget(params.thinking_token_budget, *reasoning, prompt)
         self.min_tokens = params.min_tokens
         self.stops = _ids(params.all_stop_token_ids)
         self.allowed = np.unique(_ids(params.allowed_token_ids))
@@ -39,8 +46,7 @@ class RequestOptions:
         self.bias_values = np.asarray(list(bias.values()), np.float32)
         self.named = _ids(params.logprob_token_ids)
         self.logprobs = params.logprobs
-        self.needs_tokens = bool(self._words) or thinking is not None
-        for token in output if self.needs_tokens else ():
+        for token in output if self._words or self._thinking else ():
             self.observe(token)
 
     @property
@@ -78,8 +84,8 @@ def _ids(tokens: Sequence[int] | None) -> Ids:
     return np.asarray(tokens or [], np.int32)
 
 
-class _Ranges:
-    """A part per row, one after the other in one array, and where each begins."""
+class _RangesOf:
+    """`Ranges` in the making, rows ascending."""
 
     def __init__(self, n: int, kind: type[np.generic] = np.int32) -> None:
         self._sizes = np.zeros(n + 1, np.int64)
@@ -90,14 +96,10 @@ class _Ranges:
             self._sizes[row + 1] = len(part)
             self._parts.append(np.asarray(part, self._parts[0].dtype))
 
-    @property
-    def offsets(self) -> npt.NDArray[np.int64]:
-        """[n + 1]: row i's part is ``values[offsets[i] : offsets[i + 1]]``."""
-        return np.cumsum(self._sizes) if len(self._parts) > 1 else self._sizes
-
-    @property
-    def values(self) -> npt.NDArray[Any]:
-        return np.concatenate(self._parts) if len(self._parts) > 1 else self._parts[0]
+    def end(self) -> Ranges:
+        if len(self._parts) == 1:
+            return Ranges(self._sizes, self._parts[0])
+        return Ranges(np.cumsum(self._sizes), np.concatenate(self._parts))
 
 
 def row_options(
@@ -113,8 +115,8 @@ def row_options(
     ``given`` by row, for those that have any; ``positions`` (output tokens so far) are per row;
     ``bitmask`` is [m, words] int32 with ``bitmask_rows`` naming each row's, -1 for none.
     """
-    bans, stops, biases, allowed, named = (_Ranges(n) for _ in range(5))
-    bias_values = _Ranges(n, np.float32)
+    bans, stops, biases, allowed, named = (_RangesOf(n) for _ in range(5))
+    bias_values = _RangesOf(n, np.float32)
     forced = np.full(n, -1, np.int32)
     wanted = np.full(n, -1, np.int32)
     for i, options in given.items():
@@ -128,19 +130,14 @@ def row_options(
         wanted[i] = options.wanted(vocab_size)
         named.put(i, options.named)
     return RowOptions(
-        bans=bans.offsets,
-        ban_tokens=bans.values,
-        stops=stops.offsets,
-        stop_tokens=stops.values,
-        biases=biases.offsets,
-        bias_tokens=biases.values,
-        bias_values=bias_values.values,
-        allowed=allowed.offsets,
-        allowed_tokens=allowed.values,
+        bans=bans.end(),
+        stops=stops.end(),
+        biases=biases.end(),
+        bias_values=bias_values.end(),
+        allowed=allowed.end(),
         forced=forced,
         bitmask=np.zeros((1, 0), np.int32) if bitmask is None else bitmask,
         bitmask_rows=np.full(n, -1, np.int32) if bitmask_rows is None else bitmask_rows,
         wanted=wanted,
-        named=named.offsets,
-        named_tokens=named.values,
+        named=named.end(),
     )

@@ -10,7 +10,7 @@ the batch, where a request's state happens to be, or whether it was kept or rebu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -18,27 +18,13 @@ import numpy.typing as npt
 
 from sipipe.messages.params import LogprobsMode, SequenceParams
 from sipipe.sampler.kernels.rows import sample_rows
-from sipipe.sampler.kernels.state import (
-    PROCESSED_LOGITS,
-    PROCESSED_LOGPROBS,
-    RAW_LOGITS,
-    RAW_LOGPROBS,
-    Output,
-    RequestState,
-)
+from sipipe.sampler.kernels.state import Output, RequestState, Scores
 from sipipe.sampler.kernels.work import Work, make_work
 from sipipe.sampler.layout import Layout, Reader, writeable
 from sipipe.sampler.options import RequestOptions, row_options
 from sipipe.sampler.results import Logprobs, SampleResult
 from sipipe.sampler.seen import SeenTables, grown
-from sipipe.sampler.thinking import ThinkingBudget
 
-_MODES: dict[LogprobsMode, int] = {
-    "raw_logprobs": RAW_LOGPROBS,
-    "raw_logits": RAW_LOGITS,
-    "processed_logprobs": PROCESSED_LOGPROBS,
-    "processed_logits": PROCESSED_LOGITS,
-}
 _SEED_MASK = (1 << 64) - 1
 # Parameters that kernels read for every request. vLLM holds top_p and min_p in float32 too, and so
 # cuts at the same place.
@@ -84,10 +70,12 @@ class SequenceColumns:
         """
         if vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
-        if logprobs_mode not in _MODES:
-            raise ValueError(f"logprobs_mode must be one of {', '.join(_MODES)}: {logprobs_mode}")
+        modes = get_args(LogprobsMode)
+        if logprobs_mode not in modes:
+            raise ValueError(f"logprobs_mode must be one of {', '.join(modes)}: {logprobs_mode}")
         self._vocab_size = vocab_size
-        self._mode = _MODES[logprobs_mode]
+        processed, logits = logprobs_mode.startswith("processed"), logprobs_mode.endswith("logits")
+        self._scores = Scores(processed, logits)
         self._reasoning = (list(reasoning_start_token_ids), list(reasoning_end_token_ids))
         self._requests: dict[int, int] = {}
         """Index of each handle's state in the arrays."""
@@ -145,8 +133,9 @@ class SequenceColumns:
         if params.penalized:
             self._seen.add(request, prompt, output)
         if any(getattr(params, name) != default for name, default in _OPTIONAL.items()):
-            thinking = self._thinking(params, prompt_token_ids)
-            self._options[request] = RequestOptions(params, thinking, output.tolist())
+            self._options[request] = RequestOptions(
+                params, prompt_token_ids, output.tolist(), self._reasoning
+            )
             self._has_options[request] = True
         self._requests[handle] = request
 
@@ -219,23 +208,14 @@ class SequenceColumns:
             np.zeros(n, np.int32),
         )
         state = RequestState(**self._arrays, position=self._position, seen=self._seen.tables)
-        work, mode, vocab = self._work, self._mode, self._vocab_size
-        for part in self._reader.parts(logits, indices, layout):
-            sample_rows(
-                part.flat, part.starts, part.which, vocab, requests, state, options, mode, work, out
-            )
+        work, scores, vocab = self._work, self._scores, self._vocab_size
+        for flat, starts, which in self._reader.parts(logits, indices, layout):
+            sample_rows(flat, starts, which, vocab, requests, state, options, scores, work, out)
         logprobs = {}
         for i in np.flatnonzero((options.wanted >= 0) & (out.codes == 0)).tolist():
             own = 1 + int(options.wanted[i])
             logprobs[i] = Logprobs(out.score_ids[i, :own], out.scores[i, :own], int(out.ranks[i]))
         return SampleResult(out.tokens, out.codes, logprobs)
-
-    def _thinking(self, params: SequenceParams, prompt: Iterable[int]) -> ThinkingBudget | None:
-        start, end = self._reasoning
-        if params.thinking_token_budget is None or not end:
-            return None
-        tokens = [int(token) for token in prompt]
-        return ThinkingBudget(params.thinking_token_budget, start, end, tokens)
 
     def _bitmask(
         self, n: int, bitmask: npt.NDArray[np.int32] | None, rows: Tokens | None

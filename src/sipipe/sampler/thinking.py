@@ -8,7 +8,7 @@ prompt; an end marker that came before any start).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class ThinkingBudget:
@@ -19,7 +19,7 @@ class ThinkingBudget:
         budget: int,
         start_token_ids: Sequence[int],
         end_token_ids: Sequence[int],
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Iterable[int],
     ) -> None:
         self.budget = budget
         self._start = list(start_token_ids)
@@ -27,7 +27,7 @@ class ThinkingBudget:
         self._tail: list[int] = []  # output tokens since the last change of state
         self._count = 0
         self._forced = 0  # end tokens already forced
-        prompt = list(prompt_token_ids)
+        prompt = [int(token) for token in prompt_token_ids]
         start, end = _last(prompt, self._start), _last(prompt, self._end)
         self.thinking = start > end
         if self.thinking:

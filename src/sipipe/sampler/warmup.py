@@ -18,10 +18,8 @@ LAYOUTS: tuple[Layout, ...] = ("rows", "columns")
 _VOCAB = 300
 
 
-def warm_up(
-    dtypes: Iterable[str] = DTYPES, layouts: Iterable[Layout] = LAYOUTS, *, shards: bool = False
-) -> None:
-    """Compile for these logits dtypes and layouts (``shards``: also for [t, B, V/t]).
+def warm_up(dtypes: Iterable[str] = DTYPES, layouts: Iterable[Layout] = LAYOUTS) -> None:
+    """Compile for these logits dtypes and layouts.
 
     Several processes may call it at once: one compiles, the others wait and load. With a warm
     cache it takes a fraction of a second.
@@ -35,8 +33,6 @@ def warm_up(
             row = _logits(dtype)
             for layout in layouts:
                 columns.sample([0], row if layout == "rows" else row.reshape(-1, 1), layout=layout)
-            if shards:
-                columns.sample([0], row.reshape(2, 1, -1))
 
 
 def _logits(dtype: str) -> npt.NDArray[np.generic]:

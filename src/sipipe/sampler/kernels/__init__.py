@@ -1,5 +1,1 @@
-"""Compiled code: one row from logits to token, and all rows of a microbatch.
-
-Compiled kernels are cached by a hash of every file of this package (see `_jit`), so what changes
-without them lives outside.
-"""
+"""Compiled code: one row from logits to token, and all rows of a microbatch."""

@@ -17,40 +17,22 @@ from typing import Any
 import numpy as np
 
 from sipipe.jit import kernel
+from sipipe.sampler.kernels import order, scan
 from sipipe.sampler.kernels.blocks import element
 from sipipe.sampler.kernels.draw import draw_candidates, draw_full
-from sipipe.sampler.kernels.order import (
-    candidate_threshold,
-    key_high_first,
-    key_high_id,
-    key_value,
-    kth_largest,
-    sort_keys,
-)
-from sipipe.sampler.kernels.scan import (
-    LOG2E,
-    LOWEST,
-    NEG_INF,
-    SMALL,
-    candidate_weights,
-    exp_sums,
-    gather,
-    is_masked,
-    keep_at_least,
-)
 from sipipe.sampler.kernels.top_p import gather_tail, top_p_cut
 
 
 @kernel
-def first_maximum(x: Any, vocab: Any, row_top: Any, top: Any, edited: Any, work: Any) -> Any:
+def first_maximum(x: Any, row_top: Any, top: Any, edited: Any, work: Any) -> Any:
     """The lowest token id with the largest logit, ``top``; the row's own largest is ``row_top``."""
-    best = vocab
+    best = x.size
     if row_top == top:
         b = 0
         while work.peaks[b] != top:
             b += 1
         best = b << 8
-        while is_masked(best, work) or element(x, best) != top:
+        while scan.is_masked(best, work) or element(x, best) != top:
             best += 1
     for i in range(edited):
         if work.edited[i] == top:
@@ -61,7 +43,7 @@ def first_maximum(x: Any, vocab: Any, row_top: Any, top: Any, edited: Any, work:
 @kernel
 def divide_candidates(count: Any, temperature: Any, work: Any) -> Any:
     """Divide the candidates by the temperature; their maximum."""
-    top = NEG_INF
+    top = scan.NEG_INF
     for i in range(count):
         value = work.values[i] / temperature
         work.values[i] = value
@@ -88,12 +70,12 @@ def _choose_sorted(count: Any, filters: Any, work: Any) -> Any:
     """Filter and draw among few candidates, which are left sorted, most likely first."""
     k, min_p, top_p = filters.top_k, filters.min_p, filters.top_p
     for i in range(count):
-        work.keys[i] = key_high_first(work.values[i], work.ids[i])
-    sort_keys(count, work)
-    top = key_value(work.keys[0])
+        work.keys[i] = order.key_of(work.values[i], work.ids[i])
+    order.sort_keys(count, work)
+    top = order.key_value(work.keys[0])
     if 0 < k < count:
-        cut = key_value(work.keys[k - 1])
-        while k < count and key_value(work.keys[k]) == cut:
+        cut = order.key_value(work.keys[k - 1])
+        while k < count and order.key_value(work.keys[k]) == cut:
             k += 1
         count = k
     floor = -math.inf
@@ -102,12 +84,12 @@ def _choose_sorted(count: Any, filters: Any, work: Any) -> Any:
     total = 0.0
     kept = 0
     for i in range(count):
-        value = key_value(work.keys[i])
+        value = order.key_value(work.keys[i])
         below = np.float64(value) - np.float64(top)
         if below < floor:
             break
         total += math.exp(below)
-        work.ids[i] = key_high_id(work.keys[i])
+        work.ids[i] = order.key_tie(work.keys[i])
         work.values[i] = value
         work.sums[i] = total
         kept += 1
@@ -130,15 +112,13 @@ def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) 
     """Filter and draw among many candidates, whose largest is ``high``."""
     k, min_p, top_p = filters.top_k, filters.min_p, filters.top_p
     if min_p > 0.0:
-        count = keep_at_least(count, np.float64(high) + math.log(min_p), work)
+        count = order.keep_at_least(count, np.float64(high) + math.log(min_p), work)
     if 0 < k < count:
-        for i in range(count):
-            work.weights[i] = work.values[i]
-        count = keep_at_least(count, np.float64(kth_largest(work.weights, count, k)), work)
-    total = candidate_weights(count, high, np.float32(LOG2E), work)
-    cut, cut_id = NEG_INF, np.int64(0)
+        count = order.keep_largest(count, k, work)
+    total = scan.candidate_weights(count, high, np.float32(scan.LOG2E), work)
+    cut, cut_id = scan.NEG_INF, np.int64(0)
     if top_p < 1.0:
-        cut, cut_id = top_p_cut(count, high, NEG_INF, top_p * total, 1.0, work)
+        cut, cut_id = top_p_cut(count, high, scan.NEG_INF, top_p * total, 1.0, work)
     token, total = draw_candidates(count, cut, cut_id, filters.u, work)
     if listed:
         count = _keep_from(count, cut, cut_id, work)
@@ -147,31 +127,31 @@ def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) 
 
 @kernel
 def choose(
-    x: Any, vocab: Any, row_top: Any, top: Any, filters: Any, listed: Any, edited: Any, work: Any
+    x: Any, row_top: Any, top: Any, filters: Any, listed: Any, edited: Any, work: Any
 ) -> Any:
     """Filter and draw; maxima of the row without its edits, and with them: ``row_top`` and ``top``."""
     inverse = 1.0 / np.float64(filters.temperature)
     if filters.top_k > 0 or filters.min_p > 0.0:
-        threshold = LOWEST
+        threshold = scan.LOWEST
         if filters.top_k > 0:
-            threshold = candidate_threshold(x, vocab, filters.top_k, row_top, edited, work)
+            threshold = order.candidate_threshold(x, filters.top_k, row_top, edited, work)
         if filters.min_p > 0.0:
             floor = np.float64(top) + math.log(filters.min_p) / inverse
             floor -= (abs(floor) + abs(np.float64(top))) * 1e-6
             threshold = max(threshold, np.float32(floor))
-        count = gather(x, vocab, min(threshold, top), edited, work)
+        count = scan.gather(x, min(threshold, top), edited, work)
         high = divide_candidates(count, filters.temperature, work)
-        if count <= SMALL and (filters.top_k > 0 or filters.top_p < 1.0):
+        if count <= scan.SMALL and (filters.top_k > 0 or filters.top_p < 1.0):
             return _choose_sorted(count, filters, work)
         return _choose_listed(count, high, filters, listed, work)
-    scale = np.float32(inverse * LOG2E)
+    scale = np.float32(inverse * scan.LOG2E)
     scaled_top = np.float64(top / filters.temperature)
-    total = exp_sums(x, vocab, top, scale, edited, work)
+    total = scan.exp_sums(x, top, scale, edited, work)
     if filters.top_p >= 1.0:
-        token = draw_full(x, vocab, top, scale, total, filters.u, edited, work)
+        token = draw_full(x, top, scale, total, filters.u, edited, work)
         return token, np.int64(-1), scaled_top, math.log(total)
     target = filters.top_p * total
-    count, low = gather_tail(x, vocab, top, scale, total, target, edited, work)
+    count, low = gather_tail(x, top, scale, total, target, edited, work)
     cut, cut_id = top_p_cut(count, top, low, target, inverse, work)
     token, total = draw_candidates(count, cut, cut_id, filters.u, work)
     if listed:

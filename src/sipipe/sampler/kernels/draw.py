@@ -54,12 +54,10 @@ def draw_candidates(count: Any, cut: Any, cut_id: Any, u: Any, work: Any) -> Any
 
 
 @kernel
-def draw_full(
-    x: Any, vocab: Any, top: Any, scale: Any, total: Any, u: Any, edited: Any, work: Any
-) -> Any:
+def draw_full(x: Any, top: Any, scale: Any, total: Any, u: Any, edited: Any, work: Any) -> Any:
     """One token of the row and its edits, by block and then within it; `exp_sums` comes first."""
     target = u * total
-    blocks = (vocab + 255) >> 8
+    blocks = (x.size + 255) >> 8
     parts = blocks + ((edited + 255) >> 8)
     before = 0.0
     chosen = 0
@@ -71,7 +69,7 @@ def draw_full(
             before += mass
             if before > target:
                 break
-    full = vocab >> 8
+    full = x.size >> 8
     if chosen < full:
         start = chosen << 8
         block_exp(x, start, top, scale, work.weights)

@@ -1,7 +1,4 @@
-"""Rows from logits that lie otherwise in memory: columns [V, B], or shards [t, B, V / t].
-
-Copied in their own dtype into a few rows of staging memory, whatever the batch.
-"""
+"""Rows from logits that lie as columns [V, B] in memory, copied in their own dtype."""
 
 from __future__ import annotations
 
@@ -66,14 +63,3 @@ def transpose(
     for v in range(done, vocab):
         for j in range(count):
             rows[j * apart + v] = flat[v * stride + first + j]
-
-
-@entry
-def join_shards(
-    flat: Any, start: int, shards: int, width: int, apart: int, vocab: int, row: Any
-) -> None:
-    """One row from the shards ``flat[start + s * apart :][:width]``."""
-    for s in range(shards):
-        size = min(width, vocab - s * width)
-        for j in range(size):
-            row[s * width + j] = flat[start + s * apart + j]

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from sipipe.jit import kernel
+from sipipe.sampler.kernels import scan
 from sipipe.sampler.kernels.blocks import block_max, element
 from sipipe.sampler.kernels.lists import list_penalize
-from sipipe.sampler.kernels.scan import LOWEST, NEG_INF, block_maxima, is_masked
 
 FORCED = np.float32(1e9)
 """Logit of a token that the thinking budget forces, as in vLLM."""
@@ -50,29 +50,29 @@ def mask_by_grammar(i: Any, options: Any, work: Any) -> Any:
 @kernel
 def _mask_not_allowed(i: Any, options: Any, work: Any) -> None:
     """Mask all but the allowed tokens (ascending, unique) of call row ``i``, if it has any."""
-    at, last = options.allowed[i], options.allowed[i + 1]
+    at, last = options.allowed.offsets[i], options.allowed.offsets[i + 1]
     if last > at:
         for w in range(work.mask.size):
             bits = np.uint32(0)
-            while at < last and options.allowed_tokens[at] >> 5 == w:
-                bits |= _bit(options.allowed_tokens[at])
+            while at < last and options.allowed.values[at] >> 5 == w:
+                bits |= _bit(options.allowed.values[at])
                 at += 1
             work.mask[w] |= ~bits
 
 
 @kernel
-def _mask_stops(x: Any, vocab: Any, i: Any, grammar: Any, options: Any, work: Any) -> None:
+def _mask_stops(x: Any, i: Any, grammar: Any, options: Any, work: Any) -> None:
     """Mask the stop tokens while under min_tokens, unless the grammar can only stop."""
     stops = 0
-    for s in range(options.stops[i], options.stops[i + 1]):
-        token = options.stop_tokens[s]
-        if not is_masked(token, work):
+    for s in range(options.stops.offsets[i], options.stops.offsets[i + 1]):
+        token = options.stops.values[s]
+        if not scan.is_masked(token, work):
             _mask_token(token, work)
             work.ids[stops] = token
             stops += 1
     if stops and grammar:
-        top, _ = block_maxima(x, vocab, work)
-        if not top >= LOWEST:
+        top, _ = scan.block_maxima(x, work)
+        if not top >= scan.LOWEST:
             for s in range(stops):
                 work.mask[work.ids[s] >> 5] &= ~_bit(work.ids[s])
 
@@ -88,28 +88,26 @@ def _edit(x: Any, token: Any, edited: Any, work: Any) -> Any:
 
 
 @kernel
-def _edit_by_options(
-    x: Any, vocab: Any, i: Any, request: Any, state: Any, options: Any, work: Any
-) -> Any:
+def _edit_by_options(x: Any, i: Any, request: Any, state: Any, options: Any, work: Any) -> Any:
     """Mask and edit a row with masks, bans, bias or a forced token, one by one; edited tokens."""
     grammar = mask_by_grammar(i, options, work)
     _mask_not_allowed(i, options, work)
-    for b in range(options.bans[i], options.bans[i + 1]):
-        _mask_token(options.ban_tokens[b], work)
-    _mask_stops(x, vocab, i, grammar, options, work)
+    for b in range(options.bans.offsets[i], options.bans.offsets[i + 1]):
+        _mask_token(options.bans.values[b], work)
+    _mask_stops(x, i, grammar, options, work)
     # From here on a masked token without an entry stays -inf, whatever else edits it but force.
     edited = 0
-    for b in range(options.biases[i], options.biases[i + 1]):
-        token = options.bias_tokens[b]
-        if not is_masked(token, work):
+    for b in range(options.biases.offsets[i], options.biases.offsets[i + 1]):
+        token = options.biases.values[b]
+        if not scan.is_masked(token, work):
             edited = _edit(x, token, edited, work)
-            work.edited[edited - 1] += options.bias_values[b]
+            work.edited[edited - 1] += options.bias_values.values[b]
     first = state.seen.start[request]
     repetition = state.repetition_penalty[request]
     inverse = np.float32(1.0) / repetition
     for s in range(first, first + state.seen.used[request]):
         token = state.seen.tokens[s]
-        if not is_masked(token, work):
+        if not scan.is_masked(token, work):
             edited = _edit(x, token, edited, work)
         at = work.entries[token] - 1
         if at >= 0:
@@ -153,17 +151,15 @@ def has_edits(i: Any, options: Any) -> Any:
     return (
         options.bitmask_rows[i] >= 0
         or options.forced[i] >= 0
-        or options.allowed[i + 1] > options.allowed[i]
-        or options.bans[i + 1] > options.bans[i]
-        or options.stops[i + 1] > options.stops[i]
-        or options.biases[i + 1] > options.biases[i]
+        or options.allowed.offsets[i + 1] > options.allowed.offsets[i]
+        or options.bans.offsets[i + 1] > options.bans.offsets[i]
+        or options.stops.offsets[i + 1] > options.stops.offsets[i]
+        or options.biases.offsets[i + 1] > options.biases.offsets[i]
     )
 
 
 @kernel
-def apply_edits(
-    x: Any, vocab: Any, i: Any, request: Any, state: Any, options: Any, work: Any
-) -> Any:
+def apply_edits(x: Any, i: Any, request: Any, state: Any, options: Any, work: Any) -> Any:
     """Mask and edit what the request of call row ``i`` changes, and take the maxima.
 
     Returns (number of edited tokens, maximum of what is left in the row, maximum of both, whether
@@ -172,16 +168,16 @@ def apply_edits(
     several = has_edits(i, options)
     edited = np.int64(0)
     if several:
-        edited = _edit_by_options(x, vocab, i, request, state, options, work)
+        edited = _edit_by_options(x, i, request, state, options, work)
     else:
         first = state.seen.start[request]
         for s in range(first, first + state.seen.used[request]):
             _mask_token(state.seen.tokens[s], work)
-    row_top, bad = block_maxima(x, vocab, work)
+    row_top, bad = scan.block_maxima(x, work)
     if not several:  # after the pass, which has brought the row into the cache
         edited = _edit_seen(x, request, state, work)
     for c in range(edited, (edited + 255) & ~255):
-        work.edited[c] = NEG_INF
+        work.edited[c] = scan.NEG_INF
     top = row_top
     for start in range(0, edited, 256):
         peak, nan = block_max(work.edited, start, work.no_mask, 0)

@@ -21,13 +21,11 @@ from sipipe.sampler.kernels.state import (
     ALL_MASKED,
     HAS_INFINITY,
     HAS_NAN,
-    PROCESSED_LOGITS,
-    PROCESSED_LOGPROBS,
-    RAW_LOGITS,
     Filters,
     Output,
     RequestState,
     RowOptions,
+    Scores,
 )
 from sipipe.sampler.kernels.work import Work
 
@@ -50,39 +48,36 @@ def _filters(request: Any, state: Any) -> Any:
 
 @kernel
 def _draw_row(
-    x: Any, vocab: Any, i: Any, request: Any, state: Any, options: Any, mode: Any, work: Any,
+    x: Any, i: Any, request: Any, state: Any, options: Any, scores: Any, work: Any,
     out: Any,
 ) -> None:  # fmt: skip
     """Sample row ``i`` of this call, with the logits ``x``, for ``request`` into ``out``."""
-    edited, row_top, top, bad = apply_edits(x, vocab, i, request, state, options, work)
+    edited, row_top, top, bad = apply_edits(x, i, request, state, options, work)
     if bad or top == np.inf or not top >= LOWEST:
         out.codes[i] = HAS_NAN if bad else HAS_INFINITY if top == np.inf else ALL_MASKED
         return
     greedy = state.temperature[request] < GREEDY_BELOW
     scored = options.wanted[i] >= 0
-    processed = scored and mode >= PROCESSED_LOGPROBS
+    processed = scored and scores.processed
     token, kept, high, log_mass = np.int64(-1), np.int64(-1), 0.0, 0.0
     filters = _filters(request, state)
     if not greedy or processed:
-        token, kept, high, log_mass = choose(
-            x, vocab, row_top, top, filters, processed, edited, work
-        )
+        token, kept, high, log_mass = choose(x, row_top, top, filters, processed, edited, work)
     if greedy:
-        token = first_maximum(x, vocab, row_top, top, edited, work)
+        token = first_maximum(x, row_top, top, edited, work)
     out.tokens[i] = token
     if processed:
         if kept < 0:
-            kept = gather(x, vocab, LOWEST, edited, work)
+            kept = gather(x, LOWEST, edited, work)
             divide_candidates(kept, filters.temperature, work)
-        logits = mode == PROCESSED_LOGITS
-        score_kept(kept, vocab, high, log_mass, logits, i, options, work, out)
+        score_kept(kept, high, log_mass, scores.logits, i, options, work, out)
     elif scored:
         if edited > 0 or has_edits(i, options):
             # Raw scores are after the grammar and before all else, as in vLLM.
             clear_mask(work)
             mask_by_grammar(i, options, work)
-            row_top, _ = block_maxima(x, vocab, work)
-        score_row(x, vocab, row_top, mode == RAW_LOGITS, i, options, work, out)
+            row_top, _ = block_maxima(x, work)
+        score_row(x, row_top, scores.logits, i, options, work, out)
 
 
 @entry
@@ -94,7 +89,7 @@ def sample_rows(
     requests: Any,
     state: RequestState,
     options: RowOptions,
-    mode: int,
+    scores: Scores,
     work: Work,
     out: Output,
 ) -> None:
@@ -105,5 +100,5 @@ def sample_rows(
     for j in range(starts.size):
         i = which[j]
         x = flat[starts[j] : starts[j] + vocab]
-        _draw_row(x, vocab, i, requests[i], state, options, mode, work, out)
+        _draw_row(x, i, requests[i], state, options, scores, work, out)
         clear_mask(work)

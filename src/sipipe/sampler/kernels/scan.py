@@ -1,9 +1,9 @@
 """Passes over one row: maxima, sums of exponentials, candidates, ranks.
 
-A row is a contiguous 1-D array ``x`` of at least V logits, of which those whose bit is set in
-``work.mask`` count as -inf, and ``edited`` tokens listed beside it that stand for masked ones with
-another logit (see `logit_edits`). Where V is not a multiple of 256 the last block lies in ``work.tail``,
-widened and padded with -inf by `block_maxima`, which comes first.
+A row is a contiguous 1-D array ``x`` of V logits, of which those whose bit is set in ``work.mask``
+count as -inf, and ``edited`` tokens listed beside it that stand for masked ones with another logit
+(see `logit_edits`). Where V is not a multiple of 256 the last block lies in ``work.tail``, widened
+and padded with -inf by `block_maxima`, which comes first.
 """
 
 from __future__ import annotations
@@ -13,21 +13,14 @@ from typing import Any
 import numpy as np
 
 from sipipe.jit import kernel
-from sipipe.sampler.kernels.blocks import (
-    block_count,
-    block_exp,
-    block_exp_sum,
-    block_gather,
-    block_max,
-    element,
-)
+from sipipe.sampler.kernels import blocks
 from sipipe.sampler.kernels.lists import list_between
 
 NEG_INF = np.float32(-np.inf)
 LOWEST = np.float32(-3.4028235e38)
 LOG2E = 1.4426950408889634
 SMALL = 256
-"""Candidates up to which a row is settled by sorting them."""
+"""Candidates up to which a token is drawn by sorting them."""
 
 
 @kernel
@@ -36,21 +29,21 @@ def is_masked(token: Any, work: Any) -> Any:
 
 
 @kernel
-def block_maxima(x: Any, vocab: Any, work: Any) -> Any:
+def block_maxima(x: Any, work: Any) -> Any:
     """Fill ``work.peaks`` and ``work.tail``; (maximum of the row, whether any logit is NaN)."""
-    full = vocab >> 8
+    full = x.size >> 8
     top = NEG_INF
     bad = False
     for b in range(full):
-        peak, nan = block_max(x, b << 8, work.mask, b << 3)
+        peak, nan = blocks.block_max(x, b << 8, work.mask, b << 3)
         work.peaks[b] = peak
         bad |= nan
         top = max(top, peak)
-    rest = vocab & 255
+    rest = x.size & 255
     if rest:
         for i in range(256):
-            work.tail[i] = element(x, (full << 8) + i) if i < rest else NEG_INF
-        peak, nan = block_max(work.tail, 0, work.mask, full << 3)
+            work.tail[i] = blocks.element(x, (full << 8) + i) if i < rest else NEG_INF
+        peak, nan = blocks.block_max(work.tail, 0, work.mask, full << 3)
         work.peaks[full] = peak
         bad |= nan
         top = max(top, peak)
@@ -58,49 +51,49 @@ def block_maxima(x: Any, vocab: Any, work: Any) -> Any:
 
 
 @kernel
-def exp_sums(x: Any, vocab: Any, top: Any, scale: Any, edited: Any, work: Any) -> Any:
+def exp_sums(x: Any, top: Any, scale: Any, edited: Any, work: Any) -> Any:
     """Sum of ``2 ** ((x - top) * scale)`` over the row and its edits.
 
     The sums of the row's blocks are left in ``work.masses``, those of the edits behind them.
     """
-    full = vocab >> 8
-    blocks = (vocab + 255) >> 8
+    full = x.size >> 8
+    pieces = (x.size + 255) >> 8
     total = 0.0
     for b in range(full):
-        mass = block_exp_sum(x, b << 8, work.mask, b << 3, top, scale)
+        mass = blocks.block_exp_sum(x, b << 8, work.mask, b << 3, top, scale)
         work.masses[b] = mass
         total += mass
-    if full < blocks:
-        mass = block_exp_sum(work.tail, 0, work.mask, full << 3, top, scale)
+    if full < pieces:
+        mass = blocks.block_exp_sum(work.tail, 0, work.mask, full << 3, top, scale)
         work.masses[full] = mass
         total += mass
     for start in range(0, edited, 256):
-        mass = block_exp_sum(work.edited, start, work.no_mask, 0, top, scale)
-        work.masses[blocks + (start >> 8)] = mass
+        mass = blocks.block_exp_sum(work.edited, start, work.no_mask, 0, top, scale)
+        work.masses[pieces + (start >> 8)] = mass
         total += mass
     return total
 
 
 @kernel
-def gather(x: Any, vocab: Any, threshold: Any, edited: Any, work: Any) -> Any:
+def gather(x: Any, threshold: Any, edited: Any, work: Any) -> Any:
     """Collect the logits >= ``threshold`` (finite) into ``work.ids``/``values``.
 
-    The row's by token id, then the edited ones. Reads only blocks whose maximum reaches the threshold.
+    The row's by token id, then the edited ones. Blocks whose maximum is below it are not read.
     """
-    full = vocab >> 8
+    full = x.size >> 8
     count = 0
     for b in range(full):
         if work.peaks[b] >= threshold:
-            count = block_gather(
+            count = blocks.block_gather(
                 x, b << 8, work.mask, b << 3, b << 8, threshold, work.ids, work.values, count
             )
-    if vocab & 255 and work.peaks[full] >= threshold:
-        count = block_gather(
+    if x.size & 255 and work.peaks[full] >= threshold:
+        count = blocks.block_gather(
             work.tail, 0, work.mask, full << 3, full << 8, threshold, work.ids, work.values, count
         )
     row = count
     for start in range(0, edited, 256):
-        count = block_gather(
+        count = blocks.block_gather(
             work.edited, start, work.no_mask, 0, start, threshold, work.ids, work.values, count
         )
     for i in range(row, count):
@@ -109,43 +102,41 @@ def gather(x: Any, vocab: Any, threshold: Any, edited: Any, work: Any) -> Any:
 
 
 @kernel
-def sample_blocks(x: Any, vocab: Any, work: Any) -> Any:
+def sample_blocks(x: Any, work: Any) -> Any:
     """Every 32nd block of a large row, all whole blocks of a small one, into ``work.values``.
 
     (How many logits, -inf left out, and which share of the row was looked at.) Filled up with -inf
     to a whole block.
     """
-    full = vocab >> 8
+    full = x.size >> 8
     step = 32 if full >= 64 else 1
     count = 0
     looked = 0
     for b in range(0, full, step):
-        count = block_gather(
+        count = blocks.block_gather(
             x, b << 8, work.mask, b << 3, b << 8, LOWEST, work.ids, work.values, count
         )
         looked += 256
     for i in range(count, (count + 255) & ~255):
         work.values[i] = NEG_INF
-    return count, looked / vocab
+    return count, looked / x.size
 
 
 @kernel
-def count_at_least(
-    x: Any, vocab: Any, shift: Any, offset: Any, threshold: Any, edited: Any, work: Any
-) -> Any:
+def count_at_least(x: Any, shift: Any, offset: Any, threshold: Any, edited: Any, work: Any) -> Any:
     """How many of ``(x - shift) - offset``, of the row and its edits, are >= ``threshold``.
 
     Rounding keeps order, so a block whose maximum stays below the threshold holds none.
     """
-    full = vocab >> 8
+    full = x.size >> 8
     count = 0
     for b in range(full):
         if (work.peaks[b] - shift) - offset >= threshold:
-            count += block_count(x, b << 8, work.mask, b << 3, shift, offset, threshold)
-    if vocab & 255:
-        count += block_count(work.tail, 0, work.mask, full << 3, shift, offset, threshold)
+            count += blocks.block_count(x, b << 8, work.mask, b << 3, shift, offset, threshold)
+    if x.size & 255:
+        count += blocks.block_count(work.tail, 0, work.mask, full << 3, shift, offset, threshold)
     for start in range(0, edited, 256):
-        count += block_count(work.edited, start, work.no_mask, 0, shift, offset, threshold)
+        count += blocks.block_count(work.edited, start, work.no_mask, 0, shift, offset, threshold)
     return count
 
 
@@ -157,7 +148,7 @@ def candidate_weights(count: Any, top: Any, scale: Any, work: Any) -> Any:
         work.values[i] = NEG_INF
     total = 0.0
     for b in range(0, padded, 256):
-        total += block_exp(work.values, b, top, scale, work.weights)
+        total += blocks.block_exp(work.values, b, top, scale, work.weights)
     return total
 
 
@@ -168,16 +159,3 @@ def positions_between(count: Any, low: Any, high: Any, work: Any) -> Any:
     for start in range(0, count, 256):
         found = list_between(work.values, start, low, high, work.picks, found)
     return found
-
-
-@kernel
-def keep_at_least(count: Any, floor: Any, work: Any) -> Any:
-    """Drop candidates below ``floor`` (float64); how many stay."""
-    kept = 0
-    for i in range(count):
-        value = work.values[i]
-        work.ids[kept] = work.ids[i]
-        work.values[kept] = value
-        if np.float64(value) >= floor:
-            kept += 1
-    return kept

@@ -12,35 +12,21 @@ from typing import Any
 import numpy as np
 
 from sipipe.jit import kernel
+from sipipe.sampler.kernels import order, scan
 from sipipe.sampler.kernels.blocks import element
-from sipipe.sampler.kernels.order import (
-    candidate_threshold,
-    key_of,
-    key_value,
-    kth_largest,
-    sort_keys,
-)
-from sipipe.sampler.kernels.scan import (
-    LOG2E,
-    LOWEST,
-    NEG_INF,
-    SMALL,
-    count_at_least,
-    exp_sums,
-    gather,
-    is_masked,
-    keep_at_least,
-)
+
+_LAST = np.int64(0xFFFFFFFF)
+"""Minus an id, a tie of sort keys that puts lower ids first."""
 
 
 @kernel
 def _logit(x: Any, token: Any, work: Any) -> Any:
-    return NEG_INF if is_masked(token, work) else element(x, token)
+    return scan.NEG_INF if scan.is_masked(token, work) else element(x, token)
 
 
 @kernel
 def _write_top(
-    count: Any, k: Any, shift: Any, offset: Any, vocab: Any, ids: Any, values: Any, work: Any
+    count: Any, k: Any, shift: Any, offset: Any, ids: Any, values: Any, work: Any
 ) -> None:
     """The k best of the candidates into ``ids[1:]``/``values[1:]``; then masked tokens, -inf.
 
@@ -48,20 +34,20 @@ def _write_top(
     so that no id appears twice.
     """
     for i in range(count):
-        work.keys[i] = key_of(work.values[i], np.int64(work.ids[i]))
-    sort_keys(count, work)
+        work.keys[i] = order.key_of(work.values[i], _LAST - np.int64(work.ids[i]))
+    order.sort_keys(count, work)
     n = min(k, count)
     for i in range(n):
-        ids[1 + i] = np.int64(work.keys[i] & np.uint64(0xFFFFFFFF))
-        values[1 + i] = (key_value(work.keys[i]) - shift) - offset
+        ids[1 + i] = _LAST - order.key_tie(work.keys[i])
+        values[1 + i] = (order.key_value(work.keys[i]) - shift) - offset
     if n < k:
         for i in range(count):
             work.entries[work.ids[i]] = 1
         token = 0
-        while n < k and token < vocab:
+        while n < k:
             if work.entries[token] == 0:
                 ids[1 + n] = token
-                values[1 + n] = NEG_INF
+                values[1 + n] = scan.NEG_INF
                 n += 1
             token += 1
         for i in range(count):
@@ -69,9 +55,7 @@ def _write_top(
 
 
 @kernel
-def score_row(
-    x: Any, vocab: Any, top: Any, logits: Any, i: Any, options: Any, work: Any, out: Any
-) -> None:
+def score_row(x: Any, top: Any, logits: Any, i: Any, options: Any, work: Any, out: Any) -> None:
     """Raw scores of call row ``i``, whose `block_maxima` are in ``work``, without edited tokens.
 
     ``top`` is the row's maximum; ``logits`` says whether scores are logits or log-probabilities.
@@ -79,38 +63,37 @@ def score_row(
     shift, offset = np.float32(0.0), np.float32(0.0)
     if not logits:
         shift = top
-        offset = np.float32(math.log(exp_sums(x, vocab, top, np.float32(LOG2E), 0, work)))
+        offset = np.float32(math.log(scan.exp_sums(x, top, np.float32(scan.LOG2E), 0, work)))
     ids, values = out.score_ids[i], out.scores[i]
     ids[0] = out.tokens[i]
     own = (_logit(x, out.tokens[i], work) - shift) - offset
     values[0] = own
-    out.ranks[i] = count_at_least(x, vocab, shift, offset, own, 0, work)
-    named = options.named_tokens[options.named[i] : options.named[i + 1]]
-    k = min(np.int64(options.wanted[i]), vocab)
+    out.ranks[i] = scan.count_at_least(x, shift, offset, own, 0, work)
+    named = options.named.values[options.named.offsets[i] : options.named.offsets[i + 1]]
+    k = np.int64(options.wanted[i])
     if named.size:  # they replace the most likely ones
         for j in range(named.size):
             ids[1 + j] = named[j]
             values[1 + j] = (_logit(x, named[j], work) - shift) - offset
     elif k > 0:
-        threshold = LOWEST
-        if k < vocab:
-            threshold = candidate_threshold(x, vocab, k, top, 0, work)
-        count = gather(x, vocab, threshold, 0, work)
-        _write_top(count, k, shift, offset, vocab, ids, values, work)
+        threshold = scan.LOWEST
+        if k < x.size:
+            threshold = order.candidate_threshold(x, k, top, 0, work)
+        count = scan.gather(x, threshold, 0, work)
+        _write_top(count, k, shift, offset, ids, values, work)
 
 
 @kernel
 def score_kept(
-    count: Any, vocab: Any, top: Any, log_mass: Any, logits: Any, i: Any, options: Any, work: Any,
-    out: Any,
-) -> None:  # fmt: skip
+    count: Any, top: Any, log_mass: Any, logits: Any, i: Any, options: Any, work: Any, out: Any
+) -> None:
     """Processed scores of call row ``i``: ``count`` tokens are kept, as candidates; others are -inf."""
     shift, offset = np.float32(0.0), np.float32(0.0)
     if not logits:
         shift = np.float32(top)
         offset = np.float32(log_mass)
     ids, values = out.score_ids[i], out.scores[i]
-    own = NEG_INF
+    own = scan.NEG_INF
     for j in range(count):
         if work.ids[j] == out.tokens[i]:
             own = (work.values[j] - shift) - offset
@@ -121,20 +104,18 @@ def score_kept(
         if (work.values[j] - shift) - offset >= own:
             rank += 1
     out.ranks[i] = rank
-    named = options.named_tokens[options.named[i] : options.named[i + 1]]
-    k = min(np.int64(options.wanted[i]), vocab)
+    named = options.named.values[options.named.offsets[i] : options.named.offsets[i + 1]]
+    k = np.int64(options.wanted[i])
     if named.size:
         for j in range(count):
             work.entries[work.ids[j]] = j + 1
         for j in range(named.size):
             at = work.entries[named[j]] - 1
             ids[1 + j] = named[j]
-            values[1 + j] = (work.values[at] - shift) - offset if at >= 0 else NEG_INF
+            values[1 + j] = (work.values[at] - shift) - offset if at >= 0 else scan.NEG_INF
         for j in range(count):
             work.entries[work.ids[j]] = 0
     elif k > 0:
-        if count > SMALL and k < count:
-            for j in range(count):
-                work.weights[j] = work.values[j]
-            count = keep_at_least(count, np.float64(kth_largest(work.weights, count, k)), work)
-        _write_top(count, k, shift, offset, vocab, ids, values, work)
+        if count > scan.SMALL and k < count:
+            count = order.keep_largest(count, k, work)
+        _write_top(count, k, shift, offset, ids, values, work)

@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 
 from sipipe.sampler.kernels.tables import Tables
 
-OK, HAS_NAN, HAS_INFINITY, ALL_MASKED = 0, 1, 2, 3
-
-RAW_LOGPROBS, RAW_LOGITS, PROCESSED_LOGPROBS, PROCESSED_LOGITS = 0, 1, 2, 3
+HAS_NAN, HAS_INFINITY, ALL_MASKED = 1, 2, 3
 
 
 class RequestState(NamedTuple):
@@ -26,24 +24,26 @@ class RequestState(NamedTuple):
     seen: Tables  # of those with penalties
 
 
-class RowOptions(NamedTuple):
-    """What few requests ask for, per row of this call: ranges into shared arrays."""
+class Ranges(NamedTuple):
+    """A part of ``values`` for each row: row i's is ``values[offsets[i] : offsets[i + 1]]``."""
 
-    bans: Any  # int64 [n + 1], bad words about to complete
-    ban_tokens: Any
-    stops: Any  # int64 [n + 1], stop tokens while under min_tokens
-    stop_tokens: Any
-    biases: Any  # int64 [n + 1]
-    bias_tokens: Any
-    bias_values: Any
-    allowed: Any  # int64 [n + 1], allowed tokens; empty: all
-    allowed_tokens: Any
+    offsets: Any  # int64 [n + 1]
+    values: Any
+
+
+class RowOptions(NamedTuple):
+    """What few requests ask for, per row of this call."""
+
+    bans: Ranges  # int32, bad words about to complete
+    stops: Ranges  # int32, stop tokens while under min_tokens
+    biases: Ranges  # int32, tokens
+    bias_values: Ranges  # float32, of the same rows
+    allowed: Ranges  # int32, ascending and unique; empty: all
     forced: Any  # int32 [n], token the thinking budget forces, or -1
     bitmask: Any  # int32 [m, words], of grammars
     bitmask_rows: Any  # int32 [n], row of `bitmask`, or -1
     wanted: Any  # int32 [n], logprobs to return besides the drawn token's, or -1: none at all
-    named: Any  # int64 [n + 1], tokens whose logprobs are asked for by name
-    named_tokens: Any
+    named: Ranges  # int32, tokens whose logprobs are asked for by name
 
 
 class Filters(NamedTuple):
@@ -54,6 +54,13 @@ class Filters(NamedTuple):
     top_p: Any  # float64
     min_p: Any  # float64
     u: Any  # float64 in [0, 1), the draw
+
+
+class Scores(NamedTuple):
+    """What ``logprobs`` are."""
+
+    processed: Any  # bool, of the logits after edits and filters, else after the grammar alone
+    logits: Any  # bool, as they are, else normalized to log-probabilities
 
 
 class Output(NamedTuple):

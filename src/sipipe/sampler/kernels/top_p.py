@@ -8,22 +8,8 @@ from typing import Any
 import numpy as np
 
 from sipipe.jit import kernel
+from sipipe.sampler.kernels import order, scan
 from sipipe.sampler.kernels.lists import list_mass
-from sipipe.sampler.kernels.order import (
-    key_high_first,
-    key_high_id,
-    key_value,
-    kth_largest,
-    sort_keys,
-)
-from sipipe.sampler.kernels.scan import (
-    LOG2E,
-    LOWEST,
-    candidate_weights,
-    gather,
-    positions_between,
-    sample_blocks,
-)
 
 
 @kernel
@@ -39,14 +25,14 @@ def _mass_from(count: Any, threshold: Any, work: Any) -> Any:
 
 
 @kernel
-def _guess(x: Any, vocab: Any, top: Any, scale: Any, low: Any, tail: Any, work: Any) -> Any:
+def _guess(x: Any, top: Any, scale: Any, low: Any, tail: Any, work: Any) -> Any:
     """Hardly less than the largest logit below which at most the mass ``tail`` of the row lies.
 
     From a sample, so only a guess, but above ``low``: the caller checks what it leaves out.
     The mass of the few largest logits cannot be judged by a sample, that of the many small can.
     """
-    count, share = sample_blocks(x, vocab, work)
-    mass = candidate_weights(count, top, scale, work)
+    count, share = scan.sample_blocks(x, work)
+    mass = scan.candidate_weights(count, top, scale, work)
     wanted = mass - 0.9 * tail * share
     high = top
     for _ in range(9):
@@ -60,7 +46,7 @@ def _guess(x: Any, vocab: Any, top: Any, scale: Any, low: Any, tail: Any, work: 
 
 @kernel
 def gather_tail(
-    x: Any, vocab: Any, top: Any, scale: Any, total: Any, target: Any, edited: Any, work: Any
+    x: Any, top: Any, scale: Any, total: Any, target: Any, edited: Any, work: Any
 ) -> Any:
     """Collect tokens that hold at least ``target`` of the mass ``total``, the largest of the row.
 
@@ -69,17 +55,17 @@ def gather_tail(
     usually finds a higher bound, and is taken if the mass above it reaches the target.
     """
     tail = max(total - target, 1e-30)
-    bound = top + np.float32(math.log(tail / vocab) * LOG2E / scale)
+    bound = top + np.float32(math.log(tail / x.size) * scan.LOG2E / scale)
     threshold = bound
-    if vocab >= 64 << 8:
-        threshold = _guess(x, vocab, top, scale, bound, tail, work)
+    if x.size >= 64 << 8:
+        threshold = _guess(x, top, scale, bound, tail, work)
     while True:
-        threshold = max(threshold, LOWEST)
-        count = gather(x, vocab, threshold, edited, work)
-        mass = candidate_weights(count, top, scale, work)
-        if mass >= target or threshold == LOWEST:
+        threshold = max(threshold, scan.LOWEST)
+        count = scan.gather(x, threshold, edited, work)
+        mass = scan.candidate_weights(count, top, scale, work)
+        if mass >= target or threshold == scan.LOWEST:
             return count, threshold
-        threshold = bound if threshold > bound else LOWEST
+        threshold = bound if threshold > bound else scan.LOWEST
 
 
 @kernel
@@ -101,7 +87,7 @@ def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: A
     vectorized pass over the candidates each, until those around the cut are few or all tied.
     No candidate is below ``low`` (-inf: not known). Weights are exp((value - top) * inverse).
     """
-    if low <= LOWEST:
+    if low <= scan.LOWEST:
         low = top
         for i in range(count):
             low = min(low, work.values[i])
@@ -130,25 +116,25 @@ def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: A
         if between == before:
             # Nothing was told apart. Logits of 16 bits have many ties, and gaps that bisection
             # would cross in steps of float32: close in on the values that there are.
-            low, largest = _extremes(positions_between(count, low, high, work), work)
+            low, largest = _extremes(scan.positions_between(count, low, high, work), work)
             if low == largest:
                 break
             high = np.nextafter(largest, np.float32(np.inf))
     if between <= 64:
-        found = positions_between(count, low, high, work)
+        found = scan.positions_between(count, low, high, work)
         for i in range(found):
             at = work.picks[i]
-            work.keys[i] = key_high_first(work.values[at], work.ids[at])
-        sort_keys(found, work)
+            work.keys[i] = order.key_of(work.values[at], work.ids[at])
+        order.sort_keys(found, work)
         for i in range(found):
-            value = key_value(work.keys[i])
+            value = order.key_value(work.keys[i])
             above += math.exp((np.float64(value) - np.float64(top)) * inverse)
             if above >= target or i == found - 1:
-                return value, key_high_id(work.keys[i])
+                return value, order.key_tie(work.keys[i])
     weight = math.exp((np.float64(low) - np.float64(top)) * inverse)
     needed = math.ceil((target - above) / weight) if weight > 0.0 else count
-    tied = positions_between(count, low, np.nextafter(low, np.float32(np.inf)), work)
+    tied = scan.positions_between(count, low, np.nextafter(low, np.float32(np.inf)), work)
     for i in range(tied):
         work.spare[i] = np.float32(work.ids[work.picks[i]])  # exact: ids are below 2 ** 24
-    last = kth_largest(work.spare, tied, min(max(needed, 1), tied))
+    last = order.kth_largest(work.spare, tied, min(max(needed, 1), tied))
     return low, np.int64(last)

@@ -13,39 +13,24 @@ STAGED = 16
 
 
 class Work(NamedTuple):
-    """Scratch arrays shared by all kernels; V is the vocabulary, N = ceil(V / 256) blocks.
+    """Scratch arrays shared by all kernels; V is the vocabulary, N = ceil(V / 256) blocks."""
 
-    mask:    [8 N] uint32, bit set: the token counts as -inf (see `logit_edits`); 0 between rows.
-    no_mask: [8] uint32, 0: nothing of a block is masked.
-    tail:    [256] float32, the last, incomplete block of a row.
-    peaks:   [N, up to whole blocks] float32, maximum of each block, then -inf.
-    masses:  [2 N + 1] float32, sum of weights of each block of the row, then of the edits.
-    ids:     [V + 256] int32, values: [V + 256] float32, weights: candidates of a row.
-    picks:   [V + 256] int32, positions among the candidates.
-    keys:    [V + 256] uint64, sort keys.
-    sums:    [V + 256] float64, running sums of candidate weights.
-    entries: [V] int32, 0 between uses: 1 + index of a token in a list.
-    edited_ids, edited: [V + 256] int32 and float32, edited tokens and their new logits.
-    spare:   [V + 256] float32, to select from.
-    stack:   bounds yet to sort.
-    """
-
-    mask: Any
-    no_mask: Any
-    tail: Any
-    peaks: Any
-    masses: Any
-    ids: Any
-    values: Any
-    weights: Any
-    picks: Any
-    keys: Any
-    sums: Any
-    entries: Any
-    edited_ids: Any
-    edited: Any
-    spare: Any
-    stack: Any
+    mask: Any  # uint32 [8 N], bit set: the token counts as -inf (`logit_edits`); 0 between rows
+    no_mask: Any  # uint32 [8], 0: nothing of a block is masked
+    tail: Any  # float32 [256], the last, incomplete block of a row
+    peaks: Any  # float32 [N, up to whole blocks], maximum of each block, then -inf
+    masses: Any  # float32 [2 N + 1], sum of weights of each block of the row, then of the edits
+    ids: Any  # int32 [V + 256], candidates of a row,
+    values: Any  # float32 [V + 256], their logits
+    weights: Any  # float32 [V + 256], and exponentials
+    picks: Any  # int32 [V + 256], positions among the candidates
+    keys: Any  # uint64 [V + 256], sort keys
+    sums: Any  # float64 [V + 256], running sums of candidate weights
+    entries: Any  # int32 [V], 0 between uses: 1 + index of a token in a list
+    edited_ids: Any  # int32 [V + 256], edited tokens,
+    edited: Any  # float32 [V + 256], their new logits
+    spare: Any  # float32 [V + 256], to select from
+    stack: Any  # int64, bounds yet to sort
 
 
 def make_work(vocab_size: int) -> Work:
