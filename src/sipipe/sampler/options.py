@@ -7,6 +7,7 @@ into the flat ranges that the kernels read (`RowOptions`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from sipipe.sampler.kernels.state import Ranges, RowOptions
 from sipipe.sampler.thinking import ThinkingBudget
 
 Ids = npt.NDArray[np.int32]
+_NO_BITMASK: Ids = np.zeros((1, 0), np.int32)
 
 
 class RequestOptions:
@@ -102,6 +104,24 @@ class _RangesOf:
         return Ranges(np.cumsum(self._sizes), np.concatenate(self._parts))
 
 
+@lru_cache(maxsize=64)
+def _no_options(n: int) -> RowOptions:
+    """Kernels only read it, so calls share it."""
+    nothing, none = _RangesOf(n).end(), np.full(n, -1, np.int32)
+    return RowOptions(
+        bans=nothing,
+        stops=nothing,
+        biases=nothing,
+        bias_values=_RangesOf(n, np.float32).end(),
+        allowed=nothing,
+        forced=none,
+        bitmask=_NO_BITMASK,
+        bitmask_rows=none,
+        wanted=none,
+        named=nothing,
+    )
+
+
 def row_options(
     n: int,
     given: Mapping[int, RequestOptions],
@@ -115,6 +135,8 @@ def row_options(
     ``given`` by row, for those that have any; ``positions`` (output tokens so far) are per row;
     ``bitmask`` is [m, words] int32 with ``bitmask_rows`` naming each row's, -1 for none.
     """
+    if not given and bitmask is None:
+        return _no_options(n)
     bans, stops, biases, allowed, named = (_RangesOf(n) for _ in range(5))
     bias_values = _RangesOf(n, np.float32)
     forced = np.full(n, -1, np.int32)
@@ -136,7 +158,7 @@ def row_options(
         bias_values=bias_values.end(),
         allowed=allowed.end(),
         forced=forced,
-        bitmask=np.zeros((1, 0), np.int32) if bitmask is None else bitmask,
+        bitmask=_NO_BITMASK if bitmask is None else bitmask,
         bitmask_rows=np.full(n, -1, np.int32) if bitmask_rows is None else bitmask_rows,
         wanted=wanted,
         named=named.end(),

@@ -162,7 +162,7 @@ class SequenceColumns:
         if added.size != requests.size:
             raise ValueError(f"token_ids: {added.size} for {requests.size} handles")
         self._seen.append(self._position, requests, added)
-        for i in np.flatnonzero(self._has_options[requests]).tolist():
+        for i in self._with_options(requests):
             self._options[int(requests[i])].observe(int(added[i]))
 
     def sample(
@@ -188,10 +188,7 @@ class SequenceColumns:
         indices = np.arange(n) if rows is None else np.asarray(rows, np.int64)
         if indices.size != n:
             raise ValueError(f"rows: {indices.size} for {n} handles")
-        given = {
-            i: self._options[int(requests[i])]
-            for i in np.flatnonzero(self._has_options[requests]).tolist()
-        }
+        given = {i: self._options[int(requests[i])] for i in self._with_options(requests)}
         options = row_options(
             n,
             given,
@@ -245,6 +242,10 @@ class SequenceColumns:
             return np.array([requests[handle] for handle in handles], np.int64)
         except KeyError as error:
             raise KeyError(f"handle {error.args[0]} has not joined") from None
+
+    def _with_options(self, requests: npt.NDArray[np.int64]) -> Iterable[int]:
+        """Which of ``requests`` have options."""
+        return np.flatnonzero(self._has_options[requests]).tolist() if self._options else ()
 
     def _grow(self, size: int) -> None:
         before = self._position.size

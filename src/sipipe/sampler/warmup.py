@@ -24,13 +24,13 @@ def warm_up(dtypes: Iterable[str] = DTYPES, layouts: Iterable[Layout] = LAYOUTS)
     Several processes may call it at once: one compiles, the others wait and load. With a warm
     cache it takes a fraction of a second.
     """
+    rows = [_logits(dtype) for dtype in dtypes]
     with compiling("sipipe.sampler.kernels"):
         columns = SequenceColumns(_VOCAB)
         params = SequenceParams(repetition_penalty=1.1, logprobs=1, top_k=5, seed=1)
         columns.join(0, params, [1, 2, 3], [4] * 100)
         columns.append([0], [5])
-        for dtype in dtypes:
-            row = _logits(dtype)
+        for row in rows:
             for layout in layouts:
                 columns.sample([0], row if layout == "rows" else row.reshape(-1, 1), layout=layout)
 
