@@ -68,7 +68,7 @@ def price(make: Callable[[], Recorder], rounds: int) -> float:
                 start = now + number * 1000
                 recorder.record(phase, at, at % 3, start, start + 900, 64, 64)
         times.append(time.thread_time() - began)
-        time.sleep(0.3 if recorder.enabled else 0)
+        time.sleep(0.3)
     recorder.close()
     return float(np.median(times)) / 1000
 
@@ -79,17 +79,15 @@ def loop(recorder: Recorder, matrix: np.ndarray, iterations: int) -> tuple[float
     wall, cpu = time.perf_counter(), time.process_time()
     for i in range(iterations):
         start = now()
-        if recorder.enabled:
-            record(Phase.WAIT_SCHEDULING, i, i % 3, start, start, 64, 64)
-            record(Phase.PREPARE, i, i % 3, start, now(), 64, 64)
-            record(Phase.WAIT_HIDDEN, i, i % 3, start, now(), 64, 64)
+        record(Phase.WAIT_SCHEDULING, i, i % 3, start, start, 64, 64)
+        record(Phase.PREPARE, i, i % 3, start, now(), 64, 64)
+        record(Phase.WAIT_HIDDEN, i, i % 3, start, now(), 64, 64)
         begun = now()
         matrix @ matrix
         ended = now()
-        if recorder.enabled:
-            record(Phase.FORWARD, i, i % 3, begun, ended, 64, 64)
-            record(Phase.LOGITS, i, i % 3, ended, now(), 64, 64)
-            record(Phase.HANDOVER, i, i % 3, ended, now(), 64, 64)
+        record(Phase.FORWARD, i, i % 3, begun, ended, 64, 64)
+        record(Phase.LOGITS, i, i % 3, ended, now(), 64, 64)
+        record(Phase.HANDOVER, i, i % 3, ended, now(), 64, 64)
     return time.perf_counter() - wall, time.process_time() - cpu
 
 

@@ -7,17 +7,19 @@ import re
 from pathlib import Path
 
 from sipipe.observe.live import LivePage
-from sipipe.observe.metrics import HELP, Reader
+from sipipe.observe.metrics import METRICS, Reader
+from sipipe.observe.phases import Phase
 
 DASHBOARD = Path(__file__).parents[2] / "dashboards" / "sipipe.json"
 
 
 def test_dashboard_matches_the_metrics():
     page = LivePage.create(stages=1, samplers=1)
+    page.writer("sampler").phase(Phase.SAMPLE, 0, 0, 1, 4, 4)
     shown = {}
-    for sample in Reader().samples([page]):
-        name = sample.name + ("_total" if sample.kind == "counter" else "")
-        shown[name] = {label for label, _ in sample.labels}
+    for name, labels, _ in Reader(page).samples():
+        total = "_total" if METRICS[name].kind == "counter" else ""
+        shown[name + total] = {label for label, _ in labels}
     page.close()
     board = json.loads(DASHBOARD.read_text())
     asked = set()
@@ -37,4 +39,4 @@ def test_dashboard_matches_the_metrics():
         assert any(needed in name for name in asked), needed
     boxes = [tuple(p["gridPos"].values()) for p in board["panels"]]
     assert len(boxes) == len(set(boxes))
-    assert set(HELP) >= {name.removesuffix("_total") for name in asked}
+    assert set(METRICS) >= {name.removesuffix("_total") for name in asked}

@@ -7,10 +7,10 @@ import pytest
 
 from sipipe.observe.device import DeviceTimer
 from sipipe.observe.phases import Phase
-from sipipe.observe.recorder import NullRecorder
+from sipipe.observe.recorder import Recorder
 
 
-class Keep(NullRecorder):
+class Keep(Recorder):
     def __init__(self):
         self.rows = []
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from sipipe.observe.live import LivePage, Word
-from sipipe.observe.metrics import HELP, Collector, Reader, register
+from sipipe.observe.metrics import METRICS, Collector, Reader, register
 from sipipe.observe.phases import Phase
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="comes with vLLM")
@@ -55,7 +55,7 @@ def test_scrape(page):
     assert found["sipipe_sampler_seconds_per_sequence 0 0"] == pytest.approx(0.001)
     assert 0 <= found["sipipe_stage_busy_ratio 0 0 1"] <= 1
     names = {name.split(" ")[0].removesuffix("_total") for name in found}
-    assert names == set(HELP)
+    assert names == set(METRICS)
 
 
 def test_without_an_engine_there_are_no_metrics():
@@ -114,7 +114,29 @@ def test_several_api_servers(tmp_path):
 
 
 def test_ratio_is_kept_between_two_quick_looks(page):
-    reader = Reader()
-    first = {s.labels: s.value for s in reader.samples([page]) if s.name.endswith("busy_ratio")}
-    again = {s.labels: s.value for s in reader.samples([page]) if s.name.endswith("busy_ratio")}
+    reader = Reader(page)
+    first, again = (
+        {labels: value for name, labels, value in reader.samples() if name.endswith("busy_ratio")}
+        for _ in range(2)
+    )
     assert first == again
+
+
+def test_a_sampler_that_drew_nothing_keeps_its_time_per_sequence(page):
+    reader = Reader(page)
+
+    def shown():
+        found = {name: value for name, _, value in reader.samples()}
+        return found["sipipe_sampler_seconds_per_sequence"]
+
+    assert shown() == pytest.approx(0.001)
+    reader._poll._then -= 10**9  # a second later
+    assert shown() == pytest.approx(0.001)
+
+
+def test_ranks_of_a_stage_have_queues_of_their_own():
+    page = LivePage.create(stages=2, samplers=1, ranks=2)
+    seen = [(name, labels) for name, labels, _ in Reader(page).samples()]
+    page.close()
+    assert len(seen) == len(set(seen))
+    assert any(("process", "stage 1 rank 1") in labels for _, labels in seen)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sipipe.cli.parser import make_parser
 from sipipe.errors import ConfigError, ResourceError
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from sipipe.tools.rates import Rates, StageRate, Watch
+    from sipipe.observe.poll import Poll
 
 __all__ = ["add_arguments", "main", "run"]
 
@@ -56,23 +55,23 @@ def run(args: argparse.Namespace) -> int:
         interval = 0.0
     if interval < 0.05:
         raise ConfigError(f'--interval must be 0.05 seconds or more, not "{args.interval}"')
-    watch = _open(args.pid)
-    watch.look()  # rates need two looks
+    poll = _open(args.pid)
+    rates(poll)  # rates need two polls
     if args.once:
         time.sleep(interval)
-        _print(watch.look(), args.json)
+        _print(rates(poll), args.json)
         return 0
     if args.json or not sys.stdout.isatty():
-        while watch.page.alive():
+        while poll.page.alive():
             time.sleep(interval)
-            _print(watch.look(), args.json)
+            _print(rates(poll), args.json)
         return 0
-    return _live(watch, interval)
+    return _live(poll, interval)
 
 
-def _open(pid: str | None) -> Watch:
+def _open(pid: str | None) -> Poll:
     from sipipe.observe.live import find
-    from sipipe.tools.rates import Watch
+    from sipipe.observe.poll import Poll
 
     if pid is not None and not pid.isdecimal():
         raise ConfigError(f'--pid must be a process number, not "{pid}"')
@@ -85,30 +84,79 @@ def _open(pid: str | None) -> Watch:
     if len(pages) > 1:
         found = ", ".join(f"{p.header.pid} ({p.header.model or 'model unknown'})" for p in pages)
         raise ConfigError(f"several servers run here; choose one with --pid: {found}")
-    return Watch(pages[0])
+    return Poll(pages[0])
 
 
-def _print(rates: Rates, as_json: bool) -> None:
+def rates(poll: Poll) -> dict[str, Any]:
+    """What has happened a second since the poll before; the object that ``--json`` prints."""
+    from sipipe.observe.live import BUBBLES, Word
+
+    header = poll.page.header
+    executor, *others = poll.blocks()
+    stages, samplers = [], []
+    for block in others:
+        if block.role == "stage":
+            stages.append(
+                {
+                    "index": block.index,
+                    "rank": block.rank,
+                    # What these shares leave of 1 is not accounted for yet.
+                    "busy": block.share(Word.BUSY_NS),
+                    "bubbles": {kind: block.share(word) for kind, word in BUBBLES.items()},
+                    "microbatches_per_s": block.rate(Word.BATCHES),
+                    "forward_ms": block.main_ns(Word.BATCHES) / 1e6,
+                    "iteration": block.last_iteration,
+                    "queues": block.queues,
+                }
+            )
+        else:
+            samplers.append(
+                {
+                    "index": block.index,
+                    "busy": block.share(Word.MAIN_NS),
+                    "sequences_per_s": block.rate(Word.SEQUENCES),
+                    "us_per_sequence": block.main_ns(Word.SEQUENCES) / 1e3,
+                    "queue": block.queues["logits"],
+                }
+            )
+    return {
+        "model": header.model,
+        "pid": header.pid,
+        "seconds": executor.span_ns / 1e9,
+        "tokens_per_s": executor.rate(Word.TOKENS),
+        "iterations_per_s": executor.rate(Word.BATCHES),
+        "inflight": executor.words[Word.INFLIGHT],
+        "limit": header.inflight,
+        "running": executor.words[Word.RUNNING],
+        "waiting": executor.words[Word.WAITING],
+        "fallbacks": executor.words[Word.FALLBACKS],
+        "restarts": executor.words[Word.RESTARTS],
+        "stages": stages,
+        "samplers": samplers,
+    }
+
+
+def _print(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(dataclasses.asdict(rates)), flush=True)
+        print(json.dumps(found), flush=True)
     else:
         from rich.console import Console
 
-        Console().print(render(rates))
+        Console().print(render(found))
 
 
-def _live(watch: Watch, interval: float) -> int:
+def _live(poll: Poll, interval: float) -> int:
     from rich.live import Live
 
-    with Live(render(watch.look()), refresh_per_second=8, screen=True) as live:
-        while watch.page.alive():
+    with Live(render(rates(poll)), refresh_per_second=8, screen=True) as live:
+        while poll.page.alive():
             time.sleep(interval)
-            live.update(render(watch.look()))
+            live.update(render(rates(poll)))
     print("sipipe top: the server has ended")
     return 0
 
 
-def render(rates: Rates) -> RenderableType:
+def render(found: dict[str, Any]) -> RenderableType:
     """One frame."""
     from rich.console import Group
     from rich.table import Table
@@ -116,10 +164,10 @@ def render(rates: Rates) -> RenderableType:
 
     head = Text.assemble(
         ("SiPipe ", "bold"),
-        f"{rates.model or 'server'} (pid {rates.pid})   ",
-        (f"{rates.tokens_per_s:,.0f} tokens/s", "bold green"),
-        f"   {rates.iterations_per_s:,.1f} iterations/s   in flight {rates.inflight}/{rates.limit}"
-        f"   running {rates.running}   waiting {rates.waiting}",
+        f"{found['model'] or 'server'} (pid {found['pid']})   ",
+        (f"{found['tokens_per_s']:,.0f} tokens/s", "bold green"),
+        f"   {found['iterations_per_s']:,.1f} iterations/s   in flight {found['inflight']}/{found['limit']}"
+        f"   running {found['running']}   waiting {found['waiting']}",
     )
     stages = Table(box=None, pad_edge=False)
     for name in ("stage", "device", "busy", "imbalance", "intra", "inter", "unsched.", "forward"):
@@ -127,34 +175,34 @@ def render(rates: Rates) -> RenderableType:
     stages.columns[1].min_width = BAR
     stages.add_column("queued", justify="right")
     stages.add_column("iter.", justify="right")
-    for stage in rates.stages:
+    for stage in found["stages"]:
         stages.add_row(
-            f"{stage.index}" + (f".{stage.rank}" if stage.rank else ""),
+            f"{stage['index']}" + (f".{stage['rank']}" if stage["rank"] else ""),
             _bar(stage),
-            f"{stage.busy:.1%}",
-            *(f"{share:.1%}" for share in stage.bubbles.values()),
-            f"{stage.forward_ms:.2f} ms",
-            "/".join(map(str, stage.queues.values())),
-            str(stage.iteration),
+            f"{stage['busy']:.1%}",
+            *(f"{share:.1%}" for share in stage["bubbles"].values()),
+            f"{stage['forward_ms']:.2f} ms",
+            "/".join(map(str, stage["queues"].values())),
+            str(stage["iteration"]),
         )
     parts: list[RenderableType] = [head, Text(), stages, Text()]
-    if rates.samplers:
+    if found["samplers"]:
         samplers = Table(box=None, pad_edge=False)
         for name in ("sampler", "busy", "sequences/s", "µs/sequence", "queue"):
             samplers.add_column(name, justify="left" if name == "sampler" else "right")
-        for sampler in rates.samplers:
+        for sampler in found["samplers"]:
             samplers.add_row(
-                str(sampler.index),
-                f"{sampler.busy:.1%}",
-                f"{sampler.sequences_per_s:,.0f}",
-                f"{sampler.us_per_sequence:.1f}",
-                str(sampler.queue),
+                str(sampler["index"]),
+                f"{sampler['busy']:.1%}",
+                f"{sampler['sequences_per_s']:,.0f}",
+                f"{sampler['us_per_sequence']:.1f}",
+                str(sampler["queue"]),
             )
         parts += [samplers, Text()]
     keys = Text.assemble(
         *(part for kind, style in STYLES.items() for part in (("■ ", style), f"{_name(kind)}  "))
     )
-    parts += [keys, Text(f"fallbacks {rates.fallbacks}   restarts {rates.restarts}")]
+    parts += [keys, Text(f"fallbacks {found['fallbacks']}   restarts {found['restarts']}")]
     return Group(*parts)
 
 
@@ -162,12 +210,12 @@ def _name(kind: str) -> str:
     return kind.replace("_", " ")
 
 
-def _bar(stage: StageRate) -> Text:
+def _bar(stage: dict[str, Any]) -> Text:
     """The stage's time as a bar, ``BAR`` cells wide."""
     from rich.text import Text
 
     text, used = Text(), 0
-    shares = {"busy": stage.busy, **stage.bubbles}
+    shares = {"busy": stage["busy"], **stage["bubbles"]}
     total = 0.0
     for kind, share in shares.items():
         total += share

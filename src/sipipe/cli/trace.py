@@ -115,7 +115,7 @@ def _report(args: argparse.Namespace) -> int:
     if args.json and args.csv:
         raise ConfigError("--json and --csv both print; give one of them")
     if args.json:
-        found: list[dict[str, Any]] = [r.summary() for r in runs]
+        found: list[dict[str, Any]] = [r.summary for r in runs]
         json.dump({"runs": found}, sys.stdout, indent=1)
         print()
         return 0
@@ -146,7 +146,7 @@ def _print_bubbles(runs: list[Run]) -> None:
     from sipipe.tools.report.accounting import KINDS
 
     for one in runs:
-        summary = one.summary()
+        summary = one.summary
         table = Table(
             title=f"{summary['label']}: {summary['iterations']:,} iterations in "
             f"{summary['wall_s']:.2f} s, {summary['tokens_per_s']:,.0f} tokens/s",

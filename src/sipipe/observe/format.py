@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from sipipe.errors import SiPipeError
-from sipipe.observe.phases import ROLES
+from sipipe.observe.phases import ROLES, Phase
 
 MAGIC = b"SIPTRACE"
 VERSION = 1
@@ -45,10 +46,13 @@ CPU = 253
 """start..end, ``iteration`` = microseconds of CPU time the process used between the two."""
 DROPPED = 254
 """``iteration`` records were dropped between start and end because the buffer was full."""
-CLOCK = 255
-"""At ``start_ns`` this host's clock plus ``end_ns`` was the reference clock, to within
-``iteration`` microseconds."""
+_CLOCK = 255
+"""Kept for a host's offset to the reference clock; nothing writes it."""
+_LONGEST_NS = 366 * 86_400 * 10**9
+"""A record further than a year from the opening of its file is damaged: a single wrong bit can put
+it three centuries away, and every figure of the report with it."""
 
+_Time = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _PREFIX = struct.Struct("<8sII")
 
 
@@ -78,9 +82,9 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
     label: str = "sipipe"
     """The engine, for headings: ``sipipe`` or ``stock vLLM``."""
     model: str = ""
-    monotonic_ns: int = 0
+    monotonic_ns: _Time = 0
     """The monotonic clock when the file was opened ..."""
-    realtime_ns: int = 0
+    realtime_ns: _Time = 0
     """... and the wall clock at the same moment: aligns hosts whose offset nobody measured."""
 
     @property
@@ -118,15 +122,21 @@ def read_file(path: Path) -> tuple[Header, np.ndarray, str]:
         )
     try:
         header = msgspec.json.decode(data[_PREFIX.size : size], type=Header)
-    except msgspec.MsgspecError:
-        raise TraceError(f"{path}: the header is damaged or cut off, left out") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        header = None
+    if header is None or size > len(data):
+        raise TraceError(f"{path}: the header is damaged or cut off, left out")
     if header.role not in ROLES:
         raise TraceError(f"{path}: unknown role {header.role!r}, left out")
     count, rest = divmod(len(data) - size, RECORD.itemsize)
     records = np.frombuffer(data, RECORD, count, size)
     warning = f"{path}: cut off in the middle of a record, the rest is used" if rest else ""
-    bad = (records["end_ns"] < records["start_ns"]) & (records["phase"] < CPU)
-    if bad.any():
-        records = records[~bad]
-        warning = f"{path}: {int(bad.sum())} damaged records left out, the rest is used"
-    return header, records, warning
+    good = (
+        (records["start_ns"] >= header.monotonic_ns - _LONGEST_NS)
+        & (records["start_ns"] <= records["end_ns"])
+        & (records["end_ns"] <= header.monotonic_ns + _LONGEST_NS)
+        & np.isin(records["phase"], (*Phase, CPU, DROPPED))
+    ) | (records["phase"] == _CLOCK)
+    if not good.all():
+        warning = f"{path}: {int((~good).sum())} damaged records left out, the rest is used"
+    return header, records[good], warning

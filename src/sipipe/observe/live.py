@@ -37,7 +37,7 @@ from typing import Any
 import msgspec
 
 from sipipe.observe.format import TraceError
-from sipipe.observe.online import BUBBLES, RING, Online
+from sipipe.observe.online import RING, Online
 from sipipe.observe.phases import MAIN_PHASE, Phase, Role
 
 MAGIC = b"SIPLIVE1"
@@ -51,48 +51,47 @@ RUN_VARIABLE = "SIPIPE_RUN"
 class Word(IntEnum):
     """Where in a block a figure lies. Counters only grow; gauges are set."""
 
-    PID = 0
-    UPDATED_NS = 1
-    """Monotonic time of the last record."""
-    ITERATION = 2
-    """Last iteration whose main phase (forward, sample, gather) ended."""
-    BATCHES = 3
-    SEQUENCES = 4
-    TOKENS = 5
+    BATCHES = 0
+    """Counter, as are the next three: iterations whose main phase (forward, sample, gather) ended."""
+    SEQUENCES = 1
+    TOKENS = 2
     """Tokens: run by a stage, drawn by a sampler, taken in by the executor."""
-    BUSY_NS = 6
-    """Stage: the device worked. The four that follow are its bubbles, in order of ``BUBBLES``."""
-    IMBALANCE_NS = 7
-    INTRA_NS = 8
-    INTER_NS = 9
-    UNSCHEDULED_NS = 10
-    INFLIGHT = 16
+    MAIN_NS = 3
+    """Time spent in the main phase."""
+    BUSY_NS = 4
+    """Stage, counter: the device worked. The four that follow are its bubbles."""
+    IMBALANCE_NS = 5
+    INTRA_NS = 6
+    INTER_NS = 7
+    UNSCHEDULED_NS = 8
+    INFLIGHT = 9
     """Executor, gauge: microbatches in flight."""
-    RUNNING = 17
+    RUNNING = 10
     """Executor, gauge: sequences that are being served."""
-    WAITING = 18
+    WAITING = 11
     """Executor, gauge: requests that wait to be scheduled."""
-    FALLBACKS = 19
+    FALLBACKS = 12
     """Executor, counter: batches that took vLLM's own path."""
-    RESTARTS = 20
+    RESTARTS = 13
     """Executor, counter: processes that died and were started again."""
-    PHASE_NS = 32
-    """First of the time spent in each phase, by number of the phase."""
-    PHASE_COUNT = 48
-    """First of the number of records of each phase."""
+    PHASE_LAST = 32
+    """First of the last iteration that each phase saw, plus 1: 0 before the first."""
     RING = 64
     """First of RING pairs (iteration, end): the main phase's last ends, by iteration % RING."""
     DISPATCHED = 128
     """Executor: the same of its dispatches."""
-    PHASE_LAST = 192
-    """First of the last iteration that each phase saw, plus 1: 0 before the first."""
 
 
-assert Word.PHASE_NS + len(Phase) <= Word.PHASE_COUNT
-assert Word.PHASE_COUNT + len(Phase) <= Word.RING
+BUBBLES = {
+    "load_imbalance": Word.IMBALANCE_NS,
+    "intra_stage": Word.INTRA_NS,
+    "inter_stage": Word.INTER_NS,
+    "unscheduled": Word.UNSCHEDULED_NS,
+}
+"""The kinds of bubble and their counters, in the order in which figures are kept everywhere."""
+assert Word.PHASE_LAST + len(Phase) <= Word.RING
 assert Word.RING + 2 * RING <= Word.DISPATCHED
-assert Word.DISPATCHED + 2 * RING <= Word.PHASE_LAST
-assert Word.PHASE_LAST + len(Phase) <= _WORDS
+assert Word.DISPATCHED + 2 * RING <= _WORDS
 
 
 class PageHeader(msgspec.Struct, kw_only=True, frozen=True):
@@ -197,15 +196,15 @@ class LivePage:
             raise ValueError(f"the page has no block for {role} {index} rank {rank}")
         return (number + 1) * _WORDS
 
-    def blocks(self) -> Iterator[tuple[Role, int, int, int]]:
-        """Role, index, rank and first word of every block."""
+    def blocks(self) -> Iterator[tuple[Role, int, int]]:
+        """Role, index and rank of every block."""
         h = self.header
-        yield "executor", 0, 0, self.block("executor")
+        yield "executor", 0, 0
         for index in range(h.stages):
             for rank in range(h.ranks):
-                yield "stage", index, rank, self.block("stage", index, rank)
+                yield "stage", index, rank
         for index in range(h.samplers):
-            yield "sampler", index, 0, self.block("sampler", index)
+            yield "sampler", index, 0
 
     def read(self, role: Role, index: int = 0, rank: int = 0) -> list[int]:
         """A copy of a block's words; index it with :class:`Word`."""
@@ -233,17 +232,13 @@ class LivePage:
 
 
 # Plain integers: arithmetic with enum members costs several times as much.
-_PHASE_NS, _PHASE_COUNT, _RING = int(Word.PHASE_NS), int(Word.PHASE_COUNT), int(Word.RING)
-_DISPATCHED, _DISPATCH, _PID = int(Word.DISPATCHED), int(Phase.DISPATCH), int(Word.PID)
-_UPDATED_NS, _ITERATION, _BATCHES = int(Word.UPDATED_NS), int(Word.ITERATION), int(Word.BATCHES)
-_SEQUENCES, _TOKENS, _BUSY_NS = int(Word.SEQUENCES), int(Word.TOKENS), int(Word.BUSY_NS)
-_IMBALANCE_NS, _PHASE_LAST = int(Word.IMBALANCE_NS), int(Word.PHASE_LAST)
+_RING, _DISPATCHED, _DISPATCH = int(Word.RING), int(Word.DISPATCHED), int(Phase.DISPATCH)
+_BATCHES, _SEQUENCES, _TOKENS = int(Word.BATCHES), int(Word.SEQUENCES), int(Word.TOKENS)
+_MAIN_NS, _BUSY_NS, _PHASE_LAST = int(Word.MAIN_NS), int(Word.BUSY_NS), int(Word.PHASE_LAST)
 
 
 class LiveWriter:
     """Writes one process's block. Single writer per word; no lock, no system call."""
-
-    __slots__ = ("_main", "_online", "_page", "_words")
 
     def __init__(self, page: LivePage, role: Role, index: int, rank: int) -> None:
         self._page = page  # keeps the mapping alive
@@ -252,44 +247,39 @@ class LiveWriter:
         self._main = int(MAIN_PHASE[role])
         self._online: Online | None = None
         if role == "stage":
-            before = page.block("stage", index - 1, rank) + _RING if index else None
             executor = page.block("executor")
             self._online = Online(
-                page.words, before, executor + _RING, executor + _DISPATCHED, page.header
+                page.words,
+                before=page.block("stage", index - 1, rank) + _RING if index else None,
+                gathered=executor + _RING,
+                dispatched=executor + _DISPATCHED,
+                inflight=page.header.inflight,
             )
-        self._words[_PID] = os.getpid()
 
     def phase(
         self, phase: int, iteration: int, start_ns: int, end_ns: int, batch: int, tokens: int
     ) -> None:
         """Take one record in. Called by the recorder."""
-        words = self._words
-        words[_PHASE_NS + phase] += end_ns - start_ns
-        words[_PHASE_COUNT + phase] += 1
+        words, online = self._words, self._online
         words[_PHASE_LAST + phase] = iteration + 1
-        online = self._online
-        if online is not None:
-            online.see(phase, iteration, start_ns, end_ns)
         if phase != self._main:
-            if phase == _DISPATCH:
+            if online is not None:
+                online.note(phase, iteration, start_ns, end_ns)
+            elif phase == _DISPATCH:
                 pair = _DISPATCHED + 2 * (iteration % RING)
                 words[pair + 1] = end_ns
                 words[pair] = iteration
             return
-        words[_UPDATED_NS] = end_ns
-        words[_ITERATION] = iteration
         words[_BATCHES] += 1
         words[_SEQUENCES] += batch
         words[_TOKENS] += tokens
+        words[_MAIN_NS] += end_ns - start_ns
         pair = _RING + 2 * (iteration % RING)
         words[pair + 1] = end_ns
         words[pair] = iteration
         if online is not None:
-            busy, bubbles = online.account(iteration, start_ns, end_ns)
-            words[_BUSY_NS] += busy
-            for number, spent in enumerate(bubbles, _IMBALANCE_NS):
-                if spent:
-                    words[number] += spent
+            for word, spent in enumerate(online.account(iteration, start_ns, end_ns), _BUSY_NS):
+                words[word] += spent
 
     def add(self, word: Word, amount: int = 1) -> None:
         """Let a counter grow."""
@@ -338,6 +328,3 @@ def _ancestors(pid: int) -> list[int]:
             break
         pid = int(stat.rpartition(")")[2].split()[1])
     return chain
-
-
-assert len(BUBBLES) == Word.UNSCHEDULED_NS - Word.IMBALANCE_NS + 1

@@ -18,119 +18,122 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
-from sipipe.observe.live import LivePage, Word, find, run_id
-from sipipe.observe.online import BUBBLES
-from sipipe.observe.phases import Phase
-from sipipe.observe.queues import queues
+from sipipe.observe.live import BUBBLES, LivePage, Word, find, run_id
+from sipipe.observe.phases import Role
+from sipipe.observe.poll import Block, Poll
 
-Kind = Literal["gauge", "counter"]
 Labels = tuple[tuple[str, str], ...]
+Values = dict[str, float]
+"""What a metric says of one process, by the value of the metric's own label."""
+_LEAST_NS = 500_000_000
+"""Ratios are over half a second or more, however often they are asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One value with its labels."""
+class Metric(NamedTuple):
+    """One metric of the processes of a role (None: of all)."""
 
-    name: str
-    kind: Kind
-    labels: Labels
-    value: float
+    kind: Literal["gauge", "counter"]
+    role: Role | None
+    figure: Word | Callable[[Block], Values]
+    help: str
+    label: str = ""
+    """Its own label, where it has several values."""
+
+    def values(self, block: Block) -> Values:
+        """The values now, times in seconds. None at all: those of before still hold."""
+        if not isinstance(self.figure, Word):
+            return self.figure(block)
+        unit = 1e9 if self.figure.name.endswith("_NS") else 1.0
+        return {"": block.words[self.figure] / unit}
 
 
-HELP: dict[str, str] = {
-    "sipipe_stage_busy_ratio": "Share of the time since the last look in which the device of the "
-    "stage did the model's work",
-    "sipipe_stage_busy_seconds": "Time in which the device of the stage did the model's work",
-    "sipipe_bubble_seconds": "Time in which the device of the stage stood idle, by kind of bubble",
-    "sipipe_stage_microbatches": "Microbatches that the stage ran",
-    "sipipe_sampler_seconds": "Time in which the sampler drew tokens",
-    "sipipe_sampler_sequences": "Sequences for which the sampler drew a token",
-    "sipipe_sampler_seconds_per_sequence": "Sampler time per sequence since the last look",
-    "sipipe_queue_depth": "Items that wait in a queue of a process",
-    "sipipe_microbatches_in_flight": "Microbatches dispatched and not yet gathered",
-    "sipipe_tokens": "Tokens drawn",
-    "sipipe_fallbacks": "Batches that took vLLM's own path",
-    "sipipe_restarts": "Processes of the engine that died and were started again",
+def _bubbles(block: Block) -> Values:
+    return {kind: block.words[word] / 1e9 for kind, word in BUBBLES.items()}
+
+
+def _busy_ratio(block: Block) -> Values:
+    return {"": block.share(Word.BUSY_NS)}
+
+
+def _seconds_per_sequence(block: Block) -> Values:
+    return {"": block.main_ns(Word.SEQUENCES) / 1e9} if block.grown[Word.SEQUENCES] else {}
+
+
+def _queues(block: Block) -> Values:
+    return {queue: float(depth) for queue, depth in block.queues.items()}
+
+
+METRICS: dict[str, Metric] = {
+    "sipipe_stage_busy_ratio": Metric(
+        "gauge", "stage", _busy_ratio, "Busy share of the stage's device since the last look"
+    ),
+    "sipipe_stage_busy_seconds": Metric(
+        "counter", "stage", Word.BUSY_NS, "Time in which the stage's device did the model's work"
+    ),
+    "sipipe_bubble_seconds": Metric(
+        "counter", "stage", _bubbles, "Idle time of the stage's device, by kind of bubble", "kind"
+    ),
+    "sipipe_stage_microbatches": Metric(
+        "counter", "stage", Word.BATCHES, "Microbatches that the stage ran"
+    ),
+    "sipipe_sampler_seconds": Metric(
+        "counter", "sampler", Word.MAIN_NS, "Time in which the sampler drew tokens"
+    ),
+    "sipipe_sampler_sequences": Metric(
+        "counter", "sampler", Word.SEQUENCES, "Sequences for which the sampler drew a token"
+    ),
+    "sipipe_sampler_seconds_per_sequence": Metric(
+        "gauge", "sampler", _seconds_per_sequence, "Sampler time per sequence since the last look"
+    ),
+    "sipipe_queue_depth": Metric(
+        "gauge", None, _queues, "Items that wait in a queue of a process", "queue"
+    ),
+    "sipipe_microbatches_in_flight": Metric(
+        "gauge", "executor", Word.INFLIGHT, "Microbatches dispatched and not yet gathered"
+    ),
+    "sipipe_tokens": Metric("counter", "executor", Word.TOKENS, "Tokens drawn"),
+    "sipipe_fallbacks": Metric(
+        "counter", "executor", Word.FALLBACKS, "Batches that took vLLM's own path"
+    ),
+    "sipipe_restarts": Metric(
+        "counter", "executor", Word.RESTARTS, "Processes that died and were started again"
+    ),
 }
-"""Metric name (counters get ``_total`` when shown) and its help text."""
+"""By name, to which ``_total`` is added when a counter is shown."""
 
 
 class Reader:
-    """Turns pages into samples; keeps the last look at each block for the ratios."""
+    """Reads the metrics off one page."""
 
-    def __init__(self) -> None:
-        self._last: dict[tuple[int, int], tuple[int, int, int, int]] = {}
-        self._values: dict[tuple[int, int], tuple[float, float]] = {}
+    def __init__(self, page: LivePage) -> None:
+        self.page = page
+        self._poll = Poll(page)
+        self._kept: dict[tuple[str, Labels], Values] = {}
 
-    def samples(self, pages: Iterable[LivePage]) -> Iterator[Sample]:
-        """All samples of all pages."""
-        for page in pages:
-            for role, index, rank, first in page.blocks():
-                words = page.read(role, index, rank)
-                labels: Labels = (("engine", page.header.engine), (role, str(index)))
-                if role == "stage":
-                    labels = (*labels, ("rank", str(rank)))
-                yield from self._block(page, role, words, labels, first)
-                where = "executor" if role == "executor" else f"{role} {index}"
-                own = (labels[0], ("process", where))
-                for queue, depth in queues(page, role, index, rank, words).items():
-                    yield Sample(
-                        "sipipe_queue_depth", "gauge", (*own, ("queue", queue)), float(depth)
-                    )
+    def samples(self) -> Iterator[tuple[str, Labels, float]]:
+        """Name, labels and value of every figure now."""
+        for block in self._poll.blocks(_LEAST_NS):
+            for name, metric in METRICS.items():
+                if metric.role not in (None, block.role):
+                    continue
+                labels = self._labels(block, metric)
+                key = (name, labels)
+                self._kept[key] = metric.values(block) or self._kept.get(key, {})
+                for which, value in self._kept[key].items():
+                    yield name, (*labels, (metric.label, which)) if which else labels, value
 
-    def _block(
-        self,
-        page: LivePage,
-        role: str,
-        words: list[int],
-        labels: Labels,
-        first: int,
-    ) -> Iterator[Sample]:
-        sampled = words[Word.PHASE_NS + Phase.SAMPLE]
-        ratio, per_sequence = self._since(page, first, words, sampled)
-        if role == "executor":
-            labels = labels[:1]
-            yield Sample(
-                "sipipe_microbatches_in_flight", "gauge", labels, float(words[Word.INFLIGHT])
-            )
-            yield Sample("sipipe_tokens", "counter", labels, float(words[Word.TOKENS]))
-            yield Sample("sipipe_restarts", "counter", labels, float(words[Word.RESTARTS]))
-            yield Sample("sipipe_fallbacks", "counter", labels, float(words[Word.FALLBACKS]))
-        elif role == "stage":
-            yield Sample("sipipe_stage_busy_ratio", "gauge", labels, ratio)
-            yield Sample("sipipe_stage_busy_seconds", "counter", labels, words[Word.BUSY_NS] / 1e9)
-            yield Sample("sipipe_stage_microbatches", "counter", labels, float(words[Word.BATCHES]))
-            for number, kind in enumerate(BUBBLES):
-                spent = words[Word.IMBALANCE_NS + number] / 1e9
-                yield Sample("sipipe_bubble_seconds", "counter", (*labels, ("kind", kind)), spent)
-        else:
-            yield Sample("sipipe_sampler_seconds", "counter", labels, sampled / 1e9)
-            drawn = float(words[Word.SEQUENCES])
-            yield Sample("sipipe_sampler_sequences", "counter", labels, drawn)
-            yield Sample("sipipe_sampler_seconds_per_sequence", "gauge", labels, per_sequence)
-
-    def _since(
-        self, page: LivePage, first: int, words: list[int], sampled: int
-    ) -> tuple[float, float]:
-        """Busy share and seconds per sequence since the last look (of half a second ago or more)."""
-        key, now = (page.header.created_ns, first), time.monotonic_ns()
-        busy, drawn = words[Word.BUSY_NS], words[Word.SEQUENCES]
-        then, was_busy, was_sampled, was_drawn = self._last.get(
-            key, (page.header.created_ns, 0, 0, 0)
-        )
-        if now - then < 500_000_000 and key in self._values:
-            return self._values[key]
-        ratio = min(1.0, (busy - was_busy) / max(1, now - then))
-        before = self._values.get(key, (0.0, 0.0))[1]
-        each = (sampled - was_sampled) / 1e9 / (drawn - was_drawn) if drawn > was_drawn else before
-        self._last[key] = (now, busy, sampled, drawn)
-        self._values[key] = (ratio, each)
-        return self._values[key]
+    def _labels(self, block: Block, metric: Metric) -> Labels:
+        labels: Labels = (("engine", self.page.header.engine),)
+        if metric.role is None:
+            rank = f" rank {block.rank}" if block.rank else ""
+            number = "" if block.role == "executor" else f" {block.index}{rank}"
+            return (*labels, ("process", block.role + number))
+        if block.role != "executor":
+            labels = (*labels, (block.role, str(block.index)))
+        return (*labels, ("rank", str(block.rank))) if block.role == "stage" else labels
 
 
 class Collector:
@@ -139,8 +142,7 @@ class Collector:
     def __init__(self, run: str | None = None) -> None:
         """Collect the pages of one server, by default of this process's."""
         self._run = run
-        self._reader = Reader()
-        self._pages: list[LivePage] = []
+        self._readers: list[Reader] = []
         self._lock = threading.Lock()
 
     def describe(self) -> list[Any]:
@@ -151,25 +153,24 @@ class Collector:
         """The metric families; none while no engine runs."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        with self._lock:
-            found = list(self._reader.samples(self._look()))
         families: dict[str, Any] = {}
-        for sample in found:
-            if sample.name not in families:
-                make = GaugeMetricFamily if sample.kind == "gauge" else CounterMetricFamily
-                families[sample.name] = make(
-                    sample.name, HELP[sample.name], labels=[name for name, _ in sample.labels]
-                )
-            families[sample.name].add_metric([value for _, value in sample.labels], sample.value)
+        with self._lock:
+            self._find()
+            for name, labels, value in (s for reader in self._readers for s in reader.samples()):
+                if name not in families:
+                    metric = METRICS[name]
+                    make = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+                    families[name] = make(name, metric.help, labels=[label for label, _ in labels])
+                families[name].add_metric([text for _, text in labels], value)
         yield from families.values()
 
-    def _look(self) -> list[LivePage]:
-        """The pages; looked for again when one has gone or there is none."""
-        if not self._pages or not all(page.alive() for page in self._pages):
-            for page in self._pages:
+    def _find(self) -> None:
+        """Look for pages again when one has gone or there is none."""
+        pages = [reader.page for reader in self._readers]
+        if not pages or not all(page.alive() for page in pages):
+            for page in pages:
                 page.close()
-            self._pages = find(self._run or run_id())
-        return self._pages
+            self._readers = [Reader(page) for page in find(self._run or run_id())]
 
 
 _registered: Collector | None = None
@@ -200,8 +201,8 @@ class Publisher:
 
     def __init__(self, page: LivePage, interval: float = 1.0) -> None:
         """Publish ``page``; call :meth:`start`."""
-        self._page, self._interval = page, interval
-        self._reader = Reader()
+        self._interval = interval
+        self._reader = Reader(page)
         self._metrics: dict[str, Any] = {}
         self._seen: dict[tuple[str, Labels], float] = {}
         self._stop = threading.Event()
@@ -223,31 +224,25 @@ class Publisher:
 
     def publish(self) -> None:
         """Copy once."""
-        for sample in self._reader.samples([self._page]):
-            metric = self._metric(sample)
-            names = dict(sample.labels)
-            if sample.kind == "gauge":
-                metric.labels(**names).set(sample.value)
+        for name, labels, value in self._reader.samples():
+            metric = self._metric(name, labels).labels(**dict(labels))
+            if METRICS[name].kind == "gauge":
+                metric.set(value)
             else:
-                key = (sample.name, sample.labels)
-                grown = sample.value - self._seen.get(key, 0.0)
-                if key not in self._seen or grown > 0:
-                    metric.labels(**names).inc(max(0.0, grown))
-                    self._seen[key] = sample.value
+                metric.inc(value - self._seen.get((name, labels), 0.0))
+                self._seen[name, labels] = value
 
-    def _metric(self, sample: Sample) -> Any:
+    def _metric(self, name: str, labels: Labels) -> Any:
         from prometheus_client import Counter, Gauge
 
-        if sample.name not in self._metrics:
-            labels = [name for name, _ in sample.labels]
-            if sample.kind == "gauge":
-                made: Any = Gauge(
-                    sample.name, HELP[sample.name], labels, multiprocess_mode="livemostrecent"
-                )
-            else:
-                made = Counter(sample.name, HELP[sample.name], labels)
-            self._metrics[sample.name] = made
-        return self._metrics[sample.name]
+        if name not in self._metrics:
+            metric, names = METRICS[name], [label for label, _ in labels]
+            self._metrics[name] = (
+                Gauge(name, metric.help, names, multiprocess_mode="livemostrecent")
+                if metric.kind == "gauge"
+                else Counter(name, metric.help, names)
+            )
+        return self._metrics[name]
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):

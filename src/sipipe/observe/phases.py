@@ -49,9 +49,6 @@ class Phase(IntEnum):
 DEVICE_PHASES = (Phase.FORWARD, Phase.LOGITS)
 """Phases in which the stage's device does the model's work: the device is *busy*."""
 
-SURPLUS_PHASES = (Phase.SAMPLE, Phase.HANDOVER)
-"""Phases on a stage that keep its device from the model's work and that other stages lack."""
-
 COUNTED_PHASES: dict[Role, tuple[Phase, ...]] = {
     "stage": (Phase.FORWARD, Phase.LOGITS, Phase.HANDOVER, Phase.SEND),
     "sampler": (Phase.SAMPLE,),

@@ -25,12 +25,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from sipipe.observe.format import (
-    CLOCK,
     CPU,
     DROPPED,
     PACK,
@@ -60,38 +59,10 @@ class PhaseSink(Protocol):
         """Take one phase in; must not block."""
 
 
-class NullRecorder:
-    """Records nothing; what :func:`open_recorder` returns when there is nowhere to record to."""
+class Recorder:
+    """Tells the sinks of each phase and keeps no file: for a server that is not traced."""
 
-    __slots__ = ()
-    enabled = False
-
-    def record(
-        self,
-        phase: int,
-        iteration: int,
-        slot: int,
-        start_ns: int,
-        end_ns: int,
-        batch: int = 0,
-        tokens: int = 0,
-    ) -> None:
-        """Do nothing."""
-
-    def clock(self, offset_ns: int, error_ns: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class LiveRecorder(NullRecorder):
-    """Keeps no file, only tells the sinks; for a server that is watched but not traced."""
-
-    __slots__ = ("_sinks",)
-    enabled = True
-
-    def __init__(self, sinks: Sequence[PhaseSink]) -> None:
+    def __init__(self, sinks: Sequence[PhaseSink] = ()) -> None:
         self._sinks = tuple(sink.phase for sink in sinks)
 
     def record(
@@ -104,9 +75,16 @@ class LiveRecorder(NullRecorder):
         batch: int = 0,
         tokens: int = 0,
     ) -> None:
-        """Hand the phase to the sinks."""
+        """Record that ``phase`` of ``iteration`` ran from ``start_ns`` to ``end_ns``.
+
+        Any thread may call. ``slot`` is the microbatch's slot (0 to 65,535), ``batch`` its
+        sequences, ``tokens`` its tokens; the times are from :func:`time.monotonic_ns`.
+        """
         for sink in self._sinks:
             sink(phase, iteration, start_ns, end_ns, batch, tokens)
+
+    def close(self) -> None:
+        """Write what is left. Idempotent; later records are lost."""
 
 
 class _Ring:
@@ -126,24 +104,8 @@ class _Ring:
         self.reported = 0
 
 
-class FileRecorder(NullRecorder):
-    """Appends records to one file of the trace directory. Made by :func:`open_recorder`."""
-
-    __slots__ = (
-        "_closed",
-        "_cpu",
-        "_descriptor",
-        "_failed",
-        "_local",
-        "_register",
-        "_rings",
-        "_sinks",
-        "_spill_lock",
-        "_spiller",
-        "_stop",
-        "path",
-    )
-    enabled = True
+class FileRecorder(Recorder):
+    """Also appends records to one file of the trace directory. Made by :func:`open_recorder`."""
 
     def __init__(self, path: Path, header: Header, sinks: Sequence[PhaseSink] = ()) -> None:
         """Create ``path`` (it must not exist), write ``header`` and start the spiller.
@@ -151,7 +113,8 @@ class FileRecorder(NullRecorder):
         Raises:
             TraceError: the file cannot be created.
         """
-        self.path = path
+        super().__init__(sinks)
+        self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(
@@ -163,7 +126,6 @@ class FileRecorder(NullRecorder):
                 f"trace: cannot write to {str(path.parent)!r} ({error.strerror}); "
                 "name a directory that this user may write to"
             ) from None
-        self._sinks = tuple(sink.phase for sink in sinks)
         self._local = threading.local()
         self._rings: list[_Ring] = []
         self._register = threading.Lock()
@@ -186,47 +148,33 @@ class FileRecorder(NullRecorder):
         batch: int = 0,
         tokens: int = 0,
     ) -> None:
-        """Record that ``phase`` of ``iteration`` ran from ``start_ns`` to ``end_ns``.
-
-        Any thread may call. ``slot`` is the microbatch's slot (0 to 65,535), ``batch`` its
-        sequences, ``tokens`` its tokens; the times are from :func:`time.monotonic_ns`. A record
-        that does not fit the ring is dropped and counted.
-        """
+        """As the base class says; a record that does not fit the ring is dropped and counted."""
         try:
             ring = self._local.ring
         except AttributeError:
             ring = self._new_ring()
         written = ring.written
-        if written - ring.flushed >= CAPACITY:
+        if written - ring.flushed < CAPACITY:
+            PACK.pack_into(
+                ring.buffer,
+                (written & _MASK) * _SIZE,
+                start_ns,
+                end_ns,
+                iteration,
+                batch,
+                tokens,
+                phase,
+                ring.thread,
+                slot,
+            )
+            ring.written = written + 1
+        else:
             ring.dropped += 1
-            return
-        PACK.pack_into(
-            ring.buffer,
-            (written & _MASK) * _SIZE,
-            start_ns,
-            end_ns,
-            iteration,
-            batch,
-            tokens,
-            phase,
-            ring.thread,
-            slot,
-        )
-        ring.written = written + 1
         for sink in self._sinks:
             sink(phase, iteration, start_ns, end_ns, batch, tokens)
 
-    def clock(self, offset_ns: int, error_ns: int) -> None:
-        """Record that this host's clock plus ``offset_ns`` is the reference host's, ± error.
-
-        For a host other than the executor's, at start and now and then (:mod:`sipipe.observe.clock`
-        estimates it).
-        """
-        now = time.monotonic_ns()
-        self._append(PACK.pack(now, offset_ns, min(error_ns // 1000, _LIMIT), 0, 0, CLOCK, 0, 0))
-
     def close(self) -> None:
-        """Write what is left and close the file. Idempotent; later records are lost."""
+        """Write what is left and close the file."""
         atexit.unregister(self.close)
         self._stop.set()
         if threading.current_thread() is not self._spiller:
@@ -292,12 +240,8 @@ class FileRecorder(NullRecorder):
                 self._failed = True
                 with contextlib.suppress(Exception):
                     os.write(
-                        2, f"sipipe: trace {self.path}: {error.strerror}; ends here\n".encode()
+                        2, f"sipipe: trace {self._path}: {error.strerror}; ends here\n".encode()
                     )
-
-
-Recorder = NullRecorder
-"""The type to annotate with: every recorder is one, and has the same methods."""
 
 
 def open_recorder(
@@ -313,31 +257,27 @@ def open_recorder(
     label: str = "sipipe",
     model: str = "",
     sinks: Sequence[PhaseSink] = (),
-    clock: Callable[[], int] = time.monotonic_ns,
 ) -> Recorder:
     """A recorder for this process.
 
     Args:
         directory: where the file goes (made where it is missing), or None for no file.
-        role: ``stage``, ``sampler`` or ``executor``; with ``index`` and tensor-parallel ``rank``.
-        stages: the pipeline size p.
+        role: who records, as :class:`Header` says of it and of all that follow.
+        index: which stage or sampler.
+        rank: tensor-parallel rank within the stage.
+        stages: pipeline size p.
         layers: decoder layers of this stage.
-        inflight: how many microbatches the engine keeps in flight at most.
+        inflight: microbatches in flight at most.
         run: any text that is the same in all processes of a run and differs between runs.
         label: the engine's name in reports.
         model: the model's name in reports.
-        sinks: what gets each phase too, such as the process's block of the live page
-            (``LivePage.writer``).
-        clock: read once for the header.
-
-    Returns:
-        A recorder; with neither a directory nor a sink, one whose methods do nothing.
+        sinks: what gets each phase too.
 
     Raises:
         TraceError: the directory cannot be written to.
     """
     if directory is None:
-        return LiveRecorder(sinks) if sinks else NullRecorder()
+        return Recorder(sinks)
     host = socket.gethostname()
     header = Header(
         role=role,
@@ -351,7 +291,7 @@ def open_recorder(
         run=run,
         label=label,
         model=model,
-        monotonic_ns=clock(),
+        monotonic_ns=time.monotonic_ns(),
         realtime_ns=time.time_ns(),
     )
     stem = f"{role}-{index}-{rank}-{host}-{os.getpid()}"

@@ -10,15 +10,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.tools.report.browser import Browser, find_chromium
 
+from sipipe.observe.format import RECORD
 from sipipe.observe.phases import Phase
 from sipipe.tools.report.accounting import KINDS, SEGMENT
-from sipipe.tools.report.encode import QUANTUM_NS, column, lanes, segment_lane
+from sipipe.tools.report.encode import QUANTUM_NS, column, lanes, record_lane, segment_lane
 from sipipe.tools.report.example import Example, write_example
 from sipipe.tools.report.reader import Trace, read_trace
 from sipipe.tools.report.render import page_data, render
-from sipipe.tools.report.summary import Run, bubble_rows
+from sipipe.tools.report.summary import Run
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,9 @@ def decode(column, count):
         ([-40000, 5], 4),
         (range(-300, 300), 2),
         ([2**30], 4),
+        ([-(2**31)], 4),
+        ([2**31, -1], 8),
+        ([2**40, 0, -(2**50), -(2**31) - 1], 8),
     ],
 )
 def test_column_round_trip(values, size):
@@ -68,14 +74,30 @@ def test_device_lane_has_no_gaps_and_no_drift(runs):
     assert (decode(lane["columns"]["what"], lane["count"]) == account.segments["cause"]).all()
 
 
-def test_a_pause_of_hours_fits():
-    segments = np.zeros(3, SEGMENT)
-    segments["start_ns"] = [0, 5_000, 5_000 + 7200 * 10**9]
-    segments["end_ns"] = [5_000, 5_000 + 7200 * 10**9, 10_000 + 7200 * 10**9]
+HOUR = 3600 * 10**9
+QUIET = st.one_of(st.integers(0, 10**6), st.integers(0, 40 * HOUR))
+
+
+@given(st.lists(st.tuples(QUIET, QUIET), min_size=1, max_size=20))
+def test_lanes_keep_every_time_whatever_lies_between(steps):
+    """Quiet spells and intervals of hours: an interval stands where it was, to 100 ns."""
+    begins = np.cumsum([gap for gap, _ in steps])
+    records = np.zeros(len(steps), RECORD)
+    records["start_ns"], records["end_ns"] = begins, begins + [span for _, span in steps]
+    end = int(records["end_ns"].max())
+    lane = record_lane("host", "stage 0", records, (0, end))
+    starts = np.cumsum(decode(lane["columns"]["gap"], lane["count"]))
+    ends = starts + decode(lane["columns"]["span"], lane["count"])
+    assert abs(starts * QUANTUM_NS - records["start_ns"]).max() <= QUANTUM_NS // 2
+    assert abs(ends * QUANTUM_NS - records["end_ns"]).max() <= QUANTUM_NS // 2
+
+    segments = np.zeros(len(steps), SEGMENT)
+    segments["end_ns"] = np.cumsum([span for _, span in steps])
+    segments["start_ns"][1:] = segments["end_ns"][:-1]
     lane = segment_lane("device", "stage 0", segments, 0)
-    spans = decode(lane["columns"]["span"], lane["count"])
-    assert lane["count"] > 3
-    assert spans.sum() * QUANTUM_NS == 10_000 + 7200 * 10**9
+    assert lane["count"] == len(segments)
+    ends = np.cumsum(decode(lane["columns"]["span"], lane["count"]))
+    assert abs(ends * QUANTUM_NS - segments["end_ns"]).max() <= QUANTUM_NS // 2
 
 
 def test_record_lanes_hold_every_record(runs):
@@ -132,34 +154,86 @@ def _fields(header):
 
 def test_summary_adds_up(runs):
     for run in runs:
-        summary = run.summary()
+        summary = run.summary
         assert sum(summary["share"].values()) == pytest.approx(1, abs=1e-12)
         for stage in summary["stage_table"]:
             assert sum(stage["ns"].values()) == sum(stage["cause_ns"].values()) == stage["wall_ns"]
-        rows = bubble_rows(run)
+        rows = run.bubble_rows()
         assert sum(r["seconds"] for r in rows) == pytest.approx(3 * summary["wall_s"])
         assert summary["tokens"] == 32 * summary["iterations"]
-    ours, stock = (run.summary() for run in runs)
+    ours, stock = (run.summary for run in runs)
     assert ours["share"]["busy"] > stock["share"]["busy"]
     assert ours["sampler_ms_per_sequence"] > 0
     assert stock["sampler_ms_per_sequence"] is None
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    base = tmp_path_factory.mktemp("small")
+    write_example(base, Example(stages=2, iterations=40))
+    return base, len(render([Run(read_trace(base))]))
+
+
+def damaged(small, change):
+    """The small example with one stage's file changed in memory, read again."""
+    base, _ = small
+    file = next(base.glob("stage-1*"))
+    sound = file.read_bytes()
+    data = bytearray(sound)
+    change(data)
+    file.write_bytes(data)
+    try:
+        return read_trace(base)
+    finally:
+        file.write_bytes(sound)
+
+
+@pytest.mark.parametrize("field", ["start_ns", "end_ns"])
+@pytest.mark.parametrize("bit", [57, 62, 63])
+def test_a_time_centuries_away_is_left_out_with_one_line(small, field, bit):
+    def change(data):
+        records = np.frombuffer(data, RECORD, len(data) // 64, len(data) // 64 * 32)
+        records[field][20] ^= np.int64(-(2**63) if bit == 63 else 2**bit)
+
+    trace = damaged(small, change)
+    assert [w for w in trace.warnings if "1 damaged records left out" in w]
+    assert trace.window() == read_trace(small[0]).window()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=4))
+def test_wrong_bytes_anywhere_cost_neither_memory_nor_the_report(small, wrong):
+    def change(data):
+        for place, byte in wrong:
+            data[int(place * len(data))] = byte
+
+    run = Run(damaged(small, change))
+    assert len(render([run])) < small[1] + 20_000
+    for stage in run.account.stages:
+        assert sum(stage.by_cause) == run.account.wall_ns
+    assert run.bubble_rows()
+
+
+def pause(trace, span):
+    """The trace with ``span`` ns of nothing before iteration 150."""
+    shifted = []
+    for process in trace.processes:
+        records = process.records.copy()
+        late = records["iteration"] >= 150
+        for field in ("start_ns", "end_ns"):
+            records[field][late] += span
+        shifted.append(replace(process, records=records))
+    return Trace(tuple(shifted))
 
 
 def test_tpot_is_a_slots_step_and_pauses_are_left_out(runs):
     run = runs[1]
     assert np.median(run.tpot_ms) == pytest.approx(3 * np.median(run.iteration_ms), rel=0.1)
     trace = run.trace
-    shifted = []
-    for process in trace.processes:
-        records = process.records.copy()
-        late = records["iteration"] >= 150
-        for field in ("start_ns", "end_ns"):
-            records[field][late] += 10**10  # ten seconds without a request
-        shifted.append(replace(process, records=records))
-    paused = Run(Trace(tuple(shifted)))
+    paused = Run(pause(trace, 10**10))  # ten seconds without a request
     assert paused.account.wall_ns > run.account.wall_ns + 9 * 10**9
     assert paused.tpot_ms.max() < 2 * run.tpot_ms.max()
-    assert paused.summary()["share"]["unscheduled"] > 0.5
+    assert paused.summary["share"]["unscheduled"] > 0.5
 
 
 def test_curves_end_at_the_slowest(runs):
@@ -170,7 +244,7 @@ def test_curves_end_at_the_slowest(runs):
     assert curve["y"][-1] == 1
     assert curve["x"][-1] == pytest.approx(runs[0].iteration_ms.max(), abs=1e-3)
     busy = data["utilization"]["device"]["stage 0"]
-    share = runs[0].summary()["stage_table"][0]["share"]["busy"]
+    share = runs[0].summary["stage_table"][0]["share"]["busy"]
     assert np.mean(busy) == pytest.approx(share, abs=0.002)
 
 
@@ -281,6 +355,26 @@ def test_browser_narrow_screen_does_not_scroll_sideways(browser, runs, tmp_path)
     assert (view["from"], view["to"]) == (0.5, 0.75)
     assert browser.run("document.documentElement.scrollWidth") <= 360
     browser.screenshot(tmp_path / "narrow.png")
+    assert browser.problems() == []
+
+
+def test_browser_shows_what_follows_a_quiet_night_where_it_was(browser, runs, tmp_path):
+    run = Run(pause(runs[0].trace, 12 * HOUR))
+    file = tmp_path / "report.html"
+    file.write_text(render([run]))
+    browser.events.clear()
+    browser.size(1280, 900)
+    browser.open(file)
+    for index, stage in enumerate(run.account.stages):
+        want = (stage.segments["start_ns"] - run.window[0]) / 1e9
+        shown = browser.run(
+            f"Array.from(sipipe.lanes()[0].filter(l => l.name === 'device')[{index}].start)"
+        )
+        assert shown == pytest.approx(want, abs=2e-7)
+    shown = browser.run("Array.from(sipipe.lanes()[0].find(l => l.name === 'executor').end)")
+    records = run.trace.executor.phase(window=run.window)
+    ends = np.minimum(records["end_ns"], run.window[1]) - run.window[0]
+    assert shown == pytest.approx(ends / 1e9, abs=2e-7)
     assert browser.problems() == []
 
 

@@ -253,6 +253,6 @@ def test_trace_of_stock_is_complete_and_adds_up(recorded):
         assert sum(stage.by_kind) == run.account.wall_ns
     # The window is the call of generate(), but for what comes before the first step.
     assert run.account.wall_ns / 1e9 <= said["took"] * 1.01
-    summary = run.summary()
+    summary = run.summary
     assert summary["tokens"] == said["tokens"]
     assert summary["share"]["busy"] > 0

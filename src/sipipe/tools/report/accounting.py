@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.observe.online import BUBBLES
+from sipipe.observe.live import BUBBLES
 from sipipe.observe.phases import DEVICE_PHASES, Phase
 from sipipe.tools.report.inflight import Pipeline
-from sipipe.tools.report.intervals import NEVER, Array, ByIteration, Union
+from sipipe.tools.report.intervals import NEVER, Array, ByIteration, Intervals
 from sipipe.tools.report.reader import ProcessTrace, Records, Trace
 
 KINDS = ("busy", *BUBBLES)
@@ -30,52 +30,33 @@ KINDS = ("busy", *BUBBLES)
 
 
 class Cause(IntEnum):
-    """Why the device was in the state it was in, at an instant."""
+    """Why a stage's device was in the state it was in: number, kind, and the report's words."""
 
-    BUSY = 0
-    SAMPLING = 1
-    """The stage itself samples."""
-    HANDOVER = 2
-    """The stage hands its logits to the samplers."""
-    EARLIER_STAGE = 3
-    """The pipeline is full and an earlier stage has not finished the next microbatch."""
-    LATER_STAGE = 4
-    """The pipeline is full: nothing new until a later stage or the sampling is through."""
-    PREPARING = 5
-    """The inputs of the next microbatch are being prepared."""
-    STARTING = 6
-    """Everything is there, and the device has not started."""
-    HIDDEN_STATES = 7
-    """The stage before has finished, its hidden states are not here."""
-    SENDING = 8
-    """The stage is occupied with sending the microbatch before."""
-    SCHEDULER = 9
-    """The pipeline has room and the scheduler or the executor is at work."""
-    DISPATCHED = 10
-    """The scheduling output is on its way from the executor."""
-    FILLING = 11
-    """The pipeline has room, and an earlier stage has not finished the only next microbatch."""
-    NO_REQUESTS = 12
-    """The pipeline has room and nothing is scheduled."""
+    kind: str
+    text: str
+
+    def __new__(cls, number: int, kind: str, text: str) -> Cause:
+        cause = int.__new__(cls, number)
+        cause._value_, cause.kind, cause.text = number, kind, text
+        return cause
+
+    BUSY = 0, "busy", "device at work"
+    SAMPLING = 1, "load_imbalance", "sampling on the stage"
+    HANDOVER = 2, "load_imbalance", "handing over logits"
+    EARLIER_STAGE = 3, "load_imbalance", "an earlier stage is longer"
+    LATER_STAGE = 4, "load_imbalance", "a later stage or sampling is longer"
+    PREPARING = 5, "intra_stage", "preparing inputs"
+    STARTING = 6, "intra_stage", "starting the forward"
+    HIDDEN_STATES = 7, "inter_stage", "hidden states under way"
+    SENDING = 8, "inter_stage", "sender occupied"
+    SCHEDULER = 9, "unscheduled", "scheduler at work"
+    DISPATCHED = 10, "unscheduled", "scheduling output under way"
+    FILLING = 11, "unscheduled", "too few microbatches"
+    NO_REQUESTS = 12, "unscheduled", "nothing to schedule"
 
 
-KIND_OF = np.array([0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4], np.uint8)
-"""Kind of each cause."""
-CAUSE_TEXT = (
-    "device at work",
-    "sampling on the stage",
-    "handing over logits",
-    "an earlier stage is longer",
-    "a later stage or sampling is longer",
-    "preparing inputs",
-    "starting the forward",
-    "hidden states under way",
-    "sender occupied",
-    "scheduler at work",
-    "scheduling output under way",
-    "too few microbatches",
-    "nothing to schedule",
-)
+KIND_OF = np.array([KINDS.index(cause.kind) for cause in Cause], np.uint8)
+"""Number of each cause's kind."""
 SEGMENT = np.dtype(
     [("start_ns", "<i8"), ("end_ns", "<i8"), ("iteration", "<i8"), ("cause", "u1"), ("slot", "<u2")]
 )
@@ -84,7 +65,7 @@ SEGMENT = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class StageAccount:
-    """One stage process, from the first to the last instant of the trace."""
+    """One stage process, from the first to the last instant of the window."""
 
     index: int
     rank: int
@@ -97,8 +78,8 @@ class StageAccount:
     def by_kind(self) -> tuple[int, ...]:
         """Nanoseconds by kind, in the order of ``KINDS``."""
         sums = [0] * len(KINDS)
-        for cause, spent in enumerate(self.by_cause):
-            sums[KIND_OF[cause]] += spent
+        for kind, spent in zip(KIND_OF, self.by_cause, strict=True):
+            sums[kind] += spent
         return tuple(sums)
 
 
@@ -129,16 +110,11 @@ def account(trace: Trace, window: tuple[int, int] | None = None) -> Account:
         window: first and last instant in ns; without it, ``trace.window()``.
     """
     start, end = window or trace.window()
-    pipeline = Pipeline(trace, end)
+    pipeline = Pipeline(trace)
     stages = {(p.header.index, p.header.rank): p for p in trace.of("stage")}
     return Account(
         start, end, tuple(_stage(p, stages, pipeline, start, end) for p in trace.of("stage"))
     )
-
-
-def _union(process: ProcessTrace, *phases: int) -> Union:
-    records = process.phase(*phases)
-    return Union(records["start_ns"], records["end_ns"])
 
 
 def _stage(
@@ -150,21 +126,21 @@ def _stage(
 ) -> StageAccount:
     index, rank = process.header.index, process.header.rank
     device = process.phase(*DEVICE_PHASES)
-    busy = Union(device["start_ns"], device["end_ns"])
-    sampling = _union(process, Phase.SAMPLE)
-    handover = _union(process, Phase.HANDOVER)
-    sending, preparing = _union(process, Phase.SEND), _union(process, Phase.PREPARE)
+    busy, sampling, handover, sending, preparing = unions = [
+        Intervals.of(process.phase(*phases))
+        for phases in (
+            DEVICE_PHASES, (Phase.SAMPLE,), (Phase.HANDOVER,), (Phase.SEND,), (Phase.PREPARE,),
+        )
+    ]  # fmt: skip
     awaited = _Waits(process.phase(Phase.WAIT_SCHEDULING))
     hidden = _Waits(process.phase(Phase.WAIT_HIDDEN))
-    before = stages.get((index - 1, rank)) or stages.get((index - 1, 0))
-    made, sent = _handed_on(before)
+    made, sent = _handed_on(stages.get((index - 1, rank)) or stages.get((index - 1, 0)))
 
-    marks = [np.array([start, end]), device["start_ns"], device["end_ns"], *pipeline.changes]
-    for union in (sampling, handover, sending, preparing):
+    marks = [np.array([start, end]), *pipeline.changes]
+    for union in unions:
         marks += [union.starts, union.ends]
-    for times in (awaited.begun, awaited.ended, hidden.begun, hidden.ended):
-        marks.append(times.times)
-    marks += [pipeline.dispatched.times, made.times, sent.times]
+    for times in (awaited.begun, awaited.ended, hidden.begun, hidden.ended, made, sent):
+        marks.append(times.values)
     edges = np.unique(np.concatenate(marks))
     edges = edges[(edges >= start) & (edges <= end)]
     at = edges[:-1]
@@ -173,11 +149,11 @@ def _stage(
     coming = np.append(device["iteration"].astype(np.int64), -1)  # -1: nothing follows
     iterations = coming[following]
 
-    full = pipeline.full(at)
+    full = pipeline.flying.count(at) >= pipeline.limit
     undispatched = at < pipeline.dispatched.at(iterations)
     unknown = iterations < 0
     on_its_way = awaited.covers(iterations, at)
-    if len(pipeline.dispatched):
+    if len(pipeline.dispatched.values):
         undispatched |= unknown
     else:  # without the executor's record, the stage's own wait says when nothing was scheduled
         undispatched, on_its_way = unknown | on_its_way, np.zeros(len(at), bool)
@@ -206,10 +182,10 @@ def _stage(
     )
     # In a busy piece the device runs the work that started last (index -1, never used, is -1).
     iterations = np.where(cause == Cause.BUSY, coming[following - 1], iterations)
-    segments = _merge(at, edges, cause, iterations, _slots(process.records))
-    spent = segments["end_ns"] - segments["start_ns"]
-    sums = [int(spent[segments["cause"] == number].sum()) for number in range(len(Cause))]
-    return StageAccount(index, rank, segments, tuple(sums))
+    segments = _merge(edges, cause, iterations, ByIteration.of(process.records, "slot"))
+    sums = np.zeros(len(Cause), np.int64)
+    np.add.at(sums, segments["cause"], segments["end_ns"] - segments["start_ns"])
+    return StageAccount(index, rank, segments, tuple(sums.tolist()))
 
 
 class _Waits:
@@ -231,26 +207,20 @@ def _handed_on(before: ProcessTrace | None) -> tuple[ByIteration, ByIteration]:
         return ByIteration([], []), ByIteration([], [])
     made = ByIteration.of(before.phase(Phase.FORWARD), "end_ns")
     sent = ByIteration.of(before.phase(Phase.SEND), "end_ns")
-    at_least = np.maximum(sent.at(made.iterations, missing=NEVER), made.times)
+    at_least = np.maximum(sent.at(made.iterations, missing=NEVER), made.values)
     return made, ByIteration(made.iterations, at_least)
 
 
-def _slots(records: Records) -> ByIteration:
-    return ByIteration(records["iteration"], records["slot"])
-
-
 def _merge(
-    at: Array, edges: Array, cause: npt.NDArray[Any], iterations: Array, slots: ByIteration
+    edges: Array, cause: npt.NDArray[Any], iterations: Array, slots: ByIteration
 ) -> npt.NDArray[Any]:
-    """Pieces to segments: neighbours of the same cause and iteration become one."""
-    fresh = np.ones(len(at), bool)
-    if len(at):
-        fresh[1:] = (cause[1:] != cause[:-1]) | (iterations[1:] != iterations[:-1])
+    """Pieces, which lie between edges, to segments: equal neighbours become one."""
+    fresh = np.ones(len(cause), bool)
+    fresh[1:] = (cause[1:] != cause[:-1]) | (iterations[1:] != iterations[:-1])
     first = np.flatnonzero(fresh)
     segments = np.zeros(len(first), SEGMENT)
-    segments["start_ns"] = at[first]
-    if len(first):
-        segments["end_ns"] = np.append(at[first[1:]], edges[-1])
+    segments["start_ns"] = edges[first]
+    segments["end_ns"] = edges[np.append(first[1:], len(cause))]
     segments["cause"] = cause[first]
     segments["iteration"] = iterations[first]
     segments["slot"] = slots.at(iterations[first], missing=0)

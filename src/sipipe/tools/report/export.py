@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from sipipe.observe.format import TraceError
 from sipipe.observe.phases import Phase
-from sipipe.tools.report.accounting import CAUSE_TEXT, KIND_OF, KINDS
-from sipipe.tools.report.summary import Run, bubble_rows
+from sipipe.tools.report.accounting import Cause
+from sipipe.tools.report.summary import Run
 
 _BATCH = 20_000
 
@@ -60,15 +60,15 @@ def _names(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _slices(run: Run) -> Iterator[list[str]]:
-    start, end = run.window
+    start = run.window[0]
+    phases = [phase.name.lower() for phase in Phase]
+    causes = list(Cause)
     stages = iter(run.account.stages)
     for pid, process in enumerate(run.trace.processes):
-        records = process.records
-        records = records[(records["end_ns"] > start) & (records["start_ns"] < end)]
-        for rows in _batches(records):
+        for rows in _batches(process.phase(window=run.window)):
             yield [
                 f'{{"ph":"X","pid":{pid},"tid":{thread},"ts":{(began - start) / 1000:.3f},'
-                f'"dur":{(ended - began) / 1000:.3f},"name":"{_PHASE[phase]}","args":'
+                f'"dur":{(ended - began) / 1000:.3f},"name":"{phases[phase]}","args":'
                 f'{{"iteration":{iteration},"slot":{slot},"sequences":{batch},"tokens":{tokens}}}}}'
                 for began, ended, iteration, batch, tokens, phase, thread, slot in rows
             ]
@@ -76,13 +76,10 @@ def _slices(run: Run) -> Iterator[list[str]]:
             for rows in _batches(next(stages).segments):
                 yield [
                     f'{{"ph":"X","pid":{pid},"tid":1000,"ts":{(began - start) / 1000:.3f},'
-                    f'"dur":{(ended - began) / 1000:.3f},"name":"{CAUSE_TEXT[cause]}",'
-                    f'"cat":"{KINDS[KIND_OF[cause]]}","args":{{"iteration":{iteration}}}}}'
+                    f'"dur":{(ended - began) / 1000:.3f},"name":"{causes[cause].text}",'
+                    f'"cat":"{causes[cause].kind}","args":{{"iteration":{iteration}}}}}'
                     for began, ended, iteration, cause, _ in rows
                 ]
-
-
-_PHASE = {int(phase): phase.name.lower() for phase in Phase}
 
 
 def _batches(records: npt.NDArray[Any]) -> Iterator[list[tuple[Any, ...]]]:
@@ -92,7 +89,7 @@ def _batches(records: npt.NDArray[Any]) -> Iterator[list[tuple[Any, ...]]]:
 
 def write_csv(runs: Sequence[Run], file: TextIO) -> None:
     """The table of bubbles: one row per run, stage process and cause."""
-    rows = [row for run in runs for row in bubble_rows(run)]
+    rows = [row for run in runs for row in run.bubble_rows()]
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(

@@ -3,65 +3,56 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from sipipe.observe.phases import DEVICE_PHASES, Phase
-from sipipe.tools.report.intervals import Array, ByIteration, Union
+from sipipe.tools.report.intervals import Array, ByIteration, Intervals
 from sipipe.tools.report.reader import Trace
 
 PAUSE_NS = 20_000_000
 """Nothing in flight for this long is a pause of the service, not a slow iteration."""
+_STILL = np.iinfo(np.int64).max
+"""When an iteration leaves whose end was not recorded."""
 
 
 class Pipeline:
-    """What a stage must know of the rest: what is in flight when, what the executor does when."""
+    """What a stage must know of the rest of the pipeline."""
 
-    def __init__(self, trace: Trace, end: int) -> None:
-        executor = trace.executor
+    def __init__(self, trace: Trace) -> None:
+        executor, stages = trace.executor, trace.of("stage")
+        drained = stages[-1].phase(*DEVICE_PHASES, Phase.SAMPLE, Phase.HANDOVER)
         self.limit = trace.inflight
         if executor is not None and len(executor.phase(Phase.DISPATCH)):
             self.dispatched = ByIteration.of(executor.phase(Phase.DISPATCH), "end_ns")
-            self.entered = self.dispatched
+            """When each iteration's scheduling output was out; empty without the executor's file."""
             gathered = executor.phase(Phase.GATHER)
-            self.left = ByIteration.of(gathered, "end_ns") if len(gathered) else _drained(trace)
-            busy = executor.phase(Phase.SCHEDULE, Phase.DISPATCH, Phase.UPDATE)
+            left = gathered if len(gathered) else drained
+            at_work = executor.phase(Phase.SCHEDULE, Phase.DISPATCH, Phase.UPDATE)
+            iterations, entered = self.dispatched.iterations, self.dispatched.values
         else:
-            first = trace.of("stage")[0]
-            began = first.phase(Phase.PREPARE, *DEVICE_PHASES)[::-1]
-            # ByIteration keeps the latest: of the negated starts, that is the earliest.
-            earliest = ByIteration(began["iteration"], -began["start_ns"])
             self.dispatched = ByIteration([], [])
-            self.entered = ByIteration(earliest.iterations, -earliest.times)
-            self.left = _drained(trace)
-            busy = first.records[:0]
-        self.at_work = Union(busy["start_ns"], busy["end_ns"])
-        gone = np.maximum(self.left.at(self.entered.iterations, missing=end), self.entered.times)
-        self._entered, self._left = np.sort(self.entered.times), np.sort(gone)
+            left, at_work = drained, drained[:0]
+            began = stages[0].phase(Phase.PREPARE, *DEVICE_PHASES)  # sorted by start
+            iterations, first = np.unique(began["iteration"].astype(np.int64), return_index=True)
+            entered = began["start_ns"][first]
+        self.left = ByIteration.of(left, "end_ns")
+        """When each iteration's tokens were there."""
+        self.at_work = Intervals.of(at_work)
+        """When the scheduler or the executor worked."""
+        gone = np.maximum(self.left.at(iterations, missing=_STILL), entered)
+        self.flying = Intervals(entered, gone)
+        """The iterations in flight."""
+
+    def pauses(self) -> Intervals:
+        """When nothing was in flight for at least ``PAUSE_NS``."""
+        entered, left = self.flying.merged()
+        begins, ends = left[:-1], entered[1:]
+        long = ends - begins >= PAUSE_NS
+        return Intervals(begins[long], ends[long])
 
     @property
     def changes(self) -> list[Array]:
         """All instants at which an answer of this object may change."""
-        return [self._entered, self._left, self.at_work.starts, self.at_work.ends]
-
-    def full(self, times: Array) -> npt.NDArray[np.bool_]:
-        """Whether as many microbatches are in flight as may be."""
-        entered = np.searchsorted(self._entered, times, side="right")
-        left = np.searchsorted(self._left, times, side="right")
-        return np.asarray(entered - left >= self.limit)
-
-    def pauses(self) -> Union:
-        """When nothing was in flight for at least ``PAUSE_NS``."""
-        times = np.concatenate([self._entered, self._left])
-        steps = np.repeat([1, -1], [len(self._entered), len(self._left)])
-        order = np.argsort(times, kind="stable")
-        times, flying = times[order], np.cumsum(steps[order])
-        idle = np.flatnonzero(flying[:-1] <= 0)
-        begins, ends = times[idle], times[idle + 1]
-        long = ends - begins >= PAUSE_NS
-        return Union(begins[long], ends[long])
-
-
-def _drained(trace: Trace) -> ByIteration:
-    """When the last stage was through with each iteration: without the executor's word, the end."""
-    last = trace.of("stage")[-1]
-    return ByIteration.of(last.phase(*DEVICE_PHASES, Phase.SAMPLE, Phase.HANDOVER), "end_ns")
+        return [
+            self.flying.starts, self.flying.ends, self.at_work.starts, self.at_work.ends,
+            self.dispatched.values,
+        ]  # fmt: skip

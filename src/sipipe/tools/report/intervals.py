@@ -1,4 +1,4 @@
-"""Half-open intervals of integer nanoseconds, as sorted arrays."""
+"""Intervals of integer nanoseconds, and times by iteration, as sorted arrays."""
 
 from __future__ import annotations
 
@@ -12,78 +12,67 @@ NEVER = np.iinfo(np.int64).min
 """A time before every other: for what is not known to have been waited for."""
 
 
-class Union:
-    """A set of instants: the union of intervals [start, end)."""
+class Intervals:
+    """Half-open intervals [start, end), in any order; they may overlap or be empty.
+
+    Both arrays are sorted on their own, so which end belongs to which start is lost: the number of
+    intervals that hold an instant is that of starts up to it less that of ends up to it.
+    """
 
     __slots__ = ("ends", "starts")
 
     def __init__(self, starts: npt.ArrayLike, ends: npt.ArrayLike) -> None:
-        """Merge intervals in any order; empty ones are dropped."""
-        first = np.asarray(starts, np.int64)
-        last = np.asarray(ends, np.int64)
-        order = np.argsort(first, kind="stable")
-        first, last = first[order], last[order]
-        kept = last > first
-        first, last = first[kept], np.maximum.accumulate(last[kept])
-        if len(first):
-            fresh = np.ones(len(first), bool)
-            fresh[1:] = first[1:] > last[:-1]
-            closing = np.append(np.flatnonzero(fresh)[1:] - 1, len(first) - 1)
-            first, last = first[fresh], last[closing]
-        self.starts: Array = first
-        self.ends: Array = last
+        """No interval may end before it starts."""
+        self.starts: Array = np.sort(np.asarray(starts, np.int64))
+        self.ends: Array = np.sort(np.asarray(ends, np.int64))
+
+    @classmethod
+    def of(cls, records: npt.NDArray[Any]) -> Intervals:
+        """The times of records."""
+        return cls(records["start_ns"], records["end_ns"])
+
+    def count(self, times: Array) -> Array:
+        """How many intervals hold each instant."""
+        begun = np.searchsorted(self.starts, times, side="right")
+        return np.asarray(begun - np.searchsorted(self.ends, times, side="right"), np.int64)
 
     def covers(self, times: Array) -> npt.NDArray[np.bool_]:
-        """Whether each instant is in the set."""
-        if not len(self.starts):
-            return np.zeros(len(times), bool)
-        index = np.searchsorted(self.starts, times, side="right") - 1
-        return np.asarray((index >= 0) & (times < self.ends[np.maximum(index, 0)]))
+        """Whether any interval holds each instant."""
+        return self.count(times) > 0
 
-    def total(self) -> int:
-        """Its length in ns."""
-        return int((self.ends - self.starts).sum())
+    def merged(self) -> tuple[Array, Array]:
+        """Starts and ends of the union, which are disjoint and do not touch."""
+        edges = np.unique(np.concatenate([self.starts, self.ends]))
+        change = np.diff(self.covers(edges), prepend=np.False_)
+        # The union is left at the last edge, so changes come in pairs: in, out.
+        return edges[change][::2], edges[change][1::2]
 
 
 class ByIteration:
-    """One time per iteration, looked up for many iterations at once."""
+    """One value per iteration, looked up for many iterations at once."""
 
-    __slots__ = ("_iterations", "_times")
+    __slots__ = ("iterations", "values")
 
-    def __init__(self, iterations: npt.ArrayLike, times: npt.ArrayLike) -> None:
-        """Where an iteration has several times, the latest counts."""
+    def __init__(self, iterations: npt.ArrayLike, values: npt.ArrayLike) -> None:
+        """Where an iteration has several values, the largest counts: of times, the latest."""
         keys = np.asarray(iterations, np.int64)
-        values = np.asarray(times, np.int64)
-        order = np.lexsort((values, keys))
-        keys, values = keys[order], values[order]
-        last = np.ones(len(keys), bool)
-        if len(keys):
-            last[:-1] = keys[1:] != keys[:-1]
-        self._iterations: Array = keys[last]
-        self._times: Array = values[last]
+        found = np.asarray(values, np.int64)
+        order = np.lexsort((found, keys))
+        keys, found = keys[order], found[order]
+        last = np.diff(keys, append=-1) != 0
+        self.iterations: Array = keys[last]
+        """Ascending."""
+        self.values: Array = found[last]
 
     @classmethod
     def of(cls, records: npt.NDArray[Any], field: str) -> ByIteration:
-        """The ``start_ns`` or ``end_ns`` of records."""
+        """One field of records."""
         return cls(records["iteration"], records[field])
 
-    def __len__(self) -> int:
-        return len(self._times)
-
     def at(self, iterations: Array, missing: int = NEVER) -> Array:
-        """The time of each iteration; ``missing`` where there is none."""
-        if not len(self._iterations):
+        """The value of each iteration; ``missing`` where there is none."""
+        if not len(self.iterations):
             return np.full(len(iterations), missing, np.int64)
-        index = np.minimum(np.searchsorted(self._iterations, iterations), len(self._iterations) - 1)
-        found = self._iterations[index] == iterations
-        return np.where(found, self._times[index], missing)
-
-    @property
-    def times(self) -> Array:
-        """All times, by iteration."""
-        return self._times
-
-    @property
-    def iterations(self) -> Array:
-        """The iterations, ascending."""
-        return self._iterations
+        index = np.minimum(np.searchsorted(self.iterations, iterations), len(self.iterations) - 1)
+        found = self.iterations[index] == iterations
+        return np.where(found, self.values[index], missing)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.observe.format import CLOCK, CPU, DROPPED, SUFFIX, Header, TraceError, read_file
-from sipipe.observe.phases import DEVICE_PHASES, WAIT_PHASES, Phase
+from sipipe.observe.format import CPU, DROPPED, SUFFIX, Header, TraceError, read_file
+from sipipe.observe.phases import WAIT_PHASES, Phase
 
 Records = npt.NDArray[Any]
 CPU_SAMPLE = np.dtype([("start_ns", "<i8"), ("end_ns", "<i8"), ("cpu_ns", "<i8")])
@@ -20,24 +19,28 @@ CPU_SAMPLE = np.dtype([("start_ns", "<i8"), ("end_ns", "<i8"), ("cpu_ns", "<i8")
 
 @dataclass(frozen=True, slots=True)
 class ProcessTrace:
-    """What one process recorded, on the reference clock."""
+    """What one process recorded, on the clock of the executor's host."""
 
     header: Header
     records: Records
     """dtype ``RECORD``, sorted by start; times in ns of the reference host's monotonic clock."""
     cpu: Records = field(default_factory=lambda: np.zeros(0, CPU_SAMPLE))
     """CPU time used between two instants, in ns."""
-    clock_offset_ns: int = 0
-    """What was added to this host's clock, at the start of the trace."""
-    clock_error_ns: int = 0
-    """How far the offset may be off; -1 where it is a guess from the hosts' wall clocks."""
     dropped: int = 0
     """Records lost because the disk did not keep up."""
-    path: str = ""
 
-    def phase(self, *phases: int) -> Records:
-        """The records of these phases, sorted by start."""
-        return self.records[np.isin(self.records["phase"], phases)]
+    def phase(self, *phases: int, window: tuple[int, int] | None = None) -> Records:
+        """The records of these phases (of all, where none is named), sorted by start.
+
+        With a ``window`` only those that lie in it, in whole or in part.
+        """
+        records = self.records
+        if phases:
+            records = records[np.isin(records["phase"], phases)]
+        if window is not None:
+            start, end = window
+            records = records[(records["end_ns"] > start) & (records["start_ns"] < end)]
+        return records
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
     path = Path(directory)
     if not path.is_dir():
         raise TraceError(f"{directory}: no such directory; give the one named by --trace")
-    found: list[tuple[Header, Records, str]] = []
+    found: list[tuple[Header, Records]] = []
     warnings: list[str] = []
     for file in sorted(path.iterdir()):
         if file.suffix != SUFFIX:
@@ -119,19 +122,21 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
         try:
             header, records, warning = read_file(file)
         except TraceError as error:
-            warnings.append(str(error))
-            continue
-        found.append((header, records, str(file)))
+            warning = str(error)
+        else:
+            found.append((header, records))
         if warning:
             warnings.append(warning)
     if not found:
         hint = f" ({warnings[0]})" if warnings else ""
         raise TraceError(f"{directory}: no trace files (*{SUFFIX}){hint}")
-    found, dropped_runs = _latest_run(found)
-    if dropped_runs:
-        warnings.append(f"{directory}: {dropped_runs} files of earlier runs left out")
-    processes = [_process(h, r, f, found) for h, r, f in found]
-    guessed = sorted({p.header.host for p in processes if p.clock_error_ns < 0})
+    run = max((header for header, _ in found), key=lambda header: header.realtime_ns).run
+    kept = [one for one in found if one[0].run == run]
+    if len(kept) < len(found):
+        warnings.append(f"{directory}: {len(found) - len(kept)} files of earlier runs left out")
+    reference = next((h for h, _ in kept if h.role == "executor"), kept[0][0])
+    processes = [_process(header, records, reference) for header, records in kept]
+    guessed = sorted({h.host for h, _ in kept} - {reference.host})
     if guessed:
         warnings.append(
             f"no clock offset recorded for {', '.join(guessed)}; aligned by wall clock, "
@@ -147,56 +152,23 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
     return Trace(tuple(processes), tuple(warnings), str(directory))
 
 
-def _latest_run(
-    found: list[tuple[Header, Records, str]],
-) -> tuple[list[tuple[Header, Records, str]], int]:
-    newest: Counter[str] = Counter()
-    for header, _, _ in found:
-        newest[header.run] = max(newest[header.run], header.realtime_ns)
-    run = max(newest, key=lambda name: newest[name])
-    kept = [f for f in found if f[0].run == run]
-    return kept, len(found) - len(kept)
+def _process(header: Header, raw: Records, reference: Header) -> ProcessTrace:
+    """Put one file on the clock of ``reference``'s host.
 
-
-def _process(
-    header: Header,
-    raw: Records,
-    file: str,
-    found: list[tuple[Header, Records, str]],
-) -> ProcessTrace:
-    """Put one file on the reference clock, that of the executor's host."""
-    clocks = raw[raw["phase"] == CLOCK]
-    reference = next((h for h, _, _ in found if h.role == "executor"), found[0][0])
-    records = raw[raw["phase"] < CPU].copy()
-    samples = raw[raw["phase"] == CPU]
-    offset, error = 0, 0
-    if len(clocks):
-        offset, error = int(clocks["end_ns"][0]), int(clocks["iteration"].max()) * 1000
-    elif header.host != reference.host:
+    Processes of a host share its monotonic clock. Of two hosts only the wall clocks can be
+    compared, as both files noted them when they were opened.
+    """
+    offset = 0
+    if header.host != reference.host:
         offset = (header.realtime_ns - header.monotonic_ns) - (
             reference.realtime_ns - reference.monotonic_ns
         )
-        error = -1
+    samples = raw[raw["phase"] == CPU]
     cpu = np.zeros(len(samples), CPU_SAMPLE)
     cpu["cpu_ns"] = samples["iteration"].astype(np.int64) * 1000
+    records = raw[raw["phase"] < CPU].copy()
     for name in ("start_ns", "end_ns"):
-        cpu[name] = samples[name]
-        for array in (records, cpu):
-            array[name] += _offsets(array[name], clocks, offset)
+        cpu[name] = samples[name] + offset
+        records[name] += offset
     records = records[np.argsort(records["start_ns"], kind="stable")]
-    lost = int(raw["iteration"][raw["phase"] == DROPPED].sum())
-    return ProcessTrace(header, records, cpu, offset, error, lost, file)
-
-
-def _offsets(times: Records, clocks: Records, offset: int) -> Records:
-    """Offset at each time, in ns: drift between two measurements is taken as linear."""
-    if len(clocks) < 2:
-        return np.full(len(times), offset, np.int64)
-    base = int(clocks["start_ns"][0])
-    drift = np.interp(times - base, clocks["start_ns"] - base, clocks["end_ns"] - offset)
-    return np.asarray(offset + np.rint(drift).astype(np.int64))
-
-
-def device_records(process: ProcessTrace) -> Records:
-    """The device work of a stage process (forward and logits), sorted by start."""
-    return process.phase(*DEVICE_PHASES)
+    return ProcessTrace(header, records, cpu, int(raw["iteration"][raw["phase"] == DROPPED].sum()))

@@ -12,9 +12,9 @@ import numpy as np
 from sipipe._version import __version__
 from sipipe.observe.phases import Phase
 from sipipe.tools.report import statistics
-from sipipe.tools.report.accounting import CAUSE_TEXT, KIND_OF, KINDS, Cause
+from sipipe.tools.report.accounting import KIND_OF, KINDS, Cause
 from sipipe.tools.report.encode import DETAIL, QUANTUM_NS, lanes
-from sipipe.tools.report.summary import Run, bubble_rows
+from sipipe.tools.report.summary import Run
 
 SCRIPTS = ("decode.js", "lanes.js", "timeline.js", "charts.js", "tables.js", "main.js")
 """In the order in which they are put into the page."""
@@ -22,38 +22,35 @@ SCRIPTS = ("decode.js", "lanes.js", "timeline.js", "charts.js", "tables.js", "ma
 
 def page_data(runs: Sequence[Run], detail: int = DETAIL) -> dict[str, Any]:
     """What the page shows, ready for JSON."""
-    found = []
-    for run in runs:
-        timeline, dropped = lanes(run, detail)
-        stages = run.trace.of("stage")
-        forwards = {}
-        for process in stages:
-            records = process.phase(Phase.FORWARD)
-            spans = (records["end_ns"] - records["start_ns"]) / 1e6
-            forwards[process.header.name] = statistics.cdf(np.asarray(spans), 200)
-        found.append(
-            {
-                "summary": run.summary(),
-                "bubbles": bubble_rows(run),
-                "lanes": timeline,
-                "left_out": dropped,
-                "cdf": {
-                    "iteration": statistics.cdf(run.iteration_ms),
-                    "tpot": statistics.cdf(run.tpot_ms),
-                    "forward": forwards,
-                },
-                "utilization": statistics.utilization(run.trace, run.window),
-            }
-        )
     return {
         "version": __version__,
         "quantum_ns": QUANTUM_NS,
         "kinds": list(KINDS),
         "kind_of": KIND_OF.tolist(),
         "causes": [cause.name.lower() for cause in Cause],
-        "cause_text": list(CAUSE_TEXT),
+        "cause_text": [cause.text for cause in Cause],
         "phases": [phase.name.lower() for phase in Phase],
-        "runs": found,
+        "runs": [_run_data(run, detail) for run in runs],
+    }
+
+
+def _run_data(run: Run, detail: int) -> dict[str, Any]:
+    timeline, dropped = lanes(run, detail)
+    forwards = {}
+    for process in run.trace.of("stage"):
+        records = process.phase(Phase.FORWARD)
+        spans = np.asarray((records["end_ns"] - records["start_ns"]) / 1e6)
+        forwards[process.header.name] = statistics.cdf(spans, 200)
+    return {
+        "summary": run.summary,
+        "lanes": timeline,
+        "left_out": dropped,
+        "cdf": {
+            "iteration": statistics.cdf(run.iteration_ms),
+            "tpot": statistics.cdf(run.tpot_ms),
+            "forward": forwards,
+        },
+        "utilization": statistics.utilization(run.trace, run.window),
     }
 
 
@@ -65,8 +62,9 @@ def render(runs: Sequence[Run], detail: int = DETAIL) -> str:
         return (page / name).read_text(encoding="utf-8")
 
     data = json.dumps(page_data(runs, detail), separators=(",", ":"), allow_nan=False)
+    title = " against ".join(run.trace.label for run in runs)
     parts = {
-        "TITLE": " against ".join(run.trace.label for run in runs),
+        "TITLE": title.replace("&", "&amp;").replace("<", "&lt;"),
         "STYLE": part("uPlot.min.css") + part("style.css"),
         "LICENSE": part("uPlot.LICENSE"),
         "LIBRARY": part("uPlot.iife.min.js"),
@@ -74,7 +72,6 @@ def render(runs: Sequence[Run], detail: int = DETAIL) -> str:
         "DATA": data.replace("</", "<\\/").replace("<!--", "<\\u0021--"),
         "SCRIPT": "\n".join(part(name) for name in SCRIPTS),
     }
-    parts["TITLE"] = parts["TITLE"].replace("&", "&amp;").replace("<", "&lt;")
     pieces = []
     for piece in part("report.html").split("{{"):
         name, found, rest = piece.partition("}}")

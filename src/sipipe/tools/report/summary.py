@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from sipipe.observe.format import TraceError
 from sipipe.observe.phases import Phase
 from sipipe.tools.report import statistics
-from sipipe.tools.report.accounting import CAUSE_TEXT, KIND_OF, KINDS, Account, Cause, account
+from sipipe.tools.report.accounting import KINDS, Cause, account
 from sipipe.tools.report.inflight import Pipeline
 from sipipe.tools.report.reader import Trace
 
@@ -32,22 +33,18 @@ class Run:
                 f"{(end - start) / 1e9:.3f} s long"
             )
         self.trace = trace
-        self.account: Account = account(trace, self.window)
-        self.pipeline = Pipeline(trace, end)
-        self.iteration_ms = statistics.iteration_times(self.pipeline, self.window)
-        self.tpot_ms = statistics.tpot(trace, self.pipeline, self.window)
-        self._summary: dict[str, Any] | None = None
+        self.account = account(trace, self.window)
+        pipeline = Pipeline(trace)
+        self._ends = pipeline.left.values
+        self.iteration_ms = statistics.iteration_times(pipeline, self.window)
+        self.tpot_ms = statistics.tpot(trace, pipeline, self.window)
 
+    @cached_property
     def summary(self) -> dict[str, Any]:
         """Everything but the curves; times in the units that the names end with."""
-        if self._summary is None:
-            self._summary = self._summarize()
-        return self._summary
-
-    def _summarize(self) -> dict[str, Any]:
-        trace, wall = self.trace, self.account.wall_ns
-        total = self.account.total()
-        tokens = statistics.tokens_drawn(trace, self.window)
+        trace, window, wall = self.trace, self.window, self.account.wall_ns
+        tokens = statistics.tokens_drawn(trace, window)
+        devices = wall * len(self.account.stages)
         return {
             "directory": trace.directory,
             "label": trace.label,
@@ -58,44 +55,34 @@ class Run:
             "hosts": sorted({p.header.host for p in trace.processes}),
             "processes": len(trace.processes),
             "wall_s": wall / 1e9,
-            "iterations": self._iterations(),
+            "iterations": int(((self._ends > window[0]) & (self._ends <= window[1])).sum()),
             "tokens": tokens,
             "tokens_per_s": tokens / (wall / 1e9),
             "share": {
-                kind: spent / (wall * len(self.account.stages))
-                for kind, spent in zip(KINDS, total, strict=True)
+                kind: spent / devices
+                for kind, spent in zip(KINDS, self.account.total(), strict=True)
             },
             "iteration_ms": statistics.quantiles(self.iteration_ms),
             "tpot_ms": statistics.quantiles(self.tpot_ms),
-            "sampler_ms_per_sequence": statistics.sampler_ms_per_sequence(trace, self.window),
+            "sampler_ms_per_sequence": statistics.sampler_ms_per_sequence(trace, window),
             "stage_table": [self._stage(number) for number in range(len(self.account.stages))],
-            "phase_table": statistics.phase_table(trace, self.window),
-            "clock_error_us": max(
-                (p.clock_error_ns / 1e3 for p in trace.processes if p.clock_error_ns > 0),
-                default=0.0,
-            ),
+            "phase_table": statistics.phase_table(trace, window),
             "warnings": list(trace.warnings),
         }
-
-    def _iterations(self) -> int:
-        ends = self.pipeline.left.times
-        return int(((ends > self.window[0]) & (ends <= self.window[1])).sum())
 
     def _stage(self, number: int) -> dict[str, Any]:
         stage = self.account.stages[number]
         process = self.trace.of("stage")[number]
-        forwards = process.phase(Phase.FORWARD)
-        inside = (forwards["end_ns"] > self.window[0]) & (forwards["start_ns"] < self.window[1])
-        count = int(inside.sum())
         wall = self.account.wall_ns
+        by_kind = dict(zip(KINDS, stage.by_kind, strict=True))
         return {
             "stage": stage.index,
             "rank": stage.rank,
             "host": process.header.host,
-            "iterations": count,
+            "iterations": len(process.phase(Phase.FORWARD, window=self.window)),
             "wall_ns": wall,
-            "ns": dict(zip(KINDS, stage.by_kind, strict=True)),
-            "share": {k: ns / wall for k, ns in zip(KINDS, stage.by_kind, strict=True)},
+            "ns": by_kind,
+            "share": {kind: ns / wall for kind, ns in by_kind.items()},
             "cause_ns": {
                 cause.name.lower(): stage.by_cause[cause]
                 for cause in Cause
@@ -103,26 +90,21 @@ class Run:
             },
         }
 
-
-def bubble_rows(run: Run) -> list[dict[str, Any]]:
-    """One row per stage process and cause: for the CSV file and the report's table."""
-    rows = []
-    stages = run.summary()["stage_table"]
-    for stage, entry in zip(run.account.stages, stages, strict=True):
-        for cause in Cause:
-            spent = stage.by_cause[cause]
-            if spent or cause == Cause.BUSY:
-                rows.append(
-                    {
-                        "run": run.trace.label,
-                        "stage": stage.index,
-                        "rank": stage.rank,
-                        "kind": KINDS[KIND_OF[cause]],
-                        "cause": cause.name.lower(),
-                        "meaning": CAUSE_TEXT[cause],
-                        "seconds": spent / 1e9,
-                        "share": spent / run.account.wall_ns,
-                        "ms_per_iteration": spent / 1e6 / max(1, entry["iterations"]),
-                    }
-                )
-    return rows
+    def bubble_rows(self) -> list[dict[str, Any]]:
+        """One row per stage process and cause, for tables."""
+        return [
+            {
+                "run": self.trace.label,
+                "stage": stage.index,
+                "rank": stage.rank,
+                "kind": cause.kind,
+                "cause": cause.name.lower(),
+                "meaning": cause.text,
+                "seconds": stage.by_cause[cause] / 1e9,
+                "share": stage.by_cause[cause] / self.account.wall_ns,
+                "ms_per_iteration": stage.by_cause[cause] / 1e6 / max(1, entry["iterations"]),
+            }
+            for stage, entry in zip(self.account.stages, self.summary["stage_table"], strict=True)
+            for cause in Cause
+            if stage.by_cause[cause] or cause == Cause.BUSY
+        ]

@@ -1,4 +1,4 @@
-// Columns as sipipe/trace/encode.py writes them, back to typed arrays.
+// Columns as tools/report/encode.py writes them, back to typed arrays.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
@@ -10,10 +10,16 @@ async function inflate(text) {
 
 async function decodeColumn(column, count) {
   const bytes = await inflate(column.data);
-  const values = new Int32Array(count);
-  const unused = 32 - 8 * column.size;
-  for (let plane = 0; plane < column.size; plane++) {
-    const offset = plane * count, shift = 8 * plane;
+  if (column.size < 8) return integers(bytes, 0, column.size, count);
+  const low = integers(bytes, 0, 4, count), high = integers(bytes, 4 * count, 4, count);
+  return Float64Array.from(high, (value, i) => value * 2 ** 32 + (low[i] >>> 0));
+}
+
+// `size` byte planes from `first` on, lowest first, to signed integers.
+function integers(bytes, first, size, count) {
+  const values = new Int32Array(count), unused = 32 - 8 * size;
+  for (let plane = 0; plane < size; plane++) {
+    const offset = first + plane * count, shift = 8 * plane;
     for (let i = 0; i < count; i++) values[i] |= bytes[offset + i] << shift;
   }
   if (unused) for (let i = 0; i < count; i++) values[i] = (values[i] << unused) >> unused;
@@ -43,7 +49,7 @@ async function decodeLane(lane) {
   }
   return Object.assign(lane, {
     start, end, reach,
-    what: Uint8Array.from(c.what), slot: Uint8Array.from(c.slot), iteration: running(c.step),
+    what: Uint8Array.from(c.what), slot: c.slot, iteration: running(c.step),
     batch: c.batch, tokens: c.tokens,
   });
 }

@@ -16,7 +16,7 @@ function describe() {
   const parts = data.runs.map((run) => run.summary.label).join(" against ");
   const facts = [s.model.startsWith("/") ? s.model.split("/").pop() : s.model, `${s.stages} stages`, `${s.inflight} microbatches in flight`, s.samplers ? `${s.samplers} samplers` : "", `${s.iterations.toLocaleString("en")} iterations in ${number(s.wall_s)} s`];
   $("what").textContent = [parts, ...facts.filter(Boolean)].join(" · ");
-  $("foot").textContent = `SiPipe ${data.version} · times to ${data.quantum_ns} ns` + (s.clock_error_us ? ` · clocks of hosts agree to ${number(s.clock_error_us)} µs` : "");
+  $("foot").textContent = `SiPipe ${data.version} · times to ${data.quantum_ns} ns`;
   const warnings = data.runs.flatMap((run) => [...run.summary.warnings, ...(run.left_out.length ? [`Left out of the timeline for size: ${run.left_out.join(", ")}. Use --from and --to for a page of a part.`] : [])]);
   if (warnings.length) {
     $("warnings").hidden = false;

@@ -1,0 +1,104 @@
+"""A running server's figures, read again and again: for Prometheus and ``sipipe top``.
+
+How much waits where is read off as well: nobody counts a queue on the hot path. Each process's
+block says which iteration each of its phases saw last; what one side has passed on and the other
+has not yet taken is the queue between them. The two figures are read one after the other, so a
+queue is exact on a server at rest and may be off by one on a busy one.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from sipipe.observe.live import LivePage, Word
+from sipipe.observe.phases import MAIN_PHASE, Phase, Role
+
+Key = tuple[Role, int, int]
+"""Role, index and rank of a process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One process's figures."""
+
+    role: Role
+    index: int
+    rank: int
+    words: list[int]
+    """Indexed with :class:`Word`, as they are now."""
+    grown: list[int]
+    """By how much each has grown since the poll before."""
+    span_ns: int
+    """How long ago that was."""
+    queues: dict[str, int]
+    """What waits for the process, by name of the queue.
+
+    Stages: ``scheduling`` (scheduling outputs not yet prepared), ``inputs`` (microbatches prepared
+    and not yet run), ``hidden_states`` (sent by the stage before and not yet run). Samplers:
+    ``logits`` (microbatches handed over and not yet taken).
+    """
+
+    @property
+    def last_iteration(self) -> int:
+        """The last that is through here; 0 before the first."""
+        return max(0, self.words[Word.PHASE_LAST + MAIN_PHASE[self.role]] - 1)
+
+    def share(self, word: Word) -> float:
+        """Part of the time, 0 to 1, by which a word of nanoseconds has grown."""
+        # A microbatch that began before the last poll is counted when it ends: never more than all.
+        return min(1.0, max(0.0, self.grown[word] / self.span_ns))
+
+    def rate(self, word: Word) -> float:
+        """Growth of a word a second."""
+        return self.grown[word] / (self.span_ns / 1e9)
+
+    def main_ns(self, per: Word) -> float:
+        """Time in the main phase per batch or per sequence, in ns; 0 where there was none."""
+        return self.grown[Word.MAIN_NS] / self.grown[per] if self.grown[per] else 0.0
+
+
+class Poll:
+    """Reads one page."""
+
+    def __init__(self, page: LivePage) -> None:
+        """Growth at the first poll is that since the page was made."""
+        self.page = page
+        self._then, self._span = page.header.created_ns, 0
+        self._last: dict[Key, list[int]] = {}
+        self._grown: dict[Key, list[int]] = {}
+
+    def blocks(self, least_ns: int = 1) -> list[Block]:
+        """The blocks of all processes: executor, stages, samplers.
+
+        Less than ``least_ns`` after the poll before, the growth is still that up to then.
+        """
+        now = time.monotonic_ns()
+        words = {key: self.page.read(*key) for key in self.page.blocks()}
+        if not self._grown or now - self._then >= least_ns:
+            for key, new in words.items():
+                old = self._last.get(key, [0] * len(new))
+                self._grown[key] = [a - b for a, b in zip(new, old, strict=True)]
+            self._last, self._span, self._then = words, max(1, now - self._then), now
+        return [
+            Block(*key, words[key], self._grown[key], self._span, self._queues(words, *key))
+            for key in words
+        ]
+
+    def _queues(
+        self, words: dict[Key, list[int]], role: Role, index: int, rank: int
+    ) -> dict[str, int]:
+        def last(phase: Phase, role: Role = role, index: int = index, rank: int = rank) -> int:
+            return words[role, index, rank][Word.PHASE_LAST + phase]
+
+        waiting: dict[str, int] = {}
+        if role == "stage":
+            prepared, run = last(Phase.PREPARE), last(Phase.FORWARD)
+            waiting["scheduling"] = last(Phase.DISPATCH, "executor", 0, 0) - prepared
+            waiting["inputs"] = prepared - run
+            if index:
+                waiting["hidden_states"] = last(Phase.SEND, index=index - 1) - run
+        elif role == "sampler":
+            handed_over = last(Phase.HANDOVER, "stage", self.page.header.stages - 1, 0)
+            waiting["logits"] = handed_over - last(Phase.WAIT_LOGITS)
+        return {name: max(0, depth) for name, depth in waiting.items()}

@@ -1,0 +1,100 @@
+"""Polls of the page: rates between two of them, queues between processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from sipipe.observe.live import LivePage, Word
+from sipipe.observe.phases import Phase
+from sipipe.observe.poll import Poll
+
+
+@pytest.fixture
+def page():
+    made = LivePage.create(stages=2, samplers=1, inflight=3)
+    yield made
+    made.close()
+
+
+def saw(page, role, index, **last):
+    writer = page.writer(role, index)
+    for name, iteration in last.items():
+        writer.phase(Phase[name.upper()], iteration, 0, 1, 4, 4)
+
+
+def depths(page, role, index):
+    return block(Poll(page), role, index).queues
+
+
+def block(poll, role, index, rank=0, **least):
+    blocks = poll.blocks(**least)
+    return next(b for b in blocks if (b.role, b.index, b.rank) == (role, index, rank))
+
+
+def test_nothing_waits_before_the_first_iteration(page):
+    assert depths(page, "stage", 0) == {"scheduling": 0, "inputs": 0}
+    assert depths(page, "stage", 1) == {"scheduling": 0, "inputs": 0, "hidden_states": 0}
+    assert depths(page, "sampler", 0) == {"logits": 0}
+    assert depths(page, "executor", 0) == {}
+
+
+def test_what_one_side_passed_on_and_the_other_did_not_take(page):
+    saw(page, "executor", 0, dispatch=9)
+    saw(page, "stage", 0, prepare=8, forward=7, send=7)
+    saw(page, "stage", 1, prepare=8, forward=5, handover=5)
+    saw(page, "sampler", 0, wait_logits=4)
+    assert depths(page, "stage", 0) == {"scheduling": 1, "inputs": 1}
+    assert depths(page, "stage", 1) == {"scheduling": 1, "inputs": 3, "hidden_states": 2}
+    assert depths(page, "sampler", 0) == {"logits": 1}
+
+
+def test_a_server_at_rest_has_empty_queues(page):
+    saw(page, "executor", 0, dispatch=9)
+    saw(page, "stage", 0, prepare=9, forward=9, send=9)
+    saw(page, "stage", 1, prepare=9, forward=9, handover=9)
+    saw(page, "sampler", 0, wait_logits=9)
+    for role, index, _ in page.blocks():
+        assert not any(depths(page, role, index).values())
+
+
+def test_two_polls_that_cross_give_no_negative_depth(page):
+    saw(page, "stage", 0, prepare=3, forward=4)
+    assert depths(page, "stage", 0) == {"scheduling": 0, "inputs": 0}
+
+
+def test_growth_between_two_polls(page):
+    poll = Poll(page)
+    stage = page.writer("stage", 1)
+    for i in range(10):
+        if i == 5:
+            poll.blocks()
+        stage.phase(Phase.FORWARD, i, 1000 * i, 1000 * i + 800, 4, 8)
+    found = block(poll, "stage", 1)
+    seconds = found.span_ns / 1e9
+    assert found.words[Word.BATCHES] == 10
+    assert found.last_iteration == 9
+    assert found.rate(Word.TOKENS) * seconds == pytest.approx(40)
+    assert found.rate(Word.BATCHES) * seconds == pytest.approx(5)
+    assert found.main_ns(Word.BATCHES) == 800
+    assert found.share(Word.BUSY_NS) * found.span_ns == pytest.approx(5 * 800)
+    assert found.share(Word.INTRA_NS) * found.span_ns == pytest.approx(5 * 200)
+    assert block(poll, "stage", 1).rate(Word.TOKENS) == 0
+
+
+def test_a_poll_that_comes_too_early_shows_the_growth_of_the_one_before(page):
+    poll = Poll(page)
+    sampler = page.writer("sampler", 0)
+    sampler.phase(Phase.SAMPLE, 0, 0, 1000, 4, 4)
+    first = block(poll, "sampler", 0, least_ns=10**15)
+    sampler.phase(Phase.SAMPLE, 1, 1000, 5000, 4, 4)
+    again = block(poll, "sampler", 0, least_ns=10**15)
+    assert again.words[Word.SEQUENCES] == 8
+    assert (again.grown, again.span_ns) == (first.grown, first.span_ns)
+    assert first.main_ns(Word.SEQUENCES) == 250
+
+
+def test_a_share_is_never_more_than_all(page):
+    poll = Poll(page)
+    poll.blocks()
+    page.writer("stage", 0).phase(Phase.FORWARD, 0, 0, 10**15, 4, 4)
+    assert block(poll, "stage", 0).share(Word.BUSY_NS) == 1.0
