@@ -6,12 +6,12 @@
         --additional-config '{"sipipe": {"trace": "traces/stock"}}'
 
 Both timelines then have the same phases and lie side by side in ``sipipe trace report``. With
-asynchronous scheduling (vLLM's default on GPUs) take ``TracedAsyncScheduler``.
+asynchronous scheduling take ``TracedAsyncScheduler``.
 
 What is subclassed or wrapped, all of it on the instances of this process: the worker's
-``execute_model`` and ``sample_tokens``; the runner's ``_model_forward`` (first runner) or its
-model's forward and ``run_fullgraph`` (second runner); the model's ``compute_logits``; the pipeline
-group's ``irecv_tensor_dict`` and ``isend_tensor_dict`` with the handles that they return.
+``execute_model`` and ``sample_tokens``; the runner's ``_model_forward``; the model's
+``compute_logits``; the pipeline group's ``irecv_tensor_dict`` and ``isend_tensor_dict`` with the
+handles that they return.
 
 How the phases are read off stock's order of work:
 
@@ -23,8 +23,8 @@ How the phases are read off stock's order of work:
 - SAMPLE on the last stage is from the end of ``execute_model`` to that of ``sample_tokens``, since
   the worker runs nothing else between the two.
 
-On CUDA the forward, logits and sampling are timed by events. That path follows vLLM's source and is
-checked with stand-in events only: it has not run on a GPU yet.
+Only on CPUs, where a call returns when its work is done: the host's clock says nothing of when an
+accelerator did what was launched.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sipipe.errors import ConfigError
-from sipipe.observe.device import DeviceTimer
-from sipipe.observe.phases import Phase
+from sipipe.observe.phases import Phase, Role
 from sipipe.observe.recorder import Recorder, open_recorder
 
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
-else:
-    from vllm.v1.worker.gpu_worker import Worker as _Worker
+__all__ = ["TracedAsyncScheduler", "TracedScheduler", "TracedWorker"]
 
-__all__ = ["RecordedScheduling", "TracedAsyncScheduler", "TracedScheduler", "TracedWorker"]
+_Iteration = tuple[int, int, int, int]
+"""Number, slot, sequences and tokens."""
 
 _NUMBER = "sipipe_iteration"
 """Attribute of ``SchedulerOutput``: pickled with it, ignored by vLLM."""
 _now = time.monotonic_ns
 
 
-def _open(vllm_config: Any, role: Any, index: int = 0, rank: int = 0) -> Recorder:
+def _open(vllm_config: Any, role: Role, index: int = 0, rank: int = 0) -> Recorder:
+    if not current_platform.is_cpu():
+        raise ConfigError("stock vLLM can be recorded on CPUs only")
     settings = vllm_config.additional_config or {}
     settings = settings.get("sipipe", {}) if isinstance(settings, dict) else {}
     directory = settings.get("trace")
@@ -77,8 +77,8 @@ def _open(vllm_config: Any, role: Any, index: int = 0, rank: int = 0) -> Recorde
     )
 
 
-class RecordedScheduling:
-    """Mixin before a vLLM scheduler: records SCHEDULE, DISPATCH, GATHER and UPDATE.
+class TracedScheduler(Scheduler):
+    """vLLM's scheduler; records SCHEDULE, DISPATCH, GATHER and UPDATE.
 
     Iterations are numbered from 0; outputs with nothing to run are not counted.
     """
@@ -126,11 +126,7 @@ class RecordedScheduling:
         super().shutdown()
 
 
-class TracedScheduler(RecordedScheduling, Scheduler):
-    """vLLM's scheduler, recorded."""
-
-
-class TracedAsyncScheduler(RecordedScheduling, AsyncScheduler):
+class TracedAsyncScheduler(TracedScheduler, AsyncScheduler):
     """vLLM's scheduler for asynchronous scheduling, recorded."""
 
 
@@ -151,29 +147,22 @@ class _Handle:
         return getattr(self._handle, name)
 
 
-class TracedWorker(_Worker):
-    """vLLM's worker for this platform, recorded."""
+class TracedWorker(CPUWorker):
+    """vLLM's worker, recorded."""
 
-    sipipe_now: tuple[int, int, int, int] | None = None
-    """Iteration, slot, sequences and tokens of the work in progress; None outside of it."""
+    sipipe_now: _Iteration | None = None
+    """The work in progress; None outside of it."""
+    sipipe_recorder: Recorder | None = None
     _sipipe_count = 0
     _sipipe_since = 0
     _sipipe_prepare = 0
-    _sipipe_sampling: tuple[tuple[int, int, int, int], int, Any] | None = None
-    _sipipe_timer: DeviceTimer | None = None
-    sipipe_recorder: Recorder | None = None
+    _sipipe_sampling: tuple[_Iteration, int] | None = None
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's warm-up; recording begins after it."""
         result = super().compile_or_warm_up_model()
         stage, rank = get_pp_group().rank_in_group, get_tp_group().rank_in_group
         self.sipipe_recorder = _open(self.vllm_config, "stage", stage, rank)
-        if current_platform.is_cuda():
-            import torch
-
-            self._sipipe_timer = DeviceTimer(
-                self.sipipe_recorder, lambda: torch.cuda.Event(enable_timing=True)
-            )
         self._sipipe_wrap()
         self._sipipe_since = _now()
         return result
@@ -187,45 +176,32 @@ class TracedWorker(_Worker):
         self._sipipe_count = number + 1
         slot = number % max(1, self.vllm_config.max_concurrent_batches)
         self.sipipe_now = (number, slot, len(scheduler_output.num_scheduled_tokens), tokens)
-        start = _now()
-        self.sipipe_note(Phase.WAIT_SCHEDULING, self._sipipe_since, start)
+        self.sipipe_note(Phase.WAIT_SCHEDULING, self._sipipe_since, _now())
         try:
             return super().execute_model(scheduler_output)
         finally:
-            end = _now()
+            self._sipipe_since = _now()
             if get_pp_group().is_last_rank:
-                timer = self._sipipe_timer
-                begun = timer.begin() if timer is not None else None
-                self._sipipe_sampling = (self.sipipe_now, end, begun)
-            self._sipipe_since = end
+                self._sipipe_sampling = (self.sipipe_now, self._sipipe_since)
             self.sipipe_now = None
-            if self._sipipe_timer is not None:
-                self._sipipe_timer.collect()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's ``sample_tokens``."""
         pending, self._sipipe_sampling = self._sipipe_sampling, None
         result = super().sample_tokens(grammar_output)
         if pending is not None:
-            of, start, begun = pending
+            of, start = pending
             self._sipipe_since = _now()
-            if self._sipipe_timer is not None:
-                self._sipipe_timer.end(begun, Phase.SAMPLE, *of[:2], batch=of[2], tokens=of[2])
-            else:
-                self.sipipe_note(Phase.SAMPLE, start, self._sipipe_since, of)
+            self.sipipe_note(Phase.SAMPLE, start, self._sipipe_since, of)
         return result
 
     def shutdown(self) -> None:
         """vLLM's ``shutdown``, and the end of the recording."""
-        if self._sipipe_timer is not None:
-            self._sipipe_timer.close()
         if self.sipipe_recorder is not None:
             self.sipipe_recorder.close()
         super().shutdown()
 
-    def sipipe_note(
-        self, phase: Phase, start: int, end: int, of: tuple[int, int, int, int] | None = None
-    ) -> None:
+    def sipipe_note(self, phase: Phase, start: int, end: int, of: _Iteration | None = None) -> None:
         """Record a phase of ``of``, or of the iteration in progress."""
         of = of or self.sipipe_now
         if of is not None and self.sipipe_recorder is not None:
@@ -234,62 +210,49 @@ class TracedWorker(_Worker):
     def _sipipe_wrap(self) -> None:
         """Put the recording around what this process's runner and groups call."""
         runner, group = self.model_runner, get_pp_group()
-        run = runner.execute_model
+        run, forward, model = runner.execute_model, runner._model_forward, runner.get_model()
 
         def execute(*args: Any, **kwargs: Any) -> Any:
             self._sipipe_prepare = _now()
             return run(*args, **kwargs)
 
+        def prepared_forward(*args: Any, **kwargs: Any) -> Any:
+            self.sipipe_note(Phase.PREPARE, self._sipipe_prepare, _now())
+            return timed_forward(*args, **kwargs)
+
+        timed_forward = self._sipipe_timed(forward, Phase.FORWARD)
         runner.execute_model = execute
-        model = runner.get_model()
-        if hasattr(runner, "_model_forward"):
-            runner._model_forward = self._sipipe_device(runner._model_forward, Phase.FORWARD)
-        else:
-            model.forward = self._sipipe_device(model.forward, Phase.FORWARD)
-            graphs = getattr(runner, "cudagraph_manager", None)
-            if graphs is not None:
-                graphs.run_fullgraph = self._sipipe_device(graphs.run_fullgraph, Phase.FORWARD)
+        runner._model_forward = prepared_forward
         if hasattr(model, "compute_logits"):
-            model.compute_logits = self._sipipe_device(model.compute_logits, Phase.LOGITS)
+            model.compute_logits = self._sipipe_timed(model.compute_logits, Phase.LOGITS)
         if group.world_size > 1:
             group.irecv_tensor_dict = self._sipipe_receive(group.irecv_tensor_dict)
             group.isend_tensor_dict = self._sipipe_send(group.isend_tensor_dict)
 
-    def _sipipe_device(self, call: Any, phase: Phase) -> Any:
-        """``call``, recorded as a phase of the device; before the forward, the preparation ends."""
+    def _sipipe_timed(self, call: Any, phase: Phase) -> Any:
+        """``call``, recorded as a phase of the iteration in progress."""
 
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            of, timer = self.sipipe_now, self._sipipe_timer
-            if of is None:
-                return call(*args, **kwargs)
+        def timed(*args: Any, **kwargs: Any) -> Any:
             start = _now()
-            if phase == Phase.FORWARD:
-                self.sipipe_note(Phase.PREPARE, self._sipipe_prepare, start)
-            if timer is None:
-                result = call(*args, **kwargs)
-                self.sipipe_note(phase, start, _now(), of)
-                return result
-            begun = timer.begin()
             result = call(*args, **kwargs)
-            timer.end(begun, phase, *of[:2], batch=of[2], tokens=of[3])
+            self.sipipe_note(phase, start, _now())
             return result
 
-        return recorded
+        return timed
 
     def _sipipe_receive(self, call: Any) -> Any:
+        timed = self._sipipe_timed(call, Phase.WAIT_HIDDEN)
+
         def receive(*args: Any, **kwargs: Any) -> Any:
-            start = _now()
-            tensors, handles, after = call(*args, **kwargs)
-            self.sipipe_note(Phase.WAIT_HIDDEN, start, _now())
+            tensors, handles, after = timed(*args, **kwargs)
             return tensors, [_Handle(h, self, Phase.WAIT_HIDDEN) for h in handles], after
 
         return receive
 
     def _sipipe_send(self, call: Any) -> Any:
+        timed = self._sipipe_timed(call, Phase.SEND)
+
         def send(*args: Any, **kwargs: Any) -> Any:
-            start = _now()
-            handles = call(*args, **kwargs)
-            self.sipipe_note(Phase.SEND, start, _now())
-            return [_Handle(handle, self, Phase.SEND) for handle in handles]
+            return [_Handle(handle, self, Phase.SEND) for handle in timed(*args, **kwargs)]
 
         return send

@@ -10,9 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from tests.observe.test_device import Stream
 
-from sipipe.observe.device import DeviceTimer
 from sipipe.observe.phases import Phase
 from sipipe.tools.report.reader import read_trace
 from sipipe.tools.report.summary import Run
@@ -162,28 +160,6 @@ def test_worker_counts_where_the_scheduler_does_not_number(worker):
         worker.execute_model(Output(1))
         worker.sample_tokens(None)
     assert sorted({row[1] for row in worker.sipipe_recorder.rows}) == [0, 1, 2]
-
-
-def test_worker_times_the_device_by_events(worker):
-    """With a device, its phases come when it has done them, and from its events."""
-    stream = Stream()
-    worker._sipipe_timer = DeviceTimer(worker.sipipe_recorder, stream.event, lambda: stream.now)
-    forward = type(worker.model_runner)._model_forward
-
-    def launch(self, *, x):
-        stream.work(3_000_000)
-        return forward(self, x=x)
-
-    worker.model_runner._model_forward = worker._sipipe_device(
-        launch.__get__(worker.model_runner), Phase.FORWARD
-    )
-    worker.execute_model(Output(5, 0))
-    worker.sample_tokens(None)
-    device = {Phase.FORWARD, Phase.LOGITS, Phase.SAMPLE}
-    assert not device & {row[0] for row in worker.sipipe_recorder.rows}
-    stream.now += 10_000_000
-    worker.execute_model(Output(5, 1))
-    assert device <= {row[0] for row in worker.sipipe_recorder.rows if row[1] == 0}
 
 
 def test_scheduler_without_a_directory_is_one_line():
