@@ -74,9 +74,11 @@ def test_export_opens_as_chrome_trace(example, tmp_path, name):
     ("arguments", "status", "message"),
     [
         (["report", "/nowhere"], 1, "no such directory"),
-        (["report", "DIR", "--from", "soon"], 2, "--from must be a number"),
+        (["report", "DIR", "--from", "soon"], 2, "--from: must be a number"),
+        (["report", "DIR", "--to", "inf"], 2, "--to: must be a number"),
+        (["report", "DIR", "--detail", "-1"], 2, "--detail: must be a number of 0"),
         (["report", "DIR", "--from", "1e6"], 1, "nothing between --from and --to"),
-        (["report", "DIR", "--json", "--csv"], 2, "give one of them"),
+        (["report", "DIR", "--json", "--csv"], 2, "--csv: not allowed with"),
         (["report", "DIR", "-o", "/nowhere/x.html"], 2, "--output"),
         (["export", "DIR"], 2, "--perfetto"),
         (["export", "DIR", "--perfetto", "/nowhere/x"], 1, "--perfetto"),
@@ -134,8 +136,8 @@ def test_top_json(server, capsys):
     ("arguments", "status", "message"),
     [
         (["--pid", "4194305"], 1, "no running SiPipe server"),
-        (["--pid", "me"], 2, "--pid must be a process number"),
-        (["--interval", "0"], 2, "--interval must be"),
+        (["--pid", "me"], 2, "--pid: invalid int value"),
+        (["--interval", "0"], 2, "--interval: must be"),
     ],
 )
 def test_top_mistakes_get_one_line(capsys, arguments, status, message):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from sipipe.config import SiPipeConfig
@@ -14,6 +15,7 @@ from sipipe.errors import ConfigError
 __all__ = [
     "Parser",
     "add_engine_options",
+    "at_least",
     "engine_settings",
     "make_parser",
     "split_engine_options",
@@ -42,6 +44,21 @@ def make_parser(command: str, description: str, *, epilog: str = "", **more: Any
         allow_abbrev=False,
         **more,
     )
+
+
+def at_least(least: float, kind: Callable[[str], float] = float) -> Callable[[str], Any]:
+    """The ``type`` of an option that takes a number from ``least`` on."""
+
+    def parse(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number < 1e9:
+            raise argparse.ArgumentTypeError(f'must be a number of {least} or more, not "{text}"')
+        return number
+
+    return parse
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

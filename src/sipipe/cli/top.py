@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sipipe.cli.parser import make_parser
+from sipipe.cli.parser import at_least, make_parser
 from sipipe.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
@@ -33,9 +33,14 @@ STYLES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``sipipe top``."""
     parser.add_argument(
-        "--pid", metavar="PID", help="a process of the server, where several run on this machine"
+        "--pid",
+        metavar="PID",
+        type=int,
+        help="a process of the server, where several run on this machine",
     )
-    parser.add_argument("--interval", metavar="SECONDS", default="1", help="between looks (1)")
+    parser.add_argument(
+        "--interval", metavar="SECONDS", type=at_least(0.05), default=1.0, help="between looks (1)"
+    )
     parser.add_argument("--once", action="store_true", help="look once, print, and stop")
     parser.add_argument("--json", action="store_true", help="one JSON object a look, for programs")
 
@@ -49,33 +54,25 @@ def main(argv: Sequence[str]) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Do what the parsed arguments say."""
-    try:
-        interval = float(args.interval)
-    except ValueError:
-        interval = 0.0
-    if interval < 0.05:
-        raise ConfigError(f'--interval must be 0.05 seconds or more, not "{args.interval}"')
     poll = _open(args.pid)
     rates(poll)  # rates need two polls
     if args.once:
-        time.sleep(interval)
+        time.sleep(args.interval)
         _print(rates(poll), args.json)
         return 0
     if args.json or not sys.stdout.isatty():
         while poll.page.alive():
-            time.sleep(interval)
+            time.sleep(args.interval)
             _print(rates(poll), args.json)
         return 0
-    return _live(poll, interval)
+    return _live(poll, args.interval)
 
 
-def _open(pid: str | None) -> Poll:
+def _open(pid: int | None) -> Poll:
     from sipipe.observe.live import find
     from sipipe.observe.poll import Poll
 
-    if pid is not None and not pid.isdecimal():
-        raise ConfigError(f'--pid must be a process number, not "{pid}"')
-    pages = find(pid=None if pid is None else int(pid))
+    pages = find(pid=pid)
     if not pages:
         where = "" if pid is None else f" under process {pid}"
         raise ResourceError(

@@ -7,9 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sipipe.cli.parser import make_parser
+from sipipe.cli.parser import at_least, make_parser
 from sipipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,11 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--output", "-o", metavar="FILE", help="the page (default: DIR/report.html)"
     )
-    report.add_argument("--json", action="store_true", help="print figures as JSON, write no page")
-    report.add_argument("--csv", action="store_true", help="print the bubbles as CSV, no page")
+    printed = report.add_mutually_exclusive_group()
+    printed.add_argument("--json", action="store_true", help="print figures as JSON, write no page")
+    printed.add_argument("--csv", action="store_true", help="print the bubbles as CSV, no page")
     report.add_argument(
         "--detail",
         metavar="N",
+        type=at_least(0, int),
         help="most intervals in a page (default: 4000000, about 12 MB); beyond, hosts' lanes go",
     )
     _window(report)
@@ -57,14 +59,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     example = commands.add_parser("example", help="write two made-up traces to look at")
     example.add_argument("directory", metavar="DIR", help="gets DIR/sipipe and DIR/stock")
-    example.add_argument("--stages", metavar="N", default="4", help="pipeline stages (4)")
-    example.add_argument("--iterations", metavar="N", default="2000", help="iterations (2000)")
+    example.add_argument(
+        "--stages", metavar="N", type=at_least(1, int), default=4, help="pipeline stages (4)"
+    )
+    example.add_argument(
+        "--iterations", metavar="N", type=at_least(10, int), default=2000, help="iterations (2000)"
+    )
 
 
 def _window(parser: argparse.ArgumentParser) -> None:
     for name, word in (("from", "begin"), ("to", "end")):
         parser.add_argument(
-            f"--{name}", dest=word, metavar="SECONDS", help=f"{word} of the part (default: all)"
+            f"--{name}",
+            dest=word,
+            metavar="SECONDS",
+            type=at_least(0),
+            help=f"{word} of the part (default: all)",
         )
 
 
@@ -85,19 +95,6 @@ def run(args: argparse.Namespace) -> int:
     return actions[args.action](args)
 
 
-def _number(args: argparse.Namespace, name: str, option: str) -> float | None:
-    value = getattr(args, name, None)
-    if value is None:
-        return None
-    try:
-        number = float(value)
-        if number < 0:
-            raise ValueError
-    except ValueError:
-        raise ConfigError(f'{option} must be a number of 0 or more, not "{value}"') from None
-    return number
-
-
 def _load(directory: str, args: argparse.Namespace) -> Run:
     from sipipe.tools.report.reader import read_trace
     from sipipe.tools.report.summary import Run
@@ -105,18 +102,15 @@ def _load(directory: str, args: argparse.Namespace) -> Run:
     trace = read_trace(directory)
     for warning in trace.warnings:
         print(f"sipipe: {warning}", file=sys.stderr)
-    return Run(trace, _number(args, "begin", "--from"), _number(args, "end", "--to"))
+    return Run(trace, args.begin, args.end)
 
 
 def _report(args: argparse.Namespace) -> int:
     runs = [_load(args.directory, args)]
     if args.against is not None:
         runs.append(_load(args.against, args))
-    if args.json and args.csv:
-        raise ConfigError("--json and --csv both print; give one of them")
     if args.json:
-        found: list[dict[str, Any]] = [r.summary for r in runs]
-        json.dump({"runs": found}, sys.stdout, indent=1)
+        json.dump({"runs": [run.summary for run in runs]}, sys.stdout, indent=1)
         print()
         return 0
     if args.csv:
@@ -127,9 +121,8 @@ def _report(args: argparse.Namespace) -> int:
     from sipipe.tools.report.encode import DETAIL
     from sipipe.tools.report.render import render
 
-    detail = _number(args, "detail", "--detail")
     path = Path(args.output or Path(args.directory) / "report.html")
-    page = render(runs, DETAIL if detail is None else int(detail))
+    page = render(runs, DETAIL if args.detail is None else args.detail)
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -145,8 +138,7 @@ def _print_bubbles(runs: list[Run]) -> None:
 
     from sipipe.tools.report.accounting import KINDS
 
-    for one in runs:
-        summary = one.summary
+    for summary in (run.summary for run in runs):
         table = Table(
             title=f"{summary['label']}: {summary['iterations']:,} iterations in "
             f"{summary['wall_s']:.2f} s, {summary['tokens_per_s']:,.0f} tokens/s",
@@ -175,18 +167,13 @@ def _export(args: argparse.Namespace) -> int:
 def _example(args: argparse.Namespace) -> int:
     from sipipe.tools.report.example import Example, write_example
 
-    for name, least in (("stages", 1), ("iterations", 10)):
-        value = getattr(args, name)
-        if not value.isdecimal() or int(value) < least:
-            raise ConfigError(f'--{name} must be a whole number of {least} or more, not "{value}"')
-    stages, iterations = int(args.stages), int(args.iterations)
     base = Path(args.directory)
     for name, stock in (("sipipe", False), ("stock", True)):
         spec = Example(
-            stages=stages,
-            iterations=iterations,
+            stages=args.stages,
+            iterations=args.iterations,
             stock=stock,
-            inflight=stages if stock else stages + 1,
+            inflight=args.stages if stock else args.stages + 1,
         )
         try:
             write_example(base / name, spec)

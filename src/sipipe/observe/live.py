@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from sipipe.observe.format import TraceError
 from sipipe.observe.online import RING, Online
@@ -309,7 +310,7 @@ def find(run: str | None = None, pid: int | None = None) -> list[LivePage]:
                     key in found
                     or page.header.pid != int(entry.name)
                     or (run is not None and page.header.run != run)
-                    or (pid is not None and pid not in _ancestors(page.header.pid))
+                    or (pid is not None and pid not in _line(page.header.pid))
                 ):
                     page.close()
                 else:
@@ -317,14 +318,8 @@ def find(run: str | None = None, pid: int | None = None) -> list[LivePage]:
     return sorted(found.values(), key=lambda page: (page.header.created_ns, page.header.pid))
 
 
-def _ancestors(pid: int) -> list[int]:
+def _line(pid: int) -> set[int]:
     """``pid`` and the processes above it."""
-    chain = []
-    while pid > 0 and pid not in chain:
-        chain.append(pid)
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            break
-        pid = int(stat.rpartition(")")[2].split()[1])
-    return chain
+    with contextlib.suppress(psutil.Error):
+        return {pid, *(parent.pid for parent in psutil.Process(pid).parents())}
+    return {pid}
