@@ -25,12 +25,12 @@ def page():
 
 
 def test_every_block_is_its_own(page):
-    blocks = list(page.blocks())
+    blocks = list(page.blocks)
     assert blocks == [
         ("executor", 0, 0), ("stage", 0, 0), ("stage", 0, 1), ("stage", 1, 0), ("stage", 1, 1),
         ("sampler", 0, 0), ("sampler", 1, 0),
     ]  # fmt: skip
-    assert len({page.block(*b) for b in blocks}) == 7
+    assert len(set(page.blocks.values())) == 7
     for number, block in enumerate(blocks):
         page.writer(*block).set(Word.RUNNING, number)
     assert [page.read(*b)[Word.RUNNING] for b in blocks] == list(range(7))

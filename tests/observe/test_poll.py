@@ -53,7 +53,7 @@ def test_a_server_at_rest_has_empty_queues(page):
     saw(page, "stage", 0, prepare=9, forward=9, send=9)
     saw(page, "stage", 1, prepare=9, forward=9, handover=9)
     saw(page, "sampler", 0, wait_logits=9)
-    for role, index, _ in page.blocks():
+    for role, index, _ in page.blocks:
         assert not any(depths(page, role, index).values())
 
 

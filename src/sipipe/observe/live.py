@@ -29,7 +29,6 @@ import mmap
 import os
 import time
 import uuid
-from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,17 @@ from sipipe.observe.format import TraceError
 from sipipe.observe.online import RING, Online
 from sipipe.observe.phases import MAIN_PHASE, Phase, Role
 
-MAGIC = b"SIPLIVE1"
+MAGIC = b"SIPLIVE2"
+"""The digit is the layout's: ``sipipe top`` of another version finds no page."""
 _BLOCK = 2048
 _WORDS = _BLOCK // 8
 _NAME = "sipipe-live"
 RUN_VARIABLE = "SIPIPE_RUN"
 """Environment variable that tells the processes of one server from those of another."""
+
+
+Key = tuple[Role, int, int]
+"""Role, index and rank of a process."""
 
 
 class Word(IntEnum):
@@ -127,6 +131,12 @@ class LivePage:
             raise TraceError("not a SiPipe statistics page")
         self.header = msgspec.json.decode(memory[8:_BLOCK].rstrip(b" \0"), type=PageHeader)
         self.words = memoryview(memory).cast("q")
+        h = self.header
+        keys: list[Key] = [("executor", 0, 0)]
+        keys += [("stage", index, rank) for index in range(h.stages) for rank in range(h.ranks)]
+        keys += [("sampler", index, 0) for index in range(h.samplers)]
+        self.blocks = {key: number * _WORDS for number, key in enumerate(keys, 1)}
+        """The first word of each process's block: executor, stages, samplers."""
 
     @classmethod
     def create(
@@ -184,36 +194,19 @@ class LivePage:
             raise ValueError("only the owner of a page knows its path")
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
-    def block(self, role: Role, index: int = 0, rank: int = 0) -> int:
-        """Number of the first word of a process's block."""
-        h = self.header
-        number = {
-            "executor": 0,
-            "stage": 1 + index * h.ranks + rank,
-            "sampler": 1 + h.stages * h.ranks + index,
-        }[role]
-        limit = {"executor": 1, "stage": h.stages, "sampler": h.samplers}[role]
-        if not (0 <= index < limit and 0 <= rank < h.ranks):
-            raise ValueError(f"the page has no block for {role} {index} rank {rank}")
-        return (number + 1) * _WORDS
-
-    def blocks(self) -> Iterator[tuple[Role, int, int]]:
-        """Role, index and rank of every block."""
-        h = self.header
-        yield "executor", 0, 0
-        for index in range(h.stages):
-            for rank in range(h.ranks):
-                yield "stage", index, rank
-        for index in range(h.samplers):
-            yield "sampler", index, 0
-
     def read(self, role: Role, index: int = 0, rank: int = 0) -> list[int]:
         """A copy of a block's words; index it with :class:`Word`."""
-        first = self.block(role, index, rank)
+        first = self.blocks[role, index, rank]
         return self.words[first : first + _WORDS].tolist()
 
     def writer(self, role: Role, index: int = 0, rank: int = 0) -> LiveWriter:
-        """The writing end of a process's block; only that process may ask for it."""
+        """The writing end of a process's block; only that process may ask for it.
+
+        Raises:
+            ValueError: the page has no such block.
+        """
+        if (role, index, rank) not in self.blocks:
+            raise ValueError(f"the page has no block for {role} {index} rank {rank}")
         return LiveWriter(self, role, index, rank)
 
     def alive(self) -> bool:
@@ -243,15 +236,16 @@ class LiveWriter:
 
     def __init__(self, page: LivePage, role: Role, index: int, rank: int) -> None:
         self._page = page  # keeps the mapping alive
-        first = page.block(role, index, rank)
+        first = page.blocks[role, index, rank]
         self._words: Any = page.words[first : first + _WORDS]
         self._main = int(MAIN_PHASE[role])
         self._online: Online | None = None
         if role == "stage":
-            executor = page.block("executor")
+            executor = page.blocks["executor", 0, 0]
+            before = page.blocks.get(("stage", index - 1, rank))
             self._online = Online(
                 page.words,
-                before=page.block("stage", index - 1, rank) + _RING if index else None,
+                before=None if before is None else before + _RING,
                 gathered=executor + _RING,
                 dispatched=executor + _DISPATCHED,
                 inflight=page.header.inflight,

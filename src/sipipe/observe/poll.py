@@ -11,11 +11,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from sipipe.observe.live import LivePage, Word
+from sipipe.observe.live import Key, LivePage, Word
 from sipipe.observe.phases import MAIN_PHASE, Phase, Role
-
-Key = tuple[Role, int, int]
-"""Role, index and rank of a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class Poll:
         Less than ``least_ns`` after the poll before, the growth is still that up to then.
         """
         now = time.monotonic_ns()
-        words = {key: self.page.read(*key) for key in self.page.blocks()}
+        words = {key: self.page.read(*key) for key in self.page.blocks}
         if not self._grown or now - self._then >= least_ns:
             for key, new in words.items():
                 old = self._last.get(key, [0] * len(new))
