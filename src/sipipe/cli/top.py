@@ -39,10 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a process of the server, where several run on this machine",
     )
     parser.add_argument(
-        "--interval", metavar="SECONDS", type=at_least(0.05), default=1.0, help="between looks (1)"
+        "--interval",
+        metavar="SECONDS",
+        type=at_least(0.05),
+        default=1.0,
+        help="between two views (1)",
     )
-    parser.add_argument("--once", action="store_true", help="look once, print, and stop")
-    parser.add_argument("--json", action="store_true", help="one JSON object a look, for programs")
+    parser.add_argument("--once", action="store_true", help="print one view, and stop")
+    parser.add_argument("--json", action="store_true", help="one JSON object a view, for programs")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -85,7 +85,7 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
     monotonic_ns: _Time = 0
     """The monotonic clock when the file was opened ..."""
     realtime_ns: _Time = 0
-    """... and the wall clock at the same moment: aligns hosts whose offset nobody measured."""
+    """... and the wall clock at the same moment: aligns hosts, whose monotonic clocks differ."""
 
     @property
     def name(self) -> str:

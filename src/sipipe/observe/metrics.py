@@ -68,7 +68,7 @@ def _queues(block: Block) -> Values:
 
 METRICS: dict[str, Metric] = {
     "sipipe_stage_busy_ratio": Metric(
-        "gauge", "stage", _busy_ratio, "Busy share of the stage's device since the last look"
+        "gauge", "stage", _busy_ratio, "Busy share of the stage's device since the last scrape"
     ),
     "sipipe_stage_busy_seconds": Metric(
         "counter", "stage", Word.BUSY_NS, "Time in which the stage's device did the model's work"
@@ -86,7 +86,7 @@ METRICS: dict[str, Metric] = {
         "counter", "sampler", Word.SEQUENCES, "Sequences for which the sampler drew a token"
     ),
     "sipipe_sampler_seconds_per_sequence": Metric(
-        "gauge", "sampler", _seconds_per_sequence, "Sampler time per sequence since the last look"
+        "gauge", "sampler", _seconds_per_sequence, "Sampler time per sequence since the last scrape"
     ),
     "sipipe_queue_depth": Metric(
         "gauge", None, _queues, "Items that wait in a queue of a process", "queue"

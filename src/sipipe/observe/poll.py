@@ -1,6 +1,6 @@
 """A running server's figures, read again and again: for Prometheus and ``sipipe top``.
 
-How much waits where is read off as well: nobody counts a queue on the hot path. Each process's
+How much waits where is read off as well, so that no queue is counted on the hot path. Each process's
 block says which iteration each of its phases saw last; what one side has passed on and the other
 has not yet taken is the queue between them. The two figures are read one after the other, so a
 queue is exact on a server at rest and may be off by one on a busy one.
