@@ -119,10 +119,7 @@ class Sequencer:
                 self.locks = held
                 self.pending = None
 
-            def take_nowait(self, kind, first, count):
-                return self.locks.try_lock(kind, first, count)
-
-            def wait(self, kind, first, count, timeout):
+            def take(self, kind, first, count, timeout):
                 end = None if timeout is None else sequencer.now + timeout
                 while not self.locks.try_lock(kind, first, count):
                     if end is not None and sequencer.now >= end:
@@ -249,7 +246,7 @@ class Sequencer:
         for byte in self._entry_bytes(first, count):
             if (held, byte) not in self.held:
                 self.held[held, byte] = kind
-                claim = kind == locks.Kind.EXCLUSIVE
+                claim = kind == locks.EXCLUSIVE
                 self._fire(byte, EntryEvent.CLAIM if claim else EntryEvent.ENTER)
 
     def on_store(self, word, value):
@@ -260,7 +257,7 @@ class Sequencer:
         self.changes += 1
         for byte in self._entry_bytes(first, count):
             kind = self.held.pop((held, byte), None)
-            if kind == locks.Kind.EXCLUSIVE:
+            if kind == locks.EXCLUSIVE:
                 published = byte in self.committed
                 self.committed.discard(byte)
                 self._fire(byte, EntryEvent.PUBLISH if published else EntryEvent.PRODUCER_GONE)

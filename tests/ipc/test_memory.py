@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sipipe.errors import ResourceError
 from sipipe.ipc.errors import ChannelError, ChannelPeerDied
-from sipipe.ipc.locks import BoundedWait, Kind, Locks
+from sipipe.ipc.locks import EXCLUSIVE, SHARED, BoundedWait, Locks
 from sipipe.ipc.memory import Endpoint, SharedMemory, check_room
 from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 from sipipe.ipc.ring.logits import LogitsChannel
@@ -114,27 +114,27 @@ def file():
 
 def test_locks_exclude_each_other_within_a_process(file):
     first, second = Locks(file), Locks(file)
-    assert first.try_lock(Kind.SHARED, 0, 2)
-    assert second.try_lock(Kind.SHARED, 1, 2)
-    assert not second.try_lock(Kind.EXCLUSIVE, 1)
+    assert first.try_lock(SHARED, 0, 2)
+    assert second.try_lock(SHARED, 1, 2)
+    assert not second.try_lock(EXCLUSIVE, 1)
     assert second.held_elsewhere(1)
     assert not second.held_elsewhere(2)
     first.close()
     first.close()
-    assert second.try_lock(Kind.EXCLUSIVE, 1)
+    assert second.try_lock(EXCLUSIVE, 1)
     second.close()
 
 
 def test_a_bounded_wait_goes_on_where_it_timed_out(file):
     holder, waiter = Locks(file), Locks(file)
     wait = BoundedWait(waiter, "test")
-    assert holder.try_lock(Kind.EXCLUSIVE, 7)
-    assert not wait.take_nowait(Kind.SHARED, 7, 1)
-    assert not wait.wait(Kind.SHARED, 7, 1, 0.01)
-    assert not wait.wait(Kind.SHARED, 7, 1, 0.01)
+    assert holder.try_lock(EXCLUSIVE, 7)
+    assert not wait.take(SHARED, 7, 1, 0)
+    assert not wait.take(SHARED, 7, 1, 0.01)
+    assert not wait.take(SHARED, 7, 1, 0.01)
     holder.unlock(7)
-    assert wait.wait(Kind.SHARED, 7, 1, 30)
-    assert wait.take_nowait(Kind.SHARED, 8, 1)
+    assert wait.take(SHARED, 7, 1, 30)
+    assert wait.take(SHARED, 8, 1, 0)
     wait.close()
     for locks in (holder, waiter):
         locks.close()
@@ -142,11 +142,11 @@ def test_a_bounded_wait_goes_on_where_it_timed_out(file):
 
 def test_a_wait_without_a_bound_ends_when_the_holder_is_gone(file):
     holder, waiter = Locks(file), Locks(file)
-    assert holder.try_lock(Kind.EXCLUSIVE, 0)
+    assert holder.try_lock(EXCLUSIVE, 0)
     took = threading.Event()
 
     def wait():
-        waiter.wait_lock(Kind.SHARED, 0)
+        waiter.wait_lock(SHARED, 0)
         took.set()
 
     thread = threading.Thread(target=wait)

@@ -28,7 +28,6 @@ would be taken from whoever embeds us); a loop of tries and sleeps (either spins
 from __future__ import annotations
 
 import contextlib
-import enum
 import fcntl
 import functools
 import os
@@ -37,27 +36,21 @@ import threading
 import time
 import weakref
 
-__all__ = ["BoundedWait", "Kind", "Locks"]
+__all__ = ["EXCLUSIVE", "SHARED", "BoundedWait", "Locks"]
 
 _GETLK, _SETLK, _SETLKW = 36, 37, 38  # F_OFD_*, absent from Python's fcntl before 3.14
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
 
 
+SHARED, EXCLUSIVE = fcntl.F_RDLCK, fcntl.F_WRLCK
+"""The kinds of a lock: many may hold a byte shared, or one exclusively."""
+
+_UNLOCK = fcntl.F_UNLCK
+
+
 @functools.lru_cache(maxsize=4096)
 def _flock(kind: int, first: int, count: int) -> bytes:
     return _FLOCK.pack(kind, 0, first, count, 0)
-
-
-class Kind(enum.IntEnum):
-    """What is asked for; the values are ``l_type``'s."""
-
-    SHARED = fcntl.F_RDLCK
-    EXCLUSIVE = fcntl.F_WRLCK
-
-    __hash__ = int.__hash__  # Enum's is a Python function, and called on every lock request
-
-
-_UNLOCK = fcntl.F_UNLCK
 
 
 class Locks:
@@ -68,7 +61,7 @@ class Locks:
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         _open.add(self)
 
-    def try_lock(self, kind: Kind, first: int, count: int = 1) -> bool:
+    def try_lock(self, kind: int, first: int, count: int = 1) -> bool:
         """Take bytes ``first`` to ``first + count - 1`` if nobody stands against it."""
         try:
             fcntl.fcntl(self.fd, _SETLK, _flock(kind, first, count))
@@ -76,7 +69,7 @@ class Locks:
             return False
         return True
 
-    def wait_lock(self, kind: Kind, first: int, count: int = 1) -> None:
+    def wait_lock(self, kind: int, first: int, count: int = 1) -> None:
         """Sleep in the kernel until the bytes are ours. All of them at once, or none yet."""
         fcntl.fcntl(self.fd, _SETLKW, _flock(kind, first, count))
 
@@ -86,7 +79,7 @@ class Locks:
 
     def held_elsewhere(self, first: int) -> bool:
         """Whether another description holds any lock on byte ``first``."""
-        answer = fcntl.fcntl(self.fd, _GETLK, _flock(Kind.EXCLUSIVE, first, 1))
+        answer = fcntl.fcntl(self.fd, _GETLK, _flock(EXCLUSIVE, first, 1))
         return int(_FLOCK.unpack(answer)[0]) != _UNLOCK
 
     def close(self) -> None:
@@ -121,36 +114,29 @@ class BoundedWait:
     def __init__(self, locks: Locks, name: str) -> None:
         self._locks = locks
         self._name = name
-        self.pending: tuple[Kind, int, int] | None = None
+        self.pending: tuple[int, int, int] | None = None
         self._done = threading.Semaphore(0)
         self._ask = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
         self._closed = False
 
-    def take_nowait(self, kind: Kind, first: int, count: int) -> bool:
-        """Whether the lock could be taken at once."""
-        if self.pending is None:
-            return self._locks.try_lock(kind, first, count)
-        return self._wait_with_helper((kind, first, count), 0)
-
-    def wait(self, kind: Kind, first: int, count: int, timeout: float | None) -> bool:
+    def take(self, kind: int, first: int, count: int, timeout: float | None) -> bool:
         """Whether the lock was taken within ``timeout`` seconds; None waits without a bound."""
-        if timeout is None and self.pending is None:
-            self._locks.wait_lock(kind, first, count)
-            return True
-        return self._wait_with_helper((kind, first, count), timeout)
-
-    def _wait_with_helper(self, request: tuple[Kind, int, int], timeout: float | None) -> bool:
         if self.pending is None:
-            if timeout is not None and timeout <= 0:
+            if self._locks.try_lock(kind, first, count):
+                return True
+            if timeout is None:
+                self._locks.wait_lock(kind, first, count)
+                return True
+            if timeout <= 0:
                 return False
-            self.pending = request
+            self.pending = (kind, first, count)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._ask.release()
-        assert self.pending == request, (self.pending, request)
+        assert self.pending == (kind, first, count), (self.pending, kind, first, count)
         if not self._done.acquire(timeout=timeout):
             return False
         self.pending = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
-from sipipe.ipc.locks import BoundedWait, Kind, deadline_after, remaining
+from sipipe.ipc.locks import EXCLUSIVE, SHARED, BoundedWait, deadline_after, remaining
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.ring import ATTACH_POLL, Ring
 
@@ -51,7 +51,7 @@ class RingReader:
             )
         base = self._base = ring.layout.reader_word(found[0])
         self._generation = self._words.load(base + at.R_GENERATION)
-        if not self._locks.try_lock(Kind.EXCLUSIVE, at.LIFE + found[0]):
+        if not self._locks.try_lock(EXCLUSIVE, at.LIFE + found[0]):
             raise ChannelError(
                 f"channel {ring.channel}: reader {self._name!r} is attached by another process"
             )
@@ -67,7 +67,7 @@ class RingReader:
         self._check_declared()
 
     def _try_lock(self, use: int) -> bool:
-        return self._locks.try_lock(Kind.SHARED, *self._lock_ranges[use % self._entries])
+        return self._locks.try_lock(SHARED, *self._lock_ranges[use % self._entries])
 
     def _lock_oldest(self) -> None:
         """Stand at the oldest use that is complete and still there; it is received first."""
@@ -119,11 +119,8 @@ class RingReader:
         if waiting and timeout is None and wait.pending is None:
             # The usual case, with as little as can be between the waking and the return. The lock
             # is not tried first: the commit word is not there, so it would be refused.
-            self._locks.wait_lock(Kind.SHARED, first, count)
-        elif not (
-            wait.take_nowait(Kind.SHARED, first, count)
-            or wait.wait(Kind.SHARED, first, count, timeout)
-        ):
+            self._locks.wait_lock(SHARED, first, count)
+        elif not wait.take(SHARED, first, count, timeout):
             raise ChannelTimeout(
                 f"channel {self.ring.channel}: {self._name} got no message {use} within "
                 f"{timeout} s; the producer is alive but silent",

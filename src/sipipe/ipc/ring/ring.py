@@ -45,7 +45,7 @@ from collections.abc import Iterator, Sequence
 from typing import Self
 
 from sipipe.ipc.errors import ChannelError
-from sipipe.ipc.locks import Kind, Locks
+from sipipe.ipc.locks import EXCLUSIVE, Locks
 from sipipe.ipc.memory import SharedMemory
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.layout import Layout, RingEndpoint
@@ -115,7 +115,7 @@ class Ring:
             ResourceError: not enough memory.
         """
         ring = cls(SharedMemory.create(channel, layout.size, directory), layout)
-        ring.locks.try_lock(Kind.EXCLUSIVE, at.OWNER)
+        ring.locks.try_lock(EXCLUSIVE, at.OWNER)
         for name in readers:
             ring.add_reader(name, start=0)
         return ring
@@ -158,11 +158,17 @@ class Ring:
         return self.words.load(self.layout.writer_word(rank) + at.W_PUBLISHED)
 
     def is_dead(self, reader: int) -> bool:
-        """Whether an attached reader's lifetime lock is free without its having left."""
+        """Whether a reader attached, its lifetime lock is free, and it has not left.
+
+        In this order: a reader stores that it leaves before it frees the lock.
+        """
         base = self.layout.reader_word(reader)
-        return not self.locks.held_elsewhere(at.LIFE + reader) and self.words.load(
-            base + at.R_LEFT
-        ) != self.words.load(base + at.R_GENERATION)
+        generation = self.words.load(base + at.R_GENERATION)
+        return (
+            self.words.load(base + at.R_ATTACHED) == generation
+            and not self.locks.held_elsewhere(at.LIFE + reader)
+            and self.words.load(base + at.R_LEFT) != generation
+        )
 
     def add_reader(self, name: str, start: int) -> None:
         """Declare a reader whose first message is use ``start``; -1: the oldest that is there.
@@ -178,7 +184,8 @@ class Ring:
             base = self.layout.reader_word(k)
             declared = self.words.load(base + at.R_STATE) == at.DECLARED
             same = self.words.load_name(base + at.R_NAME) == data
-            if declared and same and not self._gone(k):
+            left = self.words.load(base + at.R_LEFT) == self.words.load(base + at.R_GENERATION)
+            if declared and same and not (left or self.is_dead(k)):
                 raise ChannelError(f"channel {self.channel}: reader {name!r} is there already")
             # A removed reader may still hold its lifetime lock; its record is in use until then.
             if (same or not declared) and not self.locks.held_elsewhere(at.LIFE + k):
@@ -210,13 +217,6 @@ class Ring:
         # The version last: who has seen it sees the state too, or finds a later version.
         self.words.store(base + at.R_STATE, state)
         self.words.store(at.VERSION, self.words.load(at.VERSION) + 1)
-
-    def _gone(self, reader: int) -> bool:
-        base = self.layout.reader_word(reader)
-        generation = self.words.load(base + at.R_GENERATION)
-        attached = self.words.load(base + at.R_ATTACHED) == generation
-        left = self.words.load(base + at.R_LEFT) == generation
-        return left or (attached and not self.locks.held_elsewhere(at.LIFE + reader))
 
     def mark_closed(self) -> None:
         """The owner: tell every reader that no more comes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from sipipe.ipc.errors import ChannelError, ChannelTimeout
-from sipipe.ipc.locks import BoundedWait, Kind, deadline_after
+from sipipe.ipc.locks import EXCLUSIVE, BoundedWait, deadline_after
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.ring import ATTACH_POLL, Ring
 
@@ -26,15 +26,15 @@ class RingWriter:
         self.next = 0
         """The use that is written next."""
         self._claimed = False
-        self._version = -1
-        self._absent: list[tuple[int, int, int]] = []  # reader, generation, start
+        self._version = -1  # of the readers' records, when they were looked through
+        self._absent = False  # whether a declared reader had not attached then
         self._wait = BoundedWait(ring.locks, f"{ring.channel}-writer")
         self._words, self._locks = ring.words, ring.locks
         self._own = ring.layout.writer_word(rank)
         self._entries = ring.layout.entries
         self._lock_bytes = [e * ring.layout.ranks + rank for e in range(self._entries)]
         if self._words.load(self._own + at.W_ATTACHED) or not self._locks.try_lock(
-            Kind.EXCLUSIVE, self._lock_bytes[0]
+            EXCLUSIVE, self._lock_bytes[0]
         ):
             raise ChannelError(f"channel {ring.channel}: rank {rank} has a writer already")
         self._words.store(self._own + at.W_ATTACHED, 1)
@@ -56,10 +56,7 @@ class RingWriter:
             if self._absent or self._version != self._words.load(at.VERSION):
                 self._wait_attached(claim, timeout)
             byte = self._lock_bytes[claim % self._entries]
-            if not (
-                self._wait.take_nowait(Kind.EXCLUSIVE, byte, 1)
-                or self._wait.wait(Kind.EXCLUSIVE, byte, 1, timeout)
-            ):
+            if not self._wait.take(EXCLUSIVE, byte, 1, timeout):
                 # A reader at use u holds entry u, and its cursor is u + 1.
                 raise self._late(claim - self._entries + 1, timeout)
             self._claimed = True
@@ -82,33 +79,22 @@ class RingWriter:
         """Claim the entry after next now, if it is free, to have less to do at the next message."""
         if not (self._claimed or self._absent) and self._version == self._words.load(at.VERSION):
             byte = self._lock_bytes[(self.next + 1) % self._entries]
-            self._claimed = self._wait.take_nowait(Kind.EXCLUSIVE, byte, 1)
+            self._claimed = self._wait.take(EXCLUSIVE, byte, 1, 0)
 
     def _wait_attached(self, claim: int, timeout: float | None) -> None:
         """Wait for declared readers that have not come and would be overtaken by ``claim``."""
         deadline = deadline_after(timeout)
         first = claim - self._entries + 1
         while True:
-            if self._version != (version := self._words.load(at.VERSION)):
-                self._version = version
-                self._absent = [self._record(k) for k, _ in self.ring.readers(attached=False)]
-            self._absent = [record for record in self._absent if self._is_absent(*record[:2])]
-            if not any(0 <= start <= first for _, _, start in self._absent):
+            # The version first: a reader that is declared later is found at the next message.
+            self._version = self._words.load(at.VERSION)
+            absent = [k for k, _ in self.ring.readers(attached=False)]
+            self._absent = bool(absent)
+            if not any(0 <= self.ring.cursor(k) <= first for k in absent):
                 return
             if deadline is not None and time.monotonic() >= deadline:
                 raise self._late(first, timeout)
             time.sleep(ATTACH_POLL)
-
-    def _record(self, reader: int) -> tuple[int, int, int]:
-        base = self.ring.layout.reader_word(reader)
-        return (
-            reader,
-            self._words.load(base + at.R_GENERATION),
-            self._words.load(base + at.R_START),
-        )
-
-    def _is_absent(self, reader: int, generation: int) -> bool:
-        return self._words.load(self.ring.layout.reader_word(reader) + at.R_ATTACHED) != generation
 
     def _late(self, first: int, timeout: float | None) -> ChannelTimeout:
         """The error that names the readers whose cursor is ``first`` at most, or in place of each
