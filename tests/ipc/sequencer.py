@@ -94,25 +94,23 @@ class Sequencer:
                     super().close()
                     sequencer.on_close(self)
 
-        class SteppedWords(ring.Words):
-            def store(self, word, value):
-                sequencer.step()
-                super().store(word, value)
-                sequencer.changes += 1
-                sequencer.on_store(word, value)
+        real_words = ring.words_of
 
-            def store_header(self, word, values):
-                sequencer.step()
-                super().store_header(word, values)
+        class SteppedWords:
+            def __init__(self, memory, count):
+                self.words = real_words(memory, count)
 
-            def load_entry(self, word):
+            def __setitem__(self, word, value):
                 sequencer.step()
-                return super().load_entry(word)
+                self.words[word] = value
+                if not isinstance(word, slice):  # a header
+                    sequencer.changes += 1
+                    sequencer.on_store(word)
 
-            def load(self, word):
-                if word in sequencer.racing:
+            def __getitem__(self, word):
+                if isinstance(word, slice) or word in sequencer.racing:
                     sequencer.step()
-                return super().load(word)
+                return self.words[word]
 
         class SteppedWait:
             def __init__(self, held, name):
@@ -137,7 +135,7 @@ class Sequencer:
         self.racing = set()
         clock = types.SimpleNamespace(monotonic=lambda: sequencer.now, sleep=sleep)
         monkeypatch.setattr(ring, "Locks", SteppedLocks)
-        monkeypatch.setattr(ring, "Words", SteppedWords)
+        monkeypatch.setattr(ring, "words_of", SteppedWords)
         for side in (reader, writer):
             monkeypatch.setattr(side, "BoundedWait", SteppedWait)
         for module in (locks, dispatch, reader, writer):
@@ -249,7 +247,7 @@ class Sequencer:
                 claim = kind == locks.EXCLUSIVE
                 self._fire(byte, EntryEvent.CLAIM if claim else EntryEvent.ENTER)
 
-    def on_store(self, word, value):
+    def on_store(self, word):
         if self.entries is not None and word in self.commit_words:
             self.committed.add(self.commit_words[word])
 

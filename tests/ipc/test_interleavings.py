@@ -10,6 +10,7 @@ from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 from sipipe.ipc.ring.layout import Layout
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
 
+from .crash import crash
 from .sequencer import Sequencer
 
 ENTRIES = 4
@@ -150,12 +151,48 @@ def test_many_interleavings_with_kills(choices, kills):
     explore(9, ["a", "b", "c"], choices, kills)
 
 
-class Logits:
-    """Two ranks that write, two samplers that read; nobody restarts anybody."""
+def test_a_reader_is_removed_at_any_step_of_a_publish():
+    """By another thread, while the producer finds it dead and tries again until it is removed."""
 
-    def __init__(self, sequencer, iterations):
+    def run(before, steps, between):
+        with pytest.MonkeyPatch.context() as patch:
+            # The producer begins, the reader comes and dies, and the remover stops at each step.
+            choices = [(0, 45), (1, 99), (0, before), (2, steps), (0, between), (2, 99)]
+            sequencer = Sequencer(choices)
+            sequencer.patch(patch)
+            sequencer.watch(Layout(ENTRIES, ENTRY_BYTES))
+            made = []
+
+            def produce():
+                made.append(DispatchProducer.create("t", ENTRIES, ENTRY_BYTES, ["a"]))
+                sequencer.spawn("a", lambda: crash(DispatchReader.open(made[0].endpoint, "a")))
+                sequencer.spawn("remover", lambda: made[0].remove_reader("a"))
+                sent, refused = 0, 0
+                while sent < 7:
+                    try:
+                        made[0].publish([b"x"], timeout=5)
+                        sent += 1
+                    except ChannelPeerDied:
+                        refused += 1
+                        assert refused < 100, "still refused after it was removed"
+                made[0].close()
+
+            sequencer.spawn("producer", produce)
+            sequencer.run()
+
+    for before in range(0, 40, 4):
+        for steps in range(1, 5):
+            for between in (3, 9, 30):
+                run(before, steps, between)
+
+
+class Logits:
+    """Two ranks that write, two samplers that read, of which one may be started again."""
+
+    def __init__(self, sequencer, iterations, restart):
         self.sequencer = sequencer
         self.iterations = iterations
+        self.restart = restart
         self.received = {"s": [], "t": []}
         self.written = {0: 0, 1: 0}
         self.end = {}
@@ -169,8 +206,18 @@ class Logits:
         for rank in self.written:
             self.sequencer.spawn(f"rank {rank}", lambda rank=rank: self.write(owner, rank))
         for name in self.received:
-            self.sequencer.spawn(name, lambda name=name: self.read(owner, name))
+            self.sequencer.spawn(name, lambda name=name: self.read(owner, name, name))
         self.owner = owner
+        if self.restart:
+            first = self.sequencer.actors["t"]
+            while not first.done:
+                self.sequencer.step(block=True, deadline=self.sequencer.now + 1)
+            if not first.killed:
+                return
+            owner.remove_reader("t")
+            owner.add_reader("t")
+            self.received["t.1"] = []
+            self.sequencer.spawn("t.1", lambda: self.read(owner, "t", "t.1"))
 
     def write(self, owner, rank):
         writer = LogitsWriter.open(owner.endpoint, rank)
@@ -186,40 +233,41 @@ class Logits:
             self.written[rank] += 1
         writer.close()
 
-    def read(self, owner, name):
+    def read(self, owner, name, who):
         reader = LogitsReader.open(owner.endpoint, name)
         try:
             while True:
                 # Without a bound is another path; the first wait may be for a rank that never comes.
-                bound = None if name == "s" and self.received[name] else 20
+                bound = None if name == "s" and self.received[who] else 20
                 with reader.receive(bound) as logits:
                     for _ in range(2):
                         self.sequencer.step()
                         assert np.all(logits.array == logits.iteration)
-                    self.received[name].append(logits.iteration)
+                    self.received[who].append(logits.iteration)
         except (ChannelClosed, ChannelPeerDied, ChannelTimeout) as end:
-            self.end[name] = type(end)
+            self.end[who] = type(end)
         reader.close()
 
     def check(self):
         killed = {name for name, actor in self.sequencer.actors.items() if actor.killed}
         for name, got in self.received.items():
-            assert got == list(range(len(got)))
-            if name not in killed:
+            first = got[0] if got and name == "t.1" else 0
+            assert got == list(range(first, first + len(got)))
+            if name not in killed and (got or name != "t.1"):
                 complete = min(self.written.values())
-                assert len(got) in (complete, complete + 1)
+                assert first + len(got) in (complete, complete + 1)
                 if not killed:
                     assert len(got) == 5
                     assert self.end[name] is ChannelClosed
         self.owner._ring._memory.close()
 
 
-def explore_logits(choices=(), kills=()):
+def explore_logits(choices=(), kills=(), restart=False):
     """One run; returns the number of steps of each actor."""
     with pytest.MonkeyPatch.context() as patch:
         sequencer = Sequencer(choices, kills)
         sequencer.patch(patch)
-        scene = Logits(sequencer, 5)
+        scene = Logits(sequencer, 5, restart)
         sequencer.run()
         scene.check()
     return {name: actor.steps for name, actor in sequencer.actors.items()}
@@ -242,3 +290,9 @@ def test_logits_with_a_kill_after_every_step(victim):
     assert total > 30
     for step in range(total + 1):
         explore_logits(kills={victim: step})
+
+
+@RELAXED
+@given(choices=CHOICES, step=st.integers(0, 120))
+def test_a_sampler_that_is_started_again(choices, step):
+    explore_logits(choices, {"t": step}, restart=True)

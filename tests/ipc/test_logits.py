@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
+from sipipe.ipc.ring import reader as ring_reader
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
 
 from .crash import crash
@@ -188,3 +189,45 @@ def test_a_restarted_sampler_joins_while_the_ranks_are_amid_the_first_entry(make
     with second.acquire(0, 1):
         pass
     assert again.receive(30).iteration == 0
+
+
+def test_a_restarted_sampler_begins_no_later_than_it_must(make):
+    """All entries are in use: the oldest is held by another sampler."""
+    owner, (writer,), (late, gone) = make(entries=4, readers=["late", "gone"])
+    for iteration in range(4):
+        with writer.acquire(iteration, 1, 0):
+            pass
+        for reader in (late, gone):
+            with reader.receive(0) as received:
+                assert received.iteration == iteration
+    crash(gone)
+    for iteration in (4, 5):
+        with writer.acquire(iteration, 1, 0):
+            pass
+    owner.remove_reader("gone")
+    owner.add_reader("gone")
+    again = LogitsReader.open(owner.endpoint, "gone")
+    make.opened.append(again)
+    assert [again.receive(0).iteration for _ in range(3)] == [3, 4, 5]
+
+
+def test_a_restarted_sampler_waits_while_one_rank_is_a_lap_ahead_of_the_first(make, monkeypatch):
+    owner, (first, second), (reader,) = make(entries=4, ranks=2)
+    crash(reader)
+    owner.remove_reader("s")
+    owner.add_reader("s")
+
+    def write(writer):
+        for iteration in range(4):
+            with writer.acquire(iteration, 1, 0) as region:
+                region[...] = iteration
+
+    write(first)  # of the second rank there is nothing
+    monkeypatch.setattr(ring_reader.time, "sleep", lambda _seconds: write(second))
+    again = LogitsReader.open(owner.endpoint, "s")
+    make.opened.append(again)
+    monkeypatch.undo()
+    for iteration in (1, 2, 3):  # entry 0 is next in turn, and so the ranks' own again
+        with again.receive(30) as received:
+            assert received.iteration == iteration
+            assert np.all(received.array == iteration)

@@ -28,9 +28,8 @@ from collections.abc import Sequence
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
 from sipipe.ipc.locks import deadline_after, remaining
-from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.layout import Layout, RingEndpoint
-from sipipe.ipc.ring.message import Bytes, Message, Part, lay_out, measure, parts_in
+from sipipe.ipc.ring.message import Message, Part, lay_out, measure, parts_in
 from sipipe.ipc.ring.reader import RingReader
 from sipipe.ipc.ring.ring import Ring
 from sipipe.ipc.ring.writer import RingWriter
@@ -53,11 +52,8 @@ class DispatchProducer:
         self._turns = threading.Lock()  # a new reader's first message is known only between two
         self._sequence = 0
         self._closed = False
-        # What polling knows; guarded by _turns.
-        self._attached: list[tuple[int, str]] = []
-        self._version = -1  # of the readers' records, when _attached was made
         self._polled_at = 0.0
-        self._dead: str | None = None
+        self._dead: str | None = None  # a reader, when the readers were polled last
 
     @classmethod
     def create(
@@ -106,10 +102,14 @@ class DispatchProducer:
         with self._turns:
             if self._closed:
                 raise ChannelClosed(f"channel {self._ring.channel}: this producer is closed")
-            if time.monotonic() > self._polled_at + POLL_FIRST_AFTER:
-                self._poll_readers()
-            if self._dead is not None:
-                self._raise_if_still_dead()
+            if self._dead or time.monotonic() > self._polled_at + POLL_FIRST_AFTER:
+                self._poll_readers()  # again: a dead one may have been removed
+            if self._dead:
+                raise ChannelPeerDied(
+                    f"channel {self._ring.channel}: reader {self._dead} died; "
+                    "nothing was sent, remove it and send again",
+                    self._dead,
+                )
             sequence = self._sequence
             views, total = measure(parts)
             writer = self._writer
@@ -120,13 +120,13 @@ class DispatchProducer:
                 writer.publish((sequence, 0, total, len(views), total))
             # From here on the readers run; what follows delays nobody.
             self._sequence = sequence + 1
-            if not self._closed:
+            if not self._closed and time.monotonic() > self._polled_at + POLL_AFTER:
                 self._poll_readers()
             writer.claim_nowait()
             return sequence
 
     def _publish_cut(
-        self, sequence: int, views: Sequence[Bytes], total: int, deadline: float | None
+        self, sequence: int, views: Sequence[Part], total: int, deadline: float | None
     ) -> None:
         source = memoryview(bytearray(total))
         lay_out(source, views)
@@ -136,29 +136,9 @@ class DispatchProducer:
             self._writer.publish((sequence, offset, len(piece), len(views), total))
 
     def _poll_readers(self) -> None:
-        """Find a dead reader, if the last poll is long enough ago or who they are has changed."""
-        now = time.monotonic()
-        version = self._ring.words.load(at.VERSION)
-        if version == self._version and now < self._polled_at + POLL_AFTER:
-            return
-        if version != self._version:
-            # While one has not come yet, the list is made again at each poll.
-            absent = any(True for _ in self._ring.readers(attached=False))
-            self._attached = list(self._ring.readers(attached=True))
-            self._version = -1 if absent else version
-        self._polled_at = now
-        self._dead = next((name for k, name in self._attached if self._ring.is_dead(k)), None)
-
-    def _raise_if_still_dead(self) -> None:
-        """It may have been removed meanwhile, and others may have died."""
-        dead = [name for k, name in self._ring.readers(attached=True) if self._ring.is_dead(k)]
-        self._dead = dead[0] if dead else None
-        if dead:
-            raise ChannelPeerDied(
-                f"channel {self._ring.channel}: reader {dead[0]} died; "
-                "nothing was sent, remove it and send again",
-                dead[0],
-            )
+        self._polled_at = time.monotonic()
+        readers = self._ring.readers(attached=True)
+        self._dead = next((name for k, name in readers if self._ring.is_dead(k)), None)
 
     def add_reader(self, name: str) -> None:
         """Declare a reader whose first message is the next one to be published.

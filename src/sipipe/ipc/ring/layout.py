@@ -8,7 +8,7 @@
     │ writer r: attached, closed,  │  writer rank r              RANKS x 64 bytes
     │           published          │
     ├──────────────────────────────┤
-    │ reader k: state, start,      │  owner                      READERS x 192 bytes
+    │ reader k: declared, start,   │  owner                      READERS x 192 bytes
     │           generation, name   │
     │           ────── 64 ───────  │
     │           attached, cursor,  │  reader k
@@ -47,15 +47,13 @@ _WRITERS = 8
 WRITER_WORDS = 8
 W_ATTACHED, W_CLOSED, W_PUBLISHED = 0, 1, 2
 READER_WORDS = 24
-R_STATE, R_START, R_GENERATION, R_NAME = 0, 1, 2, 3  # the name is R_NAME .. 15: 104 bytes
+R_DECLARED, R_START, R_GENERATION, R_NAME = 0, 1, 2, 3  # the name is R_NAME .. 15: 104 bytes
 R_ATTACHED, R_CURSOR, R_LEFT = 16, 17, 18
-NAME_BYTES = (R_ATTACHED - R_NAME) * 8
+NAME_WORDS = R_ATTACHED - R_NAME
 ENTRY_WORDS = 8
 E_COMMIT, E_HEADER = 0, 1
 HEADER_WORDS = 5
-
-# Values of a reader's state word.
-FREE, DECLARED, REMOVED = 0, 1, 2
+READ_WORDS = E_HEADER + HEADER_WORDS
 
 
 class Layout(msgspec.Struct, frozen=True):

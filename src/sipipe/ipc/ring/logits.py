@@ -209,7 +209,7 @@ class LogitsReader:
         _, iteration, batch, *_ = self._ring.receive(timeout)
         for rank in range(1, self._shape.ranks):
             other = self._ring.header(rank)[1:3]
-            assert other == (iteration, batch), f"ranks disagree: {other}, rank {rank}"
+            assert other == [iteration, batch], f"ranks disagree: {other}, rank {rank}"
         array = self._shape.array(self._ring.view, batch)
         return ReceivedLogits(iteration, batch, array, self._ring)
 

@@ -7,18 +7,16 @@ The same in a ring entry and in the memory in which a reader puts a cut message 
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Bytes", "Message", "Part", "lay_out", "measure", "parts_in"]
+__all__ = ["Message", "Part", "lay_out", "measure", "parts_in"]
 
 Part = bytes | bytearray | memoryview
 """What a part may be: any C-contiguous buffer, a NumPy array too."""
-
-Bytes = bytes | bytearray | memoryview
-"""A part as one-dimensional bytes."""
 
 _MASK = -16  # parts begin at multiples of 16: & _MASK rounds down
 
@@ -65,18 +63,13 @@ class Message:
         self.release()
 
 
-class _Tables(dict[int, struct.Struct]):
+@functools.cache  # as many as there are numbers of parts: a few
+def _table(count: int) -> struct.Struct:
     """The lengths of so many parts."""
-
-    def __missing__(self, count: int) -> struct.Struct:
-        table = self[count] = struct.Struct(f"<{count}Q")
-        return table
+    return struct.Struct(f"<{count}Q")
 
 
-_TABLES = _Tables()  # as many as there are numbers of parts: a few
-
-
-def measure(parts: Sequence[Part]) -> tuple[list[Bytes], int]:
+def measure(parts: Sequence[Part]) -> tuple[list[Part], int]:
     """The bytes of each part, and how many bytes the message takes with table and padding."""
     views = []
     total = (8 * len(parts) + 15) & _MASK
@@ -87,10 +80,10 @@ def measure(parts: Sequence[Part]) -> tuple[list[Bytes], int]:
     return views, total
 
 
-def lay_out(target: memoryview, views: Sequence[Bytes]) -> None:
+def lay_out(target: memoryview, views: Sequence[Part]) -> None:
     """Write the table and the parts of a message."""
     count = len(views)
-    _TABLES[count].pack_into(target, 0, *map(len, views))
+    _table(count).pack_into(target, 0, *map(len, views))
     place = (8 * count + 15) & _MASK
     for view in views:
         end = place + len(view)
@@ -102,14 +95,14 @@ def parts_in(view: memoryview, count: int) -> list[memoryview]:
     """The parts of the message at the start of ``view``, in place."""
     place = (8 * count + 15) & _MASK
     parts = []
-    for size in _TABLES[count].unpack_from(view):
+    for size in _table(count).unpack_from(view):
         end = place + size
         parts.append(view[place:end])
         place = (end + 15) & _MASK
     return parts
 
 
-def _bytes_of(part: Part) -> Bytes:
+def _bytes_of(part: Part) -> Part:
     """``part`` itself or a view of its bytes."""
     if isinstance(part, bytes | bytearray):
         return part

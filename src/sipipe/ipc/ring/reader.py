@@ -50,20 +50,20 @@ class RingReader:
                 f"(declared: {', '.join(name for _, name in ring.readers()) or 'none'})"
             )
         base = self._base = ring.layout.reader_word(found[0])
-        self._generation = self._words.load(base + at.R_GENERATION)
+        self._generation = self._words[base + at.R_GENERATION]
         if not self._locks.try_lock(EXCLUSIVE, at.LIFE + found[0]):
             raise ChannelError(
                 f"channel {ring.channel}: reader {self._name!r} is attached by another process"
             )
-        start = self._words.load(base + at.R_START)
+        start = self._words[base + at.R_START]
         if start >= 0:
             taken = self._try_lock(start - 1)
             assert taken, "a declared reader was overtaken"
             self.next = start
         else:
             self._lock_oldest()
-        self._words.store(base + at.R_CURSOR, self.next)
-        self._words.store(base + at.R_ATTACHED, self._generation)
+        self._words[base + at.R_CURSOR] = self.next
+        self._words[base + at.R_ATTACHED] = self._generation
         self._check_declared()
 
     def _try_lock(self, use: int) -> bool:
@@ -90,11 +90,11 @@ class RingReader:
     def _incomplete(self, use: int) -> int | None:
         """The first rank whose commit word is not that of ``use``, or None."""
         for rank, word in enumerate(self.ring.headers[use % self._entries]):
-            if self._words.load(word + at.E_COMMIT) != use + 1:
+            if self._words[word + at.E_COMMIT] != use + 1:
                 return rank
         return None
 
-    def receive(self, timeout: float | None) -> tuple[int, ...]:
+    def receive(self, timeout: float | None) -> list[int]:
         """Wait for the next use; returns commit word and header of its first rank. ``use`` is then
         its number and ``view`` its payload, read-only, until the next call.
 
@@ -115,7 +115,7 @@ class RingReader:
         first, count = self._lock_ranges[entry]
         wait = self._wait
         word = self.ring.headers[entry][0]
-        waiting = self._words.load(word + at.E_COMMIT) != use + 1
+        waiting = self._words[word + at.E_COMMIT] != use + 1
         if waiting and timeout is None and wait.pending is None:
             # The usual case, with as little as can be between the waking and the return. The lock
             # is not tried first: the commit word is not there, so it would be refused.
@@ -127,7 +127,7 @@ class RingReader:
                 ("producer",),
             )
         # From here to the return is what every reader does between its waking and its message.
-        words = self._words.load_entry(word)
+        words = self._words[word : word + at.READ_WORDS].tolist()
         if words[0] != use + 1 or (count > 1 and self._incomplete(use) is not None):
             self._unlock(use)
             raise self._ended(self._incomplete(use) or 0)
@@ -140,16 +140,17 @@ class RingReader:
         message was read. Idempotent."""
         if self._holds_previous:
             self._holds_previous = False
-            self._words.store(self._base + at.R_CURSOR, self.next)
+            self._words[self._base + at.R_CURSOR] = self.next
             if not self.ring.closed:
                 self._unlock(self.next - 2)
 
     def _unlock(self, use: int) -> None:
         self._locks.unlock(*self._lock_ranges[use % self._entries])
 
-    def header(self, rank: int) -> tuple[int, ...]:
+    def header(self, rank: int) -> list[int]:
         """Commit word and header that a rank gave to the use that was received last."""
-        return self._words.load_entry(self.ring.headers[self.use % self._entries][rank])
+        word = self.ring.headers[self.use % self._entries][rank]
+        return self._words[word : word + at.READ_WORDS].tolist()
 
     def _wait_writers(self, timeout: float | None) -> float | None:
         """Wait until every rank's writer has come; returns what is left of ``timeout``."""
@@ -159,9 +160,9 @@ class RingReader:
         while absent := [
             rank
             for rank in range(layout.ranks)
-            if not self._words.load(layout.writer_word(rank) + at.W_ATTACHED)
+            if not self._words[layout.writer_word(rank) + at.W_ATTACHED]
         ]:
-            if self._words.load(at.CLOSED) or not self._locks.held_elsewhere(at.OWNER):
+            if self._words[at.CLOSED] or not self._locks.held_elsewhere(at.OWNER):
                 raise self._ended(absent[0])
             if (left := remaining(deadline)) is not None and left <= 0:
                 raise ChannelTimeout(
@@ -177,14 +178,14 @@ class RingReader:
     def _check_declared(self) -> None:
         if self.ring.closed:
             raise ChannelClosed(f"channel {self.ring.channel}: reader {self._name} is closed")
-        words = self._words.load_entry(self._base)
-        if words[at.R_STATE] != at.DECLARED or words[at.R_GENERATION] != self._generation:
+        declared = self._words[self._base + at.R_DECLARED]
+        if not declared or self._words[self._base + at.R_GENERATION] != self._generation:
             self._locks.close()
             raise ChannelClosed(f"channel {self.ring.channel}: reader {self._name} was removed")
 
     def _ended(self, rank: int) -> ChannelError:
         base = self.ring.layout.writer_word(rank)
-        if self._words.load(base + at.W_CLOSED) or self._words.load(at.CLOSED):
+        if self._words[base + at.W_CLOSED] or self._words[at.CLOSED]:
             return ChannelClosed(f"channel {self.ring.channel}: closed by its producer")
         who = "producer" if self.ring.layout.ranks == 1 else f"rank {rank}"
         return ChannelPeerDied(
@@ -195,6 +196,6 @@ class RingReader:
     def close(self) -> None:
         """Leave: the writers no longer wait for this reader. Idempotent."""
         if not self.ring.closed:
-            self._words.store(self._base + at.R_LEFT, self._generation)
+            self._words[self._base + at.R_LEFT] = self._generation
             self._wait.close()
             self.ring.close()

@@ -40,7 +40,6 @@ writer would make a system call per reader and message); a futex as the fast pat
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from typing import Self
 
@@ -52,37 +51,12 @@ from sipipe.ipc.ring.layout import Layout, RingEndpoint
 
 __all__ = ["Ring"]
 
-_HEADER = struct.Struct(f"<{at.HEADER_WORDS}q")
-_ENTRY = struct.Struct(f"<{1 + at.HEADER_WORDS}q")
 ATTACH_POLL = 0.001
 
 
-class Words:
+def words_of(memory: SharedMemory, count: int) -> memoryview[int]:
     """The 8-byte words before the payload. Invariant: one writer per word (see the layout)."""
-
-    def __init__(self, memory: SharedMemory, count: int) -> None:
-        self._raw = memoryview(memory.map)[: count * 8]
-        self._words = self._raw.cast("q")
-
-    def load(self, word: int) -> int:
-        return self._words[word]
-
-    def store(self, word: int, value: int) -> None:
-        self._words[word] = value
-
-    def store_header(self, word: int, values: tuple[int, int, int, int, int]) -> None:
-        """Write the header words of an entry."""
-        _HEADER.pack_into(self._raw, word * 8, *values)
-
-    def load_entry(self, word: int) -> tuple[int, ...]:
-        """Six words: an entry's commit word and header, or the first of a reader's record."""
-        return _ENTRY.unpack_from(self._raw, word * 8)
-
-    def load_name(self, word: int) -> bytes:
-        return bytes(self._raw[word * 8 : word * 8 + at.NAME_BYTES]).rstrip(b"\0")
-
-    def store_name(self, word: int, name: bytes) -> None:
-        self._raw[word * 8 : word * 8 + at.NAME_BYTES] = name.ljust(at.NAME_BYTES, b"\0")
+    return memoryview(memory.map)[: count * 8].cast("q")
 
 
 class Ring:
@@ -96,7 +70,9 @@ class Ring:
         self.endpoint = RingEndpoint(memory.endpoint, layout)
         self.layout = layout
         self.channel = memory.endpoint.channel
-        self.words = Words(memory, layout.words)
+        self.words = words_of(memory, layout.words)
+        self._declared: list[tuple[int, str]] = []  # by the readers' records at _version
+        self._version = -1
         self.locks = Locks(memory.endpoint.path)
         self._memory = memory
         entries, ranks, stride = range(layout.entries), layout.ranks, layout.stride
@@ -135,27 +111,35 @@ class Ring:
 
     def readers(self, *, attached: bool | None = None) -> Iterator[tuple[int, str]]:
         """Index and name of each declared reader that has not left."""
-        for k in range(at.READERS):
+        if self._version != (version := self.words[at.VERSION]):
+            self._declared = [(k, self._name(k)) for k in range(at.READERS) if self._is_declared(k)]
+            self._version = version
+        for k, name in self._declared:
             base = self.layout.reader_word(k)
-            if self.words.load(base + at.R_STATE) != at.DECLARED:
+            generation = self.words[base + at.R_GENERATION]
+            if self.words[base + at.R_LEFT] == generation:
                 continue
-            generation = self.words.load(base + at.R_GENERATION)
-            if self.words.load(base + at.R_LEFT) == generation:
-                continue
-            here = self.words.load(base + at.R_ATTACHED) == generation
+            here = self.words[base + at.R_ATTACHED] == generation
             if attached is None or attached is here:
-                yield k, self.words.load_name(base + at.R_NAME).decode()
+                yield k, name
+
+    def _is_declared(self, reader: int) -> bool:
+        return self.words[self.layout.reader_word(reader) + at.R_DECLARED] == 1
+
+    def _name(self, reader: int) -> str:
+        first = self.layout.reader_word(reader) + at.R_NAME
+        return self.words[first : first + at.NAME_WORDS].tobytes().rstrip(b"\0").decode()
 
     def cursor(self, reader: int) -> int:
         """The use that a reader waits for or will ask for next; -1: not known before it attaches."""
         base = self.layout.reader_word(reader)
-        if self.words.load(base + at.R_ATTACHED) == self.words.load(base + at.R_GENERATION):
-            return self.words.load(base + at.R_CURSOR)
-        return self.words.load(base + at.R_START)
+        if self.words[base + at.R_ATTACHED] == self.words[base + at.R_GENERATION]:
+            return self.words[base + at.R_CURSOR]
+        return self.words[base + at.R_START]
 
     def published(self, rank: int) -> int:
         """Uses that a rank has published."""
-        return self.words.load(self.layout.writer_word(rank) + at.W_PUBLISHED)
+        return self.words[self.layout.writer_word(rank) + at.W_PUBLISHED]
 
     def is_dead(self, reader: int) -> bool:
         """Whether a reader attached, its lifetime lock is free, and it has not left.
@@ -163,11 +147,11 @@ class Ring:
         In this order: a reader stores that it leaves before it frees the lock.
         """
         base = self.layout.reader_word(reader)
-        generation = self.words.load(base + at.R_GENERATION)
+        generation = self.words[base + at.R_GENERATION]
         return (
-            self.words.load(base + at.R_ATTACHED) == generation
+            self.words[base + at.R_ATTACHED] == generation
             and not self.locks.held_elsewhere(at.LIFE + reader)
-            and self.words.load(base + at.R_LEFT) != generation
+            and self.words[base + at.R_LEFT] != generation
         )
 
     def add_reader(self, name: str, start: int) -> None:
@@ -177,14 +161,13 @@ class Ring:
             ChannelError: the name is too long, or a reader of that name is there, or 64 are.
         """
         data = name.encode()
-        if not 0 < len(data) <= at.NAME_BYTES:
+        if not 0 < len(data) <= at.NAME_WORDS * 8:
             raise ChannelError(f"channel {self.channel}: bad reader name {name!r}")
         free = None
         for k in range(at.READERS):
             base = self.layout.reader_word(k)
-            declared = self.words.load(base + at.R_STATE) == at.DECLARED
-            same = self.words.load_name(base + at.R_NAME) == data
-            left = self.words.load(base + at.R_LEFT) == self.words.load(base + at.R_GENERATION)
+            declared, same = self._is_declared(k), self._name(k) == name
+            left = self.words[base + at.R_LEFT] == self.words[base + at.R_GENERATION]
             if declared and same and not (left or self.is_dead(k)):
                 raise ChannelError(f"channel {self.channel}: reader {name!r} is there already")
             # A removed reader may still hold its lifetime lock; its record is in use until then.
@@ -193,11 +176,12 @@ class Ring:
         if free is None:
             raise ChannelError(f"channel {self.channel}: no room for a reader beyond {at.READERS}")
         base = self.layout.reader_word(free)
-        self.words.store(base + at.R_STATE, at.FREE)
-        self.words.store_name(base + at.R_NAME, data)
-        self.words.store(base + at.R_START, start)
-        self.words.store(base + at.R_GENERATION, self.words.load(base + at.R_GENERATION) + 1)
-        self._set_state(base, at.DECLARED)
+        self.words[base + at.R_DECLARED] = 0
+        for i in range(at.NAME_WORDS):
+            self.words[base + at.R_NAME + i] = int.from_bytes(data[8 * i : 8 * i + 8], "little")
+        self.words[base + at.R_START] = start
+        self.words[base + at.R_GENERATION] = self.words[base + at.R_GENERATION] + 1
+        self._declare(free, 1)
 
     def remove_reader(self, name: str) -> None:
         """Forget a reader. One that still lives is let go at its next receive.
@@ -206,21 +190,19 @@ class Ring:
             ChannelError: no reader has this name.
         """
         for k in range(at.READERS):
-            base = self.layout.reader_word(k)
-            declared = self.words.load(base + at.R_STATE) == at.DECLARED
-            if declared and self.words.load_name(base + at.R_NAME).decode() == name:
-                self._set_state(base, at.REMOVED)
+            if self._is_declared(k) and self._name(k) == name:
+                self._declare(k, 0)
                 return
         raise ChannelError(f"channel {self.channel}: no reader {name!r}")
 
-    def _set_state(self, base: int, state: int) -> None:
-        # The version last: who has seen it sees the state too, or finds a later version.
-        self.words.store(base + at.R_STATE, state)
-        self.words.store(at.VERSION, self.words.load(at.VERSION) + 1)
+    def _declare(self, reader: int, declared: int) -> None:
+        # The version last: who has seen it sees the record too, or finds a later version.
+        self.words[self.layout.reader_word(reader) + at.R_DECLARED] = declared
+        self.words[at.VERSION] = self.words[at.VERSION] + 1
 
     def mark_closed(self) -> None:
         """The owner: tell every reader that no more comes."""
-        self.words.store(at.CLOSED, 1)
+        self.words[at.CLOSED] = 1
 
     def close(self) -> None:
         """Free every lock and let go of the memory. Idempotent."""

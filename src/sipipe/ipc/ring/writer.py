@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 
 from sipipe.ipc.errors import ChannelError, ChannelTimeout
 from sipipe.ipc.locks import EXCLUSIVE, BoundedWait, deadline_after
@@ -33,11 +34,11 @@ class RingWriter:
         self._own = ring.layout.writer_word(rank)
         self._entries = ring.layout.entries
         self._lock_bytes = [e * ring.layout.ranks + rank for e in range(self._entries)]
-        if self._words.load(self._own + at.W_ATTACHED) or not self._locks.try_lock(
+        if self._words[self._own + at.W_ATTACHED] or not self._locks.try_lock(
             EXCLUSIVE, self._lock_bytes[0]
         ):
             raise ChannelError(f"channel {ring.channel}: rank {rank} has a writer already")
-        self._words.store(self._own + at.W_ATTACHED, 1)
+        self._words[self._own + at.W_ATTACHED] = 1
 
     @property
     def ahead(self) -> memoryview:
@@ -53,7 +54,7 @@ class RingWriter:
         """
         if not self._claimed:
             claim = self.next + 1
-            if self._absent or self._version != self._words.load(at.VERSION):
+            if self._absent or self._version != self._words[at.VERSION]:
                 self._wait_attached(claim, timeout)
             byte = self._lock_bytes[claim % self._entries]
             if not self._wait.take(EXCLUSIVE, byte, 1, timeout):
@@ -68,16 +69,16 @@ class RingWriter:
         use = self.next
         entry = use % self._entries
         word = self.ring.headers[entry][self.rank]
-        self._words.store_header(word + at.E_HEADER, header)
-        self._words.store(word + at.E_COMMIT, use + 1)
+        self._words[word + at.E_HEADER : word + at.E_HEADER + at.HEADER_WORDS] = array("q", header)
+        self._words[word + at.E_COMMIT] = use + 1
         self.next, self._claimed = use + 1, False
         self._locks.unlock(self._lock_bytes[entry])
         # From here on the readers run; what follows does not delay them.
-        self._words.store(self._own + at.W_PUBLISHED, use + 1)
+        self._words[self._own + at.W_PUBLISHED] = use + 1
 
     def claim_nowait(self) -> None:
         """Claim the entry after next now, if it is free, to have less to do at the next message."""
-        if not (self._claimed or self._absent) and self._version == self._words.load(at.VERSION):
+        if not (self._claimed or self._absent) and self._version == self._words[at.VERSION]:
             byte = self._lock_bytes[(self.next + 1) % self._entries]
             self._claimed = self._wait.take(EXCLUSIVE, byte, 1, 0)
 
@@ -87,7 +88,7 @@ class RingWriter:
         first = claim - self._entries + 1
         while True:
             # The version first: a reader that is declared later is found at the next message.
-            self._version = self._words.load(at.VERSION)
+            self._version = self._words[at.VERSION]
             absent = [k for k, _ in self.ring.readers(attached=False)]
             self._absent = bool(absent)
             if not any(0 <= self.ring.cursor(k) <= first for k in absent):
@@ -115,6 +116,6 @@ class RingWriter:
     def close(self) -> None:
         """Tell the readers that no more comes, after what was published. Idempotent."""
         if not self.ring.closed:
-            self._words.store(self._own + at.W_CLOSED, 1)
+            self._words[self._own + at.W_CLOSED] = 1
             self._wait.close()
             self.ring.close()
