@@ -152,7 +152,7 @@ class Sequencer:
             for e in range(shape.entries)
             for r in range(shape.ranks)
         }
-        self.racing = set(self.commit_words)
+        self.racing = {layout.VERSION, *self.commit_words}
         self.racing |= {shape.reader_word(k) + layout.R_ATTACHED for k in range(layout.READERS)}
         self.racing |= {shape.writer_word(r) + layout.W_PUBLISHED for r in range(shape.ranks)}
 

@@ -110,6 +110,15 @@ def test_a_death_is_reported_once_after_what_was_sent(scene, unread):
     assert scene.receiver.collect(5) == (2, {0: b"again", 1: b"b"})
 
 
+def test_what_is_complete_comes_before_the_deaths_of_others(scene):
+    scene.receiver.expect(0, [0])
+    scene.ends[1].close()
+    scene.sender(0).send(0, [b"x"])
+    assert scene.receiver.collect(5) == (0, {0: b"x"})
+    with pytest.raises(ChannelPeerDied):
+        scene.receiver.collect(5)
+
+
 def test_a_predecessors_answer_is_kept_and_the_successors_dropped(scene):
     scene.receiver.expect(0, [0, 1])
     scene.sender(0).send(0, [b"first"])

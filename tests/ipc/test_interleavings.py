@@ -186,6 +186,30 @@ def test_a_reader_is_removed_at_any_step_of_a_publish():
                 run(before, steps, between)
 
 
+def test_a_reader_that_leaves_at_any_step_of_a_publish_is_no_death():
+    def run(steps, between):
+        with pytest.MonkeyPatch.context() as patch:
+            sequencer = Sequencer([(0, 45), (1, steps), (0, between), (1, 99)])
+            sequencer.patch(patch)
+            sequencer.watch(Layout(ENTRIES, ENTRY_BYTES))
+
+            def produce():
+                producer = DispatchProducer.create("t", ENTRIES, ENTRY_BYTES, ["a"])
+                sequencer.spawn("a", lambda: DispatchReader.open(producer.endpoint, "a").close())
+                for _ in range(7):
+                    producer.publish([b"x"], timeout=5)
+                producer.close()
+
+            sequencer.spawn("producer", produce)
+            sequencer.run()
+            return sequencer.actors["a"].steps
+
+    total = run(99, 1)
+    for steps in range(max(0, total - 8), total):
+        for between in range(1, 30):
+            run(steps, between)
+
+
 class Logits:
     """Two ranks that write, two samplers that read, of which one may be started again."""
 

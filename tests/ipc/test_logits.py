@@ -6,6 +6,7 @@ import pytest
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
 from sipipe.ipc.ring import reader as ring_reader
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
+from sipipe.ipc.ring.ring import Ring
 
 from .crash import crash
 
@@ -231,3 +232,20 @@ def test_a_restarted_sampler_waits_while_one_rank_is_a_lap_ahead_of_the_first(ma
         with again.receive(30) as received:
             assert received.iteration == iteration
             assert np.all(received.array == iteration)
+
+
+def test_a_restarted_sampler_is_not_misled_by_an_old_count(make, monkeypatch):
+    """The rank publishes a lap more between a look at its count and the look at the entries."""
+    owner, (writer,), (reader,) = make(entries=4)
+    crash(reader)
+    owner.remove_reader("s")
+    for iteration in range(7):
+        with writer.acquire(iteration, 1, 0):
+            pass
+    owner.add_reader("s")
+    counts = iter([3, 7])
+    with monkeypatch.context() as patch:
+        patch.setattr(Ring, "published", lambda _ring, _rank: next(counts))
+        again = LogitsReader.open(owner.endpoint, "s")
+    make.opened.append(again)
+    assert [again.receive(1).iteration for _ in range(2)] == [5, 6]
