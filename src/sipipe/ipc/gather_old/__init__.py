@@ -1,1 +1,0 @@
-"""Several senders, one receiver: sampled tokens (BIC-O)."""
