@@ -1,6 +1,6 @@
-"""What the GPU transports ask of a device, and the CUDA one.
+"""What :mod:`.cuda_ipc` asks of the CUDA driver and of torch.
 
-**Untested on a GPU**: there was none where this was written. The transports are tested with a
+**Untested on a GPU**: there was none where this was written. The transport is tested with a
 stand-in that keeps CUDA's order: copies happen later, in a stream, and events are counted.
 
 Memory that another process maps comes from the driver (``cuMemAlloc``), not from torch's
@@ -12,64 +12,25 @@ are torch's own.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sipipe.errors import ResourceError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CudaDevice", "Device"]
+__all__ = ["CudaDevice"]
 
 _IPC_HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 
 
-class Device(Protocol):
-    """One process's view of its device. "Copies" are those of :meth:`copy`, in their own stream;
-    "now" is the calling thread's current stream. No method waits for the device."""
-
-    uuid: str
-
-    def check(self, key: str, tensor: torch.Tensor, link: str) -> None:
-        """Refuse a tensor that is elsewhere."""
-
-    def allocate(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
-        """Memory as bytes [nbytes], and the handle by which another process maps it."""
-
-    def map(self, handle: bytes, uuid: str) -> int:
-        """The address of another process's memory, which lies on the device ``uuid``."""
-
-    def unmap(self, address: int) -> None:
-        """Undo :meth:`map`, when the copies so far are done (this waits)."""
-
-    def event(self) -> tuple[Any, bytes]:
-        """An event, and the handle by which another process opens it."""
-
-    def open_event(self, handle: bytes) -> Any:
-        """An event of another process."""
-
-    def copy(self, to: int, tensor: torch.Tensor) -> None:
-        """Copy a contiguous tensor; its memory is kept until that is done."""
-
-    def hold_copies(self, event: Any) -> None:
-        """Copies from now on wait for ``event``."""
-
-    def mark_copies(self, event: Any) -> None:
-        """Let ``event`` stand for the copies so far."""
-
-    def wait_for_copies(self) -> None:
-        """What is queued now waits for the copies so far."""
-
-    def wait(self, event: Any) -> None:
-        """What is queued now waits for ``event``."""
-
-    def mark(self, event: Any) -> None:
-        """Let ``event`` stand for what is queued now."""
-
-
 class CudaDevice:
-    """The current CUDA device of the thread that makes it."""
+    """The current CUDA device of the thread that makes it.
+
+    "Copies" are those of :meth:`copy`, in a stream of their own; "now" is the calling thread's
+    current stream. No method waits for the device, but for :meth:`unmap`.
+    """
 
     def __init__(self) -> None:
         import torch
@@ -83,6 +44,7 @@ class CudaDevice:
         self._call("cuCtxGetCurrent", ctypes.byref(self._context))
 
     def check(self, key: str, tensor: torch.Tensor, link: str) -> None:
+        """Refuse a tensor that is elsewhere."""
         if not tensor.is_cuda or tensor.device.index != self._index:
             raise UnsupportedError(
                 f"{link} carries tensors on cuda:{self._index} and {key!r} is on {tensor.device}; "
@@ -90,6 +52,7 @@ class CudaDevice:
             )
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        """Memory as bytes [nbytes], and the handle by which another process maps it."""
         import torch
 
         memory = _Memory(self, nbytes)
@@ -99,6 +62,7 @@ class CudaDevice:
         return torch.as_tensor(memory, device=f"cuda:{self._index}"), bytes(handle)
 
     def map(self, handle: bytes, uuid: str) -> int:
+        """The address of another process's memory, which lies on the device ``uuid``."""
         self._check_peer(uuid)
         address = ctypes.c_uint64()
         self._driver_call(
@@ -110,10 +74,12 @@ class CudaDevice:
         return address.value
 
     def unmap(self, address: int) -> None:
+        """Undo :meth:`map`, when the copies so far are done."""
         self._copies.synchronize()
         self._driver_call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def event(self) -> tuple[Any, bytes]:
+        """An event, and the handle by which another process opens it."""
         import torch
 
         with torch.cuda.device(self._index):
@@ -121,11 +87,13 @@ class CudaDevice:
             return event, event.ipc_handle()
 
     def open_event(self, handle: bytes) -> Any:
+        """An event of another process."""
         import torch
 
         return torch.cuda.Event.from_ipc_handle(torch.device("cuda", self._index), handle)
 
     def copy(self, to: int, tensor: torch.Tensor) -> None:
+        """Copy a contiguous tensor; its memory is kept until that is done."""
         tensor.record_stream(self._copies)  # torch's allocator gives it to nobody until then
         self._driver_call(
             "cuMemcpyAsync",
@@ -136,19 +104,28 @@ class CudaDevice:
         )
 
     def hold_copies(self, event: Any) -> None:
+        """Copies from now on wait for ``event``."""
         self._copies.wait_event(event)
 
     def mark_copies(self, event: Any) -> None:
+        """Let ``event`` stand for the copies so far."""
         event.record(self._copies)
 
     def wait_for_copies(self) -> None:
+        """What is queued now waits for the copies so far."""
         self._now().wait_stream(self._copies)
 
     def wait(self, event: Any) -> None:
+        """What is queued now waits for ``event``."""
         self._now().wait_event(event)
 
     def mark(self, event: Any) -> None:
+        """Let ``event`` stand for what is queued now."""
         event.record(self._now())
+
+    def mark_now(self) -> Any:
+        """A new event that stands for what is queued now."""
+        return self._now().record_event()
 
     def _now(self) -> Any:
         import torch

@@ -1,0 +1,79 @@
+"""The buffers that hidden states lie in, and tensors that look into them.
+
+``depth`` buffers, each a whole number of pages. A tensor starts at the same address of a buffer
+whatever the number of tokens, so that a graph captured for a buffer stays valid. One writer per
+buffer at any time: the sender until a frame's header is sent, then the receiver until it releases
+the frame. Both pass through a socket, and the system calls order memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+from sipipe.ipc.link.schema import TensorSchema, align
+from sipipe.messages.link import LinkEndpoint
+
+__all__ = ["Buffers", "buffer_bytes"]
+
+_REMEMBERED = 4096
+
+
+def buffer_bytes(schema: TensorSchema, endpoint: LinkEndpoint) -> int:
+    """Bytes of a buffer for ``schema``, or for the link's hint if that is more."""
+    tokens = endpoint.max_tokens
+    need = max(schema.offsets(tokens)[-1], endpoint.bytes_per_token_hint * tokens, 1)
+    return align(need, mmap.PAGESIZE)
+
+
+class Buffers:
+    """All buffers of a link, as one process sees them.
+
+    Args:
+        memory: bytes [depth · size] as a tensor, which the views keep alive; None where this
+            process only needs addresses.
+        address: of the first buffer.
+        size: bytes of one buffer.
+        max_tokens: what buffers are laid out for.
+    """
+
+    def __init__(self, memory: Any, address: int, size: int, max_tokens: int) -> None:
+        self._memory = memory
+        self._address = address
+        self._size = size
+        self._max_tokens = max_tokens
+        self._views: dict[tuple[int, int, int], dict[str, Any]] = {}
+        self._addresses: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def addresses(self, schema: TensorSchema, buffer: int) -> tuple[int, ...]:
+        """Where each tensor of ``schema`` starts."""
+        key = (schema.fingerprint, buffer)
+        addresses = self._addresses.get(key)
+        if addresses is None:
+            if len(self._addresses) == _REMEMBERED:
+                self._addresses.clear()
+            start = self._address + buffer * self._size
+            offsets = schema.offsets(self._max_tokens)[:-1]
+            addresses = self._addresses[key] = tuple(start + offset for offset in offsets)
+        return addresses
+
+    def views(self, schema: TensorSchema, buffer: int, num_tokens: int) -> dict[str, Any]:
+        """The tensors of a frame, in place; the dictionary is remembered and not to be changed."""
+        key = (schema.fingerprint, buffer, num_tokens)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) == _REMEMBERED:
+                self._views.clear()
+            frame, start = schema.at(num_tokens), buffer * self._size
+            views = self._views[key] = {
+                name: self._memory[start + offset : start + offset + size].view(dtype).view(shape)
+                for name, dtype, shape, size, offset in zip(
+                    schema.keys,
+                    schema.dtypes,
+                    frame.shapes,
+                    frame.sizes,
+                    schema.offsets(self._max_tokens),
+                    strict=False,  # the last offset is the end
+                )
+            }
+        return views

@@ -1,0 +1,105 @@
+"""A Unix packet socket between two stages of one host, and the process behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+
+from sipipe.ipc.link.errors import PeerDiedError
+
+__all__ = ["PacketConnection"]
+
+
+class PacketConnection:
+    """Wraps a connected socket, which it owns. One thread at a time receives; any number send.
+
+    The peer's death is the end of the socket or, once :meth:`watch` was called, the end of its
+    process: a child that the peer forked (a compiler, say) may hold the socket open long after the
+    peer is gone.
+    """
+
+    def __init__(self, sock: socket.socket, who: str) -> None:
+        self._sock = sock
+        self._who = who
+        self._pidfd = -1
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def watch(self, pid: int) -> None:
+        """The peer is process ``pid``. Called by the thread that receives."""
+        if pid != os.getpid() and self._pidfd < 0:
+            with contextlib.suppress(OSError):  # gone already, and so is its end of the socket
+                self._pidfd = os.pidfd_open(pid)
+                self._poll.register(self._pidfd, select.POLLIN)
+
+    def send(self, packet: bytes, descriptor: int | None = None) -> None:
+        """Send one packet, with a descriptor if one is given.
+
+        Raises:
+            PeerDiedError: the peer is gone, or :meth:`interrupt` was called.
+        """
+        try:
+            if descriptor is None:
+                self._sock.send(packet)
+            else:
+                socket.send_fds(self._sock, [packet], [descriptor])
+        except OSError:
+            raise self.died() from None
+
+    def receive(self, packet: bytearray, timeout: float) -> int | None:
+        """Bytes of the next packet, or None when ``timeout`` seconds passed.
+
+        Raises:
+            PeerDiedError: the peer is gone, and everything that it sent has been received.
+        """
+        gone = waited = False
+        while True:
+            try:
+                if size := self._sock.recv_into(packet, 0, socket.MSG_DONTWAIT):
+                    return size
+                break
+            except BlockingIOError:
+                if gone:  # a dead process has left nothing in the socket
+                    break
+                if waited:
+                    return None
+            except ConnectionResetError:
+                # A peer that closed with packets unread; what it sent before comes behind this.
+                continue
+            except OSError:
+                break
+            waited = True
+            gone = any(fd == self._pidfd for fd, _ in self._poll.poll(timeout * 1e3))
+        raise self.died()
+
+    def receive_descriptor(self) -> int:
+        """The descriptor that comes with the next packet; the caller closes it.
+
+        Raises:
+            PeerDiedError: it did not come.
+        """
+        with contextlib.suppress(OSError):
+            _, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1)
+            if descriptors:
+                return descriptors[0]
+        raise self.died()
+
+    def died(self) -> PeerDiedError:
+        """What to raise when the peer is gone without a goodbye."""
+        return PeerDiedError(f"{self._who} died; its own log says why")
+
+    def interrupt(self, goodbye: bytes) -> None:
+        """Send ``goodbye`` and end the connection; the descriptors stay until :meth:`close`."""
+        with contextlib.suppress(OSError):
+            self._sock.send(goodbye, socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        self._sock.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1

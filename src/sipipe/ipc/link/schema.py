@@ -1,0 +1,157 @@
+"""The part of a hidden state that stays the same from iteration to iteration.
+
+A pipeline stage hands its neighbour a dictionary of tensors. Between iterations of one model
+only the number of tokens changes, and both sides know it from the scheduling output. A
+:class:`TensorSchema` is everything else: keys, dtypes, the fixed dimensions, and which dimension
+counts tokens (paper, section 4.3, "static structure capture").
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ALIGNMENT", "TOKENS", "FrameShape", "TensorSchema", "TensorSpec", "align"]
+
+TOKENS = -1
+"""Stands in a shape for the dimension that counts tokens."""
+
+ALIGNMENT = 64
+"""Bytes; every tensor of a buffer starts on a cache line (and an AVX-512 register)."""
+
+_REMEMBERED = 4096
+
+
+def align(nbytes: int, to: int = ALIGNMENT) -> int:
+    """``nbytes`` rounded up to a multiple of ``to``."""
+    return -(-nbytes // to) * to
+
+
+class FrameShape(NamedTuple):
+    """A schema at one number of tokens; one entry for each tensor."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    """Bytes."""
+    nbytes: int
+    """Of all tensors together."""
+    expected: tuple[tuple[str, Any, tuple[int, ...]], ...]
+    """Key, dtype and shape."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a schema."""
+
+    key: str
+    dtype: str
+    """torch's own name without the module, such as ``"bfloat16"``."""
+    itemsize: int
+    """Bytes per element."""
+    shape: tuple[int, ...]
+    """Dimensions, :data:`TOKENS` where the number of tokens stands (at most once)."""
+
+
+class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
+    """All tensors of a hidden state, in the order in which they lie in a buffer."""
+
+    specs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def capture(cls, tensors: Mapping[str, torch.Tensor], num_tokens: int) -> TensorSchema:
+        """Read the schema off one iteration's tensors.
+
+        The token dimension is the first that is ``num_tokens`` long; a tensor without one has a
+        fixed shape. A guess that only looked right (a fixed dimension that happened to equal
+        ``num_tokens``) is corrected by the next iteration that does not fit, which captures anew.
+
+        Raises:
+            TypeError: a value is not a tensor.
+        """
+        specs = []
+        for key, tensor in tensors.items():
+            shape = getattr(tensor, "shape", None)
+            if shape is None or not hasattr(tensor, "data_ptr"):
+                raise TypeError(
+                    f"hidden state {key!r} is a {type(tensor).__name__}, not a tensor: "
+                    "only tensors travel between stages"
+                )
+            sizes = list(shape)
+            if num_tokens in sizes:
+                sizes[sizes.index(num_tokens)] = TOKENS
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            specs.append(TensorSpec(key, dtype, tensor.element_size(), tuple(sizes)))
+        return cls(tuple(specs))
+
+    def parts(
+        self, tensors: Mapping[str, torch.Tensor], num_tokens: int
+    ) -> list[torch.Tensor] | None:
+        """``tensors`` in order, or None if they have not exactly this schema at ``num_tokens``."""
+        if len(tensors) != len(self.specs):
+            return None
+        parts = []
+        for key, dtype, shape in self.at(num_tokens).expected:
+            tensor = tensors.get(key)
+            if tensor is None or tensor.dtype is not dtype or tensor.shape != shape:
+                return None
+            parts.append(tensor)
+        return parts
+
+    @functools.cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The keys, in order."""
+        return tuple(spec.key for spec in self.specs)
+
+    @functools.cached_property
+    def dtypes(self) -> tuple[Any, ...]:
+        """The ``torch.dtype`` of each."""
+        import torch
+
+        return tuple(getattr(torch, spec.dtype) for spec in self.specs)
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """64 bits that two different schemas share with probability 2⁻⁶⁴."""
+        digest = hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+    @functools.cached_property
+    def _shapes(self) -> dict[int, FrameShape]:
+        return {}
+
+    def at(self, num_tokens: int) -> FrameShape:
+        """Shapes and sizes for ``num_tokens`` tokens, remembered."""
+        frame = self._shapes.get(num_tokens)
+        if frame is None:
+            if len(self._shapes) == _REMEMBERED:
+                self._shapes.clear()
+            shapes = tuple(
+                tuple(num_tokens if size == TOKENS else size for size in spec.shape)
+                for spec in self.specs
+            )
+            sizes = tuple(
+                math.prod(shape) * spec.itemsize
+                for shape, spec in zip(shapes, self.specs, strict=True)
+            )
+            frame = self._shapes[num_tokens] = FrameShape(
+                shapes, sizes, sum(sizes), tuple(zip(self.keys, self.dtypes, shapes, strict=True))
+            )
+        return frame
+
+    def offsets(self, max_tokens: int) -> tuple[int, ...]:
+        """Byte offset of each tensor in a buffer made for ``max_tokens`` tokens, then the end.
+
+        They do not depend on an iteration's own number of tokens, so that the tensors of a buffer
+        have the same addresses for ever.
+        """
+        offsets = [0]
+        for size in self.at(max_tokens).sizes:
+            offsets.append(offsets[-1] + align(size))
+        return tuple(offsets)

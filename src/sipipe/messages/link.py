@@ -1,0 +1,40 @@
+"""What two stage workers are told of the link between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+TransportKind = Literal["shm", "cuda_ipc"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEndpoint:
+    """One link, from rank r of a stage to rank r of the next. Pickles; holds no descriptor."""
+
+    kind: TransportKind
+    name: str
+    """For messages, such as ``"stage0-1.r0"``."""
+    max_tokens: int
+    """Most tokens of a microbatch, padding included."""
+    depth: int
+    """Buffers: frames that may be sent and not yet released."""
+    bytes_per_token_hint: int
+    """Expected bytes a token of all tensors together; 0: unknown. Saves enlarging buffers."""
+    start_timeout: float
+    """Seconds that the sender waits for the receiver to open its end."""
+    stall_timeout: float
+    """Seconds that a wait takes at most where the call names no bound of its own."""
+    device: Literal["cpu", "cuda"]
+    """Where the later stage needs the tensors."""
+    secret: bytes = dataclasses.field(repr=False)
+    """16 random bytes: how the ends find and recognize each other."""
+
+    @property
+    def transport(self) -> str:
+        """The transport in a start-up line."""
+        return f"{self.kind} (untested on a GPU)" if self.device == "cuda" else self.kind
+
+    def describe(self) -> str:
+        """The link in a message."""
+        return f"link {self.name} ({self.kind})"
