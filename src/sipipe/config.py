@@ -151,10 +151,16 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Token-safe execution: prepare the next microbatch's inputs while the device runs this one.
     False: prepare and run in turn, with one set of input buffers."""
 
-    transport: Literal["auto", "shm", "socket", "cuda_ipc", "nccl"] = "auto"
-    """How hidden states travel between stages. ``"auto"``, while all stages are on one host:
-    ``shm`` on CPUs, ``cuda_ipc`` on GPUs. Nothing of it has been tested on a GPU, where ``shm`` and
-    ``socket`` go through host memory."""
+    transport: Annotated[
+        Literal["auto", "shm", "cuda_ipc"],
+        Meta(
+            description='"auto", "shm" or "cuda_ipc" ("socket" and "nccl" come back with stages on '
+            "several hosts)"
+        ),
+    ] = "auto"
+    """How hidden states travel between stages, which are all on one host. ``"auto"``: ``shm`` on
+    CPUs, ``cuda_ipc`` on GPUs. Nothing of it has been tested on a GPU, where ``shm`` goes through
+    host memory."""
 
     logits_layout: Literal["rows", "columns"] = "rows"
     """Layout of a logits buffer in shared memory. ``"rows"``: [B, V], a sequence is contiguous.

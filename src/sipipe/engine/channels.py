@@ -10,10 +10,11 @@ from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.bus import Bus
-from sipipe.ipc.link.endpoint import LinkEndpoint, create_link
+from sipipe.ipc.link.endpoint import create_link
 from sipipe.ipc.memory import check_room
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.messages.boots import StageDescription
+from sipipe.messages.link import LinkEndpoint
 
 logger = init_logger(f"vllm.{__name__}")
 

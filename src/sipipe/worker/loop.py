@@ -19,11 +19,13 @@ import torch
 from vllm.distributed import get_pp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from sipipe.ipc.link.endpoint import LinkEndpoint, open_receiver, open_sender
+from sipipe.ipc.link import rendezvous
+from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
 from sipipe.ipc.ring.logits import LogitsWriter
 from sipipe.messages.boots import LogitsFormat, StageDescription, WorkerBoot
+from sipipe.messages.link import LinkEndpoint
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.executor import StageExecutor
@@ -64,7 +66,7 @@ class StageLoop:
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
         self._logits: LogitsHandover | None = None
-        self._stock_iteration = 0
+        self._stock_iteration = self._stock_tokens = 0
         self.executor: StageExecutor | None = None
         """Both executors, once the data plane is open; None on vLLM's own path."""
 
@@ -115,9 +117,11 @@ class StageLoop:
         """
         place = self._place
         if not place.is_first:
-            self._receiver = open_receiver(links[place.rank - place.tp_size])
+            link = links[place.rank - place.tp_size]
+            self._receiver = open_receiver(link, rendezvous.accept(link))
         if not place.is_last:
-            self._sender = open_sender(links[place.rank])
+            link = links[place.rank]
+            self._sender = open_sender(link, rendezvous.connect(link))
         if logits is None:
             group = get_pp_group()
             group.receive, group.send = self._receive_stock, self._send_stock
@@ -156,18 +160,14 @@ class StageLoop:
         return inputs
 
     def announce(self, iteration: int, inputs: ModelInput) -> None:
-        """Post what will come and go: its size is known from the scheduling output alone."""
-        if self._receiver is not None:
-            self._receiver.post(iteration, inputs.num_tokens_padded)
-        if self._sender is not None:
-            self._sender.post(iteration, inputs.num_tokens_padded)
+        """Nothing: the buffers of both links are ready for any number of tokens."""
 
     def receive(self, iteration: int, inputs: ModelInput) -> dict[str, torch.Tensor] | None:
         """The hidden states of the previous stage, in place."""
         if self._receiver is None:
             return None
         began = time.monotonic_ns()
-        tensors = self._receiver.take(iteration)
+        tensors = self._receiver.take(iteration, inputs.num_tokens_padded)
         self._timing.host(Phase.WAIT_HIDDEN, inputs, began)
         return tensors
 
@@ -232,8 +232,7 @@ class StageLoop:
         """vLLM's ``execute_model``; its hidden states go through our links."""
         if output.total_num_scheduled_tokens > 0:
             self._stock_iteration += 1
-            if self._receiver is not None:
-                self._receiver.post(self._stock_iteration, output.total_num_scheduled_tokens)
+            self._stock_tokens = output.total_num_scheduled_tokens
         result = execute_model(output)
         if self._receiver is not None and output.total_num_scheduled_tokens > 0:
             self._receiver.release(self._stock_iteration)
@@ -241,7 +240,7 @@ class StageLoop:
 
     def _receive_stock(self) -> dict[str, torch.Tensor]:
         assert self._receiver is not None
-        return self._receiver.take(self._stock_iteration)
+        return self._receiver.take(self._stock_iteration, self._stock_tokens)
 
     def _send_stock(self, tensors: Any) -> None:
         assert self._sender is not None

@@ -1,24 +1,29 @@
-"""Ends of one link, and hidden states to send."""
+"""Links, their ends, and hidden states to send."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+
 import pytest
 import torch
-from tests.ipc.link import stand_ins
+from tests.ipc.link import stand_in
 
-from sipipe.ipc.link import cuda_ipc, nccl
-from sipipe.ipc.link.endpoint import LinkEndpoint, create_link
+from sipipe.ipc.link import cuda_ipc
+from sipipe.ipc.link.endpoint import create_link, open_receiver, open_sender
+from sipipe.ipc.link.receiver import Receiver
+from sipipe.ipc.link.sender import Sender
+from sipipe.messages.link import LinkEndpoint
 
 BOUND = 60.0  # seconds; of a machine at its worst
 
 
-@pytest.fixture(params=["shm", "socket", "cuda_ipc", "nccl"])
+@pytest.fixture(params=["shm", "cuda_ipc"])
 def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LinkEndpoint:
-    """One link of each kind; those between GPUs with a stand-in for the device."""
-    on_gpu = request.param in ("cuda_ipc", "nccl")
+    """One link of each kind; the one between GPUs with a stand-in for the device."""
+    on_gpu = request.param == "cuda_ipc"
     if on_gpu:
-        monkeypatch.setattr(cuda_ipc, "_device", stand_ins.StandInDevice)
-        monkeypatch.setattr(nccl, "_lane", stand_ins.StandInLane)
+        monkeypatch.setattr(cuda_ipc, "CudaDevice", stand_in.StandInDevice)
     return create_link(
         request.param,
         max_tokens=64,
@@ -27,6 +32,22 @@ def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         device="cuda" if on_gpu else "cpu",
         stall_timeout=BOUND,
     )
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The sender's and the receiver's socket, for a test that opens the ends itself."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture
+def link(endpoint: LinkEndpoint, pair) -> Iterator[tuple[Sender, Receiver]]:
+    """Both ends of ``endpoint`` in this process."""
+    with open_sender(endpoint, pair[0]) as sender, open_receiver(endpoint, pair[1]) as receiver:
+        yield sender, receiver
 
 
 @pytest.fixture

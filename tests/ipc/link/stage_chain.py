@@ -15,6 +15,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
+from sipipe.ipc.link import rendezvous
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
 
 H = 48
@@ -52,19 +53,18 @@ def main() -> None:
     gather = ranks if tp > 1 else None
     receiver = sender = None
     if stage > 0:
-        receiver = open_receiver(
-            links[stage - 1, shard], all_gather=lambda part: ranks.all_gather(part, dim=0)
-        )
+        link = links[stage - 1, shard]
+        receiver = open_receiver(link, rendezvous.accept(link))
     if stage < pp - 1:
-        sender = open_sender(links[stage, shard])
+        link = links[stage, shard]
+        sender = open_sender(link, rendezvous.connect(link))
     compared = 0
     for iteration, num_tokens in enumerate(SIZES):
         if receiver is None:
             tensors = first_stage(iteration, num_tokens)
         else:
-            receiver.post(iteration, num_tokens)
             stock = stages.recv_tensor_dict(all_gather_group=gather)
-            tensors = receiver.take(iteration, 120)
+            tensors = receiver.take(iteration, num_tokens, 120)
             assert list(tensors) == list(stock), (list(tensors), list(stock))
             for key, tensor in tensors.items():
                 assert tensor.dtype == stock[key].dtype

@@ -3,115 +3,88 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gc
 import itertools
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from sipipe.ipc.link.endpoint import LinkEndpoint, create_link, open_receiver, open_sender
+from sipipe.ipc.link.endpoint import create_link, open_receiver, open_sender
 from sipipe.ipc.link.errors import PeerDiedError
+from sipipe.messages.link import LinkEndpoint
 
 BOUND = 60.0  # of a machine at its worst; a death is noticed at once
 
 PRELUDE = """
-import base64, os, pickle, signal, sys, time
+import base64, ctypes, itertools, os, pickle, signal, socket, sys, threading
 import torch
+from sipipe.ipc.link import shm
 from sipipe.ipc.link.endpoint import open_sender, open_receiver
-from tests.ipc.link import stand_ins
-endpoint = pickle.loads(base64.b64decode(sys.argv[1]))
+from tests.ipc.link import stand_in
+endpoint, sock = pickle.loads(base64.b64decode(sys.argv[1])), socket.socket(fileno=int(sys.argv[2]))
 if endpoint.device == "cuda":
-    stand_ins.use()
+    stand_in.use()
 def hidden(n, i): return {"hidden_states": torch.full((n, 16), float(i)), "residual": torch.ones(n, 16)}
-def say(): print("ready", flush=True)
+def say(what="ready"): print(what, flush=True)
+def send_one():
+    sender = open_sender(endpoint, sock)
+    sender.send(0, 4, hidden(4, 0))
+    sender.wait_sent(60)
+    return sender
 """
 SENDS_ONE_THEN_WAITS = """
-sender = open_sender(endpoint)
-sender.send(0, 4, hidden(4, 0))
-sender.wait_sent(60)
+sender = send_one()
 say()
 signal.pause()
 """
 DIES_AMID_THE_COPY = """
-from sipipe.ipc.link.frames import Row
-from sipipe.ipc.link.records import Kind, Record
-sender = open_sender(endpoint)
-sender.send(0, 4, hidden(4, 0))
-sender.wait_sent(60)
+sender = send_one()
 say()
-def half(row):   # the record has left, the tensors have not all been copied
-    value = sender._structures.structure.fingerprint
-    sender._transport._send(sender._codec.pack(Record(Kind.DATA, 1, 1, 1, 1, 4, value)))
-    os._exit(1)
-Row.run = half
+def half(to, start, nbytes):
+    ctypes.memmove(to, start, nbytes // 2)
+    os.kill(os.getpid(), signal.SIGKILL)
+shm._move_holding_gil = half
+stand_in.StandInDevice.copy = lambda self, to, part: half(0, 0, 0)
 sender.send(1, 4, hidden(4, 1))
-signal.pause()
 """
-DIES_BEFORE_THE_COPY = """
-sender = open_sender(endpoint)
-sender.send(0, 4, hidden(4, 0))
-sender.wait_sent(60)
+DIES_AFTER_THE_COPY = """
+sender = send_one()
 say()
-stand_ins.StandInDevice.copy = lambda *a: os._exit(1)
+sender._transport._connection.send = lambda packet: os.kill(os.getpid(), signal.SIGKILL)
 sender.send(1, 4, hidden(4, 1))
-signal.pause()
 """
-DIES_BEFORE_THE_DATA = """
-sender = open_sender(endpoint)
-sender.send(0, 4, hidden(4, 0))
-sender.wait_sent(60)
-say()
-class Group:
-    def send(self, *a): os._exit(1)   # the record has left, so the receive is posted
-sender._transport._group = Group()
-sender.send(1, 4, hidden(4, 1))
-signal.pause()
-"""
-DIES_INSIDE_A_FRAME = """
-from sipipe.ipc.link.tcp import TcpSending
-sender = open_sender(endpoint)
-sender.send(0, 4, hidden(4, 0))
-sender.wait_sent(60)
-say()
-def half(self, flags):
-    frame = b"".join(self._left)
-    self._sock.sendall(frame[: len(frame) // 2])
-    os._exit(1)
-TcpSending._write = half
-sender.send(1, 4, hidden(4, 1))
-signal.pause()
+DIES_BEFORE_THE_MEMORY = """
+shm.ShmSending._make_room = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+stand_in.cuda_ipc.CudaIpcSending._make_room = shm.ShmSending._make_room
+send_one()
 """
 LEAVES_A_CHILD_BEHIND = """
-sender = open_sender(endpoint)
-sender.send(0, 4, hidden(4, 0))
-sender.wait_sent(60)
+sender = send_one()
 child = os.fork()
 if child == 0:
     signal.pause()
-print(child, flush=True)
+say(child)
 signal.pause()
 """
 SENDS_FOR_EVER = """
-sender = open_sender(endpoint)
-i = 0
-while True:
-    sender.post(i, 1024)
+sender = open_sender(endpoint, sock)
+for i in itertools.count():
     sender.send(i, 1024, {"h": torch.full((1024, 8192), i % 100, dtype=torch.int8)})
-    i += 1
 """
 TAKES_ONE_THEN_WAITS = """
-receiver = open_receiver(endpoint)
-receiver.post(0, 4)
-receiver.take(0, 60)
+receiver = open_receiver(endpoint, sock)
+receiver.take(0, 4, 60)
+if endpoint.name == "forks" and os.fork() == 0:
+    signal.pause()
 say()
 signal.pause()
 """
@@ -127,18 +100,30 @@ def hidden(num_tokens: int, value: float) -> dict[str, torch.Tensor]:
 class Stage:
     """Another process at the other end of a link."""
 
-    def __init__(self, body: str, endpoint: LinkEndpoint) -> None:
+    def __init__(self, body: str, endpoint: LinkEndpoint, sock: socket.socket) -> None:
         argument = base64.b64encode(pickle.dumps(endpoint)).decode()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + body, argument], stdout=subprocess.PIPE, text=True
-        )
+        with sock:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", PRELUDE + body, argument, str(sock.fileno())],
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[sock.fileno()],
+                process_group=0,
+            )
 
     def line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def kill(self) -> None:
-        self.process.kill()
+    def kill_later(self, seconds: float) -> threading.Timer:
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.start()
+        return timer
+
+    def clean_up(self) -> None:
+        """With the children it left behind."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
@@ -146,122 +131,147 @@ class Stage:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    torch.distributed.TCPStore("127.0.0.1", 0, 1, True)  # the first one keeps a pipe for good
     shm, descriptors = set(os.listdir("/dev/shm")), set(os.listdir("/proc/self/fd"))
     yield
     gc.collect()  # tracebacks of the errors above hold on to mappings
-    left = set(os.listdir("/dev/shm")) - shm
-    assert not {name for name in left if "transfer" in name}
-    until = time.monotonic() + 5
-    while set(os.listdir("/proc/self/fd")) - descriptors and time.monotonic() < until:
-        time.sleep(0.01)  # gloo's threads close theirs when they end
-    assert len(set(os.listdir("/proc/self/fd")) - descriptors) == 0
+    assert not [name for name in set(os.listdir("/dev/shm")) - shm if "sipipe" in name]
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 
-def test_the_sender_is_killed_while_the_receiver_waits(endpoint):
-    with open_receiver(endpoint) as receiver:
-        stage = Stage(SENDS_ONE_THEN_WAITS, endpoint)
-        receiver.post(0, 4)
-        receiver.post(1, 4)
-        taken = receiver.take(0, BOUND)
+@pytest.fixture
+def start(pair) -> Iterator:
+    """Start a stage at an end of the test's pair of sockets; all are killed when it is over."""
+    stages = []
+
+    def start(body: str, endpoint: LinkEndpoint, sock: socket.socket) -> Stage:
+        stages.append(Stage(body, endpoint, sock))
+        return stages[-1]
+
+    yield start
+    for stage in stages:
+        stage.clean_up()
+
+
+def test_the_sender_is_killed_while_the_receiver_waits(endpoint, pair, start):
+    stage = start(SENDS_ONE_THEN_WAITS, endpoint, pair[0])
+    with open_receiver(endpoint, pair[1]) as receiver:
+        taken = receiver.take(0, 4, BOUND)
         assert stage.line() == "ready"
-        stage.process.kill()
+        killer = stage.kill_later(0.1)
         with pytest.raises(PeerDiedError, match=r"stage0-1\.r0.*previous stage died"):
-            receiver.take(1, BOUND)
+            receiver.take(1, 4, BOUND)
+        killer.join()
         assert torch.equal(taken["residual"], torch.ones(4, 16))  # what was taken stays usable
         receiver.release(0)
-        stage.kill()
-    assert endpoint.secret.hex() not in Path("/proc/net/unix").read_text()
 
 
-def test_the_sender_dies_in_the_middle_of_a_transfer(endpoint):
-    body = {
-        "shm": DIES_AMID_THE_COPY,
-        "socket": DIES_INSIDE_A_FRAME,
-        "cuda_ipc": DIES_BEFORE_THE_COPY,
-        "nccl": DIES_BEFORE_THE_DATA,
-    }[endpoint.kind]
-    with open_receiver(endpoint) as receiver:
-        stage = Stage(body, endpoint)
-        receiver.post(0, 4)
-        receiver.post(1, 4)
-        receiver.take(0, BOUND)
+@pytest.mark.parametrize("body", [DIES_AMID_THE_COPY, DIES_AFTER_THE_COPY])
+def test_the_sender_dies_in_the_middle_of_a_frame(endpoint, pair, start, body):
+    start(body, endpoint, pair[0])
+    with open_receiver(endpoint, pair[1]) as receiver:
+        receiver.take(0, 4, BOUND)
         with pytest.raises(PeerDiedError, match="previous stage died"):
-            receiver.take(1, BOUND)
-        stage.kill()
+            receiver.take(1, 4, BOUND)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.013, 0.027, 0.041])
-def test_a_sender_that_is_killed_at_any_moment(seconds):
+def test_the_sender_dies_between_a_schema_and_its_memory(endpoint, pair, start):
+    start(DIES_BEFORE_THE_MEMORY, endpoint, pair[0])
+    with (
+        open_receiver(endpoint, pair[1]) as receiver,
+        pytest.raises(PeerDiedError, match="previous stage died"),
+    ):
+        receiver.take(0, 4, BOUND)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param(seconds, marks=() if seconds in (0, 0.013) else pytest.mark.slow)
+        for seconds in (0, 0.003, 0.008, 0.013, 0.027, 0.041, 0.1)
+    ],
+)
+def test_a_sender_that_is_killed_at_any_moment(pair, start, seconds):
     """8 MiB a frame: most of the time one is being copied. What is taken is whole."""
     endpoint = create_link("shm", max_tokens=1024, stall_timeout=BOUND)
-    with open_receiver(endpoint) as receiver:
-        stage = Stage(SENDS_FOR_EVER, endpoint)
-        killer = threading.Timer(seconds, stage.process.kill)
+    stage = start(SENDS_FOR_EVER, endpoint, pair[0])
+    with open_receiver(endpoint, pair[1]) as receiver:
 
         def take_all() -> None:
             for iteration in itertools.count():
-                receiver.post(iteration, 1024)
-                taken = receiver.take(iteration, BOUND)["h"]
+                taken = receiver.take(iteration, 1024, BOUND)["h"]
                 assert torch.equal(taken, torch.full_like(taken, iteration % 100))
                 receiver.release(iteration)
                 if iteration == 0:
-                    killer.start()
+                    stage.kill_later(seconds)
 
         with pytest.raises(PeerDiedError, match="previous stage died"):
             take_all()
-        stage.kill()
 
 
-def test_the_receiver_is_killed(endpoint):
-    stage = Stage(TAKES_ONE_THEN_WAITS, endpoint)
-    with open_sender(endpoint) as sender:
+def test_the_receiver_is_killed(endpoint, pair, start):
+    stage = start(TAKES_ONE_THEN_WAITS, endpoint, pair[1])
+    with open_sender(endpoint, pair[0]) as sender:
         sender.send(0, 4, hidden(4, 0))
         assert stage.line() == "ready"
-        stage.kill()
+        stage.process.kill()
+        stage.process.wait()
 
         def send_on() -> None:
-            for iteration in range(1, 6):  # the fourth at the latest needs a slot back
+            for iteration in range(1, 6):  # the fourth at the latest needs a buffer back
                 sender.send(iteration, 4, hidden(4, iteration))
 
         with pytest.raises(PeerDiedError, match=r"stage0-1\.r0.*next stage died"):
             send_on()
 
 
-def test_the_receiver_is_killed_while_the_sender_waits(endpoint):
-    stage = Stage(TAKES_ONE_THEN_WAITS, endpoint)
-    with open_sender(endpoint) as sender:
+def test_the_receiver_is_killed_while_the_sender_waits(endpoint, pair, start):
+    stage = start(TAKES_ONE_THEN_WAITS, endpoint, pair[1])
+    with open_sender(endpoint, pair[0]) as sender:
         for iteration in range(endpoint.depth):
             sender.send(iteration, 4, hidden(4, iteration))
         assert stage.line() == "ready"
-        killer = subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -9 {stage.process.pid}"])
+        killer = stage.kill_later(0.2)
         with pytest.raises(PeerDiedError, match="next stage died"):
             sender.send(endpoint.depth, 4, hidden(4, 9))
-        killer.wait()
-        stage.kill()
+        killer.join()
 
 
-def test_a_death_that_a_forked_child_hides():
-    """The child keeps the socket open, so there is no end of file; shm watches the process too."""
+def test_the_receiver_dies_before_it_gives_memory(endpoint, pair):
+    """The sender's thread waits for it, where the memory is the receiver's."""
+    with open_sender(endpoint, pair[0]) as sender:
+        sender.send(0, 4, hidden(4, 0))
+        pair[1].close()
+
+        def send_on() -> None:
+            for iteration in range(1, 6):
+                sender.send(iteration, 4, hidden(4, iteration))
+
+        with pytest.raises(PeerDiedError, match="next stage died"):
+            send_on()
+
+
+def test_a_sender_whose_death_a_forked_child_hides(pair, start):
+    """The child keeps the socket open, so there is no end of it; the process is watched too."""
     endpoint = create_link("shm", max_tokens=64, stall_timeout=BOUND)
-    with open_receiver(endpoint) as receiver:
-        stage = Stage(LEAVES_A_CHILD_BEHIND, endpoint)
-        receiver.post(0, 4)
-        receiver.post(1, 4)
-        receiver.take(0, BOUND)
+    stage = start(LEAVES_A_CHILD_BEHIND, endpoint, pair[0])
+    with open_receiver(endpoint, pair[1]) as receiver:
+        receiver.take(0, 4, BOUND)
         child = int(stage.line())
-        try:
-            stage.process.kill()
-            with pytest.raises(PeerDiedError):
-                receiver.take(1, BOUND)
-        finally:
-            os.kill(child, signal.SIGKILL)
-            stage.kill()
+        killer = stage.kill_later(0.1)
+        with pytest.raises(PeerDiedError):
+            receiver.take(1, 4, BOUND)
+        killer.join()
+        os.kill(child, 0)  # it is still there
 
 
-def test_a_stage_that_never_starts():
-    endpoint = create_link("shm", max_tokens=4, start_timeout=0.05, name="stage2-3.r1")
-    with open_sender(endpoint) as sender:
-        sender.send(0, 1, hidden(1, 0))
-        with pytest.raises(PeerDiedError, match=r"stage2-3\.r1.*did not start within 0\.05 s"):
-            sender.wait_sent(BOUND)
+def test_a_receiver_whose_death_a_forked_child_hides(pair, start):
+    endpoint = create_link("shm", max_tokens=64, stall_timeout=BOUND, name="forks")
+    stage = start(TAKES_ONE_THEN_WAITS, endpoint, pair[1])
+    with open_sender(endpoint, pair[0]) as sender:
+        for iteration in range(endpoint.depth):
+            sender.send(iteration, 4, hidden(4, iteration))
+        assert stage.line() == "ready"
+        killer = stage.kill_later(0.1)
+        with pytest.raises(PeerDiedError):
+            sender.send(endpoint.depth, 4, hidden(4, 9))
+        killer.join()

@@ -1,15 +1,13 @@
-"""Devices without a GPU, for the GPU transports: memory, streams and events as CUDA orders them.
+"""A device without a GPU, for :mod:`sipipe.ipc.link.cuda_ipc`: what CUDA orders, and nothing more.
 
 A copy happens some time after it was asked for, on a thread that stands for the copy stream; an
 event counts how often it was recorded and how often that has come true, in memory that other
-processes map. A wait that is missing in a transport shows as data that are not there yet. The
+processes map. A wait that is missing in the transport shows as data that are not there yet. The
 caller's own stream is the caller itself.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import mmap
 import os
 import queue
@@ -21,7 +19,7 @@ import weakref
 
 import torch
 
-from sipipe.ipc.link import cuda_ipc, nccl
+from sipipe.ipc.link import cuda_ipc
 
 LONGEST_DELAY = 0.001
 _COUNTS = struct.Struct("<QQ")  # recorded, come true
@@ -92,7 +90,7 @@ class Stream:
 
 
 class StandInDevice:
-    """What :class:`sipipe.ipc.link.cuda_device.Device` asks for."""
+    """As :class:`sipipe.ipc.link.cuda_device.CudaDevice`."""
 
     uuid = "stand-in"
 
@@ -151,40 +149,12 @@ class StandInDevice:
     def mark(self, event):
         event.come_true(event.record())
 
-
-class _Done:
-    def synchronize(self):
-        time.sleep(random.random() * LONGEST_DELAY)
-
-
-class StandInLane:
-    """What :class:`sipipe.ipc.link.nccl.Lane` asks for, with gloo for NCCL."""
-
-    def check(self, key, tensor, link):
-        assert tensor.is_cpu
-
-    def empty(self, nbytes):
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def stream(self):
-        return contextlib.nullcontext()
-
-    def finish(self):
-        pass
-
-    def event(self):
-        return _Done()
-
-    def join(self, store, rank, timeout):
-        from torch.distributed import ProcessGroupGloo
-
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = datetime.timedelta(seconds=timeout)
-        return ProcessGroupGloo(store, rank, 2, options)
+    def mark_now(self):
+        event = Event(mmap.mmap(-1, _COUNTS.size))
+        self.mark(event)
+        return event
 
 
 def use() -> None:
-    """From now on links of the GPU transports work in this process, on the CPU."""
-    cuda_ipc._device = StandInDevice
-    nccl._lane = StandInLane
+    """From now on links between GPUs work in this process, on the CPU."""
+    cuda_ipc.CudaDevice = StandInDevice  # type: ignore[assignment,misc]
