@@ -26,84 +26,37 @@ import numpy as np
 from benchmarks.harness import report
 
 HIDDEN = 4096
-_COPIES = 3  # places the reference copy goes to in turn, as a link's three slots
+_COPIES = 3  # places the reference copy goes to in turn, as a link's three buffers
 _LATE = 0.02  # seconds that the later stage lags where it is late: one and a half iterations
 PATHS = {
     "sipipe shm": "shm",
-    "sipipe socket (loopback)": "socket",
-    "bare TCP, one buffer (loopback)": "tcp",
     "vLLM, CPU shared memory": "vllm_shm",
     "vLLM, gloo": "vllm_gloo",
 }
 
 
 class _Ours:
-    """A SiPipe link behind the three calls that the loops below make."""
+    """A SiPipe link behind the calls that the loops below make."""
 
     def __init__(self, endpoint: Any, *, sends: bool) -> None:
+        from sipipe.ipc.link import rendezvous
         from sipipe.ipc.link.endpoint import open_receiver, open_sender
 
-        self._end: Any = open_sender(endpoint) if sends else open_receiver(endpoint)
         if sends:
+            self._end: Any = open_sender(endpoint, rendezvous.connect(endpoint))
             self.send = self._end.send
+        else:
+            self._end = open_receiver(endpoint, rendezvous.accept(endpoint))
 
-    def will_send(self, iteration: int, num_tokens: int) -> None:
-        self._end.post(iteration, num_tokens)
-
-    def expect(self, iteration: int, num_tokens: int) -> None:
-        self._end.post(iteration, num_tokens)
-
-    def receive(self, iteration: int) -> dict[str, Any]:
-        return self._end.take(iteration, 60.0)
+    def receive(self, iteration: int, num_tokens: int) -> dict[str, Any]:
+        tensors: dict[str, Any] = self._end.take(iteration, num_tokens, 60.0)
+        return tensors
 
     def done(self, iteration: int) -> None:
         self._end.release(iteration)
 
     def close(self) -> None:
         self._end.close()
-
-
-class _Bare:
-    """The floor for sockets: the same bytes in one buffer, one sendall, one blocking read."""
-
-    def __init__(self, port: int, *, sends: bool) -> None:
-        if sends:
-            while True:
-                try:
-                    self._sock = socket.create_connection(("127.0.0.1", port))
-                    break
-                except ConnectionRefusedError:
-                    time.sleep(0.05)
-            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        else:
-            with socket.create_server(("127.0.0.1", port)) as server:
-                self._sock, _ = server.accept()
-        self._buffer = bytearray(0)
-
-    def send(self, iteration: int, num_tokens: int, tensors: dict[str, Any]) -> None:
-        import torch
-
-        # Halves of one tensor stand for the two: what is timed is the socket alone.
-        self._sock.sendall(tensors["joint"].view(torch.uint8).numpy())
-
-    def will_send(self, iteration: int, num_tokens: int) -> None:
-        pass
-
-    def expect(self, iteration: int, num_tokens: int) -> None:
-        if len(self._buffer) != num_tokens * HIDDEN * 4:
-            self._buffer = bytearray(num_tokens * HIDDEN * 4)
-
-    def receive(self, iteration: int) -> dict[str, Any]:
-        view = memoryview(self._buffer)
-        while view:
-            view = view[self._sock.recv_into(view, 0, socket.MSG_WAITALL) :]
-        return {}
-
-    def done(self, iteration: int) -> None:
-        pass
-
-    def close(self) -> None:
-        self._sock.close()
 
 
 class _Stock:
@@ -127,16 +80,10 @@ class _Stock:
             raise RuntimeError("vLLM does not take its CPU shared-memory path on this machine")
         self._group.use_cpu_custom_send_recv = shared_memory
 
-    def will_send(self, iteration: int, num_tokens: int) -> None:
-        pass
-
     def send(self, iteration: int, num_tokens: int, tensors: dict[str, Any]) -> None:
         self._group.isend_tensor_dict(tensors)
 
-    def expect(self, iteration: int, num_tokens: int) -> None:
-        pass
-
-    def receive(self, iteration: int) -> dict[str, Any]:
+    def receive(self, iteration: int, num_tokens: int) -> dict[str, Any]:
         tensors, handles, postprocess = self._group.irecv_tensor_dict()
         for handle in handles:
             handle.wait()
@@ -152,9 +99,7 @@ class _Stock:
         self._state.destroy_distributed_environment()
 
 
-def _open(path: str, place: Any, rank: int) -> _Ours | _Bare | _Stock:
-    if path == "tcp":
-        return _Bare(place, sends=rank == 0)
+def _open(path: str, place: Any, rank: int) -> _Ours | _Stock:
     if path.startswith("vllm"):
         return _Stock(place, rank=rank, shared_memory=path == "vllm_shm")
     return _Ours(place, sends=rank == 0)
@@ -189,10 +134,7 @@ def _sends(end: Any, start: int, num_tokens: int, count: int, late: bool) -> lis
     target.zero_()
     times = []
     for iteration in range(start, start + count):
-        rest = _LATE / 2 if late else 0.004  # of a forward pass, amid which another thread
-        time.sleep(rest / 2)
-        end.will_send(iteration, num_tokens)  # has the scheduling output
-        time.sleep(rest / 2)
+        time.sleep(_LATE / 2 if late else 0.004)  # a forward pass
         # The copy and the hand-over each get hidden states made by the same operations just now,
         # so that as much of either lies in the caches.
         joint = torch.stack([base + iteration % 7, base - iteration % 7])
@@ -203,8 +145,6 @@ def _sends(end: Any, start: int, num_tokens: int, count: int, late: bool) -> lis
         copied = time.perf_counter() - began
         joint = torch.stack([base - iteration % 5, base + iteration % 5])
         made = {"hidden_states": joint[0], "residual": joint[1]}
-        if isinstance(end, _Bare):
-            made = {"joint": joint}
         began = time.perf_counter()
         end.send(iteration, num_tokens, made)
         times.append((began, time.perf_counter() - began, copied))
@@ -212,18 +152,13 @@ def _sends(end: Any, start: int, num_tokens: int, count: int, late: bool) -> lis
 
 
 def _receives(end: Any, start: int, num_tokens: int, count: int, late: bool) -> list[Any]:
-    ahead = 2
-    for iteration in range(start, start + ahead):
-        end.expect(iteration, num_tokens)
     times = []
     if late:
         time.sleep(_LATE)
     for iteration in range(start, start + count):
-        if iteration + ahead < start + count:
-            end.expect(iteration + ahead, num_tokens)
-        tensors = end.receive(iteration)
+        tensors = end.receive(iteration, num_tokens)
         times.append(time.perf_counter())
-        assert not tensors or tensors["residual"].shape == (num_tokens, HIDDEN)
+        assert tensors["residual"].shape == (num_tokens, HIDDEN)
         if late:
             time.sleep(_LATE / 2)  # this stage's own forward pass
         end.done(iteration)
@@ -234,7 +169,7 @@ def measure(path: str, plan: list[tuple[int, int]]) -> list[dict[str, float]]:
     """One row of medians for each (tokens, iterations) of ``plan``."""
     from sipipe.ipc.link.endpoint import create_link
 
-    if path == "tcp" or path.startswith("vllm"):
+    if path.startswith("vllm"):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             place: Any = probe.getsockname()[1]
@@ -284,7 +219,7 @@ def main() -> None:
     """Measure every path in turn and print one table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer iterations")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32, 256, 1024])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4, 32, 256, 1024])
     parser.add_argument("--paths", nargs="+", default=list(PATHS.values()))
     options = parser.parse_args()
     count = 60 if options.quick else 400
