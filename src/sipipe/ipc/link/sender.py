@@ -54,6 +54,8 @@ class Sender:
         self._schemas: dict[int, TensorSchema] = {}  # announced or about to be, oldest first
         self._schema: TensorSchema | None = None  # the last one used
         self._last_iteration = -1
+        self._depth = endpoint.depth
+        self._max_tokens = endpoint.max_tokens
         self._in_use = [False] * endpoint.depth  # which buffers the receiver has not released
         # Invariant: _completed <= _submitted, but for the moment between their increments in
         # send(); equal, our thread has nothing to do and every schema in _schemas is announced.
@@ -99,8 +101,10 @@ class Sender:
             ValueError: too many tokens, or an iteration out of order.
         """
         with self._sending:
-            self._check()
-            self._check_order(iteration, num_tokens)
+            if self._closed or self._error is not None:
+                self._check()
+            if iteration <= self._last_iteration or not 0 <= num_tokens <= self._max_tokens:
+                self._refuse(iteration, num_tokens)
             schema, parts = self._schema, None
             if schema is not None:
                 parts = schema.parts(tensors, num_tokens)
@@ -109,13 +113,16 @@ class Sender:
                 schema, parts = self._other_schema(tensors, num_tokens)
                 new = schema.fingerprint not in self._schemas
             after = self._transport.prepare(schema, parts)
-            self._wait_for_buffer(iteration, timeout)
-            header = Header(Kind.DATA, self._submitted, iteration, num_tokens, schema.fingerprint)
-            self._in_use[header.frame % self._endpoint.depth] = True
+            frame = self._submitted
+            buffer = frame % self._depth
+            if self._in_use[buffer]:
+                self._wait_for(buffer, iteration, timeout)
+            self._in_use[buffer] = True
+            header = Header(Kind.DATA, frame, iteration, num_tokens, schema.fingerprint)
             self._last_iteration = iteration
             self._schema = schema
-            quick = not new and self._submitted == self._completed
-            if quick and self._transport.is_quick(schema.at(num_tokens).nbytes, after):
+            idle = not new and frame == self._completed
+            if idle and self._transport.is_quick(schema.at(num_tokens).nbytes, after):
                 try:
                     self._transport.transmit(header, schema, parts, after)
                 except Exception as error:
@@ -170,16 +177,15 @@ class Sender:
         if self._error is not None:
             raise self._error
 
-    def _check_order(self, iteration: int, num_tokens: int) -> None:
+    def _refuse(self, iteration: int, num_tokens: int) -> None:
         if iteration <= self._last_iteration:
             raise ValueError(
                 f"{self._endpoint.describe()}: iteration {iteration} after {self._last_iteration}"
             )
-        if not 0 <= num_tokens <= self._endpoint.max_tokens:
-            raise ValueError(
-                f"{self._endpoint.describe()}: {num_tokens} tokens, but the link was made with "
-                f"max_tokens={self._endpoint.max_tokens}"
-            )
+        raise ValueError(
+            f"{self._endpoint.describe()}: {num_tokens} tokens, but the link was made with "
+            f"max_tokens={self._max_tokens}"
+        )
 
     def _other_schema(
         self, tensors: Mapping[str, torch.Tensor], num_tokens: int
@@ -190,15 +196,12 @@ class Sender:
                 return schema, parts
         return TensorSchema.capture(tensors, num_tokens), list(tensors.values())
 
-    def _wait_for_buffer(self, iteration: int, timeout: float | None) -> None:
-        """Return when the receiver has released the frame that lies where the next one will."""
-        depth = self._endpoint.depth
-        if not self._in_use[self._submitted % depth]:
-            return
+    def _wait_for(self, buffer: int, iteration: int, timeout: float | None) -> None:
+        """Return when the receiver has released the frame in ``buffer``."""
         # What has not left cannot come back.
-        self._wait_completed(self._submitted - depth + 1, iteration, timeout)
+        self._wait_completed(self._submitted - self._depth + 1, iteration, timeout)
         bound = self._endpoint.stall_timeout if timeout is None else timeout
-        while self._in_use[self._submitted % depth]:
+        while self._in_use[buffer]:
             try:
                 released = self._transport.next_release(bound)
             except SiPipeError as error:
@@ -208,10 +211,10 @@ class Sender:
             if released is None:
                 raise StallError(
                     f"{self._endpoint.describe()}: iteration {iteration} waited {bound:g} s for "
-                    f"the next stage, which is {depth} iterations behind and releases none; look "
+                    f"the next stage, which is {self._depth} iterations behind and releases none; look "
                     "at its log"
                 )
-            self._in_use[released % depth] = False
+            self._in_use[released % self._depth] = False
 
     def _wait_completed(self, frames: int, iteration: int, timeout: float | None) -> None:
         if self._completed < frames:
@@ -226,7 +229,8 @@ class Sender:
                     f"{self._endpoint.describe()}: iteration {iteration} did not leave within "
                     f"{bound:g} s; look at the next stage's log"
                 )
-        self._check()
+        if self._closed or self._error is not None:
+            self._check()
 
     def _fail(self, error: Exception) -> None:
         with self._progress:

@@ -83,8 +83,12 @@ class ShmSending:
         _greet(self._connection, self._codec)
 
     def prepare(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:
-        if all(part.is_cpu for part in parts):
-            return None
+        for part in parts:
+            if not part.is_cpu:
+                return self._after_kernels(schema, parts)
+        return None
+
+    def _after_kernels(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:
         for key, part in zip(schema.keys, parts, strict=True):
             if part.device.type not in ("cpu", "cuda"):
                 raise UnsupportedError(
