@@ -12,12 +12,11 @@ are torch's own.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from sipipe.errors import ResourceError, UnsupportedError
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["CudaDevice"]
 
@@ -33,8 +32,6 @@ class CudaDevice:
     """
 
     def __init__(self) -> None:
-        import torch
-
         self._index = torch.cuda.current_device()
         self.uuid = str(torch.cuda.get_device_properties(self._index).uuid)
         self._copies = torch.cuda.Stream(self._index)
@@ -53,10 +50,8 @@ class CudaDevice:
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
         """Memory as bytes [nbytes], and the handle by which another process maps it."""
-        import torch
-
         memory = _Memory(self, nbytes)
-        handle = (ctypes.c_char * _IPC_HANDLE_BYTES)()
+        handle = _Handle()
         self._driver_call("cuIpcGetMemHandle", ctypes.byref(handle), memory.address)
         # The tensor keeps `memory` alive, and the views keep the tensor's storage.
         return torch.as_tensor(memory, device=f"cuda:{self._index}"), bytes(handle)
@@ -68,7 +63,7 @@ class CudaDevice:
         self._driver_call(
             "cuIpcOpenMemHandle_v2",
             ctypes.byref(address),
-            _Handle(handle),
+            _Handle.from_buffer_copy(handle),
             ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS),
         )
         return address.value
@@ -80,16 +75,12 @@ class CudaDevice:
 
     def event(self) -> tuple[Any, bytes]:
         """An event, and the handle by which another process opens it."""
-        import torch
-
         with torch.cuda.device(self._index):
             event = torch.cuda.Event(interprocess=True)
             return event, event.ipc_handle()
 
     def open_event(self, handle: bytes) -> Any:
         """An event of another process."""
-        import torch
-
         return torch.cuda.Event.from_ipc_handle(torch.device("cuda", self._index), handle)
 
     def copy(self, to: int, tensor: torch.Tensor) -> None:
@@ -128,13 +119,9 @@ class CudaDevice:
         return self._now().record_event()
 
     def _now(self) -> Any:
-        import torch
-
         return torch.cuda.current_stream(self._index)
 
     def _check_peer(self, uuid: str) -> None:
-        import torch
-
         for index in range(torch.cuda.device_count()):
             if str(torch.cuda.get_device_properties(index).uuid) == uuid:
                 break
@@ -168,10 +155,6 @@ class _Handle(ctypes.Structure):
     """A CUipcMemHandle, which travels by value."""
 
     _fields_ = (("data", ctypes.c_char * _IPC_HANDLE_BYTES),)
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__()
-        ctypes.memmove(ctypes.addressof(self), data, _IPC_HANDLE_BYTES)
 
 
 class _Memory:

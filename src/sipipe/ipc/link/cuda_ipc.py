@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch
 
 from sipipe.errors import StallError
 from sipipe.ipc.link.buffers import Buffers
@@ -38,19 +39,14 @@ from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.shm import MEMORY, ShmReceiving, ShmSending
 from sipipe.messages.link import LinkEndpoint
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = ["CudaIpcReceiving", "CudaIpcSending"]
 
 _MAX_MESSAGE = 1 << 16
 
 
-class _SenderEvents(msgspec.Struct, array_like=True):
-    filled: list[bytes]
-
-
 class _Room(msgspec.Struct, array_like=True):
+    """The receiver's answer to the handles of the sender's events."""
+
     uuid: str
     memory: bytes
     freed: list[bytes]
@@ -94,7 +90,7 @@ class CudaIpcSending(ShmSending):
                 raise LinkClosedError(f"{endpoint.describe()}: closed")
             ours.settimeout(endpoint.stall_timeout)
             try:
-                ours.send(msgspec.msgpack.encode(_SenderEvents([handle for _, handle in events])))
+                ours.send(msgspec.msgpack.encode([handle for _, handle in events]))
                 answer = ours.recv(_MAX_MESSAGE)
             except TimeoutError:
                 raise StallError(
@@ -175,10 +171,10 @@ class CudaIpcReceiving(ShmReceiving):
                 message = b""
             if not message:
                 raise PeerDiedError(f"{endpoint.describe()}: the previous stage died at start-up")
-            theirs = msgspec.msgpack.decode(message, type=_SenderEvents)
+            filled = msgspec.msgpack.decode(message, type=list[bytes])
             memory, handle = self._device.allocate(size * endpoint.depth)
             events = [self._device.event() for _ in range(endpoint.depth)]
-            self._filled = [self._device.open_event(event) for event in theirs.filled]
+            self._filled = [self._device.open_event(event) for event in filled]
             self._freed = [event for event, _ in events]
             room = _Room(self._device.uuid, handle, [handle for _, handle in events])
             with contextlib.suppress(OSError):  # the next receive says that it is gone

@@ -7,8 +7,10 @@ import socket
 from typing import Literal
 
 from sipipe.errors import ConfigError, UnsupportedError
+from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving, CudaIpcSending
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
+from sipipe.ipc.link.shm import ShmReceiving, ShmSending
 from sipipe.messages.link import LinkEndpoint, TransportKind
 
 __all__ = ["create_link", "open_receiver", "open_sender"]
@@ -27,17 +29,11 @@ def create_link(
 ) -> LinkEndpoint:
     """Describe a link between two processes of this host; cheap, opens nothing.
 
-    Args:
+    Args: the fields of :class:`.LinkEndpoint`, and
         kind: ``"auto"``: ``"shm"``, or ``"cuda_ipc"`` where ``device`` is ``"cuda"``.
-        max_tokens: most tokens of a microbatch, padding included.
-        bytes_per_token_hint: expected bytes a token of all tensors; saves enlarging buffers when
-            a later schema is larger than the first.
         depth: at least 2, so that one iteration is received while another is used.
-        name: for messages.
-        device: where the later stage needs the tensors. ``"cpu"``: in host memory, in place.
-            ``"cuda"``: on its current GPU; with ``shm`` by way of host memory.
-        start_timeout: seconds that the sender waits for the receiver to open its end.
-        stall_timeout: seconds that any other wait takes at most.
+        device: ``"cpu"``: the later stage works in host memory, in place. ``"cuda"``: on its
+            current GPU; with ``shm`` the tensors go by way of host memory.
 
     Raises:
         ConfigError: a value is out of range.
@@ -74,21 +70,11 @@ def open_sender(endpoint: LinkEndpoint, sock: socket.socket) -> Sender:
 
     ``sock``: one of a connected pair of Unix packet sockets; from now on the sender's.
     """
-    if endpoint.kind == "shm":
-        from sipipe.ipc.link.shm import ShmSending
-
-        return Sender(endpoint, ShmSending(endpoint, sock))
-    from sipipe.ipc.link.cuda_ipc import CudaIpcSending
-
-    return Sender(endpoint, CudaIpcSending(endpoint, sock))
+    transport = ShmSending if endpoint.kind == "shm" else CudaIpcSending
+    return Sender(endpoint, transport(endpoint, sock))
 
 
 def open_receiver(endpoint: LinkEndpoint, sock: socket.socket) -> Receiver:
     """The receiving end, in the process of the later stage; see :func:`open_sender`."""
-    if endpoint.kind == "shm":
-        from sipipe.ipc.link.shm import ShmReceiving
-
-        return Receiver(endpoint, ShmReceiving(endpoint, sock))
-    from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving
-
-    return Receiver(endpoint, CudaIpcReceiving(endpoint, sock))
+    transport = ShmReceiving if endpoint.kind == "shm" else CudaIpcReceiving
+    return Receiver(endpoint, transport(endpoint, sock))

@@ -11,16 +11,14 @@ the data need nobody to move them: it doubled the wake-ups on the critical path.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+
+import torch
 
 from sipipe.errors import StallError
 from sipipe.ipc.link.errors import LinkClosedError, TransferMismatchError
 from sipipe.ipc.link.header import Header
 from sipipe.ipc.link.transport import ReceivingTransport
 from sipipe.messages.link import LinkEndpoint
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Receiver"]
 

@@ -12,12 +12,10 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-
-if TYPE_CHECKING:
-    import torch
+import torch
 
 __all__ = ["ALIGNMENT", "TOKENS", "FrameShape", "TensorSchema", "TensorSpec", "align"]
 
@@ -112,8 +110,6 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @functools.cached_property
     def dtypes(self) -> tuple[Any, ...]:
         """The ``torch.dtype`` of each."""
-        import torch
-
         return tuple(getattr(torch, spec.dtype) for spec in self.specs)
 
     @functools.cached_property

@@ -17,7 +17,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from sipipe.errors import SiPipeError, StallError
 from sipipe.ipc.link.errors import LinkClosedError
@@ -25,9 +27,6 @@ from sipipe.ipc.link.header import Header, Kind
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.transport import SendingTransport
 from sipipe.messages.link import LinkEndpoint
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Sender"]
 

@@ -27,9 +27,10 @@ import mmap
 import os
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch
 
 from sipipe.errors import ResourceError, UnsupportedError
 from sipipe.ipc.link.buffers import Buffers, buffer_bytes
@@ -38,9 +39,6 @@ from sipipe.ipc.link.header import HEADER_BYTES, Header, HeaderCodec, Kind
 from sipipe.ipc.link.packets import PacketConnection
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.messages.link import LinkEndpoint
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["MEMORY", "ShmReceiving", "ShmSending"]
 
@@ -95,8 +93,6 @@ class ShmSending:
                     f"{self._endpoint.describe()} carries CPU and CUDA tensors and {key!r} is on "
                     f"{part.device}"
                 )
-        import torch
-
         event = torch.cuda.Event(blocking=True)  # waiting for it does not spin
         device = next(part.device for part in parts if part.is_cuda)
         event.record(torch.cuda.current_stream(device))
@@ -115,8 +111,6 @@ class ShmSending:
             self._make_room(self._size * self._endpoint.depth)
 
     def _make_room(self, total: int) -> None:
-        import torch
-
         endpoint = self._endpoint
         descriptor = -1
         try:
@@ -241,8 +235,6 @@ class ShmReceiving:
             del self._schemas[next(iter(self._schemas))]
 
     def _open_room(self, descriptor: int, size: int) -> Buffers:
-        import torch
-
         memory = torch.frombuffer(_map(descriptor, size * self._endpoint.depth), dtype=torch.uint8)
         return Buffers(memory, memory.data_ptr(), size, self._endpoint.max_tokens)
 

@@ -8,13 +8,12 @@ other. A frame is handed out only when all of it has come.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from sipipe.ipc.link.header import Header
 from sipipe.ipc.link.schema import TensorSchema
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["ReceivingTransport", "SendingTransport"]
 
