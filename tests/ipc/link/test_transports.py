@@ -10,6 +10,7 @@ import torch
 from sipipe.errors import StallError
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.link.errors import LinkClosedError, TransferMismatchError
+from sipipe.ipc.link.header import Header, Kind
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
 
@@ -311,3 +312,22 @@ def test_closing_before_the_other_side_is_open(endpoint, pair):
     sender.send(0, 1, hidden(1))
     sender.close(timeout=0.05)
     open_receiver(endpoint, pair[1]).close()
+
+
+@pytest.mark.parametrize(
+    ("frame", "fingerprint", "message"),
+    [
+        (7, None, r"stage0-1\.r0.*iteration 1 is frame 7, expected frame 1"),
+        (1, 99, r"stage0-1\.r0.*iteration 1 has a tensor schema that was never announced"),
+    ],
+)
+def test_a_header_that_contradicts_the_link_is_an_error(link, frame, fingerprint, message):
+    sender, receiver = link
+    exchange(link, 0, 3, hidden(3))
+    transport = sender._transport
+    if fingerprint is None:
+        fingerprint = sender._schema.fingerprint
+    header = Header(Kind.DATA, frame, 1, 3, fingerprint)
+    transport._connection.send(transport._codec.pack(header))
+    with pytest.raises(TransferMismatchError, match=message):
+        receiver.take(1, 3, BOUND)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
+import torch
+
 from sipipe.ipc.link.schema import TensorSchema, align
 from sipipe.messages.link import LinkEndpoint
 
@@ -30,34 +32,18 @@ class Buffers:
     """All buffers of a link, as one process sees them.
 
     Args:
-        memory: bytes [depth · size] as a tensor, which the views keep alive; None where this
-            process only needs addresses.
-        address: of the first buffer.
+        memory: bytes [depth · size], uint8; the views keep it alive.
         size: bytes of one buffer.
         max_tokens: what buffers are laid out for.
     """
 
-    def __init__(self, memory: Any, address: int, size: int, max_tokens: int) -> None:
-        self._memory = memory
-        self._address = address
+    def __init__(self, memory: torch.Tensor, size: int, max_tokens: int) -> None:
+        self._memory: Any = memory
         self._size = size
         self._max_tokens = max_tokens
-        self._views: dict[tuple[int, int, int], dict[str, Any]] = {}
-        self._addresses: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._views: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
 
-    def addresses(self, schema: TensorSchema, buffer: int) -> tuple[int, ...]:
-        """Where each tensor of ``schema`` starts."""
-        key = (schema.fingerprint, buffer)
-        addresses = self._addresses.get(key)
-        if addresses is None:
-            if len(self._addresses) == _REMEMBERED:
-                self._addresses.clear()
-            start = self._address + buffer * self._size
-            offsets = schema.offsets(self._max_tokens)[:-1]
-            addresses = self._addresses[key] = tuple(start + offset for offset in offsets)
-        return addresses
-
-    def views(self, schema: TensorSchema, buffer: int, num_tokens: int) -> dict[str, Any]:
+    def views(self, schema: TensorSchema, buffer: int, num_tokens: int) -> dict[str, torch.Tensor]:
         """The tensors of a frame, in place; the dictionary is remembered and not to be changed."""
         key = (schema.fingerprint, buffer, num_tokens)
         views = self._views.get(key)

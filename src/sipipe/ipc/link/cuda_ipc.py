@@ -107,18 +107,19 @@ class CudaIpcSending(ShmSending):
         self._base = self._device.map(room.memory, room.uuid)
         self._filled = [event for event, _ in events]
         self._freed = [self._device.open_event(handle) for handle in room.freed]
-        self._buffers = Buffers(None, self._base, self._size, endpoint.max_tokens)
 
     def transmit(
         self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
     ) -> None:
-        assert self._buffers is not None, "announce comes first"
+        assert self._base, "announce comes first"
         device, buffer = self._device, header.frame % self._endpoint.depth
         device.hold_copies(after)
         device.hold_copies(self._freed[buffer])
-        for part, to in zip(parts, self._buffers.addresses(schema, buffer), strict=True):
+        start = self._base + buffer * self._size
+        offsets = schema.offsets(self._endpoint.max_tokens)
+        for part, offset in zip(parts, offsets, strict=False):  # the last offset is the end
             if part.nbytes:
-                device.copy(to, part)
+                device.copy(start + offset, part)
         device.mark_copies(self._filled[buffer])
         self._connection.send(self._codec.pack(header))
 
@@ -179,4 +180,4 @@ class CudaIpcReceiving(ShmReceiving):
             room = _Room(self._device.uuid, handle, [handle for _, handle in events])
             with contextlib.suppress(OSError):  # the next receive says that it is gone
                 talk.send(msgspec.msgpack.encode(room))
-        return Buffers(memory, memory.data_ptr(), size, endpoint.max_tokens)
+        return Buffers(memory, size, endpoint.max_tokens)

@@ -126,26 +126,25 @@ class ShmSending:
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-        self._buffers = Buffers(memory, memory.data_ptr(), self._size, endpoint.max_tokens)
+        self._buffers = Buffers(memory, self._size, endpoint.max_tokens)
 
     def transmit(
         self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
     ) -> None:
         """On this thread alone: ``Tensor.copy_`` spreads a large copy over an OpenMP pool, one
         more pool per calling thread, which fights the forward pass for the worker's cores."""
-        buffers = self._buffers
-        assert buffers is not None, "announce comes first"
+        assert self._buffers is not None, "announce comes first"
         if after is not None:
             after.synchronize()
         shape = schema.at(header.num_tokens)
         buffer = header.frame % self._endpoint.depth
         move = _move_holding_gil if shape.nbytes <= QUICK_BYTES else ctypes.memmove
-        addresses = buffers.addresses(schema, buffer)
-        for key, part, to, nbytes in zip(schema.keys, parts, addresses, shape.sizes, strict=True):
+        views = self._buffers.views(schema, buffer, header.num_tokens).values()
+        for part, view, nbytes in zip(parts, views, shape.sizes, strict=True):
             if part.is_cpu and part.is_contiguous():
-                move(to, part.data_ptr(), nbytes)
+                move(view.data_ptr(), part.data_ptr(), nbytes)
             else:
-                buffers.views(schema, buffer, header.num_tokens)[key].copy_(part)
+                view.copy_(part)
         self._connection.send(self._codec.pack(header))
 
     def order_after_copies(self) -> None:
@@ -236,7 +235,7 @@ class ShmReceiving:
 
     def _open_room(self, descriptor: int, size: int) -> Buffers:
         memory = torch.frombuffer(_map(descriptor, size * self._endpoint.depth), dtype=torch.uint8)
-        return Buffers(memory, memory.data_ptr(), size, self._endpoint.max_tokens)
+        return Buffers(memory, size, self._endpoint.max_tokens)
 
 
 def _greet(connection: PacketConnection, codec: HeaderCodec) -> None:
