@@ -76,6 +76,12 @@ def test_more_schemas_than_are_remembered(link):
     assert len(link[1]._transport._schemas) <= 64
 
 
+def test_a_schema_that_is_announced_again_becomes_the_newest(link):
+    """For the receiver as for the sender, which has forgotten it after 32 others."""
+    for iteration, key in enumerate([*range(64), 0, 64, 0]):
+        exchange(link, iteration, 2, {f"key{key}": torch.full((2, 3), iteration)})
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
 def test_sent_ahead_and_released_in_any_order(link, order):
     sender, receiver = link

@@ -143,7 +143,20 @@ class Sender:
         Raises:
             StallError: not within ``timeout`` seconds (None: the link's ``stall_timeout``).
         """
-        self._wait_completed(self._submitted, self._last_iteration, timeout)
+        frames = self._submitted
+        if self._completed < frames:
+            bound = self._endpoint.stall_timeout if timeout is None else timeout
+            with self._progress:
+                done = self._progress.wait_for(
+                    lambda: self._completed >= frames or self._error is not None or self._closed,
+                    bound,
+                )
+            if not done:
+                raise StallError(
+                    f"{self._endpoint.describe()}: iteration {self._last_iteration} did not leave "
+                    f"within {bound:g} s; look at the next stage's log"
+                )
+        self._check()
         self._transport.order_after_copies()
 
     def close(self, timeout: float = 1.0) -> None:
@@ -197,8 +210,6 @@ class Sender:
 
     def _wait_for(self, buffer: int, iteration: int, timeout: float | None) -> None:
         """Return when the receiver has released the frame in ``buffer``."""
-        # What has not left cannot come back.
-        self._wait_completed(self._submitted - self._depth + 1, iteration, timeout)
         bound = self._endpoint.stall_timeout if timeout is None else timeout
         while self._in_use[buffer]:
             try:
@@ -214,22 +225,6 @@ class Sender:
                     "at its log"
                 )
             self._in_use[released % self._depth] = False
-
-    def _wait_completed(self, frames: int, iteration: int, timeout: float | None) -> None:
-        if self._completed < frames:
-            bound = self._endpoint.stall_timeout if timeout is None else timeout
-            with self._progress:
-                done = self._progress.wait_for(
-                    lambda: self._completed >= frames or self._error is not None or self._closed,
-                    bound,
-                )
-            if not done:
-                raise StallError(
-                    f"{self._endpoint.describe()}: iteration {iteration} did not leave within "
-                    f"{bound:g} s; look at the next stage's log"
-                )
-        if self._closed or self._error is not None:
-            self._check()
 
     def _fail(self, error: Exception) -> None:
         with self._progress:
