@@ -38,15 +38,14 @@ PATHS = {
 class _Ours:
     """A SiPipe link behind the calls that the loops below make."""
 
-    def __init__(self, endpoint: Any, *, sends: bool) -> None:
-        from sipipe.ipc.link import rendezvous
+    def __init__(self, endpoint: Any, sock: socket.socket, *, sends: bool) -> None:
         from sipipe.ipc.link.endpoint import open_receiver, open_sender
 
         if sends:
-            self._end: Any = open_sender(endpoint, rendezvous.connect(endpoint))
+            self._end: Any = open_sender(endpoint, sock)
             self.send = self._end.send
         else:
-            self._end = open_receiver(endpoint, rendezvous.accept(endpoint))
+            self._end = open_receiver(endpoint, sock)
 
     def receive(self, iteration: int, num_tokens: int) -> dict[str, Any]:
         tensors: dict[str, Any] = self._end.take(iteration, num_tokens, 60.0)
@@ -102,7 +101,8 @@ class _Stock:
 def _open(path: str, place: Any, rank: int) -> _Ours | _Stock:
     if path.startswith("vllm"):
         return _Stock(place, rank=rank, shared_memory=path == "vllm_shm")
-    return _Ours(place, sends=rank == 0)
+    endpoint, sockets = place
+    return _Ours(endpoint, sockets[rank], sends=rank == 0)
 
 
 def _stage(rank: int, path: str, place: Any, plan: list[tuple[int, int]], pipe: Connection) -> None:
@@ -174,7 +174,8 @@ def measure(path: str, plan: list[tuple[int, int]]) -> list[dict[str, float]]:
             probe.bind(("127.0.0.1", 0))
             place: Any = probe.getsockname()[1]
     else:
-        place = create_link(path, max_tokens=max(t for t, _ in plan), name="stage0-1.r0")  # type: ignore[arg-type]
+        link = create_link(path, max_tokens=max(t for t, _ in plan), name="stage0-1.r0")  # type: ignore[arg-type]
+        place = link, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in (0, 1):

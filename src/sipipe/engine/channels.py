@@ -31,11 +31,9 @@ def make_links(
         create_link(
             kind=config.transport,
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-            bytes_per_token_hint=ranks[rank].activation_bytes,
             depth=max(2, slots),
             name=f"stage{rank // tp}-{rank // tp + 1}.r{rank % tp}",
             device="cpu" if current_platform.is_cpu() else "cuda",
-            start_timeout=config.start_timeout,
             stall_timeout=config.stall_timeout,
         )
         for rank in range(len(ranks) - tp)

@@ -6,6 +6,7 @@ record, and once all have loaded where BIC-I is. Everything after that travels o
 
 from __future__ import annotations
 
+import socket
 from multiprocessing import spawn
 from typing import Any
 
@@ -55,9 +56,13 @@ class Workers:
             StagePlace(stage=rank // tp, stages=stages, tp_rank=rank % tp, tp_size=tp)
             for rank in range(tp * stages)
         ]
+        # Rank r sends to rank r + tp of the next stage.
+        links = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in places[tp:]]
         for place in places:
+            ends = [links[place.rank - tp][1]] if not place.is_first else []
+            ends += [links[place.rank][0]] if not place.is_last else []
             with threads.configure_omp_envs(rank=place.rank, local_rank=place.rank):
-                self.all.append(children.start(place.name, "sipipe.worker"))
+                self.all.append(children.start(place.name, "sipipe.worker", sockets=ends))
         for place, worker in zip(places, self.all, strict=True):
             boot = WorkerBoot(
                 vllm_config=vllm_config,

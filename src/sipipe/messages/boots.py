@@ -60,8 +60,6 @@ class StageDescription:
 
     unsupported: str = ""
     """Why SiPipe's stage runner does not take the loaded model; empty: it does."""
-    activation_bytes: int
-    """Bytes for each token that the link to the next stage has to be ready for."""
     logits: LogitsFormat | None = None
     """None on ranks that write no logits."""
 

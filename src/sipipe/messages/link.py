@@ -19,16 +19,10 @@ class LinkEndpoint:
     """Most tokens of a microbatch, padding included."""
     depth: int
     """Buffers: frames that may be sent and not yet released."""
-    bytes_per_token_hint: int
-    """Expected bytes a token of all tensors together; 0: unknown. Saves enlarging buffers."""
-    start_timeout: float
-    """Seconds that the sender waits for the receiver to open its end."""
     stall_timeout: float
     """Seconds that a wait takes at most where the call names no bound of its own."""
     device: Literal["cpu", "cuda"]
     """Where the later stage needs the tensors."""
-    secret: bytes = dataclasses.field(repr=False)
-    """16 random bytes: how the ends find and recognize each other."""
 
     @property
     def transport(self) -> str:

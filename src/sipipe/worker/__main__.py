@@ -1,5 +1,9 @@
-"""``python -m sipipe.worker FD``: what the engine starts as a stage worker; FD is its control pipe."""
+"""``python -m sipipe.worker FD...``: what the engine starts as a stage worker.
 
+The descriptors: its control pipe, then the sockets of its links.
+"""
+
+import socket
 import sys
 from multiprocessing import current_process, spawn
 from typing import Any
@@ -15,6 +19,9 @@ def main() -> None:
     when the boot record is unpickled. vLLM is imported with that record, not before.
     """
     parent = Parent(int(sys.argv[1]))
+    sockets = [socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[2:]]
+    for sock in sockets:
+        sock.set_inheritable(False)
     process: Any = current_process()
     process._inheriting = True  # a main module without a guard must not start another engine here
     spawn.prepare(parent.receive())
@@ -22,7 +29,7 @@ def main() -> None:
     del process._inheriting
     from sipipe.worker.main import worker_main
 
-    worker_main(boot, parent)
+    worker_main(boot, parent, sockets)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ samplers whose rows they are.
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from vllm.distributed import get_pp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from sipipe.ipc.link import rendezvous
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
@@ -49,6 +49,7 @@ class StageLoop:
     Args:
         boot: what the process was started with.
         worker: vLLM's worker, its model loaded.
+        sockets: of the links from the previous stage and to the next one, as far as there are any.
         report: tells the executor that an iteration has run, where no sampler will.
         recorder: takes the phases of each iteration.
 
@@ -56,10 +57,18 @@ class StageLoop:
     executor's in :meth:`receive`, :meth:`forward` and :meth:`send`; control calls with both idle.
     """
 
-    def __init__(self, boot: WorkerBoot, worker: Any, report: Report, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        boot: WorkerBoot,
+        worker: Any,
+        sockets: Sequence[socket.socket],
+        report: Report,
+        recorder: Recorder,
+    ) -> None:
         self._boot = boot
         self._place = boot.place
         self._worker = worker
+        self._sockets = sockets
         self._report = report
         self._timing = StageTiming(recorder)
         self._runner: StageRunner | None = None
@@ -74,12 +83,10 @@ class StageLoop:
 
     def describe(self) -> StageDescription:
         """What the engine needs to make this rank's channels; the KV cache is set up by now."""
-        model_config = self._boot.vllm_config.model_config
         stock = self._worker.model_runner
         unsupported = StageRunner.reason(stock) or ""
-        activation_bytes = 2 * model_config.get_hidden_size() * model_config.dtype.itemsize
         if self._boot.path != "sipipe" or unsupported:
-            return StageDescription(unsupported=unsupported, activation_bytes=activation_bytes)
+            return StageDescription(unsupported=unsupported)
         self._timing.watch(stock.device)
         self._runner = StageRunner(
             stock,
@@ -88,7 +95,6 @@ class StageLoop:
             check_token_safety=self._boot.config.check_token_safety,
         )
         return StageDescription(
-            activation_bytes=activation_bytes,
             logits=self._logits_format(self._runner, stock) if self._place.is_last else None,
         )
 
@@ -117,11 +123,9 @@ class StageLoop:
         """
         place = self._place
         if not place.is_first:
-            link = links[place.rank - place.tp_size]
-            self._receiver = open_receiver(link, rendezvous.accept(link))
+            self._receiver = open_receiver(links[place.rank - place.tp_size], self._sockets[0])
         if not place.is_last:
-            link = links[place.rank]
-            self._sender = open_sender(link, rendezvous.connect(link))
+            self._sender = open_sender(links[place.rank], self._sockets[-1])
         if logits is None:
             group = get_pp_group()
             group.receive, group.send = self._receive_stock, self._send_stock

@@ -21,11 +21,12 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -58,11 +59,11 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 
-def worker_main(boot: WorkerBoot, parent: Parent) -> None:
+def worker_main(boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socket]) -> None:
     """Entry point of the process; returns when the executor closes the channels."""
     process = None
     try:
-        process = WorkerProcess(boot, parent)
+        process = WorkerProcess(boot, parent, sockets)
         process.load()
         process.serve()
     except (SystemExit, ChannelClosed):
@@ -105,8 +106,9 @@ def _sinks(boot: WorkerBoot) -> list[PhaseSink]:
 class WorkerProcess:
     """What :func:`worker_main` drives."""
 
-    def __init__(self, boot: WorkerBoot, parent: Parent) -> None:
+    def __init__(self, boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socket]) -> None:
         self._boot = boot
+        self._sockets = sockets
         self._parent = parent
         self._reader: DispatchReader | None = None
         self._loop: StageLoop | None = None
@@ -158,7 +160,7 @@ class WorkerProcess:
         wrapper.init_device()
         wrapper.load_model()
         current_platform.update_block_size_for_backend(boot.vllm_config)
-        self._loop = StageLoop(boot, wrapper.worker, self._report, self._recorder)
+        self._loop = StageLoop(boot, wrapper.worker, self._sockets, self._report, self._recorder)
         self._parent.say(Ready())
 
     def serve(self) -> None:

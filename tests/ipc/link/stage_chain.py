@@ -1,13 +1,15 @@
 """One process of a chain of stages, run by test_against_vllm.
 
 Every hand-over is made twice, by vLLM's send_tensor_dict and by a SiPipe link, and compared bit
-for bit where it arrives. Arguments: rank, pp, tp, port, a file with the pickled links. Prints
+for bit where it arrives. Arguments: rank, pp, tp, port, a file with the pickled links,
+the descriptors of this rank's sockets. Prints
 ``equal N`` on success.
 """
 
 from __future__ import annotations
 
 import pickle
+import socket
 import sys
 from pathlib import Path
 
@@ -15,7 +17,6 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
-from sipipe.ipc.link import rendezvous
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
 
 H = 48
@@ -41,6 +42,7 @@ def first_stage(iteration: int, num_tokens: int) -> dict[str, torch.Tensor]:
 def main() -> None:
     rank, pp, tp, port = (int(argument) for argument in sys.argv[1:5])
     links = pickle.loads(Path(sys.argv[5]).read_bytes())
+    sockets = [socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[6:]]
     torch.set_num_threads(1)
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(
@@ -53,11 +55,9 @@ def main() -> None:
     gather = ranks if tp > 1 else None
     receiver = sender = None
     if stage > 0:
-        link = links[stage - 1, shard]
-        receiver = open_receiver(link, rendezvous.accept(link))
+        receiver = open_receiver(links[stage - 1, shard], sockets[0])
     if stage < pp - 1:
-        link = links[stage, shard]
-        sender = open_sender(link, rendezvous.connect(link))
+        sender = open_sender(links[stage, shard], sockets[-1])
     compared = 0
     for iteration, num_tokens in enumerate(SIZES):
         if receiver is None:

@@ -34,17 +34,27 @@ def test_same_bits_as_stock(tmp_path: Path, pp: int, tp: int) -> None:
         port = probe.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_DIST_IDENT": f"sipipe-{port}"}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("stage_chain.py"))]
-            + [str(argument) for argument in (rank, pp, tp, port, file)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
+    sockets: list[list[socket.socket]] = [[] for _ in range(pp * tp)]
+    for rank in range(tp * (pp - 1)):  # in this order: from the previous stage, to the next
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sockets[rank].append(ours)
+        sockets[rank + tp].append(theirs)
+    processes = []
+    for rank, ends in enumerate(sockets):
+        descriptors = [end.fileno() for end in ends]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("stage_chain.py"))]
+                + [str(argument) for argument in (rank, pp, tp, port, file, *descriptors)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+                pass_fds=descriptors,
+            )
         )
-        for rank in range(pp * tp)
-    ]
+        for end in ends:
+            end.close()
     try:
         outputs = [process.communicate(timeout=400) for process in processes]
     finally:

@@ -72,10 +72,9 @@ class Link(RuleBasedStateMachine):
 
     @initialize(
         pool=st.lists(schemas, min_size=1, max_size=4),
-        hint=st.sampled_from([0, 200]),
         quick=st.sampled_from([0, shm.QUICK_BYTES]),
     )
-    def start(self, pool: list[dict[str, Any]], hint: int, quick: int) -> None:
+    def start(self, pool: list[dict[str, Any]], quick: int) -> None:
         self.pool = pool
         on_gpu = self.kind == "cuda_ipc"
         self.patches = [
@@ -89,7 +88,6 @@ class Link(RuleBasedStateMachine):
             max_tokens=MAX_TOKENS,
             device="cuda" if on_gpu else "cpu",
             depth=self.depth,
-            bytes_per_token_hint=hint,
             stall_timeout=BOUND,
         )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

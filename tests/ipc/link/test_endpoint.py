@@ -32,11 +32,10 @@ def test_cuda_ipc_needs_gpus():
         create_link("cuda_ipc", max_tokens=1)
 
 
-def test_an_endpoint_is_a_small_value_that_hides_its_secret():
+def test_an_endpoint_is_a_small_value():
     link = create_link("shm", max_tokens=8)
     assert pickle.loads(pickle.dumps(link)) == link
     assert len(pickle.dumps(link)) < 1000
-    assert repr(link.secret) not in repr(link)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_packet_that_is_cut_short_is_noticed(header, body, kept):
 
 
 def test_a_packet_of_another_link_is_refused():
-    other = HeaderCodec(create_link(max_tokens=8))
+    other = HeaderCodec(create_link(max_tokens=8, name="stage1-2.r0"))
     with pytest.raises(TransferMismatchError, match="of another link"):
         other.unpack(memoryview(CODEC.pack(Header(Kind.BYE))))
 

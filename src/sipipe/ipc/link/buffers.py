@@ -14,18 +14,15 @@ from typing import Any
 import torch
 
 from sipipe.ipc.link.schema import TensorSchema, align
-from sipipe.messages.link import LinkEndpoint
 
 __all__ = ["Buffers", "buffer_bytes"]
 
 _REMEMBERED = 4096
 
 
-def buffer_bytes(schema: TensorSchema, endpoint: LinkEndpoint) -> int:
-    """Bytes of a buffer for ``schema``, or for the link's hint if that is more."""
-    tokens = endpoint.max_tokens
-    need = max(schema.offsets(tokens)[-1], endpoint.bytes_per_token_hint * tokens, 1)
-    return align(need, mmap.PAGESIZE)
+def buffer_bytes(schema: TensorSchema, max_tokens: int) -> int:
+    """Bytes of a buffer for ``schema``."""
+    return align(max(1, schema.offsets(max_tokens)[-1]), mmap.PAGESIZE)
 
 
 class Buffers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 from typing import Literal
 
@@ -20,11 +19,9 @@ def create_link(
     kind: Literal["auto"] | TransportKind = "auto",
     *,
     max_tokens: int,
-    bytes_per_token_hint: int = 0,
     depth: int = 3,
     name: str = "link",
     device: Literal["cpu", "cuda"] = "cpu",
-    start_timeout: float = 600.0,
     stall_timeout: float = 300.0,
 ) -> LinkEndpoint:
     """Describe a link between two processes of this host; cheap, opens nothing.
@@ -57,11 +54,8 @@ def create_link(
         name=name,
         max_tokens=max_tokens,
         depth=depth,
-        bytes_per_token_hint=bytes_per_token_hint,
-        start_timeout=start_timeout,
         stall_timeout=stall_timeout,
         device=device,
-        secret=secrets.token_bytes(16),
     )
 
 

@@ -49,13 +49,13 @@ class Header(NamedTuple):
 class HeaderCodec:
     """Packs and checks the packets of one link.
 
-    The check is a CRC-32 of header and body that starts from the link's secret, so that damaged
+    The check is a CRC-32 of header and body that starts from the link's name, so that damaged
     bytes, or a packet of another link, are never taken for a header.
     """
 
     def __init__(self, endpoint: LinkEndpoint) -> None:
         self._link = endpoint.describe()
-        self._seed = zlib.crc32(endpoint.secret)
+        self._seed = zlib.crc32(endpoint.name.encode())
 
     def pack(self, header: Header, body: bytes = b"") -> bytes:
         """A packet: fields, check, body."""

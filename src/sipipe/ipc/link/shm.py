@@ -2,8 +2,7 @@
 
 Who runs here: the sender's caller and thread (see :mod:`.sender`), and the receiver's thread in
 ``receive``. The data lie in a memfd of ``depth`` buffers, made by the sender and handed over on
-the packet socket that also carries the headers (:mod:`.packets`), whose two ends the processes get
-as they are opened.
+the packet socket that also carries the headers (:mod:`.packets`).
 
 Guarantees: one copy per hidden state, made by the sender; the receiver works in place. A header is
 sent after the last byte of its frame has been copied, so that there is nothing to wait for behind
@@ -102,7 +101,7 @@ class ShmSending:
         return after is None and nbytes <= QUICK_BYTES
 
     def announce(self, schema: TensorSchema) -> None:
-        need = buffer_bytes(schema, self._endpoint)
+        need = buffer_bytes(schema, self._endpoint.max_tokens)
         grow = need > self._size
         self._size = max(need, self._size)
         body = msgspec.msgpack.encode(Announcement(schema, self._size, grow))
