@@ -313,6 +313,27 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(link, monkeypatch):
         sender.send(1, 1, hidden(1))
 
 
+def test_an_error_of_the_thread_ends_a_waiting_send(link, monkeypatch):
+    sender, _ = link
+    waits = threading.Event()
+    next_release = sender._transport.next_release
+
+    def fails(schema) -> None:
+        waits.wait(BOUND)
+        raise MemoryError("none left")
+
+    def wait(timeout: float):
+        waits.set()
+        return next_release(timeout)
+
+    monkeypatch.setattr(sender._transport, "announce", fails)
+    monkeypatch.setattr(sender._transport, "next_release", wait)
+    for iteration in range(3):
+        sender.send(iteration, 1, hidden(1))
+    with pytest.raises(MemoryError, match="none left"):
+        sender.send(3, 1, hidden(1))
+
+
 def test_closing_before_the_other_side_is_open(endpoint, pair):
     sender = open_sender(endpoint, pair[0])
     sender.send(0, 1, hidden(1))
