@@ -9,10 +9,9 @@ Guarantees
     consecutive entries, and each reader puts it together in memory of its own. A producer whose
     time is up amid a cut message gives it up: the next piece begins a message, and the readers
     drop what they have of the old one.
-Relies on
-    Every message with tokens is published here, so that a dead reader is noticed soon: polling
-    costs a system call per reader, and is done after a message, when it delays nobody, and before
-    one that follows a pause.
+    A dead reader is reported by the next ``publish``, amid a stream by one of the next few: its
+    lock is polled after a message, when that delays nobody, and before one that follows a pause.
+    Polling costs a system call per reader.
 
 An entry's header words: sequence, offset of this piece, its bytes, parts, bytes of the message.
 
@@ -120,9 +119,10 @@ class DispatchProducer:
                 writer.publish((sequence, 0, total, len(views), total))
             # From here on the readers run; what follows delays nobody.
             self._sequence = sequence + 1
-            if not self._closed and time.monotonic() > self._polled_at + POLL_AFTER:
-                self._poll_readers()
-            writer.claim_nowait()
+            if not self._closed:
+                if time.monotonic() > self._polled_at + POLL_AFTER:
+                    self._poll_readers()
+                writer.claim_nowait()
             return sequence
 
     def _publish_cut(
