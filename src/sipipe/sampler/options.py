@@ -18,7 +18,6 @@ from sipipe.sampler.kernels.state import Ranges, RowOptions
 from sipipe.sampler.thinking import ThinkingBudget
 
 Ids = npt.NDArray[np.int32]
-_NO_BITMASK: Ids = np.zeros((1, 0), np.int32)
 
 
 class RequestOptions:
@@ -104,24 +103,6 @@ class _RangesOf:
         return Ranges(np.cumsum(self._sizes), np.concatenate(self._parts))
 
 
-@lru_cache(maxsize=64)
-def _no_options(n: int) -> RowOptions:
-    """Kernels only read it, so calls share it."""
-    nothing, none = _RangesOf(n).end(), np.full(n, -1, np.int32)
-    return RowOptions(
-        bans=nothing,
-        stops=nothing,
-        biases=nothing,
-        bias_values=_RangesOf(n, np.float32).end(),
-        allowed=nothing,
-        forced=none,
-        bitmask=_NO_BITMASK,
-        bitmask_rows=none,
-        wanted=none,
-        named=nothing,
-    )
-
-
 def row_options(
     n: int,
     given: Mapping[int, RequestOptions],
@@ -137,6 +118,23 @@ def row_options(
     """
     if not given and bitmask is None:
         return _no_options(n)
+    return _gather(n, given, positions, vocab_size, bitmask, bitmask_rows)
+
+
+@lru_cache(maxsize=64)
+def _no_options(n: int) -> RowOptions:
+    """Kernels only read it, so calls share it."""
+    return _gather(n, {}, np.zeros(n, np.int64), 0, None, None)
+
+
+def _gather(
+    n: int,
+    given: Mapping[int, RequestOptions],
+    positions: npt.NDArray[np.int64],
+    vocab_size: int,
+    bitmask: npt.NDArray[np.int32] | None,
+    bitmask_rows: npt.NDArray[np.int32] | None,
+) -> RowOptions:
     bans, stops, biases, allowed, named = (_RangesOf(n) for _ in range(5))
     bias_values = _RangesOf(n, np.float32)
     forced = np.full(n, -1, np.int32)
@@ -158,7 +156,7 @@ def row_options(
         bias_values=bias_values.end(),
         allowed=allowed.end(),
         forced=forced,
-        bitmask=_NO_BITMASK if bitmask is None else bitmask,
+        bitmask=np.zeros((1, 0), np.int32) if bitmask is None else bitmask,
         bitmask_rows=np.full(n, -1, np.int32) if bitmask_rows is None else bitmask_rows,
         wanted=wanted,
         named=named.end(),
