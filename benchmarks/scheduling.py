@@ -22,10 +22,10 @@ import numpy as np
 
 from benchmarks.engine_process import answer, run_in_process
 from benchmarks.harness import report
-from sipipe.tools.simulator.engine_model import EngineModel
-from sipipe.tools.simulator.rules import Rule, SlotRule, TokenThrottlingRule, VllmRule
-from sipipe.tools.simulator.simulator import Outcome, StageCosts, simulate
-from sipipe.tools.simulator.workload import Arrival, at_rate, load_trace, poisson_trace
+from benchmarks.simulator.engine_model import EngineModel
+from benchmarks.simulator.rules import Rule, SlotRule, TokenThrottlingRule, VllmRule
+from benchmarks.simulator.simulator import Outcome, StageCosts, simulate
+from benchmarks.simulator.workload import Arrival, at_rate, load_trace, poisson_trace
 
 TRACES = Path(__file__).parent / "traces"
 BUDGET = 2048

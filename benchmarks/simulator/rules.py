@@ -9,10 +9,10 @@ from __future__ import annotations
 from itertools import islice
 from typing import Protocol
 
+from benchmarks.simulator.engine_model import Batch, EngineModel
 from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Sequence, SlotPolicy
-from sipipe.tools.simulator.engine_model import Batch, EngineModel
 
 __all__ = ["Rule", "SlotRule", "TokenThrottlingRule", "VllmRule"]
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sipipe.tools.simulator.engine_model import Batch, EngineModel, SimulatedRequest
-from sipipe.tools.simulator.rules import Rule
-from sipipe.tools.simulator.workload import Arrival
+from benchmarks.simulator.engine_model import Batch, EngineModel, SimulatedRequest
+from benchmarks.simulator.rules import Rule
+from benchmarks.simulator.workload import Arrival
 
 __all__ = ["Outcome", "StageCosts", "simulate"]
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from sipipe.errors import ConfigError
-from sipipe.tools.simulator.engine_model import EngineModel
-from sipipe.tools.simulator.rules import SlotRule, TokenThrottlingRule, VllmRule
-from sipipe.tools.simulator.simulator import StageCosts, simulate
-from sipipe.tools.simulator.workload import (
+from benchmarks.simulator.engine_model import EngineModel
+from benchmarks.simulator.rules import SlotRule, TokenThrottlingRule, VllmRule
+from benchmarks.simulator.simulator import StageCosts, simulate
+from benchmarks.simulator.workload import (
     Arrival,
     at_rate,
     bursty_trace,
@@ -18,6 +14,10 @@ from sipipe.tools.simulator.workload import (
     poisson_trace,
     save_trace,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sipipe.errors import ConfigError
 
 GPU_LIKE = StageCosts(fixed=8e-3, per_token=4e-5, per_sequence=2e-5, per_context=2e-8)
 BUDGET = 2048

@@ -1,6 +1,6 @@
 """What vLLM's scheduler does with a batch, in small: queues, KV cache blocks, preemption.
 
-The simulator's scheduling rules (:mod:`sipipe.tools.simulator.rules`) share this state, so that they
+The simulator's scheduling rules (:mod:`benchmarks.simulator.rules`) share this state, so that they
 differ only in which requests they let in. It keeps vLLM's order: running requests first, oldest
 first; then waiting ones; when blocks run out, the youngest running request is preempted and
 computed again later.
