@@ -58,7 +58,7 @@ def main() -> None:
     for title in order:
         own = settings[title]
         side = "stock" if own is None else "sipipe"
-        result = measure_sides(job, own or {}, stages=STAGES, sides=(side,))[side]
+        result = measure_sides(job, own or {}, sides=(side,))[side]
         for way in WAYS:
             speeds[title][way] += result["tokens_per_second"][way]
     rows, before = [], None

@@ -42,7 +42,7 @@ def main() -> None:
             "tokens": tokens,
             "repeat": 1 if args.quick else 5 if tokens <= 16 else 3,
         }
-        results = measure_sides(job, {}, stages=STAGES)
+        results = measure_sides(job, {})
         median = {
             side: {way: statistics.median(result["tokens_per_second"][way]) for way in ways}
             for side, result in results.items()

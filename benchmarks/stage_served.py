@@ -52,7 +52,7 @@ def compare_served(*, requests: int = 64, tokens: int = 64, quick: bool = False)
     for side in order:
         with tempfile.TemporaryDirectory(prefix="sipipe-bench-") as directory:
             settings = {"overlap": SIDES[side], "trace": directory}
-            result = measure_sides(job, settings, stages=STAGES, sides=("sipipe",))
+            result = measure_sides(job, settings, sides=("sipipe",))
             costs[side].append(cost(directory))
         speeds[side] += result["sipipe"]["tokens_per_second"]["greedy"]
     in_turn = statistics.median(speeds["in turn"])

@@ -159,19 +159,21 @@ def test_an_explicit_placement_is_taken_as_it_is():
     assert one.workers == (((5,), (5,)),)
     assert one.samplers == ((),)
     assert one.scheduler == ()
+    placement = CorePlacement(samplers=((1,), (2,)))
+    assert plan_cores(machine(4), stages=2, placement=placement).samplers == ((1,), (2,))
+    assert plan_cores(machine(4), stages=2, placement=placement, samplers=0).samplers == ()
 
 
 @pytest.mark.parametrize(
-    ("placement", "samplers", "words"),
+    ("placement", "words"),
     [
-        (CorePlacement(stages=((0,), (9,))), "auto", ["CPU 9", "may use 0-3"]),
-        (CorePlacement(stages=((0,),)), "auto", ["1 stages", "has 2"]),
-        (CorePlacement(samplers=((0,),)), 2, ["1 samplers", '"samplers" is 2']),
+        (CorePlacement(stages=((0,), (9,))), ["CPU 9", "may use 0-3"]),
+        (CorePlacement(stages=((0,),)), ["1 stages", "has 2"]),
     ],
 )
-def test_a_placement_that_does_not_fit_is_refused(placement, samplers, words):
+def test_a_placement_that_does_not_fit_is_refused(placement, words):
     with pytest.raises(ConfigError) as caught:
-        plan_cores(machine(4), stages=2, samplers=samplers, placement=placement)
+        plan_cores(machine(4), stages=2, placement=placement)
     for word in words:
         assert word in str(caught.value)
 

@@ -254,7 +254,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _refusal(found: str, settings: Mapping[str, Any]) -> ConfigError:
-    """The line for what msgspec found, which ends with the path of the value: ``$.cores.stages``."""
+    """The line for what msgspec found; ``found`` ends with the path of the value."""
     found, _, path = found.partition(" - at `$")
     kind: msgspec.inspect.Type = msgspec.inspect.type_info(SiPipeConfig)
     value: Any = settings

@@ -111,7 +111,7 @@ def plan_cores(
 
     Raises:
         ConfigError: the user's placement names a CPU that is not there, or another number of
-            stages or samplers.
+            stages.
     """
     workers = stages * tensor_parallel
     if isinstance(placement, CorePlacement):
@@ -252,12 +252,8 @@ def _placed(
             f'sipipe config: "cores.stages" places {len(placement.stages)} stages, but the '
             f"pipeline has {stages} (--pipeline-parallel-size)"
         )
-    if placement.samplers and samplers not in ("auto", len(placement.samplers)):
-        raise ConfigError(
-            f'sipipe config: "cores.samplers" places {len(placement.samplers)} samplers, but '
-            f'"samplers" is {samplers}'
-        )
-    count = len(placement.samplers) or (1 if samplers == "auto" else samplers)
+    count = 1 if samplers == "auto" else samplers
+    placed = placement.samplers if count else ()  # none on vLLM's own path
     workers: list[tuple[int, ...]] = []
     for cpus in placement.stages or ((),) * stages:
         share = len(cpus) // tensor_parallel
@@ -266,7 +262,7 @@ def _placed(
     taken = [cpu for cpus in groups for cpu in cpus]
     return CorePlan(
         workers=_by_stage(workers, tensor_parallel),
-        samplers=placement.samplers or ((),) * count,
+        samplers=placed or ((),) * count,
         scheduler=placement.scheduler,
         shared=len(taken) != len(set(taken)),
     )

@@ -1,11 +1,11 @@
 """`sipipe doctor` on this machine, and on machines that lack something."""
 
 import json
-import shutil
 
 import pytest
 
 from sipipe.cli import doctor, main
+from sipipe.engine import memory_budget
 from sipipe.versions import InstalledVllm
 
 
@@ -61,16 +61,17 @@ def test_a_local_version_is_the_release(vllm):
     assert InstalledVllm("vllm", "0.32.0+cpu").device == "cpu"
 
 
-def test_small_shared_memory_and_no_compiler_are_warnings(capsys, vllm, monkeypatch, tmp_path):
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(
-        doctor.shutil, "disk_usage", lambda _path: type(usage)(64 << 20, 0, 64 << 20)
-    )
+def test_little_memory_and_no_compiler_are_warnings(capsys, vllm, monkeypatch):
+    _, found = report(capsys)
+    assert found["shared memory"]["state"] == "ok"
+    assert "logits" in found["shared memory"]["text"]
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda _directory: 64 << 20)
     monkeypatch.setattr(doctor.shutil, "which", lambda _name: None)
     status, found = report(capsys)
     assert status == 0
     assert found["shared memory"]["state"] == "warning"
-    assert "--shm-size" in found["shared memory"]["text"]
+    assert "memory has 64.0 MiB free" in found["shared memory"]["text"]
+    assert "--max-num-seqs" in found["shared memory"]["text"]
     assert found["compiler"]["state"] == "warning"
     assert found["GPUs"]["text"] == "none found (nvidia-smi)"
 

@@ -5,15 +5,13 @@ import json
 import pytest
 
 from sipipe.cli import bench, generate
-from sipipe.cli.parser import add_engine_options, engine_settings, make_parser, split_engine_options
+from sipipe.cli.parser import make_parser, parse_engine_command
 from sipipe.errors import ConfigError, SiPipeError
 
 
 def split(*argv):
-    parser = make_parser("serve", "", add_help=False)
-    add_engine_options(parser)
-    own, rest = split_engine_options(parser, argv)
-    return engine_settings(own), rest
+    _, settings, rest = parse_engine_command(make_parser("serve", "", add_help=False), argv)
+    return settings, rest
 
 
 @pytest.mark.parametrize(
@@ -35,6 +33,10 @@ def test_ours_are_taken_from_anywhere():
     )
     assert settings == {"samplers": 2, "inflight": "auto", "trace": "t"}
     assert rest == ["model", "--port", "1", "-tp", "4"]
+
+
+def test_degrees_stay_in_front_of_what_is_no_option():
+    assert split("m", "--pp", "2", "--", "-5 is")[1] == ["m", "-pp", "2", "--", "-5 is"]
 
 
 def test_cores_as_json():

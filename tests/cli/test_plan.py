@@ -43,17 +43,11 @@ def test_table_of_the_issues_example(capsys):
 
 def serve_options(command):
     """SiPipe's settings in a serve command, and what is left for vLLM's parser."""
-    from sipipe.cli.parser import (
-        add_engine_options,
-        engine_settings,
-        make_parser,
-        split_engine_options,
-    )
+    from sipipe.cli.parser import make_parser, parse_engine_command
 
     parser = make_parser("serve", "", add_help=False)
-    add_engine_options(parser)
-    own, rest = split_engine_options(parser, shlex.split(command)[2:])
-    return engine_settings(own), rest
+    _, settings, rest = parse_engine_command(parser, shlex.split(command)[2:])
+    return settings, rest
 
 
 def test_serve_command_is_one_that_serve_takes(capsys):

@@ -1,13 +1,15 @@
 """What the command line makes of vLLM's arguments, before any engine starts."""
 
 import argparse
+import os
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine import launch
+from sipipe.cores import CorePlan
+from sipipe.engine import arguments, kv_share, launch, memory_budget
 from sipipe.errors import ConfigError, ResourceError, UnsupportedError
 from sipipe.tools.make_model.checkpoint import make_model
 
@@ -18,9 +20,9 @@ def model(tmp_path_factory):
 
 
 def config_of(model, *argv, **settings):
-    args = launch.parse_engine_args([model, *argv], settings)
-    engine_args = launch.AsyncEngineArgs.from_cli_args(args)
-    return launch.checked(engine_args.create_engine_config)
+    args = arguments.parse_engine_args([model, *argv], settings)
+    engine_args = arguments.AsyncEngineArgs.from_cli_args(args)
+    return arguments.checked(engine_args.create_engine_config)
 
 
 def test_the_executor_and_its_settings_reach_vllm(model):
@@ -34,24 +36,105 @@ def test_the_executor_and_its_settings_reach_vllm(model):
 
 
 def test_eager_is_the_default_of_short_commands_on_cpu(model):
-    if not launch.current_platform.is_cpu():
+    if not arguments.current_platform.is_cpu():
         pytest.skip("a CUDA build of vLLM")
-    assert launch.parse_engine_args([model], {}).enforce_eager
-    assert not launch.parse_engine_args([model, "--no-enforce-eager"], {}).enforce_eager
-    assert not launch.parse_engine_args([model], None, eager_on_cpu=False).enforce_eager
+    assert arguments.parse_engine_args([model], {}).enforce_eager
+    assert not arguments.parse_engine_args([model, "--no-enforce-eager"], {}).enforce_eager
+    assert not arguments.parse_engine_args([model], None, eager_on_cpu=False).enforce_eager
 
 
-def test_cpu_stages_share_the_memory_for_their_kv_caches(model, monkeypatch):
-    if not launch.current_platform.is_cpu():
+def test_words_may_stand_anywhere_beside_vllms_options(model):
+    words = ["Once upon a time", "2 + 2 ="]
+    for argv in (
+        [model, *words, "-pp", "2", "--max-model-len", "256"],
+        [model, "-pp", "2", "--max-model-len", "256", *words],
+        [model, words[0], "--no-enforce-eager", words[1], "-pp", "2", "--max_model_len=256"],
+        ["--max-model-len", "256", model, "-pp", "2", "--", *words],
+    ):
+        args = arguments.parse_engine_args(argv, {})
+        assert args.words == words
+        assert (args.model, args.pipeline_parallel_size, args.max_model_len) == (model, 2, 256)
+    assert arguments.parse_engine_args([model, "--", "-5 is"], {}).words == ["-5 is"]
+    with pytest.raises(SystemExit):
+        arguments.parse_engine_args([model, "--max-model-length", "256"], {})
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """Memory nodes of 6 and 100 GiB, two CPUs on each."""
+    free = {0: 6 * GIB, 1: 100 * GIB}
+    resources = kv_share.cpu_resource_utils
+    monkeypatch.setattr(
+        resources,
+        "get_memory_node_info",
+        lambda node: resources.MemoryNodeInfo(total_memory=free[node], available_memory=free[node]),
+    )
+    cpus = [resources.LogicalCPUInfo(cpu, cpu, cpu // 2) for cpu in range(4)]
+    monkeypatch.setattr(resources, "get_allowed_cpu_list", lambda: cpus)
+    monkeypatch.setattr(resources, "get_visible_memory_node", lambda: [0, 1])
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    return free
+
+
+def plan(*workers):
+    return CorePlan(workers=tuple((cpus,) for cpus in workers), samplers=((0,),), scheduler=(0,))
+
+
+@pytest.mark.parametrize(
+    ("workers", "weights", "gib"),
+    [
+        (plan((0,), (1,)), 0, 0.4 * 6 / 2),
+        (plan((0,), (1,)), 2, 0.4 * (6 - 2) / 2),
+        (plan((0,), (2,)), 0, 0.4 * 6),  # one size for all: the smaller node's
+        (plan((0,), (2,)), 2, 0.4 * (6 - 1)),
+        (plan((2,), (3,)), 20, 0.4 * (100 - 20) / 2),
+        (plan((3, 2), (0, 1), (1,)), 0, 0.4 * 6 / 2),
+        (plan((), ()), 0, 0.4 * 6 / 2),  # not bound: the first node
+    ],
+)
+def test_kv_caches_fit_the_memory_node_of_each_worker(nodes, workers, weights, gib):
+    given = kv_share.kv_cache_bytes(kv_share.worker_nodes(workers), weights * GIB)
+    assert given == pytest.approx(gib * GIB, abs=1 << 20)
+    assert given % (1 << 20) == 0
+
+
+def test_a_model_that_a_node_cannot_hold_is_refused(nodes):
+    with pytest.raises(ResourceError, match=r"node 0 has 6\.0 GiB.*weights .* 7\.0 GiB") as it:
+        kv_share.kv_cache_bytes([0, 0], 7 * GIB)
+    assert "\n" not in str(it.value)
+
+
+def test_workers_on_cpus_of_the_users_choice_or_on_hidden_nodes(nodes, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "2-3|3")
+    assert kv_share.worker_nodes(plan((0,), (1,))) == [1, 1]
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    assert kv_share.worker_nodes(plan((2,), (3,))) == [0, 0]
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+    monkeypatch.setattr(kv_share.cpu_resource_utils, "get_visible_memory_node", lambda: [1])
+    assert kv_share.worker_nodes(plan((0,), (3,))) == [1, 1]
+
+
+def test_kv_memory_is_shared_unless_the_user_says_how_much(model, nodes, monkeypatch):
+    if not arguments.current_platform.is_cpu():
         pytest.skip("a CUDA build of vLLM")
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    one = launch.parse_engine_args([model], {}).kv_cache_memory_bytes
-    four = launch.parse_engine_args([model, "-pp", "2", "-tp", "2"], {}).kv_cache_memory_bytes
-    assert one == pytest.approx(4 * four, rel=0.2)  # other programs take and give memory
-    given = launch.parse_engine_args([model, "--kv-cache-memory-bytes", "1G"], {})
-    assert given.kv_cache_memory_bytes == 1 << 30
+    config = config_of(model, "-pp", "2", "--max-model-len", "256")
+    two = plan((0,), (1,))
+
+    def shared(*argv):
+        args = arguments.parse_engine_args([model, *argv], {})
+        kv_share.share_kv_memory(args, config, two)
+        return args.kv_cache_memory_bytes
+
+    ours = shared()
+    assert 0.39 * 6 / 2 * GIB < ours < 0.4 * 6 / 2 * GIB, "less than without the weights"
+    assert shared("--kv-cache-memory-bytes", "1G") == GIB
+    assert shared("--gpu-memory-utilization", "0.2") is None
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
-    assert launch.parse_engine_args([model], {}).kv_cache_memory_bytes is None
+    assert shared() is None
 
 
 def args(**more):
@@ -66,7 +149,7 @@ def args(**more):
 
 def test_settings_of_the_command_line_join_those_of_additional_config():
     given = args(additional_config={"other": 1, "sipipe": {"inflight": 4}})
-    launch.use_sipipe(given, {"samplers": 2})
+    arguments.use_sipipe(given, {"samplers": 2})
     assert given.additional_config == {"other": 1, "sipipe": {"inflight": 4, "samplers": 2}}
     assert given.distributed_executor_backend == "sipipe.Executor"
 
@@ -82,7 +165,7 @@ def test_settings_of_the_command_line_join_those_of_additional_config():
 )
 def test_contradictions_are_named(more, settings, words):
     with pytest.raises(ConfigError, match=words):
-        launch.use_sipipe(args(**more), settings)
+        arguments.use_sipipe(args(**more), settings)
 
 
 def test_vllms_own_refusals_are_one_line(model):
@@ -99,26 +182,41 @@ def test_what_sipipe_does_not_serve_is_refused_in_the_foreground(model):
         launch.announce(config)
 
 
-def test_the_core_plan_is_printed_in_two_lines(model, capsys):
+def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys):
     launch.announce(config_of(model, "-pp", "2", "--max-model-len", "256"))
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("core plan: stage 0: core")
     assert "sampler" in lines[1]
-    assert len(lines) == 2
+    assert lines[2].startswith("shared memory: ")
+    for part in ("BIC-I", "logits", "hidden states", "stage times", "figures"):
+        assert part in lines[2]
+    assert len(lines) == 3
 
 
-def test_too_little_shared_memory_is_said_before_the_start(model, monkeypatch, tmp_path):
-    config = config_of(model, "-pp", "2", "--max-model-len", "256", shm_dir=str(tmp_path))
-    settings = SiPipeConfig.from_additional_config(config.additional_config)
-    usage = launch.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(
-        launch.shutil, "disk_usage", lambda _path: type(usage)(64 << 20, 0, 1 << 20)
-    )
-    with pytest.raises(ResourceError, match="has 1 MiB free, and this configuration needs") as it:
-        launch.check_shared_memory(config, settings)
+def test_a_containers_small_dev_shm_is_no_reason_to_refuse(model, monkeypatch):
+    config = config_of(model, "-pp", "2", "--max-model-len", "256", "--max-num-seqs", "256")
+    parts = memory_budget.budget_of(config, SiPipeConfig(), samplers=1)
+    assert sum(part.size for part in parts) > 4 << 20
+    small = os.statvfs_result((4096, 4096, 256, 256, 256, 0, 0, 0, 0, 255))  # 1 MiB
+    monkeypatch.setattr(os, "statvfs", lambda _path: small)
+    launch.announce(config)
+    inside = config_of(model, "-pp", "2", "--max-model-len", "256", shm_dir="/dev/shm")
+    with pytest.raises(
+        ResourceError, match=r"shm_dir '/dev/shm' has 1\.0 MiB free, too little"
+    ) as it:
+        launch.announce(inside)
+    assert "\n" not in str(it.value)
+
+
+def test_too_little_memory_is_said_before_the_start(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda _directory: 1 << 20)
+    with pytest.raises(
+        ResourceError, match=r"memory has 1\.0 MiB free, too little for .*BIC-I"
+    ) as it:
+        launch.announce(config_of(model, "-pp", "2", "--max-model-len", "256"))
     assert "--max-num-seqs" in str(it.value)
+    assert "\n" not in str(it.value)
     monkeypatch.undo()
-    launch.check_shared_memory(config, settings)
-    missing = SiPipeConfig(shm_dir=str(tmp_path / "none"))
+    launch.announce(config_of(model, "--max-model-len", "256", shm_dir=str(tmp_path)))
     with pytest.raises(ResourceError, match="No such file"):
-        launch.check_shared_memory(config, missing)
+        launch.announce(config_of(model, "--max-model-len", "256", shm_dir=str(tmp_path / "none")))

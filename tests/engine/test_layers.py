@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine import launch
+from sipipe.engine import arguments
 from sipipe.engine.compatibility import Choice
 from sipipe.engine.layers.choose import VARIABLE, choose_layers
 from sipipe.errors import ConfigError
@@ -20,11 +20,11 @@ OURS, VLLMS = Choice(path="sipipe"), Choice(path="vllm", reason="a test")
 @pytest.fixture(scope="module")
 def engine_config(tmp_path_factory):
     """Two stages, eight layers under a vocabulary of 151,936; only the config is read."""
-    if not launch.current_platform.is_cpu():
+    if not arguments.current_platform.is_cpu():
         pytest.skip("a CUDA build of vLLM")
     directory = make_model("llama", tmp_path_factory.mktemp("models") / "llama", size="bench")
-    args = launch.parse_engine_args([str(directory), "-pp", "2", "--max-model-len", "256"], {})
-    return launch.checked(launch.AsyncEngineArgs.from_cli_args(args).create_engine_config)
+    args = arguments.parse_engine_args([str(directory), "-pp", "2", "--max-model-len", "256"], {})
+    return arguments.checked(arguments.AsyncEngineArgs.from_cli_args(args).create_engine_config)
 
 
 @pytest.fixture(autouse=True)

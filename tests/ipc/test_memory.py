@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sipipe.errors import ResourceError
+from sipipe.ipc import memory
 from sipipe.ipc.errors import ChannelError, ChannelPeerDied
 from sipipe.ipc.locks import EXCLUSIVE, SHARED, BoundedWait, Locks
 from sipipe.ipc.memory import Endpoint, SharedMemory, check_room
@@ -179,3 +180,17 @@ except ChannelPeerDied:
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "noticed\n", done.stderr
+
+
+def test_a_containers_limit_counts_without_the_files_that_it_has_cached(monkeypatch):
+    found = {
+        ("/proc/meminfo", "MemAvailable:"): 64 << 20,  # KiB: 64 GiB
+        ("/sys/fs/cgroup/memory.max", ""): 16 << 30,
+        ("/sys/fs/cgroup/memory.current", ""): 15 << 30,
+        ("/sys/fs/cgroup/memory.stat", "inactive_file "): 9 << 30,
+        ("/sys/fs/cgroup/memory.stat", "active_file "): 2 << 30,
+    }
+    monkeypatch.setattr(memory, "_read_number", lambda path, key="": found.get((path, key), 0))
+    assert memory.free_bytes(None) == (16 - 4) << 30
+    del found["/sys/fs/cgroup/memory.max", ""]
+    assert memory.free_bytes(None) == 64 << 30

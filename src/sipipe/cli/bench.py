@@ -13,8 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sipipe.cli.parser import add_engine_options, engine_settings, make_parser, split_engine_options
-from sipipe.cores import plan_cores, this_machine
+from sipipe.cli.parser import make_parser, parse_engine_command
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.versions import require_vllm
 
@@ -51,9 +50,7 @@ def main(argv: Sequence[str]) -> int:
     )
     group.add_argument("--only", choices=("sipipe", "stock"), help="measure one side")
     group.add_argument("--json", action="store_true", help="the figures as JSON")
-    add_engine_options(parser)
-    own, rest = split_engine_options(parser, argv)
-    settings = engine_settings(own)
+    own, settings, rest = parse_engine_command(parser, argv)
     for name in ("requests", "prompt_tokens", "tokens", "repeat"):
         if getattr(own, name) < 1:
             raise ConfigError(f"bench: --{name.replace('_', '-')} must be 1 or more")
@@ -73,8 +70,6 @@ def main(argv: Sequence[str]) -> int:
     results = measure_sides(
         job,
         settings,
-        stages=int(own.pp or 1),
-        ranks=int(own.tp or 1),
         sides=(own.only,) if own.only else ("stock", "sipipe"),
     )
     if own.json:
@@ -88,32 +83,17 @@ def measure_sides(
     job: Mapping[str, Any],
     settings: Mapping[str, Any],
     *,
-    stages: int,
-    ranks: int = 1,
     sides: Sequence[str] = ("stock", "sipipe"),
 ) -> dict[str, Any]:
     """Run ``job`` (:class:`sipipe.tools.measure.Job` without its settings) on each side in turn.
 
     Returns a :class:`sipipe.tools.measure.Result` as a dict for each side.
     """
-    environment = _environment(stages, ranks)
     own: dict[str, Mapping[str, Any] | None] = {"stock": None, "sipipe": settings}
-    return {
-        side: _measure(side, dict(job) | {"settings": own[side]}, environment) for side in sides
-    }
+    return {side: _measure(side, dict(job) | {"settings": own[side]}) for side in sides}
 
 
-def _environment(stages: int, ranks: int) -> dict[str, str]:
-    """The engines' environment: the same cores for both sides, and a quiet log."""
-    plan = plan_cores(this_machine(), stages=stages, tensor_parallel=ranks)
-    return {
-        "VLLM_CPU_OMP_THREADS_BIND": plan.omp_threads_bind(),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    } | dict(os.environ)
-
-
-def _measure(side: str, job: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+def _measure(side: str, job: Mapping[str, Any]) -> dict[str, Any]:
     print(f"measuring {side} …", file=sys.stderr, flush=True)
     alive, ours = os.pipe()
     with (
@@ -128,7 +108,12 @@ def _measure(side: str, job: Mapping[str, Any], environment: Mapping[str, str]) 
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={"VLLM_RPC_BASE_PATH": sockets, **environment},
+            env={
+                "VLLM_RPC_BASE_PATH": sockets,
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_LOGGING_LEVEL": "WARNING",
+            }
+            | dict(os.environ),
             pass_fds=(alive,),
             start_new_session=True,
         )

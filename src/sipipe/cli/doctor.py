@@ -14,8 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -23,11 +22,17 @@ from sipipe._version import __version__
 from sipipe.cli.parser import make_parser
 from sipipe.config import SiPipeConfig
 from sipipe.cores import format_cpus, plan_cores, this_machine
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, ResourceError
 from sipipe.versions import SUPPORTED_VLLM, installed_vllm
 
-SHM_WANTED = 1 << 30
-"""Free shared memory below this gets a warning: a container's usual 64 MiB is too little."""
+EXAMPLE: dict[str, Any] = {
+    "vocabulary": 151_936,
+    "dtype": "bfloat16",
+    "sequences": 256,
+    "tokens": 8_192,
+    "hidden": 4_096,
+}
+"""Sizes of the model whose channels the report counts: a large vocabulary, vLLM's usual batches."""
 
 IMPORT_SECONDS = 120.0
 """How long an import of vLLM may take before it counts as broken."""
@@ -121,7 +126,6 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
     yield _ok("cores", f"{cores}, NUMA {', '.join(per_node)}")
     memory = psutil.virtual_memory()
     yield _ok("memory", f"{_gib(memory.total)}, {_gib(memory.available)} available")
-    yield _shared_memory(Path("/dev/shm"))
     if gpus:
         for index, line in enumerate(gpus):
             yield _ok(f"GPU {index}", line)
@@ -129,17 +133,25 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
         yield _ok("GPUs", "none found (nvidia-smi)")
 
 
-def _shared_memory(directory: Path) -> Finding:
+def _shared_memory(stages: int, ranks: int, samplers: int, device: str) -> Finding:
+    from sipipe.engine.memory_budget import check_budget, describe, memory_budget
+    from sipipe.ipc.memory import free_bytes
+
+    budget = memory_budget(
+        stages=stages,
+        ranks=ranks,
+        samplers=samplers,
+        inflight=SiPipeConfig().resolved_inflight(stages),
+        on_gpu=device == "cuda",
+        **EXAMPLE,
+    )
+    text = describe(budget).removeprefix("shared memory: ")
+    text += f" for {EXAMPLE['sequences']} sequences and a vocabulary of {EXAMPLE['vocabulary']:,}"
     try:
-        usage = shutil.disk_usage(directory)
-    except OSError as error:
-        return _error("shared memory", f'{directory}: {error.strerror}; set "shm_dir"')
-    text = f"{directory}: {_gib(usage.total)}, {_gib(usage.free)} free"
-    if usage.free < SHM_WANTED:
-        return _warning(
-            "shared memory", f'{text}; enlarge it (docker run --shm-size=2g) or set "shm_dir"'
-        )
-    return _ok("shared memory", text)
+        check_budget(budget)
+    except ResourceError as error:
+        return _warning("shared memory", str(error))
+    return _ok("shared memory", text + f", {_gib(free_bytes(None))} free")
 
 
 def _gpus() -> list[str]:
@@ -171,6 +183,7 @@ def _what_sipipe_does(stages: int, ranks: int, gpus: Sequence[str]) -> Iterator[
         yield _warning(
             "GPUs", f"--pp {stages} --tp {ranks} needs {stages * ranks}, here are {len(gpus)}"
         )
+    yield _shared_memory(stages, ranks, len(plan.samplers), device)
     inflight = SiPipeConfig().resolved_inflight(stages)
     transport = "shm" if device == "cpu" else "cuda_ipc (untested on a GPU)"
     yield _ok("pipeline", f"up to {inflight} microbatches in flight, transport {transport}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sipipe.cli.parser import add_engine_options, engine_settings, make_parser, split_engine_options
+from sipipe.cli.parser import make_parser, parse_engine_command
 from sipipe.errors import ConfigError
 from sipipe.versions import require_vllm
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sipipe.engine.generate import Completion, Event
 
 EPILOG = """\
-Every engine option of vLLM is taken as well (--dtype, --max-model-len, …), after the prompts.
+Every engine option of vLLM is taken as well (--dtype, --max-model-len, …).
 
   sipipe generate build/models/tiny "Once upon a time" "The capital of France is" --pp 2
   sipipe generate build/models/tiny --file prompts.txt --json --temperature 0.8 > answers.jsonl
@@ -45,9 +45,7 @@ def main(argv: Sequence[str]) -> int:
     sampling.add_argument("--sampling-seed", type=int, metavar="S", help="seed of the draws")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
-    add_engine_options(parser)
-    own, rest = split_engine_options(parser, argv)
-    settings = engine_settings(own)
+    own, settings, rest = parse_engine_command(parser, argv)
 
     def prompts(words: Sequence[str]) -> list[str]:
         return _prompts(words, own.file)

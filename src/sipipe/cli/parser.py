@@ -12,14 +12,7 @@ from typing import Any, NoReturn
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError
 
-__all__ = [
-    "Parser",
-    "add_engine_options",
-    "at_least",
-    "engine_settings",
-    "make_parser",
-    "split_engine_options",
-]
+__all__ = ["Parser", "at_least", "make_parser", "parse_engine_command"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,7 +54,34 @@ def at_least(least: float, kind: Callable[[str], float] = float) -> Callable[[st
     return parse
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def parse_engine_command(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, dict[str, Any], list[str]]:
+    """The command line of a command that starts an engine.
+
+    Returns the options of ``parser`` and SiPipe's own; the checked entries that these give
+    ``additional_config["sipipe"]``; and all other arguments in their order, for vLLM's parser.
+    ``--help=GROUP`` is left to vLLM, whose options it shows: ``parser`` has no help of its own.
+
+    Raises:
+        ConfigError: a value that :class:`~sipipe.config.SiPipeConfig` refuses.
+    """
+    _add_engine_options(parser)
+    if "-h" in argv or "--help" in argv:
+        parser.print_help()
+        sys.exit(0)
+    own, rest = parser.parse_known_args(argv)
+    end = rest.index("--") if "--" in rest else len(rest)  # words stand behind it
+    for name in ("pp", "tp"):
+        value = getattr(own, name)
+        if value is not None:
+            if not (value.isdecimal() and int(value) >= 1):
+                raise ConfigError(f'--{name} must be a whole number of 1 or more, not "{value}"')
+            rest[end:end] = [f"-{name}", value]
+    return own, _settings(own), rest
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     """SiPipe's own options of the commands that start an engine. vLLM has none of these names."""
     group = parser.add_argument_group("SiPipe's options")
     group.add_argument(
@@ -85,32 +105,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tp", metavar="N", help="tensor-parallel ranks of a stage: vLLM's -tp")
 
 
-def split_engine_options(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
-) -> tuple[argparse.Namespace, list[str]]:
-    """SiPipe's options, checked, and all other arguments in their order, for vLLM's parser.
-
-    ``--help=GROUP`` is left to vLLM, whose options it shows.
-    """
-    if "-h" in argv or "--help" in argv:
-        parser.print_help()
-        sys.exit(0)
-    own, rest = parser.parse_known_args(argv)
-    for name in ("pp", "tp"):
-        value = getattr(own, name)
-        if value is not None:
-            if not (value.isdecimal() and int(value) >= 1):
-                raise ConfigError(f'--{name} must be a whole number of 1 or more, not "{value}"')
-            rest += [f"-{name}", value]
-    return own, rest
-
-
-def engine_settings(own: argparse.Namespace) -> dict[str, Any]:
-    """The entries of ``additional_config["sipipe"]`` that the command line gives, checked.
-
-    Raises:
-        ConfigError: a value that :class:`~sipipe.config.SiPipeConfig` refuses.
-    """
+def _settings(own: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name in ("samplers", "inflight"):
         value = getattr(own, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sipipe.cli.parser import add_engine_options, engine_settings, make_parser, split_engine_options
+from sipipe.cli.parser import make_parser, parse_engine_command
 from sipipe.versions import require_vllm
 
 EPILOG = """\
@@ -22,9 +22,7 @@ def main(argv: Sequence[str]) -> int:
         epilog=EPILOG,
         add_help=False,
     )
-    add_engine_options(parser)
-    own, rest = split_engine_options(parser, argv)
-    settings = engine_settings(own)
+    _, settings, rest = parse_engine_command(parser, argv)
 
     require_vllm()
     from sipipe.engine.launch import serve

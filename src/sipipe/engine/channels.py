@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.bus import Bus
+from sipipe.engine.memory_budget import logits_entries
 from sipipe.ipc.link.endpoint import create_link
-from sipipe.ipc.memory import check_room
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.messages.boots import StageDescription
 from sipipe.messages.link import LinkEndpoint
-
-logger = init_logger(f"vllm.{__name__}")
 
 
 def make_links(
@@ -58,7 +54,7 @@ def make_logits(
     assert logits is not None, "the first rank of the last stage writes logits"
     return LogitsChannel.create(
         "bic-l",
-        entries=_logits_entries(slots),
+        entries=logits_entries(slots),
         vocab=logits.width,
         batch=vllm_config.scheduler_config.max_num_seqs,
         dtype=logits.dtype,
@@ -68,26 +64,3 @@ def make_logits(
         readers=readers,
         directory=config.shm_dir,
     )
-
-
-def check_channel_room(
-    vllm_config: VllmConfig, config: SiPipeConfig, dtype: str, *, slots: int
-) -> None:
-    """Refuse at start-up what would run out of shared memory later.
-
-    Raises:
-        ResourceError: how much is needed, and which option to lower.
-    """
-    size = Bus.required_bytes(slots) + LogitsChannel.required_bytes(
-        entries=_logits_entries(slots),
-        vocab=vllm_config.model_config.get_vocab_size(),
-        batch=vllm_config.scheduler_config.max_num_seqs,
-        dtype=dtype,
-    )
-    check_room(size, config.shm_dir, "bic-l (logits)")
-    logger.info("SiPipe's channels take %.0f MiB of shared memory", size / 2**20)
-
-
-def _logits_entries(slots: int) -> int:
-    """Every undrawn iteration stays readable, for a sampler that is started again."""
-    return max(3, slots + 2)

@@ -30,6 +30,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.engine.adopt import adopt
 from sipipe.engine.compatibility import Choice, check_features, check_version, choose_path
 from sipipe.engine.layers.choose import choose_layers, log_layers
+from sipipe.engine.memory_budget import budget_of, check_budget, describe
 from sipipe.engine.placement import apply_core_plan, bind_scheduler
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.observe.live import Word
@@ -62,7 +63,10 @@ class Executor(VllmExecutor):
         self.config = adopt(self.vllm_config, config, self.choice)
         layers = choose_layers(self.vllm_config, self.config, self.choice)
         log_layers(layers)
-        self._plan = apply_core_plan(self.vllm_config, self.config)
+        self._plan = apply_core_plan(self.vllm_config, self.config, self.choice)
+        budget = budget_of(self.vllm_config, self.config, samplers=len(self._plan.samplers))
+        check_budget(budget)
+        logger.info("%s", describe(budget))
         self._failing = threading.Lock()
         self._failure: BaseException | None = None
         self._failure_callback: Callable[[], None] | None = None

@@ -20,7 +20,9 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from sipipe.engine.launch import announce, checked, own_sockets, parse_engine_args
+from sipipe.engine.arguments import checked, parse_engine_args
+from sipipe.engine.kv_share import share_kv_memory
+from sipipe.engine.launch import announce, own_sockets
 from sipipe.errors import ConfigError
 
 Event = Literal["begin", "text", "end"]
@@ -46,7 +48,7 @@ def generate(
     chat: bool,
     show: Callable[[Event, Completion, str], None],
 ) -> None:
-    """Run the prompts of ``argv`` (``MODEL [PROMPT...] [vLLM's engine options]``).
+    """Run the prompts of ``argv`` (``MODEL [PROMPT...]`` and vLLM's engine options, in any order).
 
     ``prompts`` turns the words of the command line into prompts. ``show(event, completion,
     text)`` is called at a completion's begin, with each piece of its text, and at its end.
@@ -55,7 +57,7 @@ def generate(
     texts = prompts(args.words)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     vllm_config = checked(engine_args.create_engine_config)
-    announce(vllm_config)
+    share_kv_memory(engine_args, vllm_config, announce(vllm_config))
     try:
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
     except ValueError as error:

@@ -23,7 +23,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
 from sipipe.engine.balance import Balancer
 from sipipe.engine.bus import Bus
-from sipipe.engine.channels import check_channel_room, make_links, make_logits
+from sipipe.engine.channels import make_links, make_logits
 from sipipe.engine.children import Child, Children
 from sipipe.engine.compatibility import Choice
 from sipipe.engine.dispatch import Dispatcher
@@ -70,7 +70,7 @@ class Pipeline:
         self.telemetry = Telemetry(
             vllm_config,
             config,
-            samplers=len(plan.samplers) if choice.path == "sipipe" else 0,
+            samplers=len(plan.samplers),
             slots=slots,
         )
         self._closing.callback(self.telemetry.close)
@@ -86,12 +86,9 @@ class Pipeline:
         Raises:
             Exception: what the first worker raised that failed.
             WorkerDiedError: a process ended. StallError: not within the start timeout.
-            ResourceError: the channels would not fit into shared memory.
         """
         deadline = time.monotonic() + self._config.start_timeout
         dtype = str(self._vllm_config.model_config.dtype).removeprefix("torch.")
-        if self._choice.path == "sipipe":
-            check_channel_room(self._vllm_config, self._config, dtype, slots=self._slots)
         self._closing.callback(self._children.close)
         self._workers = Workers(
             self._children,

@@ -1,10 +1,10 @@
 """The ``vllm.general_plugins`` entry point: what vLLM runs in each of its processes.
 
 It adds SiPipe's figures to ``/metrics`` (a collector that says nothing where no SiPipe engine
-runs), and one hook. vLLM refuses a custom executor given by name together with pipeline parallelism, because it looks
-for ``supports_pp`` on the name. :func:`register` lets ``EngineArgs`` resolve our name to the
-class first. Nothing else of vLLM is touched, and nothing happens to engines that do not ask for
-SiPipe.
+runs), and one hook. vLLM refuses a custom executor given by name together with pipeline
+parallelism, because it asks the name for ``supports_pp``. :func:`register` lets ``EngineArgs``
+resolve our name to the class first. Nothing else of vLLM is touched, and nothing happens to engines
+that do not ask for SiPipe.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import msgspec
 from sipipe.errors import ResourceError
 from sipipe.ipc.errors import ChannelPeerDied
 
-__all__ = ["Endpoint", "SharedMemory", "check_room"]
+__all__ = ["Endpoint", "SharedMemory", "check_room", "free_bytes"]
 
 PAGE = mmap.PAGESIZE
 _IDENTITY_BYTES = 16
@@ -118,22 +118,9 @@ class SharedMemory:
 
 
 def check_room(size: int, directory: str | os.PathLike[str] | None, what: str) -> None:
-    """Raise ResourceError if ``size`` bytes of shared memory are more than there is.
-
-    ``directory`` None asks about the machine's memory (and the container's, see ``cgroup``);
-    else about the file system that ``directory`` lies on.
-    """
-    if directory is None:
-        room, place = _free_memory(), "memory"
-    else:
-        try:
-            info = os.statvfs(directory)
-        except OSError as error:
-            raise ResourceError(
-                f"shm_dir: {str(directory)!r} cannot be used ({error.strerror}); "
-                "name a directory that exists"
-            ) from None
-        room, place = info.f_bavail * info.f_frsize, f"shm_dir {str(directory)!r}"
+    """Raise ResourceError if ``size`` bytes of shared memory are more than :func:`free_bytes`."""
+    room = free_bytes(directory)
+    place = "memory" if directory is None else f"shm_dir {str(directory)!r}"
     if size > room:
         raise ResourceError(
             f"channel {what} needs {size / 2**20:,.1f} MiB of shared memory, but {place} has "
@@ -146,11 +133,32 @@ def check_room(size: int, directory: str | os.PathLike[str] | None, what: str) -
         )
 
 
+def free_bytes(directory: str | os.PathLike[str] | None) -> int:
+    """Bytes that there is room for: in memory, the container's limit (its cgroup's) included, or
+    with a ``directory`` on the file system that it lies on.
+
+    Raises:
+        ResourceError: the directory cannot be used.
+    """
+    if directory is None:
+        return _free_memory()
+    try:
+        info = os.statvfs(directory)
+    except OSError as error:
+        raise ResourceError(
+            f"shm_dir: {str(directory)!r} cannot be used ({error.strerror}); "
+            "name a directory that exists"
+        ) from None
+    return info.f_bavail * info.f_frsize
+
+
 def _free_memory() -> int:
     room = _read_number("/proc/meminfo", "MemAvailable:") * 1024
     limit = _read_number("/sys/fs/cgroup/memory.max")
     used = _read_number("/sys/fs/cgroup/memory.current")
     if limit and used:
+        for cached in ("inactive_file ", "active_file "):  # given back when it is needed
+            used -= _read_number("/sys/fs/cgroup/memory.stat", cached)
         room = min(room, max(0, limit - used)) if room else max(0, limit - used)
     return room or 1 << 62
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 from typing import NamedTuple
 
-from sipipe.ipc.memory import PAGE, Endpoint, SharedMemory
+from sipipe.ipc.memory import PAGE, Endpoint, SharedMemory, round_up
 
-__all__ = ["LINE_WORDS", "Line", "PhaseCounter", "StageTimes", "Taken", "required_bytes"]
+__all__ = ["LINE_WORDS", "Line", "PhaseCounter", "StageTimes", "Taken"]
 
 LINE_WORDS = 8
 _LINE_BYTES = 8 * LINE_WORDS
@@ -81,7 +81,7 @@ class PhaseCounter:
 
 
 class StageTimes:
-    """The lines of all stages and samplers. Make it with :meth:`create`, or :meth:`open` it."""
+    """The lines of all stages and samplers. Made with :meth:`create` or :meth:`attach`."""
 
     def __init__(self, memory: SharedMemory, stages: int) -> None:
         self._memory = memory
@@ -95,13 +95,18 @@ class StageTimes:
         Raises:
             ResourceError: there is not that much room.
         """
-        size = required_bytes(stages=stages, samplers=samplers)
+        size = cls.required_bytes(stages=stages, samplers=samplers)
         return cls(SharedMemory.create("stage-times", size, directory), stages)
 
     @classmethod
-    def open(cls, endpoint: Endpoint, *, stages: int) -> StageTimes:
+    def attach(cls, endpoint: Endpoint, *, stages: int) -> StageTimes:
         """Map what another process made. Raises ChannelPeerDied if that one is gone."""
         return cls(SharedMemory.attach(endpoint), stages)
+
+    @staticmethod
+    def required_bytes(*, stages: int, samplers: int) -> int:
+        """Shared memory that these take."""
+        return round_up((1 + stages + samplers) * _LINE_BYTES, PAGE)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -123,8 +128,3 @@ class StageTimes:
     def _line(self, number: int) -> memoryview:
         first = (1 + number) * LINE_WORDS
         return self._words[first : first + LINE_WORDS]
-
-
-def required_bytes(*, stages: int, samplers: int) -> int:
-    """Shared memory that :meth:`StageTimes.create` takes."""
-    return -(-(1 + stages + samplers) * _LINE_BYTES // PAGE) * PAGE

@@ -163,7 +163,8 @@ class LivePage:
         )
         body = msgspec.json.encode(header)
         descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _BLOCK * (2 + stages * ranks + samplers))
+        size = cls.required_bytes(stages=stages, ranks=ranks, samplers=samplers)
+        os.ftruncate(descriptor, size)
         memory = mmap.mmap(descriptor, 0)
         memory[8:_BLOCK] = body.ljust(_BLOCK - 8)
         memory[:8] = MAGIC  # last: a reader that finds the magic finds the header
@@ -186,6 +187,11 @@ class LivePage:
             raise TraceError(f"statistics page {path}: {error}") from None
         finally:
             os.close(descriptor)
+
+    @staticmethod
+    def required_bytes(*, stages: int, ranks: int, samplers: int) -> int:
+        """Memory that a page takes."""
+        return _BLOCK * (2 + stages * ranks + samplers)
 
     @property
     def path(self) -> str:

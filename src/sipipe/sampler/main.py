@@ -65,7 +65,7 @@ def _sinks(boot: SamplerBoot) -> list[PhaseSink]:
     if settings.live is not None:
         sinks.append(LivePage.attach(settings.live).writer("sampler", boot.index))
     if settings.times is not None:
-        line = StageTimes.open(settings.times, stages=settings.stages).sampler(boot.index)
+        line = StageTimes.attach(settings.times, stages=settings.stages).sampler(boot.index)
         sinks.append(PhaseCounter(line, COUNTED_PHASES["sampler"], MAIN_PHASE["sampler"]))
     return sinks
 

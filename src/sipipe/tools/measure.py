@@ -69,12 +69,21 @@ def measure(job: Job) -> Result:
     """Start the engine, warm it up, and run the job's requests."""
     from vllm import LLM, EngineArgs, SamplingParams
 
-    from sipipe.engine.launch import checked, parse_engine_args
+    from sipipe.cores import plan_cores, this_machine
+    from sipipe.engine.arguments import checked, parse_engine_args
+    from sipipe.engine.placement import BIND
 
     began = time.perf_counter()
     args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
     engine_args = EngineArgs.from_cli_args(args)
     config = checked(engine_args.create_engine_config)
+    if job.settings is None:  # the cores that SiPipe would give its stages
+        plan = plan_cores(
+            this_machine(),
+            stages=config.parallel_config.pipeline_parallel_size,
+            tensor_parallel=config.parallel_config.tensor_parallel_size,
+        )
+        os.environ.setdefault(BIND, plan.omp_threads_bind())
     vocabulary = config.model_config.get_vocab_size()
     llm = LLM.from_engine_args(engine_args)
     startup = time.perf_counter() - began

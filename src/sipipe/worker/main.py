@@ -98,7 +98,7 @@ def _sinks(boot: WorkerBoot) -> list[PhaseSink]:
         LivePage.attach(boot.live).writer("stage", index=place.stage, rank=place.tp_rank)
     ]
     if place.tp_rank == 0:
-        line = StageTimes.open(boot.times, stages=place.stages).stage(place.stage)
+        line = StageTimes.attach(boot.times, stages=place.stages).stage(place.stage)
         sinks.append(PhaseCounter(line, COUNTED_PHASES["stage"], MAIN_PHASE["stage"]))
     return sinks
 

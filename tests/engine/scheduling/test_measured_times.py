@@ -16,7 +16,7 @@ class Processes:
 
     def __init__(self) -> None:
         made = StageTimes.create(stages=2, samplers=2)
-        theirs = StageTimes.open(made.endpoint, stages=2)
+        theirs = StageTimes.attach(made.endpoint, stages=2)
         executor = [0] * LINE_WORDS
         self.times = MeasuredTimes(
             ConcurrencyController(stages=2, slots=3),

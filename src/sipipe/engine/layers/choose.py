@@ -18,10 +18,11 @@ from vllm.platforms import current_platform
 from sipipe.config import SiPipeConfig
 from sipipe.engine.compatibility import Choice
 from sipipe.engine.layers.cut import cut_layers, layer_split
+from sipipe.engine.layers.facts import ModelFacts
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError, UnsupportedError
 
-__all__ = ["choose_layers", "log_layers"]
+__all__ = ["choose_layers", "log_layers", "model_facts"]
 
 VARIABLE = "VLLM_PP_LAYER_PARTITION"
 
@@ -70,18 +71,23 @@ def log_layers(layers: tuple[int, ...]) -> None:
         )
 
 
-def _by_cost(vllm_config: VllmConfig, choice: Choice) -> tuple[int, ...] | None:
-    """SiPipe's cut; None where it has no say or no idea."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if choice.path != "sipipe":
-        return None
+def model_facts(vllm_config: VllmConfig) -> ModelFacts | None:
+    """Sizes of the model's weights; None, with a line in the log, where they cannot be told."""
+    model = vllm_config.model_config
     try:
         fields = json.loads(model.hf_text_config.to_json_string(use_diff=False))
         facts = facts_from_config(fields, name=str(model.model))
     except (ConfigError, UnsupportedError, TypeError) as error:  # TypeError: a field is no JSON
-        logger.info("Layers are cut evenly: %s", error)
+        logger.info("The model's weights are not known: %s", error)
         return None
-    if facts.layers != model.get_total_num_hidden_layers():
+    return facts if facts.layers == model.get_total_num_hidden_layers() else None
+
+
+def _by_cost(vllm_config: VllmConfig, choice: Choice) -> tuple[int, ...] | None:
+    """SiPipe's cut; None where it has no say or no idea."""
+    parallel = vllm_config.parallel_config
+    facts = model_facts(vllm_config) if choice.path == "sipipe" else None
+    if facts is None:
         return None
     return cut_layers(
         facts,

@@ -98,8 +98,8 @@ class ConcurrencyController:
         self.between = RunningRegression()
         """What sampling and scheduling take between the last stage and the first."""
         self.unseen = 0.0
-        """Seconds of a pipeline period that no phase has: wake-ups, messages. Seen with one microbatch
-        alone in the pipeline, and kept."""
+        """Seconds of a pipeline period that no phase has: wake-ups, messages. Seen with one
+        microbatch alone in the pipeline, and kept."""
         self.formed = slots
         """What :meth:`microbatches` said last."""
         self.slots = slots

@@ -113,7 +113,8 @@ class SlotPolicy:
             sequences: Every running sequence whose prompt is scheduled, in the engine's order.
             pending_prefill: Prompt tokens not yet scheduled, of started and waiting requests.
             started_prefill: Of these, tokens of requests that hold KV cache already.
-            arriving: Requests that those tokens belong to: they join within about a pipeline period.
+            arriving: Requests that those tokens belong to: they join within about a
+                period.
             kv_free: Free share of the KV cache, 0 to 1.
         """
         last, slot = self._slot, self._visits % self.slots

@@ -5,7 +5,7 @@ microbatch delays the m - 1 others as much as if each of them carried one too. W
 therefore how often and how far the size changes from one microbatch to the next. So:
 
 - What is pending is spread over ``prefill_spread`` microbatches, not put where it arrives. A
-  number of pipeline periods alone is too coarse for short pipelines; a number of microbatches alone is
+  number of pipeline periods alone is too coarse for short pipelines; one of microbatches alone is
   too slow for short ones or too coarse for long ones; so its default grows with m.
 - A chunk may always fill its microbatch up to the largest of the last m - 1: that is free.
 - It is not cut finer than ``min_chunk_tokens``: the first token would only come later.

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with stable, even microbatches (:mod:`sipipe.engine.scheduling.policy` decides them).
+"""vLLM's scheduler with stable, even microbatches, which :mod:`.policy` decides.
 
 vLLM fills each batch with every request that is not in flight, so under pipeline parallelism the
 microbatches are whatever the first steps happened to catch: 62 and 2 sequences, for good.

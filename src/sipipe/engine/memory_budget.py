@@ -1,0 +1,131 @@
+"""How much shared memory an engine's channels take, and whether there is that much.
+
+The sizes come from the channels' own classes. ``sipipe serve`` and ``generate``, the engine and
+``sipipe doctor`` all ask here.
+
+All of it lies in memory files (memfd), which count as memory of the machine and of the container,
+never against ``/dev/shm``; BIC-I, BIC-L and the stage times lie in ``shm_dir`` where it is set.
+Hidden states that travel on a GPU take none of it. A model whose hidden states are more than two
+tensors makes its links grow at the first microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from sipipe.config import SiPipeConfig
+from sipipe.engine.bus import Bus
+from sipipe.errors import ResourceError
+from sipipe.ipc.link.buffers import buffer_bytes
+from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
+from sipipe.ipc.memory import free_bytes
+from sipipe.ipc.ring.logits import LogitsChannel
+from sipipe.ipc.stage_times import StageTimes
+from sipipe.observe.live import LivePage
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Part(NamedTuple):
+    """One kind of channel."""
+
+    what: str
+    size: int
+    """Bytes."""
+    directory: str | None = None
+    """Where it lies; None: in a memory file."""
+
+
+def logits_entries(inflight: int) -> int:
+    """Entries of BIC-L: every undrawn iteration stays readable, for a sampler that is restarted."""
+    return max(3, inflight + 2)
+
+
+def memory_budget(
+    *,
+    stages: int,
+    ranks: int,
+    samplers: int,
+    inflight: int,
+    vocabulary: int,
+    dtype: str,
+    sequences: int,
+    tokens: int,
+    hidden: int,
+    on_gpu: bool = False,
+    directory: str | None = None,
+) -> list[Part]:
+    """What the channels of an engine take.
+
+    Args:
+        ranks: tensor-parallel ranks of each stage.
+        samplers: 0 on vLLM's own path, which has no BIC-L.
+        dtype: of activations and logits, such as ``"bfloat16"``.
+        sequences: most sequences of a microbatch.
+        tokens: most tokens of a microbatch.
+        on_gpu: whether hidden states stay on devices.
+    """
+    itemsize = 4 if dtype == "float32" else 2
+    parts = [Part("BIC-I", Bus.required_bytes(inflight), directory)]
+    if samplers:
+        size = LogitsChannel.required_bytes(
+            entries=logits_entries(inflight), vocab=vocabulary, batch=sequences, dtype=dtype
+        )
+        parts.append(Part("logits", size, directory))
+    if not on_gpu and stages > 1:
+        tensors = (
+            TensorSpec(key, dtype, itemsize, (TOKENS, hidden))
+            for key in ("hidden_states", "residual")
+        )
+        link = max(2, inflight) * buffer_bytes(TensorSchema(tuple(tensors)), tokens)
+        parts.append(Part("hidden states", (stages - 1) * ranks * link))
+    times = StageTimes.required_bytes(stages=stages, samplers=samplers)
+    parts.append(Part("stage times", times, directory))
+    page = LivePage.required_bytes(stages=stages, ranks=ranks, samplers=samplers)
+    parts.append(Part("figures", page))
+    return parts
+
+
+def budget_of(vllm_config: VllmConfig, config: SiPipeConfig, *, samplers: int) -> list[Part]:
+    """What an engine with this configuration takes."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    scheduler, stages = vllm_config.scheduler_config, parallel.pipeline_parallel_size
+    return memory_budget(
+        stages=stages,
+        ranks=parallel.tensor_parallel_size,
+        samplers=samplers,
+        inflight=config.resolved_inflight(stages) if samplers else stages,
+        vocabulary=model.get_vocab_size(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        sequences=scheduler.max_num_seqs,
+        tokens=scheduler.max_num_batched_tokens,
+        hidden=model.get_hidden_size(),
+        on_gpu=vllm_config.device_config.device_type != "cpu" and config.transport != "shm",
+        directory=config.shm_dir,
+    )
+
+
+def describe(parts: Sequence[Part]) -> str:
+    """One line with all parts."""
+    sizes = ", ".join(f"{part.what} {part.size / 2**20:,.1f}" for part in parts)
+    return f"shared memory: {sum(part.size for part in parts) / 2**20:,.1f} MiB ({sizes})"
+
+
+def check_budget(parts: Sequence[Part]) -> None:
+    """Refuse what would run out of memory later.
+
+    Raises:
+        ResourceError: in one line the memory needed, what there is, and what to do.
+    """
+    for directory in dict.fromkeys(part.directory for part in parts):
+        here = [part for part in parts if part.directory == directory]
+        needed, free = sum(part.size for part in here), free_bytes(directory)
+        if needed > free:
+            place = "memory" if directory is None else f"shm_dir {directory!r}"
+            remedy = "" if directory is None else ', or leave "shm_dir" out'
+            raise ResourceError(
+                f"{place} has {free / 2**20:,.1f} MiB free, too little for {describe(here)}: lower "
+                f"--max-num-seqs, --max-num-batched-tokens or --inflight{remedy}"
+            )
