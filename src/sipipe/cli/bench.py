@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sipipe.cli.parser import make_parser, parse_engine_command
+from sipipe.cli.parser import at_least, make_parser, parse_engine_command
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.versions import require_vllm
 
@@ -40,20 +40,21 @@ def main(argv: Sequence[str]) -> int:
     )
     group = parser.add_argument_group("load")
     group.add_argument(
-        "--requests", type=int, default=64, metavar="N", help="at once (default: 64)"
+        "--requests", type=at_least(1, int), default=64, metavar="N", help="at once (default: 64)"
     )
-    group.add_argument("--prompt-tokens", type=int, default=16, metavar="N", help="default: 16")
-    group.add_argument("--tokens", type=int, default=16, metavar="N", help="new ones (default: 16)")
-    group.add_argument("--repeat", type=int, default=3, metavar="N", help="default: 3")
+    group.add_argument(
+        "--prompt-tokens", type=at_least(1, int), default=16, metavar="N", help="default: 16"
+    )
+    group.add_argument(
+        "--tokens", type=at_least(1, int), default=16, metavar="N", help="new ones (default: 16)"
+    )
+    group.add_argument("--repeat", type=at_least(1, int), default=3, metavar="N", help="default: 3")
     group.add_argument(
         "--sampling", default="greedy,all", metavar="LIST", help=f"of {', '.join(SAMPLING)}"
     )
     group.add_argument("--only", choices=("sipipe", "stock"), help="measure one side")
     group.add_argument("--json", action="store_true", help="the figures as JSON")
     own, settings, rest = parse_engine_command(parser, argv)
-    for name in ("requests", "prompt_tokens", "tokens", "repeat"):
-        if getattr(own, name) < 1:
-            raise ConfigError(f"bench: --{name.replace('_', '-')} must be 1 or more")
     ways = own.sampling.split(",")
     unknown = [way for way in ways if way not in SAMPLING]
     if unknown:

@@ -19,10 +19,10 @@ from typing import Any, Literal
 import psutil
 
 from sipipe._version import __version__
-from sipipe.cli.parser import make_parser
+from sipipe.cli.parser import at_least, make_parser
 from sipipe.config import SiPipeConfig
 from sipipe.cores import format_cpus, plan_cores, this_machine
-from sipipe.errors import ConfigError, ResourceError
+from sipipe.errors import ResourceError
 from sipipe.versions import SUPPORTED_VLLM, installed_vllm
 
 EXAMPLE: dict[str, Any] = {
@@ -49,13 +49,12 @@ class Finding:
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("doctor", "What this machine has, and what SiPipe would do on it.")
-    parser.add_argument("--pp", type=int, default=2, metavar="N", help="stages (default: 2)")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks a stage (default: 1)")
+    count = at_least(1, int)
+    parser.add_argument("--pp", type=count, default=2, metavar="N", help="stages (default: 2)")
+    parser.add_argument("--tp", type=count, default=1, metavar="N", help="ranks (default: 1)")
     parser.add_argument("--quick", action="store_true", help="do not try to import vLLM")
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
     args = parser.parse_args(argv)
-    if args.pp < 1 or args.tp < 1:
-        raise ConfigError("doctor: --pp and --tp must be 1 or more")
 
     gpus = _gpus()
     findings = [
