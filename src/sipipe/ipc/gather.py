@@ -177,10 +177,6 @@ class GatherReceiver:
         self._epoll.unregister(descriptor)
         sampler.sock.close()
 
-    def _fail(self, sampler: _Sampler, error: ChannelError) -> None:
-        self._remove(sampler)
-        self._errors.append((sampler.index, error))
-
     def _read(self, descriptor: int) -> None:
         """Take what is there of one sampler; an end or a damaged frame becomes an error."""
         sampler = self._samplers.get(descriptor)
@@ -196,21 +192,21 @@ class GatherReceiver:
         except OSError:
             chunk = b""
         name = f"sampler{sampler.index}"
-        if not chunk:
-            self._fail(sampler, ChannelPeerDied(f"channel bic-o: {name} is gone", name))
-            return
-        sampler.data += chunk
-        try:
-            self._parse(sampler)
-        except ChannelError as error:
-            self._fail(sampler, error)
+        error: ChannelError | None = ChannelPeerDied(f"channel bic-o: {name} is gone", name)
+        if chunk:
+            sampler.data += chunk
+            error = self._parse(sampler)
+        if error is not None:
+            self._remove(sampler)
+            self._errors.append((sampler.index, error))
 
-    def _parse(self, sampler: _Sampler) -> None:
+    def _parse(self, sampler: _Sampler) -> ChannelError | None:
+        """Take the complete frames; returns what is wrong with one that is damaged."""
         data, start = sampler.data, 0
         while len(data) - start >= _HEADER.size:
             size, iteration = _HEADER.unpack_from(data, start)
             if size > MAX_BYTES or iteration > self._last:
-                raise ChannelError(
+                return ChannelError(
                     f"channel bic-o: sampler{sampler.index} announced {size:,} bytes for iteration "
                     f"{iteration}, but a payload has {MAX_BYTES:,} bytes at most and the last "
                     f"iteration is {self._last}; cut off"
@@ -224,6 +220,7 @@ class GatherReceiver:
                 pending.payloads[sampler.index] = bytes(data[start + _HEADER.size : end])
             start = end
         del data[:start]
+        return None
 
     def _late(self, timeout: float | None) -> ChannelTimeout:
         with self._lock:
