@@ -10,7 +10,7 @@ Three tables (and a fourth, :mod:`benchmarks.stage_served`):
   outputs; with the counts of sequences removed and inserted by either;
 * preparation while another thread runs forward passes of a real (tiny) model: what it waits for
   the GIL and for a core;
-* the executors with a device that takes 20 ms and a preparation of 3 ms (and of 30 ms).
+* the two threads with a device that takes 20 ms and a preparation of 3 ms (and of 30 ms).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from benchmarks.stage_recorders import (
     Counting,
     SleepingStage,
     TimedStage,
+    TwoThreads,
     Workload,
     finish_all,
     iterations,
     load_worker,
 )
 from benchmarks.stage_served import compare_served
-from sipipe.worker.executor import StageExecutor
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
         worker = load_worker(directory)
         compare_preparation(worker, quick)
         measure_overlap(worker, quick)
-    measure_executors(quick)
+    measure_threads(quick)
 
 
 # ---- table 1 ------------------------------------------------------------------------------------
@@ -98,7 +98,8 @@ def time_stock(worker: Any, workload: Workload, count: int) -> dict[str, float]:
     from vllm.distributed import parallel_state
 
     runner = worker.model_runner
-    moved = Counting(runner.input_batch)
+    batch = runner.input_batch
+    moved = Counting(batch, add_request=None, remove_request=batch.req_id_to_index)
     update, prepare, moves = [], [], []
     whole, parallel_state._PP = (
         parallel_state._PP,
@@ -135,17 +136,18 @@ def time_ours(worker: Any, workload: Workload, count: int) -> dict[str, float]:
     from sipipe.worker.runner import StageRunner
 
     runner = StageRunner(worker.model_runner, slots=SLOTS)
+    moved = Counting(runner.preparer.states, add=None, remove=runner.preparer.states.index)
     inputs, everything, moves = [], [], []
-    with torch.inference_mode():
+    with torch.inference_mode(), moved:
         for number, output in enumerate(iterations(workload, count)):
-            before = runner.counters.inserted + runner.counters.removed
+            before = moved.count
             began = time.perf_counter()
-            prepared = runner.prepare(output, number % SLOTS, number % 2)
+            prepared = runner.prepare(output, number % SLOTS, number % 2, number)
             between = time.perf_counter()
-            runner.attention.build(prepared)  # the device executor's part
+            runner.attention.build(prepared)  # the device thread's part
             everything.append(time.perf_counter() - began)
             inputs.append(between - began)
-            moves.append(runner.counters.inserted + runner.counters.removed - before)
+            moves.append(moved.count - before)
     return {
         "inputs": median_ms(inputs),
         "all": median_ms(everything),
@@ -166,17 +168,17 @@ def measure_overlap(worker: Any, quick: bool) -> None:
     from sipipe.worker.runner import StageRunner
 
     rows = []
-    for name, versions in (("in turn", 1), ("overlapped", 2)):
-        stage = TimedStage(StageRunner(worker.model_runner, slots=SLOTS, versions=versions))
+    for name, sets in (("in turn", 1), ("overlapped", 2)):
+        stage = TimedStage(StageRunner(worker.model_runner, slots=SLOTS, sets=sets))
         workload = Workload(128, 0)
         outputs = list(iterations(workload, 60 if quick else 300))
-        with StageExecutor(stage, versions=versions, depth=SLOTS + 1) as executor:
+        with TwoThreads(stage, sets) as buffer:
             for number, output in enumerate(outputs):
                 if number == 2 * SLOTS:
-                    executor.drain()
+                    buffer.drain()
                     began = time.perf_counter()
-                executor.submit(number, number % SLOTS, output)
-            executor.drain()
+                buffer.prepare(number, number % SLOTS, output)
+            buffer.drain()
             took = time.perf_counter() - began
         waits = np.array(stage.wall) - np.array(stage.cpu)
         rows.append(
@@ -202,30 +204,28 @@ def measure_overlap(worker: Any, quick: bool) -> None:
 # ---- table 3 ------------------------------------------------------------------------------------
 
 
-def measure_executors(quick: bool) -> None:
-    """The executors' own cost: iteration time against the longer of the two parts."""
+def measure_threads(quick: bool) -> None:
+    """The double buffer's own cost: iteration time against the longer of the two parts."""
     rows = []
-    for prepare, forward, versions in ((3, 20, 2), (3, 20, 1), (30, 20, 2)):
+    for prepare, forward, sets in ((3, 20, 2), (3, 20, 1), (30, 20, 2)):
         stage = SleepingStage(prepare / 1e3, forward / 1e3)
-        with StageExecutor(stage, versions=versions, depth=3) as executor:
+        with TwoThreads(stage, sets) as buffer:
             for number in range(20 if quick else 100):
-                executor.submit(number, 0, None)
-            executor.drain()
-            waiting = executor.statistics().most_waiting
+                buffer.prepare(number, 0, None)
+            buffer.drain()
         gaps = 1e3 * np.diff(stage.ends)[3:]
         rows.append(
             {
                 "prepare ms": prepare,
                 "device ms": forward,
-                "versions": versions,
+                "sets of input buffers": sets,
                 "iteration ms": float(np.median(gaps)),
                 "p95 ms": float(np.percentile(gaps, 95)),
-                "most in the worker": waiting,
             }
         )
     report(
         "stage",
-        "CPU executor and device executor, real threads, a device that sleeps",
+        "Preparing thread and device thread, a device that sleeps",
         rows,
         file="stage-executors",
     )

@@ -7,9 +7,13 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+
+from sipipe.worker.double_buffer import DoubleBuffer
 
 SLOTS = 2
 BLOCK = 32
@@ -158,26 +162,34 @@ def iterations(workload: Workload, count: int) -> Iterator[Any]:
 
 
 class Counting:
-    """Counts the sequences that vLLM removes from and adds to its persistent batch."""
+    """Counts the requests that are added to and removed from a runner's state.
 
-    def __init__(self, batch: Any) -> None:
-        self.batch, self.count = batch, 0
+    Keyword arguments name the methods to count; a method that takes requests away is given what
+    tells whether they are known. Its first argument is one request's name, or several.
+    """
+
+    def __init__(self, owner: Any, **methods: Any) -> None:
+        self.owner, self.methods, self.count = owner, methods, 0
 
     def __enter__(self) -> None:
-        batch = self.batch
-
-        def add(request: Any) -> Any:
-            self.count += 1
-            return type(batch).add_request(batch, request)
-
-        def remove(req_id: str) -> Any:
-            self.count += req_id in batch.req_id_to_index
-            return type(batch).remove_request(batch, req_id)
-
-        batch.add_request, batch.remove_request = add, remove
+        for name, known in self.methods.items():
+            setattr(self.owner, name, self._counted(name, known))
 
     def __exit__(self, *_: object) -> None:
-        del self.batch.add_request, self.batch.remove_request
+        for name in self.methods:
+            delattr(self.owner, name)
+
+    def _counted(self, name: str, known: Any) -> Any:
+        def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if known is None:
+                self.count += 1
+            else:
+                self.count += sum(
+                    r in known for r in ([first] if isinstance(first, str) else first)
+                )
+            return getattr(type(self.owner), name)(self.owner, first, *args, **kwargs)
+
+        return call
 
 
 def finish_all(update: Any, workload: Workload) -> None:
@@ -192,6 +204,22 @@ def finish_all(update: Any, workload: Workload) -> None:
 # ---- stages ------------------------------------------------------------------------------------
 
 
+class TwoThreads:
+    """A double buffer whose device thread is another one; the caller's thread prepares."""
+
+    def __init__(self, stage: Any, sets: int) -> None:
+        self.buffer = DoubleBuffer(stage, sets=sets, stall_timeout=60)
+        self.thread = threading.Thread(target=self.buffer.run)
+
+    def __enter__(self) -> DoubleBuffer:
+        self.thread.start()
+        return self.buffer
+
+    def __exit__(self, *_: object) -> None:
+        self.buffer.close()
+        self.thread.join()
+
+
 class TimedStage:
     """A stage of one rank: the real runner, with the preparation's wall and CPU time kept."""
 
@@ -201,25 +229,22 @@ class TimedStage:
         self.cpu: list[float] = []
         self.forwards: list[float] = []
 
-    def prepare(self, iteration: int, slot: int, version: int, output: Any) -> Any:
+    def prepare(self, iteration: int, slot: int, buffer_set: int, output: Any) -> Any:
         wall, cpu = time.perf_counter(), time.thread_time()
-        inputs = self.runner.prepare(output, slot, version, iteration)
+        inputs = self.runner.prepare(output, slot, buffer_set, iteration)
         self.wall.append(time.perf_counter() - wall)
         self.cpu.append(time.thread_time() - cpu)
         return inputs
 
-    def announce(self, iteration: int, inputs: Any) -> None:
+    def receive(self, inputs: Any) -> None:
         pass
 
-    def receive(self, iteration: int, inputs: Any) -> None:
-        pass
-
-    def forward(self, iteration: int, inputs: Any, received: Any) -> Any:
+    def forward(self, inputs: Any, received: Any) -> Any:
         began = time.perf_counter()
         self.runner.forward(inputs)
         self.forwards.append(time.perf_counter() - began)
 
-    def send(self, iteration: int, inputs: Any, result: Any) -> None:
+    def send(self, inputs: Any, result: Any) -> None:
         pass
 
 
@@ -230,17 +255,15 @@ class SleepingStage:
         self.takes = (prepare, forward)
         self.ends: list[float] = []
 
-    def prepare(self, iteration: int, slot: int, version: int, output: Any) -> None:
+    def prepare(self, iteration: int, slot: int, buffer_set: int, output: Any) -> Any:
         time.sleep(self.takes[0])
+        return SimpleNamespace(iteration=iteration)
 
-    def announce(self, iteration: int, inputs: Any) -> None:
+    def receive(self, inputs: Any) -> None:
         pass
 
-    def receive(self, iteration: int, inputs: Any) -> None:
-        pass
-
-    def forward(self, iteration: int, inputs: Any, received: Any) -> None:
+    def forward(self, inputs: Any, received: Any) -> None:
         time.sleep(self.takes[1])
 
-    def send(self, iteration: int, inputs: Any, result: Any) -> None:
+    def send(self, inputs: Any, result: Any) -> None:
         self.ends.append(time.perf_counter())

@@ -1,4 +1,5 @@
-"""Served tokens per second with and without overlap: the same engine, two input versions or one.
+"""Served tokens per second with and without overlap: the same engine, two sets of input
+buffers or one.
 
     python -m benchmarks.stage_served [--quick] [--requests 64] [--tokens 64]
 

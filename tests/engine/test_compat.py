@@ -69,6 +69,15 @@ def test_a_plain_engine_is_taken():
     assert compat.choose_path(vllm_config(), SiPipeConfig()) == compat.Choice(path="sipipe")
 
 
+def test_a_device_other_than_a_cpu_takes_vllms_path(monkeypatch):
+    monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    choice = compat.choose_path(vllm_config(), SiPipeConfig())
+    assert choice.path == "vllm"
+    assert "runs on CPUs" in choice.reason
+    with pytest.raises(ConfigError, match='"stage_runner" is "sipipe", but .*runs on CPUs'):
+        compat.choose_path(vllm_config(), SiPipeConfig(stage_runner="sipipe"))
+
+
 @pytest.mark.parametrize(
     ("changes", "settings", "reason"),
     [

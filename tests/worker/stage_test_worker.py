@@ -7,41 +7,34 @@ as the subject, since a process can hold only one.
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import torch
-from plain_bank import PlainBank
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from sipipe.worker.executor import StageExecutor
-from sipipe.worker.runner import StageRunner
+from sipipe.worker.double_buffer import DoubleBuffer
 
 
 class StageTestWorker(CPUWorker):
     """Greedy argmax over the stage runner's logits, or vLLM's own path.
 
-    ``STAGE_SLOTS`` and ``STAGE_VERSIONS`` in the environment; ``STAGE_THREADS=1`` runs the
-    iterations through :class:`StageExecutor`'s two threads.
+    ``STAGE_SLOTS`` in the environment; ``STAGE_THREADS=1`` runs the iterations through
+    :class:`DoubleBuffer`'s two threads.
     """
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
-        self.slots = int(os.environ.get("STAGE_SLOTS", "1"))
-        self.versions = int(os.environ.get("STAGE_VERSIONS", "2"))
-        sizes = [int(n) for n in os.environ.get("STAGE_GRAPHS", "").split()]
-        self.runner = StageRunner(
-            self.model_runner,
-            slots=self.slots,
-            versions=self.versions,
-            check_token_safety=True,
-            bank=PlainBank(sizes, self.versions) if sizes else None,
-        )
-        # Not at the top: brings Numba, which vLLM's worker must not find while it starts.
+        # Not at the top: these bring Numba, which vLLM's worker must not find while it starts.
         from sipipe.engine.balance import Balancer
         from sipipe.engine.requests import RequestTracker
+        from sipipe.worker.runner import StageRunner
 
+        self.slots = int(os.environ.get("STAGE_SLOTS", "1"))
+        self.runner = StageRunner(self.model_runner, slots=self.slots, check_token_safety=True)
+        self.count_calls()
         # What SiPipe's executor does: fills in the tokens that vLLM's scheduler leaves out, and
         # says which requests the rows of the logits are.
         self.tracker = RequestTracker(
@@ -49,22 +42,37 @@ class StageTestWorker(CPUWorker):
         )
         self.lora = self.vllm_config.lora_config is not None
         self.stock = True
-        self.iteration = self.steady = self.padded = 0
-        self.executor = None
+        self.iteration = 0
+        self.double_buffer = None
         if os.environ.get("STAGE_THREADS") == "1":
-            self.executor = StageExecutor(self, versions=self.versions, depth=self.slots)
+            self.double_buffer = DoubleBuffer(self, sets=2, stall_timeout=60)
+            threading.Thread(target=self.double_buffer.run, daemon=True).start()
+
+    def count_calls(self) -> None:
+        """Of what costs a preparation time."""
+        self.calls = {"steady": 0, "added": 0, "resumed": 0}
+        preparer = self.runner.preparer
+        for name, owner, method in (
+            ("steady", preparer, "_write_steady"),
+            ("added", preparer.states, "add"),
+            ("resumed", preparer.states, "resume"),
+        ):
+            setattr(owner, method, self.counted(name, getattr(owner, method)))
+
+    def counted(self, name: str, method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return method(*args, **kwargs)
+
+        return call
 
     def use_stock(self, stock: bool) -> None:
         self.stock = stock
 
     def facts(self) -> dict[str, Any]:
-        counters = self.runner.counters
-        return {
-            "iterations": self.iteration,
-            "steady": self.steady,
-            "padded": self.padded,
-            **{name: getattr(counters, name) for name in counters.__slots__},
-        }
+        # A request that is added starts like one that is resumed.
+        resumed = self.calls["resumed"] - self.calls["added"]
+        return {"iterations": self.iteration, **self.calls, "resumed": resumed}
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
         if self.stock:
@@ -73,15 +81,13 @@ class StageTestWorker(CPUWorker):
         self.iteration += 1
         if get_pp_group().is_last_rank:
             self.told = self.tracker.advance(iteration, scheduler_output)
-        if self.executor is not None:
-            self.executor.submit(iteration, iteration % self.slots, scheduler_output)
-            self.executor.drain()
+        slot = iteration % self.slots
+        if self.double_buffer is not None:
+            self.double_buffer.prepare(iteration, slot, scheduler_output)
+            self.double_buffer.drain()
         else:
-            inputs = self.prepare(
-                iteration, iteration % self.slots, iteration % self.versions, scheduler_output
-            )
-            result = self.forward(iteration, inputs, self.receive(iteration, inputs))
-            self.send(iteration, inputs, result)
+            inputs = self.prepare(iteration, slot, iteration % 2, scheduler_output)
+            self.send(inputs, self.forward(inputs, self.receive(inputs)))
         return None if scheduler_output.total_num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -89,18 +95,16 @@ class StageTestWorker(CPUWorker):
             return super().sample_tokens(grammar_output)
         return self.result
 
-    # ---- StageCalls -----------------------------------------------------------------------------
+    # ---- the steps of an iteration ----------------------------------------------------------------
 
-    def prepare(self, iteration: int, slot: int, version: int, output: Any) -> Any:
-        inputs = self.runner.prepare(output, slot, version, iteration)
+    def prepare(self, iteration: int, slot: int, buffer_set: int, output: Any) -> Any:
+        inputs = self.runner.prepare(output, slot, buffer_set, iteration)
         if get_pp_group().is_last_rank:
-            assert inputs.sampled_req_ids == self.told.sampled, "rows that the samplers expect"
+            sampled = [inputs.req_ids[row] for row in inputs.sampled]
+            assert sampled == self.told.sampled, "rows that the samplers expect"
         return inputs
 
-    def announce(self, iteration: int, inputs: Any) -> None:
-        pass
-
-    def receive(self, iteration: int, inputs: Any) -> Any:
+    def receive(self, inputs: Any) -> Any:
         pp = get_pp_group()
         if pp.is_first_rank or not inputs.num_tokens:
             return None
@@ -111,12 +115,10 @@ class StageTestWorker(CPUWorker):
             call()
         return tensors
 
-    def forward(self, iteration: int, inputs: Any, received: Any) -> Any:
+    def forward(self, inputs: Any, received: Any) -> Any:
         return self.runner.forward(inputs, received)
 
-    def send(self, iteration: int, inputs: Any, result: Any) -> None:
-        self.steady += inputs.steady
-        self.padded += inputs.num_tokens_padded > inputs.num_tokens
+    def send(self, inputs: Any, result: Any) -> None:
         self.result = None
         if result is None:
             return

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from sipipe.worker.gloo_device import one_gloo_device
+from sipipe.worker.world import one_gloo_device
 
 
 def gloo_threads() -> int:

@@ -2,119 +2,103 @@
 
 Each call of ``prepare`` and ``forward`` stops in its middle, with half of its buffer written or
 read. The test decides which one goes on, and walks through every such decision for a few
-iterations. Where the threads stand after a step is known from the state machine alone: the test
-waits for exactly that, so no step depends on time.
+iterations. Where the threads stand after a step is known from the counts alone
+(:class:`Turns`): the test waits for exactly that, so no step depends on time.
 
-The same walk with the CPU executor's guard taken out of the table shows what the guard is for:
-some orders then corrupt what a forward pass reads, and the debug check raises in exactly these.
+The same walk without the guard of the preparing thread shows what the guard is for: some orders
+then corrupt what a forward pass reads, and the debug check raises in exactly these.
 """
 
-import dataclasses
 import time
-from contextlib import suppress
 
 import pytest
 
-from sipipe.errors import StallError
-from sipipe.worker import machine
-from sipipe.worker.executor import StageExecutor
+from sipipe.worker.double_buffer import Turns
 from sipipe.worker.inputs.safety import TokenSafetyError
-from sipipe.worker.machine import Event, Role, State, Status, fire, may
 
-from .fake_device import HAND_OVER, FakeStage
+from .fake_device import HAND_OVER, FakeStage, TwoThreads
 
-GATES = {Role.CPU: "prepare", Role.DEVICE: "forward"}
+PREPARE, FORWARD = "prepare", "forward"
 
 
 class Walk:
     """One run of ``iterations``, all submitted at once, along ``choices``.
 
-    A choice is the role whose call goes on, at a point where both are inside one. ``taken`` are
-    the choices that were made, given ones first, then always the CPU executor's.
+    A choice is the call that goes on, at a point where both threads are inside one. ``path`` are
+    the choices that were made, given ones first, then always the preparing thread's.
     """
 
-    def __init__(self, iterations, versions, choices, **options):
-        self.stage = FakeStage(versions=versions, gates=GATES.values(), **options)
-        self.taken = []
+    def __init__(self, iterations, sets, choices, **options):
+        self.stage = FakeStage(sets=sets, gates=(PREPARE, FORWARD), **options)
+        self.path = ()
         self.error = None
-        status, left = Status(versions), iterations
-        with StageExecutor(
-            self.stage,
-            versions=versions,
-            depth=iterations,
-            stall_timeout=HAND_OVER,
-            interrupt=self.stage.release_all,
-        ) as running:
+        turns, left, reading = Turns(sets), iterations, False
+        with TwoThreads(self.stage, sets=sets) as running:
             for iteration in range(iterations):
-                running.submit(iteration, 0, 1)
+                running.submit(iteration)
             try:
                 while True:
-                    for role in Role:
-                        if may(status, role, Event.START) and (role is Role.DEVICE or left):
-                            left -= role is Role.CPU
-                            status = fire(status, role, Event.START)
-                            self.reach(running, role)
-                    inside = [role for role in Role if status.state(role) is State.RUNNING]
+                    if left and turns.may_write:
+                        left -= 1
+                        turns.start_write()
+                        self.reach(running, PREPARE)
+                    if turns.may_read:
+                        turns.start_read()
+                        reading = True
+                        self.reach(running, FORWARD)
+                    inside = [PREPARE] * turns.writing + [FORWARD] * reading
                     if not inside:
                         break
                     if len(inside) > 1:
-                        place = len(self.taken)
-                        self.taken.append(choices[place] if place < len(choices) else Role.CPU)
-                        inside = self.taken[-1:]
-                    self.stage.let(GATES[inside[0]])
-                    status = fire(status, inside[0], Event.FINISH)
+                        place = len(self.path)
+                        inside = [choices[place] if place < len(choices) else PREPARE]
+                        self.path += tuple(inside)
+                    self.stage.let(inside[0])
+                    if inside[0] == PREPARE:
+                        turns.end_write()
+                    else:
+                        turns.end_read()
+                        reading = False
                 running.drain()
             except TokenSafetyError as error:
                 self.error = error
 
-    def reach(self, running, role):
-        """Wait until the call is in its middle; raises what has ended the executors instead."""
+    def reach(self, running, name):
+        """Wait until the call is in its middle; raises what has ended the threads instead."""
         deadline = time.monotonic() + HAND_OVER
-        while not self.stage.reached[GATES[role]].acquire(timeout=0.01):
-            assert time.monotonic() < deadline, f"{GATES[role]} was not reached"
-            with suppress(StallError):
-                running.drain(0)
-
-    @property
-    def path(self):
-        """The order in which the calls went on."""
-        return tuple(self.taken)
+        while not self.stage.reached[name].acquire(timeout=0.01):
+            assert time.monotonic() < deadline, f"{name} was not reached"
+            if "device" in running.raised:
+                raise running.raised["device"]
 
 
-def every_walk(iterations, versions, **options):
+def every_walk(iterations, sets, **options):
     """All walks: the last choice that can be changed is changed, until none is left."""
     choices = []
     while True:
-        walk = Walk(iterations, versions, choices, **options)
+        walk = Walk(iterations, sets, choices, **options)
         yield walk
         choices = list(walk.path)
-        while choices and choices[-1] is Role.DEVICE:
+        while choices and choices[-1] == FORWARD:
             choices.pop()
         if not choices:
             return
-        choices[-1] = Role.DEVICE
+        choices[-1] = FORWARD
 
 
-@pytest.mark.parametrize(("versions", "iterations"), [(1, 4), (2, 5), (3, 5)])
-def test_every_order_of_calls_leaves_every_read_whole(versions, iterations):
-    walks = list(every_walk(iterations, versions))
+@pytest.mark.parametrize(("sets", "iterations"), [(1, 4), (2, 5), (3, 5)])
+def test_every_order_of_calls_leaves_every_read_whole(sets, iterations):
+    walks = list(every_walk(iterations, sets))
     assert len({walk.path for walk in walks}) == len(walks)
-    assert (len(walks) > 1) == (versions > 1), "with one version nothing is ever beside a forward"
+    assert (len(walks) > 1) == (sets > 1), "with one set nothing is ever beside a forward"
     for walk in walks:
         assert walk.error is None
         assert walk.stage.intact()
         assert walk.stage.sent == list(range(iterations))
 
 
-def without_the_guard(monkeypatch):
-    """A table in which the CPU executor may start although no version is free."""
-    key = (Role.CPU, State.WAIT, Event.START)
-    broken = {**machine.TABLE, key: dataclasses.replace(machine.TABLE[key], guard=None)}
-    monkeypatch.setattr(machine, "TABLE", broken)
-
-
 def test_without_the_guard_the_check_refuses_exactly_the_orders_that_corrupt(monkeypatch):
-    without_the_guard(monkeypatch)
+    monkeypatch.setattr(Turns, "may_write", property(lambda turns: not turns.writing))
     walks = list(every_walk(3, 1, check=False))
     assert not any(walk.error for walk in walks)
     corrupted = {walk.path for walk in walks if not walk.stage.intact()}
@@ -123,8 +107,8 @@ def test_without_the_guard_the_check_refuses_exactly_the_orders_that_corrupt(mon
     assert refused == corrupted
 
 
-def test_a_version_that_is_always_zero_is_refused_in_every_order():
-    """The planted bug: the state machines count two versions, the buffers are one."""
+def test_a_set_that_is_always_zero_is_refused_in_every_order():
+    """The planted bug: the double buffer counts two sets, the buffers are one."""
     assert any(not walk.stage.intact() for walk in every_walk(3, 2, planted=0, check=False))
     for walk in every_walk(3, 2, planted=0):
         assert isinstance(walk.error, TokenSafetyError), walk.path

@@ -35,7 +35,7 @@ def test_spans(batch):
     positions = np.full(total + 3, -7, np.int64)
     seq_lens = np.full(len(batch) + 3, -7, np.int32)
     longest = spans(
-        computed, scheduled, query_start=query_start, positions=positions, seq_lens=seq_lens
+        computed, scheduled, query_start_loc=query_start, positions=positions, seq_lens=seq_lens
     )
     starts, expected_positions, lens = naive_spans(computed.tolist(), scheduled.tolist())
     assert longest == (max(scheduled), max(lens))
@@ -62,8 +62,11 @@ def test_gather_blocks(batch, block_size, seed):
     table = np.full((len(batch) + 1, width), -7, np.int32)
     total = int(scheduled.sum())
     slots = np.full(total + 2, -7, np.int64)
-    arguments = {"blocks": blocks, "counts": counts, "block_size": block_size}
-    assert gather_blocks(rows, computed, scheduled, **arguments, table=table, slots=slots) == -1
+    arguments = {"blocks": blocks, "block_counts": counts, "block_size": block_size}
+    assert (
+        gather_blocks(rows, computed, scheduled, **arguments, block_table=table, slot_mapping=slots)
+        == -1
+    )
     for row, source in enumerate(rows):
         used = counts[source]
         assert table[row, :used].tolist() == blocks[source, :used].tolist()
@@ -74,7 +77,10 @@ def test_gather_blocks(batch, block_size, seed):
 
     short = rng.integers(len(batch))
     counts[rows[short]] -= 1
-    assert gather_blocks(rows, computed, scheduled, **arguments, table=table, slots=slots) == short
+    assert (
+        gather_blocks(rows, computed, scheduled, **arguments, block_table=table, slot_mapping=slots)
+        == short
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,28 +106,28 @@ def test_find_sampled(batch, seed):
     before = decoding.copy()
     starts = np.array([0, *np.cumsum(scheduled)], np.int32)
     prefilling = np.ones(size + 2, np.bool_)
-    sampled, last_tokens = np.full(size + 2, -7, np.int64), np.full(size + 2, -7, np.int64)
+    sampled, logits_indices = np.full(size + 2, -7, np.int64), np.full(size + 2, -7, np.int64)
     found = find_sampled(
         rows,
         computed,
         outputs,
         prompt_lens=prompt_lens,
-        query_start=starts,
+        query_start_loc=starts,
         seq_lens=computed + scheduled,
-        prefilling=prefilling,
+        is_prefilling=prefilling,
         decoding=decoding,
         sampled=sampled,
-        last_tokens=last_tokens,
+        logits_indices=logits_indices,
     )
     expected = [b for b, (c, s, p, o) in enumerate(batch) if c + s >= p + o]
     assert sampled[:found].tolist() == expected
-    assert last_tokens[:found].tolist() == [starts[b + 1] - 1 for b in expected]
+    assert logits_indices[:found].tolist() == [starts[b + 1] - 1 for b in expected]
     assert prefilling.tolist() == [c < p for c, _, p, _ in batch] + [True, True]
     for row in range(cached):
         here = rows.tolist().index(row) if row in rows else None
         assert decoding[row] == (before[row] if here is None else here in expected)
     assert (sampled[found:] == -7).all()
-    assert (last_tokens[found:] == -7).all()
+    assert (logits_indices[found:] == -7).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -148,7 +154,7 @@ def test_append_blocks(changes):
         np.array([len(ids) for _, ids in changes], np.int32),
         np.array([i for _, ids in changes for i in ids], np.int32),
         blocks=blocks,
-        counts=counts,
+        block_counts=counts,
     )
     assert found == expected
     assert counts.tolist() == [len(ids) for ids in held]

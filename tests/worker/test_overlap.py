@@ -1,6 +1,6 @@
 """How long a steady iteration takes, on a clock of the test's own.
 
-Both executors are real; time is virtual. Every call takes its time by waiting on a clock that
+Both threads are real; time is virtual. Every call takes its time by waiting on a clock that
 moves only when all threads wait, to the earliest moment that one waits for.
 """
 
@@ -9,9 +9,7 @@ import threading
 
 import pytest
 
-from sipipe.worker.executor import StageExecutor
-
-from .fake_device import HAND_OVER, FakeStage
+from .fake_device import HAND_OVER, FakeStage, TwoThreads
 
 
 class VirtualClock:
@@ -51,16 +49,16 @@ class TimedStage(FakeStage):
             self.ends.append(self.clock.now)
 
 
-def steady_iteration(prepare, forward, versions, iterations=12):
+def steady_iteration(prepare, forward, sets, iterations=12):
     """Virtual seconds between the ends of two iterations once the pipeline is full."""
     clock = VirtualClock()
-    stage = TimedStage(clock, prepare, forward, versions=versions)
+    stage = TimedStage(clock, prepare, forward, sets=sets)
     done = threading.Event()
-    with StageExecutor(stage, versions=versions, depth=4, stall_timeout=HAND_OVER) as running:
+    with TwoThreads(stage, sets=sets) as running:
 
         def feed():
             for iteration in range(iterations):
-                running.submit(iteration, 0, 1)
+                running.submit(iteration)
             running.drain()
             done.set()
 
@@ -71,7 +69,7 @@ def steady_iteration(prepare, forward, versions, iterations=12):
             # The clock moves only after nothing has happened for a while: all that can go on at
             # this moment has. (A thread that is late makes the test slower, and could only make
             # the virtual iteration longer than it is.)
-            state = (running.statistics(), len(stage.log), len(clock._waits))
+            state = (running.buffer.doing(), len(stage.log), len(clock._waits))
             quiet = quiet + 1 if state == before else 0
             before = state
             if quiet >= 5:
@@ -85,12 +83,12 @@ def steady_iteration(prepare, forward, versions, iterations=12):
 
 
 @pytest.mark.parametrize(
-    ("prepare", "forward", "versions", "expected"),
+    ("prepare", "forward", "sets", "expected"),
     [
         (0.003, 0.020, 2, 0.020),  # preparation hides behind the device
         (0.003, 0.020, 1, 0.023),  # in turn, it does not
         (0.030, 0.020, 2, 0.030),  # a slow preparation is the pace
     ],
 )
-def test_a_steady_iteration_takes_the_longer_of_both(prepare, forward, versions, expected):
-    assert steady_iteration(prepare, forward, versions) == pytest.approx(expected, rel=1e-6)
+def test_a_steady_iteration_takes_the_longer_of_both(prepare, forward, sets, expected):
+    assert steady_iteration(prepare, forward, sets) == pytest.approx(expected, rel=1e-6)

@@ -5,12 +5,12 @@ import pytest
 from sipipe.worker.inputs.safety import TokenSafety, TokenSafetyError
 
 
-def prepared(safety, iteration, version):
-    safety.begin_write(version, iteration)
-    safety.end_write(version, iteration)
+def prepared(safety, iteration, buffer_set):
+    safety.begin_write(buffer_set, iteration)
+    safety.end_write(buffer_set, iteration)
 
 
-def test_alternating_versions_are_fine():
+def test_alternating_sets_are_fine():
     safety = TokenSafety(2)
     prepared(safety, 0, 0)
     for iteration in range(10):
@@ -24,7 +24,8 @@ def test_a_write_under_a_reader():
     prepared(safety, 4, 0)
     safety.begin_read(0, 4)
     with pytest.raises(
-        TokenSafetyError, match=r"iteration 5 would overwrite version 0 while .* iteration 4"
+        TokenSafetyError,
+        match=r"iteration 5 would overwrite input buffer set 0 while .* iteration 4",
     ):
         safety.begin_write(0, 5)
 
@@ -39,7 +40,9 @@ def test_a_read_under_a_writer():
 def test_two_writers():
     safety = TokenSafety(1)
     safety.begin_write(0, 1)
-    with pytest.raises(TokenSafetyError, match="at the same time"):
+    with pytest.raises(
+        TokenSafetyError, match="overwrite input buffer set 0 while iteration 1 is written"
+    ):
         safety.begin_write(0, 2)
 
 
@@ -56,6 +59,6 @@ def test_reading_another_iterations_inputs():
         safety.begin_read(0, 0)
     prepared(safety, 3, 1)
     with pytest.raises(
-        TokenSafetyError, match="iteration 1 from version 1, which holds iteration 3"
+        TokenSafetyError, match="iteration 1 from input buffer set 1, which holds iteration 3"
     ):
         safety.begin_read(1, 1)

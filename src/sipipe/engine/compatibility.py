@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import vllm
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, UnsupportedError
@@ -104,6 +105,8 @@ def choose_path(vllm_config: VllmConfig, config: SiPipeConfig) -> Choice:
 
 def _why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     model = vllm_config.model_config
+    if not current_platform.is_cpu():
+        return "SiPipe's stage runner runs on CPUs; GPU stages come with vLLM's second runner"
     if config.stage_runner == "vllm":
         return 'the sipipe config says "stage_runner": "vllm"'
     if config.cpu_sampling == "off":

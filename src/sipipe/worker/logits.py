@@ -1,12 +1,13 @@
-"""Logits of the last stage: this rank's columns of the vocabulary, without an all-gather.
+"""Logits of the last stage: this rank's columns of the vocabulary, into their BIC-L slot.
 
 vLLM gathers the tensor-parallel shards of the logits on every rank (or on one) so that its own
 sampler sees whole rows. SiPipe's samplers read shards from shared memory, where rank r's columns
 stand beside the others' (paper section 4.1: shards are concatenated by being written). The seam
 is one method of vLLM's ``LogitsProcessor``, ``_gather_logits``, replaced on the model's instance;
-scaling and soft caps, which are element-wise, stay vLLM's.
+scaling and soft caps, which are element-wise, stay vLLM's. The projection writes its result into
+the slot itself where vLLM lets its memory be chosen, else it is copied there.
 
-Who runs here: the device executor's thread, alone.
+Who runs here: the device thread, alone.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+from sipipe.ipc.ring.logits import LogitsWriter
 
 
 class StageLogits:
@@ -27,13 +31,13 @@ class StageLogits:
     Which of the two follows from the configuration, and so is the same on all ranks.
 
     Args:
-        stock: the vLLM runner with the loaded model.
+        vllm_runner: the runner with the loaded model.
     """
 
-    def __init__(self, stock: Any) -> None:
-        self._model = stock.model
+    def __init__(self, vllm_runner: Any) -> None:
+        self._model = vllm_runner.model
         self._whole_rows = True
-        self.vocab_size: int = stock.model_config.get_vocab_size()
+        self.vocab_size: int = vllm_runner.model_config.get_vocab_size()
         """Columns of a whole row."""
         self.shard: int | None = None
         """Columns that each rank computes: rank r has r x shard and those that follow, as far as
@@ -42,13 +46,13 @@ class StageLogits:
         """This rank's columns, first and last + 1. The ranks' ranges follow one another and cover
         the vocabulary; a range may be empty."""
         processors = [m for m in self._model.modules() if isinstance(m, LogitsProcessor)]
-        head = getattr(self._model, "lm_head", None)
+        head: Any = getattr(self._model, "lm_head", None)
         indices = getattr(head, "shard_indices", None)
         if (
             len(processors) != 1
             or indices is None
             or head.tp_size == 1
-            or stock.lora_config is not None
+            or vllm_runner.lora_config is not None
             or indices.num_added_elements
             or int(processors[0].org_vocab_size) != self.vocab_size
         ):
@@ -84,6 +88,46 @@ class StageLogits:
         assert logits is not None
         start, stop = self.columns
         return logits[:, : stop - start]  # the rest is padding of the shard
+
+
+class LogitsHandover:
+    """This rank's writer of BIC-L.
+
+    Args:
+        writer: the channel's end; closed with this.
+        layout: ``"rows"`` for slots [B, V], ``"columns"`` for [V, B].
+    """
+
+    def __init__(self, writer: LogitsWriter, layout: str) -> None:
+        self._writer = writer
+        self._layout = layout
+
+    def ahead(self, rows: int) -> torch.Tensor:
+        """Where the next :meth:`store` puts logits [rows, V of this rank]: compute them in there,
+        and it has nothing to copy."""
+        return self._tensor(self._writer.ahead(rows))
+
+    def store(self, iteration: int, logits: torch.Tensor, timeout: float) -> None:
+        """``logits`` [n, V of this rank] into the slot of ``iteration``; done on return.
+
+        Raises:
+            ChannelTimeout: a late sampler still reads the slot after ``timeout`` seconds.
+        """
+        with self._writer.acquire(iteration, logits.shape[0], timeout) as region:
+            target = self._tensor(region)
+            if logits.data_ptr() != target.data_ptr():
+                target.copy_(logits)
+
+    def _tensor(self, region: npt.NDArray[Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(region)
+        if tensor.dtype in (torch.uint16, torch.int16):
+            # bfloat16 has no NumPy type: its bits travel.
+            tensor = tensor.view(torch.bfloat16)
+        return tensor if self._layout == "rows" else tensor.T
+
+    def close(self) -> None:
+        """Readers get what was stored, then the end of the channel."""
+        self._writer.close()
 
 
 def _may_hold(into: torch.Tensor | None, hidden: torch.Tensor) -> bool:

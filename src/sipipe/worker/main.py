@@ -1,16 +1,16 @@
 """The process of one stage worker: load the model, open the channels, follow BIC-I.
 
 Who runs here
-    The communicator reads BIC-I: it hands iterations to the CPU executor's thread
-    (:mod:`sipipe.worker.executor`) and runs control calls itself, with both executors idle. It is
-    the main thread until the data plane is open, and a thread of its own from then on; then the
-    main thread, which loaded and compiled the model, is the device executor. The thread
-    of :class:`sipipe.ipc.parent.Parent` says for the stall report what the worker does, and ends
-    the process with the engine.
+    One thread follows BIC-I: it prepares iterations and runs control calls, with no iteration in
+    the worker. It is the main thread until the data plane is open, and the *preparing thread*
+    from then on; then the main thread, which loaded and compiled the model, is the *device
+    thread* (:mod:`sipipe.worker.double_buffer`). On vLLM's own path it stays the main thread. The
+    thread of :class:`sipipe.ipc.parent.Parent` says for the stall report what the worker does,
+    and ends the process with the engine.
 Guarantees
-    Every iteration of BIC-I is run once, in order, by every rank of every stage; CONTROL calls
-    run between iterations, on a worker with no iteration in flight. An exception in an iteration
-    is sent to the executor, which stops the engine with it; nothing is retried.
+    Every iteration of BIC-I is run once, in order, by every rank of every stage; control calls
+    run between iterations. An exception in an iteration is sent to the engine, which stops with
+    it; nothing is retried.
 Relies on
     BIC-I's order, which is the only order there is between stages: no stage waits for another
     except through hidden states and BIC-I.
@@ -32,7 +32,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+)
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.system_utils import decorate_logs, set_process_title
@@ -45,27 +48,26 @@ from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.ipc.stage_times import PhaseCounter, StageTimes
 from sipipe.messages.boots import WorkerBoot
-from sipipe.messages.header import Header, Kind, decode_header
+from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.replies import IterationReport, Ready, Reply
 from sipipe.observe.live import LivePage
 from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
 from sipipe.observe.recorder import PhaseSink, open_recorder
-from sipipe.worker.communicator import StageStoppedError
 from sipipe.worker.world import cut_model
 
 if TYPE_CHECKING:
+    from sipipe.worker.double_buffer import DoubleBuffer
     from sipipe.worker.loop import StageLoop
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 def worker_main(boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socket]) -> None:
-    """Entry point of the process; returns when the executor closes the channels."""
-    process = None
+    """Entry point of the process; returns when the engine closes the channels."""
+    main = None
     try:
-        process = WorkerProcess(boot, parent, sockets)
-        process.load()
-        process.serve()
+        main = Main(boot, parent, sockets)
+        main.serve(main.load())
     except (SystemExit, ChannelClosed):
         pass
     except Exception as error:
@@ -74,11 +76,11 @@ def worker_main(boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socke
             _say_failure(parent, error)
     finally:
         parent.let_end()
-        if process is not None:
-            process.close()
+        if main is not None:
+            main.close()
     # Everything is released. Taking the interpreter down with torch in it takes seconds, which
     # vLLM's front end does not give; what multiprocessing would still do is done here.
-    multiprocessing.util._exit_function()
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -103,7 +105,7 @@ def _sinks(boot: WorkerBoot) -> list[PhaseSink]:
     return sinks
 
 
-class WorkerProcess:
+class Main:
     """What :func:`worker_main` drives."""
 
     def __init__(self, boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socket]) -> None:
@@ -113,25 +115,27 @@ class WorkerProcess:
         self._reader: DispatchReader | None = None
         self._loop: StageLoop | None = None
         self._wrapper: WorkerWrapperBase | None = None
-        self._error: Exception | None = None
-        self._doing = "is loading its model"
-        parent.doing = self._what_it_does
+        self._preparing: threading.Thread | None = None
+        self._call = "is loading its model"
+        """What runs outside of iterations, for the stall report; empty between calls."""
+        parent.doing = self._doing
         # The engine removes it once all ranks have joined, unless it was killed before that.
         parent.on_gone = partial(remove_rendezvous, [boot.distributed_init_method])
+        place = boot.place
         self._recorder = open_recorder(
             boot.config.trace,
             "stage",
-            boot.place.stage,
-            boot.place.tp_rank,
-            stages=boot.place.stages,
-            layers=boot.layers[boot.place.stage],
+            place.stage,
+            place.tp_rank,
+            stages=place.stages,
+            layers=boot.layers[place.stage],
             inflight=boot.slots,
             run=boot.run,
             model=str(boot.vllm_config.model_config.model),
             sinks=_sinks(boot),
         )
 
-    def load(self) -> None:
+    def load(self) -> StageLoop:
         """Load the model shard of this stage and rank, and report READY."""
         boot, place = self._boot, self._boot.place
         title = f"Worker_PP{place.stage}" + (f"_TP{place.tp_rank}" if place.tp_size > 1 else "")
@@ -152,129 +156,119 @@ class WorkerProcess:
                 }
             ]
         )
+        wrapper.worker.place = place
+        wrapper.init_device()
         # Only now: vLLM's CPU platform looks through every module loaded so far for Triton
         # kernels, and stumbles over llvmlite, which Numba brings.
         from sipipe.worker.loop import StageLoop
 
-        wrapper.worker.place = place
-        wrapper.init_device()
         wrapper.load_model()
         current_platform.update_block_size_for_backend(boot.vllm_config)
         self._loop = StageLoop(boot, wrapper.worker, self._sockets, self._report, self._recorder)
+        self._call = ""
         self._parent.say(Ready())
+        return self._loop
 
-    def serve(self) -> None:
-        """Follow BIC-I until it is closed."""
-        self._reader = DispatchReader.open(self._parent.receive(), self._boot.place.name)
-        assert self._loop is not None
-        while self._loop.executor is None:
-            self._follow_one()
-        follower = threading.Thread(target=self._follow, name="SiPipeCommunicator", daemon=True)
-        follower.start()
-        self._loop.executor.run_device()
-        follower.join()
-        if self._error is not None:
-            raise self._error
+    def serve(self, loop: StageLoop) -> None:
+        """Follow BIC-I until it is closed; the main thread is the device thread when it can be."""
+        endpoint = self._parent.receive()
+        self._reader = reader = DispatchReader.open(endpoint, self._boot.place.name)
+        while loop.double_buffer is None:
+            self._follow_one(reader, loop)
+        self._preparing = threading.Thread(
+            target=self._follow,
+            args=(reader, loop, loop.double_buffer),
+            name="SiPipePreparing",
+            daemon=True,
+        )
+        self._preparing.start()
+        loop.double_buffer.run()
+        self._preparing.join()
 
-    def _follow(self) -> None:
-        """The communicator's loop, once it has a thread of its own."""
-        assert self._loop is not None
-        assert self._loop.executor is not None
+    def _follow(self, reader: DispatchReader, loop: StageLoop, double_buffer: DoubleBuffer) -> None:
+        """The preparing thread."""
         try:
             while True:
-                self._follow_one()
-        except (ChannelClosed, StageStoppedError):
-            pass
-        except Exception as error:  # raised again by the main thread
-            self._error = error
-        finally:
-            self._loop.executor.close()
+                self._follow_one(reader, loop)
+        except ChannelClosed:
+            double_buffer.close()
+        except BaseException as error:  # the device thread raises it
+            double_buffer.fail(error)
 
-    def _follow_one(self) -> None:
+    def _follow_one(self, reader: DispatchReader, loop: StageLoop) -> None:
         """Do what the next message asks."""
-        assert self._reader is not None
-        assert self._loop is not None
         began = time.monotonic_ns()
-        with self._reader.receive() as message:
+        with reader.receive() as message:
             header = decode_header(message.parts[0])
             if header.kind is Kind.GRAMMAR:
                 return
             body, *buffers = [bytes(part) for part in message.parts[2:]]
         if header.kind is Kind.CONTROL:
-            self._call(header, partial(pickle.loads, body, buffers=buffers))
+            self._run_call(loop, header.number, partial(pickle.loads, body, buffers=buffers))
             return
         output = pickle.loads(body, buffers=buffers)
-        assert self._loop.executor is not None, "an iteration came before the data plane was open"
+        assert loop.double_buffer is not None, "an iteration before the data plane was open"
         self._recorder.record(
             Phase.WAIT_SCHEDULING, header.number, header.slot, began, time.monotonic_ns()
         )
-        self._loop.executor.submit(header.number, header.slot, output)
+        loop.double_buffer.prepare(header.number, header.slot, output)
+
+    def _run_call(self, loop: StageLoop, number: int, content: Callable[[], Any]) -> None:
+        """Run one control call, and answer it where an answer is wanted.
+
+        Whatever is wrong with the call, its arguments or its result is an error of the call only.
+        """
+        self._call = "waits to run a call"
+        loop.drain()
+        answers = True
+        try:
+            method, args, kwargs, only = content()
+            answers = only is None or only == self._boot.place.rank
+            self._call = f"runs {method if isinstance(method, str) else 'a function'}"
+            value = self._find(loop, method)(*args, **kwargs)
+            if isinstance(value, AsyncModelRunnerOutput):
+                value = value.get_output()
+            reply = Reply(call=number, value=pickle.dumps(value) if answers else b"")
+        except Exception as error:
+            logger.exception("worker %s failed in a call", self._boot.place.name)
+            reply = Reply(call=number, error=str(error) or repr(error))
+        finally:
+            self._call = ""
+        if answers:
+            self._parent.say(reply)
+
+    def _find(self, loop: StageLoop, method: str | bytes) -> Callable[..., Any]:
+        assert self._wrapper is not None
+        if isinstance(method, bytes):
+            return partial(cloudpickle.loads(method), self._wrapper.worker)
+        if method.startswith("sipipe:"):
+            named: Callable[..., Any] = getattr(loop, method.removeprefix("sipipe:"))
+            return named
+        if method == "execute_model":
+            return partial(loop.run_vllm, self._wrapper.execute_model)
+        found: Callable[..., Any] = getattr(self._wrapper, method)
+        return found
+
+    def _report(self, iteration: int, prompt_logprobs: dict[str, Any]) -> None:
+        self._parent.say(IterationReport(iteration=iteration, prompt_logprobs=prompt_logprobs))
+
+    def _doing(self) -> str:
+        double_buffer = self._loop.double_buffer if self._loop is not None else None
+        parts = [self._call, double_buffer.doing() if double_buffer is not None else ""]
+        return "; ".join(filter(None, parts)) or "waits for a call"
 
     def close(self) -> None:
         """Release channels, links and vLLM's worker."""
         if self._loop is not None:
             self._loop.close()
-        # After an error the communicator may still sleep in the reader: leave that to the kernel.
-        if self._reader is not None and self._error is None:
+        # After an error the preparing thread may still sleep in the reader: leave that to the kernel.
+        asleep = self._preparing is not None and self._preparing.is_alive()
+        if self._reader is not None and not asleep:
             self._reader.close()
         self._recorder.close()
         if self._loop is not None and self._wrapper is not None:
-            from vllm.distributed.parallel_state import (
-                destroy_distributed_environment,
-                destroy_model_parallel,
-            )
-
             with suppress(Exception):
                 self._wrapper.shutdown()
             with suppress(Exception):
                 destroy_model_parallel()
                 destroy_distributed_environment()
-
-    def _report(self, iteration: int, prompt_logprobs: dict[str, Any]) -> None:
-        self._parent.say(IterationReport(iteration=iteration, prompt_logprobs=prompt_logprobs))
-
-    def _call(self, header: Header, content: Callable[[], Any]) -> None:
-        """Run one control call, and answer it where an answer is wanted.
-
-        Whatever is wrong with the call, its arguments or its result is an error of the call only.
-        """
-        assert self._loop is not None
-        self._loop.drain()
-        answers = True
-        try:
-            method, args, kwargs, only = content()
-            answers = only is None or only == self._boot.place.rank
-            self._doing = f"runs {method if isinstance(method, str) else 'a function'}"
-            value = self._find(method)(*args, **kwargs)
-            if isinstance(value, AsyncModelRunnerOutput):
-                value = value.get_output()
-            reply = Reply(call=header.number, value=pickle.dumps(value) if answers else b"")
-        except Exception as error:
-            logger.exception("worker %s failed in a call", self._boot.place.name)
-            reply = Reply(call=header.number, error=str(error) or repr(error))
-        finally:
-            self._doing = "waits for a call"
-        if answers:
-            self._parent.say(reply)
-
-    def _find(self, method: str | bytes) -> Callable[..., Any]:
-        assert self._wrapper is not None
-        assert self._loop is not None
-        if isinstance(method, bytes):
-            return partial(cloudpickle.loads(method), self._wrapper.worker)
-        if method.startswith("sipipe:"):
-            return self._with_config(getattr(self._loop, method.removeprefix("sipipe:")))
-        if method == "execute_model":
-            return partial(self._loop.run_stock, self._wrapper.execute_model)
-        return getattr(self._wrapper, method)
-
-    def _with_config(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            with set_current_vllm_config(self._boot.vllm_config):
-                return call(*args, **kwargs)
-
-        return inside
-
-    def _what_it_does(self) -> str:
-        doing = self._loop.doing() if self._loop is not None else None
-        return doing or self._doing

@@ -7,26 +7,33 @@ answered by a stand-in. Hidden states go through :mod:`sipipe.ipc.link`, so that
 live on another host, a dead stage is an error rather than a hung collective, and no collective
 ever waits for another stage.
 
+vLLM makes more than a dozen process groups in every worker, and torch gives each gloo group a
+device with a thread that wakes up a hundred times a second, whether anything happens or not: 0.8 %
+of a core in a worker that does nothing. Groups can share a device, so here they do.
+
 Rejected: keeping vLLM's world and only bypassing its sends. Start-up then needs all stages to
 meet, and gloo or NCCL hold every stage to one life.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
 from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.ec_transfer import ensure_ec_transfer_initialized
+from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
 
 from sipipe.messages.places import StagePlace
-from sipipe.worker.gloo_device import one_gloo_device
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -88,15 +95,13 @@ class PipelineStandIn:
 
 
 @contextmanager
-def stage_world(place: StagePlace) -> Iterator[None]:
+def stage_world(place: StagePlace, worker_module: ModuleType) -> Iterator[None]:
     """While active, vLLM's worker initialisation makes a world of this stage's ranks only.
 
-    ``Worker.init_device`` and ``CPUWorker.init_device`` call
-    ``init_worker_distributed_environment`` by name from their modules; that name is replaced
-    for the duration, which is the narrowest seam there is.
+    ``init_device`` of vLLM's worker calls ``init_worker_distributed_environment`` by name from
+    its module, ``worker_module``; that name is replaced for the duration, which is the narrowest
+    seam there is.
     """
-    from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
-    from vllm.v1.worker import cpu_worker, gpu_worker
 
     def join_stage(
         vllm_config: VllmConfig,
@@ -126,9 +131,33 @@ def stage_world(place: StagePlace) -> Iterator[None]:
 
     with (
         one_gloo_device(),
-        patch.object(cpu_worker, "init_worker_distributed_environment", join_stage),
-        patch.object(gpu_worker, "init_worker_distributed_environment", join_stage),
+        patch.object(worker_module, "init_worker_distributed_environment", join_stage),
     ):
+        yield
+
+
+class _SharingGloo(ProcessGroupGloo):
+    """A gloo group on the device of all others."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = _gloo_devices()
+        super().__init__(store, rank, size, options)
+
+
+@functools.cache
+def _gloo_devices() -> list[Any]:
+    """What torch would make for each group, by the same variable."""
+    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+    return [ProcessGroupGloo.create_default_device()]
+
+
+@contextmanager
+def one_gloo_device() -> Iterator[None]:
+    """While active, gloo groups that torch makes share one device."""
+    with patch.object(distributed_c10d, "ProcessGroupGloo", _SharingGloo):
         yield
 
 

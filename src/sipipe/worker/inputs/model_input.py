@@ -1,7 +1,7 @@
-"""What a prepared iteration is called between the executors: names, counts, and where its rows are.
+"""What the two threads of a worker call a prepared iteration: names, counts, and where its rows are.
 
-Written by the CPU executor, read by the device executor, which fills in what only it may build
-(attention metadata). The arrays themselves are in the input version.
+Written by the preparing thread, read by the device thread, which fills in what only it may build
+(attention metadata). The arrays themselves are in the input buffers.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-_NOBODY: np.ndarray = np.zeros(0, np.int64)
-_NOBODY.flags.writeable = False
+_EMPTY: NDArray[np.int64] = np.zeros(0, np.int64)
+_EMPTY.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRows:
+class PromptChunk:
     """Prompt tokens of one request in a batch whose log-probabilities were asked for."""
 
     req_id: str
@@ -25,8 +26,8 @@ class PromptRows:
     """Row in the hidden states of the first prompt token that predicts another one."""
     start: int
     """Its position in the prompt; row ``first_row + j`` predicts prompt token ``start + j + 1``."""
-    targets: np.ndarray
-    """[n] int32, the prompt tokens that the n rows predict."""
+    targets: NDArray[np.int32]
+    """[n], the prompt tokens that the n rows predict."""
     num_logprobs: int
     """How many of the most likely tokens to report beside the target; -1 for the vocabulary."""
     prompt_len: int
@@ -36,50 +37,37 @@ class PromptRows:
 
 @dataclass(slots=True, kw_only=True)
 class ModelInput:
-    """The light description of a prepared iteration; the arrays are in the input version."""
+    """A prepared iteration of B requests and ``num_tokens`` tokens."""
 
     iteration: int
     slot: int
-    version: int
+    buffer_set: int
     req_ids: list[str] = field(default_factory=list)
-    """[B] the microbatch in batch order: the scheduling order, except where the attention backend
-    wants decodes in front. Not to be changed: it is the slot's own list."""
+    """[B] in batch order: the scheduling order, except where the attention backend wants decodes
+    in front. Not to be changed: it is the slot's own list."""
     num_reqs: int = 0
     num_tokens: int = 0
-    num_tokens_padded: int = 0
-    """Rows of the hidden states; equals ``num_tokens`` unless a captured graph or sequence
-    parallelism needs more."""
-    longest_query: int = 0
-    """Most tokens of one sequence in this iteration."""
-    longest_seq: int = 0
-    """Most tokens of one sequence so far, this iteration's included."""
-    sampled: np.ndarray = field(default_factory=lambda: _NOBODY)
+    max_query_len: int = 0
+    """Most tokens of one request in this iteration."""
+    max_seq_len: int = 0
+    """Most tokens of one request so far, this iteration's included."""
+    sampled: NDArray[np.int64] = field(default_factory=lambda: _EMPTY)
     """[n] batch rows that produce a token this iteration, in the order of the scheduling output's
     ``num_scheduled_tokens``; the others are in the middle of their prompt."""
-    logits_rows: torch.Tensor | None = None
-    """[n] int64 on the device, the hidden-state row of each sampled sequence; on the last stage,
-    once ``forward`` has run, unless ``all_sample``. A copy: the version may be written again."""
     all_sample: bool = False
-    """Whether every token of the batch is the last of a sequence that samples, in the order of
+    """Whether every token of the batch is the last of a request that samples, in the order of
     ``sampled``: the hidden states are then the rows of the logits as they are."""
-    steady: bool = False
-    """Whether the batch took the steady path: the same sequences, one token each."""
-    prompt_rows: list[PromptRows] = field(default_factory=list)
+    logits_indices: torch.Tensor | None = None
+    """[n] int64, the hidden-state row of each sampled request; on the last stage, once ``forward``
+    has run, unless ``all_sample``. A copy: the buffers may be written again."""
+    prompt_chunks: list[PromptChunk] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
     """Requests that finished since the scheduling output before."""
     attn_metadata: dict[str, Any] = field(default_factory=dict)
-    """By layer; built by the device executor."""
+    """By layer; built by the device thread."""
     slot_mapping: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By layer; built by the device executor."""
-    batch_descriptor: Any = None
-    graph_size: int | None = None
-    """The captured batch size that the batch is padded to, or None to run it as it is."""
+    """By layer; built by the device thread."""
     lora: tuple[tuple[int, ...], tuple[int, ...], set[Any]] | None = None
     """Adapter of each sampled row, of each token, and the requests for them."""
     blocks_to_zero: list[int] | None = None
     block_copies: Any = None
-
-    @property
-    def sampled_req_ids(self) -> list[str]:
-        """[n] names of the sampled sequences, in the order of the logits' rows."""
-        return [self.req_ids[row] for row in self.sampled]

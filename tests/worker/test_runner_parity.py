@@ -96,10 +96,10 @@ def test_greedy_parity_with_chunks_preemption_prefix_cache_and_aborts(models, fa
     assert_equal_tokens(stock, ours, WORKLOAD["aborts"])
     assert facts["resumed"] > 0, "the workload was meant to preempt"
     assert facts["steady"] > 0
-    assert facts["inserted"] == 30
+    assert facts["added"] == 30
 
 
-def test_greedy_parity_through_both_executors_threads(models):
+def test_greedy_parity_through_both_threads(models):
     (stock, ours), _ = run(
         engines.model(models, "llama"),
         engine=CROWDED,
@@ -107,18 +107,6 @@ def test_greedy_parity_through_both_executors_threads(models):
         STAGE_THREADS="1",
     )
     assert_equal_tokens(stock, ours, WORKLOAD["aborts"])
-
-
-def test_greedy_parity_with_batches_padded_to_captured_sizes(models):
-    """Without a device, plain calls stand for graphs: the padding and its metadata are real."""
-    (stock, ours), (facts,) = run(
-        engines.model(models, "llama"),
-        engine=CROWDED,
-        STAGE_SLOTS="2",
-        STAGE_GRAPHS="1 4 8",
-    )
-    assert_equal_tokens(stock, ours, WORKLOAD["aborts"])
-    assert facts["padded"] > 0
 
 
 def test_latent_attention_parity_where_stock_agrees_with_itself(models):
@@ -238,8 +226,8 @@ def test_tensor_parallel_parity(models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("eager", "graphs"), [(True, ""), (False, ""), (True, "1 4 8")])
-def test_pipeline_parity(models, eager, graphs):
+@pytest.mark.parametrize("eager", [True, False])
+def test_pipeline_parity(models, eager):
     """Two stages over vLLM's own pipeline group (where stock itself crashes in eager mode)."""
     (stock,), _ = run(engines.model(models, "llama"), stock=[True], engine=CROWDED)
     (ours,), facts = run(
@@ -248,8 +236,6 @@ def test_pipeline_parity(models, eager, graphs):
         engine={**CROWDED, "pipeline_parallel_size": 2, "enforce_eager": eager},
         VLLM_CPU_OMP_THREADS_BIND="0|1",
         STAGE_SLOTS="2",
-        STAGE_GRAPHS=graphs,
     )
     assert_equal_tokens(stock, ours, WORKLOAD["aborts"])
     assert len(facts) == 2
-    assert all((fact["padded"] > 0) == bool(graphs) for fact in facts)

@@ -22,7 +22,6 @@ from sipipe.engine.balance import Balancer  # noqa: E402
 from sipipe.engine.requests import RequestTracker  # noqa: E402
 from sipipe.worker.attention import AttentionMetadata  # noqa: E402
 from sipipe.worker.inputs.prepare import InputPreparer  # noqa: E402
-from sipipe.worker.inputs.safety import TokenSafety, TokenSafetyError  # noqa: E402
 
 BLOCK_SIZES = (4, 8)
 MAX_LEN = 64
@@ -33,11 +32,11 @@ class FakeGroup:
         self.layer_names = [f"layer{gid}"]
         self.metadata_builders = [object()] * 4
 
-    def build_metadata(self, common, version):
-        return common, version
+    def build_metadata(self, common, buffer_set):
+        return common, buffer_set
 
 
-def fake_stock(*, threshold=None):
+def fake_vllm_runner(*, threshold=None):
     return SimpleNamespace(
         device=torch.device("cpu"),
         vllm_config=None,
@@ -193,10 +192,26 @@ class MadeUpScheduler:
         return sampled
 
 
+class Counter:
+    """Counts calls of a method of one object."""
+
+    def __init__(self, owner, name):
+        self.calls, self._method = 0, getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self._method(*args, **kwargs)
+
+
+def sampled_names(inputs):
+    return [inputs.req_ids[row] for row in inputs.sampled]
+
+
 def check(inputs, preparer, attention, output, requests):
     """Every array against what the requests say."""
     amounts = output.num_scheduled_tokens
-    target = preparer.versions[inputs.version]
+    target = preparer.buffers[inputs.buffer_set]
     assert sorted(inputs.req_ids) == sorted(amounts)
     start = 0
     ends = {}
@@ -206,45 +221,40 @@ def check(inputs, preparer, attention, output, requests):
         here = slice(start, start + amount)
         assert target.input_ids.np[here].tolist() == request.tokens[first:stop]
         assert target.positions.np[here].tolist() == list(range(first, stop))
-        assert target.query_start.np[row : row + 2].tolist() == [start, start + amount]
+        assert target.query_start_loc.np[row : row + 2].tolist() == [start, start + amount]
         assert target.seq_lens.np[row] == stop
-        assert target.prefilling.np[row] == (first < request.prompt_len)
+        assert target.is_prefilling.np[row] == (first < request.prompt_len)
         for group, size in enumerate(BLOCK_SIZES):
             held = request.blocks[group]
-            assert target.tables[group].np[row, : len(held)].tolist() == held
-            assert target.slots[group].np[here].tolist() == [
+            assert target.block_tables[group].np[row, : len(held)].tolist() == held
+            assert target.slot_mappings[group].np[here].tolist() == [
                 held[p // size] * size + p % size for p in range(first, stop)
             ]
         start += amount
         ends[name] = start - 1
-    padded = inputs.num_tokens_padded
-    assert not target.padding.np[:start].any()
-    assert target.padding.np[start:padded].all()
-    for group in range(2):
-        assert (target.slots[group].np[start:padded] == -1).all()
+    assert inputs.num_tokens == start
     samplers = [
         name
         for name, amount in amounts.items()
         if requests[name].computed + amount == len(requests[name].tokens)
     ]
-    assert inputs.sampled_req_ids == samplers
-    assert target.last_tokens.np[: len(samplers)].tolist() == [ends[name] for name in samplers]
+    assert sampled_names(inputs) == samplers
+    assert target.logits_indices.np[: len(samplers)].tolist() == [ends[name] for name in samplers]
     if inputs.all_sample:
         assert [ends[name] for name in samplers] == list(range(start))
     attention.build(inputs)
     for group in range(2):
-        common, version = inputs.attn_metadata[f"layer{group}"]
-        assert version == inputs.version
-        rows = inputs.graph_size or len(amounts)
-        assert common.num_reqs == rows
-        assert common.num_actual_tokens == (inputs.graph_size or start)
+        common, buffer_set = inputs.attn_metadata[f"layer{group}"]
+        assert buffer_set == inputs.buffer_set
+        assert common.num_reqs == len(amounts)
+        assert common.num_actual_tokens == start
         assert common.max_query_len == max(amounts.values())
         assert common.max_seq_len == target.seq_lens.np[: len(amounts)].max()
-        starts = target.query_start.np[: len(amounts) + 1].tolist()
-        padding = rows - len(amounts)
-        assert common.query_start_loc.tolist() == starts + [start] * padding
-        assert common.seq_lens[len(amounts) :].tolist() == [0] * padding
-        assert common.block_table_tensor.data_ptr() == target.tables[group].device.data_ptr()
+        starts = target.query_start_loc.np[: len(amounts) + 1].tolist()
+        assert common.query_start_loc.tolist() == starts
+        table, mapping = target.block_tables[group].tensor, target.slot_mappings[group].tensor
+        assert common.block_table_tensor.data_ptr() == table.data_ptr()
+        assert inputs.slot_mapping[f"layer{group}"].data_ptr() == mapping.data_ptr()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -252,12 +262,13 @@ def check(inputs, preparer, attention, output, requests):
 @pytest.mark.parametrize("slots", [1, 3])
 def test_every_array_of_every_iteration(seed, threshold, slots):
     scheduler = MadeUpScheduler(np.random.default_rng(seed), slots)
-    stock = fake_stock(threshold=threshold)
-    preparer = InputPreparer(stock, slots=slots, versions=2, safety=None)
-    attention = AttentionMetadata(stock, preparer.versions)
-    if seed % 2:  # decode batches are padded, as for captured graphs
-        preparer.padded_size = lambda batch: -(-batch // 4) * 4
-    steady = whole = 0
+    vllm_runner = fake_vllm_runner(threshold=threshold)
+    preparer = InputPreparer(vllm_runner, slots=slots, sets=2)
+    attention = AttentionMetadata(vllm_runner, preparer.buffers)
+    steady = Counter(preparer, "_write_steady")
+    resumed = Counter(preparer.states, "resume")
+    added = Counter(preparer.states, "add")
+    whole = 0
     for iteration in range(250):
         output, requests = scheduler.output()
         inputs = preparer.prepare(output, iteration % slots, iteration % 2, iteration)
@@ -271,23 +282,21 @@ def test_every_array_of_every_iteration(seed, threshold, slots):
                     for n in inputs.req_ids
                 ]
                 assert short == sorted(short, reverse=True), "decodes come first"
-        steady += inputs.steady
         whole += inputs.all_sample
         scheduler.sample(output, requests)
     known = {r.name for group in (*scheduler.running, *scheduler.preempted) for r in group}
-    assert known <= set(preparer.cache.index)
-    assert preparer.cache.counters.resumed > 0
-    assert preparer.cache.counters.removed > 0
-    assert whole > steady > 0
+    assert known == set(preparer.states.index)
+    assert resumed.calls > added.calls > 0
+    assert whole > steady.calls > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_that_the_scheduler_leaves_out_come_from_the_executor(seed):
     """With the tracker that SiPipe's executor has, whose rows of the logits are the same."""
     scheduler = MadeUpScheduler(np.random.default_rng(seed), 2, tokens_given=False)
-    stock = fake_stock()
-    preparer = InputPreparer(stock, slots=2, versions=2, safety=None)
-    attention = AttentionMetadata(stock, preparer.versions)
+    vllm_runner = fake_vllm_runner()
+    preparer = InputPreparer(vllm_runner, slots=2, sets=2)
+    attention = AttentionMetadata(vllm_runner, preparer.buffers)
     tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
     for iteration in range(200):
         output, requests = scheduler.output()
@@ -295,7 +304,7 @@ def test_tokens_that_the_scheduler_leaves_out_come_from_the_executor(seed):
         inputs = preparer.prepare(output, iteration % 2, iteration % 2, iteration)
         if output.total_num_scheduled_tokens:
             check(inputs, preparer, attention, output, requests)
-            assert inputs.sampled_req_ids == told.sampled
+            assert sampled_names(inputs) == told.sampled
         for name, token in scheduler.sample(output, requests).items():
             tracker.record(iteration, name, token)
 
@@ -321,9 +330,8 @@ def decode_output(names, computed, tokens, finished=()):
     )
 
 
-def started(*names, **options):
-    """A preparer whose slot 0 holds one-token prompts of ``names``."""
-    preparer = InputPreparer(fake_stock(), slots=2, versions=2, **options)
+def new_output(*names):
+    """One-token prompts of ``names``."""
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [
         NewRequestData(
@@ -340,42 +348,46 @@ def started(*names, **options):
     ]
     output.num_scheduled_tokens = dict.fromkeys(names, 1)
     output.total_num_scheduled_tokens = len(names)
-    preparer.prepare(output, 0, 0, 0)
+    return output
+
+
+def started(*names):
+    """A preparer whose slot 0 holds one-token prompts of ``names``."""
+    preparer = InputPreparer(fake_vllm_runner(), slots=2, sets=2)
+    preparer.prepare(new_output(*names), 0, 0, 0)
     return preparer
 
 
 def test_a_steady_microbatch_moves_no_sequence():
-    preparer = started("a", "b", safety=None)
-    before = preparer.cache.counters.inserted, preparer.cache.counters.batches_rebuilt
+    preparer = started("a", "b")
+    written = [
+        Counter(preparer.states, name) for name in ("add", "resume", "remove", "append_blocks")
+    ]
+    resolved = Counter(preparer.slots[0], "resolve")
+    steady = Counter(preparer, "_write_steady")
     for computed in (1, 2, 3):
-        inputs = preparer.prepare(decode_output("ab", computed, [[5], [6]]), 0, computed % 2, 1)
-        assert inputs.steady
-    assert (preparer.cache.counters.inserted, preparer.cache.counters.batches_rebuilt) == before
+        preparer.prepare(decode_output("ab", computed, [[5], [6]]), 0, computed % 2, 1)
+    assert steady.calls == 3
+    assert [counter.calls for counter in (*written, resolved)] == [0] * 5
 
 
 @pytest.mark.parametrize("tokens", [[], [[5], []], [[], []]])
 def test_missing_tokens_are_an_error_that_says_what_to_do(tokens):
-    preparer = started("a", "b", safety=None)
+    preparer = started("a", "b")
     with pytest.raises(ValueError, match=r"new_token_ids has \d tokens for 2 .*RequestTracker"):
         preparer.prepare(decode_output("ab", 1, tokens), 0, 1, 1)
 
 
 def test_more_tokens_than_blocks_names_the_request():
-    preparer = started("a", "b", safety=None)
+    preparer = started("a", "b")
     with pytest.raises(RuntimeError, match="request a was scheduled 5 tokens but has blocks for 4"):
         preparer.prepare(decode_output("ab", 4, [[5], [6]]), 0, 1, 1)
 
 
 def test_an_empty_output_only_forgets():
-    preparer = started("a", "b", safety=TokenSafety(2))
+    preparer = started("a", "b")
     output = SchedulerOutput.make_empty()
     output.finished_req_ids = {"a", "never seen"}
     inputs = preparer.prepare(output, 1, 1, 1)
     assert inputs.num_tokens == inputs.num_reqs == 0
-    assert set(preparer.cache.index) == {"b"}
-
-
-def test_the_safety_check_stamps_every_write():
-    preparer = started("a", "b", safety=TokenSafety(2))
-    with pytest.raises(TokenSafetyError, match="before the device has read iteration 0"):
-        preparer.prepare(decode_output("ab", 1, [[5], [6]]), 0, 0, 1)
+    assert set(preparer.states.index) == {"b"}

@@ -1,0 +1,255 @@
+"""Token-safe execution: one set of input buffers is written while another is read (section 4.2).
+
+Two threads share a worker's sets of input buffers, two of them in the paper. The *preparing
+thread* writes the inputs of iteration i into set ``i mod sets``; the *device thread* runs the
+iterations in the same order.
+
+Who runs here
+    The preparing thread calls :meth:`DoubleBuffer.prepare` for each scheduling output, and
+    :meth:`DoubleBuffer.drain` before whatever wants an idle device. The device thread is inside
+    :meth:`DoubleBuffer.run`. Any thread may call ``close``, ``fail`` and ``doing``.
+Guarantees
+    Iterations run in the order in which they were prepared. A set is not written while it is
+    being read or holds inputs that were not read yet (:class:`Turns`). No more iterations than
+    there are sets are prepared and not finished. An exception in either thread ends both, and is
+    what every later call of either raises, itself. An idle thread sleeps on a condition variable.
+Relies on
+    The stage's steps spending their time outside the GIL where it matters (Numba ``nogil``, torch
+    operators, blocking system calls). They run outside the lock.
+Rejected
+    One thread that alternates (the bubble that the paper removes); a process that prepares (its
+    arrays would have to be shared memory, for 0.1 ms of work); ``queue.Queue``, since the queue
+    and the counts must change together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sipipe.errors import SiPipeError, StallError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from sipipe.worker.inputs.model_input import ModelInput
+
+
+class StageStoppedError(SiPipeError):
+    """The worker's threads have been told to end."""
+
+
+class Stage(Protocol):
+    """The four steps of an iteration."""
+
+    def prepare(
+        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput
+    ) -> ModelInput:
+        """Preparing thread: write the inputs of ``output`` into ``buffer_set``."""
+
+    def receive(self, inputs: ModelInput) -> Any:
+        """Device thread: the hidden states of the previous stage, or None on the first."""
+
+    def forward(self, inputs: ModelInput, received: Any) -> Any:
+        """Device thread: run the model. The inputs have been read when it returns."""
+
+    def send(self, inputs: ModelInput, result: Any) -> None:
+        """Device thread: hand the result to the next stage, or to the samplers."""
+
+
+@dataclass(slots=True)
+class Turns:
+    """Which thread may go on: counts of iterations, and nothing else.
+
+    Invariant: ``finished <= taken <= prepared <= finished + sets``, ``taken <= finished + 1``.
+
+    The paper's indicators are CI = ``prepared - 1`` and GI = ``taken - 1``. There, preparing may
+    start when CI = GI. Here a set must be free, which for two sets and a busy device is the same;
+    it also covers one set (prepare and run in turn), and lets the next inputs be prepared while
+    the device has nothing to run.
+    """
+
+    sets: int
+    prepared: int = 0
+    taken: int = 0
+    finished: int = 0
+    writing: bool = False
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the set of iteration ``prepared`` holds nothing that is or will be read."""
+        return not self.writing and self.prepared - self.finished < self.sets
+
+    @property
+    def may_read(self) -> bool:
+        """Whether iteration ``taken`` is prepared and the device is free."""
+        return self.finished == self.taken < self.prepared
+
+    def start_write(self) -> int:
+        """Begin to prepare the next iteration; returns its buffer set."""
+        assert self.may_write, self
+        self.writing = True
+        return self.prepared % self.sets
+
+    def end_write(self) -> None:
+        """CI + 1."""
+        assert self.writing, self
+        self.writing = False
+        self.prepared += 1
+
+    def start_read(self) -> None:
+        """GI + 1."""
+        assert self.may_read, self
+        self.taken += 1
+
+    def end_read(self) -> None:
+        """The set may be written again."""
+        assert self.taken == self.finished + 1, self
+        self.finished += 1
+
+
+class DoubleBuffer:
+    """Runs the steps of ``stage`` in two threads.
+
+    Args:
+        stage: what is run.
+        sets: input buffer sets, 1 or more; 1 prepares and runs in turn.
+        stall_timeout: seconds that :meth:`drain` waits.
+        interrupt: ends a ``receive`` or ``send`` that waits for another process; called once, by
+            the thread that ends both.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        sets: int,
+        stall_timeout: float,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
+        if sets < 1:
+            raise ValueError("there must be 1 or more sets of input buffers")
+        self._stage = stage
+        self._stall_timeout = stall_timeout
+        self._interrupt = interrupt
+        # One lock for all that follows; a wake-up costs a few tens of microseconds.
+        self._lock = threading.Lock()
+        self._finished = threading.Condition(self._lock)
+        self._prepared = threading.Condition(self._lock)
+        self._turns = Turns(sets)
+        self._inputs: deque[ModelInput] = deque()
+        """Invariant: ``len(_inputs) == _turns.prepared - _turns.taken``."""
+        self._end: BaseException | None = None
+        """What ended the threads; the first that did."""
+        # What each thread does now. Written by that thread, read by anyone; a str is replaced
+        # as a whole.
+        self._preparing = "waits for a scheduling output"
+        self._running = "has not started"
+
+    def prepare(self, iteration: int, slot: int, output: SchedulerOutput) -> None:
+        """Prepare one iteration; waits until a set is free.
+
+        No bound on the wait: the device's own waits have one, and the engine's for the iteration.
+
+        Raises:
+            StageStoppedError: after ``close``.
+            BaseException: the one that ended either thread, itself.
+        """
+        self._preparing = f"waits for free input buffers for iteration {iteration}"
+        try:
+            with self._lock:
+                self._finished.wait_for(lambda: self._end or self._turns.may_write)
+                self._check()
+                buffer_set = self._turns.start_write()
+            self._preparing = f"prepares iteration {iteration}"
+            inputs = self._stage.prepare(iteration, slot, buffer_set, output)
+            with self._lock:
+                self._check()
+                self._turns.end_write()
+                self._inputs.append(inputs)
+                self._prepared.notify()
+        except BaseException as error:
+            self.fail(error)
+        self._check()
+        self._preparing = "waits for a scheduling output"
+
+    def run(self) -> None:
+        """Be the device thread until ``close`` or an error, which is raised."""
+        try:
+            while True:
+                self._run_one()
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):  # a signal: the process ends
+                raise
+        if not isinstance(self._end, StageStoppedError):
+            self._check()
+
+    def _run_one(self) -> None:
+        stage = self._stage
+        self._running = "waits for inputs"
+        with self._lock:
+            # No bound: an idle engine waits here for its next request.
+            self._prepared.wait_for(lambda: self._end or self._turns.may_read)
+            self._check()
+            self._turns.start_read()
+            inputs = self._inputs.popleft()
+        name = f"iteration {inputs.iteration}"
+        self._running = f"waits for hidden states of {name}"
+        received = stage.receive(inputs)
+        self._running = f"runs {name}"
+        result = stage.forward(inputs, received)
+        self._running = f"hands over {name}"
+        stage.send(inputs, result)
+        with self._lock:
+            self._check()
+            self._turns.end_read()
+            self._finished.notify()
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Return when every prepared iteration is finished; from the preparing thread.
+
+        Raises:
+            StallError: not within ``timeout`` seconds (default: the stall time-out).
+            BaseException: as :meth:`prepare`.
+        """
+        seconds = self._stall_timeout if timeout is None else timeout
+        turns = self._turns
+        with self._lock:
+            self._finished.wait_for(
+                lambda: self._end or turns.finished == turns.prepared, timeout=seconds
+            )
+            self._check()
+            if turns.finished < turns.prepared:
+                raise StallError(
+                    f"waited {seconds:g} s for the worker to run empty: {self.doing()} "
+                    f"({turns.prepared - turns.finished} iterations prepared and not finished)"
+                )
+
+    def fail(self, error: BaseException) -> None:
+        """End both threads with ``error``, unless something has ended them already."""
+        with self._lock:
+            if self._end is not None:
+                return
+            self._end = error
+            self._finished.notify()
+            self._prepared.notify()
+        self._interrupt()
+
+    def close(self) -> None:
+        """End both threads: waiting ones now, others after their step. Does not wait for them.
+
+        Iterations that are not finished are dropped.
+        """
+        self.fail(StageStoppedError("the worker's threads have been told to end"))
+
+    def doing(self) -> str:
+        """What both threads do now, as predicates, for the report of a stall."""
+        return f"(preparing thread) {self._preparing}, (device thread) {self._running}"
+
+    def _check(self) -> None:
+        if self._end is not None:
+            raise self._end

@@ -1,0 +1,232 @@
+"""Real threads, forced interleavings: order, bounds, errors, draining, shutdown."""
+
+import threading
+
+import pytest
+
+from sipipe.errors import StallError
+from sipipe.worker.double_buffer import DoubleBuffer, StageStoppedError
+from sipipe.worker.inputs.safety import TokenSafetyError
+
+from .fake_device import HAND_OVER, FakeStage, TwoThreads
+
+
+def until(holds):
+    while not holds():
+        threading.Event().wait(0.001)
+
+
+@pytest.mark.parametrize("sets", [1, 2, 3])
+def test_iterations_run_in_order_each_on_its_own_inputs(sets):
+    stage = FakeStage(sets=sets)
+    with TwoThreads(stage, sets=sets) as running:
+        for iteration in range(300):
+            running.submit(iteration, iteration % 3)
+        running.drain()
+    assert stage.sent == list(range(300))
+    assert stage.intact()
+
+
+def test_the_next_inputs_are_prepared_while_the_device_runs():
+    stage = FakeStage(gates=["forward"])
+    with TwoThreads(stage) as running:
+        for iteration in range(3):
+            running.submit(iteration)
+        stage.wait_for("forward")  # 1. the device is inside iteration 0
+        until(lambda: ("prepared", 1) in stage.log)  # 2. iteration 1 gets prepared meanwhile
+        # 3. iteration 2 does not: its buffers are being read
+        until(lambda: "free input buffers for iteration 2" in running.buffer.doing())
+        assert ("prepare", 2) not in stage.log
+        assert stage.sent == []
+        stage.let("forward")  # 4. iteration 0 ends, 1 starts, 2 may be prepared
+        stage.wait_for("forward")
+        until(lambda: ("prepared", 2) in stage.log)
+        stage.let("forward", 2)
+        running.drain()
+    assert stage.intact()
+
+
+def test_with_one_set_nothing_is_prepared_while_the_device_runs():
+    stage = FakeStage(sets=1, gates=["forward"])
+    with TwoThreads(stage, sets=1) as running:
+        running.submit(0)
+        running.submit(1)
+        stage.wait_for("forward")
+        until(lambda: "free input buffers for iteration 1" in running.buffer.doing())
+        assert ("prepare", 1) not in stage.log
+        stage.let("forward", 2)
+        running.drain()
+    order = [(name, i) for name, i in stage.log if name in ("prepare", "forward")]
+    assert order == [("prepare", 0), ("forward", 0), ("prepare", 1), ("forward", 1)]
+
+
+def test_the_device_never_reads_what_is_being_written():
+    stage = FakeStage(gates=["prepare"])
+    with TwoThreads(stage) as running:
+        running.submit(0)
+        stage.wait_for("prepare")
+        # Half of set 0 is written; the device must not have started.
+        until(lambda: "(device thread) waits for inputs" in running.buffer.doing())
+        assert not [entry for entry in stage.log if entry[0] in ("receive", "forward")]
+        stage.let("prepare")
+        running.drain()
+    assert stage.intact()
+
+
+def test_a_planted_bug_set_always_zero_is_caught_at_its_first_overlap():
+    stage = FakeStage(gates=["forward"], planted=0)
+    running = TwoThreads(stage)
+    running.submit(0)
+    stage.wait_for("forward")
+    caught = running.submit(1).exception(HAND_OVER)
+    assert isinstance(caught, TokenSafetyError)
+    assert "iteration 1 would overwrite input buffer set 0" in str(caught)
+    running.close()
+    assert running.raised == {"device": caught}
+    assert 1 not in stage.sent
+
+
+def test_the_planted_bug_really_corrupts_without_the_check():
+    stage = FakeStage(gates=["forward"], planted=0, check=False)
+    with TwoThreads(stage) as running:
+        running.submit(0)
+        stage.wait_for("forward")
+        running.submit(1)
+        until(lambda: ("prepared", 1) in stage.log)
+        stage.let("forward", 2)
+        running.drain()
+    assert not stage.intact()
+
+
+@pytest.mark.parametrize("where", ["prepare", "receive", "forward", "send"])
+def test_an_error_ends_both_threads_as_itself(where):
+    error = RuntimeError(f"{where} broke")
+    stage = FakeStage(fail={(where, 2): error})
+    running = TwoThreads(stage)
+    for iteration in range(50):
+        running.submit(iteration)
+    with pytest.raises(RuntimeError) as caught:
+        running.drain()
+    assert caught.value is error
+    assert running.submit(99).exception(HAND_OVER) is error
+    running.close()
+    assert running.raised == {"device": error}
+    assert stage.sent == [0, 1]
+
+
+def test_the_first_of_two_errors_is_the_one_that_is_told():
+    """1. the device is in a receive; 2. preparing fails, which interrupts the receive; 3. the
+    interrupted receive fails as well."""
+    first = ValueError("bad output")
+    fail = {("prepare", 1): first, ("receive", 0): ConnectionError("interrupted")}
+    stage = FakeStage(gates=["receive"], fail=fail)
+    running = TwoThreads(stage)
+    running.submit(0)
+    stage.wait_for("receive")
+    assert running.submit(1).exception(HAND_OVER) is first
+    running.close()
+    assert running.raised == {"device": first}
+
+
+def test_an_error_from_outside_ends_both():
+    stage = FakeStage(gates=["receive"])
+    running = TwoThreads(stage)
+    running.submit(0)
+    stage.wait_for("receive")
+    error = OSError("the channel broke")
+    running.buffer.fail(error)
+    with pytest.raises(OSError, match="the channel broke") as caught:
+        running.drain()
+    assert caught.value is error
+    running.close()
+    assert running.raised == {"device": error}
+
+
+def test_no_more_is_prepared_than_there_are_sets():
+    stage = FakeStage(sets=3, gates=["forward"])
+    with TwoThreads(stage, sets=3) as running:
+        futures = [running.submit(iteration) for iteration in range(6)]
+        stage.wait_for("forward")
+        until(lambda: "free input buffers for iteration 3" in running.buffer.doing())
+        assert [future.done() for future in futures] == [True] * 3 + [False] * 3
+        stage.release_all()
+        running.drain()
+
+
+def test_a_stalled_drain_names_what_both_threads_do():
+    stage = FakeStage(gates=["receive"])
+    with TwoThreads(stage) as running:
+        running.submit(17)
+        stage.wait_for("receive")
+        with pytest.raises(
+            StallError,
+            match=r"\(preparing thread\) waits for a scheduling output, \(device thread\) waits "
+            r"for hidden states of iteration 17 \(1 iterations prepared and not finished\)",
+        ):
+            running.drain(timeout=0.01)
+        stage.let("receive")
+        running.drain()
+
+
+@pytest.mark.parametrize(
+    ("gate", "text"),
+    [
+        ("prepare", "(preparing thread) prepares iteration 5"),
+        ("forward", "(device thread) runs iteration 5"),
+        ("send", "(device thread) hands over iteration 5"),
+    ],
+)
+def test_a_stall_report_says_what_is_under_way(gate, text):
+    stage = FakeStage(gates=[gate])
+    with TwoThreads(stage) as running:
+        running.submit(5)
+        stage.wait_for(gate)
+        assert text in running.buffer.doing()
+
+
+def test_a_control_call_sees_a_drained_worker():
+    stage = FakeStage()
+    with TwoThreads(stage) as running:
+        for round_ in range(20):
+            for iteration in range(4):
+                running.submit(round_ * 4 + iteration)
+            running.drain()
+            assert stage.sent == list(range(round_ * 4 + 4))
+
+
+@pytest.mark.parametrize("where", ["prepare", "receive", "forward", "send"])
+def test_shutdown_in_the_middle_of_a_step_ends_both_threads(where):
+    stage = FakeStage(gates=[where])
+    running = TwoThreads(stage)
+    for iteration in range(3):
+        running.submit(iteration)
+    stage.wait_for(where)
+    running.close()
+    assert running.raised == {}, "the device thread returns"
+    names = {thread.name for thread in threading.enumerate()}
+    assert not names & set(stage.threads.values())
+    with pytest.raises(StageStoppedError):
+        running.buffer.prepare(9, 0, None)
+    with pytest.raises(StageStoppedError):
+        running.buffer.drain()
+
+
+def test_shutdown_of_an_idle_worker_and_twice():
+    running = TwoThreads(FakeStage())
+    running.close()
+    running.close()
+
+
+def test_a_signal_in_the_device_thread_ends_the_process_also_after_the_end():
+    """1. the threads are told to end; 2. SIGTERM arrives inside a step."""
+    stage = FakeStage(gates=["send"], fail={("send", 0): SystemExit(0)})
+    running = TwoThreads(stage)
+    running.submit(0)
+    stage.wait_for("send")
+    running.close()
+    assert isinstance(running.raised["device"], SystemExit)
+
+
+def test_without_buffers_there_is_nothing_to_run():
+    with pytest.raises(ValueError, match="1 or more sets"):
+        DoubleBuffer(FakeStage(), sets=0, stall_timeout=1)

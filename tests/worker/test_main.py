@@ -1,0 +1,226 @@
+"""The process of a worker without vLLM's worker: following BIC-I, control calls, replies."""
+
+import pickle
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied
+from sipipe.messages.header import Kind, encode_header
+from sipipe.messages.places import StagePlace
+from sipipe.messages.replies import Reply
+from sipipe.worker import main as worker_main
+from sipipe.worker.double_buffer import DoubleBuffer
+
+from .fake_device import HAND_OVER, FakeStage
+
+
+def iteration(number):
+    return [encode_header(Kind.SCHEDULE, 0, number), b"", pickle.dumps(f"output {number}")]
+
+
+def grammar(number):
+    return [encode_header(Kind.GRAMMAR, 0, number), b"a bitmask"]
+
+
+def call(number, method, *args, only=None):
+    body = pickle.dumps((method, args, {}, only))
+    return [encode_header(Kind.CONTROL, 0, number), b"", body]
+
+
+class Parent:
+    """The engine, as a list of what it is told."""
+
+    def __init__(self):
+        self.said = []
+        self.ended = False
+
+    def receive(self):
+        return "BIC-I's endpoint"
+
+    def say(self, message):
+        pickle.dumps(message)
+        self.said.append(message)
+
+    def let_end(self):
+        told, self.ended = self.ended, True
+        return not told
+
+
+def answer(call, value):
+    return Reply(call=call, value=pickle.dumps(value))
+
+
+class Reader:
+    """BIC-I as a list; then what ends it."""
+
+    def __init__(self, messages, end):
+        self.messages, self.end, self.closed = list(messages), end, False
+
+    @contextmanager
+    def receive(self):
+        if not self.messages:
+            raise self.end
+        yield SimpleNamespace(parts=self.messages.pop(0))
+
+    def close(self):
+        self.closed = True
+
+
+class Loop:
+    """A stage's loop over a fake device."""
+
+    def __init__(self, stage, *, opened=True):
+        self.stage, self.double_buffer = stage, None
+        if opened:
+            self.open()
+
+    def open(self):
+        self.double_buffer = DoubleBuffer(
+            self.stage, sets=2, stall_timeout=HAND_OVER, interrupt=self.stage.release_all
+        )
+        return "open"
+
+    def drain(self):
+        if self.double_buffer is not None:
+            self.double_buffer.drain()
+
+    def close(self):
+        if self.double_buffer is not None:
+            self.double_buffer.close()
+
+
+class Worker:
+    """What control calls find, in place of vLLM's wrapper."""
+
+    def __init__(self, stage, main):
+        self.stage, self.main = stage, main
+
+    def doing(self):
+        return self.main._doing()
+
+    def seen(self):
+        return list(self.stage.sent)
+
+    def lock(self):
+        return threading.Lock()
+
+    def broken(self):
+        raise ValueError("no such adapter")
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """Runs a worker over messages; returns what it said to the engine."""
+    monkeypatch.setattr(worker_main, "_sinks", lambda _: [])
+
+    def run(messages, *, stage=None, opened=True, end=None):
+        stage = stage or FakeStage()
+        boot = SimpleNamespace(
+            config=SimpleNamespace(trace=None),
+            place=StagePlace(stage=0, stages=2, tp_rank=0, tp_size=1),
+            layers=(2, 2),
+            slots=2,
+            run="test",
+            vllm_config=SimpleNamespace(model_config=SimpleNamespace(model="none")),
+            distributed_init_method="file:///nowhere",
+        )
+        parent = Parent()
+        main = run.main = worker_main.Main(boot, parent, [])
+        main._call, main._wrapper = "", Worker(stage, main)
+        reader = run.reader = Reader(messages, end or ChannelClosed("closed"))
+        monkeypatch.setattr(worker_main.DispatchReader, "open", lambda *_: reader)
+        main._loop = Loop(stage, opened=opened)
+        try:
+            main.serve(main._loop)
+        finally:
+            main._wrapper = None  # nothing of vLLM's to shut down
+            main.close()
+            if main._preparing is not None:
+                main._preparing.join(HAND_OVER)
+        return parent.said
+
+    return run
+
+
+def test_calls_run_between_iterations_and_are_answered(process):
+    stage = FakeStage()
+    messages = [iteration(0), grammar(0), iteration(1), call(7, "seen"), iteration(2)]
+    messages.append(call(8, "seen"))
+    assert process(messages, stage=stage) == [answer(7, [0, 1]), answer(8, [0, 1, 2])]
+    assert process.reader.closed
+    assert stage.threads["prepare"] == "SiPipePreparing"
+    assert stage.threads["forward"] == threading.current_thread().name
+
+
+def test_a_call_that_fails_is_an_answer_and_not_the_end(process):
+    assert process([call(1, "broken"), iteration(0), call(2, "seen")]) == [
+        Reply(call=1, error="no such adapter"),
+        answer(2, [0]),
+    ]
+
+
+def test_a_call_that_cannot_be_read_is_an_answer_and_not_the_end(process):
+    unreadable = [encode_header(Kind.CONTROL, 0, 1), b"", b"no pickle"]
+    failed, read = process([unreadable, call(2, "seen")])
+    assert failed.call == 1
+    assert failed.error
+    assert read == answer(2, [])
+
+
+def test_a_result_that_cannot_be_sent_is_an_answer_and_not_the_end(process):
+    failed, read = process([call(1, "lock"), call(2, "seen")])
+    assert failed.call == 1
+    assert "pickle" in failed.error
+    assert read == answer(2, [])
+
+
+def test_only_the_rank_that_is_asked_answers(process):
+    assert process([call(1, "seen", only=1), call(2, "seen", only=0)]) == [answer(2, [])]
+
+
+def test_the_data_plane_is_opened_by_a_call(process):
+    assert process([call(1, "sipipe:open"), iteration(0), call(2, "seen")], opened=False) == [
+        answer(1, "open"),
+        answer(2, [0]),
+    ]
+
+
+def test_without_a_data_plane_the_end_of_the_channel_is_raised(process):
+    with pytest.raises(ChannelClosed):
+        process([call(1, "seen")], opened=False)
+
+
+@pytest.mark.parametrize("where", ["prepare", "receive", "forward", "send"])
+def test_an_error_in_an_iteration_comes_out_as_itself(process, where):
+    error = RuntimeError(f"{where} broke")
+    with pytest.raises(RuntimeError) as caught:
+        process([iteration(0), call(1, "seen")], stage=FakeStage(fail={(where, 0): error}))
+    assert caught.value is error
+
+
+def test_a_dead_engine_is_an_error(process):
+    with pytest.raises(ChannelPeerDied):
+        process([call(1, "seen")], end=ChannelPeerDied("the engine died", "engine"))
+
+
+def test_the_stall_report_says_what_a_call_and_both_threads_do(process):
+    threads = "(preparing thread) waits for a scheduling output, (device thread) waits for inputs"
+    _, told = process([iteration(0), call(1, "seen"), call(2, "doing")])
+    assert told == answer(2, f"runs doing; {threads}")
+    assert process.main._doing() == threads
+
+
+def test_a_failure_that_cannot_be_pickled_is_said_as_text():
+    class LocalError(Exception):
+        pass
+
+    parent = Parent()
+    worker_main._say_failure(parent, LocalError("device lost"))
+    (said,) = parent.said
+    assert isinstance(said, RuntimeError)
+    assert "device lost" in str(said)
