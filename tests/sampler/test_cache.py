@@ -66,7 +66,7 @@ from sipipe.sampler.kernels.philox import uniform
 from sipipe.worker.inputs.kernels import append_blocks
 one = np.ones(1, np.int32)
 table = np.zeros((1, 2), np.int32)
-assert append_blocks(np.zeros(1, np.int64), one, one, blocks=table, counts=0 * one) == -1
+assert append_blocks(np.zeros(1, np.int64), one, one, blocks=table, block_counts=0 * one) == -1
 assert table.tolist() == [[1, 0]]
 print(uniform(np.uint64(7), np.int64(3)))
 """
