@@ -74,7 +74,7 @@ def test_a_device_other_than_a_cpu_takes_vllms_path(monkeypatch):
     choice = compat.choose_path(vllm_config(), SiPipeConfig())
     assert choice.path == "vllm"
     assert "runs on CPUs" in choice.reason
-    with pytest.raises(ConfigError, match='"stage_runner" is "sipipe", but .*runs on CPUs'):
+    with pytest.raises(ConfigError, match=r'"stage_runner" is "sipipe", but .*runs on CPUs'):
         compat.choose_path(vllm_config(), SiPipeConfig(stage_runner="sipipe"))
 
 
