@@ -107,11 +107,11 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers):
             == len(scheduler.prompt[name]) + len(scheduler.outputs[name])
             for name in output.num_scheduled_tokens
         }
-        told = tracker.advance(iteration, output)
-        apply(held, told.step)
-        assert told.sampled == [name for name, wants in asked.items() if wants]
-        rows, owners = int32_view(told.step.rows).tolist(), int32_view(told.step.owners).tolist()
-        for name, handle, owner in zip(told.sampled, rows, owners, strict=True):
+        work = tracker.advance(iteration, output)
+        apply(held, work.step)
+        assert work.sampled == [name for name, wants in asked.items() if wants]
+        rows, owners = int32_view(work.step.rows).tolist(), int32_view(work.step.owners).tolist()
+        for name, handle, owner in zip(work.sampled, rows, owners, strict=True):
             assert held[owner][handle] == (scheduler.prompt[name], scheduler.outputs[name])
             assert tracker[name].handle == handle
         cached = output.scheduled_cached_reqs
@@ -121,7 +121,7 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers):
         ):
             whole = scheduler.prompt[name] + scheduler.outputs[name]
             assert tokens == whole[start : start + output.num_scheduled_tokens[name]]
-        flying.append((iteration, output, {n: rng.randrange(100) for n in told.sampled}))
+        flying.append((iteration, output, {n: rng.randrange(100) for n in work.sampled}))
         while len(flying) > stages or (flying and rng.random() < 0.3):
             number, done, drawn = flying.pop(0)
             for name, token in drawn.items():
@@ -129,19 +129,19 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers):
             scheduler.update(done, drawn)
         for sampler in range(samplers):  # a snapshot at any moment tells the same
             handles = (
-                {join.handle for join in tracker.joins_of(sampler)} if rng.random() < 0.1 else ()
+                {join.handle for join in tracker.added_of(sampler)} if rng.random() < 0.1 else ()
             )
             for handle in handles:
                 held[sampler].pop(handle, None)
             if handles:
-                apply_joins(held, tracker.joins_of(sampler))
+                apply_added(held, tracker.added_of(sampler))
 
 
 def sum_of(scheduler, output, name):
     return scheduler.computed[name] + output.num_scheduled_tokens[name]
 
 
-def apply_joins(held, joins):
+def apply_added(held, joins):
     for join in joins:
         assert join.handle not in held[join.sampler]
         held[join.sampler][join.handle] = (
@@ -151,10 +151,10 @@ def apply_joins(held, joins):
 
 
 def apply(held, step):
-    for handle in int32_view(step.leaves).tolist():
+    for handle in int32_view(step.removed).tolist():
         for sequences in held.values():
             sequences.pop(handle, None)
-    apply_joins(held, step.joins)
+    apply_added(held, step.added)
     appended, tokens = int32_view(step.appended).tolist(), int32_view(step.tokens).tolist()
     for handle, token in zip(appended, tokens, strict=True):
         owners = [sequences for sequences in held.values() if handle in sequences]
@@ -182,10 +182,10 @@ def test_parameters_that_no_sampler_takes_fail_their_request_alone():
             )
         )
         output.num_scheduled_tokens[name] = 2
-    told = tracker.advance(0, output)
-    assert told.errors.keys() == {"bad"}
-    assert "temperature" in told.errors["bad"]
-    assert told.sampled == ["good", "bad"]
+    work = tracker.advance(0, output)
+    assert work.errors.keys() == {"bad"}
+    assert "temperature" in work.errors["bad"]
+    assert work.sampled == ["good", "bad"]
 
 
 @pytest.mark.parametrize("seed", [None, 5])

@@ -20,8 +20,8 @@ from sipipe.messages.boots import SamplerSettings
 from sipipe.messages.header import Kind
 from sipipe.messages.params import SequenceParams
 from sipipe.messages.step import (
+    Added,
     Grammar,
-    Join,
     Snapshot,
     Step,
     decode_sampled,
@@ -136,9 +136,9 @@ def step(iteration, rows, owners, **changes):
     return Step(iteration=iteration, rows=int32_bytes(rows), owners=int32_bytes(owners), **changes)
 
 
-def joins(handles, owners):
+def additions(handles, owners):
     return [
-        Join(handle, owner, PARAMS, int32_bytes(PROMPT))
+        Added(handle, owner, PARAMS, int32_bytes(PROMPT))
         for handle, owner in zip(handles, owners, strict=True)
     ]
 
@@ -156,7 +156,7 @@ def test_columns_draw_what_the_facade_draws_over_many_iterations(service):
     handles, owners = [10, 11, 12, 13], [0, 1, 0, 1]
     outputs = [[] for _ in handles]
     for iteration in range(6):
-        changes = {"joins": joins(handles, owners)} if iteration == 0 else {
+        changes = {"added": additions(handles, owners)} if iteration == 0 else {
             "appended": int32_bytes(handles),
             "tokens": int32_bytes([tokens[-1] for tokens in outputs]),
         }  # fmt: skip
@@ -171,7 +171,7 @@ def test_columns_draw_what_the_facade_draws_over_many_iterations(service):
 
 
 def test_a_bitmask_applies_to_its_sequence_only(service):
-    masked = step(0, [1, 2], [0, 1], joins=joins([1, 2], [0, 1]), grammar=True)
+    masked = step(0, [1, 2], [0, 1], added=additions([1, 2], [0, 1]), grammar=True)
     service.publish(masked)
     words = -(-VOCAB // 32)
     only = np.zeros((1, words), np.int32)
@@ -185,8 +185,8 @@ def test_a_bitmask_applies_to_its_sequence_only(service):
 
 
 def test_rows_without_a_distribution_and_bad_sequences_are_errors_of_their_own(service):
-    bad = Join(3, 1, SequenceParams(allowed_token_ids=[VOCAB + 5]), int32_bytes(PROMPT))
-    service.publish(step(0, [1, 2, 3], [0, 1, 1], joins=[*joins([1, 2], [0, 1]), bad]))
+    bad = Added(3, 1, SequenceParams(allowed_token_ids=[VOCAB + 5]), int32_bytes(PROMPT))
+    service.publish(step(0, [1, 2, 3], [0, 1, 1], added=[*additions([1, 2], [0, 1]), bad]))
     logits = logits_of(0, 3)
     logits[1] = np.nan
     service.write(0, logits)
@@ -199,12 +199,12 @@ def test_rows_without_a_distribution_and_bad_sequences_are_errors_of_their_own(s
 @pytest.mark.parametrize("published_before_the_death", [False, True])
 def test_a_killed_sampler_is_replaced_from_a_snapshot(service, published_before_the_death):
     handles, owners = [1, 2], [0, 1]
-    first = step(0, handles, owners, joins=joins(handles, owners))
+    first = step(0, handles, owners, added=additions(handles, owners))
     logits = logits_of(0, 2)
     service.publish(first)
     if published_before_the_death:  # sampler 0 has drawn and sent, sampler 1 may have
         service.write(0, logits)
-    service.snapshots[1] = Snapshot([first.joins[1]], [first], [])
+    service.snapshots[1] = Snapshot([first.added[1]], [first], [])
     service.kill(1)
     if not published_before_the_death:
         service.write(0, logits)
@@ -224,7 +224,7 @@ def test_a_sampler_without_rows_is_replaced_and_draws_later(service):
     outputs = []
     for iteration in range(12):  # more than BIC-L has entries, before the successor is there
         handles = [1]
-        changes = {"joins": joins([1], [0])} if not outputs else {
+        changes = {"added": additions([1], [0])} if not outputs else {
             "appended": int32_bytes([1]), "tokens": int32_bytes(outputs[-1:]),
         }  # fmt: skip
         service.publish(step(iteration, handles, [0], **changes))
@@ -234,7 +234,7 @@ def test_a_sampler_without_rows_is_replaced_and_draws_later(service):
         assert tokens == expected(logits, [outputs])
         outputs += tokens
     logits = logits_of(12, 2)
-    service.publish(step(12, [1, 2], [0, 1], joins=joins([2], [1]), appended=int32_bytes([1]),
+    service.publish(step(12, [1, 2], [0, 1], added=additions([2], [1]), appended=int32_bytes([1]),
                          tokens=int32_bytes(outputs[-1:])))  # fmt: skip
     service.write(12, logits)
     assert service.collect(12)[0] == expected(logits, [outputs, []])
@@ -256,7 +256,7 @@ def test_a_publish_that_waits_for_a_dead_sampler_goes_on(service):
     assert service.replaced.wait(20)
     publishing.join(20)
     assert not publishing.is_alive()
-    service.publish(step(0, [1, 2], [0, 1], joins=joins([1, 2], [0, 1])))
+    service.publish(step(0, [1, 2], [0, 1], added=additions([1, 2], [0, 1])))
     logits = logits_of(0, 2)
     service.write(0, logits)
     assert service.collect(0)[0] == expected(logits, [[], []])

@@ -10,8 +10,8 @@ from sipipe.messages.cost import cost_estimate
 from sipipe.messages.header import Kind, decode_header, encode_header
 from sipipe.messages.params import SequenceParams
 from sipipe.messages.step import (
+    Added,
     Grammar,
-    Join,
     Logprobs,
     Sampled,
     Step,
@@ -29,19 +29,19 @@ TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 @given(TOKENS, TOKENS, st.integers(0, 2**40), st.booleans())
 def test_a_step_comes_back(prompt, outputs, iteration, grammar):
     params = SequenceParams(temperature=0.5, seed=2**63, logit_bias={3: -1.0}, top_k=7)
-    join = Join(12, 1, params, int32_bytes(prompt), int32_bytes(outputs))
+    join = Added(12, 1, params, int32_bytes(prompt), int32_bytes(outputs))
     step = Step(
         iteration=iteration,
-        leaves=int32_bytes([1, 2]),
-        joins=[join],
+        removed=int32_bytes([1, 2]),
+        added=[join],
         rows=int32_bytes([12]),
         owners=int32_bytes([1]),
         grammar=grammar,
     )
     found = decode_step(encode(step))
     assert found == step
-    assert int32_view(found.joins[0].prompt).tolist() == prompt
-    assert int32_view(found.joins[0].outputs).tolist() == outputs
+    assert int32_view(found.added[0].prompt).tolist() == prompt
+    assert int32_view(found.added[0].outputs).tolist() == outputs
 
 
 def test_tokens_with_logprobs_and_errors_come_back():

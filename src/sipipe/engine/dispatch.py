@@ -59,7 +59,7 @@ class Dispatcher:
             iteration = self._last = self._iterations.begin(output, self._tracker.advance)
             if iteration.work.samplers:
                 self._gather.expect(iteration.number, iteration.work.samplers)
-            began = time.monotonic_ns()
+            began = iteration.published = time.monotonic_ns()
             self._bus.publish(
                 Kind.SCHEDULE,
                 iteration.number,
@@ -81,5 +81,10 @@ class Dispatcher:
         if iteration.work.step.grammar:
             with self._bus.order:
                 iteration.grammar = self._tracker.grammar(iteration.number, output)
-                self._bus.publish(Kind.GRAMMAR, iteration.number, [encode(iteration.grammar)])
+                self._bus.publish(
+                    Kind.GRAMMAR,
+                    iteration.number,
+                    [encode(iteration.grammar)],
+                    slot=iteration.slot or 0,
+                )
         return iteration.future

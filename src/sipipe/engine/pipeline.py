@@ -232,7 +232,7 @@ def _snapshot(iterations: Iterations, tracker: RequestTracker, sampler: int) -> 
     """What a new ``sampler`` has to know; called under the order of BIC-I."""
     undrawn = iterations.undrawn(sampler)
     return Snapshot(
-        tracker.joins_of(sampler),
+        tracker.added_of(sampler),
         [iteration.work.step for iteration in undrawn],
         [iteration.grammar for iteration in undrawn if iteration.grammar is not None],
     )

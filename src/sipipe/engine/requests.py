@@ -1,4 +1,4 @@
-"""The executor's view of every live request: enough to brief a sampler, and to rebuild one.
+"""The engine's view of every live request: enough to tell a sampler, and to rebuild one.
 
 vLLM's scheduler decides which tokens a request has; the executor sees them as numbers of output
 tokens in each scheduling output, and the tokens themselves as what the samplers returned. The
@@ -21,7 +21,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from sipipe.messages.params import SequenceParams, derive_seed, unsupported
-from sipipe.messages.step import Grammar, Join, Step, int32_bytes
+from sipipe.messages.step import Added, Grammar, Step, int32_bytes
 
 if TYPE_CHECKING:
     from sipipe.engine.balance import Balancer
@@ -36,17 +36,17 @@ class TrackedRequest:
     params: SequenceParams
     prompt: Sequence[int]
     outputs: list[int] = field(default_factory=list)
-    told: int = 0
-    """How many of ``outputs`` the sampler has been told."""
+    sent: int = 0
+    """How many of ``outputs`` the sampler has been sent."""
     prompt_logprobs: bool = False
     iteration: int = -1
     """The last iteration that the request is in."""
     error: str = ""
     """Why no sampler can draw for it; it fails with its first token."""
 
-    def join(self) -> Join:
-        self.told = len(self.outputs)
-        return Join(
+    def added(self) -> Added:
+        self.sent = len(self.outputs)
+        return Added(
             self.handle,
             self.sampler,
             self.params,
@@ -113,14 +113,14 @@ class RequestTracker:
             return self._advance(iteration, output)
 
     def _advance(self, iteration: int, output: SchedulerOutput) -> Work:
-        leaves = self._leave(output.finished_req_ids)
-        joins, appended, tokens = [], [], []
+        removed = self._remove(output.finished_req_ids)
+        added, appended, tokens = [], [], []
         rows: list[int] = []
         owners: list[int] = []
         sampled: list[str] = []
         complete: list[str] = []
         for new in output.scheduled_new_reqs:
-            joins.append(self._join(new.req_id, new.prompt_token_ids or [], new.sampling_params))
+            added.append(self._add(new.req_id, new.prompt_token_ids or [], new.sampling_params))
         cached = output.scheduled_cached_reqs
         cached.all_token_ids.clear()
         fill = len(cached.new_token_ids) != len(cached.req_ids)
@@ -133,13 +133,13 @@ class RequestTracker:
             held = cached.num_output_tokens[index]
             if len(request.outputs) > held:  # the scheduler dropped a token: draw it again
                 del request.outputs[held:]
-            if request.told > held:
-                leaves.append(request.handle)
-                joins.append(request.join())
+            if request.sent > held:
+                removed.append(request.handle)
+                added.append(request.added())
             else:
-                appended += [request.handle] * (held - request.told)
-                tokens += request.outputs[request.told : held]
-                request.told = held
+                appended += [request.handle] * (held - request.sent)
+                tokens += request.outputs[request.sent : held]
+                request.sent = held
             if fill:
                 stop = start + output.num_scheduled_tokens[request_id]
                 cached.new_token_ids.append(_tokens(request, start, stop))
@@ -156,8 +156,8 @@ class RequestTracker:
                 owners.append(request.sampler)
         step = Step(
             iteration=iteration,
-            leaves=int32_bytes(leaves),
-            joins=joins,
+            removed=int32_bytes(removed),
+            added=added,
             appended=int32_bytes(appended),
             tokens=int32_bytes(tokens),
             rows=int32_bytes(rows),
@@ -183,12 +183,12 @@ class RequestTracker:
         ]
         return Grammar(iteration, int32_bytes(handles), bitmask.shape[1], int32_bytes(bitmask))
 
-    def joins_of(self, sampler: int) -> list[Join]:
+    def added_of(self, sampler: int) -> list[Added]:
         """The sequences of one sampler, for its snapshot after a restart."""
         with self._lock:
-            return [r.join() for r in self._requests.values() if r.sampler == sampler]
+            return [r.added() for r in self._requests.values() if r.sampler == sampler]
 
-    def _leave(self, request_ids: Iterable[str]) -> list[int]:
+    def _remove(self, request_ids: Iterable[str]) -> list[int]:
         handles = []
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
@@ -197,9 +197,9 @@ class RequestTracker:
                 handles.append(request.handle)
         return handles
 
-    def _join(
+    def _add(
         self, request_id: str, prompt: Sequence[int], sampling_params: SamplingParams | None
-    ) -> Join:
+    ) -> Added:
         assert sampling_params is not None, "pooling requests do not reach the samplers"
         error = ""
         try:
@@ -216,7 +216,7 @@ class RequestTracker:
         )
         self._next_handle += 1
         self._requests[request_id] = request
-        return request.join()
+        return request.added()
 
 
 def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:

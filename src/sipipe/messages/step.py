@@ -21,8 +21,8 @@ import numpy.typing as npt
 from sipipe.messages.params import SequenceParams
 
 
-class Join(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence enters the column state of its sampler."""
+class Added(msgspec.Struct, array_like=True, frozen=True):
+    """A request is added to the state of its sampler."""
 
     handle: int
     sampler: int
@@ -35,13 +35,13 @@ class Step(msgspec.Struct, array_like=True, frozen=True):
     """The samplers' view of one iteration. State changes come first, then the rows to draw.
 
     ``appended``: handles, and ``tokens``: the one new output token of each, which the scheduler
-    has accepted. ``rows``: handle of each row of the logits slot, ``owners``: its sampler.
+    has accepted. ``rows``: handle of each row of the logits, ``owners``: its sampler.
     ``grammar``: a GRAMMAR message for this iteration follows.
     """
 
     iteration: int
-    leaves: bytes = b""
-    joins: list[Join] = msgspec.field(default_factory=list)
+    removed: bytes = b""
+    added: list[Added] = msgspec.field(default_factory=list)
     appended: bytes = b""
     tokens: bytes = b""
     rows: bytes = b""
@@ -61,7 +61,7 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
 class Snapshot(msgspec.Struct, array_like=True, frozen=True):
     """All that a restarted sampler needs: its sequences, and the iterations still to be drawn."""
 
-    joins: list[Join]
+    added: list[Added]
     steps: list[Step]
     grammars: list[Grammar]
 
@@ -76,7 +76,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Sampled(msgspec.Struct, array_like=True, frozen=True):
-    """One sampler's sub-slot of BIC-O: rows of the logits slot, the tokens drawn for them.
+    """One sampler's message on BIC-O: rows of the logits, and the tokens drawn for them.
 
     ``errors``: (row, reason) for rows that have no distribution, such as all NaN; their token
     is -1. ``seconds``: time spent drawing, for the cost model and the metrics.

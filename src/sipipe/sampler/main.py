@@ -36,8 +36,8 @@ from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.params import SequenceParams
 from sipipe.messages.replies import Ready
 from sipipe.messages.step import (
+    Added,
     Grammar,
-    Join,
     Logprobs,
     Sampled,
     Snapshot,
@@ -130,8 +130,8 @@ class Sampler:
         self._recorder.close()
 
     def _restore(self, snapshot: Snapshot) -> None:
-        for join in snapshot.joins:
-            self._join(join)
+        for added in snapshot.added:
+            self._add(added)
         grammars = {grammar.iteration: grammar for grammar in snapshot.grammars}
         for step in snapshot.steps:
             if step.iteration in grammars:
@@ -151,27 +151,27 @@ class Sampler:
 
     def _apply(self, step: Step) -> None:
         columns = self._columns
-        for handle in int32_view(step.leaves).tolist():
+        for handle in int32_view(step.removed).tolist():
             columns.discard(handle)
             self._broken.pop(handle, None)
-        for join in step.joins:
-            if join.sampler == self._index:
-                self._join(join)
-        told = zip(
+        for added in step.added:
+            if added.sampler == self._index:
+                self._add(added)
+        sent = zip(
             int32_view(step.appended).tolist(), int32_view(step.tokens).tolist(), strict=True
         )
-        mine = [(handle, token) for handle, token in told if handle in columns]
+        mine = [(handle, token) for handle, token in sent if handle in columns]
         if mine:
             columns.append([handle for handle, _ in mine], [token for _, token in mine])
 
-    def _join(self, join: Join) -> None:
+    def _add(self, added: Added) -> None:
         try:
             self._columns.join(
-                join.handle, join.params, int32_view(join.prompt), int32_view(join.outputs)
+                added.handle, added.params, int32_view(added.prompt), int32_view(added.outputs)
             )
         except ValueError as error:
-            self._broken[join.handle] = str(error)
-            self._columns.join(join.handle, SequenceParams(temperature=0.0))
+            self._broken[added.handle] = str(error)
+            self._columns.join(added.handle, SequenceParams(temperature=0.0))
 
     def _draw(self, step: Step, grammar: Grammar | None) -> None:
         rows = np.flatnonzero(int32_view(step.owners) == self._index).astype(np.int32)

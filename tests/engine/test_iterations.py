@@ -1,0 +1,103 @@
+"""The table that scheduler and executor share: who names an iteration, when it is complete."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from sipipe.engine.iterations import Iterations
+from sipipe.engine.output import build_output
+from sipipe.engine.requests import Work
+from sipipe.engine.stall import StallWatch
+from sipipe.errors import StallError
+from sipipe.messages.replies import ASK_STATUS, Status
+from sipipe.messages.step import Sampled, int32_bytes
+
+DRAWN = Work(request_ids=["a", "b", "c"], sampled=["a", "c"], samplers=(0, 1))
+
+
+def begin(iterations, work=DRAWN, output=None):
+    output = output or SchedulerOutput.make_empty()
+    return iterations.begin(output, lambda number, output: work)
+
+
+def sampled(row, token, errors=()):
+    return Sampled(0, int32_bytes([row]), int32_bytes([token]), errors=list(errors))
+
+
+def test_a_scheduler_of_the_users_own_takes_slots_in_turn():
+    iterations = Iterations(3)
+    assert [begin(iterations).slot for _ in range(4)] == [0, 1, 2, 0]
+    assert iterations.finish(SchedulerOutput.make_empty()) is None
+
+
+def test_our_scheduler_names_the_slot_and_finds_the_record_again():
+    iterations = Iterations(3)
+    output = SchedulerOutput.make_empty()
+    iterations.scheduled(output, 2, 10, 20)
+    iteration = begin(iterations, output=output)
+    assert (iteration.number, iteration.slot, iteration.scheduled) == (0, 2, (10, 20))
+    assert iterations.finish(output) is iteration
+    assert iterations.finish(output) is None
+
+
+def test_an_iteration_is_complete_when_all_is_in_that_it_waits_for():
+    iterations = Iterations(3)
+    drawn = begin(iterations)
+    assert drawn.late == "samplers 0, 1"
+    both = begin(iterations, replace(DRAWN, prompt_logprobs=("a",)))
+    nothing = begin(iterations, Work(request_ids=["a"]))
+    assert nothing.late == "the last stage"
+    assert [i.number for i in iterations.undrawn(1)] == [0, 1]
+    assert iterations.deliver(0, tokens={}) is drawn
+    assert iterations.deliver(0, tokens={}) is None  # once
+    assert iterations.deliver(1, prompt_logprobs={}) is None
+    assert iterations.deliver(1, tokens={}) is both
+    assert iterations.deliver(2, prompt_logprobs={}) is nothing
+    assert len(iterations) == 0
+
+
+def test_requests_without_a_token_are_errors_of_their_own():
+    iterations = Iterations(3)
+    iteration = begin(iterations, replace(DRAWN, errors={"a": "bad"}))
+    iterations.deliver(0, tokens={0: sampled(0, 5), 1: sampled(1, -1, [(1, "NaN")])})
+    output = build_output(iteration)
+    assert output.sampled_token_ids == [[], [], []]
+    assert iteration.errors == {"a": "bad", "c": "NaN"}
+
+
+def test_what_stops_the_engine_resolves_every_future():
+    iterations = Iterations(3)
+    iteration = begin(iterations)
+    iterations.fail(RuntimeError("stage0.0 died"))
+    with pytest.raises(RuntimeError, match=r"iteration 0 failed: stage0\.0 died"):
+        iteration.future.result(0)
+    with pytest.raises(RuntimeError, match="has failed"):
+        begin(iterations)
+
+
+def test_a_stall_says_what_each_worker_does():
+    iterations, errors, asked = Iterations(3), [], []
+    workers = [SimpleNamespace(name=n, say=asked.append) for n in ("stage0.0", "stage1.0")]
+    watch = StallWatch(iterations, workers, 100.0, errors.append)
+    assert watch.turn() > 0
+    begin(iterations).began -= 99.0
+    assert 0 < watch.turn() < 2
+    assert not asked
+    iterations.oldest().began -= 2.0
+    watch.turn()
+    assert asked == [ASK_STATUS] * 2
+    watch.heard("stage0.0", Status("waits for hidden states"))
+    watch.turn()
+    assert not errors
+    watch.heard("stage1.0", Status("runs iteration 0"))
+    watch.turn()
+    (error,) = errors
+    assert isinstance(error, StallError)
+    for part in (
+        "no progress for 100 s: iteration 0 waits for samplers 0, 1",
+        "stage0.0 waits for hidden states; stage1.0 runs iteration 0",
+        "stall_timeout",
+    ):
+        assert part in str(error)
