@@ -118,9 +118,8 @@ class Children:
             turn: called after all that was heard; returns the seconds to sleep at most.
             failed: called with what one of the others raised, and nothing is watched any more.
         """
-        self._thread = threading.Thread(
-            target=self._listen, args=(heard, died, turn, failed), name="SiPipeEvents", daemon=True
-        )
+        self._heard, self._died, self._turn, self._failed = heard, died, turn, failed
+        self._thread = threading.Thread(target=self._listen, name="SiPipeEvents", daemon=True)
         self._thread.start()
 
     def start(
@@ -221,17 +220,11 @@ class Children:
 
     # ---- the events thread ------------------------------------------------------------------
 
-    def _listen(
-        self,
-        heard: Callable[[Child, Any], None],
-        died: Callable[[Child, str], None],
-        turn: Callable[[], float],
-        failed: Callable[[BaseException], None],
-    ) -> None:
+    def _listen(self) -> None:
         parent = multiprocessing.parent_process()
         try:
             while not self._ending:
-                patience = turn()
+                patience = self._turn()
                 with self._changed:
                     children = list(self._children.values())
                 pipes = {child.pipe: child for child in children if child.pipe is not None}
@@ -250,26 +243,24 @@ class Children:
                     os.read(self._wake_read, 1024)
                 for handle in ready:
                     if handle in pipes:
-                        self._hear(pipes[handle], heard)
+                        self._hear(pipes[handle])
                 for handle in ready:
                     if handle in processes:
-                        self._bury(processes[handle], heard, died)
+                        self._bury(processes[handle])
         except Exception as error:
             if not self._ending:
-                failed(error)
+                self._failed(error)
 
-    def _hear(self, child: Child, heard: Callable[[Child, Any], None]) -> None:
+    def _hear(self, child: Child) -> None:
         message = child.hear()
         if isinstance(message, Ready):
             with self._changed:
                 self._ready.add(child.name)
                 self._changed.notify_all()
         elif message is not None:
-            heard(child, message)
+            self._heard(child, message)
 
-    def _bury(
-        self, child: Child, heard: Callable[[Child, Any], None], died: Callable[[Child, str], None]
-    ) -> None:
+    def _bury(self, child: Child) -> None:
         with self._changed:
             if self._ending:
                 return
@@ -278,11 +269,11 @@ class Children:
                 self._ready.discard(child.name)
         # Its last words, if it had any, explain more than its exit code.
         while child.pipe is not None and child.pipe.poll(0):
-            self._hear(child, heard)
+            self._hear(child)
         code = child.process.wait()
         child.release()
         if not child.asked:
-            died(child, f"exit code {code}")
+            self._died(child, f"exit code {code}")
 
 
 def _end(children: Sequence[Child]) -> None:
