@@ -5,8 +5,6 @@ from __future__ import annotations
 from sipipe.messages.cost import cost_estimate
 from sipipe.messages.params import SequenceParams
 
-__all__ = ["Balancer"]
-
 
 class Balancer:
     """Shares sequences out over samplers so that their expected work per iteration stays even.
@@ -40,8 +38,3 @@ class Balancer:
 
     def _cost(self, params: SequenceParams) -> float:
         return cost_estimate(params, self._vocab_size)
-
-    @property
-    def loads(self) -> tuple[float, ...]:
-        """Expected seconds per iteration of each sampler, if all its sequences were drawn."""
-        return tuple(self._load)

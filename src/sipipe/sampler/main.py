@@ -1,4 +1,4 @@
-"""A sampler process: column state of its sequences, kept from BIC-I; logits in, tokens out.
+"""A sampler process: the state of its requests, kept from BIC-I; logits in, tokens out.
 
 Who runs here
     The main thread follows BIC-I and draws; the thread of :class:`sipipe.ipc.parent.Parent` ends
@@ -54,8 +54,6 @@ from sipipe.observe.recorder import PhaseSink, open_recorder
 from sipipe.sampler.layout import Layout
 from sipipe.sampler.state import SequenceColumns
 from sipipe.sampler.warmup import warm_up
-
-__all__ = ["main"]
 
 
 def _sinks(boot: SamplerBoot) -> list[PhaseSink]:
