@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.engine_process import answer, run_in_process
 from benchmarks.harness import report
 from benchmarks.simulator.engine_model import EngineModel
-from benchmarks.simulator.rules import Rule, SlotRule, TokenThrottlingRule, VllmRule
+from benchmarks.simulator.rules import Rule, SlotRule, TokenThrottlingRule
 from benchmarks.simulator.simulator import Outcome, StageCosts, simulate
 from benchmarks.simulator.workload import Arrival, at_rate, load_trace, poisson_trace
 
@@ -57,7 +57,7 @@ def simulated(requests: int, loads: tuple[float, ...], stages: tuple[int, ...]) 
             for name, trace in traces.items():
                 for load in loads:
                     rules: dict[str, Rule] = {
-                        "vLLM": VllmRule(),
+                        "vLLM": Rule(),
                         "token throttling": TokenThrottlingRule(depth=depth),
                         "slots": SlotRule(slots=depth, max_tokens=BUDGET),
                     }

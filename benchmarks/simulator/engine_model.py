@@ -1,9 +1,8 @@
 """What vLLM's scheduler does with a batch, in small: queues, KV cache blocks, preemption.
 
-The simulator's scheduling rules (:mod:`benchmarks.simulator.rules`) share this state, so that they
-differ only in which requests they let in. It keeps vLLM's order: running requests first, oldest
-first; then waiting ones; when blocks run out, the youngest running request is preempted and
-computed again later.
+The rules (:mod:`benchmarks.simulator.rules`) share this state, so that they differ only in which
+requests they let in. It keeps vLLM's order: running requests first, oldest first; then waiting
+ones; when blocks run out, the youngest running request is preempted and computed again later.
 """
 
 from __future__ import annotations
@@ -13,6 +12,9 @@ from collections import deque
 from collections.abc import Callable
 
 __all__ = ["Batch", "EngineModel", "SimulatedRequest"]
+
+_BLOCK = 16
+"""Tokens in a KV block."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -27,7 +29,6 @@ class SimulatedRequest:
     """Tokens whose KV is computed or being computed."""
     generated: int = 0
     """Tokens that have come back."""
-    preempted: int = 0
     first_token: float = -1.0
     finished: float = -1.0
     epoch: int = 0
@@ -70,21 +71,16 @@ class EngineModel:
     Args:
         max_tokens: Token budget of a batch.
         max_running: Requests that may run at a time.
-        kv_tokens: Capacity of the KV cache in tokens.
-        block: Tokens in a KV block.
+        kv_tokens: Capacity of the KV cache in tokens, whole blocks of 16.
     """
 
-    def __init__(
-        self, *, max_tokens: int, max_running: int, kv_tokens: int, block: int = 16
-    ) -> None:
+    def __init__(self, *, max_tokens: int, max_running: int, kv_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.max_running = max_running
-        self.block = block
-        self.blocks = kv_tokens // block
+        self.blocks = kv_tokens // _BLOCK
         self.used = 0
         self.waiting: deque[SimulatedRequest] = deque()
         self.running: list[SimulatedRequest] = []
-        self.preemptions = 0
 
     @property
     def kv_free(self) -> float:
@@ -107,12 +103,12 @@ class EngineModel:
             decodes: Which requests past their prompt may enter.
             prefill_tokens: Prompt tokens at most; None for as many as the budget takes.
         """
-        budget = self.max_tokens
-        prefill = budget if prefill_tokens is None else prefill_tokens
-        # As in PipelineScheduler, decodes behind a long prompt keep their share of the budget.
-        wanted = sum(1 for r in self.running if not r.prefilling and r.pending > 0 and decodes(r))
+        budget = prefill = self.max_tokens
         if prefill_tokens is not None:
-            budget = min(budget, wanted + prefill)
+            prefill = prefill_tokens
+            # As in PipelineScheduler, decodes behind a long prompt keep their share of the budget.
+            ready = sum(not r.prefilling and r.pending > 0 and decodes(r) for r in self.running)
+            budget = min(budget, ready + prefill)
         tokens: dict[SimulatedRequest, int] = {}
         preempted = False
         index = 0
@@ -137,19 +133,13 @@ class EngineModel:
             tokens[request] = chunk
             budget -= chunk
             prefill -= chunk if request.prefilling else 0
-        while (
-            self.waiting
-            and not preempted
-            and budget > 0
-            and prefill > 0
-            and len(self.running) < self.max_running
-        ):
+        while self.waiting and not preempted and len(self.running) < self.max_running:
             request = self.waiting[0]
             chunk = min(request.known, budget, prefill)
-            if not self._fits(request.known) or not self._allocate(request, chunk):
+            fits = _blocks(request.known) <= self.blocks - self.used
+            if chunk <= 0 or not fits or not self._allocate(request, chunk):
                 break
-            self.waiting.popleft()
-            self.running.append(request)
+            self.running.append(self.waiting.popleft())
             tokens[request] = chunk
             budget -= chunk
             prefill -= chunk
@@ -171,26 +161,22 @@ class EngineModel:
             if request.generated >= request.output:
                 request.finished = now
                 self.running.remove(request)
-                self.used -= self._blocks(request.computed)
+                self.used -= _blocks(request.computed)
         return tokens
 
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block)
-
-    def _fits(self, tokens: int) -> bool:
-        return self._blocks(tokens) <= self.blocks - self.used
-
     def _allocate(self, request: SimulatedRequest, chunk: int) -> bool:
-        more = self._blocks(request.computed + chunk) - self._blocks(request.computed)
+        more = _blocks(request.computed + chunk) - _blocks(request.computed)
         if more > self.blocks - self.used:
             return False
         self.used += more
         return True
 
     def _preempt(self, request: SimulatedRequest) -> None:
-        self.used -= self._blocks(request.computed)
+        self.used -= _blocks(request.computed)
         request.computed = 0
         request.epoch += 1
-        request.preempted += 1
-        self.preemptions += 1
         self.waiting.appendleft(request)
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // _BLOCK)

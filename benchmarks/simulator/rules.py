@@ -7,80 +7,66 @@ and how much prefill.
 from __future__ import annotations
 
 from itertools import islice
-from typing import Protocol
 
 from benchmarks.simulator.engine_model import Batch, EngineModel
-from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Sequence, SlotPolicy
 
-__all__ = ["Rule", "SlotRule", "TokenThrottlingRule", "VllmRule"]
+__all__ = ["Rule", "SlotRule", "TokenThrottlingRule"]
 
 
-class Rule(Protocol):
-    """Forms one microbatch a call."""
+class Rule:
+    """Forms one microbatch a call. This one is vLLM 0.32's: everything that is not in flight, then
+    prefill up to the token budget."""
 
-    pauses: bool = True
+    pauses = True
     """Whether vLLM's loop pauses after an empty microbatch also when another has just come back."""
 
     def schedule(self, engine: EngineModel) -> Batch:
         """The next microbatch; empty where nothing may run now."""
-
-    def observe(self, batch: Batch, stages: tuple[float, ...], between: float) -> None:
-        """What ``batch`` took on each stage and between the last and the first, in seconds. Told
-        when it has come back; a rule that does not measure looks away."""
-
-
-class VllmRule(Rule):
-    """vLLM 0.32: everything that is not in flight, then prefill up to the token budget."""
-
-    def schedule(self, engine: EngineModel) -> Batch:
-        """See :class:`Rule`."""
         return engine.fill()
+
+    def observe(self, batch: Batch, stage: float, between: float) -> None:
+        """What ``batch`` took on each stage and between the last and the first, in seconds. Called
+        when it has come back; a rule that does not measure ignores it."""
 
 
 class TokenThrottlingRule(Rule):
     """gLLM's token throttling, after its paper (arXiv 2504.14775), with its defaults.
 
     Decode tokens: the running decodes divided by the pipeline depth. Prefill tokens:
-    ``max(min(waiting / T, MaxP * (free - thresh) / (1 - thresh)), MinP)``, and none while less
+    ``max(min(waiting / T, budget * (free - thresh) / (1 - thresh)), MinP)``, and none while less
     than ``thresh`` of the KV cache is free. It keeps no slots: which decodes enter is whoever is
     not in flight, oldest first.
 
     Args:
         depth: Pipeline stages.
-        spread: T, iterations over which waiting prompt tokens are spread.
-        most: MaxP; None for the token budget.
-        least: MinP.
-        threshold: Share of the KV cache kept free.
     """
 
-    def __init__(
-        self,
-        *,
-        depth: int,
-        spread: int = 8,
-        most: int | None = None,
-        least: int = 32,
-        threshold: float = 0.05,
-    ) -> None:
-        self.depth, self.spread, self.most = depth, spread, most
-        self.least, self.threshold = least, threshold
+    SPREAD = 8
+    """T, iterations over which waiting prompt tokens are spread."""
+    LEAST = 32
+    """MinP."""
+    THRESHOLD = 0.05
+    """Share of the KV cache kept free."""
+
+    def __init__(self, *, depth: int) -> None:
+        self._depth = depth
 
     def schedule(self, engine: EngineModel) -> Batch:
         """See :class:`Rule`."""
         decoding = [request for request in engine.running if not request.prefilling]
-        share = -(-len(decoding) // self.depth)
+        share = -(-len(decoding) // self._depth)
         ready = [request for request in decoding if request.pending > 0]
         chosen = {request.id for request in ready[:share]}
         waiting = sum(r.pending for r in engine.running if r.prefilling)
         waiting += sum(request.known for request in engine.waiting)
         prefill = 0
         free = engine.kv_free
-        if waiting and (free >= self.threshold or not engine.running):
-            most = self.most or engine.max_tokens
-            by_cache = most * max(0.0, free - self.threshold) / (1 - self.threshold)
-            prefill = int(max(min(waiting / self.spread, by_cache), self.least))
+        if waiting and (free >= self.THRESHOLD or not engine.running):
+            by_cache = max(0.0, free - self.THRESHOLD) / (1 - self.THRESHOLD)
+            most = min(waiting / self.SPREAD, engine.max_tokens * by_cache)
+            prefill = int(max(most, self.LEAST))
         return engine.fill(decodes=lambda request: request.id in chosen, prefill_tokens=prefill)
 
 
@@ -90,35 +76,25 @@ class SlotRule(Rule):
     Args:
         slots: Microbatches in flight.
         max_tokens: Token budget of a microbatch.
-        settings: Tunables.
         stages: Pipeline stages, whose times say how many slots to open; None: all are open.
     """
 
     pauses = False
 
-    def __init__(
-        self,
-        *,
-        slots: int,
-        max_tokens: int,
-        settings: MicrobatchSettings | None = None,
-        stages: int | None = None,
-    ) -> None:
+    def __init__(self, *, slots: int, max_tokens: int, stages: int | None = None) -> None:
         self._controller = (
             None if stages is None else ConcurrencyController(stages=stages, slots=slots)
         )
-        self._policy = SlotPolicy(
-            slots=slots, max_tokens=max_tokens, settings=settings, controller=self._controller
-        )
+        self._policy = SlotPolicy(slots=slots, max_tokens=max_tokens, controller=self._controller)
 
-    def observe(self, batch: Batch, stages: tuple[float, ...], between: float) -> None:
+    def observe(self, batch: Batch, stage: float, between: float) -> None:
         """See :class:`Rule`; as in the engine, only decodes count."""
         controller, sequences = self._controller, len(batch.tokens)
         if controller is None:
             return
         if batch.total == sequences:
-            for regression, seconds in zip(controller.stages, stages, strict=True):
-                regression.add(sequences, seconds)
+            for regression in controller.stages:
+                regression.add(sequences, stage)
         controller.between.add(sequences, between)
 
     def schedule(self, engine: EngineModel) -> Batch:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -63,12 +62,6 @@ class Outcome:
     """Seconds per further token, [requests with two tokens or more] float64."""
     sizes: tuple[int, ...]
     """Sequences of each microbatch in order, empty ones included."""
-    preemptions: int
-
-    def percentile(self, which: str, q: float) -> float:
-        """Percentile ``q`` of ``"ttft"`` or ``"tpot"``, seconds; NaN where there is none."""
-        values = getattr(self, which)
-        return float(np.percentile(values, q)) if len(values) else float("nan")
 
 
 EMPTY_PAUSE = 1e-3
@@ -94,7 +87,8 @@ def simulate(
     free_at = [0.0] * stages  # when each stage has finished what it was given
     busy = occupied = now = last_done = 0.0
     measured = 0.95 * sum(arrival.output for arrival in trace)
-    served, steady = 0, None
+    served = 0
+    steady: tuple[float, float] | None = None  # tokens per second, idle share
     sizes: list[int] = []
     still = 0
     while arrivals or engine.has_requests() or queue:
@@ -123,36 +117,24 @@ def simulate(
             now = max(now, done)
             served += engine.complete(batch, now)
             if came_back := bool(batch.tokens):
-                rule.observe(batch, (seconds,) * stages, costs.scheduling)
+                rule.observe(batch, seconds, costs.scheduling)
         if not executed and engine.has_requests() and (rule.pauses or not came_back):
             now += EMPTY_PAUSE
         occupied += now - began
         if steady is None and served >= measured:
-            steady = _Steady(now - trace[0].time, served, 1 - min(1.0, busy / occupied))
+            idle_share = 1 - min(1.0, busy / occupied)
+            steady = served / (now - trace[0].time), idle_share
         still = 0 if executed or came_back or now > began + EMPTY_PAUSE else still + 1
         if still > 10_000:
             raise RuntimeError("nothing moves: a request is never scheduled")
     assert steady is not None
-    return _outcome(requests, sizes, steady, engine.preemptions)
-
-
-class _Steady(NamedTuple):
-    seconds: float
-    tokens: int
-    idle: float
-
-
-def _outcome(
-    requests: Sequence[SimulatedRequest], sizes: list[int], steady: _Steady, preemptions: int
-) -> Outcome:
     return Outcome(
-        seconds=max(r.finished for r in requests) - min(r.arrival for r in requests),
-        tokens_per_second=steady.tokens / steady.seconds,
-        idle_share=steady.idle,
+        seconds=max(r.finished for r in requests) - requests[0].arrival,
+        tokens_per_second=steady[0],
+        idle_share=steady[1],
         ttft=np.array([r.first_token - r.arrival for r in requests]),
         tpot=np.array(
             [(r.finished - r.first_token) / (r.generated - 1) for r in requests if r.generated > 1]
         ),
         sizes=tuple(sizes),
-        preemptions=preemptions,
     )

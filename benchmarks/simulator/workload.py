@@ -15,7 +15,7 @@ import numpy as np
 
 from sipipe.errors import ConfigError
 
-__all__ = ["Arrival", "at_rate", "bursty_trace", "load_trace", "poisson_trace", "save_trace"]
+__all__ = ["Arrival", "at_rate", "bursty_trace", "load_trace", "poisson_trace"]
 
 COLUMNS = ("arrival_s", "prompt", "output")
 
@@ -51,16 +51,8 @@ def at_rate(trace: Sequence[Arrival], rate: float) -> list[Arrival]:
     return [arrival._replace(time=arrival.time / rate) for arrival in trace]
 
 
-def save_trace(path: Path, trace: Sequence[Arrival]) -> None:
-    """Write a trace as CSV."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows((f"{time:.6f}", prompt, output) for time, prompt, output in trace)
-
-
 def load_trace(path: Path) -> list[Arrival]:
-    """Read a trace written by :func:`save_trace`.
+    """Read a trace from a CSV file.
 
     Raises:
         ConfigError: the file is not such a table.

@@ -9,9 +9,10 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sipipe.cli.parser import make_parser
+from sipipe.cli.plan_tables import print_tables
 from sipipe.cli.quantities import (
     cache_type,
     count,
@@ -21,15 +22,16 @@ from sipipe.cli.quantities import (
     positive,
     seconds,
 )
+from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sipipe.engine.layers.facts import ModelFacts
-    from sipipe.tools.planner.calibration import Calibration
-    from sipipe.tools.planner.hardware import Cluster
-    from sipipe.tools.planner.plan import Plan
-    from sipipe.tools.planner.traces import LoopCheck
-    from sipipe.tools.planner.workload import Workload
+from sipipe.tools.planner.calibration import Calibration
+from sipipe.tools.planner.chart import draw
+from sipipe.tools.planner.hardware import Cluster, device, devices, local_cpu, network
+from sipipe.tools.planner.models import builtin_models, load_model
+from sipipe.tools.planner.plan import Plan, make_plan
+from sipipe.tools.planner.report import plan_to_dict
+from sipipe.tools.planner.traces import LoopCheck, calibrate_from_traces
+from sipipe.tools.planner.workload import Workload
 
 __all__ = ["main"]
 
@@ -105,9 +107,6 @@ def main(argv: Sequence[str]) -> int:
     if args.list:
         _list()
         return 0
-    from sipipe.tools.planner.models import load_model
-    from sipipe.tools.planner.plan import make_plan
-
     for option, value in (("MODEL", args.model), ("--gpu", args.gpu)):
         if value is None:
             raise ConfigError(f"plan: {option} is missing (sipipe plan --list shows the names)")
@@ -117,8 +116,6 @@ def main(argv: Sequence[str]) -> int:
     calibration: Calibration | None = None
     checks: list[LoopCheck] = []
     if args.calibrate:
-        from sipipe.tools.planner.traces import calibrate_from_traces
-
         calibration, checks = calibrate_from_traces(args.calibrate, facts, cluster, workload)
     plan = make_plan(
         facts,
@@ -135,8 +132,6 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         _print_json(plan, calibration, checks)
     else:
-        from sipipe.cli.plan_tables import print_tables
-
         print_tables(plan, calibration, checks, details=args.details)
         if plot is not None:
             print(f"drawn: {plot}")
@@ -144,8 +139,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    from sipipe.tools.planner.hardware import Cluster, device, local_cpu, network
-
     per_host = args.gpus_per_host
     if args.gpu.lower() == "cpu":
         chosen = local_cpu(per_host, memory_gib=args.memory)
@@ -163,8 +156,6 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _workload(args: argparse.Namespace, facts: ModelFacts) -> Workload:
-    from sipipe.tools.planner.workload import Workload
-
     workload = Workload(
         input=args.input,
         output=args.output,
@@ -196,8 +187,6 @@ def _plot_path(name: str | None) -> Path | None:
 
 
 def _write_plot(path: Path, plan: Plan) -> None:
-    from sipipe.tools.planner.chart import draw
-
     try:
         path.write_text(draw(plan), encoding="utf-8")
     except OSError as error:
@@ -205,9 +194,6 @@ def _write_plot(path: Path, plan: Plan) -> None:
 
 
 def _list() -> None:
-    from sipipe.tools.planner.hardware import device, devices
-    from sipipe.tools.planner.models import builtin_models, load_model
-
     print("models")
     for name in builtin_models():
         facts = load_model(name)
@@ -223,8 +209,6 @@ def _list() -> None:
 
 
 def _print_json(plan: Plan, calibration: Calibration | None, checks: list[LoopCheck]) -> None:
-    from sipipe.tools.planner.report import plan_to_dict
-
     found = plan_to_dict(plan)
     if calibration is not None:
         found["calibration"] = {

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from sipipe.tools.planner.calibration import Calibration
 from sipipe.tools.planner.memory import kv_bytes_per_token
+from sipipe.tools.planner.plan import Choice, Plan, Prediction
 from sipipe.tools.planner.report import SEVERAL_HOSTS, limits, serve_commands
-
-if TYPE_CHECKING:
-    from sipipe.tools.planner.calibration import Calibration
-    from sipipe.tools.planner.plan import Choice, Plan, Prediction
-    from sipipe.tools.planner.traces import LoopCheck
+from sipipe.tools.planner.traces import LoopCheck
 
 __all__ = ["print_tables"]
 
