@@ -18,7 +18,7 @@ from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner.communication import all_reduce_seconds
 from sipipe.tools.planner.costs import DatasheetCosts, ForwardTime
-from sipipe.tools.planner.fit import Fit, fit_robustly, group_means
+from sipipe.tools.planner.fit import Fit, Terms, fit_robustly, group_means
 from sipipe.tools.planner.hardware import Engine
 from sipipe.tools.planner.placement import Stage, place
 from sipipe.tools.planner.workload import Microbatch
@@ -67,9 +67,6 @@ class Run:
     """Layers of each stage; None: cut evenly."""
 
 
-Terms = dict[str, float]
-
-
 def _forward_terms(sheet: DatasheetCosts, stage: Stage, tokens: float, cores: int) -> Terms:
     facts = sheet.facts
     active = sum(_active(facts, layer) for layer in stage.layer_range) / stage.t
@@ -93,7 +90,7 @@ def _active(facts: ModelFacts, layer: int) -> float:
 
 
 def _terms(
-    facts: ModelFacts, phase: str, *, batch: float, tokens: float = 0.0, t: int = 1, cores: int = 1
+    facts: ModelFacts, phase: str, batch: float, tokens: float, t: int, cores: int
 ) -> Terms | None:
     """The terms of every phase but the forward; None for one that is no cost (a wait)."""
     match phase:
@@ -130,23 +127,15 @@ def calibrate(sheet: DatasheetCosts, runs: Sequence[Run]) -> Calibration:
     rows: dict[str, list[tuple[Terms, Observation]]] = {}
     for run in runs:
         _check_model(facts, run)
-        stages = place(
-            facts.layers, run.p, run.t, sheet.cluster.devices_per_host, run.layers
-        ).stages
+        per_host = sheet.cluster.devices_per_host
+        stages = place(facts.layers, run.p, run.t, per_host, run.layers).stages
         for seen in run.observations:
+            found: Terms | None
             if seen.phase == "forward":
-                found: Terms | None = _forward_terms(
-                    sheet, stages[min(seen.stage, run.p - 1)], seen.tokens, run.cores
-                )
+                stage = stages[min(seen.stage, run.p - 1)]
+                found = _forward_terms(sheet, stage, seen.tokens, run.cores)
             else:
-                found = _terms(
-                    facts,
-                    seen.phase,
-                    batch=seen.batch,
-                    tokens=seen.tokens,
-                    t=run.t,
-                    cores=run.cores,
-                )
+                found = _terms(facts, seen.phase, seen.batch, seen.tokens, run.t, run.cores)
             if found is not None and seen.seconds > 0 and seen.batch > 0:
                 rows.setdefault(_key(run.engine, seen.phase), []).append((found, seen))
     fits = {key: _fit(key, found) for key, found in rows.items() if len(found) >= _FEWEST}
@@ -165,15 +154,12 @@ def calibrate(sheet: DatasheetCosts, runs: Sequence[Run]) -> Calibration:
 
 def _check_model(facts: ModelFacts, run: Run) -> None:
     if run.p > facts.layers:
-        raise ConfigError(
-            f"--calibrate: the trace has {run.p} stages, {facts.name} only "
-            f"{facts.layers} layers; is it a trace of this model?"
-        )
-    if run.layers is not None and sum(run.layers) != facts.layers:
-        raise ConfigError(
-            f"--calibrate: the trace's stages have {sum(run.layers)} layers, "
-            f"{facts.name} has {facts.layers}; is it a trace of this model?"
-        )
+        wrong = f"the trace has {run.p} stages, {facts.name} only {facts.layers} layers"
+    elif run.layers is not None and sum(run.layers) != facts.layers:
+        wrong = f"the trace's stages have {sum(run.layers)} layers, {facts.name} has {facts.layers}"
+    else:
+        return
+    raise ConfigError(f"--calibrate: {wrong}; is it a trace of this model?")
 
 
 def _fit(key: str, rows: list[tuple[Terms, Observation]]) -> Fit:
@@ -187,8 +173,7 @@ def _fit(key: str, rows: list[tuple[Terms, Observation]]) -> Fit:
     tokens = [float(seen.tokens) for _, seen in rows]
     return Fit(
         phase=key,
-        terms=tuple(rows[0][0]),
-        coefficients=tuple(coefficients.tolist()),
+        coefficients=dict(zip(rows[0][0], coefficients.tolist(), strict=True)),
         count=len(rows) - dropped,
         dropped=dropped,
         mean_seconds=float(np.average(means, weights=counts)),
@@ -223,16 +208,12 @@ class Calibration(DatasheetCosts):
     ) -> float | None:
         """Seconds of a phase that has a fit."""
         fit = self.fits.get(_key(engine, phase))
-        terms = _terms(self.facts, phase, batch=batch, tokens=tokens, t=t, cores=self.cores)
-        if fit is None or terms is None:
-            return None
-        return sum(fit.part(name, value) for name, value in terms.items())
+        terms = _terms(self.facts, phase, batch, tokens, t, self.cores)
+        return None if fit is None or terms is None else sum(fit.parts(terms).values())
 
     def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> ForwardTime:
         """The fitted forward; on the last stage also the projection and the logits' hand-over."""
-        fit = self.fits["forward"]
-        terms = _forward_terms(self, stage, work.tokens, self.cores)
-        parts = {name: fit.part(name, value) for name, value in terms.items()}
+        parts = self.fits["forward"].parts(_forward_terms(self, stage, work.tokens, self.cores))
         return ForwardTime(
             compute=parts["products"],
             weights=parts["layers"] + parts["layers of the last"],
@@ -278,13 +259,10 @@ class Calibration(DatasheetCosts):
         return super().host_sampling(work, samplers) if found is None else found
 
     def schedule(self, engine: Engine, work: Microbatch) -> float:
-        found = [
-            self._fitted(engine.key, phase, batch=work.batch)
-            for phase in ("schedule", "dispatch", "update")
-        ]
-        if found[0] is None:
+        if f"{engine.key}: schedule" not in self.fits:
             return super().schedule(engine, work)
-        return sum(seconds for seconds in found if seconds is not None)
+        phases = ("schedule", "dispatch", "update")
+        return sum(self._fitted(engine.key, phase, batch=work.batch) or 0.0 for phase in phases)
 
     def shared_cores(self) -> tuple[int, int]:
         return super().shared_cores()[0], self.cores
@@ -321,10 +299,7 @@ class Calibration(DatasheetCosts):
         return {
             "degrees": sorted([p, t] for p, t in self.degrees),
             "fits": {
-                key: {
-                    **dataclasses.asdict(fit),
-                    "coefficients": dict(zip(fit.terms, fit.coefficients, strict=True)),
-                }
+                key: {**dataclasses.asdict(fit), "terms": list(fit.coefficients)}
                 for key, fit in self.fits.items()
             },
         }

@@ -42,7 +42,12 @@ def draw(plan: Plan) -> str:
     degrees = dict(sorted(degrees.items()))
     width = _LEFT + _GROUP * max(4, len(degrees)) + 30
     height = _TOP + 2 * _PANEL + _GAP + 92
-    caption = _cluster(plan)
+    cluster, workload = plan.cluster, plan.workload
+    hosts = f"{cluster.hosts} host{'s' if cluster.hosts > 1 else ''}"
+    caption = (
+        f"{cluster.devices} x {cluster.device.name}, {hosts}, "
+        f"{workload.input} tokens in, {workload.output} out"
+    )
     label = escape(f"{plan.facts.name} on {caption}")
     names = [f"P{p}T{t}" for p, t in degrees]
     pairs = [(c.best, c.baseline) if c else (None, None) for c in degrees.values()]
@@ -64,24 +69,17 @@ def draw(plan: Plan) -> str:
     for index, pair in enumerate(pairs):
         for side, prediction in enumerate(pair):
             if prediction is not None:  # the delay of one running sequence, the lowest there is
-                y = second + _PANEL * (1 - prediction.lowest_tpot * 1e3 / ceiling)
-                parts.append(
-                    f'<rect x="{_bar_x(index, side) - 3:.1f}" y="{y - 1:.1f}" width="48" '
-                    'height="3" fill="#ffffff" stroke="#1a1a1a" stroke-width="0.8"/>'
-                )
-    budget = plan.workload.tpot_slo * 1e3
+                x = _bar_x(index, side) - 3
+                y = second + _PANEL * (1 - prediction.lowest_tpot * 1e3 / ceiling) - 1
+                edge = 'stroke="#1a1a1a" stroke-width="0.8"'
+                parts.append(_rect(x, y, 48, 3, f'fill="#ffffff" {edge}'))
+    budget = workload.tpot_slo * 1e3
     if budget <= ceiling:
         y = second + _PANEL * (1 - budget / ceiling)
-        parts += [
-            f'<line x1="{_LEFT}" x2="{width - 20}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_SLO}"',
-            ' stroke-width="1.5" stroke-dasharray="6 4"/>',
-            _text(
-                *(width - 22, second - 14),
-                f"dashed: budget {budget:g} ms",
-                kind="value",
-                anchor="end",
-            ),
-        ]
+        dashes = f'stroke="{_SLO}" stroke-width="1.5" stroke-dasharray="6 4"'
+        what = f"dashed: budget {budget:g} ms"
+        parts.append(_line(y, width, dashes))
+        parts.append(_text(width - 22, second - 14, what, kind="value", anchor="end"))
     for index, line in enumerate(_footer(plan, len(degrees))):
         parts.append(_text(_LEFT, second + _PANEL + 44 + 18 * index, line, kind="faint"))
     return "\n".join([*parts, "</svg>", ""])
@@ -93,20 +91,19 @@ def _text(x: object, y: object, text: str, *, kind: str = "", anchor: str = "") 
     return f'<text {before}x="{x}" y="{y}"{after}>{escape(text)}</text>'
 
 
-def _cluster(plan: Plan) -> str:
-    cluster, workload = plan.cluster, plan.workload
-    hosts = f"{cluster.hosts} host{'s' if cluster.hosts > 1 else ''}"
-    return (
-        f"{cluster.devices} x {cluster.device.name}, {hosts}, "
-        f"{workload.input} tokens in, {workload.output} out"
-    )
+def _rect(x: float, y: float, width: float, height: float, paint: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width}" height="{height:.1f}" {paint}/>'
+
+
+def _line(y: float, width: int, paint: str) -> str:
+    return f'<line x1="{_LEFT}" x2="{width - 20}" y1="{y:.1f}" y2="{y:.1f}" {paint}/>'
 
 
 def _legend(plan: Plan) -> list[str]:
     other = next((c.baseline.engine.name for c in plan.choices if c.baseline), "baseline")
     parts, x = [], _LEFT
     for colour, name in ((_OURS, "SiPipe"), (_BASE, other)):
-        parts.append(f'<rect x="{x}" y="{_TOP - 62}" width="12" height="12" fill="{colour}"/>')
+        parts.append(_rect(x, _TOP - 62, 12, 12, f'fill="{colour}"'))
         parts.append(_text(x + 18, _TOP - 51, name))
         x += 40 + 8 * len(name)
     return parts
@@ -139,9 +136,7 @@ def _panel(
     for tick in range(5):
         y = bottom - _PANEL * tick / 4
         kind = "axis" if tick == 0 else "grid"
-        parts.append(
-            f'<line class="{kind}" x1="{_LEFT}" x2="{width - 20}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
+        parts.append(_line(y, width, f'class="{kind}"'))
         label = _number(ceiling * tick / 4) if tick else "0"
         parts.append(_text(_LEFT - 8, f"{y + 4:.1f}", label, kind="faint", anchor="end"))
     for index, (name, pair) in enumerate(zip(names, values, strict=True)):
@@ -149,13 +144,10 @@ def _panel(
         for side, (value, colour) in enumerate(zip(pair, (_OURS, _BASE), strict=True)):
             x, high = _bar_x(index, side), _PANEL * (value or 0.0) / ceiling
             y = bottom - high
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="42" height="{high:.1f}" fill="{colour}"/>'
-            )
+            parts.append(_rect(x, y, 42, high, f'fill="{colour}"'))
             label = "–" if value is None else _number(value)
-            parts.append(
-                _text(f"{x + 21:.1f}", f"{y - 4:.1f}", label, kind="value", anchor="middle")
-            )
+            x, y = x + 21, y - 4
+            parts.append(_text(f"{x:.1f}", f"{y:.1f}", label, kind="value", anchor="middle"))
     return parts
 
 

@@ -16,7 +16,7 @@ _MICRO = 1e-6
 
 
 def _inside(link: Link, size: float, ranks: int) -> float:
-    """All-reduce of ``size`` bytes over ``ranks`` devices of one host, seconds."""
+    """Seconds of an all-reduce among the devices of one host."""
     share = 2 * (ranks - 1) / ranks
     ring = link.step_us * _MICRO * math.log2(ranks) + share * size / link.bytes_per_second
     if not link.small_us:
@@ -25,24 +25,24 @@ def _inside(link: Link, size: float, ranks: int) -> float:
 
 
 def _between(link: Link, network: Network, size: float, ranks: int, hosts: int) -> float:
-    """All-reduce over ``ranks`` devices on ``hosts`` hosts, seconds.
+    """Seconds of an all-reduce among devices of several hosts.
 
     A ring enters and leaves every host once, and all its rings share the host's adapters, so the
     adapters carry the volume that a single device of the ring carries.
     """
-    per_host = max(1.0, ranks / hosts)
-    local = link.step_us * _MICRO * math.log2(per_host)
+    local = link.step_us * _MICRO * math.log2(max(1.0, ranks / hosts))
     moved = 2 * (ranks - 1) / ranks * size
-    inside = moved / link.bytes_per_second
-    steps = math.log2(hosts)
-
-    def line(step_us: float, efficiency: float) -> float:
-        wire = moved / (network.peak_bytes_per_second * efficiency)
-        return local + step_us * _MICRO * steps + max(inside, wire)
-
-    return min(
-        line(network.step_us, network.efficiency),
-        line(network.small_step_us, network.small_efficiency),
+    protocols = (
+        (network.step_us, network.efficiency),
+        (network.small_step_us, network.small_efficiency),
+    )
+    return local + min(
+        step_us * _MICRO * math.log2(hosts)
+        + max(
+            moved / link.bytes_per_second,
+            moved / (network.peak_bytes_per_second * efficiency),
+        )
+        for step_us, efficiency in protocols
     )
 
 

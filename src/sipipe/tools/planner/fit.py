@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from sipipe.errors import ResourceError
 
-__all__ = ["Fit", "fit_robustly", "fit_terms", "group_means"]
+__all__ = ["Fit", "Terms", "fit_robustly", "fit_terms", "group_means"]
 
 Array = npt.NDArray[np.float64]
+Terms = dict[str, float]
 
 _USUAL = 0.15
 """Relative deviation up to which a group counts in full; beyond, in proportion less."""
@@ -27,8 +28,7 @@ class Fit:
     """One phase's fitted terms and how well they predict what they were not fitted to."""
 
     phase: str
-    terms: tuple[str, ...]
-    coefficients: tuple[float, ...]
+    coefficients: Terms
     """Seconds per unit of each term."""
     count: int
     """Records used."""
@@ -42,11 +42,9 @@ class Fit:
     batch_range: tuple[float, float]
     tokens_range: tuple[float, float]
 
-    def part(self, term: str, value: float) -> float:
-        """The share of one term, seconds; 0 for a term that the trace lacked."""
-        if term not in self.terms:
-            return 0.0
-        return self.coefficients[self.terms.index(term)] * value
+    def parts(self, terms: Terms) -> Terms:
+        """The seconds that each of ``terms`` takes."""
+        return {name: self.coefficients[name] * value for name, value in terms.items()}
 
 
 def group_means(

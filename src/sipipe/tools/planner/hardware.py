@@ -8,7 +8,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import psutil
 
@@ -31,7 +31,6 @@ __all__ = [
     "sampling",
 ]
 
-Facts = TypeVar("Facts")
 _GIB = float(1 << 30)
 _PER_CORE = ("memory_gbs", "bf16_tflops", "fp8_tflops")
 """What hardware.toml states of one core where the device is this machine's CPU."""
@@ -174,16 +173,15 @@ class Cluster:
 
 @functools.cache
 def _table() -> Mapping[str, Any]:
-    return tomllib.loads(files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8"))
+    text = files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8")
+    return {key: _values(entry) for key, entry in tomllib.loads(text).items()}
 
 
-def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """``[value, source]`` pairs reduced to their values."""
-    return {key: value[0] if isinstance(value, list) else value for key, value in entry.items()}
-
-
-def _make(kind: type[Facts], entry: Mapping[str, Any], **more: Any) -> Facts:
-    return kind(**{**_plain(entry), **more})
+def _values(entry: Any) -> Any:
+    """``entry`` with every ``[value, source]`` pair reduced to its value."""
+    if isinstance(entry, dict):
+        return {key: _values(value) for key, value in entry.items()}
+    return entry[0] if isinstance(entry, list) else entry
 
 
 def devices() -> tuple[str, ...]:
@@ -207,20 +205,15 @@ def device(key: str, *, memory_gib: float | None = None) -> Device:
     entry = _pick("--gpu", "device", key)
     if key.lower() == "cpu":
         return local_cpu(1, memory_gib=memory_gib)
-    links = _table()["link"]
-    more: dict[str, Any] = {
-        "link": _make(Link, links[entry["link"]]),
-        "host_link": _make(Link, links[entry["host_link"]]),
-    }
-    if memory_gib is not None:
-        more["memory_gib"] = memory_gib
-    return _make(Device, entry, **more)
+    links = {side: Link(**_table()["link"][entry[side]]) for side in ("link", "host_link")}
+    found = Device(**{**entry, **links})
+    return found if memory_gib is None else dataclasses.replace(found, memory_gib=memory_gib)
 
 
 def local_cpu(devices: int, *, memory_gib: float | None = None) -> Device:
     """This machine's CPU, cut into ``devices`` equal parts; bandwidth and throughput assumed."""
-    entry = _plain(_table()["device"]["cpu"])
-    link = _make(Link, _table()["link"][entry["link"]])
+    entry = _table()["device"]["cpu"]
+    link = Link(**_table()["link"][entry["link"]])
     cores = len(os.sched_getaffinity(0))
     share = max(1, cores // devices)
     total = psutil.virtual_memory().total / _GIB
@@ -237,12 +230,12 @@ def local_cpu(devices: int, *, memory_gib: float | None = None) -> Device:
 
 def network(gigabits: float, adapters: int = 1) -> Network:
     """``adapters`` network adapters of ``gigabits`` Gb/s in each host."""
-    return _make(Network, _table()["network"], gigabits=gigabits, adapters=adapters)
+    return Network(**_table()["network"], gigabits=gigabits, adapters=adapters)
 
 
 def efficiency() -> Efficiency:
     """What kernels reach of a device's peak."""
-    return _make(Efficiency, _table()["efficiency"])
+    return Efficiency(**_table()["efficiency"])
 
 
 def engine(key: str) -> Engine:
@@ -251,7 +244,7 @@ def engine(key: str) -> Engine:
     Raises:
         ConfigError: an unknown name.
     """
-    return _make(Engine, _pick("--baseline", "engine", key), key=key.lower())
+    return Engine(**_pick("--baseline", "engine", key), key=key.lower())
 
 
 def sampling(key: str) -> Sampling:
@@ -260,10 +253,4 @@ def sampling(key: str) -> Sampling:
     Raises:
         ConfigError: an unknown name.
     """
-    host = _plain(_table()["sampling-host"])
-    return _make(
-        Sampling,
-        _pick("--sampling", "sampling", key),
-        host_bytes=host["bytes"],
-        host_gbs=host["memory_gbs"],
-    )
+    return Sampling(**_pick("--sampling", "sampling", key), **_table()["sampling-host"])
