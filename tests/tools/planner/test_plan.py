@@ -48,7 +48,7 @@ def test_one_device():
     (only,) = plan(per_host=1).choices
     assert (only.p, only.t) == (1, 1)
     assert only.communication_bytes == 0
-    assert only.best.iteration.stages[0].forward.all_reduce == 0
+    assert only.best.iteration.stages[0].forward["all-reduce"] == 0
 
 
 def test_a_model_that_does_not_fit_says_by_how_much():

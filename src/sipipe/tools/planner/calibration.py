@@ -17,7 +17,7 @@ import numpy as np
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner.communication import all_reduce_seconds
-from sipipe.tools.planner.costs import DatasheetCosts, ForwardTime
+from sipipe.tools.planner.costs import DatasheetCosts
 from sipipe.tools.planner.fit import Fit, Terms, fit_robustly, group_means
 from sipipe.tools.planner.hardware import Engine
 from sipipe.tools.planner.placement import Stage, place
@@ -211,22 +211,20 @@ class Calibration(DatasheetCosts):
         terms = _terms(self.facts, phase, batch, tokens, t, self.cores)
         return None if fit is None or terms is None else sum(fit.parts(terms).values())
 
-    def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> ForwardTime:
+    def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> dict[str, float]:
         """The fitted forward; on the last stage also the projection and the logits' hand-over."""
         parts = self.fits["forward"].parts(_forward_terms(self, stage, work.tokens, self.cores))
-        return ForwardTime(
-            compute=parts["products"],
-            weights=parts["layers"] + parts["layers of the last"],
-            attention=0.0,
-            overhead=0.0,
-            all_reduce=parts["all-reduce"],
-            logits=self._projection(stage, work, gather=gather) if stage.is_last else 0.0,
-        )
+        return {
+            "compute": parts["products"],
+            "weight reads": parts["layers"] + parts["layers of the last"],
+            "all-reduce": parts["all-reduce"],
+            "logits": self._projection(stage, work, gather=gather) if stage.is_last else 0.0,
+        }
 
     def _projection(self, stage: Stage, work: Microbatch, *, gather: bool) -> float:
         seconds = self._fitted("", "logits", batch=work.batch, t=stage.t)
         if seconds is None:
-            seconds = super().forward(stage, work, gather=gather).logits
+            seconds = super().forward(stage, work, gather=gather)["logits"]
         if not gather:  # SiPipe: logits are written where the samplers read them
             seconds += self._fitted("sipipe", "handover", batch=work.batch, t=stage.t) or 0.0
         return seconds

@@ -17,7 +17,7 @@ from sipipe.tools.planner.memory import kv_bytes
 from sipipe.tools.planner.placement import Stage
 from sipipe.tools.planner.workload import Microbatch, Workload
 
-__all__ = ["DatasheetCosts", "ForwardTime", "datasheet_costs", "roofline"]
+__all__ = ["DatasheetCosts", "datasheet_costs", "roofline"]
 
 _MICRO, _NANO = 1e-6, 1e-9
 
@@ -49,26 +49,6 @@ def _prefill_flops(attention: Attention, context: float) -> float:
     return 4.0 * attention.heads * attention.head_dim * context
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardTime:
-    """Seconds of one microbatch on one stage's device, by cause."""
-
-    compute: float
-    """Products that are bound by arithmetic."""
-    weights: float
-    """Products that are bound by reading weights."""
-    attention: float
-    overhead: float
-    all_reduce: float
-    logits: float
-
-    @property
-    def total(self) -> float:
-        """The device's time for the model's own work."""
-        layers = self.compute + self.weights + self.attention
-        return layers + self.overhead + self.all_reduce + self.logits
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasheetCosts:
     """Costs from the data sheets and the efficiencies of ``hardware.toml``, in seconds."""
@@ -87,17 +67,20 @@ class DatasheetCosts:
     def _bandwidth(self) -> float:
         return self.cluster.device.memory_gbs * 1e9 * self.efficiency.memory
 
-    def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> ForwardTime:
-        """Device time of ``stage``; ``gather``: the last stage collects logits on every rank."""
+    def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> dict[str, float]:
+        """Device time of ``stage`` for the model's own work, by cause as the tables name it.
+
+        ``gather``: the last stage collects logits on every rank.
+        """
         compute, weights = self._products(stage, work)
-        return ForwardTime(
-            compute=compute,
-            weights=weights,
-            attention=self._attention(stage, work),
-            overhead=stage.layers * self.efficiency.layer_us * _MICRO,
-            all_reduce=self._all_reduce(stage, work),
-            logits=self._logits(stage, work, gather=gather) if stage.is_last else 0.0,
-        )
+        return {
+            "compute": compute,
+            "weight reads": weights,
+            "attention": self._attention(stage, work),
+            "kernel overhead": stage.layers * self.efficiency.layer_us * _MICRO,
+            "all-reduce": self._all_reduce(stage, work),
+            "logits": self._logits(stage, work, gather=gather) if stage.is_last else 0.0,
+        }
 
     def _products(self, stage: Stage, work: Microbatch) -> tuple[float, float]:
         """Matrix products of the layers, as (bound by arithmetic, bound by weights)."""

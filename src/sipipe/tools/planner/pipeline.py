@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sipipe.tools.planner.costs import DatasheetCosts, ForwardTime
+from sipipe.tools.planner.costs import DatasheetCosts
 from sipipe.tools.planner.hardware import Engine
 from sipipe.tools.planner.placement import Placement
 from sipipe.tools.planner.workload import Microbatch
@@ -34,6 +34,7 @@ _EXPECTED_MAXIMUM = (
     *(1.485, 1.539, 1.586, 1.629, 1.668, 1.703, 1.736, 1.766),
 )
 
+_SLOWEST = "slowest stage"
 _ROUND_TRIP = "round trip"
 
 
@@ -41,7 +42,8 @@ _ROUND_TRIP = "round trip"
 class StageTime:
     """What one microbatch costs one stage, seconds."""
 
-    forward: ForwardTime
+    forward: dict[str, float]
+    """The model's own work, by cause."""
     preparation: float
     """On the device's path."""
     transfer: float
@@ -50,9 +52,24 @@ class StageTime:
     """On the last stage's device."""
 
     @property
+    def computing(self) -> float:
+        """The device's time for the model's own work."""
+        return sum(self.forward.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Everything, by cause as the tables name it."""
+        return {
+            **self.forward,
+            "preparation": self.preparation,
+            "hand-over": self.transfer,
+            "device sampling": self.sampling,
+        }
+
+    @property
     def occupancy(self) -> float:
         """Time before the stage can take the next microbatch."""
-        return self.forward.total + self.preparation + self.transfer + self.sampling
+        return self.computing + self.preparation + self.transfer + self.sampling
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,33 +117,19 @@ class Iteration:
     @property
     def limit(self) -> str:
         """What the time goes to: the largest part of the tightest bound."""
-        name = max(self.stations, key=lambda key: self.stations[key])
-        if name.startswith("stage"):
-            return _largest_part([max(self.stages, key=lambda time: time.occupancy)], {})
-        if name == _ROUND_TRIP:
-            others = {
-                key: value
-                for key, value in self.stations.items()
-                if not key.startswith("stage") and key != _ROUND_TRIP
+        name = max(self.stations, key=self.stations.__getitem__)
+        if name == _SLOWEST:
+            parts = max(self.stages, key=lambda time: time.occupancy).parts
+        elif name == _ROUND_TRIP:
+            parts = {
+                cause: sum(time.parts[cause] for time in self.stages)
+                for cause in self.stages[0].parts
             }
-            return _largest_part(list(self.stages), others)
-        return name
-
-
-def _largest_part(stages: list[StageTime], others: dict[str, float]) -> str:
-    parts = {
-        "compute": sum(time.forward.compute for time in stages),
-        "weight reads": sum(time.forward.weights for time in stages),
-        "attention": sum(time.forward.attention for time in stages),
-        "kernel overhead": sum(time.forward.overhead for time in stages),
-        "all-reduce": sum(time.forward.all_reduce for time in stages),
-        "logits": sum(time.forward.logits for time in stages),
-        "preparation": sum(time.preparation for time in stages),
-        "hand-over": sum(time.transfer for time in stages),
-        "device sampling": sum(time.sampling for time in stages),
-        **others,
-    }
-    return max(parts, key=lambda key: parts[key])
+            ends = (_SLOWEST, _ROUND_TRIP)
+            parts |= {key: value for key, value in self.stations.items() if key not in ends}
+        else:
+            return name
+        return max(parts, key=parts.__getitem__)
 
 
 def iterate(
@@ -151,7 +154,8 @@ def iterate(
     on_device = engine.sampling == "device"
     last = placement.stages[-1]
     hops = [costs.hop(stage, work) for stage in placement.stages]
-    prepared = max(costs.preparation(engine, stage, work) for stage in placement.stages)
+    preparations = [costs.preparation(engine, stage, work) for stage in placement.stages]
+    prepared = max(preparations)
     waiting = engine.variation * _EXPECTED_MAXIMUM[min(placement.p, 16)]
     stages = []
     for stage in placement.stages:
@@ -160,16 +164,16 @@ def iterate(
         stages.append(
             StageTime(
                 forward=forward,
-                preparation=engine.exposed * costs.preparation(engine, stage, work),
+                preparation=engine.exposed * preparations[stage.index],
                 transfer=costs.transfer(engine, stage, work)
                 + engine.blocking * moved
-                + waiting * forward.total,
+                + waiting * sum(forward.values()),
                 sampling=costs.device_sampling(work) if on_device and stage is last else 0.0,
             )
         )
-    stations = {f"stage {index}": time.occupancy for index, time in enumerate(stages)}
     schedule = costs.schedule(engine, work)
-    stations["scheduling"] = schedule
+    slowest = max(time.occupancy for time in stages)
+    stations = {_SLOWEST: slowest, "scheduling": schedule}
     # One pass: hops that block are in both neighbours' occupancy, so they are taken out once.
     passing = sum(time.occupancy for time in stages) + sum(hops) * (1.0 - engine.blocking)
     ahead = schedule + (1.0 - engine.exposed) * prepared  # before its first stage can start
@@ -182,18 +186,15 @@ def iterate(
         round_trip += stations["logits copy"] + stations["CPU sampling"]
     cores, each = costs.shared_cores()
     if cores:
-        on_cores = placement.t * sum(
-            each * (time.forward.total + time.sampling) + time.transfer for time in stages
-        )
-        on_cores += placement.t * sum(
-            costs.preparation(engine, stage, work) for stage in placement.stages
-        )
+        on_stages = sum(each * (time.computing + time.sampling) + time.transfer for time in stages)
+        on_cores = placement.t * (on_stages + sum(preparations))
         on_cores += schedule + (0.0 if on_device else costs.host_sampling(work, 1))
         stations["CPU cores"] = on_cores / cores
     stations[_ROUND_TRIP] = round_trip / inflight
     period = max(stations.values())
     if placement.p > 1:
         period *= 1.0 + engine.uneven
+    scale = 1.0 / (len(stages) * period)  # from seconds of all stages to a share of their time
     return Iteration(
         inflight=inflight,
         microbatch=work,
@@ -201,17 +202,10 @@ def iterate(
         period=period,
         round_trip=round_trip,
         stations=stations,
-        bubbles=_bubbles(stages, period),
-    )
-
-
-def _bubbles(stages: list[StageTime], period: float) -> Bubbles:
-    """Idle shares, averaged over stages; the slowest stage's wait is starvation."""
-    slowest = max(time.occupancy for time in stages)
-    scale = 1.0 / (len(stages) * period)
-    return Bubbles(
-        load_imbalance=scale * sum(slowest - s.occupancy + s.sampling for s in stages),
-        intra_stage=scale * sum(s.preparation for s in stages),
-        inter_stage=scale * sum(s.transfer for s in stages),
-        starved=scale * len(stages) * (period - slowest),
+        bubbles=Bubbles(
+            load_imbalance=scale * sum(slowest - s.occupancy + s.sampling for s in stages),
+            intra_stage=scale * sum(s.preparation for s in stages),
+            inter_stage=scale * sum(s.transfer for s in stages),
+            starved=scale * len(stages) * (period - slowest),  # the slowest stage waits, too
+        ),
     )
