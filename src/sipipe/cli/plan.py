@@ -213,6 +213,6 @@ def _print_json(plan: Plan, calibration: Calibration | None, checks: list[LoopCh
     if calibration is not None:
         found["calibration"] = {
             **calibration.to_dict(),
-            "loop": [{**dataclasses.asdict(check), "error": check.error} for check in checks],
+            "loop": [dataclasses.asdict(check) for check in checks],
         }
     print(json.dumps(found, indent=2))

@@ -10,7 +10,7 @@ from rich.table import Table
 from sipipe.tools.planner.calibration import Calibration
 from sipipe.tools.planner.memory import kv_bytes_per_token
 from sipipe.tools.planner.plan import Choice, Plan, Prediction
-from sipipe.tools.planner.report import SEVERAL_HOSTS, limits, serve_commands
+from sipipe.tools.planner.report import SEVERAL_HOSTS, serve_commands
 from sipipe.tools.planner.traces import LoopCheck
 
 __all__ = ["print_tables"]
@@ -101,13 +101,13 @@ def _cells(choice: Choice) -> list[str]:
         return [f"{prediction.throughput:,.0f}", f"{prediction.tpot * 1e3:.1f}", f"{idle:.0%}"]
 
     rate, delay, idle = shown(choice.best)
-    mark = " *" if choice.best.unmeasured else ""
+    best, mark = choice.best, " *" if choice.best.unmeasured else ""
     return [
         *(str(choice.p), str(choice.t), rate, delay),
         f"{choice.best.batch:,}",
         f"{choice.memory.kv_tokens:,}",
         idle,
-        limits(choice.best) + mark,
+        f"{best.iteration.limit}; {best.capped_by}{mark}",
         *shown(choice.baseline),
         "" if choice.gain is None else f"{choice.gain:.2f}x",
     ]

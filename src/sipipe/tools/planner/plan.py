@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -182,23 +181,16 @@ class _Search:
             _RuledOutError: there is none.
         """
         facts, cluster, workload = self.costs.facts, self.costs.cluster, self.workload
-        _check_divisible(facts, p, t)
-        measure = functools.partial(
-            memory_of,
-            facts,
-            cluster=cluster,
-            efficiency=self.costs.efficiency,
-            utilization=workload.memory_utilization,
-            kv_element_bytes=self.costs.kv_element_bytes,
-        )
+        if reason := _indivisible(facts, p, t):
+            raise _RuledOutError(reason)
         even = place(facts.layers, p, t, cluster.devices_per_host)
         cut = cut_layers(facts, p, t, device=cluster.device.kind)
         placement = place(facts.layers, p, t, cluster.devices_per_host, cut)
-        memory, even_memory = measure(placement), measure(even)
+        memory, even_memory = self._memory(placement), self._memory(even)
         if _lack(memory, workload):
             placement, memory = even, even_memory
-        if lack := _lack(memory, workload):
-            raise _RuledOutError(lack)
+        if reason := _lack(memory, workload):
+            raise _RuledOutError(reason)
         cores = self.samplers or cluster.sampler_cores
         best = self._best_inflight(placement, memory, cores)
         baseline, reason = None, ""
@@ -218,6 +210,16 @@ class _Search:
             baseline_reason=reason,
             samplers=self.samplers or self._enough_samplers(placement, best.iteration, cores),
             communication_bytes=volume * workload.tokens_per_sequence * facts.activation_bytes,
+        )
+
+    def _memory(self, placement: Placement) -> Memory:
+        return memory_of(
+            self.costs.facts,
+            placement,
+            cluster=self.costs.cluster,
+            efficiency=self.costs.efficiency,
+            utilization=self.workload.memory_utilization,
+            kv_element_bytes=self.costs.kv_element_bytes,
         )
 
     def _best_inflight(self, placement: Placement, memory: Memory, cores: int) -> Prediction:
@@ -311,22 +313,19 @@ class _Search:
         )
 
 
-def _check_divisible(facts: ModelFacts, p: int, t: int) -> None:
-    """Raise where the model cannot be cut this way."""
-    attention = facts.attention
-    kv, block = attention.kv_heads, ""
+def _indivisible(facts: ModelFacts, p: int, t: int) -> str:
+    """Why the model cannot be cut this way; empty if it can."""
+    attention, kv = facts.attention, facts.attention.kv_heads
     if p > facts.layers:
-        raise _RuledOutError(f"{p} stages for {facts.layers} layers")
+        return f"{p} stages for {facts.layers} layers"
     if attention.heads % t:
-        raise _RuledOutError(f"{attention.heads} attention heads do not divide by t = {t}")
+        return f"{attention.heads} attention heads do not divide by t = {t}"
     if attention.kind == "gqa" and kv % t and t % kv:
-        raise _RuledOutError(f"{kv} KV heads and t = {t}: neither divides the other")
+        return f"{kv} KV heads and t = {t}: neither divides the other"
     if facts.intermediate % (t * facts.block):
-        if facts.block > 1:
-            block = f" into whole blocks of {facts.block}"
-        raise _RuledOutError(
-            f"feed-forward width {facts.intermediate} does not divide by t = {t}{block}"
-        )
+        block = f" into whole blocks of {facts.block}" if facts.block > 1 else ""
+        return f"feed-forward width {facts.intermediate} does not divide by t = {t}{block}"
+    return ""
 
 
 def _lack(memory: Memory, workload: Workload) -> str:

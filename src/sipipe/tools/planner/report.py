@@ -10,8 +10,7 @@ from typing import Any
 from sipipe.tools.planner.memory import kv_bytes_per_token
 from sipipe.tools.planner.plan import Choice, Plan, Prediction
 
-__all__ = ["SEVERAL_HOSTS", "limits", "plan_to_dict", "serve_commands"]
-
+__all__ = ["SEVERAL_HOSTS", "plan_to_dict", "serve_commands"]
 
 SEVERAL_HOSTS = (
     "HOST0 is the first host's address. This SiPipe starts stages on one host only and refuses "
@@ -19,11 +18,6 @@ SEVERAL_HOSTS = (
     "--tensor-parallel-size T` without --samplers and --inflight"
 )
 """What to know about the serve commands of more than one host, today."""
-
-
-def limits(prediction: Prediction) -> str:
-    """What the time goes to, and what keeps the batch from growing."""
-    return f"{prediction.iteration.limit}; {prediction.capped_by}"
 
 
 def serve_commands(plan: Plan, choice: Choice) -> list[str]:

@@ -48,11 +48,8 @@ class LoopCheck:
     """The calibrated model's time per output token, seconds."""
     limit: str
     """What the prediction spends its time on."""
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, less 1."""
-        return self.predicted / self.measured - 1.0
+    error: float
+    """Predicted over measured, less 1."""
 
 
 def calibrate_from_traces(
@@ -65,16 +62,12 @@ def calibrate_from_traces(
     """
     sheet = datasheet_costs(facts, cluster, workload)
     cores = max(1, cluster.device.cores)
-    traces = [_read(directory) for directory in directories]
-    costs = calibrate(sheet, [run_of(trace, cores=cores) for trace in traces])
-    return costs, [check for trace in traces for check in check_loop(costs, trace)]
-
-
-def _read(directory: str) -> Trace:
     try:
-        return read_trace(directory)
+        traces = [read_trace(directory) for directory in directories]
     except TraceError as error:
         raise ConfigError(f"--calibrate: {error}") from None
+    costs = calibrate(sheet, [run_of(trace, cores=cores) for trace in traces])
+    return costs, [check for trace in traces for check in check_loop(costs, trace)]
 
 
 def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
@@ -105,6 +98,7 @@ def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
                 measured=seconds,
                 predicted=predicted.delay,
                 limit=predicted.limit,
+                error=predicted.delay / seconds - 1.0,
             )
         )
     return found
@@ -151,18 +145,15 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
         elif process.header.role != "stage":
             found += _observations(process.records, -1, "sample")
     found += _turnarounds(trace)
-    layers = {process.header.index: process.header.layers for process in stages}
+    counts = {process.header.index: process.header.layers for process in stages}
+    layers = tuple(counts[stage] for stage in sorted(counts))
     return Run(
         p=trace.stages,
         t=1 + max((process.header.rank for process in stages), default=0),
         observations=found,
         engine="vllm" if "stock" in trace.label.lower() else "sipipe",
         cores=cores,
-        layers=(
-            tuple(layers[stage] for stage in sorted(layers))
-            if len(layers) == trace.stages and all(layers.values())
-            else None
-        ),
+        layers=layers if len(layers) == trace.stages and all(layers) else None,
     )
 
 
@@ -190,11 +181,9 @@ def _turnarounds(trace: Trace) -> list[Observation]:
             if free is None or free > start or prepared.get(iteration, free) >= free:
                 continue
             if sent is None or sent.get(iteration, free) < free:
-                batch, tokens = int(row["batch"]), int(row["tokens"])
+                size = int(row["batch"]), int(row["tokens"])
                 seconds = (start - free) * 1e-9
-                found.append(
-                    Observation(process.header.index, "turnaround", batch, tokens, seconds)
-                )
+                found.append(Observation(process.header.index, "turnaround", *size, seconds))
         sent = ends(records, Phase.SEND)
     return found[-_MOST:]
 
