@@ -166,9 +166,13 @@ def _fit(key: str, rows: list[tuple[Terms, Observation]]) -> Fit:
     """Fit to all; the errors are those on one half of a fit to the other."""
     values = [tuple(terms.values()) for terms, _ in rows]
     seconds = np.asarray([seen.seconds for _, seen in rows])
-    errors = _held_out_errors(values, seconds)
-    keys, means, counts, dropped = group_means(values, seconds)
-    coefficients = fit_robustly(np.asarray(keys), means, counts)
+    matrix, means, counts, dropped = group_means(values, seconds)
+    coefficients = fit_robustly(matrix, means, counts)
+    # Relative errors of the odd records' group means, predicted from the even records.
+    even_matrix, even_means, even_counts, _ = group_means(values[::2], seconds[::2])
+    odd_matrix, odd_means, odd_counts, _ = group_means(values[1::2], seconds[1::2])
+    predicted = odd_matrix @ fit_robustly(even_matrix, even_means, even_counts)
+    errors = np.repeat(np.abs(predicted / odd_means - 1.0), odd_counts.astype(int))
     batches = [float(seen.batch) for _, seen in rows]
     tokens = [float(seen.tokens) for _, seen in rows]
     return Fit(
@@ -182,15 +186,6 @@ def _fit(key: str, rows: list[tuple[Terms, Observation]]) -> Fit:
         batch_range=(min(batches), max(batches)),
         tokens_range=(min(tokens), max(tokens)),
     )
-
-
-def _held_out_errors(values: list[tuple[float, ...]], seconds: Any) -> Any:
-    """Relative errors of group means of the odd records, predicted from the even ones."""
-    keys, means, counts, _ = group_means(values[::2], seconds[::2])
-    coefficients = fit_robustly(np.asarray(keys), means, counts)
-    keys, means, counts, _ = group_means(values[1::2], seconds[1::2])
-    errors = np.abs(np.asarray(keys) @ coefficients / means - 1.0)
-    return np.repeat(errors, counts.astype(int))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Time and volume of what travels between devices.
 
-Derivations and the comparison with the paper are in docs/planner.md, sections 3 and 6.
+Derivations and the comparison with the paper are in docs/planner.md, sections 5 and 8.
 """
 
 from __future__ import annotations
@@ -80,11 +80,6 @@ def volume_per_device(layers: int, hidden: int, tokens: float, p: int, t: int) -
     """Elements that one device sends while ``tokens`` tokens pass the pipeline, on average.
 
     Two all-reduces a layer move ``2 (t - 1) / t`` of their message each, and ``p - 1`` of ``p``
-    stages hand the hidden states on once::
-
-        C(p, t) = tokens hidden (4 layers (t - 1) / (p t) + (p - 1) / p)
-
-    The paper writes ``p - 1`` for the last term, which is what all stages send together, not one
-    device (docs/planner.md, slip 1).
+    stages hand the hidden states on once.
     """
     return tokens * hidden * (4 * layers * (t - 1) / (p * t) + (p - 1) / p)

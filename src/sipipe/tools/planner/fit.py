@@ -48,18 +48,18 @@ class Fit:
 
 
 def group_means(
-    keys: Sequence[tuple[float, ...]], seconds: Array, *, outlier: float = 3.0
-) -> tuple[list[tuple[float, ...]], Array, Array, int]:
-    """Mean time of the records that share a key.
+    records: Sequence[tuple[float, ...]], seconds: Array, *, outlier: float = 3.0
+) -> tuple[Array, Array, Array, int]:
+    """Mean time of the records that have the same terms.
 
     A record over ``outlier`` times its group's median is left out: a compilation, not a cost.
 
     Returns:
-        The distinct keys, their mean seconds, how many records each has, and how many were
-        left out.
+        The distinct keys as [keys, terms], their mean seconds, how many records each has, and how
+        many were left out.
     """
     groups: dict[tuple[float, ...], list[float]] = {}
-    for key, value in zip(keys, seconds, strict=True):
+    for key, value in zip(records, seconds, strict=True):
         groups.setdefault(key, []).append(float(value))
     means, counts = [], []
     for values in groups.values():
@@ -68,7 +68,8 @@ def group_means(
         means.append(kept.mean())
         counts.append(len(kept))
     dropped = len(seconds) - sum(counts)
-    return list(groups), np.asarray(means), np.asarray(counts, dtype=np.float64), dropped
+    keys = np.asarray(list(groups))
+    return keys, np.asarray(means), np.asarray(counts, dtype=np.float64), dropped
 
 
 def fit_terms(matrix: Array, seconds: Array, weights: Array) -> Array:

@@ -85,13 +85,13 @@ def memory_of(
     for stage in placement.stages:
         weights = weight_bytes(facts, stage)
         free = available - weights - workspace
-        tokens = int(free // kv_bytes(facts, stage, kv_element_bytes))
-        stages.append((tokens, -weights, stage.index))
-    tokens, negative, index = min(stages)
-    return Memory(
-        stage=index,
-        weights=-negative,
-        workspace=workspace,
-        available=available,
-        kv_tokens=tokens,
-    )
+        stages.append(
+            Memory(
+                stage=stage.index,
+                weights=weights,
+                workspace=workspace,
+                available=available,
+                kv_tokens=int(free // kv_bytes(facts, stage, kv_element_bytes)),
+            )
+        )
+    return min(stages, key=lambda memory: (memory.kv_tokens, -memory.weights))

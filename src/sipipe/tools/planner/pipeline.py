@@ -1,19 +1,12 @@
 """Throughput and delay of a pipeline in steady state, and where its devices idle.
 
-The pipeline is a closed loop: ``m`` microbatches circulate, each passes every stage, the sampler
-and the scheduler, and returns. Two things bound the time between two microbatches at any point:
-
-- no station can take the next one before it has finished this one: ``period >= occupancy``;
-- a microbatch cannot start its next round before it has ended this one, and there are ``m`` of
-  them: ``period >= round trip / m``.
-
-For constant times the larger of these bounds is reached (it is the maximum cycle mean of the
-event graph, whose only cycles are these two kinds), so::
+The pipeline is a closed loop of ``m`` microbatches. A station takes one at a time, and a microbatch
+begins its next round after it has ended this one, so the period between two microbatches is::
 
     period = max(max_i occupancy_i, preparation, copy, sampling, schedule, round_trip / m)
 
-A sequence gets one token per round of all microbatches: ``delay = m period``, and the throughput
-is ``B / delay`` for ``B`` running sequences (docs/planner.md, section 4).
+(docs/planner.md, section 6, says why this bound is reached.) A sequence gets one token per round
+of all microbatches: ``delay = m period``.
 """
 
 from __future__ import annotations
