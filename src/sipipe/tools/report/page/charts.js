@@ -1,23 +1,22 @@
 // Curves: cumulative distributions and utilization over time.
 
-const plots = [];
+const plots = []; // functions that build a chart anew, in the colours and width of the moment
 
 function plot(host, heading, series, options) {
-  const holder = document.createElement("div");
-  holder.append(Object.assign(document.createElement("h3"), { textContent: `${heading} (${options.unit})` }));
-  const body = document.createElement("div");
-  holder.append(body);
-  host.append(holder);
+  const body = element("div");
+  host.append(element("div", {}, element("h3", { textContent: `${heading} (${options.unit})` }), body));
   const tables = series.map((s) => [s.x, s.y]);
   const joined = tables.length > 1 ? uPlot.join(tables) : tables[0];
-  const entry = { body, chart: null };
-  entry.build = () => {
-    entry.chart?.destroy();
-    entry.chart = new uPlot({
+  const axis = (own) => ({
+    stroke: () => colours.muted, grid: { stroke: () => colours.grid }, ticks: { show: false }, font: font(12), ...own,
+  });
+  let chart = null;
+  const build = () => {
+    chart?.destroy();
+    chart = new uPlot({
       width: body.clientWidth, height: 230, padding: [8, 12, 0, 0],
       scales: { x: { time: false, range: options.x }, y: { range: options.y } },
       cursor: { y: false, drag: { x: true, y: false } },
-      legend: { live: true },
       series: [
         { label: "at", value: (u, v) => (v == null ? "" : options.format(v)) },
         ...series.map((s) => ({
@@ -25,16 +24,11 @@ function plot(host, heading, series, options) {
           value: (u, v) => (v == null ? "" : options.value(v)),
         })),
       ],
-      axes: [
-        { stroke: () => colours.muted, grid: { stroke: () => colours.grid }, ticks: { show: false }, size: 30,
-          font: '12px system-ui, "DejaVu Sans", sans-serif' },
-        { stroke: () => colours.muted, grid: { stroke: () => colours.grid }, ticks: { show: false }, size: 46, values: (u, splits) => splits.map(options.value),
-          font: '12px system-ui, "DejaVu Sans", sans-serif' },
-      ],
+      axes: [axis({ size: 30 }), axis({ size: 46, values: (u, splits) => splits.map(options.value) })],
     }, joined, body);
   };
-  plots.push(entry);
-  entry.build();
+  plots.push(build);
+  build();
 }
 
 const runColour = (number) => () => (number === 0 ? colours.accent : colours.kind[1]);
@@ -56,9 +50,9 @@ function drawCdfs(host) {
   const series = [];
   data.runs.forEach((run, number) => Object.entries(run.cdf.forward).forEach(([name, curve], stage) => {
     if (!curve.x.length) return;
-    series.push({ ...curve, label: (data.runs.length > 1 ? ["A ", "B "][number] : "") + name, colour: () => colours.slot[stage % SLOTS], dash: number ? [5, 4] : undefined });
+    series.push({ ...curve, label: (compared ? ["A ", "B "][number] : "") + name, colour: () => colours.slot[stage % SLOTS], dash: number ? [5, 4] : undefined });
   }));
-  if (series.length && series.length <= 24) plot(host, "Forward time by stage" + (data.runs.length > 1 ? " (B dashed)" : ""), series, { ...common, x: cdfRange(series) });
+  if (series.length && series.length <= 24) plot(host, "Forward time by stage" + (compared ? " (B dashed)" : ""), series, { ...common, x: cdfRange(series) });
 }
 
 function average(curves) {
@@ -71,11 +65,11 @@ function drawUtilization(host) {
   const device = [], cores = [];
   data.runs.forEach((run, number) => {
     const { t, device: stages, cores: used } = run.utilization, dash = number ? [5, 4] : undefined;
-    const mark = data.runs.length > 1 ? ` · ${run.summary.label}` : "";
+    const mark = compared ? ` · ${run.summary.label}` : "";
     const entries = Object.entries(stages);
-    if (data.runs.length === 1 && entries.length > 1 && entries.length <= 16)
+    if (!compared && entries.length > 1 && entries.length <= 16)
       entries.forEach(([name, y], stage) => device.push({ x: t, y, label: name, colour: () => colours.slot[stage % SLOTS], width: 1 }));
-    if (entries.length) device.push({ x: t, y: average(entries.map((e) => e[1])), label: "all stages" + mark, colour: data.runs.length > 1 ? runColour(number) : () => colours.ink, width: 2 });
+    if (entries.length) device.push({ x: t, y: average(entries.map((e) => e[1])), label: "all stages" + mark, colour: compared ? runColour(number) : () => colours.ink, width: 2 });
     for (const [role, colour] of [["stage", 0], ["sampler", 1], ["executor", 2]]) {
       const own = Object.entries(used).filter(([name]) => name.startsWith(role)).map((e) => e[1]);
       if (own.length) cores.push({ x: t, y: average(own).map((v) => v * own.length), label: (role === "executor" ? role : role + "s") + mark, colour: () => colours.slot[colour], dash });

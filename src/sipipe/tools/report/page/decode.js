@@ -8,21 +8,14 @@ async function inflate(text) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-async function decodeColumn(column, count) {
-  const bytes = await inflate(column.data);
-  if (column.size < 8) return integers(bytes, 0, column.size, count);
-  const low = integers(bytes, 0, 4, count), high = integers(bytes, 4 * count, 4, count);
-  return Float64Array.from(high, (value, i) => value * 2 ** 32 + (low[i] >>> 0));
-}
-
-// `size` byte planes from `first` on, lowest first, to signed integers.
-function integers(bytes, first, size, count) {
-  const values = new Int32Array(count), unused = 32 - 8 * size;
-  for (let plane = 0; plane < size; plane++) {
-    const offset = first + plane * count, shift = 8 * plane;
-    for (let i = 0; i < count; i++) values[i] |= bytes[offset + i] << shift;
-  }
-  if (unused) for (let i = 0; i < count; i++) values[i] = (values[i] << unused) >> unused;
+// `size` byte planes, lowest first, to signed integers.
+async function decodeColumn({ size, data: text }, count) {
+  const bytes = await inflate(text), values = new (size < 8 ? Int32Array : Float64Array)(count);
+  for (let plane = size - 1; plane >= 0; plane--)
+    for (let i = 0; i < count; i++) {
+      const byte = bytes[plane * count + i];
+      values[i] = plane === size - 1 ? (byte << 24) >> 24 : values[i] * 256 + byte; // the sign is in the highest
+    }
   return values;
 }
 

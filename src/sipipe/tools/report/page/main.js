@@ -6,9 +6,8 @@ let longest = [], nextBubble = 0;
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   readColours();
-  for (const run of data.runs) for (const lane of run.lanes) lane.painted = false;
   if (timelines.length) redraw();
-  for (const entry of plots) entry.build();
+  for (const build of plots) build();
 }
 
 function describe() {
@@ -82,7 +81,7 @@ async function start() {
   drawUtilization($("util"));
   drawBubbles($("bubbles"));
   drawPhases($("phases"));
-  data.runs.forEach((run, index) => makeTimeline(run, index, $("timeline")));
+  for (const run of data.runs) makeTimeline(run, $("timeline"));
   if (!viewFromHash()) firstView();
   window.addEventListener("hashchange", viewFromHash);
   document.addEventListener("keydown", onKey);
@@ -91,7 +90,7 @@ async function start() {
     if (width === document.body.clientWidth) return;
     width = document.body.clientWidth;
     timelines.forEach(buildChart);
-    plots.forEach((entry) => entry.build());
+    for (const build of plots) build();
     redraw();
   }).observe(document.body);
   for (const run of data.runs) for (const lane of run.lanes) { await decodeLane(lane); redraw(); }

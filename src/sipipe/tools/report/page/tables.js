@@ -5,6 +5,13 @@ function element(tag, properties = {}, ...children) {
   made.append(...children);
   return made;
 }
+
+// Where two runs are compared, each part of the page says which run it shows.
+const compared = data.runs.length > 1;
+function nameRun(host, run, tag, className) {
+  if (compared) host.append(element(tag, { className, textContent: run.summary.label }));
+}
+const stageName = (s) => `stage ${s.stage}` + (s.rank ? `.${s.rank}` : "");
 const title = (kind) => ({ busy: "Busy", load_imbalance: "Load imbalance", intra_stage: "Intra-stage", inter_stage: "Inter-stage", unscheduled: "Unscheduled" }[kind] || kind);
 const number = (v, digits = 3) => (v == null ? "–" : v >= 1000 ? Math.round(v).toLocaleString("en") : Number(v.toPrecision(digits)).toString());
 const share = (v) => (v * 100).toFixed(v < 0.0995 ? 1 : 0) + "%";
@@ -48,9 +55,9 @@ function drawTiles(host) {
     host.append(tile("Sampler per sequence", pick((s) => s.sampler_ms_per_sequence && s.sampler_ms_per_sequence * 1e3).slice(0, 1), { unit: "µs" }));
   const wide = element("div", { className: "tile wide" }, element("div", { className: "name", textContent: "Time of all devices" }));
   const runs = element("div", { className: "runs" });
-  for (const s of all) {
-    if (all.length > 1) runs.append(element("div", { className: "label", textContent: s.label }));
-    runs.append(stack(s.share));
+  for (const run of data.runs) {
+    nameRun(runs, run, "div", "label");
+    runs.append(stack(run.summary.share));
   }
   wide.append(runs, legendKeys(data.kinds.map((k) => [title(k), `var(--${k})`])));
   host.append(wide);
@@ -80,10 +87,10 @@ function drawBreakdown(host) {
   const perIteration = (s) => (s.iterations ? s.wall_ns / s.iterations / 1e6 : 0);
   const longest = Math.max(...data.runs.flatMap((run) => run.summary.stage_table.map(perIteration)), 1e-9);
   for (const run of data.runs) {
-    if (data.runs.length > 1) host.append(element("div", { className: "group", textContent: run.summary.label }));
+    nameRun(host, run, "div", "group");
     for (const s of run.summary.stage_table) {
       host.append(element("div", { className: "row" },
-        element("div", { textContent: `stage ${s.stage}` + (s.rank ? `.${s.rank}` : "") }),
+        element("div", { textContent: stageName(s) }),
         stack(s.share, perIteration(s) / longest),
         element("div", { className: "end", textContent: number(perIteration(s)) + " ms" })));
     }
@@ -93,12 +100,8 @@ function drawBreakdown(host) {
 function table(columns, rows) {
   const head = element("tr", {}, ...columns.map((c) => element("th", { textContent: c.name, className: c.text ? "text" : "", scope: "col" })));
   const body = rows.map((row) => {
-    const line = element("tr", { className: row.className || "" }, ...columns.map((c) => {
-      const cell = element("td", { className: c.text ? "text" : "" });
-      const value = c.cell(row);
-      cell.append(...(value instanceof Array ? value : [value]));
-      return cell;
-    }));
+    const line = element("tr", { className: row.className || "" }, ...columns.map((c) =>
+      element("td", { className: c.text ? "text" : "" }, ...[c.cell(row)].flat())));
     if (row.colour) line.style.setProperty("--c", row.colour);
     return line;
   });
@@ -118,12 +121,12 @@ function drawBubbles(host) {
       });
     });
     add("Wall time", stages.map((s) => s.wall_ns), { className: "sum" });
-    const per = (ns, s) => number(ns / 1e6 / Math.max(1, s.iterations));
-    if (data.runs.length > 1) host.append(element("h3", { textContent: run.summary.label }));
+    const ms = (ns, s) => ns / 1e6 / Math.max(1, s.iterations);
+    nameRun(host, run, "h3", "");
     host.append(table([
       { name: "ms per iteration", text: true, cell: (r) => (r.className === "kind" ? [element("span", { className: "dot" }), r.name] : r.name) },
-      ...stages.map((s, i) => ({ name: `stage ${s.stage}` + (s.rank ? `.${s.rank}` : ""), cell: (r) => per(r.values[i], s) })),
-      { name: "mean", cell: (r) => number(r.values.reduce((sum, ns, i) => sum + ns / 1e6 / Math.max(1, stages[i].iterations), 0) / stages.length) },
+      ...stages.map((s, i) => ({ name: stageName(s), cell: (r) => number(ms(r.values[i], s)) })),
+      { name: "mean", cell: (r) => number(r.values.reduce((sum, ns, i) => sum + ms(ns, stages[i]), 0) / stages.length) },
       { name: "seconds", cell: (r) => number(r.total / 1e9, 4) },
       { name: "share", cell: (r) => share(r.total / (wall * stages.length)) },
     ], rows));
@@ -161,7 +164,7 @@ function drawLongest(host, found) {
   };
   host.append(table([
     { name: "kind", text: true, cell: (b) => [element("span", { className: "dot" }), title(data.kinds[b.kind])] },
-    ...(data.runs.length > 1 ? [{ name: "run", text: true, cell: (b) => data.runs[b.run].summary.label }] : []),
+    ...(compared ? [{ name: "run", text: true, cell: (b) => data.runs[b.run].summary.label }] : []),
     { name: "stage", text: true, cell: (b) => b.lane.group },
     { name: "because", text: true, cell: (b) => data.cause_text[b.lane.what[b.i]] },
     { name: "before iteration", cell: (b) => (b.lane.iteration[b.i] < 0 ? "–" : String(b.lane.iteration[b.i])) },
@@ -177,7 +180,7 @@ function showBubble(b) {
 
 function drawPhases(host) {
   for (const run of data.runs) {
-    if (data.runs.length > 1) host.append(element("h3", { textContent: run.summary.label }));
+    nameRun(host, run, "h3", "");
     host.append(table([
       { name: "process", text: true, cell: (r) => r.process },
       { name: "phase", text: true, cell: (r) => r.phase.replaceAll("_", " ") },

@@ -23,23 +23,15 @@ function seconds(span) {
   return (v) => (view.total < 1 ? (v * 1e3).toFixed(Math.max(0, digits - 3)) + " ms" : v.toFixed(digits) + " s");
 }
 
-function makeTimeline(run, number, host) {
-  const holder = document.createElement("div");
-  holder.className = "run";
-  if (data.runs.length > 1) {
-    const label = document.createElement("div");
-    label.className = "label";
-    label.textContent = run.summary.label;
-    holder.append(label);
-  }
-  const overview = document.createElement("canvas");
-  overview.className = "overview";
-  const body = document.createElement("div");
+function makeTimeline(run, host) {
+  const overview = element("canvas", { className: "overview" }), body = element("div");
+  const holder = element("div", { className: "run" });
+  nameRun(holder, run, "div", "label");
   holder.append(overview, body);
   host.append(holder);
   const timeline = { run, overview, body, chart: null, layout: null };
   timelines.push(timeline);
-  bindOverview(timeline);
+  bindOverview(overview);
   bindTouch(body);
   buildChart(timeline);
 }
@@ -56,7 +48,7 @@ function buildChart(timeline) {
     series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
     axes: [
       { stroke: () => colours.muted, grid: { show: false }, ticks: { stroke: () => colours.line, size: 5 }, size: 32, space: narrow() ? 78 : 90,
-        font: '12px system-ui, "DejaVu Sans", sans-serif',
+        font: font(12),
         values: (u, splits) => splits.map(seconds(u.scales.x.max - u.scales.x.min)) },
       { size: gutter, values: () => [], grid: { show: false }, ticks: { show: false } },
     ],
@@ -88,49 +80,31 @@ function buildChart(timeline) {
 function drawTimeline(u, timeline) {
   const ctx = u.ctx, ratio = uPlot.pxRatio, small = narrow();
   ctx.save();
-  ctx.font = `${12 * ratio}px system-ui, "DejaVu Sans", sans-serif`;
   for (const row of timeline.layout.rows) {
     const box = { left: u.bbox.left, width: u.bbox.width, top: u.bbox.top + row.top * ratio, height: row.height * ratio };
     if (row.name) {
+      ctx.font = font(12 * ratio);
       ctx.fillStyle = colours.ink;
       ctx.textAlign = "left";
       ctx.textBaseline = small ? "bottom" : "middle";
       ctx.fillText(row.name, small ? box.left : 2 * ratio, small ? box.top - 1 * ratio : box.top + box.height / 2);
     }
-    if (row.lane.start) drawLane(ctx, row.lane, box, view.from, view.to, view.total, ratio);
-    ctx.font = `${12 * ratio}px system-ui, "DejaVu Sans", sans-serif`;
+    if (row.lane.start) drawLane(ctx, row.lane, box, ratio);
   }
   ctx.restore();
 }
 
 // The strip above: shares of all devices over the whole run, and the part that is shown.
-function drawOverview(timeline) {
-  const canvas = timeline.overview, ratio = devicePixelRatio || 1;
-  const width = Math.round(canvas.clientWidth * ratio), height = Math.round(canvas.clientHeight * ratio);
-  canvas.width = width;
-  canvas.height = height;
-  const ctx = canvas.getContext("2d"), kinds = colours.category.length;
-  const devices = timeline.run.lanes.filter((lane) => lane.kind === "device" && lane.start);
+function drawOverview({ overview: canvas, run }) {
+  const ratio = devicePixelRatio || 1, ctx = canvas.getContext("2d");
+  const width = (canvas.width = Math.round(canvas.clientWidth * ratio));
+  const height = (canvas.height = Math.round(canvas.clientHeight * ratio));
   ctx.fillStyle = colours.grid;
   ctx.fillRect(0, 0, width, height);
-  const columns = Math.min(width, BINS);
-  const sums = new Float32Array(columns * kinds);
-  for (const lane of devices) shares(lane, 0, view.total, columns, view.total).forEach((v, i) => { sums[i] += v; });
-  for (let column = 0; column < columns; column++) {
-    let all = 0, busy = 0;
-    for (let k = 0; k < kinds; k++) all += sums[column * kinds + k];
-    for (let k = 0; k < SLOTS; k++) busy += sums[column * kinds + k];
-    if (!all) continue;
-    let bottom = height;
-    const part = (amount, colour) => {
-      const size = (amount / all) * height;
-      ctx.fillStyle = colour;
-      ctx.fillRect((column * width) / columns, bottom - size, width / columns + 0.5, size);
-      bottom -= size;
-    };
-    part(busy, colours.busy);
-    for (let kind = 1; kind < data.kinds.length; kind++) part(sums[column * kinds + SLOTS + kind], colours.kind[kind]);
-  }
+  const sums = new Float32Array(width * colours.category.length);
+  for (const lane of run.lanes)
+    if (lane.kind === "device" && lane.start) shares(lane, 0, view.total, width).forEach((v, i) => { sums[i] += v; });
+  drawShares(ctx, sums, { left: 0, top: 0, height }, 0);
   const left = (view.from / view.total) * width, right = (view.to / view.total) * width;
   ctx.fillStyle = colours.card;
   ctx.globalAlpha = 0.62;
@@ -142,21 +116,19 @@ function drawOverview(timeline) {
   ctx.strokeRect(Math.min(left, width - 3), 1, Math.max(right - left, 2.5 * ratio), height - 2);
 }
 
-function bindOverview(timeline) {
-  const canvas = timeline.overview;
-  let held = null;
+function bindOverview(canvas) {
+  let held = null; // how far behind the start of what is shown the pointer holds it
   const at = (event) => ((event.clientX - canvas.getBoundingClientRect().left) / canvas.clientWidth) * view.total;
+  const drag = (event) => {
+    if (held !== null) setView(at(event) - held, at(event) - held + (view.to - view.from));
+  };
   canvas.addEventListener("pointerdown", (event) => {
     canvas.setPointerCapture(event.pointerId);
-    const t = at(event), span = view.to - view.from;
-    held = t >= view.from && t <= view.to ? t - view.from : span / 2;
-    setView(t - held, t - held + span);
+    const t = at(event);
+    held = t >= view.from && t <= view.to ? t - view.from : (view.to - view.from) / 2;
+    drag(event);
   });
-  canvas.addEventListener("pointermove", (event) => {
-    if (held === null) return;
-    const t = at(event), span = view.to - view.from;
-    setView(t - held, t - held + span);
-  });
+  canvas.addEventListener("pointermove", drag);
   for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, () => { held = null; });
 }
 
@@ -237,7 +209,7 @@ function showTip(u, timeline) {
   if (lane.batch?.[hit]) lines.push(`${lane.batch[hit]} sequences · ${lane.tokens[hit]} tokens`);
   if (lane.kind === "device" && !busy) lines.unshift(title(data.kinds[data.kind_of[lane.what[hit]]]) + " bubble");
   lines.push(`from ${lane.start[hit].toFixed(6)} s`);
-  tip.replaceChildren(Object.assign(document.createElement("b"), { textContent: name }), ...lines.map((text) => Object.assign(document.createElement("div"), { textContent: text })));
+  tip.replaceChildren(element("b", { textContent: name }), ...lines.map((text) => element("div", { textContent: text })));
   tip.hidden = false;
   const box = u.over.getBoundingClientRect();
   tip.style.left = Math.min(box.left + left + 14, window.innerWidth - tip.offsetWidth - 6) + "px";
