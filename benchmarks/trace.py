@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import report
+from sipipe.observe.format import Header
 from sipipe.observe.live import LivePage
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder, open_recorder
@@ -42,12 +43,14 @@ PHASES = (
 def recorders(base: Path, page: LivePage) -> dict[str, Callable[[], Recorder]]:
     """The recorders to compare, by name."""
     return {
-        "off": lambda: open_recorder(None, "stage"),
-        "file": lambda: open_recorder(base / "file", "stage", 1),
+        "off": lambda: open_recorder(None, Header(role="stage")),
+        "file": lambda: open_recorder(base / "file", Header(role="stage", index=1)),
         "file and live page": lambda: open_recorder(
-            base / "both", "stage", 1, sinks=[page.writer("stage", 1)]
+            base / "both", Header(role="stage", index=1), [page.writer("stage", 1)]
         ),
-        "live page": lambda: open_recorder(None, "stage", 1, sinks=[page.writer("stage", 1)]),
+        "live page": lambda: open_recorder(
+            None, Header(role="stage", index=1), [page.writer("stage", 1)]
+        ),
     }
 
 

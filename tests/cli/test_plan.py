@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from sipipe.cli import main
+from sipipe.observe.format import Header
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import open_recorder
 
@@ -164,7 +165,9 @@ def record_run(directory, *, p, batches, iterations=80):
     milli = 1_000_000
     processes = [("executor", 0), *(("stage", index) for index in range(p)), ("sampler", 0)]
     for role, index in processes:
-        recorder = open_recorder(str(directory), role, index, stages=p, inflight=p + 1, run="one")
+        recorder = open_recorder(
+            str(directory), Header(role=role, index=index, stages=p, inflight=p + 1, run="one")
+        )
         clock = 0
         for iteration in range(iterations):
             batch = batches[iteration % len(batches)]

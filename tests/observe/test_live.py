@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sipipe.observe.format import TraceError
+from sipipe.observe.format import Header, TraceError
 from sipipe.observe.live import LivePage, Word, find, run_id
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import FileRecorder, open_recorder
@@ -109,7 +109,7 @@ def test_what_is_no_page_is_refused(tmp_path):
 
 
 def test_recorder_without_a_file_feeds_the_page(page):
-    recorder = open_recorder(None, "sampler", 1, sinks=[page.writer("sampler", 1)])
+    recorder = open_recorder(None, Header(role="sampler", index=1), [page.writer("sampler", 1)])
     assert not isinstance(recorder, FileRecorder)
     recorder.record(Phase.WAIT_LOGITS, 4, 0, 0, 1000, batch=8)
     recorder.record(Phase.SAMPLE, 4, 0, 1000, 3000, batch=8, tokens=8)

@@ -35,7 +35,9 @@ def write(path, header, rows, tail=b""):
 
 def test_round_trip(tmp_path):
     directory = tmp_path / "made" / "as needed"
-    recorder = open_recorder(directory, "stage", 1, 2, stages=4, inflight=5, run="r", model="m")
+    recorder = open_recorder(
+        directory, Header(role="stage", index=1, rank=2, stages=4, inflight=5, run="r", model="m")
+    )
     rows = [(Phase.FORWARD, i, i % 5, 1000 * i, 1000 * i + 900, 7, 9) for i in range(1000)]
     for row in rows:
         recorder.record(*row)
@@ -62,7 +64,7 @@ def test_round_trip(tmp_path):
 
 
 def test_without_directory_nothing_is_recorded(tmp_path):
-    recorder = open_recorder(None, "executor")
+    recorder = open_recorder(None, Header(role="executor"))
     assert not isinstance(recorder, FileRecorder)
     recorder.record(Phase.SCHEDULE, 0, 0, 1, 2, batch=3, tokens=4)
     recorder.close()
@@ -71,7 +73,7 @@ def test_without_directory_nothing_is_recorded(tmp_path):
 
 def test_threads_record_without_loss(tmp_path):
     """Four threads, each more than a ring in all, while the spiller runs."""
-    recorder = open_recorder(tmp_path, "stage")
+    recorder = open_recorder(tmp_path, Header(role="stage"))
     each = 20_000
 
     def work(thread):
@@ -110,7 +112,7 @@ def test_a_full_ring_drops_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder_module, "CAPACITY", 64)
     monkeypatch.setattr(recorder_module, "_MASK", 63)
     monkeypatch.setattr(recorder_module, "INTERVAL", 3600)
-    recorder = open_recorder(tmp_path, "sampler")
+    recorder = open_recorder(tmp_path, Header(role="sampler"))
     for i in range(100):
         recorder.record(Phase.SAMPLE, i, 0, i, i + 1)
     recorder._spill()
@@ -128,7 +130,7 @@ def test_ring_wraps(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder_module, "CAPACITY", 64)
     monkeypatch.setattr(recorder_module, "_MASK", 63)
     monkeypatch.setattr(recorder_module, "INTERVAL", 3600)
-    recorder = open_recorder(tmp_path, "sampler")
+    recorder = open_recorder(tmp_path, Header(role="sampler"))
     for i in range(500):
         recorder.record(Phase.SAMPLE, i, 0, i, i)
         if i % 50 == 49:
@@ -140,8 +142,9 @@ def test_ring_wraps(tmp_path, monkeypatch):
 def test_a_killed_process_leaves_a_usable_file(tmp_path):
     program = (
         "import sys, time\n"
-        "from sipipe.observe.phases import Phase; from sipipe.observe.recorder import open_recorder\n"
-        "recorder = open_recorder(sys.argv[1], 'stage')\n"
+        "from sipipe.observe.format import Header; from sipipe.observe.phases import Phase\n"
+        "from sipipe.observe.recorder import open_recorder\n"
+        "recorder = open_recorder(sys.argv[1], Header(role='stage'))\n"
         "for i in range(100): recorder.record(Phase.FORWARD, i, 0, i, i + 1)\n"
         "time.sleep(3 * 0.2)\n"
         "print('recorded', flush=True)\n"
@@ -161,8 +164,9 @@ def test_a_killed_process_leaves_a_usable_file(tmp_path):
 def test_a_process_that_ends_without_close_loses_nothing(tmp_path):
     program = (
         "import sys\n"
-        "from sipipe.observe.phases import Phase; from sipipe.observe.recorder import open_recorder\n"
-        "recorder = open_recorder(sys.argv[1], 'stage')\n"
+        "from sipipe.observe.format import Header; from sipipe.observe.phases import Phase\n"
+        "from sipipe.observe.recorder import open_recorder\n"
+        "recorder = open_recorder(sys.argv[1], Header(role='stage'))\n"
         "recorder.record(Phase.FORWARD, 1, 0, 1, 2)\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
@@ -172,7 +176,7 @@ def test_a_process_that_ends_without_close_loses_nothing(tmp_path):
 def test_unwritable_directory_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TraceError, match="cannot write to") as caught:
-        open_recorder(tmp_path / "file" / "below", "stage")
+        open_recorder(tmp_path / "file" / "below", Header(role="stage"))
     assert "\n" not in str(caught.value)
 
 
@@ -242,7 +246,7 @@ def test_hosts_without_a_measured_offset_are_aligned_by_wall_clock(tmp_path):
 
 
 def test_cpu_time_is_sampled(tmp_path):
-    recorder = open_recorder(tmp_path, "stage")
+    recorder = open_recorder(tmp_path, Header(role="stage"))
     until = time.process_time() + 0.05
     while time.process_time() < until:
         pass

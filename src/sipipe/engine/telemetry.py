@@ -15,6 +15,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.engine.iterations import Iteration
 from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
 from sipipe.ipc.stage_times import LINE_WORDS, PhaseCounter, StageTimes
+from sipipe.observe.format import Header
 from sipipe.observe.live import LivePage
 from sipipe.observe.metrics import Publisher
 from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
@@ -53,12 +54,14 @@ class Telemetry:
         self._publisher.start()
         self._recorder = open_recorder(
             config.trace,
-            "executor",
-            stages=parallel.pipeline_parallel_size,
-            inflight=slots,
-            run=self.run,
-            model=model,
-            sinks=(self.live, counter),
+            Header(
+                role="executor",
+                stages=parallel.pipeline_parallel_size,
+                inflight=slots,
+                run=self.run,
+                model=model,
+            ),
+            (self.live, counter),
         )
 
     def record(

@@ -46,8 +46,6 @@ CPU = 253
 """start..end, ``iteration`` = microseconds of CPU time the process used between the two."""
 DROPPED = 254
 """``iteration`` records were dropped between start and end because the buffer was full."""
-_CLOCK = 255
-"""Kept for a host's offset to the reference clock; nothing writes it."""
 _LONGEST_NS = 366 * 86_400 * 10**9
 """A record further than a year from the opening of its file is damaged: a single wrong bit can put
 it three centuries away, and every figure of the report with it."""
@@ -136,7 +134,7 @@ def read_file(path: Path) -> tuple[Header, np.ndarray, str]:
         & (records["start_ns"] <= records["end_ns"])
         & (records["end_ns"] <= header.monotonic_ns + _LONGEST_NS)
         & np.isin(records["phase"], (*Phase, CPU, DROPPED))
-    ) | (records["phase"] == _CLOCK)
+    )
     if not good.all():
         warning = f"{path}: {int((~good).sum())} damaged records left out, the rest is used"
     return header, records[good], warning

@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from sipipe.observe.format import (
     CPU,
     DROPPED,
@@ -39,7 +41,6 @@ from sipipe.observe.format import (
     TraceError,
     encode_header,
 )
-from sipipe.observe.phases import Role
 
 CAPACITY = 1 << 15
 """Records a thread's ring holds: 1 MiB, seconds of the busiest engine."""
@@ -245,32 +246,13 @@ class FileRecorder(Recorder):
 
 
 def open_recorder(
-    directory: str | os.PathLike[str] | None,
-    role: Role,
-    index: int = 0,
-    rank: int = 0,
-    *,
-    stages: int = 0,
-    layers: int = 0,
-    inflight: int = 0,
-    run: str = "",
-    label: str = "sipipe",
-    model: str = "",
-    sinks: Sequence[PhaseSink] = (),
+    directory: str | os.PathLike[str] | None, header: Header, sinks: Sequence[PhaseSink] = ()
 ) -> Recorder:
     """A recorder for this process.
 
     Args:
         directory: where the file goes (made where it is missing), or None for no file.
-        role: who records, as :class:`Header` says of it and of all that follow.
-        index: which stage or sampler.
-        rank: tensor-parallel rank within the stage.
-        stages: pipeline size p.
-        layers: decoder layers of this stage.
-        inflight: microbatches in flight at most.
-        run: any text that is the same in all processes of a run and differs between runs.
-        label: the engine's name in reports.
-        model: the model's name in reports.
+        header: who records, in which pipeline; process, host and times are filled in here.
         sinks: what gets each phase too.
 
     Raises:
@@ -278,23 +260,14 @@ def open_recorder(
     """
     if directory is None:
         return Recorder(sinks)
-    host = socket.gethostname()
-    header = Header(
-        role=role,
-        index=index,
-        rank=rank,
+    header = msgspec.structs.replace(
+        header,
         pid=os.getpid(),
-        host=host,
-        stages=stages,
-        layers=layers,
-        inflight=inflight,
-        run=run,
-        label=label,
-        model=model,
+        host=socket.gethostname(),
         monotonic_ns=time.monotonic_ns(),
         realtime_ns=time.time_ns(),
     )
-    stem = f"{role}-{index}-{rank}-{host}-{os.getpid()}"
+    stem = f"{header.role}-{header.index}-{header.rank}-{header.host}-{header.pid}"
     path = Path(directory)
     name, again = path / (stem + SUFFIX), 0
     while name.exists():  # the same process opened one before, or a reused process id

@@ -48,6 +48,7 @@ from sipipe.messages.step import (
     int32_bytes,
     int32_view,
 )
+from sipipe.observe.format import Header
 from sipipe.observe.live import LivePage
 from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
 from sipipe.observe.recorder import PhaseSink, open_recorder
@@ -92,12 +93,14 @@ class Sampler:
         """Requests that could not be added, and why: their rows are errors, the others go on."""
         self._recorder = open_recorder(
             settings.trace,
-            "sampler",
-            boot.index,
-            stages=settings.stages,
-            inflight=settings.inflight,
-            run=settings.run,
-            sinks=_sinks(boot),
+            Header(
+                role="sampler",
+                index=boot.index,
+                stages=settings.stages,
+                inflight=settings.inflight,
+                run=settings.run,
+            ),
+            _sinks(boot),
         )
 
     def run(self, snapshot: Snapshot | None) -> None:

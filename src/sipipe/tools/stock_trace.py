@@ -40,6 +40,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sipipe.errors import ConfigError
+from sipipe.observe.format import Header
 from sipipe.observe.phases import Phase, Role
 from sipipe.observe.recorder import Recorder, open_recorder
 
@@ -66,14 +67,16 @@ def _open(vllm_config: Any, role: Role, index: int = 0, rank: int = 0) -> Record
         )
     return open_recorder(
         os.fspath(directory),
-        role,
-        index,
-        rank,
-        stages=vllm_config.parallel_config.pipeline_parallel_size,
-        inflight=vllm_config.max_concurrent_batches,
-        run=vllm_config.instance_id,
-        label="stock vLLM",
-        model=str(vllm_config.model_config.model),
+        Header(
+            role=role,
+            index=index,
+            rank=rank,
+            stages=vllm_config.parallel_config.pipeline_parallel_size,
+            inflight=vllm_config.max_concurrent_batches,
+            run=vllm_config.instance_id,
+            label="stock vLLM",
+            model=str(vllm_config.model_config.model),
+        ),
     )
 
 
@@ -84,7 +87,6 @@ class TracedScheduler(Scheduler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's scheduler."""
         super().__init__(*args, **kwargs)
         self.sipipe_recorder: Recorder = _open(self.vllm_config, "executor")
         self._sipipe_count = 0
@@ -92,7 +94,6 @@ class TracedScheduler(Scheduler):
         self._sipipe_since = _now()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's ``schedule``."""
         start = _now()
         output = super().schedule(*args, **kwargs)
         self._sipipe_since = end = _now()
@@ -107,7 +108,6 @@ class TracedScheduler(Scheduler):
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """vLLM's ``update_from_output``."""
         start = _now()
         result = super().update_from_output(scheduler_output, model_runner_output)
         number = getattr(scheduler_output, _NUMBER, None)
@@ -168,7 +168,6 @@ class TracedWorker(CPUWorker):
         return result
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """vLLM's ``execute_model``."""
         tokens = scheduler_output.total_num_scheduled_tokens
         if self.sipipe_recorder is None or not tokens:
             return super().execute_model(scheduler_output)
@@ -186,7 +185,6 @@ class TracedWorker(CPUWorker):
             self.sipipe_now = None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's ``sample_tokens``."""
         pending, self._sipipe_sampling = self._sipipe_sampling, None
         result = super().sample_tokens(grammar_output)
         if pending is not None:

@@ -50,6 +50,7 @@ from sipipe.ipc.stage_times import PhaseCounter, StageTimes
 from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.replies import IterationReport, Ready, Reply
+from sipipe.observe.format import Header
 from sipipe.observe.live import LivePage
 from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
 from sipipe.observe.recorder import PhaseSink, open_recorder
@@ -124,15 +125,17 @@ class Main:
         place = boot.place
         self._recorder = open_recorder(
             boot.config.trace,
-            "stage",
-            place.stage,
-            place.tp_rank,
-            stages=place.stages,
-            layers=boot.layers[place.stage],
-            inflight=boot.slots,
-            run=boot.run,
-            model=str(boot.vllm_config.model_config.model),
-            sinks=_sinks(boot),
+            Header(
+                role="stage",
+                index=place.stage,
+                rank=place.tp_rank,
+                stages=place.stages,
+                layers=boot.layers[place.stage],
+                inflight=boot.slots,
+                run=boot.run,
+                model=str(boot.vllm_config.model_config.model),
+            ),
+            _sinks(boot),
         )
 
     def load(self) -> StageLoop:

@@ -87,29 +87,25 @@ def record_lane(name: str, group: str, records: Records, window: tuple[int, int]
 def lanes(run: Run, detail: int = DETAIL) -> tuple[list[dict[str, Any]], list[str]]:
     """All lanes of a run from top to bottom, and the names of those left out for size."""
     trace, window = run.trace, run.window
-    # What matters most comes first.
-    wanted = [
-        (p.header.name, "", p.phase(Phase.SAMPLE, window=window)) for p in trace.of("sampler")
-    ]
-    for p in trace.of("stage"):
-        wanted.append(("host", p.header.name, p.phase(*_HOST_PHASES, window=window)))
-    for p in trace.of("executor"):
-        wanted.append(("executor", "", p.phase(window=window)))
     left = detail - sum(len(stage.segments) for stage in run.account.stages)
-    kept: dict[str, dict[str, Any]] = {}
     dropped: list[str] = []
-    for name, group, records in wanted:
-        label = f"{group} {name}".strip()
+
+    def fitting(name: str, group: str, records: Records) -> list[dict[str, Any]]:
+        """The lane of these records, where there is room for it."""
+        nonlocal left
         if len(records) > left:
-            dropped.append(label)
-            continue
+            dropped.append(f"{group} {name}".strip())
+            return []
         left -= len(records)
-        kept[label] = record_lane(name, group, records, window)
-    # The executor is above the stages, the samplers below.
-    found = [kept.get("executor")]
+        return [record_lane(name, group, records, window)]
+
+    # What matters most gets its room first.
+    samplers, stages, executors = [], [], []
+    for p in trace.of("sampler"):
+        samplers += fitting(p.header.name, "", p.phase(Phase.SAMPLE, window=window))
     for p, account in zip(trace.of("stage"), run.account.stages, strict=True):
-        name = p.header.name
-        found += [segment_lane("device", name, account.segments, window[0])]
-        found += [kept.get(f"{name} host")]
-    found += [kept.get(p.header.name) for p in trace.of("sampler")]
-    return [lane for lane in found if lane is not None], dropped
+        stages.append(segment_lane("device", p.header.name, account.segments, window[0]))
+        stages += fitting("host", p.header.name, p.phase(*_HOST_PHASES, window=window))
+    for p in trace.of("executor"):
+        executors += fitting("executor", "", p.phase(window=window))
+    return [*executors, *stages, *samplers], dropped

@@ -19,6 +19,7 @@ from sipipe.observe.phases import WAIT_PHASES, Phase
 
 _MS = 1_000_000
 _CPU_STEP = 200 * _MS
+_ORIGIN = 1_000 * _MS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,21 +41,19 @@ class Example:
     batch: int = 32
     prefill_every: int = 90
     """Every so many iterations one carries a prefill chunk of 512 tokens."""
-    seed: int = 0
 
 
 class _Process:
     """Collects one process's records."""
 
-    def __init__(self, role: str, index: int) -> None:
-        self.role, self.index = role, index
+    def __init__(self, role: str, index: int, slots: int) -> None:
+        self.role, self.index, self.slots = role, index, slots
         self.rows: list[tuple[int, int, int, int, int, int, int, int]] = []
-        self.slots = 1
 
     def add(self, phase: Phase, i: int, start: float, end: float, batch: int, tokens: int) -> None:
         self.rows.append((round(start), round(end), i, batch, tokens, phase, 0, i % self.slots))
 
-    def write(self, directory: Path, spec: Example, model: str, origin: int) -> None:
+    def write(self, directory: Path, spec: Example) -> None:
         """One trace file, with CPU samples made from the phases that use the CPU."""
         records = np.array(self.rows, RECORD)
         works = records[~np.isin(records["phase"], WAIT_PHASES)]
@@ -66,8 +65,8 @@ class _Process:
         samples["start_ns"], samples["end_ns"] = edges[:-1], edges[1:]
         samples["iteration"], samples["phase"] = spent, CPU
         every = np.concatenate([records, samples])
-        every["start_ns"] += origin
-        every["end_ns"] += origin
+        every["start_ns"] += _ORIGIN
+        every["end_ns"] += _ORIGIN
         header = Header(
             role=self.role,
             index=self.index,
@@ -77,9 +76,9 @@ class _Process:
             inflight=spec.inflight,
             run="example",
             label="stock vLLM (made up)" if spec.stock else "SiPipe (made up)",
-            model=model,
-            monotonic_ns=origin,
-            realtime_ns=origin,
+            model="made-up 70B",
+            monotonic_ns=_ORIGIN,
+            realtime_ns=_ORIGIN,
         )
         name = f"{self.role}-{self.index}-0-example{SUFFIX}"
         (directory / name).write_bytes(encode_header(header) + every.tobytes())
@@ -87,21 +86,18 @@ class _Process:
 
 def write_example(directory: str | os.PathLike[str], spec: Example) -> None:
     """Write a trace directory for ``spec`` (files of an earlier example are replaced)."""
-    rng = np.random.default_rng(spec.seed)
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     p = spec.stages
-    executor = _Process("executor", 0)
-    stages = [_Process("stage", s) for s in range(p)]
-    samplers = [_Process("sampler", k) for k in range(0 if spec.stock else spec.samplers)]
-    every = [executor, *stages, *samplers]
-    for process in every:
-        process.slots = spec.inflight
-    draw = _noise(rng)
+    executor = _Process("executor", 0, spec.inflight)
+    stages = [_Process("stage", s, spec.inflight) for s in range(p)]
+    drawing = 0 if spec.stock else spec.samplers
+    samplers = [_Process("sampler", k, spec.inflight) for k in range(drawing)]
+    draw = _noise(np.random.default_rng(0))
     skew = 1 + 0.04 * np.sin(np.arange(p) * 2.1)  # stages are never quite even
     free = [0.0] * p  # when a stage's device is free ...
     ready = [0.0] * p  # ... and when its preparation may go on
-    sampler_free = [0.0] * max(1, len(samplers))
+    sampler_free = [0.0] * len(samplers)
     done: list[float] = []
     now = 0.0
     for i in range(spec.iterations):
@@ -121,23 +117,17 @@ def write_example(directory: str | os.PathLike[str], spec: Example) -> None:
         hidden = now
         for s, stage in enumerate(stages):
             length = draw(spec.forward * skew[s] * (1.9 if prefill else 1.0)) + draw(0.05)
-            if spec.stock:
-                at = free[s]
-                stage.add(Phase.WAIT_SCHEDULING, i, at, max(at, now), b, tokens)
-                at = max(at, now)
-                if s:
-                    stage.add(Phase.WAIT_HIDDEN, i, at, max(at, hidden), b, tokens)
-                    at = max(at, hidden)
-                prepared = at + draw(spec.prepare)
-                stage.add(Phase.PREPARE, i, at, prepared, b, tokens)
-            else:
-                at = max(ready[s], now)
-                stage.add(Phase.WAIT_SCHEDULING, i, ready[s], at, b, tokens)
-                prepared = at + draw(spec.prepare)
-                stage.add(Phase.PREPARE, i, at, prepared, b, tokens)
-                if s:
-                    begun = max(free[s], prepared)
-                    stage.add(Phase.WAIT_HIDDEN, i, begun, max(begun, hidden), b, tokens)
+            idle = free[s] if spec.stock else ready[s]
+            at = max(idle, now)
+            stage.add(Phase.WAIT_SCHEDULING, i, idle, at, b, tokens)
+            if spec.stock and s:
+                stage.add(Phase.WAIT_HIDDEN, i, at, max(at, hidden), b, tokens)
+                at = max(at, hidden)
+            prepared = at + draw(spec.prepare)
+            stage.add(Phase.PREPARE, i, at, prepared, b, tokens)
+            if s and not spec.stock:
+                begun = max(free[s], prepared)
+                stage.add(Phase.WAIT_HIDDEN, i, begun, max(begun, hidden), b, tokens)
             start = max(free[s], prepared, hidden) + draw(0.02)
             end = start + length
             stage.add(Phase.FORWARD, i, start, end, b, tokens)
@@ -166,8 +156,8 @@ def write_example(directory: str | os.PathLike[str], spec: Example) -> None:
                 sampler.add(Phase.SAMPLE, i, begun, sampler_free[k], share, share)
                 ends.append(sampler_free[k])
             done.append(max(ends, default=free[s]) + draw(0.1))
-    for process in every:
-        process.write(path, spec, "made-up 70B", 1_000_000_000)
+    for process in (executor, *stages, *samplers):
+        process.write(path, spec)
 
 
 def _noise(rng: np.random.Generator) -> Callable[[float], float]:

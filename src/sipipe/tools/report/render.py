@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -72,8 +73,4 @@ def render(runs: Sequence[Run], detail: int = DETAIL) -> str:
         "DATA": data.replace("</", "<\\/").replace("<!--", "<\\u0021--"),
         "SCRIPT": "\n".join(part(name) for name in SCRIPTS),
     }
-    pieces = []
-    for piece in part("report.html").split("{{"):
-        name, found, rest = piece.partition("}}")
-        pieces.append(parts[name] + rest if found and name in parts else piece)
-    return "".join(pieces)
+    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], part("report.html"))
