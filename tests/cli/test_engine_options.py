@@ -1,6 +1,7 @@
 """SiPipe's own options are told from vLLM's, which go through untouched."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,12 +73,12 @@ def test_prompts_come_from_arguments_or_a_file(tmp_path):
 
 
 def test_completions_are_shown_as_text_and_as_json(capsys):
-    class Completion:
-        index, prompt, text, token_ids, finish_reason = 0, "Hi", " you", [7], "length"
-
+    completion = SimpleNamespace(
+        index=0, prompt="Hi", text=" you", token_ids=[7], finish_reason="length"
+    )
     for event, text in (("begin", ""), ("text", " you"), ("end", "")):
-        generate._show_text(event, Completion, text)
-        generate._show_json(event, Completion, text)
+        generate._show_text(event, completion, text)
+        generate._show_json(event, completion, text)
     out = capsys.readouterr().out
     assert out.startswith("Hi you")
     assert json.loads(out.splitlines()[-1]) == {

@@ -20,7 +20,7 @@ def run(*arguments, code=None):
 def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for name, (_, line) in COMMANDS.items():
+    for name, line in COMMANDS.items():
         assert f"  {name} " in text
         assert line in text
 
@@ -63,9 +63,7 @@ def test_a_mistake_gets_one_line(capsys, arguments, line):
 
 
 def test_every_command_that_is_there_explains_itself(capsys):
-    for name, (module, _) in COMMANDS.items():
-        if importlib.util.find_spec(f"sipipe.cli.{module}") is None:
-            continue
+    for name in COMMANDS:
         with pytest.raises(SystemExit) as caught:
             main([name, "--help"])
         assert caught.value.code == 0
@@ -74,11 +72,9 @@ def test_every_command_that_is_there_explains_itself(capsys):
 
 def test_help_of_every_command_needs_neither_vllm_nor_torch():
     code = """
-import importlib.util, sys
+import sys
 from sipipe.cli import COMMANDS, main
-for name, (module, _) in COMMANDS.items():
-    if importlib.util.find_spec(f"sipipe.cli.{module}") is None:
-        continue
+for name in COMMANDS:
     try:
         main([name, "--help"])
     except SystemExit:

@@ -12,27 +12,24 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from sipipe._version import __version__
 from sipipe.errors import ConfigError, SiPipeError
 
 __all__ = ["main"]
 
-COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "serve": ("serve", "serve a model through vLLM's OpenAI server, with SiPipe"),
-        "generate": ("generate", "complete prompts from arguments, a file or stdin"),
-        "bench": ("bench", "measure SiPipe against stock vLLM on a model, in one run"),
-        "plan": ("plan", "choose pipeline and tensor degrees for a model and a cluster"),
-        "trace": ("trace", "report on and export recorded traces"),
-        "top": ("top", "live view of a running server"),
-        "make-model": ("make_model", "write a random checkpoint to test and measure on"),
-        "doctor": ("doctor", "what this machine has, and what SiPipe would do on it"),
-    }
-)
-"""Command: module of this package, and what it does in a line."""
+COMMANDS = {
+    "serve": "serve a model through vLLM's OpenAI server, with SiPipe",
+    "generate": "complete prompts from arguments, a file or stdin",
+    "bench": "measure SiPipe against stock vLLM on a model, in one run",
+    "plan": "choose pipeline and tensor degrees for a model and a cluster",
+    "trace": "report on and export recorded traces",
+    "top": "live view of a running server",
+    "make-model": "write a random checkpoint to test and measure on",
+    "doctor": "what this machine has, and what SiPipe would do on it",
+}
+"""What each command does, in a line. Its module has its name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,34 +58,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_usage())
+    name, *rest = arguments or ["help"]
+    if name in ("-h", "--help", "help"):
+        _print_usage()
         return 0 if arguments else 2
-    if arguments[0] in ("-V", "--version", "version"):
+    if name in ("-V", "--version", "version"):
         print(f"sipipe {__version__}")
         return 0
-    name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f'; did you mean "{near[0]}"?' if near else "; see sipipe --help"
         kind = "option" if name.startswith("-") else "command"
         raise ConfigError(f'unknown {kind} "{name}"{hint}')
-    module = importlib.import_module(f"sipipe.cli.{COMMANDS[name][0]}")
+    module = importlib.import_module(f"sipipe.cli.{name.replace('-', '_')}")
     status: int = module.main(rest)
     return status
 
 
-def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items()]
-    return "\n".join(
-        [
-            f"sipipe {__version__}: pipeline-parallel vLLM without bubbles",
-            "",
-            "usage: sipipe COMMAND [options]",
-            "",
-            *lines,
-            "",
-            "sipipe COMMAND --help shows a command's options; sipipe --version the version.",
-        ]
-    )
+def _print_usage() -> None:
+    print(f"sipipe {__version__}: pipeline-parallel vLLM without bubbles\n")
+    print("usage: sipipe COMMAND [options]\n")
+    for name, line in COMMANDS.items():
+        print(f"  {name:<10}  {line}")
+    print("\nsipipe COMMAND --help shows a command's options; sipipe --version the version.")

@@ -15,6 +15,7 @@ from typing import Any
 
 from sipipe.cli.parser import at_least, make_parser, parse_engine_command
 from sipipe.errors import ConfigError, SiPipeError
+from sipipe.tools.measure import SAMPLING
 from sipipe.versions import require_vllm
 
 EPILOG = """\
@@ -25,7 +26,7 @@ are compiled (stock vLLM cannot run pipeline stages eagerly there), which takes 
   sipipe bench build/models/bench --pp 2 --sampling greedy,top-p,all --requests 128 --json
 """
 
-SAMPLING = ("greedy", "temperature", "top-p", "all")
+SIDES = ("stock", "sipipe")
 TIMEOUT = 1_800.0
 """Seconds that one side may take before it is stopped."""
 
@@ -39,16 +40,15 @@ def main(argv: Sequence[str]) -> int:
         add_help=False,
     )
     group = parser.add_argument_group("load")
-    group.add_argument(
-        "--requests", type=at_least(1, int), default=64, metavar="N", help="at once (default: 64)"
-    )
-    group.add_argument(
-        "--prompt-tokens", type=at_least(1, int), default=16, metavar="N", help="default: 16"
-    )
-    group.add_argument(
-        "--tokens", type=at_least(1, int), default=16, metavar="N", help="new ones (default: 16)"
-    )
-    group.add_argument("--repeat", type=at_least(1, int), default=3, metavar="N", help="default: 3")
+    for name, default, what in (
+        ("requests", 64, "at once (default: 64)"),
+        ("prompt-tokens", 16, "default: 16"),
+        ("tokens", 16, "new ones (default: 16)"),
+        ("repeat", 3, "default: 3"),
+    ):
+        group.add_argument(
+            f"--{name}", type=at_least(1, int), default=default, metavar="N", help=what
+        )
     group.add_argument(
         "--sampling", default="greedy,all", metavar="LIST", help=f"of {', '.join(SAMPLING)}"
     )
@@ -59,20 +59,10 @@ def main(argv: Sequence[str]) -> int:
     unknown = [way for way in ways if way not in SAMPLING]
     if unknown:
         raise ConfigError(f'bench: --sampling "{unknown[0]}" is none of {", ".join(SAMPLING)}')
-    job = {
-        "argv": rest,
-        "sampling": ways,
-        "requests": own.requests,
-        "prompt_tokens": own.prompt_tokens,
-        "tokens": own.tokens,
-        "repeat": own.repeat,
-    }
+    load = {name: getattr(own, name) for name in ("requests", "prompt_tokens", "tokens", "repeat")}
+    job = {"argv": rest, "sampling": ways, **load}
     require_vllm()
-    results = measure_sides(
-        job,
-        settings,
-        sides=(own.only,) if own.only else ("stock", "sipipe"),
-    )
+    results = measure_sides(job, settings, sides=(own.only,) if own.only else SIDES)
     if own.json:
         print(json.dumps({"job": job, "results": results}, indent=1))
     else:
@@ -84,14 +74,14 @@ def measure_sides(
     job: Mapping[str, Any],
     settings: Mapping[str, Any],
     *,
-    sides: Sequence[str] = ("stock", "sipipe"),
+    sides: Sequence[str] = SIDES,
 ) -> dict[str, Any]:
     """Run ``job`` (:class:`sipipe.tools.measure.Job` without its settings) on each side in turn.
 
     Returns a :class:`sipipe.tools.measure.Result` as a dict for each side.
     """
-    own: dict[str, Mapping[str, Any] | None] = {"stock": None, "sipipe": settings}
-    return {side: _measure(side, dict(job) | {"settings": own[side]}) for side in sides}
+    own = {"stock": None, "sipipe": settings}
+    return {side: _measure(side, {**job, "settings": own[side]}) for side in sides}
 
 
 def _measure(side: str, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,9 +152,10 @@ def _show(results: Mapping[str, Any], requests: int, tokens: int) -> None:
     }
     print(f"tokens/s, {requests} requests at once, {tokens} new tokens each, median")
     header = f"{'sampling':<12}" + "".join(f"{side:>12}" for side in medians)
-    print(header + (f"{'ratio':>10}" if len(medians) == 2 else ""))
+    pair = len(medians) == 2
+    print(header + f"{'ratio':>10}" * pair)
     for way in ways:
         line = f"{way:<12}" + "".join(f"{side[way]:>12,.0f}" for side in medians.values())
-        if len(medians) == 2:
+        if pair:
             line += f"{medians['sipipe'][way] / medians['stock'][way]:>9.1f}x"
         print(line)

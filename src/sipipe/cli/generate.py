@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sipipe.cli.parser import make_parser, parse_engine_command
 from sipipe.errors import ConfigError
@@ -22,6 +22,10 @@ Every engine option of vLLM is taken as well (--dtype, --max-model-len, …).
   sipipe generate build/models/tiny "Once upon a time" "The capital of France is" --pp 2
   sipipe generate build/models/tiny --file prompts.txt --json --temperature 0.8 > answers.jsonl
 """
+
+NUMBERS = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SAMPLING = (*NUMBERS, "max_tokens", "temperature", "top_k", "seed", "stop", "ignore_eos")
+"""The options that are fields of vLLM's ``SamplingParams``, by their names there."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,38 +43,30 @@ def main(argv: Sequence[str]) -> int:
     sampling = parser.add_argument_group("sampling, as in vLLM's SamplingParams")
     sampling.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default: 64")
     sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
-    for name in ("top-p", "min-p", "repetition-penalty", "presence-penalty", "frequency-penalty"):
-        sampling.add_argument(f"--{name}", type=float, metavar="X")
+    for name in NUMBERS:
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X")
     sampling.add_argument("--top-k", type=int, metavar="K")
-    sampling.add_argument("--sampling-seed", type=int, metavar="S", help="seed of the draws")
+    sampling.add_argument(
+        "--sampling-seed", dest="seed", type=int, metavar="S", help="seed of the draws"
+    )
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
     own, settings, rest = parse_engine_command(parser, argv)
-
-    def prompts(words: Sequence[str]) -> list[str]:
-        return _prompts(words, own.file)
 
     # The engine's log is for servers; here the text matters. Set before vLLM is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     require_vllm()
     from sipipe.engine.generate import generate
 
-    show = _show_json if own.json else _show_text
-    chosen = {
-        "max_tokens": own.max_tokens,
-        "temperature": own.temperature,
-        "top_p": own.top_p,
-        "min_p": own.min_p,
-        "top_k": own.top_k,
-        "repetition_penalty": own.repetition_penalty,
-        "presence_penalty": own.presence_penalty,
-        "frequency_penalty": own.frequency_penalty,
-        "seed": own.sampling_seed,
-        "stop": own.stop,
-        "ignore_eos": own.ignore_eos,
-    }
-    given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-    generate(rest, settings, given, prompts=prompts, chat=own.chat, show=show)
+    given = {name: value for name in SAMPLING if (value := getattr(own, name)) is not None}
+    generate(
+        rest,
+        settings,
+        given,
+        prompts=lambda words: _prompts(words, own.file),
+        chat=own.chat,
+        show=_show_json if own.json else _show_text,
+    )
     return 0
 
 
@@ -107,13 +103,5 @@ def _show_text(event: Event, completion: Completion, text: str) -> None:
 
 
 def _show_json(event: Event, completion: Completion, _text: str) -> None:
-    if event != "end":
-        return
-    line = {
-        "index": completion.index,
-        "prompt": completion.prompt,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-    }
-    print(json.dumps(line, ensure_ascii=False), flush=True)
+    if event == "end":
+        print(json.dumps(vars(completion), ensure_ascii=False), flush=True)

@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog.removeprefix('sipipe ')}: {message} (see {self.prog} -h)")
 
 
-def make_parser(command: str, description: str, *, epilog: str = "", **more: Any) -> Parser:
+def make_parser(command: str, description: str, **more: Any) -> Parser:
     """The parser of ``sipipe COMMAND``; abbreviated options are not taken."""
 
     def formatter(prog: str) -> argparse.HelpFormatter:
@@ -32,7 +32,6 @@ def make_parser(command: str, description: str, *, epilog: str = "", **more: Any
     return Parser(
         prog=f"sipipe {command}",
         description=description,
-        epilog=epilog,
         formatter_class=formatter,
         allow_abbrev=False,
         **more,

@@ -7,15 +7,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Column, Table
 
 from sipipe.cli.parser import at_least, make_parser
 from sipipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sipipe.tools.report.summary import Run
-
-__all__ = ["add_arguments", "main", "run"]
+from sipipe.tools.report.accounting import KINDS
+from sipipe.tools.report.encode import DETAIL
+from sipipe.tools.report.example import Example, write_example
+from sipipe.tools.report.export import write_csv, write_perfetto
+from sipipe.tools.report.reader import read_trace
+from sipipe.tools.report.render import render
+from sipipe.tools.report.summary import Run
 
 EPILOG = """\
   sipipe serve MODEL --pp 2 --trace traces/ours      record (Ctrl-C ends the trace)
@@ -26,11 +30,12 @@ EPILOG = """\
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``sipipe trace``."""
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser("trace", __doc__.split("\n", 1)[0].split(": ", 1)[1], epilog=EPILOG)
     commands = parser.add_subparsers(dest="action", metavar="report|export|example")
 
     report = commands.add_parser("report", help="account for the bubbles; write a page")
+    report.set_defaults(run=_report)
     report.add_argument("directory", metavar="DIR", help="directory of the trace")
     report.add_argument("--against", metavar="DIR", help="a second trace, shown beside the first")
     report.add_argument(
@@ -43,11 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--detail",
         metavar="N",
         type=at_least(0, int),
+        default=DETAIL,
         help="most intervals in a page (default: 4000000, about 12 MB); beyond, hosts' lanes go",
     )
     _window(report)
 
     export = commands.add_parser("export", help="convert a trace for another program")
+    export.set_defaults(run=_export)
     export.add_argument("directory", metavar="DIR", help="directory of the trace")
     export.add_argument(
         "--perfetto",
@@ -58,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _window(export)
 
     example = commands.add_parser("example", help="write two made-up traces to look at")
+    example.set_defaults(run=_example)
     example.add_argument("directory", metavar="DIR", help="gets DIR/sipipe and DIR/stock")
     example.add_argument(
         "--stages", metavar="N", type=at_least(1, int), default=4, help="pipeline stages (4)"
@@ -65,6 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     example.add_argument(
         "--iterations", metavar="N", type=at_least(10, int), default=2000, help="iterations (2000)"
     )
+
+    args = parser.parse_args(argv)
+    if args.action is None:
+        parser.print_help()
+        return 2
+    args.run(args)
+    return 0
 
 
 def _window(parser: argparse.ArgumentParser) -> None:
@@ -78,95 +93,58 @@ def _window(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``sipipe trace``; returns the exit status."""
-    parser = make_parser("trace", __doc__.split("\n", 1)[0].split(": ", 1)[1], epilog=EPILOG)
-    add_arguments(parser)
-    args = parser.parse_args(argv)
-    if args.action is None:
-        parser.print_help()
-        return 2
-    return run(args)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Do what the parsed arguments say."""
-    actions = {"report": _report, "export": _export, "example": _example}
-    return actions[args.action](args)
-
-
 def _load(directory: str, args: argparse.Namespace) -> Run:
-    from sipipe.tools.report.reader import read_trace
-    from sipipe.tools.report.summary import Run
-
     trace = read_trace(directory)
     for warning in trace.warnings:
         print(f"sipipe: {warning}", file=sys.stderr)
     return Run(trace, args.begin, args.end)
 
 
-def _report(args: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace) -> None:
     runs = [_load(args.directory, args)]
     if args.against is not None:
         runs.append(_load(args.against, args))
     if args.json:
-        json.dump({"runs": [run.summary for run in runs]}, sys.stdout, indent=1)
-        print()
-        return 0
+        print(json.dumps({"runs": [run.summary for run in runs]}, indent=1))
+        return
     if args.csv:
-        from sipipe.tools.report.export import write_csv
-
         write_csv(runs, sys.stdout)
-        return 0
-    from sipipe.tools.report.encode import DETAIL
-    from sipipe.tools.report.render import render
-
+        return
     path = Path(args.output or Path(args.directory) / "report.html")
-    page = render(runs, DETAIL if args.detail is None else args.detail)
+    page = render(runs, args.detail)
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {path}: {error.strerror}") from None
-    _print_bubbles(runs)
+    for run in runs:
+        Console().print(_bubbles(run))
     print(f"written to {path} ({len(page) / 1e6:.1f} MB)")
-    return 0
 
 
-def _print_bubbles(runs: list[Run]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from sipipe.tools.report.accounting import KINDS
-
-    for summary in (run.summary for run in runs):
-        table = Table(
-            title=f"{summary['label']}: {summary['iterations']:,} iterations in "
-            f"{summary['wall_s']:.2f} s, {summary['tokens_per_s']:,.0f} tokens/s",
-        )
-        table.add_column("stage")
-        for kind in KINDS:
-            table.add_column(kind.replace("_", " "), justify="right")
-        rows = [
-            (f"{s['stage']}" + (f".{s['rank']}" if s["rank"] else ""), s["share"])
-            for s in summary["stage_table"]
-        ]
-        for name, share in [*rows, ("all", summary["share"])]:
-            table.add_row(name, *(f"{share[kind]:.1%}" for kind in KINDS))
-        Console().print(table)
+def _bubbles(run: Run) -> Table:
+    summary = run.summary
+    table = Table(
+        "stage",
+        *(Column(kind.replace("_", " "), justify="right") for kind in KINDS),
+        title=f"{summary['label']}: {summary['iterations']:,} iterations in "
+        f"{summary['wall_s']:.2f} s, {summary['tokens_per_s']:,.0f} tokens/s",
+    )
+    rows = [
+        (f"{s['stage']}" + (f".{s['rank']}" if s["rank"] else ""), s["share"])
+        for s in summary["stage_table"]
+    ]
+    for name, share in [*rows, ("all", summary["share"])]:
+        table.add_row(name, *(f"{share[kind]:.1%}" for kind in KINDS))
+    return table
 
 
-def _export(args: argparse.Namespace) -> int:
-    from sipipe.tools.report.export import write_perfetto
-
+def _export(args: argparse.Namespace) -> None:
     path = Path(args.perfetto)
     count = write_perfetto(_load(args.directory, args), path)
     print(f"{count:,} slices written to {path}; open it at https://ui.perfetto.dev")
-    return 0
 
 
-def _example(args: argparse.Namespace) -> int:
-    from sipipe.tools.report.example import Example, write_example
-
+def _example(args: argparse.Namespace) -> None:
     base = Path(args.directory)
     for name, stock in (("sipipe", False), ("stock", True)):
         spec = Example(
@@ -182,4 +160,3 @@ def _example(args: argparse.Namespace) -> int:
     print(
         f"two made-up traces; now: sipipe trace report {base / 'sipipe'} --against {base / 'stock'}"
     )
-    return 0

@@ -90,7 +90,7 @@ class TracedScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.sipipe_recorder: Recorder = _open(self.vllm_config, "executor")
         self._sipipe_count = 0
-        self._sipipe_slots = max(1, self.vllm_config.max_concurrent_batches)
+        self._sipipe_slots = self.vllm_config.max_concurrent_batches
         self._sipipe_since = _now()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,6 @@ class TracedScheduler(Scheduler):
         return result
 
     def shutdown(self) -> None:
-        """vLLM's ``shutdown``, and the end of the recording."""
         self.sipipe_recorder.close()
         super().shutdown()
 
@@ -131,17 +130,10 @@ class TracedAsyncScheduler(TracedScheduler, AsyncScheduler):
 
 
 class _Handle:
-    """A communication handle whose wait is recorded."""
+    """A communication handle with another ``wait``."""
 
-    def __init__(self, handle: Any, worker: TracedWorker, phase: Phase) -> None:
-        self._handle, self._worker, self._phase = handle, worker, phase
-        self._of = worker.sipipe_now
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        start = _now()
-        result = self._handle.wait(*args, **kwargs)
-        self._worker.sipipe_note(self._phase, start, _now(), self._of)
-        return result
+    def __init__(self, handle: Any, wait: Any) -> None:
+        self._handle, self.wait = handle, wait
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
@@ -173,7 +165,7 @@ class TracedWorker(CPUWorker):
             return super().execute_model(scheduler_output)
         number = getattr(scheduler_output, _NUMBER, self._sipipe_count)
         self._sipipe_count = number + 1
-        slot = number % max(1, self.vllm_config.max_concurrent_batches)
+        slot = number % self.vllm_config.max_concurrent_batches
         self.sipipe_now = (number, slot, len(scheduler_output.num_scheduled_tokens), tokens)
         self.sipipe_note(Phase.WAIT_SCHEDULING, self._sipipe_since, _now())
         try:
@@ -194,7 +186,6 @@ class TracedWorker(CPUWorker):
         return result
 
     def shutdown(self) -> None:
-        """vLLM's ``shutdown``, and the end of the recording."""
         if self.sipipe_recorder is not None:
             self.sipipe_recorder.close()
         super().shutdown()
@@ -224,33 +215,30 @@ class TracedWorker(CPUWorker):
         if hasattr(model, "compute_logits"):
             model.compute_logits = self._sipipe_timed(model.compute_logits, Phase.LOGITS)
         if group.world_size > 1:
-            group.irecv_tensor_dict = self._sipipe_receive(group.irecv_tensor_dict)
-            group.isend_tensor_dict = self._sipipe_send(group.isend_tensor_dict)
+            receive = self._sipipe_timed(group.irecv_tensor_dict, Phase.WAIT_HIDDEN)
+            send = self._sipipe_timed(group.isend_tensor_dict, Phase.SEND)
 
-    def _sipipe_timed(self, call: Any, phase: Phase) -> Any:
-        """``call``, recorded as a phase of the iteration in progress."""
+            def timed_receive(*args: Any, **kwargs: Any) -> Any:
+                tensors, handles, after = receive(*args, **kwargs)
+                return tensors, self._sipipe_handles(handles, Phase.WAIT_HIDDEN), after
+
+            def timed_send(*args: Any, **kwargs: Any) -> Any:
+                return self._sipipe_handles(send(*args, **kwargs), Phase.SEND)
+
+            group.irecv_tensor_dict, group.isend_tensor_dict = timed_receive, timed_send
+
+    def _sipipe_timed(self, call: Any, phase: Phase, of: _Iteration | None = None) -> Any:
+        """``call``, recorded as a phase of ``of``, or of the iteration in progress."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = _now()
             result = call(*args, **kwargs)
-            self.sipipe_note(phase, start, _now())
+            self.sipipe_note(phase, start, _now(), of)
             return result
 
         return timed
 
-    def _sipipe_receive(self, call: Any) -> Any:
-        timed = self._sipipe_timed(call, Phase.WAIT_HIDDEN)
-
-        def receive(*args: Any, **kwargs: Any) -> Any:
-            tensors, handles, after = timed(*args, **kwargs)
-            return tensors, [_Handle(h, self, Phase.WAIT_HIDDEN) for h in handles], after
-
-        return receive
-
-    def _sipipe_send(self, call: Any) -> Any:
-        timed = self._sipipe_timed(call, Phase.SEND)
-
-        def send(*args: Any, **kwargs: Any) -> Any:
-            return [_Handle(handle, self, Phase.SEND) for handle in timed(*args, **kwargs)]
-
-        return send
+    def _sipipe_handles(self, handles: list[Any], phase: Phase) -> list[_Handle]:
+        """``handles`` whose waits are recorded as a phase of the iteration that made them."""
+        of = self.sipipe_now
+        return [_Handle(h, self._sipipe_timed(h.wait, phase, of)) for h in handles]
