@@ -1,0 +1,229 @@
+"""Everything of vLLM that SiPipe stands on, by name: what is missing or changed here says why
+nothing else works with another version.
+
+Three kinds: names that are imported (found in our source), methods that are overridden or called
+(with the parameters that we rely on), attributes that are read or set.
+"""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: see make setup")
+
+SOURCE = Path(__file__).parents[1] / "src" / "sipipe"
+
+METHODS = {
+    # The executor: what EngineCore calls, and what we call of the base class.
+    "vllm.v1.executor.abstract:Executor._init_executor": "self",
+    "vllm.v1.executor.abstract:Executor.collective_rpc": "self method timeout args kwargs non_block",
+    "vllm.v1.executor.abstract:Executor.execute_model": "self scheduler_output non_block",
+    "vllm.v1.executor.abstract:Executor.sample_tokens": "self grammar_output non_block",
+    "vllm.v1.executor.abstract:Executor.compile_or_warm_up_model": "self",
+    "vllm.v1.executor.abstract:Executor.check_health": "self",
+    "vllm.v1.executor.abstract:Executor.register_failure_callback": "self callback",
+    "vllm.v1.executor.abstract:Executor.shutdown": "self",
+    "vllm.v1.executor.abstract:Executor.supports_async_scheduling": "",
+    "vllm.engine.arg_utils:EngineArgs._check_feature_supported": "self",
+    "vllm.engine.arg_utils:AsyncEngineArgs.from_cli_args": "args",
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context",
+    "vllm.config:VllmConfig.max_concurrent_batches": None,
+    # Scheduling.
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule": "self throttle_prefills",
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
+        "self scheduler_output model_runner_output"
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.has_requests": "self",
+    "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead": (
+        "self request num_computed_tokens num_new_tokens"
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": (
+        "self request num_new_tokens"
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler._is_blocked_waiting_status": "status",
+    # Workers.
+    "vllm.v1.worker.worker_base:WorkerWrapperBase.__init__": "self rpc_rank global_rank",
+    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker": "self all_kwargs",
+    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "self",
+    "vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model": "self scheduler_output",
+    "vllm.v1.worker.worker_base:WorkerWrapperBase.shutdown": "self",
+    "vllm.v1.worker.cpu_worker:CPUWorker.init_device": "self",
+    "vllm.v1.worker.cpu_worker:CPUWorker.load_model": "self",
+    "vllm.v1.worker.gpu_worker:Worker.init_device": "self",
+    "vllm.v1.worker.cpu_worker:init_worker_distributed_environment": (
+        "vllm_config rank distributed_init_method local_rank backend"
+    ),
+    "vllm.v1.worker.gpu_worker:init_worker_distributed_environment": (
+        "vllm_config rank distributed_init_method local_rank backend"
+    ),
+    "vllm.distributed.parallel_state:init_distributed_environment": (
+        "world_size rank distributed_init_method local_rank backend"
+    ),
+    "vllm.distributed.parallel_state:ensure_model_parallel_initialized": (
+        "tensor_model_parallel_size pipeline_model_parallel_size"
+    ),
+    "vllm.distributed.parallel_state:set_custom_all_reduce": "enable",
+    "vllm.distributed.utils:get_pp_indices": "num_hidden_layers pp_rank pp_size",
+    "vllm.utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs": "self rank local_rank",
+    # The runner whose model, KV cache and attention groups ours takes over.
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._set_active_loras": (
+        "self prompt_lora_mapping token_lora_mapping lora_requests"
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._zero_block_ids": "self block_ids",
+    "vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace": None,
+    "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders": (
+        "self vllm_config device kernel_block_size num_metadata_builders"
+    ),
+    "vllm.v1.worker.utils:AttentionGroup.build_metadata": None,
+    "vllm.forward_context:set_forward_context": (
+        "attn_metadata vllm_config num_tokens cudagraph_runtime_mode batch_descriptor "
+        "slot_mapping is_padding"
+    ),
+    "vllm.model_executor.layers.logits_processor:LogitsProcessor._gather_logits": "self logits",
+}
+"""Functions and methods: parameters that we pass by name or override; None: only that it is there.
+
+Parameters may be followed by others; an override's own signature is compared with these by mypy.
+"""
+
+ATTRIBUTES = {
+    "vllm.v1.executor.abstract:Executor": "vllm_config parallel_config scheduler_config supports_pp",
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        "running waiting kv_holding_waiting max_num_scheduled_tokens max_num_active_reqs "
+        "kv_cache_manager lora_config need_mamba_block_aligned_split current_step "
+        "scheduler_config cache_config is_encoder_decoder vllm_config"
+    ),
+    "vllm.v1.request:Request": (
+        "next_decode_eligible_step num_tokens_with_spec num_output_placeholders "
+        "num_computed_tokens is_prefill_chunk spec_token_ids num_tokens lora_request status "
+        "request_id"
+    ),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
+        "total_num_scheduled_tokens has_structured_output_requests new_block_ids_to_zero "
+        "kv_cache_block_copies"
+    ),
+    "vllm.v1.core.sched.output:CachedRequestData": (
+        "req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids num_computed_tokens "
+        "num_output_tokens"
+    ),
+    "vllm.v1.core.sched.output:NewRequestData": (
+        "req_id prompt_token_ids sampling_params block_ids num_computed_tokens lora_request"
+    ),
+    "vllm.v1.core.sched.output:GrammarOutput": "structured_output_request_ids grammar_bitmask",
+    "vllm.v1.outputs:ModelRunnerOutput": (
+        "req_ids req_id_to_index sampled_token_ids logprobs prompt_logprobs_dict"
+    ),
+    "vllm.v1.outputs:LogprobsLists": "logprob_token_ids logprobs sampled_token_ranks",
+    "vllm.v1.attention.backend:CommonAttentionMetadata": (
+        "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs "
+        "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping "
+        "is_prefilling positions"
+    ),
+    "vllm.v1.worker.cpu_worker:CPUWorker": "model_runner scheduler_config model_config",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
+        "vllm_config model max_num_tokens max_num_reqs lora_config reorder_batch_threshold "
+        "model_config kv_cache_config input_batch device attn_groups kv_caches max_model_len "
+        "intermediate_tensors is_pooling_model supports_mm_inputs uses_mrope "
+        "enable_prompt_embeds use_aux_hidden_state_outputs"
+    ),
+    "vllm.distributed.parallel_state": "_PP",
+    "vllm.config:VllmConfig": (
+        "model_config parallel_config scheduler_config cache_config additional_config lora_config "
+        "speculative_config kv_transfer_config ec_transfer_config reasoning_config"
+    ),
+    "vllm.config:ParallelConfig": (
+        "pipeline_parallel_size tensor_parallel_size world_size worker_cls data_parallel_size "
+        "data_parallel_rank prefill_context_parallel_size decode_context_parallel_size nnodes "
+        "enable_eplb enable_elastic_ep disable_custom_all_reduce distributed_timeout_seconds "
+        "use_ubatching"
+    ),
+    "vllm.config:ModelConfig": (
+        "model dtype seed runner_type logits_processors is_multimodal_model is_encoder_decoder "
+        "is_hybrid is_attention_free return_sampling_mask enable_prompt_embeds logprobs_mode "
+        "hf_text_config get_vocab_size get_hidden_size get_total_num_hidden_layers"
+    ),
+    "vllm.sampling_params:SamplingParams": (
+        "temperature top_k top_p min_p seed logprobs prompt_logprobs logit_bias bad_words "
+        "allowed_token_ids min_tokens repetition_penalty presence_penalty frequency_penalty"
+    ),
+}
+
+
+def resolve(place: str):
+    module, _, name = place.partition(":")
+    found = importlib.import_module(module)
+    for part in filter(None, name.split(".")):
+        found = inspect.getattr_static(found, part)
+    return found
+
+
+@pytest.mark.parametrize(("place", "parameters"), METHODS.items(), ids=METHODS)
+def test_functions_have_the_parameters(place, parameters):
+    found = resolve(place)
+    if parameters is None:
+        return
+    if isinstance(found, classmethod | staticmethod):
+        found = found.__func__
+    known = inspect.signature(found).parameters
+    variadic = any(p.kind is p.VAR_KEYWORD or p.kind is p.VAR_POSITIONAL for p in known.values())
+    missing = set(parameters.split()) - set(known)
+    assert not missing or (variadic and "self" not in missing), f"{place} takes {list(known)}"
+
+
+@pytest.mark.parametrize(("place", "names"), ATTRIBUTES.items(), ids=ATTRIBUTES)
+def test_classes_have_the_attributes(place, names):
+    found = resolve(place)
+    missing = [name for name in names.split() if not has(found, name)]
+    assert not missing
+
+
+def has(found, name: str) -> bool:
+    """Whether a class or module defines ``name``, declares it, or sets it on its instances."""
+    if inspect.ismodule(found):
+        return hasattr(found, name) or name in found.__annotations__
+    if hasattr(found, name) or name in getattr(found, "__struct_fields__", ()):
+        return True
+    if dataclasses.is_dataclass(found) and name in {f.name for f in dataclasses.fields(found)}:
+        return True
+    for base in found.__mro__[:-1]:
+        if name in getattr(base, "__annotations__", {}):
+            return True
+        try:
+            text = inspect.getsource(base)
+        except (OSError, TypeError):
+            continue
+        # An assignment, alone or in a tuple, which may have a line for each.
+        one = rf"^ +(?:self\.\w+, )*self\.{name}(?:, self\.\w+)*(?:: [^=\n]+)? ="
+        if re.search(rf"{one}|^ +self\.{name}(?:,|: .*)$", text, re.MULTILINE):
+            return True
+    return False
+
+
+def imported_names() -> list[str]:
+    found = set()
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                found |= {f"{node.module}:{name.name}" for name in node.names}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("place", imported_names())
+def test_what_we_import_is_there(place):
+    module, _, name = place.partition(":")
+    found = importlib.import_module(module)
+    # Lazy attributes and submodules included.
+    assert hasattr(found, name) or importlib.import_module(f"{module}.{name}")
+
+
+def test_what_is_missing_is_missed():
+    place = "vllm.v1.core.sched.scheduler:Scheduler"
+    assert not has(resolve(place), "no_such_attribute")
+    with pytest.raises(AssertionError):
+        test_functions_have_the_parameters(f"{place}.schedule", "self no_such_parameter")
