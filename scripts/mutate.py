@@ -30,13 +30,20 @@ TARGETS: dict[str, tuple[list[str], list[str]]] = {
     "ring": (["src/sipipe/ipc/ring"], ["tests/ipc", "--ignore=tests/ipc/link"]),
     "double-buffer": (
         ["src/sipipe/worker/double_buffer.py"],
-        ["tests/worker/test_double_buffer.py", "tests/worker/test_interleavings.py"],
+        [
+            "tests/worker/test_turns.py",
+            "tests/worker/test_double_buffer.py",
+            "tests/worker/test_interleavings.py",
+        ],
     ),
     "scheduling": (
         ["src/sipipe/engine/scheduling/policy.py"],
         ["tests/engine/scheduling/test_policy.py", "tests/engine/scheduling/test_scheduler.py"],
     ),
-    "requests": (["src/sipipe/engine/requests.py"], ["tests/engine/test_requests.py"]),
+    "requests": (
+        ["src/sipipe/engine/requests.py", "src/sipipe/engine/iterations.py"],
+        ["tests/engine/test_requests.py", "tests/engine/test_iterations.py"],
+    ),
 }
 """Modules, and the tests that are to notice."""
 
