@@ -25,7 +25,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.executor.abstract import Executor as VllmExecutor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-import sipipe
+from sipipe._version import __version__
 from sipipe.config import SiPipeConfig
 from sipipe.engine.adopt import adopt
 from sipipe.engine.compatibility import Choice, check_features, check_version, choose_path
@@ -134,7 +134,7 @@ class Executor(VllmExecutor):
         self._started = True
         logger.info(
             "SiPipe %s: %d stage%s x %d rank%s, %s, %d microbatch%s in flight, links: %s",
-            sipipe.__version__,
+            __version__,
             *_counted(self.parallel_config.pipeline_parallel_size),
             *_counted(self.parallel_config.tensor_parallel_size),
             self._drawn_by,
