@@ -78,7 +78,7 @@ def measure_sides(
 ) -> dict[str, Any]:
     """Run ``job`` (:class:`sipipe.tools.measure.Job` without its settings) on each side in turn.
 
-    Returns a :class:`sipipe.tools.measure.Result` as a dict for each side.
+    Returns for each side what :func:`sipipe.tools.measure.measure` does.
     """
     own = {"stock": None, "sipipe": settings}
     return {side: _measure(side, {**job, "settings": own[side]}) for side in sides}

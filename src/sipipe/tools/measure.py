@@ -1,8 +1,8 @@
 """Measures one engine: start-up, and tokens per second for each way of sampling.
 
 Run as a process of its own per side (``python -m sipipe.tools.measure FD``), because an engine
-leaves global state behind. It reads a :class:`Job` as JSON from stdin and prints a
-:class:`Result` as JSON on stdout; the engine's log goes to stderr.
+leaves global state behind. It reads a :class:`Job` as JSON from stdin and prints what
+:func:`measure` returns as JSON on stdout; the engine's log goes to stderr.
 
 Who runs here
     The main thread measures. The watch thread sleeps on the pipe ``FD``, whose other end is the
@@ -56,17 +56,12 @@ class Job:
     repeat: int = 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """What one side did."""
+def measure(job: Job) -> dict[str, Any]:
+    """Start the engine, warm it up, and run the job's requests.
 
-    startup_seconds: float
-    tokens_per_second: dict[str, list[float]]
-    """Each way of sampling: one figure per repetition."""
-
-
-def measure(job: Job) -> Result:
-    """Start the engine, warm it up, and run the job's requests."""
+    Returns ``startup_seconds``, and ``tokens_per_second``: for each way of sampling a list with
+    one figure per repetition.
+    """
     from vllm import LLM, EngineArgs, SamplingParams
 
     from sipipe.cores import plan_cores, this_machine
@@ -115,7 +110,7 @@ def measure(job: Job) -> Result:
     for _ in range(job.repeat):
         for name in job.sampling:
             figures[name].append(run(name, job.tokens))
-    return Result(startup_seconds=startup, tokens_per_second=figures)
+    return {"startup_seconds": startup, "tokens_per_second": figures}
 
 
 def end_with_parent(pipe: int) -> None:
@@ -134,7 +129,7 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     result = measure(Job(**json.load(sys.stdin)))
-    answer.write(json.dumps(dataclasses.asdict(result)) + "\n")
+    answer.write(json.dumps(result) + "\n")
     answer.close()
 
 
