@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import IO, Any
 
 from sipipe.errors import StallError
 from sipipe.messages.boots import GRACE_SECONDS
@@ -128,17 +128,17 @@ class Children:
         module: str,
         arguments: Sequence[str] = (),
         *,
-        sockets: Sequence[socket.socket] = (),
+        ends: Sequence[socket.socket | IO[bytes]] = (),
         environment: Mapping[str, str] | None = None,
     ) -> Child:
-        """Start ``python -m module`` with its control pipe, ``sockets`` and ``arguments``.
+        """Start ``python -m module`` with its control pipe, ``ends`` and ``arguments``.
 
         The descriptors' numbers come first on the command line. This process lets go of the
-        ``sockets``. A name may be used again when its child has died.
+        ``ends``. A name may be used again when its child has died.
         """
         ours, theirs = socket.socketpair()
-        ends = [theirs, *sockets]
-        descriptors = [end.fileno() for end in ends]
+        given = [theirs, *ends]
+        descriptors = [end.fileno() for end in given]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         try:
@@ -152,7 +152,7 @@ class Children:
             ours.close()
             raise
         finally:
-            for end in ends:
+            for end in given:
                 end.close()
         child = Child(name, process, Connection(ours.detach()))
         with self._changed:

@@ -125,7 +125,7 @@ class Samplers:
             sampler_name(index),
             "sipipe.sampler",
             (self._dtype, self._settings.layout),
-            sockets=(theirs,),
+            ends=(theirs,),
             environment={"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         )
         if self._cores[index]:

@@ -6,8 +6,9 @@ record, and once all have loaded where BIC-I is. Everything after that travels o
 
 from __future__ import annotations
 
+import os
 import socket
-from multiprocessing import spawn
+from multiprocessing import resource_tracker, spawn
 from typing import Any
 
 import cloudpickle
@@ -61,8 +62,11 @@ class Workers:
         for place in places:
             ends = [links[place.rank - tp][1]] if not place.is_first else []
             ends += [links[place.rank][0]] if not place.is_last else []
+            tracking = resource_tracker.getfd()
+            assert tracking is not None, "it is started where there is none"
+            tracker = os.fdopen(os.dup(tracking), "wb")
             with threads.configure_omp_envs(rank=place.rank, local_rank=place.rank):
-                self.all.append(children.start(place.name, "sipipe.worker", sockets=ends))
+                self.all.append(children.start(place.name, "sipipe.worker", ends=[tracker, *ends]))
         for place, worker in zip(places, self.all, strict=True):
             boot = WorkerBoot(
                 vllm_config=vllm_config,
