@@ -6,7 +6,7 @@ CODE := src tests benchmarks scripts
 BENCHMARKS := $(filter-out harness engine_process %_recorders,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
 # Side by side; tests that start engines one after the other (tests/conftest.py).
-PYTEST := $(BIN)/pytest -q -n 2 --dist loadgroup
+PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all goldens mutants lint format bench clean

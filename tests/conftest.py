@@ -11,10 +11,20 @@ def models(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Engine tests run one after the other, also where tests run side by side (`make test`)."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.get_closest_marker("engine"):
-                item.add_marker(pytest.mark.xdist_group("engines"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Files that start engines go to one process, where tests run side by side (`make test`)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    root = Path(__file__).parent
+    engines = {
+        str(file.relative_to(root.parent))
+        for file in root.rglob("test_*.py")
+        if "pytest.mark.engine" in file.read_text()
+    }
+
+    class EnginesTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return "engines" if nodeid.partition("::")[0] in engines else nodeid
+
+    return EnginesTogether(config, log)
