@@ -29,7 +29,7 @@ if importlib.util.find_spec("vllm") is None:
 
 HERE = Path(__file__).parent
 SECONDS = 300
-KEPT = 2
+KEPT = 3
 """Engines that are kept; the one that was used longest ago ends when another is started."""
 
 DEFAULTS = {
@@ -172,6 +172,7 @@ class Engine:
 
 
 _engines: dict[str, Engine] = {}
+_ending: list[Engine] = []
 
 
 def run_engine(model_path, batches, *, sipipe=None, env=None, **engine):
@@ -180,7 +181,9 @@ def run_engine(model_path, batches, *, sipipe=None, env=None, **engine):
     running = _engines.pop(key, None)
     if running is None or running.process.poll() is not None:
         while len(_engines) >= KEPT:
-            _engines.pop(next(iter(_engines))).close()
+            ending = _engines.pop(next(iter(_engines)))
+            ending.process.stdin.close()  # it ends while the next one starts
+            _ending.append(ending)
         running = Engine(model_path, sipipe=sipipe, env=env, **engine)
     try:
         result = running.run(batches)
@@ -193,8 +196,10 @@ def run_engine(model_path, batches, *, sipipe=None, env=None, **engine):
 
 def close_engines() -> None:
     """End every engine that is kept; each is given time to end by itself."""
-    while _engines:
-        _engines.popitem()[1].close()
+    for engine in (*_engines.values(), *_ending):
+        engine.close()
+    _engines.clear()
+    _ending.clear()
 
 
 atexit.register(close_engines)

@@ -86,7 +86,7 @@ def assert_equal_tokens(expected, found, aborted=()):
     ("family", "slots"),
     [
         ("llama", "1"),
-        ("qwen3-moe", "3"),
+        pytest.param("qwen3-moe", "3", marks=pytest.mark.slow),
         pytest.param("qwen2", "3", marks=pytest.mark.slow),
         pytest.param("mixtral", "2", marks=pytest.mark.slow),
     ],
@@ -99,6 +99,7 @@ def test_greedy_parity_with_chunks_preemption_prefix_cache_and_aborts(models, fa
     assert facts["added"] == 30
 
 
+@pytest.mark.slow
 def test_greedy_parity_through_both_threads(models):
     (stock, ours), _ = run(
         engines.model(models, "llama"),
@@ -128,6 +129,7 @@ def test_latent_attention_parity_where_stock_agrees_with_itself(models):
     assert_equal_tokens(stock_alone, ours_alone)
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_are_vllms(models):
     workload = {**WORKLOAD, "requests": 10, "prompt_logprobs": 3, "aborts": {}}
     (stock, ours), _ = run(engines.model(models, "llama"), workload=workload)
@@ -166,6 +168,7 @@ def make_adapter(directory, seed, *, hidden=128, layers=4, rank=8, heads=128, kv
     return str(directory)
 
 
+@pytest.mark.slow
 def test_lora_parity(models, tmp_path):
     adapters = [make_adapter(tmp_path / f"adapter{seed}", seed) for seed in (1, 2)]
     workload = {**WORKLOAD, "requests": 12, "aborts": {}, "loras": adapters}
