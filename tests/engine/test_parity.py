@@ -64,9 +64,7 @@ def test_two_stages_equal_stock(models, family):
     check(models, family, 2, 1, **({"layers": [1, 3]} if family == "qwen2" else {}))
 
 
-@pytest.mark.parametrize(
-    ("pp", "tp"), [(1, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_degrees_equal_stock(models, pp, tp):
     check(models, "llama", pp, tp)
 
