@@ -9,7 +9,7 @@ BENCHMARKS := $(filter-out harness engine_process %_recorders,$(patsubst benchma
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all goldens mutants lint format bench clean
+.PHONY: help setup demo test test-all goldens mutants lint format bench release clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: setup ## the tests, without those that take minutes
 
 test-all: setup ## all tests
 	@$(PYTEST) -m ""
+
+release: lint test-all ## is this tree ready to be released? Builds it and uses what was built
+	@$(BIN)/python scripts/release.py
 
 goldens: setup ## record anew what stock vLLM gives for the tests' requests
 	@rm -f tests/engine/goldens.json.gz

@@ -105,3 +105,10 @@ def test_a_missing_vllm_is_said_in_one_line(capsys, monkeypatch, command):
     error = capsys.readouterr().err
     assert error.startswith("sipipe: vLLM is not installed here: pip install vllm==")
     assert error.count("\n") == 1
+
+
+def test_warm_fills_the_kernel_cache(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sipipe.sampler.warmup.warm_up", lambda dtypes: None)
+    monkeypatch.setattr("sipipe.worker.inputs.kernels.warm_up", lambda: None)
+    assert main(["warm"]) == 0
+    assert "done after" in capsys.readouterr().out

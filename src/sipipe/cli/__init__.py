@@ -27,6 +27,7 @@ COMMANDS = {
     "trace": "report on and export recorded traces",
     "top": "live view of a running server",
     "make-model": "write a random checkpoint to test and measure on",
+    "warm": "compile all kernels now, so that later starts need not",
     "doctor": "what this machine has, and what SiPipe would do on it",
 }
 """What each command does, in a line. Its module has its name."""

@@ -1,0 +1,19 @@
+# SiPipe on vLLM's own image for NVIDIA GPUs. docs/gpu.md says what of it has run on one.
+#   docker build -f deploy/cuda.Dockerfile -t sipipe:cuda .
+#   docker run --rm --gpus all -p 8000:8000 -v "$PWD/models:/models" sipipe:cuda MODEL --pp 2
+FROM vllm/vllm-openai:v0.32.0
+
+WORKDIR /opt/sipipe
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+RUN python3 -m pip install --no-cache-dir .
+
+ENV HF_HOME=/models \
+    SIPIPE_CACHE_DIR=/opt/sipipe/cache
+# As in cpu.Dockerfile: for the processor that builds the image.
+RUN sipipe warm
+
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
+    CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["sipipe", "serve"]

@@ -1,0 +1,77 @@
+"""Is this tree ready to be released? Run by `make release`, after lint and all tests.
+
+Builds the source distribution, builds the wheel from that, installs it into a fresh environment
+without vLLM and without torch, and uses it there. Uploading is left to a person.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+IN_SDIST = ["CHANGELOG.md", "CONTRIBUTING.md", "dashboards/sipipe.json", "deploy/cpu.Dockerfile"]
+IN_WHEEL = ["sipipe/py.typed", "sipipe/tools/report/page/report.html"]
+DRAW = """
+import sys
+import numpy as np
+from sipipe.sampling import SequenceParams, sample
+tokens = sample(np.eye(4, 100, dtype=np.float32) * 90, [SequenceParams(temperature=0.0)] * 4)
+assert not {"torch", "vllm"} & set(sys.modules), "sampling imported torch or vLLM"
+print("sampling alone:", tokens)
+"""
+
+
+def main() -> None:
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "src/sipipe/_version.py").read_text())
+    assert version is not None
+    newest = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    check("CHANGELOG.md begins with this version", newest is not None and newest[1] == version[1])
+    check("CHANGELOG.md gives its date", newest is not None and "not released" not in newest[2])
+    changed = run("git", "status", "--porcelain", cwd=ROOT)
+    check("the tree is committed", changed == "")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", name, cwd=ROOT)
+        with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+            files = {member.split("/", 1)[-1] for member in archive.getnames()}
+            archive.extractall(folder / "source", filter="data")
+        check("the source distribution is complete", files.issuperset(IN_SDIST))
+        source = next((folder / "source").iterdir())
+        run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", name, cwd=source)
+        wheel = next(folder.glob("*.whl"))
+        check("the wheel is complete", set(zipfile.ZipFile(wheel).namelist()).issuperset(IN_WHEEL))
+        venv.create(folder / "venv", with_pip=True)
+        binaries = folder / "venv" / "bin"
+        run(str(binaries / "pip"), "install", "--quiet", str(wheel), cwd=folder)
+        print(run(str(binaries / "sipipe"), "--version", cwd=folder))
+        print(run(str(binaries / "python"), "-c", DRAW, cwd=folder))
+    if FAILED:
+        sys.exit(f"release: not ready: {', '.join(FAILED)}")
+    print(f"release: {version[1]} is ready: tag it v{version[1]}, and upload what is built")
+
+
+FAILED: list[str] = []
+
+
+def check(what: str, holds: bool) -> None:
+    print(f"{'ok' if holds else 'no'}  {what}")
+    if not holds:
+        FAILED.append(what)
+
+
+def run(*command: str, cwd: Path) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"release: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""``sipipe warm``: compile every kernel now, so that no later start waits for it (for images)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from sipipe.cli.parser import make_parser
+
+EPILOG = """\
+The machine code is for this type of processor and is kept in the user's cache directory, or where
+SIPIPE_CACHE_DIR says; it is executed, so only a directory that nobody else can write is taken.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser("warm", "Compile the samplers' and stages' kernels.", epilog=EPILOG)
+    parser.parse_args(argv)
+
+    from sipipe.jit import cache_directory
+    from sipipe.sampler.warmup import DTYPES, warm_up
+    from sipipe.worker.inputs import kernels
+
+    began = time.perf_counter()
+    for number, dtype in enumerate(DTYPES, 1):
+        print(f"{number}/{len(DTYPES) + 1} sampling from {dtype} logits", flush=True)
+        warm_up([dtype])
+    print(f"{len(DTYPES) + 1}/{len(DTYPES) + 1} input preparation", flush=True)
+    kernels.warm_up()
+    took = time.perf_counter() - began
+    print(f"done after {took:.1f} s: {cache_directory('sipipe.sampler.kernels').parent}")
+    return 0
