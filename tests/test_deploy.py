@@ -32,9 +32,7 @@ def test_dockerfiles(file):
 
 
 def test_compose():
-    run(
-        "check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(DEPLOY / "compose.yaml")
-    )
+    run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(DEPLOY / "compose.yaml"))
     yaml = pytest.importorskip("yaml")
     text = (DEPLOY / "compose.yaml").read_text()
     for service in yaml.safe_load(text)["services"].values():
