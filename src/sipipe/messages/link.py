@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-TransportKind = Literal["shm", "cuda_ipc"]
+TransportKind = Literal["shm", "cuda_ipc", "zeromq"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,9 @@ class LinkEndpoint:
     """Seconds that a wait takes at most where the call names no bound of its own."""
     device: Literal["cpu", "cuda"]
     """Where the later stage needs the tensors."""
+    address: str = ""
+    """Between hosts: the later stage's, where it listens."""
+    port: int = 0
 
     @property
     def transport(self) -> str:

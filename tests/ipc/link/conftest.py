@@ -18,10 +18,11 @@ from sipipe.messages.link import LinkEndpoint
 BOUND = 60.0  # seconds; of a machine at its worst
 
 
-@pytest.fixture(params=["shm", "cuda_ipc"])
+@pytest.fixture(params=["shm", "cuda_ipc", "zeromq"])
 def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LinkEndpoint:
     """One link of each kind; the one between GPUs with a stand-in for the device."""
     on_gpu = request.param == "cuda_ipc"
+    monkeypatch.setenv("SIPIPE_SECRET", "a secret of the tests")
     if on_gpu:
         monkeypatch.setattr(cuda_ipc, "CudaDevice", stand_in.StandInDevice)
     return create_link(
@@ -31,12 +32,23 @@ def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         name="stage0-1.r0",
         device="cuda" if on_gpu else "cpu",
         stall_timeout=BOUND,
+        **({"address": "127.0.0.1", "port": free_port()} if request.param == "zeromq" else {}),
     )
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
 @pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+def pair(request) -> Iterator[tuple[socket.socket | None, socket.socket | None]]:
     """The sender's and the receiver's socket, for a test that opens the ends itself."""
+    named = "endpoint" in request.fixturenames
+    if named and request.getfixturevalue("endpoint").kind == "zeromq":
+        yield None, None
+        return
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     yield ends
     for end in ends:

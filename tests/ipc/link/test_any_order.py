@@ -7,6 +7,7 @@ transport between GPUs runs with a stand-in, whose copies come late.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import deque
 from typing import Any
@@ -25,6 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.ipc.link import stand_in
+from tests.ipc.link.conftest import free_port
 
 from sipipe.errors import StallError
 from sipipe.ipc.link import cuda_ipc, shm
@@ -79,6 +81,7 @@ class Link(RuleBasedStateMachine):
         on_gpu = self.kind == "cuda_ipc"
         self.patches = [
             mock.patch.object(cuda_ipc, "CudaDevice", stand_in.StandInDevice),
+            mock.patch.dict(os.environ, {"SIPIPE_SECRET": "a secret of the tests"}),
             mock.patch.object(shm, "QUICK_BYTES", quick),  # 0: as if these were large frames
         ]
         for patch in self.patches:
@@ -89,8 +92,12 @@ class Link(RuleBasedStateMachine):
             device="cuda" if on_gpu else "cpu",
             depth=self.depth,
             stall_timeout=BOUND,
+            address="127.0.0.1",
+            port=free_port() if self.kind == "zeromq" else 0,
         )
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours = theirs = None
+        if self.kind != "zeromq":
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sender, self.receiver = open_sender(endpoint, ours), open_receiver(endpoint, theirs)
 
     def teardown(self) -> None:
@@ -158,15 +165,21 @@ class CudaIpcLink(Link):
     depth = 2
 
 
+class ZeromqLink(Link):
+    kind = "zeromq"
+
+
 TestShm = Link.TestCase
 TestCudaIpc = CudaIpcLink.TestCase
+TestZeromq = ZeromqLink.TestCase
 SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 TestShm.settings = settings(max_examples=25, stateful_step_count=40, **SETTINGS)
 TestCudaIpc.settings = settings(max_examples=8, stateful_step_count=40, **SETTINGS)
+TestZeromq.settings = settings(max_examples=8, stateful_step_count=40, **SETTINGS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [Link, CudaIpcLink])
+@pytest.mark.parametrize("machine", [Link, CudaIpcLink, ZeromqLink])
 def test_for_longer(machine: type[Link]) -> None:
     run_state_machine_as_test(
         machine, settings=settings(max_examples=400, stateful_step_count=60, **SETTINGS)

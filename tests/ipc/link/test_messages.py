@@ -9,22 +9,24 @@ import torch
 
 from sipipe.ipc.link.header import HEADER_BYTES
 from sipipe.ipc.link.packets import PacketConnection
+from sipipe.ipc.link.zeromq import _Packets
 
 BOUND = 60.0
 
 
-def test_no_metadata_after_the_first_iteration(link, hidden, monkeypatch):
+def test_no_metadata_after_the_first_iteration(link, endpoint, hidden, monkeypatch):
     """Counted where packets arrive: a header a microbatch, another schema only when it is new."""
     sizes: list[int] = []
-    receive = PacketConnection.receive
+    sender, receiver = link
+    connections = _Packets if endpoint.kind == "zeromq" else PacketConnection
+    receive = connections.receive
 
     def count(self, packet, timeout):
         size = receive(self, packet, timeout)
         sizes.append(size)
         return size
 
-    monkeypatch.setattr(PacketConnection, "receive", count)
-    sender, receiver = link
+    monkeypatch.setattr(connections, "receive", count)
     for iteration in range(200):
         num_tokens = 1 + iteration * 7 % 64
         width = 24 if iteration < 100 else 6000  # copied by the caller, then by the thread

@@ -33,7 +33,7 @@ class Receiver:
         self._holding = threading.Lock()
         self._taking = threading.Lock()
         self._taken = 0
-        self._to_device = endpoint.device == "cuda" and endpoint.kind == "shm"
+        self._to_device = endpoint.device == "cuda" and endpoint.kind != "cuda_ipc"
         self._error: Exception | None = None
         self._closed = False
 

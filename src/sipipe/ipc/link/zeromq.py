@@ -1,0 +1,116 @@
+"""Hidden states between stages on different hosts, over a ZeroMQ connection of their own.
+
+Who runs here: the threads of :mod:`.shm`, whose packets these are, and ZeroMQ's. A frame is one
+message: its header, then the bytes of each tensor. Guarantees: what :mod:`sipipe.ipc.connection`
+does. The receiver's buffers are there before the first frame. ZeroMQ reads and decrypts a frame as
+it comes, and ``receive`` copies it to its buffer: one copy at either end. Nobody waits for the
+network but the receiver for its data, so that an iteration costs one way and no round trip.
+
+Rejected: a TCP protocol of our own (362 to 435 µs for 16 KB where ZeroMQ takes 190 to 226, and
+twice the CPU time); receiving in a thread of ours (a wake-up more on the critical path).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import msgspec
+import torch
+
+from sipipe.ipc.connection import Connection, Place
+from sipipe.ipc.link.buffers import Buffers, buffer_bytes
+from sipipe.ipc.link.errors import PeerDiedError
+from sipipe.ipc.link.header import Header, HeaderCodec, Kind
+from sipipe.ipc.link.schema import TensorSchema
+from sipipe.ipc.link.shm import Announcement, ShmReceiving, ShmSending
+from sipipe.messages.link import LinkEndpoint
+
+__all__ = ["ZeromqReceiving", "ZeromqSending"]
+
+
+class _Packets:
+    """The connection as :class:`.packets.PacketConnection` is used, which has a socket instead."""
+
+    def __init__(self, connection: Connection, place: Place | None) -> None:
+        self._connection = connection
+        self._place = place
+        self.send, self.died = connection.send, connection.died
+        self.interrupt, self.close = connection.interrupt, connection.close
+
+    def receive(self, packet: bytearray, timeout: float) -> int | None:
+        parts = self._connection.receive(timeout, self._place)
+        if parts is None:
+            return None
+        packet[: len(parts[0])] = parts[0]
+        return len(parts[0])
+
+    def watch(self, pid: int) -> None:
+        """Nothing: the connection watches the peer."""
+
+
+class ZeromqSending(ShmSending):
+    """The sender's end, which connects."""
+
+    def __init__(self, endpoint: LinkEndpoint) -> None:
+        self._endpoint = endpoint
+        self._codec = HeaderCodec(endpoint)
+        self._packet = bytearray(1 << 16)
+        self._connection: Any = _connect(endpoint, listens=False)
+
+    def announce(self, schema: TensorSchema) -> None:
+        size = buffer_bytes(schema, self._endpoint.max_tokens)
+        body = msgspec.msgpack.encode(Announcement(schema, size, new_memory=False))
+        self._connection.send(self._codec.pack(Header(Kind.SCHEMA), body))
+
+    def transmit(
+        self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
+    ) -> None:
+        if after is not None:
+            after.synchronize()
+        here = [part.cpu().contiguous() for part in parts]
+        views = [
+            memoryview((ctypes.c_char * nbytes).from_address(part.data_ptr())) if nbytes else b""
+            for part, nbytes in zip(here, schema.at(header.num_tokens).sizes, strict=True)
+        ]
+        self._connection.send(self._codec.pack(header), *views)
+
+
+class ZeromqReceiving(ShmReceiving):
+    """The receiver's end, which listens."""
+
+    def __init__(self, endpoint: LinkEndpoint) -> None:
+        self._endpoint = endpoint
+        self._codec = HeaderCodec(endpoint)
+        self._packet = bytearray(1 << 16)
+        self._view = memoryview(self._packet)
+        self._buffers: Buffers | None = None
+        self._size = 0  # bytes of a buffer, so far
+        self._schemas: dict[int, TensorSchema] = {}
+        self._connection: Any = _connect(endpoint, listens=True, place=self._place)
+
+    def _place(self, packet: bytes) -> list[memoryview]:
+        header = self._codec.unpack(memoryview(packet))
+        if header.kind != Kind.DATA or header.fingerprint not in self._schemas:
+            return []
+        sizes = self._schemas[header.fingerprint].at(header.num_tokens).sizes
+        return [
+            memoryview((ctypes.c_char * nbytes).from_address(view.data_ptr()))
+            if nbytes
+            else memoryview(bytearray())
+            for view, nbytes in zip(self.tensors(header).values(), sizes, strict=True)
+        ]
+
+    def _learn(self, body: memoryview) -> None:
+        super()._learn(body)
+        size = msgspec.msgpack.decode(body, type=Announcement).buffer_bytes
+        if size > self._size:  # frames that are held keep the old ones alive
+            self._size, depth = size, self._endpoint.depth
+            memory = torch.empty(size * depth, dtype=torch.uint8)
+            self._buffers = Buffers(memory, size, self._endpoint.max_tokens)
+
+
+def _connect(endpoint: LinkEndpoint, *, listens: bool, place: Place | None = None) -> _Packets:
+    who = f"{endpoint.describe()}: the {'previous' if listens else 'next'} stage"
+    connection = Connection(endpoint.address, endpoint.port, listens=listens, who=who)
+    return _Packets(connection, place)

@@ -1,0 +1,75 @@
+"""The secret that the hosts of an engine share, and the keys that are made of it.
+
+Both ends of a connection make the same two key pairs: the listening end's and the connecting
+end's. Public keys are as secret as the secret here: none is ever sent. CURVE's first message is
+sealed with the listener's public key and its answer with the listener's private key, so that a
+peer without the secret gets no further than the handshake, on either side; everything after it is
+encrypted with keys of that connection alone, so that a secret which leaks later opens nothing
+recorded earlier.
+
+scrypt makes each guess at a short secret cost what a login does, as a recorded handshake can be
+tried against guesses for ever. Rejected: a list of public keys at the listener (ZAP): a thread and
+a protocol more, to tell apart peers that all have the same secret.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from sipipe.errors import ConfigError
+
+__all__ = ["SECRET", "SECRET_FILE", "KeyPair", "key_pairs", "read_secret"]
+
+SECRET, SECRET_FILE = "SIPIPE_SECRET", "SIPIPE_SECRET_FILE"
+_LEAST = 16
+"""Characters."""
+
+
+class KeyPair(NamedTuple):
+    """One end's CURVE keys, in ZeroMQ's text form."""
+
+    public: bytes
+    private: bytes
+
+
+def read_secret() -> bytes:
+    """The secret of this process's environment.
+
+    Raises:
+        ConfigError: there is none, it cannot be read, or it is too short.
+    """
+    secret, path = os.environ.get(SECRET, "").encode(), os.environ.get(SECRET_FILE)
+    if not secret and path:
+        try:
+            secret = Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{SECRET_FILE}: {path} cannot be read ({error.strerror})") from None
+    secret = secret.strip()
+    if not secret:
+        raise ConfigError(
+            f"several hosts need a secret: set {SECRET} or {SECRET_FILE} to the same value on "
+            "each (openssl rand -hex 32 makes one)"
+        )
+    if len(secret) < _LEAST:
+        raise ConfigError(
+            f"{SECRET} has {len(secret)} characters: use {_LEAST} or more (openssl rand -hex 32)"
+        )
+    return secret
+
+
+@functools.lru_cache(maxsize=4)
+def key_pairs(secret: bytes) -> tuple[KeyPair, KeyPair]:
+    """The listening end's keys and the connecting end's."""
+    pairs = []
+    for end in (b"sipipe listener 1", b"sipipe connector 1"):
+        seed = hashlib.scrypt(secret, salt=end, n=1 << 14, r=8, p=1, dklen=32)
+        private = z85.encode(seed)
+        pairs.append(KeyPair(zmq.curve_public(private), private))
+    return pairs[0], pairs[1]

@@ -1,0 +1,133 @@
+"""Hosts on one machine: network, process and mount namespaces, joined by a cable.
+
+Each host has an address, a /dev/shm, process ids and a /proc of its own, and nothing else of it is
+private. A host lives as long as this process does: its first process reads a pipe of ours, and
+with a namespace's first process all others of it end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ADDRESSES = ("10.77.18.1", "10.77.18.2")
+_TOOLS = ("unshare", "nsenter", "ip")
+
+
+def skip_without_namespaces() -> None:
+    """Skip the test where hosts cannot be made."""
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if os.geteuid() != 0 or missing:
+        pytest.skip(f"needs root, {', '.join(_TOOLS)} for network namespaces")
+    if subprocess.run(["unshare", "-n", "-m", "-p", "--fork", "true"], check=False).returncode:
+        pytest.skip("this container may not make namespaces")
+
+
+class Host:
+    """One host; use :class:`Cluster`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._started: list[subprocess.Popen] = []
+        setup = "mount -t tmpfs none /dev/shm && ip link set lo up && echo ready && exec cat"
+        self._holder = subprocess.Popen(
+            [
+                "unshare",
+                "-n",
+                "-m",
+                "-p",
+                "--fork",
+                "--mount-proc",
+                "--kill-child",
+                "sh",
+                "-c",
+                setup,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._holder.stdout is not None
+        assert self._holder.stdout.readline() == b"ready\n"
+        self.pid = psutil.Process(self._holder.pid).children()[0].pid
+
+    def start(self, command: Sequence[str], **arguments: Any) -> subprocess.Popen:
+        """Start a command on this host, in this process's directory."""
+        inside = ["nsenter", "-t", str(self.pid), "-n", "-m", "-p", f"--wd={os.getcwd()}"]
+        self._started.append(subprocess.Popen([*inside, *command], **arguments))
+        return self._started[-1]
+
+    def python(self, code: str, *arguments: str, **more: Any) -> subprocess.Popen:
+        """Start Python on this host; its output is a pipe."""
+        command = [sys.executable, "-c", code, *arguments]
+        return self.start(command, stdout=subprocess.PIPE, text=True, **more)
+
+    def processes(self) -> list[psutil.Process]:
+        """What runs there but the holder; of a command, what ``start`` has forked."""
+        space = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                if os.readlink(f"/proc/{process.pid}/ns/pid") == space and process.pid != self.pid:
+                    found.append(process)
+        return found
+
+    def wait_empty(self, seconds: float) -> list[str]:
+        """What is left after ``seconds`` at most: nothing, if all is well."""
+        deadline = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < deadline:
+            psutil.wait_procs(left, timeout=0.2)
+        named = []
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                named.append(" ".join(process.cmdline()) or process.name())
+        return named + os.listdir(Path(f"/proc/{self.pid}/root/dev/shm"))
+
+    def cable(self, state: str) -> None:
+        """``"up"`` or ``"down"``."""
+        self.run("ip", "link", "set", "wire", state)
+
+    def run(self, *command: str) -> None:
+        subprocess.run(["nsenter", "-t", str(self.pid), "-n", *command], check=True)
+
+    def end_all(self) -> None:
+        """Kill what was started."""
+        for process in self.processes():
+            process.kill()
+        for started in self._started:
+            started.send_signal(signal.SIGCONT)  # it stops with a command that is stopped
+            started.communicate(timeout=60)
+        self._started.clear()
+
+    def close(self) -> None:
+        """End everything on it."""
+        self.end_all()
+        self._holder.communicate(timeout=60)
+
+
+class Cluster:
+    """Two hosts and the cable between them."""
+
+    def __init__(self) -> None:
+        self.hosts = [Host(address) for address in ADDRESSES]
+        ends = [f"sp{host.pid}" for host in self.hosts]
+        subprocess.run(["ip", "link", "add", ends[0], "type", "veth", "peer", ends[1]], check=True)
+        for end, host in zip(ends, self.hosts, strict=True):
+            subprocess.run(["ip", "link", "set", end, "netns", str(host.pid)], check=True)
+            host.run("ip", "link", "set", end, "name", "wire")
+            host.run("ip", "addr", "add", f"{host.address}/24", "dev", "wire")
+            host.cable("up")
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.close()

@@ -1,0 +1,180 @@
+"""One connection between hosts: who gets in, what arrives, and how its end is seen."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import pytest
+from tests.ipc.link.conftest import free_port
+
+from sipipe.errors import ConfigError
+from sipipe.ipc.connection import Connection, resolve
+from sipipe.ipc.link.errors import PeerDiedError, TransferMismatchError
+from sipipe.ipc.secret import key_pairs, read_secret
+
+BOUND = 30.0
+HERE = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch):
+    monkeypatch.setenv("SIPIPE_SECRET", "a secret of the tests")
+    monkeypatch.delenv("SIPIPE_SECRET_FILE", raising=False)
+
+
+@pytest.fixture
+def open_end():
+    opened = []
+
+    def open_end(port: int, *, listens: bool) -> Connection:
+        who = "the connecting end" if listens else "the listening end"
+        opened.append(Connection(HERE, port, listens=listens, who=who))
+        return opened[-1]
+
+    yield open_end
+    for end in opened:
+        end.close()
+
+
+@pytest.fixture
+def ends(open_end):
+    port = free_port()
+    ends = open_end(port, listens=True), open_end(port, listens=False)
+    assert all(end.wait_for_peer(BOUND) for end in ends)
+    return ends
+
+
+def test_messages_both_ways_and_from_several_threads(ends):
+    listening, connecting = ends
+
+    def echo() -> None:
+        for _ in range(300):
+            connecting.send(*connecting.receive(BOUND))
+
+    threads = [threading.Thread(target=echo)]
+    threads += [
+        threading.Thread(
+            target=lambda n=n: [listening.send(bytes([n]), b"x" * n) for _ in range(100)]
+        )
+        for n in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    back = [listening.receive(BOUND) for _ in range(300)]
+    for thread in threads:
+        thread.join()
+    assert sorted(map(tuple, back)) == sorted(
+        (bytes([n]), b"x" * n) for n in range(3) for _ in range(100)
+    )
+
+
+def test_parts_that_go_where_they_belong(ends):
+    listening, connecting = ends
+    room = bytearray(6)
+    connecting.send(b"head", b"abc", b"def")
+    view = memoryview(room)
+    assert listening.receive(BOUND, lambda head: [view[:3], view[3:]]) == [b"head"]
+    assert room == b"abcdef"
+    connecting.send(b"head", b"abcd")
+    with pytest.raises(TransferMismatchError, match="connecting end sent another size"):
+        listening.receive(BOUND, lambda head: [view[:3]])
+
+
+def test_nothing_comes_in_time(ends):
+    assert ends[0].receive(0.01) is None
+
+
+def test_what_was_sent_before_the_end_is_received(ends):
+    listening, connecting = ends
+    connecting.send(b"last")
+    connecting.interrupt(b"bye")
+    connecting.close()
+    assert [listening.receive(BOUND) for _ in range(2)] == [[b"last"], [b"bye"]]
+    with pytest.raises(PeerDiedError, match="the connecting end died or cannot be reached"):
+        listening.receive(BOUND)
+    with pytest.raises(PeerDiedError):
+        listening.send(b"x")
+
+
+def test_interrupting_ends_a_wait(ends):
+    waiting = threading.Timer(0.05, ends[0].interrupt)
+    waiting.start()
+    with pytest.raises(PeerDiedError):
+        ends[0].receive(BOUND)
+    waiting.join()
+
+
+def test_another_secret_is_refused_and_a_stranger_is_no_hindrance(open_end, monkeypatch):
+    port = free_port()
+    listening = open_end(port, listens=True)
+    with socket.create_connection((HERE, port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
+        monkeypatch.setenv("SIPIPE_SECRET", "another secret of the tests")
+        wrong = open_end(port, listens=False)
+        assert not wrong.wait_for_peer(BOUND)
+        assert wrong.refused
+        wrong.close()
+        monkeypatch.setenv("SIPIPE_SECRET", "a secret of the tests")
+        right = open_end(port, listens=False)
+        assert right.wait_for_peer(BOUND)
+        right.send(b"in")
+        assert listening.receive(BOUND) == [b"in"]
+    right.close()
+    with pytest.raises(PeerDiedError):
+        listening.receive(BOUND)
+
+
+def test_a_listener_that_is_not_there_yet(open_end):
+    port = free_port()
+    connecting = open_end(port, listens=False)
+    assert not connecting.wait_for_peer(0.01)
+    assert not connecting.refused
+    open_end(port, listens=True)
+    assert connecting.wait_for_peer(BOUND)
+
+
+def test_a_port_that_is_taken_and_an_address_that_is_not_ours(open_end):
+    with socket.socket() as taken:
+        taken.bind((HERE, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is taken"):
+            open_end(port, listens=True)
+    with pytest.raises(ConfigError, match="the address is not one of this host's"):
+        Connection("192.0.2.7", 29501, listens=True, who="x")
+    with pytest.raises(ConfigError, match=r"--master-addr no\.such\.host\.invalid: no such host"):
+        resolve("no.such.host.invalid", "--master-addr")
+
+
+def test_where_the_secret_comes_from(monkeypatch, tmp_path):
+    assert read_secret() == b"a secret of the tests"
+    monkeypatch.setenv("SIPIPE_SECRET", "short")
+    with pytest.raises(ConfigError, match="SIPIPE_SECRET has 5 characters: use 16 or more"):
+        read_secret()
+    monkeypatch.delenv("SIPIPE_SECRET")
+    with pytest.raises(ConfigError, match="several hosts need a secret: set SIPIPE_SECRET or"):
+        read_secret()
+    path = tmp_path / "secret"
+    monkeypatch.setenv("SIPIPE_SECRET_FILE", str(path))
+    with pytest.raises(ConfigError, match="SIPIPE_SECRET_FILE: .*secret cannot be read"):
+        read_secret()
+    path.write_text("a secret in a file\n")
+    assert read_secret() == b"a secret in a file"
+
+
+def test_both_ends_make_the_same_keys_and_nothing_of_the_secret_is_in_them():
+    assert key_pairs(b"s" * 16) == key_pairs(b"s" * 16)
+    assert len({key for pair in key_pairs(b"s" * 16) for key in pair}) == 4
+    assert set(key_pairs(b"s" * 16)).isdisjoint(key_pairs(b"t" * 16))
+
+
+def test_nothing_stays_open(open_end):
+    before = set(os.listdir("/proc/self/fd"))
+    port = free_port()
+    ends = [open_end(port, listens=listens) for listens in (True, False)]
+    assert all(end.wait_for_peer(BOUND) for end in ends)
+    for end in ends:
+        end.close()
+    assert set(os.listdir("/proc/self/fd")) <= before
