@@ -158,7 +158,7 @@ def test_where_the_secret_comes_from(monkeypatch, tmp_path):
         read_secret()
     path = tmp_path / "secret"
     monkeypatch.setenv("SIPIPE_SECRET_FILE", str(path))
-    with pytest.raises(ConfigError, match="SIPIPE_SECRET_FILE: .*secret cannot be read"):
+    with pytest.raises(ConfigError, match=r"SIPIPE_SECRET_FILE: .*secret cannot be read"):
         read_secret()
     path.write_text("a secret in a file\n")
     assert read_secret() == b"a secret in a file"

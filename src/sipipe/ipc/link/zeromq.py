@@ -20,7 +20,6 @@ import torch
 
 from sipipe.ipc.connection import Connection, Place
 from sipipe.ipc.link.buffers import Buffers, buffer_bytes
-from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.ipc.link.header import Header, HeaderCodec, Kind
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.shm import Announcement, ShmReceiving, ShmSending
