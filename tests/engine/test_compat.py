@@ -66,16 +66,14 @@ def test_what_stages_cannot_serve_is_refused_by_its_option(changes, option):
 
 def test_a_plain_engine_is_taken():
     compat.check_features(vllm_config())
-    assert compat.choose_path(vllm_config(), SiPipeConfig()) == compat.Choice(path="sipipe")
+    assert not compat.why_not_sipipe(vllm_config(), SiPipeConfig())
 
 
 def test_a_device_other_than_a_cpu_takes_vllms_path(monkeypatch):
     monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    choice = compat.choose_path(vllm_config(), SiPipeConfig())
-    assert choice.path == "vllm"
-    assert "runs on CPUs" in choice.reason
+    assert "runs on CPUs" in compat.why_not_sipipe(vllm_config(), SiPipeConfig())
     with pytest.raises(ConfigError, match=r'"stage_runner" is "sipipe", but .*runs on CPUs'):
-        compat.choose_path(vllm_config(), SiPipeConfig(stage_runner="sipipe"))
+        compat.why_not_sipipe(vllm_config(), SiPipeConfig(stage_runner="sipipe"))
 
 
 @pytest.mark.parametrize(
@@ -95,9 +93,8 @@ def test_a_device_other_than_a_cpu_takes_vllms_path(monkeypatch):
     ],
 )
 def test_what_samplers_or_stage_runner_cannot_serve_takes_vllms_path(changes, settings, reason):
-    choice = compat.choose_path(vllm_config(**changes), SiPipeConfig.from_dict(settings))
-    assert choice.path == "vllm"
-    assert reason in choice.reason
+    found = compat.why_not_sipipe(vllm_config(**changes), SiPipeConfig.from_dict(settings))
+    assert reason in found
 
 
 @pytest.mark.parametrize(
@@ -106,7 +103,7 @@ def test_what_samplers_or_stage_runner_cannot_serve_takes_vllms_path(changes, se
 def test_insisting_on_sipipes_path_is_an_error_where_it_cannot_be_had(settings):
     config = vllm_config(model_config__runner_type="pooling")
     with pytest.raises(ConfigError, match=next(iter(settings))):
-        compat.choose_path(config, SiPipeConfig.from_dict(settings))
+        compat.why_not_sipipe(config, SiPipeConfig.from_dict(settings))
 
 
 def test_another_vllm_is_refused_with_both_versions(monkeypatch):

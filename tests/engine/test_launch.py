@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
 from sipipe.engine import arguments, kv_share, launch, memory_budget
+from sipipe.engine.setup import Setup
 from sipipe.errors import ConfigError, ResourceError, UnsupportedError
 from sipipe.tools.make_model.checkpoint import make_model
 
@@ -195,8 +195,7 @@ def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys):
 
 def test_a_containers_small_dev_shm_is_no_reason_to_refuse(model, monkeypatch):
     config = config_of(model, "-pp", "2", "--max-model-len", "256", "--max-num-seqs", "256")
-    parts = memory_budget.budget_of(config, SiPipeConfig(), samplers=1)
-    assert sum(part.size for part in parts) > 4 << 20
+    assert sum(part.size for part in Setup.of(config).budget()) > 4 << 20
     small = os.statvfs_result((4096, 4096, 256, 256, 256, 0, 0, 0, 0, 255))  # 1 MiB
     monkeypatch.setattr(os, "statvfs", lambda _path: small)
     launch.announce(config)

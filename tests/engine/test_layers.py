@@ -8,13 +8,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine import arguments
-from sipipe.engine.compatibility import Choice
 from sipipe.engine.layers.choose import VARIABLE, choose_layers
 from sipipe.errors import ConfigError
 from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.worker.world import cut_model
-
-OURS, VLLMS = Choice(path="sipipe"), Choice(path="vllm", reason="a test")
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +29,8 @@ def _no_variable(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
-def choose(engine_config, choice=OURS, **settings):
-    return choose_layers(engine_config, SiPipeConfig.from_dict(settings), choice)
+def choose(engine_config, by_cost=True, **settings):
+    return choose_layers(engine_config, SiPipeConfig.from_dict(settings), by_cost=by_cost)
 
 
 def test_the_last_stage_gets_fewer_for_its_projection(engine_config):
@@ -43,12 +40,12 @@ def test_the_last_stage_gets_fewer_for_its_projection(engine_config):
 
 def test_vllms_cut_where_it_was_asked_for_or_its_own_path_is_taken(engine_config):
     assert choose(engine_config, layers="even") == (4, 4)
-    assert choose(engine_config, choice=VLLMS) == (4, 4)
+    assert choose(engine_config, by_cost=False) == (4, 4)
 
 
 def test_the_users_cut(engine_config, monkeypatch):
     assert choose(engine_config, layers=[7, 1]) == (7, 1)
-    assert choose(engine_config, choice=VLLMS, layers=[7, 1]) == (7, 1)
+    assert choose(engine_config, by_cost=False, layers=[7, 1]) == (7, 1)
     monkeypatch.setenv(VARIABLE, "5,3")
     assert choose(engine_config) == (5, 3)
 

@@ -13,7 +13,6 @@ user's view of the two tables below.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import vllm
 from vllm.config import VllmConfig
@@ -21,7 +20,6 @@ from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, UnsupportedError
-from sipipe.messages.boots import Path
 from sipipe.versions import SUPPORTED_VLLM
 
 IGNORE_VERSION = "SIPIPE_IGNORE_VLLM_VERSION"
@@ -31,14 +29,6 @@ STOCK_WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "sipipe.worker.vllm_workers.GPUStageWorker",
 }
 """Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The path taken, and why it is not SiPipe's where it is not (empty otherwise)."""
-
-    path: Path
-    reason: str = ""
 
 
 def check_version() -> None:
@@ -84,26 +74,24 @@ def check_features(vllm_config: VllmConfig) -> None:
             )
 
 
-def choose_path(vllm_config: VllmConfig, config: SiPipeConfig) -> Choice:
-    """Which path this engine takes, from the configuration alone.
+def why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
+    """Why this engine takes vLLM's own path, from the configuration alone; empty: it does not.
 
     A worker may still find, once the model is loaded, that the stage runner cannot take it
-    (``StageRunner.unsupported_reason``).
+    (:func:`sipipe.worker.support.unsupported_reason`).
 
     Raises:
         ConfigError: ``stage_runner: "sipipe"`` was asked for and cannot be had.
     """
-    reason = _why_not_sipipe(vllm_config, config)
-    if not reason:
-        return Choice(path="sipipe")
-    if config.stage_runner == "sipipe" or config.cpu_sampling == "on":
+    reason = _reason(vllm_config, config)
+    if reason and (config.stage_runner == "sipipe" or config.cpu_sampling == "on"):
         option = "stage_runner" if config.stage_runner == "sipipe" else "cpu_sampling"
         value = getattr(config, option)
         raise ConfigError(f'sipipe config: "{option}" is "{value}", but {reason}; set it to "auto"')
-    return Choice(path="vllm", reason=reason)
+    return reason
 
 
-def _why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
+def _reason(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     model = vllm_config.model_config
     if not current_platform.is_cpu():
         return "SiPipe's stage runner runs on CPUs; GPU stages come with vLLM's second runner"

@@ -26,19 +26,18 @@ from vllm.v1.executor.abstract import Executor as VllmExecutor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from sipipe._version import __version__
-from sipipe.config import SiPipeConfig
-from sipipe.engine.adopt import adopt
-from sipipe.engine.compatibility import Choice, check_features, check_version, choose_path
-from sipipe.engine.layers.choose import choose_layers, log_layers
-from sipipe.engine.memory_budget import budget_of, check_budget, describe
-from sipipe.engine.placement import apply_core_plan, bind_scheduler
-from sipipe.errors import ConfigError, StallError, WorkerDiedError
+from sipipe.engine.compatibility import check_version
+from sipipe.engine.placement import bind_scheduler, bind_workers
+from sipipe.engine.setup import Setup
+from sipipe.errors import StallError, WorkerDiedError
 from sipipe.observe.live import Word
 
 if TYPE_CHECKING:
     from sipipe.engine.pipeline import Pipeline
 
 logger = init_logger(f"vllm.{__name__}")
+
+VLLMS_OWN = "vLLM's runner and sampler"
 
 
 class Executor(VllmExecutor):
@@ -57,41 +56,23 @@ class Executor(VllmExecutor):
         from sipipe.engine.pipeline import Pipeline
 
         check_version()
-        check_features(self.vllm_config)
-        config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
-        self.choice = choose_path(self.vllm_config, config)
-        self.config = adopt(self.vllm_config, config, self.choice)
-        layers = choose_layers(self.vllm_config, self.config, self.choice)
-        log_layers(layers)
-        self._plan = apply_core_plan(self.vllm_config, self.config, self.choice)
-        budget = budget_of(self.vllm_config, self.config, samplers=len(self._plan.samplers))
-        check_budget(budget)
-        logger.info("%s", describe(budget))
+        self._setup = Setup.of(self.vllm_config)
+        self._setup.apply()
+        bind_workers(self._setup.cores)
+        for line in self._setup.describe():
+            logger.info("%s", line)
         self._failing = threading.Lock()
         self._failure: BaseException | None = None
         self._failure_callback: Callable[[], None] | None = None
         self._started = self._closed = False
-        self._pipeline: Pipeline = Pipeline(
-            self.vllm_config,
-            self.config,
-            self.choice,
-            self._plan,
-            slots=self.slots,
-            fail=self._fail,
-        )
+        self._pipeline: Pipeline = Pipeline(self._setup, self._fail)
         self._finalizer = weakref.finalize(self, self._pipeline.close)
         try:
-            self._pipeline.load(layers)
+            self._pipeline.load()
         except BaseException:
             self.shutdown()
             raise
         set_torch_threads_for_runtime()
-
-    @property
-    def slots(self) -> int:
-        """Microbatches in flight, m."""
-        slots: int = self.vllm_config.max_concurrent_batches
-        return slots
 
     # ---- vLLM's interface: calls ------------------------------------------------------------
 
@@ -124,21 +105,22 @@ class Executor(VllmExecutor):
         ranks = pipeline.describe()
         reason = min((rank.unsupported for rank in ranks if rank.unsupported), default="")
         if reason and self._draws:
-            self._fall_back(reason)
+            self._setup.fall_back(reason)
+            pipeline.fall_back()
         transport = pipeline.open(ranks)
         if self._draws:
             self.scheduler_config.scheduler_cls = pipeline.observed(
                 self.scheduler_config.get_scheduler_cls()
             )
-        bind_scheduler(self._plan)
+        bind_scheduler(self._setup.cores)
         self._started = True
         logger.info(
-            "SiPipe %s: %d stage%s x %d rank%s, %s, %d microbatch%s in flight, links: %s",
+            "SiPipe %s: %s x %s, %s, %s in flight, links: %s",
             __version__,
-            *_counted(self.parallel_config.pipeline_parallel_size),
-            *_counted(self.parallel_config.tensor_parallel_size),
-            self._drawn_by,
-            *_counted(self.slots, "es"),
+            _counted(self._setup.stages, "stage"),
+            _counted(self._setup.ranks, "rank"),
+            _counted(self._setup.samplers, "sampler") if self._draws else VLLMS_OWN,
+            _counted(self._setup.slots, "microbatch", "es"),
             transport,
         )
 
@@ -202,25 +184,9 @@ class Executor(VllmExecutor):
         return int(parallel.world_size - parallel.tensor_parallel_size)
 
     @property
-    def _drawn_by(self) -> str:
-        count = len(self._plan.samplers)
-        return f"{count} sampler{'s' * (count > 1)}" if self._draws else "vLLM's runner and sampler"
-
-    @property
     def _draws(self) -> bool:
         """Whether the stage runner and the samplers are used, and not vLLM's own."""
-        return self.choice.path == "sipipe"
-
-    def _fall_back(self, reason: str) -> None:
-        """The loaded model turned out to be one that the stage runner cannot take."""
-        if self.config.stage_runner == "sipipe":
-            raise ConfigError(
-                f'sipipe config: "stage_runner" is "sipipe", but it does not take {reason}; '
-                'set it to "auto"'
-            )
-        self._pipeline.fall_back()
-        self.choice = Choice(path="vllm", reason=f"the stage runner does not take {reason}")
-        self.config = adopt(self.vllm_config, self.config, self.choice)
+        return not self._setup.reason
 
     def _usable(self) -> Pipeline:
         if self._failure is not None:
@@ -245,5 +211,5 @@ class Executor(VllmExecutor):
             threading.Thread(target=callback, name="SiPipeFailure", daemon=True).start()
 
 
-def _counted(number: int, plural: str = "s") -> tuple[int, str]:
-    return number, "" if number == 1 else plural
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"

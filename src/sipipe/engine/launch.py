@@ -20,14 +20,11 @@ from vllm.logger import configure_logging_from_args
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
 from sipipe.engine.arguments import checked, use_sipipe
-from sipipe.engine.compatibility import check_features, check_version, choose_path
+from sipipe.engine.compatibility import check_version
 from sipipe.engine.kv_share import share_kv_memory
-from sipipe.engine.layers.choose import choose_layers
-from sipipe.engine.memory_budget import budget_of, check_budget, describe
-from sipipe.engine.placement import core_plan
+from sipipe.engine.setup import Setup
 
 
 def serve(argv: Sequence[str], settings: dict[str, Any]) -> int:
@@ -82,14 +79,8 @@ def announce(vllm_config: VllmConfig) -> CorePlan:
         ConfigError: a setting that does not fit the model or the machine.
         ResourceError: too little shared memory.
     """
-    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
-    check_features(vllm_config)
-    choice = choose_path(vllm_config, config)
-    choose_layers(vllm_config, config, choice)
-    plan = core_plan(vllm_config, config, choice)
-    budget = budget_of(vllm_config, config, samplers=len(plan.samplers))
-    print("\n".join((*plan.describe(), describe(budget))), file=sys.stderr, flush=True)
-    if choice.reason:
-        print(f"vLLM's own runner and sampler are used: {choice.reason}", file=sys.stderr)
-    check_budget(budget)
-    return plan
+    setup = Setup.of(vllm_config)
+    print("\n".join(setup.describe()), file=sys.stderr, flush=True)
+    if setup.reason:
+        print(f"vLLM's own runner and sampler are used: {setup.reason}", file=sys.stderr)
+    return setup.cores

@@ -12,9 +12,8 @@ tensors makes its links grow at the first microbatch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from sipipe.config import SiPipeConfig
 from sipipe.engine.bus import Bus
 from sipipe.errors import ResourceError
 from sipipe.ipc.link.buffers import buffer_bytes
@@ -23,9 +22,6 @@ from sipipe.ipc.memory import free_bytes
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.ipc.stage_times import StageTimes
 from sipipe.observe.live import LivePage
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class Part(NamedTuple):
@@ -86,25 +82,6 @@ def memory_budget(
     page = LivePage.required_bytes(stages=stages, ranks=ranks, samplers=samplers)
     parts.append(Part("figures", page))
     return parts
-
-
-def budget_of(vllm_config: VllmConfig, config: SiPipeConfig, *, samplers: int) -> list[Part]:
-    """What an engine with this configuration takes."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    scheduler, stages = vllm_config.scheduler_config, parallel.pipeline_parallel_size
-    return memory_budget(
-        stages=stages,
-        ranks=parallel.tensor_parallel_size,
-        samplers=samplers,
-        inflight=config.resolved_inflight(stages) if samplers else stages,
-        vocabulary=model.get_vocab_size(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        sequences=scheduler.max_num_seqs,
-        tokens=scheduler.max_num_batched_tokens,
-        hidden=model.get_hidden_size(),
-        on_gpu=vllm_config.device_config.device_type != "cpu" and config.transport != "shm",
-        directory=config.shm_dir,
-    )
 
 
 def describe(parts: Sequence[Part]) -> str:

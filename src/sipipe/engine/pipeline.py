@@ -17,15 +17,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from vllm.config import VllmConfig
-
-from sipipe.config import SiPipeConfig
-from sipipe.cores import CorePlan
 from sipipe.engine.balance import Balancer
 from sipipe.engine.bus import Bus
 from sipipe.engine.channels import make_links, make_logits
 from sipipe.engine.children import Child, Children
-from sipipe.engine.compatibility import Choice
 from sipipe.engine.dispatch import Dispatcher
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.requests import RequestTracker
@@ -33,6 +28,7 @@ from sipipe.engine.resolve import Resolver
 from sipipe.engine.rpc import Calls
 from sipipe.engine.samplers import Samplers
 from sipipe.engine.scheduling.observed_scheduler import observed
+from sipipe.engine.setup import Setup
 from sipipe.engine.stall import StallWatch
 from sipipe.engine.telemetry import Telemetry
 from sipipe.engine.workers import Workers
@@ -50,76 +46,50 @@ class Pipeline:
     Made without side effects that :meth:`close` does not undo; call it whatever happens.
     """
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        config: SiPipeConfig,
-        choice: Choice,
-        plan: CorePlan,
-        *,
-        slots: int,
-        fail: Callable[[BaseException], None],
-    ) -> None:
-        self._vllm_config = vllm_config
-        self._config = config
-        self._choice = choice
-        self._plan = plan
-        self._slots = slots
+    def __init__(self, setup: Setup, fail: Callable[[BaseException], None]) -> None:
+        self._setup = setup
         self._fail = fail
         self._closing = ExitStack()
-        self.telemetry = Telemetry(
-            vllm_config,
-            config,
-            samplers=len(plan.samplers),
-            slots=slots,
-        )
+        self.telemetry = Telemetry(setup)
         self._closing.callback(self.telemetry.close)
-        self.iterations = Iterations(slots)
+        self.iterations = Iterations(setup.slots)
         self._children = Children()
         self._resolving = [self._children.fail, self.iterations.fail]
         self._samplers: Samplers | None = None
         self._loaded = False
 
-    def load(self, layers: tuple[int, ...]) -> None:
-        """Start all processes; return when every worker has loaded its ``layers``.
+    def load(self) -> None:
+        """Start all processes; return when every worker has loaded its layers.
 
         Raises:
             Exception: what the first worker raised that failed.
             WorkerDiedError: a process ended. StallError: not within the start timeout.
         """
-        deadline = time.monotonic() + self._config.start_timeout
-        dtype = str(self._vllm_config.model_config.dtype).removeprefix("torch.")
+        setup = self._setup
+        deadline = time.monotonic() + setup.config.start_timeout
         self._closing.callback(self._children.close)
-        self._workers = Workers(
-            self._children,
-            self._vllm_config,
-            self._config,
-            self.telemetry,
-            path=self._choice.path,
-            slots=self._slots,
-            layers=layers,
-        )
+        self._workers = Workers(self._children, setup, self.telemetry)
         self._closing.callback(self._workers.remove_rendezvous)
-        if self._choice.path == "sipipe":
+        if setup.samplers:
             self._samplers = Samplers(
                 self._children,
-                _sampler_settings(self._vllm_config, self._config, self.telemetry, self._slots),
-                dtype=dtype,
-                cores=self._plan.samplers,
+                _sampler_settings(setup, self.telemetry),
+                dtype=setup.dtype,
+                cores=setup.cores.samplers,
                 fail=self._fail,
             )
             self._closing.callback(self._samplers.close)
         self._bus = Bus(
             self._workers.names + (self._samplers.names if self._samplers is not None else []),
-            slots=self._slots,
-            stall_timeout=self._config.stall_timeout,
-            directory=self._config.shm_dir,
+            slots=setup.slots,
+            stall_timeout=setup.config.stall_timeout,
+            directory=setup.config.shm_dir,
         )
         self._closing.callback(self._bus.close)
         self.calls = Calls(self._bus, self._workers.names)
         self._resolving.append(self.calls.fail)
         self._stall = StallWatch(
-            self.iterations, self._workers.all, self._config.stall_timeout, self._fail
+            self.iterations, self._workers.all, setup.config.stall_timeout, self._fail
         )
         self._children.watch(
             heard=self._heard, died=self._died, turn=self._stall.turn, failed=self._fail
@@ -145,24 +115,18 @@ class Pipeline:
 
         Returns what the links are, for the log.
         """
-        links = make_links(self._vllm_config, self._config, ranks, slots=self._slots)
+        links = make_links(self._setup)
         if self._samplers is None:
             self._answer("sipipe:open", links=links, logits=None)
         else:
-            logits = make_logits(
-                self._vllm_config,
-                self._config,
-                ranks,
-                slots=self._slots,
-                readers=self._samplers.names,
-            )
+            logits = make_logits(self._setup, ranks, self._samplers.names)
             self._closing.callback(logits.close)
             self._answer("sipipe:open", links=links, logits=logits.endpoint)
             self._serve(self._samplers, logits)
         return links[0].transport if links else "none"
 
     def _serve(self, samplers: Samplers, logits: LogitsChannel) -> None:
-        model = self._vllm_config.model_config
+        model = self._setup.vllm_config.model_config
         tracker = RequestTracker(
             engine_seed=model.seed or 0,
             balancer=Balancer(len(samplers.names), vocab_size=model.get_vocab_size()),
@@ -171,7 +135,7 @@ class Pipeline:
             self._bus,
             logits,
             partial(_snapshot, self.iterations, tracker),
-            time.monotonic() + self._config.start_timeout,
+            time.monotonic() + self._setup.config.start_timeout,
         )
         shared = (self.iterations, tracker, samplers.gather, self.telemetry)
         self._resolver = Resolver(*shared, self._fail)
@@ -181,7 +145,7 @@ class Pipeline:
         self._closing.callback(self._bus.close)
 
     def _answer(self, method: str, **kwargs: Any) -> Any:
-        return self.calls.call(method, kwargs=kwargs).result(self._config.start_timeout)
+        return self.calls.call(method, kwargs=kwargs).result(self._setup.config.start_timeout)
 
     def observed(self, scheduler: type) -> type:
         """The engine's scheduler class, with what makes it and the executor share their records."""
@@ -238,10 +202,8 @@ def _snapshot(iterations: Iterations, tracker: RequestTracker, sampler: int) -> 
     )
 
 
-def _sampler_settings(
-    vllm_config: VllmConfig, config: SiPipeConfig, telemetry: Telemetry, slots: int
-) -> SamplerSettings:
-    model, reasoning = vllm_config.model_config, vllm_config.reasoning_config
+def _sampler_settings(setup: Setup, telemetry: Telemetry) -> SamplerSettings:
+    model, reasoning = setup.vllm_config.model_config, setup.vllm_config.reasoning_config
     thinking: tuple[list[int], list[int]] = [], []
     if reasoning is not None and reasoning.enabled:
         thinking = (
@@ -250,13 +212,13 @@ def _sampler_settings(
         )
     return SamplerSettings(
         vocab_size=model.get_vocab_size(),
-        layout=config.logits_layout,
+        layout=setup.config.logits_layout,
         logprobs_mode=model.logprobs_mode,
         reasoning=thinking,
-        stages=vllm_config.parallel_config.pipeline_parallel_size,
-        inflight=slots,
+        stages=setup.stages,
+        inflight=setup.slots,
         run=telemetry.run,
-        trace=config.trace,
+        trace=setup.config.trace,
         live=telemetry.path,
         times=telemetry.times,
     )

@@ -1,4 +1,4 @@
-"""The core plan, applied: threads of CPU stages, samplers, and the scheduler's process."""
+"""The core plan, applied: threads of CPU stages, and the scheduler's process."""
 
 from __future__ import annotations
 
@@ -6,31 +6,12 @@ import multiprocessing
 import os
 
 from vllm import envs
-from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import parse_id_list
 
-from sipipe.config import SiPipeConfig
-from sipipe.cores import CorePlan, plan_cores, this_machine
-from sipipe.engine.compatibility import Choice
-
-logger = init_logger(f"vllm.{__name__}")
+from sipipe.cores import CorePlan
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
-
-
-def core_plan(vllm_config: VllmConfig, config: SiPipeConfig, choice: Choice) -> CorePlan:
-    """The cores of an engine's processes on this machine; without samplers on vLLM's own path."""
-    parallel = vllm_config.parallel_config
-    return plan_cores(
-        this_machine(),
-        stages=parallel.pipeline_parallel_size,
-        tensor_parallel=parallel.tensor_parallel_size,
-        samplers=config.samplers if choice.path == "sipipe" else 0,
-        placement=config.cores,
-        device="cpu" if current_platform.is_cpu() else "cuda",
-    )
 
 
 def worker_cpus(plan: CorePlan) -> list[tuple[int, ...]]:
@@ -47,14 +28,10 @@ def worker_cpus(plan: CorePlan) -> list[tuple[int, ...]]:
     return [tuple(parse_id_list(cpus)) for cpus in bound.split("|")]
 
 
-def apply_core_plan(vllm_config: VllmConfig, config: SiPipeConfig, choice: Choice) -> CorePlan:
-    """Plan the cores and, on the CPU engine, tell vLLM which its workers' threads are bound to."""
-    plan = core_plan(vllm_config, config, choice)
+def bind_workers(plan: CorePlan) -> None:
+    """On the CPU engine, tell vLLM which cores its workers' threads are bound to."""
     if current_platform.is_cpu() and envs.VLLM_CPU_OMP_THREADS_BIND == "auto":
         os.environ[BIND] = plan.omp_threads_bind()
-    for line in plan.describe():
-        logger.info("%s", line)
-    return plan
 
 
 def bind_scheduler(plan: CorePlan) -> None:

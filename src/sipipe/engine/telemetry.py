@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import uuid
 
-from vllm.config import VllmConfig
-
-from sipipe.config import SiPipeConfig
 from sipipe.engine.iterations import Iteration
 from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
+from sipipe.engine.setup import Setup
 from sipipe.ipc.stage_times import LINE_WORDS, PhaseCounter, StageTimes
 from sipipe.observe.format import Header
 from sipipe.observe.live import LivePage
@@ -25,26 +23,23 @@ from sipipe.observe.recorder import open_recorder
 class Telemetry:
     """Made before the workers start, closed when they have ended."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, config: SiPipeConfig, *, samplers: int, slots: int
-    ) -> None:
-        parallel = vllm_config.parallel_config
-        model = str(vllm_config.model_config.model)
+    def __init__(self, setup: Setup) -> None:
+        model = str(setup.vllm_config.model_config.model)
         self.run = uuid.uuid4().hex
         """The same in all processes of an engine, different between engines."""
         self._page = LivePage.create(
-            stages=parallel.pipeline_parallel_size,
-            ranks=parallel.tensor_parallel_size,
-            samplers=samplers,
-            inflight=slots,
+            stages=setup.stages,
+            ranks=setup.ranks,
+            samplers=setup.samplers,
+            inflight=setup.slots,
             model=model,
-            engine=str(parallel.data_parallel_rank),
+            engine=str(setup.vllm_config.parallel_config.data_parallel_rank),
         )
         self.path = self._page.path
         """Where the other processes find the page."""
         self.live = self._page.writer("executor")
         self._stage_times = StageTimes.create(
-            stages=parallel.pipeline_parallel_size, samplers=samplers, directory=config.shm_dir
+            stages=setup.stages, samplers=setup.samplers, directory=setup.config.shm_dir
         )
         self.times = self._stage_times.endpoint
         """Where the other processes find the stage times."""
@@ -53,11 +48,11 @@ class Telemetry:
         self._publisher = Publisher(self._page)
         self._publisher.start()
         self._recorder = open_recorder(
-            config.trace,
+            setup.config.trace,
             Header(
                 role="executor",
-                stages=parallel.pipeline_parallel_size,
-                inflight=slots,
+                stages=setup.stages,
+                inflight=setup.slots,
                 run=self.run,
                 model=model,
             ),

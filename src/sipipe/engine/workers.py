@@ -12,47 +12,32 @@ from multiprocessing import resource_tracker, spawn
 from typing import Any
 
 import cloudpickle
-from vllm.config import VllmConfig
 from vllm.utils.network_utils import get_file_store_init_method
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.utils.system_utils import get_mp_context
 
-from sipipe.config import SiPipeConfig
 from sipipe.engine.children import Child, Children
 from sipipe.engine.layers.cut import layer_split
+from sipipe.engine.setup import Setup
 from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.layout import RingEndpoint
-from sipipe.messages.boots import Path, WorkerBoot
+from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.places import StagePlace
 
 
 class Workers:
-    """The workers' processes, each bound to its cores by vLLM's own means.
+    """The workers' processes, each bound to its cores by vLLM's own means."""
 
-    ``layers``: decoder layers of each stage.
-    """
-
-    def __init__(
-        self,
-        children: Children,
-        vllm_config: VllmConfig,
-        config: SiPipeConfig,
-        telemetry: Telemetry,
-        *,
-        path: Path,
-        slots: int,
-        layers: tuple[int, ...],
-    ) -> None:
-        parallel = vllm_config.parallel_config
-        tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    def __init__(self, children: Children, setup: Setup, telemetry: Telemetry) -> None:
+        tp, stages, layers = setup.ranks, setup.stages, setup.layers
         self._children = children
         self._rendezvous = [get_file_store_init_method() for _ in range(stages)]
         """One torch.distributed address for the ranks of each stage."""
         self.all: list[Child] = []
         """By rank."""
         spawned = get_mp_context().get_start_method() == "spawn"
-        threads = OMPProcessManager(vllm_config)
+        threads = OMPProcessManager(setup.vllm_config)
         places = [
             StagePlace(stage=rank // tp, stages=stages, tp_rank=rank % tp, tp_size=tp)
             for rank in range(tp * stages)
@@ -69,13 +54,12 @@ class Workers:
                 self.all.append(children.start(place.name, "sipipe.worker", ends=[tracker, *ends]))
         for place, worker in zip(places, self.all, strict=True):
             boot = WorkerBoot(
-                vllm_config=vllm_config,
-                config=config,
+                vllm_config=setup.vllm_config,
+                config=setup.config,
                 place=place,
-                path=path,
-                local_rank=place.rank,
+                path=setup.path,
                 distributed_init_method=self._rendezvous[place.stage],
-                slots=slots,
+                slots=setup.slots,
                 run=telemetry.run,
                 live=telemetry.path,
                 times=telemetry.times,

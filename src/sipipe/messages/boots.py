@@ -28,7 +28,6 @@ class WorkerBoot:
     config: SiPipeConfig
     place: StagePlace
     path: Path
-    local_rank: int
     distributed_init_method: str
     slots: int
     run: str

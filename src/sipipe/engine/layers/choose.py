@@ -16,21 +16,25 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.compatibility import Choice
 from sipipe.engine.layers.cut import cut_layers, layer_split
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError, UnsupportedError
 
-__all__ = ["choose_layers", "log_layers", "model_facts"]
+__all__ = ["choose_layers", "describe_layers", "model_facts"]
 
 VARIABLE = "VLLM_PP_LAYER_PARTITION"
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-def choose_layers(vllm_config: VllmConfig, config: SiPipeConfig, choice: Choice) -> tuple[int, ...]:
+def choose_layers(
+    vllm_config: VllmConfig, config: SiPipeConfig, *, by_cost: bool
+) -> tuple[int, ...]:
     """Decoder layers of each stage, first stage first.
+
+    ``by_cost``: whether ``"auto"`` may weigh the output projection: on SiPipe's path only, because
+    vLLM's own also samples on the last stage.
 
     Raises:
         ConfigError: ``"layers"`` does not fit the model or the stages, or contradicts
@@ -49,10 +53,10 @@ def choose_layers(vllm_config: VllmConfig, config: SiPipeConfig, choice: Choice)
                 f"{total} layers together, not {list(config.layers)}"
             )
         return config.layers
-    if config.layers == "auto" and envs.VLLM_PP_LAYER_PARTITION is None and 1 < stages <= total:
-        cut = _by_cost(vllm_config, choice)
-        if cut is not None:
-            return cut
+    free = config.layers == "auto" and envs.VLLM_PP_LAYER_PARTITION is None
+    if free and by_cost and 1 < stages <= total and (facts := model_facts(vllm_config)) is not None:
+        tp = vllm_config.parallel_config.tensor_parallel_size
+        return cut_layers(facts, stages, tp, device="cpu" if current_platform.is_cpu() else "gpu")
     try:
         bounds = [get_pp_indices(total, stage, stages) for stage in range(stages)]
     except ValueError as error:
@@ -60,15 +64,11 @@ def choose_layers(vllm_config: VllmConfig, config: SiPipeConfig, choice: Choice)
     return tuple(end - first for first, end in bounds)
 
 
-def log_layers(layers: tuple[int, ...]) -> None:
-    """Say which layers the stages get where it is not what vLLM would give them."""
+def describe_layers(layers: tuple[int, ...]) -> str:
+    """Which layers the stages get, where it is not what vLLM would give them; else empty."""
     even = layer_split(sum(layers), len(layers))
-    if layers != even:
-        logger.info(
-            "Layers of the stages: %s (evenly cut: %s)",
-            ", ".join(map(str, layers)),
-            ", ".join(map(str, even)),
-        )
+    texts = (", ".join(map(str, cut)) for cut in (layers, even))
+    return "" if layers == even else "Layers of the stages: {} (evenly cut: {})".format(*texts)
 
 
 def model_facts(vllm_config: VllmConfig) -> ModelFacts | None:
@@ -81,17 +81,3 @@ def model_facts(vllm_config: VllmConfig) -> ModelFacts | None:
         logger.info("The model's weights are not known: %s", error)
         return None
     return facts if facts.layers == model.get_total_num_hidden_layers() else None
-
-
-def _by_cost(vllm_config: VllmConfig, choice: Choice) -> tuple[int, ...] | None:
-    """SiPipe's cut; None where it has no say or no idea."""
-    parallel = vllm_config.parallel_config
-    facts = model_facts(vllm_config) if choice.path == "sipipe" else None
-    if facts is None:
-        return None
-    return cut_layers(
-        facts,
-        parallel.pipeline_parallel_size,
-        parallel.tensor_parallel_size,
-        device="cpu" if current_platform.is_cpu() else "gpu",
-    )

@@ -1,0 +1,181 @@
+"""How one engine is set up: decided once from vLLM's configuration, and handed to every part.
+
+``sipipe serve`` and ``generate`` decide in the foreground, where a refusal is one line and not a
+traceback from a child process; the executor decides in the engine's process, on the very same
+configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from sipipe.config import SiPipeConfig
+from sipipe.cores import CorePlan, plan_cores, this_machine
+from sipipe.engine.compatibility import STOCK_WORKERS, check_features, why_not_sipipe
+from sipipe.engine.layers.choose import choose_layers, describe_layers
+from sipipe.engine.memory_budget import Part, check_budget, describe, memory_budget
+from sipipe.errors import ConfigError
+from sipipe.messages.boots import Path
+
+logger = init_logger(f"vllm.{__name__}")
+
+PIPELINE_SCHEDULER = "sipipe.engine.scheduling.scheduler.PipelineScheduler"
+
+
+class PipelineVllmConfig(VllmConfig):
+    """A VllmConfig whose engine keeps ``inflight`` microbatches in flight.
+
+    vLLM derives that number from the parallel configuration and reads it once, after it has made
+    the executor; the executor gives the instance this class.
+    """
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        config = SiPipeConfig.from_additional_config(self.additional_config)
+        return config.resolved_inflight(self.parallel_config.pipeline_parallel_size)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Setup:
+    """What is decided before anything starts."""
+
+    vllm_config: VllmConfig
+    config: SiPipeConfig
+    reason: str
+    """Why vLLM's own runner and sampler are used; empty on SiPipe's path."""
+    layers: tuple[int, ...]
+    """Decoder layers of each stage."""
+    cores: CorePlan
+    """The cores of the engine's processes; without samplers on vLLM's own path."""
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> Setup:
+        """Decide for an engine with this configuration.
+
+        Raises:
+            UnsupportedError: an option that SiPipe does not serve.
+            ConfigError: a setting that does not fit the model or the machine.
+        """
+        check_features(vllm_config)
+        config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+        reason = why_not_sipipe(vllm_config, config)
+        parallel = vllm_config.parallel_config
+        return cls(
+            vllm_config=vllm_config,
+            config=config,
+            reason=reason,
+            layers=choose_layers(vllm_config, config, by_cost=not reason),
+            cores=plan_cores(
+                this_machine(),
+                stages=parallel.pipeline_parallel_size,
+                tensor_parallel=parallel.tensor_parallel_size,
+                samplers=0 if reason else config.samplers,
+                placement=config.cores,
+                device="cpu" if current_platform.is_cpu() else "cuda",
+            ),
+        )
+
+    def describe(self) -> list[str]:
+        """What the engine does with this machine, as lines for its user.
+
+        Raises:
+            ResourceError: too little shared memory.
+        """
+        budget = self.budget()
+        check_budget(budget)
+        lines = [*self.cores.describe(), describe(budget), describe_layers(self.layers)]
+        return [line for line in lines if line]
+
+    def budget(self) -> list[Part]:
+        """The shared memory that the channels take."""
+        scheduler, model = self.vllm_config.scheduler_config, self.vllm_config.model_config
+        on_gpu = self.vllm_config.device_config.device_type != "cpu"
+        return memory_budget(
+            stages=self.stages,
+            ranks=self.ranks,
+            samplers=self.samplers,
+            inflight=self.slots,
+            vocabulary=model.get_vocab_size(),
+            dtype=self.dtype,
+            sequences=scheduler.max_num_seqs,
+            tokens=scheduler.max_num_batched_tokens,
+            hidden=model.get_hidden_size(),
+            on_gpu=on_gpu and self.config.transport != "shm",
+            directory=self.config.shm_dir,
+        )
+
+    @property
+    def path(self) -> Path:
+        return "vllm" if self.reason else "sipipe"
+
+    @property
+    def stages(self) -> int:
+        """p."""
+        return int(self.vllm_config.parallel_config.pipeline_parallel_size)
+
+    @property
+    def ranks(self) -> int:
+        """Tensor-parallel ranks of each stage, t."""
+        return int(self.vllm_config.parallel_config.tensor_parallel_size)
+
+    @property
+    def slots(self) -> int:
+        """Microbatches in flight, m."""
+        return self.stages if self.reason else self.config.resolved_inflight(self.stages)
+
+    @property
+    def samplers(self) -> int:
+        """How many sampler processes there are."""
+        return len(self.cores.samplers)
+
+    @property
+    def dtype(self) -> str:
+        """Of activations, such as ``"bfloat16"``."""
+        return str(self.vllm_config.model_config.dtype).removeprefix("torch.")
+
+    def fall_back(self, reason: str) -> None:
+        """The loaded model turned out to be one that the stage runner does not take.
+
+        Raises:
+            ConfigError: the user insists on SiPipe's path.
+        """
+        if self.config.stage_runner == "sipipe":
+            raise ConfigError(
+                f'sipipe config: "stage_runner" is "sipipe", but it does not take {reason}; '
+                'set it to "auto"'
+            )
+        self.reason = f"the stage runner does not take {reason}"
+        self.apply()
+
+    def apply(self) -> None:
+        """Set in vLLM's configuration what the executor, which the user named, brings with it:
+        worker class, scheduler class and microbatches in flight.
+
+        Raises:
+            ConfigError: the user's own ``--worker-cls``.
+        """
+        vllm_config, parallel = self.vllm_config, self.vllm_config.parallel_config
+        ours = STOCK_WORKERS.get(parallel.worker_cls)
+        if ours is None and parallel.worker_cls not in STOCK_WORKERS.values():
+            raise ConfigError(
+                f"--worker-cls {parallel.worker_cls}: SiPipe brings its own worker class; leave the "
+                "option out (this platform may not be supported)"
+            )
+        parallel.worker_cls = ours or parallel.worker_cls
+        scheduler = vllm_config.scheduler_config
+        if self.reason:
+            logger.warning("SiPipe leaves this engine on vLLM's own path: %s", self.reason)
+            additional = vllm_config.additional_config
+            vllm_config.additional_config = {
+                **(additional if isinstance(additional, dict) else {}),
+                "sipipe": {**self.config.to_dict(), "inflight": self.stages},
+            }
+            if scheduler.scheduler_cls == PIPELINE_SCHEDULER:
+                scheduler.scheduler_cls = None
+        elif scheduler.scheduler_cls is None and self.config.scheduler == "pipeline":
+            scheduler.scheduler_cls = PIPELINE_SCHEDULER
+        vllm_config.__class__ = PipelineVllmConfig
