@@ -7,8 +7,8 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from sipipe.engine.iterations import Iterations
-from sipipe.engine.output import build_output
 from sipipe.engine.requests import Work
+from sipipe.engine.resolve import build_output
 from sipipe.engine.stall import StallWatch
 from sipipe.errors import StallError
 from sipipe.messages.replies import ASK_STATUS, Status

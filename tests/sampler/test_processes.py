@@ -16,7 +16,7 @@ from sipipe.engine.samplers import Samplers
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.errors import ChannelPeerDied
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsWriter
-from sipipe.messages.boots import SamplerSettings
+from sipipe.messages.boots import SamplerSettings, Watched
 from sipipe.messages.header import Kind
 from sipipe.messages.params import SequenceParams
 from sipipe.messages.step import (
@@ -42,9 +42,7 @@ SETTINGS = SamplerSettings(
     layout="rows",
     logprobs_mode="raw_logprobs",
     reasoning=([], []),
-    stages=1,
-    inflight=3,
-    run="test",
+    watched=Watched(stages=1, inflight=3, model="none", run="test"),
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied
+from sipipe.messages.boots import Watched
 from sipipe.messages.header import Kind, encode_header
 from sipipe.messages.places import StagePlace
 from sipipe.messages.replies import Reply
@@ -116,17 +117,13 @@ class Worker:
 @pytest.fixture
 def process(monkeypatch):
     """Runs a worker over messages; returns what it said to the engine."""
-    monkeypatch.setattr(worker_main, "_sinks", lambda _: [])
 
     def run(messages, *, stage=None, opened=True, end=None):
         stage = stage or FakeStage()
         boot = SimpleNamespace(
-            config=SimpleNamespace(trace=None),
             place=StagePlace(stage=0, stages=2, tp_rank=0, tp_size=1),
             layers=(2, 2),
-            slots=2,
-            run="test",
-            vllm_config=SimpleNamespace(model_config=SimpleNamespace(model="none")),
+            watched=Watched(stages=2, inflight=2, run="test", model="none"),
             distributed_init_method="file:///nowhere",
         )
         parent = Parent()

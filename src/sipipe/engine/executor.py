@@ -27,7 +27,6 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from sipipe._version import __version__
 from sipipe.engine.compatibility import check_version
-from sipipe.engine.placement import bind_scheduler, bind_workers
 from sipipe.engine.setup import Setup
 from sipipe.errors import StallError, WorkerDiedError
 from sipipe.observe.live import Word
@@ -58,7 +57,7 @@ class Executor(VllmExecutor):
         check_version()
         self._setup = Setup.of(self.vllm_config)
         self._setup.apply()
-        bind_workers(self._setup.cores)
+        self._setup.bind_workers()
         for line in self._setup.describe():
             logger.info("%s", line)
         self._failing = threading.Lock()
@@ -112,7 +111,7 @@ class Executor(VllmExecutor):
             self.scheduler_config.scheduler_cls = pipeline.observed(
                 self.scheduler_config.get_scheduler_cls()
             )
-        bind_scheduler(self._setup.cores)
+        self._setup.bind_scheduler()
         self._started = True
         logger.info(
             "SiPipe %s: %s x %s, %s, %s in flight, links: %s",

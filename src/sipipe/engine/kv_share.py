@@ -11,14 +11,13 @@ import argparse
 import os
 from collections import Counter
 
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 
 from sipipe.cores import CorePlan
 from sipipe.engine.layers.choose import model_facts
-from sipipe.engine.placement import worker_cpus
 from sipipe.errors import ResourceError
 
 KV_CACHE_SHARE = 0.4
@@ -73,3 +72,17 @@ def worker_nodes(plan: CorePlan) -> list[int]:
     visible = cpu_resource_utils.get_visible_memory_node()
     nodes = [node_of[min(cpus or node_of)] for cpus in worker_cpus(plan)]
     return [node if node in visible else visible[0] for node in nodes]
+
+
+def worker_cpus(plan: CorePlan) -> list[tuple[int, ...]]:
+    """CPUs that each worker's threads are bound to, by rank; empty where they are not bound.
+
+    A binding that the user has set in ``VLLM_CPU_OMP_THREADS_BIND`` wins over the plan.
+    """
+    bound = envs.VLLM_CPU_OMP_THREADS_BIND
+    ranks = [cpus for stage in plan.workers for cpus in stage]
+    if bound == "auto":
+        return ranks
+    if bound == "nobind":
+        return [()] * len(ranks)
+    return [tuple(cpu_resource_utils.parse_id_list(cpus)) for cpus in bound.split("|")]

@@ -12,17 +12,19 @@ Guarantees
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from vllm.platforms import current_platform
+
 from sipipe.engine.balance import Balancer
 from sipipe.engine.bus import Bus
-from sipipe.engine.channels import make_links, make_logits
 from sipipe.engine.children import Child, Children
 from sipipe.engine.dispatch import Dispatcher
 from sipipe.engine.iterations import Iterations
+from sipipe.engine.memory_budget import logits_entries
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.resolve import Resolver
 from sipipe.engine.rpc import Calls
@@ -33,8 +35,10 @@ from sipipe.engine.stall import StallWatch
 from sipipe.engine.telemetry import Telemetry
 from sipipe.engine.workers import Workers
 from sipipe.errors import WorkerDiedError
+from sipipe.ipc.link.endpoint import create_link
 from sipipe.ipc.ring.logits import LogitsChannel
-from sipipe.messages.boots import SamplerSettings, StageDescription
+from sipipe.messages.boots import SamplerSettings, StageDescription, Watched
+from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.replies import IterationReport, Reply, Status
 from sipipe.messages.step import Snapshot
 from sipipe.observe.live import Word
@@ -68,12 +72,12 @@ class Pipeline:
         setup = self._setup
         deadline = time.monotonic() + setup.config.start_timeout
         self._closing.callback(self._children.close)
-        self._workers = Workers(self._children, setup, self.telemetry)
+        self._workers = Workers(self._children, setup, self.telemetry.watched)
         self._closing.callback(self._workers.remove_rendezvous)
         if setup.samplers:
             self._samplers = Samplers(
                 self._children,
-                _sampler_settings(setup, self.telemetry),
+                _sampler_settings(setup, self.telemetry.watched),
                 dtype=setup.dtype,
                 cores=setup.cores.samplers,
                 fail=self._fail,
@@ -115,11 +119,11 @@ class Pipeline:
 
         Returns what the links are, for the log.
         """
-        links = make_links(self._setup)
+        links = _make_links(self._setup)
         if self._samplers is None:
             self._answer("sipipe:open", links=links, logits=None)
         else:
-            logits = make_logits(self._setup, ranks, self._samplers.names)
+            logits = _make_logits(self._setup, ranks, self._samplers.names)
             self._closing.callback(logits.close)
             self._answer("sipipe:open", links=links, logits=logits.endpoint)
             self._serve(self._samplers, logits)
@@ -202,7 +206,7 @@ def _snapshot(iterations: Iterations, tracker: RequestTracker, sampler: int) -> 
     )
 
 
-def _sampler_settings(setup: Setup, telemetry: Telemetry) -> SamplerSettings:
+def _sampler_settings(setup: Setup, watched: Watched) -> SamplerSettings:
     model, reasoning = setup.vllm_config.model_config, setup.vllm_config.reasoning_config
     thinking: tuple[list[int], list[int]] = [], []
     if reasoning is not None and reasoning.enabled:
@@ -215,10 +219,48 @@ def _sampler_settings(setup: Setup, telemetry: Telemetry) -> SamplerSettings:
         layout=setup.config.logits_layout,
         logprobs_mode=model.logprobs_mode,
         reasoning=thinking,
-        stages=setup.stages,
-        inflight=setup.slots,
-        run=telemetry.run,
-        trace=setup.config.trace,
-        live=telemetry.path,
-        times=telemetry.times,
+        watched=watched,
+    )
+
+
+def _make_links(setup: Setup) -> list[LinkEndpoint]:
+    """One link from every rank but the last stage's to the same rank of the next stage.
+
+    Returned in rank order, so that rank r sends on link r and receives on link r - t.
+    """
+    tp = setup.ranks
+    return [
+        create_link(
+            kind=setup.config.transport,
+            max_tokens=setup.vllm_config.scheduler_config.max_num_batched_tokens,
+            depth=max(2, setup.slots),
+            name=f"stage{rank // tp}-{rank // tp + 1}.r{rank % tp}",
+            device="cpu" if current_platform.is_cpu() else "cuda",
+            stall_timeout=setup.config.stall_timeout,
+        )
+        for rank in range((setup.stages - 1) * tp)
+    ]
+
+
+def _make_logits(
+    setup: Setup, ranks: Sequence[StageDescription], readers: Sequence[str]
+) -> LogitsChannel:
+    """BIC-L, as wide as the last stage says.
+
+    Every rank of the last stage writes its columns, or the first one whole rows where vLLM has to
+    gather them.
+    """
+    logits = ranks[-setup.ranks].logits
+    assert logits is not None, "the first rank of the last stage writes logits"
+    return LogitsChannel.create(
+        "bic-l",
+        entries=logits_entries(setup.slots),
+        vocab=logits.width,
+        batch=setup.vllm_config.scheduler_config.max_num_seqs,
+        dtype=logits.dtype,
+        layout=setup.config.logits_layout,
+        ranks=setup.ranks if logits.shard else 1,
+        shard=logits.shard,
+        readers=readers,
+        directory=setup.config.shm_dir,
     )

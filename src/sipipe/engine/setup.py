@@ -8,7 +8,10 @@ configuration.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -23,6 +26,7 @@ from sipipe.messages.boots import Path
 
 logger = init_logger(f"vllm.{__name__}")
 
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
 PIPELINE_SCHEDULER = "sipipe.engine.scheduling.scheduler.PipelineScheduler"
 
 
@@ -179,3 +183,18 @@ class Setup:
         elif scheduler.scheduler_cls is None and self.config.scheduler == "pipeline":
             scheduler.scheduler_cls = PIPELINE_SCHEDULER
         vllm_config.__class__ = PipelineVllmConfig
+
+    def bind_workers(self) -> None:
+        """On the CPU engine, tell vLLM which cores its workers' threads are bound to."""
+        if current_platform.is_cpu() and envs.VLLM_CPU_OMP_THREADS_BIND == "auto":
+            os.environ[BIND] = self.cores.omp_threads_bind()
+
+    def bind_scheduler(self) -> None:
+        """Bind this process to the scheduler's cores, if it is vLLM's own engine process.
+
+        Called once all other processes run: they would inherit the binding. An engine inside the
+        user's process is left alone.
+        """
+        cores = self.cores
+        if cores.scheduler and not cores.shared and multiprocessing.parent_process() is not None:
+            os.sched_setaffinity(0, cores.scheduler)

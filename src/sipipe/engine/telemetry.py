@@ -12,12 +12,12 @@ import uuid
 from sipipe.engine.iterations import Iteration
 from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
 from sipipe.engine.setup import Setup
-from sipipe.ipc.stage_times import LINE_WORDS, PhaseCounter, StageTimes
-from sipipe.observe.format import Header
+from sipipe.ipc.stage_times import StageTimes
+from sipipe.messages.boots import Watched
 from sipipe.observe.live import LivePage
 from sipipe.observe.metrics import Publisher
-from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
-from sipipe.observe.recorder import open_recorder
+from sipipe.observe.phases import Phase
+from sipipe.observe.process import record_process
 
 
 class Telemetry:
@@ -25,8 +25,7 @@ class Telemetry:
 
     def __init__(self, setup: Setup) -> None:
         model = str(setup.vllm_config.model_config.model)
-        self.run = uuid.uuid4().hex
-        """The same in all processes of an engine, different between engines."""
+        self._setup = setup
         self._page = LivePage.create(
             stages=setup.stages,
             ranks=setup.ranks,
@@ -35,29 +34,22 @@ class Telemetry:
             model=model,
             engine=str(setup.vllm_config.parallel_config.data_parallel_rank),
         )
-        self.path = self._page.path
-        """Where the other processes find the page."""
         self.live = self._page.writer("executor")
         self._stage_times = StageTimes.create(
             stages=setup.stages, samplers=setup.samplers, directory=setup.config.shm_dir
         )
-        self.times = self._stage_times.endpoint
-        """Where the other processes find the stage times."""
-        self._executor = [0] * LINE_WORDS  # written and read by this process alone
-        counter = PhaseCounter(self._executor, COUNTED_PHASES["executor"], MAIN_PHASE["executor"])
+        self.watched = Watched(
+            stages=setup.stages,
+            inflight=setup.slots,
+            model=model,
+            run=uuid.uuid4().hex,
+            trace=setup.config.trace,
+            live=self._page.path,
+            times=self._stage_times.endpoint,
+        )
         self._publisher = Publisher(self._page)
         self._publisher.start()
-        self._recorder = open_recorder(
-            setup.config.trace,
-            Header(
-                role="executor",
-                stages=setup.stages,
-                inflight=setup.slots,
-                run=self.run,
-                model=model,
-            ),
-            (self.live, counter),
-        )
+        self._recorder = record_process(self.watched, "executor")
 
     def record(
         self, phase: Phase, iteration: Iteration, began: int, ended: int, tokens: int = 0
@@ -75,13 +67,9 @@ class Telemetry:
 
     def measured_times(self) -> MeasuredTimes:
         """The times of stages, samplers and this process, as a controller's input."""
-        header = self._page.header
-        return MeasuredTimes(
-            ConcurrencyController(stages=header.stages, slots=header.inflight),
-            stages=[self._stage_times.stage(i) for i in range(header.stages)],
-            samplers=[self._stage_times.sampler(i) for i in range(header.samplers)],
-            executor=self._executor,
-        )
+        setup = self._setup
+        controller = ConcurrencyController(stages=setup.stages, slots=setup.slots)
+        return MeasuredTimes(controller, self._stage_times, samplers=setup.samplers)
 
     def close(self) -> None:
         """Write what is left of the trace, and let the page go."""

@@ -19,17 +19,16 @@ from vllm.utils.system_utils import get_mp_context
 from sipipe.engine.children import Child, Children
 from sipipe.engine.layers.cut import layer_split
 from sipipe.engine.setup import Setup
-from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.layout import RingEndpoint
-from sipipe.messages.boots import WorkerBoot
+from sipipe.messages.boots import Watched, WorkerBoot
 from sipipe.messages.places import StagePlace
 
 
 class Workers:
     """The workers' processes, each bound to its cores by vLLM's own means."""
 
-    def __init__(self, children: Children, setup: Setup, telemetry: Telemetry) -> None:
+    def __init__(self, children: Children, setup: Setup, watched: Watched) -> None:
         tp, stages, layers = setup.ranks, setup.stages, setup.layers
         self._children = children
         self._rendezvous = [get_file_store_init_method() for _ in range(stages)]
@@ -59,10 +58,7 @@ class Workers:
                 place=place,
                 path=setup.path,
                 distributed_init_method=self._rendezvous[place.stage],
-                slots=setup.slots,
-                run=telemetry.run,
-                live=telemetry.path,
-                times=telemetry.times,
+                watched=watched,
                 layers=layers,
                 cut_evenly=layers == layer_split(sum(layers), len(layers)),
             )

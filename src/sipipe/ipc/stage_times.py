@@ -1,12 +1,12 @@
-"""What the stages and samplers have taken so far, in shared memory, for the engine's scheduler.
+"""What the processes have taken so far, in shared memory, for the engine's scheduler.
 
     byte 0     identity of the memory
-    byte 64    stage 0: batches, sequences, tokens, then        one line of 8 words per process,
+    byte 64    executor: batches, sequences, tokens, then       one line of 8 words per process,
                nanoseconds of up to five phases                 signed, native order
-    byte 128   stage 1: ...    stages, then samplers
+    byte 128   stage 0: ...    stages, then samplers
 
-Who runs here: the engine makes the memory and reads; the first tensor-parallel rank of each stage
-and each sampler write the line that is theirs.
+Who runs here: the engine makes the memory and reads; it, the first tensor-parallel rank of each
+stage and each sampler write the line that is theirs.
 
 Guarantees: totals only grow, and reading never makes a writer wait. Words read one after the other
 may be from different moments: what is missing from one reading is in the next.
@@ -17,18 +17,15 @@ Relies on: one writer per word: each line has one process, and each phase of it 
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sipipe.ipc.memory import PAGE, Endpoint, SharedMemory, round_up
 
-__all__ = ["LINE_WORDS", "Line", "PhaseCounter", "StageTimes", "Taken"]
+__all__ = ["LINE_WORDS", "PhaseCounter", "StageTimes", "Taken"]
 
 LINE_WORDS = 8
 _LINE_BYTES = 8 * LINE_WORDS
-
-Line = MutableSequence[int] | memoryview
-"""One process's words: of the shared memory, or a list where the reader is the same process."""
 
 
 class Taken(NamedTuple):
@@ -40,7 +37,7 @@ class Taken(NamedTuple):
     nanoseconds: int
 
     @classmethod
-    def of(cls, line: Line) -> Taken:
+    def of(cls, line: memoryview) -> Taken:
         """The total so far."""
         batches, sequences, tokens, *nanoseconds = line
         return cls(batches, sequences, tokens, sum(nanoseconds))
@@ -60,7 +57,7 @@ class PhaseCounter:
 
     __slots__ = ("_last", "_line", "_word_of")
 
-    def __init__(self, line: Line, phases: Sequence[int], last: int) -> None:
+    def __init__(self, line: memoryview, phases: Sequence[int], last: int) -> None:
         self._line = line
         self._word_of = {int(phase): 3 + index for index, phase in enumerate(phases)}
         self._last = int(last)
@@ -106,25 +103,18 @@ class StageTimes:
     @staticmethod
     def required_bytes(*, stages: int, samplers: int) -> int:
         """Shared memory that these take."""
-        return round_up((1 + stages + samplers) * _LINE_BYTES, PAGE)
+        return round_up((2 + stages + samplers) * _LINE_BYTES, PAGE)
 
     @property
     def endpoint(self) -> Endpoint:
         """What the other processes need, while this one lives."""
         return self._memory.endpoint
 
-    def stage(self, index: int) -> memoryview:
-        """The line of a stage: 8 words."""
-        return self._line(index)
-
-    def sampler(self, index: int) -> memoryview:
-        """The line of a sampler: 8 words."""
-        return self._line(self._stages + index)
+    def line(self, role: str, index: int = 0) -> memoryview:
+        """The line of the ``executor``, or of a ``stage`` or ``sampler``: 8 words."""
+        number = {"executor": 0, "stage": 1, "sampler": 1 + self._stages}[role] + index
+        return self._words[(1 + number) * LINE_WORDS :][:LINE_WORDS]
 
     def close(self) -> None:
         """Let go of the memory; lines that are still out keep the mapping alive."""
         self._memory.close()
-
-    def _line(self, number: int) -> memoryview:
-        first = (1 + number) * LINE_WORDS
-        return self._words[first : first + LINE_WORDS]

@@ -21,6 +21,24 @@ Path = Literal["sipipe", "vllm"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What every process of an engine is told of its traces and figures."""
+
+    stages: int
+    inflight: int
+    """Microbatches in flight, m."""
+    model: str
+    run: str
+    """The same in all processes of an engine, different between engines."""
+    trace: str | None = None
+    """Directory of trace files."""
+    live: str | None = None
+    """Where the page of live figures is."""
+    times: Any = None
+    """Endpoint of the stage times that the scheduler reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerBoot:
     """What a worker process starts from."""
 
@@ -29,13 +47,7 @@ class WorkerBoot:
     place: StagePlace
     path: Path
     distributed_init_method: str
-    slots: int
-    run: str
-    """The same in all processes of an engine; names it in traces."""
-    live: str
-    """Where the page of live figures is."""
-    times: Any
-    """Endpoint of the stage times that the scheduler reads."""
+    watched: Watched
     layers: tuple[int, ...]
     """Decoder layers of each stage."""
     cut_evenly: bool
@@ -72,12 +84,7 @@ class SamplerSettings:
     logprobs_mode: LogprobsMode
     reasoning: tuple[list[int], list[int]]
     """Token ids that begin and end thinking."""
-    stages: int
-    inflight: int
-    run: str
-    trace: str | None = None
-    live: str | None = None
-    times: Any = None
+    watched: Watched
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,6 @@ from sipipe.ipc.gather import GatherSender
 from sipipe.ipc.parent import Parent
 from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.ipc.ring.logits import LogitsReader, ReceivedLogits
-from sipipe.ipc.stage_times import PhaseCounter, StageTimes
 from sipipe.messages.boots import SamplerBoot, sampler_name
 from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.params import SequenceParams
@@ -48,25 +47,11 @@ from sipipe.messages.step import (
     int32_bytes,
     int32_view,
 )
-from sipipe.observe.format import Header
-from sipipe.observe.live import LivePage
-from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
-from sipipe.observe.recorder import PhaseSink, open_recorder
+from sipipe.observe.phases import Phase
+from sipipe.observe.process import record_process
 from sipipe.sampler.layout import Layout
 from sipipe.sampler.state import SequenceColumns
 from sipipe.sampler.warmup import warm_up
-
-
-def _sinks(boot: SamplerBoot) -> list[PhaseSink]:
-    """What gets this sampler's phases besides the trace."""
-    settings = boot.settings
-    sinks: list[PhaseSink] = []
-    if settings.live is not None:
-        sinks.append(LivePage.attach(settings.live).writer("sampler", boot.index))
-    if settings.times is not None:
-        line = StageTimes.attach(settings.times, stages=settings.stages).sampler(boot.index)
-        sinks.append(PhaseCounter(line, COUNTED_PHASES["sampler"], MAIN_PHASE["sampler"]))
-    return sinks
 
 
 class Sampler:
@@ -91,17 +76,7 @@ class Sampler:
         self._waiting: Step | None = None
         self._broken: dict[int, str] = {}
         """Requests that could not be added, and why: their rows are errors, the others go on."""
-        self._recorder = open_recorder(
-            settings.trace,
-            Header(
-                role="sampler",
-                index=boot.index,
-                stages=settings.stages,
-                inflight=settings.inflight,
-                run=settings.run,
-            ),
-            _sinks(boot),
-        )
+        self._recorder = record_process(settings.watched, "sampler", boot.index)
 
     def run(self, snapshot: Snapshot | None) -> None:
         """Serve until the engine closes BIC-I; first what a predecessor owed."""

@@ -66,7 +66,7 @@ def measure(job: Job) -> dict[str, Any]:
 
     from sipipe.cores import plan_cores, this_machine
     from sipipe.engine.arguments import checked, parse_engine_args
-    from sipipe.engine.placement import BIND
+    from sipipe.engine.setup import BIND
 
     began = time.perf_counter()
     args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)

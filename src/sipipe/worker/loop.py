@@ -92,7 +92,7 @@ class StageLoop:
         with set_current_vllm_config(self._boot.vllm_config):
             self._runner = StageRunner(
                 vllm_runner,
-                slots=self._boot.slots,
+                slots=self._boot.watched.inflight,
                 sets=self._sets,
                 check_token_safety=self._boot.config.check_token_safety,
             )

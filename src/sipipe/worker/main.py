@@ -46,14 +46,11 @@ from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.parent import Parent
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.dispatch import DispatchReader
-from sipipe.ipc.stage_times import PhaseCounter, StageTimes
 from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.replies import IterationReport, Ready, Reply
-from sipipe.observe.format import Header
-from sipipe.observe.live import LivePage
-from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
-from sipipe.observe.recorder import PhaseSink, open_recorder
+from sipipe.observe.phases import Phase
+from sipipe.observe.process import record_process
 from sipipe.worker.world import cut_model
 
 if TYPE_CHECKING:
@@ -94,18 +91,6 @@ def _say_failure(parent: Parent, error: Exception) -> None:
         parent.say(RuntimeError("".join(traceback.format_exception_only(error)).strip()))
 
 
-def _sinks(boot: WorkerBoot) -> list[PhaseSink]:
-    """What gets this rank's phases besides the trace; a stage's times are its first rank's."""
-    place = boot.place
-    sinks: list[PhaseSink] = [
-        LivePage.attach(boot.live).writer("stage", index=place.stage, rank=place.tp_rank)
-    ]
-    if place.tp_rank == 0:
-        line = StageTimes.attach(boot.times, stages=place.stages).stage(place.stage)
-        sinks.append(PhaseCounter(line, COUNTED_PHASES["stage"], MAIN_PHASE["stage"]))
-    return sinks
-
-
 class Main:
     """What :func:`worker_main` drives."""
 
@@ -122,20 +107,9 @@ class Main:
         parent.doing = self._doing
         # The engine removes it once all ranks have joined, unless it was killed before that.
         parent.on_gone = partial(remove_rendezvous, [boot.distributed_init_method])
-        place = boot.place
-        self._recorder = open_recorder(
-            boot.config.trace,
-            Header(
-                role="stage",
-                index=place.stage,
-                rank=place.tp_rank,
-                stages=place.stages,
-                layers=boot.layers[place.stage],
-                inflight=boot.slots,
-                run=boot.run,
-                model=str(boot.vllm_config.model_config.model),
-            ),
-            _sinks(boot),
+        stage = boot.place.stage
+        self._recorder = record_process(
+            boot.watched, "stage", stage, boot.place.tp_rank, boot.layers[stage]
         )
 
     def load(self) -> StageLoop:

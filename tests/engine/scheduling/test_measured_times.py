@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sipipe.engine.scheduling.concurrency import COLD, ConcurrencyController, MeasuredTimes
-from sipipe.ipc.stage_times import LINE_WORDS, PhaseCounter, StageTimes
+from sipipe.ipc.stage_times import PhaseCounter, StageTimes
 from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
 
 MS = 1_000_000
@@ -17,17 +17,12 @@ class Processes:
     def __init__(self) -> None:
         made = StageTimes.create(stages=2, samplers=2)
         theirs = StageTimes.attach(made.endpoint, stages=2)
-        executor = [0] * LINE_WORDS
-        self.times = MeasuredTimes(
-            ConcurrencyController(stages=2, slots=3),
-            stages=[made.stage(0), made.stage(1)],
-            samplers=[made.sampler(0), made.sampler(1)],
-            executor=executor,
-        )
+        controller = ConcurrencyController(stages=2, slots=3)
+        self.times = MeasuredTimes(controller, made, samplers=2)
         self.controller, self.poll = self.times.controller, self.times.poll
-        self.stages = [self._counter(theirs.stage(i), "stage") for i in range(2)]
-        self.samplers = [self._counter(theirs.sampler(i), "sampler") for i in range(2)]
-        self.executor = self._counter(executor, "executor")
+        self.stages = [self._counter(theirs.line("stage", i), "stage") for i in range(2)]
+        self.samplers = [self._counter(theirs.line("sampler", i), "sampler") for i in range(2)]
+        self.executor = self._counter(theirs.line("executor"), "executor")
 
     @staticmethod
     def _counter(line, role):

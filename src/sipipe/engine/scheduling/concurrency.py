@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 
-from sipipe.ipc.stage_times import Line, Taken
+from sipipe.ipc.stage_times import StageTimes, Taken
 
 __all__ = ["ConcurrencyController", "MeasuredTimes", "RunningRegression"]
 
@@ -145,23 +144,17 @@ class MeasuredTimes:
 
     Args:
         controller: what is fed.
-        stages: what the stages have taken, first stage first.
-        samplers: the same of the samplers, which share a batch out and work side by side.
-        executor: the same of this process, which counts a batch when its tokens are in.
+        times: what all have taken. The executor counts a batch when its tokens are in.
+        samplers: how many there are; they share a batch out and work side by side.
     """
 
     def __init__(
-        self,
-        controller: ConcurrencyController,
-        *,
-        stages: Sequence[Line],
-        samplers: Sequence[Line],
-        executor: Line,
+        self, controller: ConcurrencyController, times: StageTimes, *, samplers: int
     ) -> None:
         self.controller = controller
-        self._stages = [_Delta(line) for line in stages]
-        self._samplers = [_Delta(line) for line in samplers]
-        self._executor = _Delta(executor)
+        self._stages = [_Delta(times.line("stage", i)) for i in range(len(controller.stages))]
+        self._samplers = [_Delta(times.line("sampler", i)) for i in range(samplers)]
+        self._executor = _Delta(times.line("executor"))
         # Since the executor took the last batch in: when that was, the stages' seconds, no prompts.
         self._before, self._spent, self._decodes = time.monotonic(), 0.0, True
 
@@ -189,7 +182,7 @@ class MeasuredTimes:
 class _Delta:
     """What one process has taken since it was last asked."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: memoryview) -> None:
         self._line = line
         self._before = Taken(0, 0, 0, 0)
 
