@@ -30,7 +30,7 @@ from benchmarks.harness import report
 from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.tools.planner.calibration import calibrate
 from sipipe.tools.planner.costs import datasheet_costs
-from sipipe.tools.planner.hardware import Cluster, device, local_cpu, network
+from sipipe.tools.planner.hardware import Cluster, device, network
 from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.plan import make_plan
 from sipipe.tools.planner.traces import check_loop, run_of
@@ -176,7 +176,7 @@ def check(model: Path, traces: list[Trace]) -> list[dict[str, Any]]:
     facts = load_model(str(model))
     cores = len(os.sched_getaffinity(0))
     cluster = Cluster(
-        device=local_cpu(cores),
+        device=device("cpu", parts=cores),
         hosts=1,
         devices_per_host=cores,
         network=network(100),

@@ -93,7 +93,7 @@ def test_completions_are_shown_as_text_and_as_json(capsys):
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
-        (["m", "--requests", "0"], "--requests: must be a number of 1 or more"),
+        (["m", "--requests", "0"], "--requests: must be a whole number of 1 or more"),
         (["m", "--sampling", "greedy,beam"], '"beam" is none of'),
         (["m", "--only", "other"], "--only"),
     ],

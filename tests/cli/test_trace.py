@@ -76,7 +76,7 @@ def test_export_opens_as_chrome_trace(example, tmp_path, name):
         (["report", "/nowhere"], 1, "no such directory"),
         (["report", "DIR", "--from", "soon"], 2, "--from: must be a number"),
         (["report", "DIR", "--to", "inf"], 2, "--to: must be a number"),
-        (["report", "DIR", "--detail", "-1"], 2, "--detail: must be a number of 0"),
+        (["report", "DIR", "--detail", "-1"], 2, "--detail: must be a whole number of 0"),
         (["report", "DIR", "--from", "1e6"], 1, "nothing between --from and --to"),
         (["report", "DIR", "--json", "--csv"], 2, "--csv: not allowed with"),
         (["report", "DIR", "-o", "/nowhere/x.html"], 2, "--output"),

@@ -5,8 +5,6 @@ A subcommand is a module of this package with ``main(argv) -> int``: it parses i
 :class:`~sipipe.errors.SiPipeError` rise: it is shown as one line.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import os
@@ -16,8 +14,6 @@ from collections.abc import Sequence
 
 from sipipe._version import __version__
 from sipipe.errors import ConfigError, SiPipeError
-
-__all__ = ["main"]
 
 COMMANDS = {
     "serve": "serve a model through vLLM's OpenAI server, with SiPipe",

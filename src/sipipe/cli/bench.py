@@ -1,7 +1,5 @@
 """``sipipe bench``: SiPipe against stock vLLM on one model, in one run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

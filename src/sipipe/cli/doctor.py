@@ -4,8 +4,6 @@ Findings are gathered without importing vLLM here; whether it can be imported at
 a process of its own, because that takes seconds and may crash.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

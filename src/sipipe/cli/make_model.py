@@ -1,7 +1,5 @@
 """``sipipe make-model``: a random but deterministic checkpoint in Hugging Face format."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,18 +1,17 @@
-"""Argument parsing that all subcommands share."""
-
-from __future__ import annotations
+"""Argument parsing that all subcommands share, and numbers with units as people type them."""
 
 import argparse
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError
 
-__all__ = ["Parser", "at_least", "make_parser", "parse_engine_command"]
+Value = TypeVar("Value")
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,19 +37,28 @@ def make_parser(command: str, description: str, **more: Any) -> Parser:
     )
 
 
-def at_least(least: float, kind: Callable[[str], float] = float) -> Callable[[str], Any]:
-    """The ``type`` of an option that takes a number from ``least`` on."""
+def checked(
+    convert: Callable[[str], Value], allowed: str, valid: Callable[[Value], bool]
+) -> Callable[[str], Value]:
+    """The ``type`` of an option: ``convert``, whose ValueError or KeyError is refused, as is a
+    result that is not ``valid``."""
 
-    def parse(text: str) -> float:
+    def parse(text: str) -> Value:
         try:
-            number = kind(text)
-        except ValueError:
-            number = math.nan
-        if not least <= number < 1e9:
-            raise argparse.ArgumentTypeError(f'must be a number of {least} or more, not "{text}"')
-        return number
+            value = convert(text)
+            if valid(value):
+                return value
+        except (ValueError, KeyError):
+            pass
+        raise argparse.ArgumentTypeError(f'must be {allowed}, not "{text[:60]}"')
 
     return parse
+
+
+def at_least(least: float, kind: Callable[[str], float] = float) -> Callable[[str], Any]:
+    """The ``type`` of an option that takes a number from ``least`` on."""
+    what = "whole number" if kind is int else "number"
+    return checked(kind, f"a {what} of {least} or more", lambda number: least <= number < 1e9)
 
 
 def parse_engine_command(
@@ -131,3 +139,33 @@ def _json(text: str) -> Any:
         raise ConfigError(
             f'--cores must be auto, off, or JSON such as {{"stages": [[0], [1]]}}: {error}'
         ) from None
+
+
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z/µ]*)\s*")
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_BITS = {"": 1.0, "g": 1.0, "gb/s": 1.0, "gbps": 1.0, "gbit/s": 1.0, "t": 1e3, "tb/s": 1e3}
+_CACHE_TYPES = {"auto": None, "fp8": 1.0}
+
+
+def _with_unit(units: dict[str, float]) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        match = _NUMBER.fullmatch(text)
+        return float(match[1]) * units[match[2].lower()] if match else math.nan
+
+    return convert
+
+
+seconds = checked(
+    _with_unit(_SECONDS),
+    "a positive duration with its unit such as 50ms or 0.05s",
+    lambda value: value > 0,
+)
+"""A duration in seconds from ``"50ms"``, ``"0.05s"`` or ``"200us"``; the unit is required."""
+gigabits_per_second = checked(
+    _with_unit(_BITS), "a positive network rate in Gb/s such as 400G", lambda value: value > 0
+)
+"""A network rate in Gb/s from ``"400G"``, ``"400Gb/s"`` or ``"400"``."""
+fraction = checked(float, "a share above 0 and up to 1, such as 0.9", lambda x: 0 < x <= 1)
+positive = checked(float, "a number above 0", lambda value: 0 < value < math.inf)
+cache_type = checked(_CACHE_TYPES.__getitem__, "auto or fp8", lambda _: True)
+"""Bytes per cached element; None for ``auto``, as the activations."""

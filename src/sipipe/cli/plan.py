@@ -1,7 +1,5 @@
 """``sipipe plan``: rank pipeline and tensor degrees for a model, a cluster and a latency budget."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -11,29 +9,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sipipe.cli.parser import make_parser
-from sipipe.cli.plan_tables import print_tables
-from sipipe.cli.quantities import (
+from sipipe.cli.parser import (
+    at_least,
     cache_type,
-    count,
-    count_from_zero,
     fraction,
     gigabits_per_second,
+    make_parser,
     positive,
     seconds,
 )
+from sipipe.cli.plan_tables import print_tables
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner.calibration import Calibration
 from sipipe.tools.planner.chart import draw
-from sipipe.tools.planner.hardware import Cluster, device, devices, local_cpu, network
+from sipipe.tools.planner.hardware import Cluster, device, devices, network
 from sipipe.tools.planner.models import builtin_models, load_model
 from sipipe.tools.planner.plan import Plan, make_plan
 from sipipe.tools.planner.report import plan_to_dict
 from sipipe.tools.planner.traces import LoopCheck, calibrate_from_traces
 from sipipe.tools.planner.workload import Workload
-
-__all__ = ["main"]
 
 EPILOG = """\
   sipipe plan llama-3.1-70b --gpu h100 --hosts 2 --gpus-per-host 8 --tpot-slo 50ms
@@ -58,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         "Predict throughput and latency of every pipeline and tensor degree, and rank them.",
         epilog=EPILOG,
     )
+    count = at_least(1, int)
     what = "built-in name, config.json, or its directory"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=what)
     listed = "list the built-in models and devices, and stop"
@@ -74,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add = _adder(parser, "workload")
     budget = "budget of the mean time per output token, e.g. 50ms"
     add("--tpot-slo", seconds, math.inf, "TIME", budget)
-    add("--input", count_from_zero, 1000, "TOKENS", "prompt tokens (default: 1000)")
+    add("--input", at_least(0, int), 1000, "TOKENS", "prompt tokens (default: 1000)")
     add("--output", count, 300, "TOKENS", "output tokens (default: 300)")
     kinds = "greedy, temperature, top-p, or all: with top-k, min-p and penalties (default: all)"
     add("--sampling", str, "all", "KIND", kinds)
@@ -110,7 +106,6 @@ def main(argv: Sequence[str]) -> int:
     for option, value in (("MODEL", args.model), ("--gpu", args.gpu)):
         if value is None:
             raise ConfigError(f"plan: {option} is missing (sipipe plan --list shows the names)")
-    plot = _plot_path(args.plot)
     facts = load_model(args.model, weight_bits=args.weight_bits)
     cluster, workload = _cluster(args), _workload(args, facts)
     calibration: Calibration | None = None
@@ -127,25 +122,27 @@ def main(argv: Sequence[str]) -> int:
         samplers=args.samplers,
         extrapolate=args.extrapolate,
     )
-    if plot is not None:
-        _write_plot(plot, plan)
+    if args.plot is not None:
+        _draw(args.plot, plan)
     if args.json:
-        _print_json(plan, calibration, checks)
+        found = plan_to_dict(plan)
+        if calibration is not None:
+            loop = [dataclasses.asdict(check) for check in checks]
+            found["calibration"] = {**calibration.to_dict(), "loop": loop}
+        print(json.dumps(found, indent=2))
     else:
         print_tables(plan, calibration, checks, details=args.details)
-        if plot is not None:
-            print(f"drawn: {plot}")
+        if args.plot is not None:
+            print(f"drawn: {args.plot}")
     return 0 if plan.best else 1
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
     per_host = args.gpus_per_host
+    chosen = device(args.gpu, memory_gib=args.memory, parts=per_host)
+    cores = chosen.cores * per_host or 96
     if args.gpu.lower() == "cpu":
-        chosen = local_cpu(per_host, memory_gib=args.memory)
         cores = len(os.sched_getaffinity(0))
-    else:
-        chosen = device(args.gpu, memory_gib=args.memory)
-        cores = chosen.cores * per_host or 96
     return Cluster(
         device=chosen,
         hosts=args.hosts,
@@ -156,13 +153,9 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _workload(args: argparse.Namespace, facts: ModelFacts) -> Workload:
+    same = ("input", "output", "tpot_slo", "max_num_seqs", "max_num_batched_tokens", "sampling")
     workload = Workload(
-        input=args.input,
-        output=args.output,
-        tpot_slo=args.tpot_slo,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        sampling=args.sampling,
+        **{name: getattr(args, name) for name in same},
         memory_utilization=args.gpu_memory_utilization,
         kv_element_bytes=args.kv_cache_dtype,
         fixed_batch=args.batch,
@@ -175,18 +168,10 @@ def _workload(args: argparse.Namespace, facts: ModelFacts) -> Workload:
     return workload
 
 
-def _plot_path(name: str | None) -> Path | None:
-    if name is None:
-        return None
+def _draw(name: str, plan: Plan) -> None:
     path = Path(name)
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"--plot draws SVG: name the file .svg, not {name!r}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot: no directory {path.parent}")
-    return path
-
-
-def _write_plot(path: Path, plan: Plan) -> None:
     try:
         path.write_text(draw(plan), encoding="utf-8")
     except OSError as error:
@@ -206,13 +191,3 @@ def _list() -> None:
             f"  {name:<18} {found.name}: {found.memory_gib:g} GiB, {found.memory_gbs:g} GB/s, "
             f"{found.bf16_tflops:g} TFLOPS BF16, {found.link.name}"
         )
-
-
-def _print_json(plan: Plan, calibration: Calibration | None, checks: list[LoopCheck]) -> None:
-    found = plan_to_dict(plan)
-    if calibration is not None:
-        found["calibration"] = {
-            **calibration.to_dict(),
-            "loop": [dataclasses.asdict(check) for check in checks],
-        }
-    print(json.dumps(found, indent=2))

@@ -1,19 +1,15 @@
 """The tables that ``sipipe plan`` prints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from sipipe.tools.planner.calibration import Calibration
-from sipipe.tools.planner.memory import kv_bytes_per_token
+from sipipe.tools.planner.placement import kv_bytes_per_token
 from sipipe.tools.planner.plan import Choice, Plan, Prediction
 from sipipe.tools.planner.report import SEVERAL_HOSTS, serve_commands
 from sipipe.tools.planner.traces import LoopCheck
-
-__all__ = ["print_tables"]
 
 _NO_LOOP = "the traces hold no steady decoding to compare a whole prediction with"
 

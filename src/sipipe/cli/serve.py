@@ -1,7 +1,5 @@
 """``sipipe serve``: ``vllm serve`` with SiPipe's executor, a core plan and checks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from sipipe.cli.parser import make_parser, parse_engine_command

@@ -1,7 +1,5 @@
 """``sipipe top``: a live view of a running server: stages, samplers, bubbles, tokens per second."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -132,7 +130,6 @@ def _sampler(block: Block) -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> RenderableType:
-    """One frame."""
     head = Text.assemble(
         ("SiPipe ", "bold"),
         f"{found['model'] or 'server'} (pid {found['pid']})   ",

@@ -1,7 +1,5 @@
 """``sipipe trace``: what a recorded trace says, as a page, a table, JSON, CSV or for Perfetto."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

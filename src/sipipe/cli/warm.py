@@ -1,7 +1,5 @@
 """``sipipe warm``: compile every kernel now, so that no later start waits for it (for images)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

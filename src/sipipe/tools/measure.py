@@ -10,8 +10,6 @@ Who runs here
     group, which is this process's own, with the engine in it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

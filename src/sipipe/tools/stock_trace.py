@@ -27,8 +27,6 @@ Only on CPUs, where a call returns when its work is done: the host's clock says 
 accelerator did what was launched.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any
@@ -43,8 +41,6 @@ from sipipe.errors import ConfigError
 from sipipe.observe.format import Header
 from sipipe.observe.phases import Phase, Role
 from sipipe.observe.recorder import Recorder, open_recorder
-
-__all__ = ["TracedAsyncScheduler", "TracedScheduler", "TracedWorker"]
 
 _Iteration = tuple[int, int, int, int]
 """Number, slot, sequences and tokens."""

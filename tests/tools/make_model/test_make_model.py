@@ -9,10 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from sipipe.errors import ConfigError, ResourceError
-from sipipe.tools.make_model.checkpoint import RECIPE_FILE, make_model
-from sipipe.tools.make_model.families import FAMILIES
-from sipipe.tools.make_model.shapes import SIZES
-from sipipe.tools.make_model.weights import draw
+from sipipe.tools.make_model.checkpoint import RECIPE_FILE, draw, make_model
+from sipipe.tools.make_model.families import FAMILIES, SIZES
 
 torch = pytest.importorskip("torch", reason="torch, which comes with vLLM, is not installed")
 transformers = pytest.importorskip("transformers", reason="it comes with vLLM")

@@ -11,7 +11,7 @@ from sipipe.errors import ConfigError, ResourceError
 from sipipe.tools.planner.calibration import Observation, Run, calibrate
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.fit import fit_robustly, fit_terms, group_means
-from sipipe.tools.planner.hardware import Cluster, engine, local_cpu, network
+from sipipe.tools.planner.hardware import Cluster, device, engine, network
 from sipipe.tools.planner.pipeline import iterate
 from sipipe.tools.planner.placement import place
 from sipipe.tools.planner.plan import make_plan
@@ -29,7 +29,7 @@ BENCH = facts_from_config(
     name="bench",
 )
 CLUSTER = Cluster(
-    device=local_cpu(1),
+    device=device("cpu"),
     hosts=1,
     devices_per_host=1,
     network=network(100),

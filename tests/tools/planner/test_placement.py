@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 
 from sipipe.engine.layers.cut import layer_split
 from sipipe.tools.planner import hardware
+from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.hardware import Cluster
-from sipipe.tools.planner.memory import memory_of, weight_bytes
 from sipipe.tools.planner.models import load_model
-from sipipe.tools.planner.placement import place
+from sipipe.tools.planner.placement import place, weight_bytes
+from sipipe.tools.planner.workload import Workload
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
@@ -72,14 +73,8 @@ def cluster(gpu="h100", hosts=1, per_host=8):
 
 def capacity(model, p, t):
     facts = load_model(model)
-    return memory_of(
-        facts,
-        place(facts.layers, p, t, 8),
-        cluster=cluster(),
-        efficiency=hardware.efficiency(),
-        utilization=0.9,
-        kv_element_bytes=2,
-    ).kv_tokens
+    costs = datasheet_costs(facts, cluster(), Workload())
+    return costs.memory(place(facts.layers, p, t, 8), 0.9).kv_tokens
 
 
 def test_kv_capacity_is_worth_more_stages_for_latent_attention():

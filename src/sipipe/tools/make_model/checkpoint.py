@@ -1,26 +1,35 @@
-"""Writes a whole checkpoint directory: config, weights, tokenizer, generation config."""
+"""Writes a whole checkpoint directory: config, weights, tokenizer, generation config.
 
-from __future__ import annotations
+Weights are random, drawn so that outputs can be told apart. Every matrix has variance 1 / fan-in
+and so keeps the scale of its normalised inputs: the next token depends on the whole context. Logits
+have a standard deviation of about ``LOGITS_STD``, so that greedy choices are clear and temperature,
+top-k, top-p and min-p all have something to cut.
+"""
 
 import dataclasses
 import difflib
 import json
+import math
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sipipe.errors import ConfigError, ResourceError
-from sipipe.tools.make_model.families import FAMILIES, MIXTURES
-from sipipe.tools.make_model.shapes import SIZES, Shape
-from sipipe.tools.make_model.tokenizer import MIN_VOCAB, write_tokenizer
-from sipipe.tools.make_model.weights import draw
+import numpy as np
 
-__all__ = ["make_model"]
+from sipipe.errors import ConfigError, ResourceError
+from sipipe.tools.make_model.families import FAMILIES, MIXTURES, SIZES, Shape
+from sipipe.tools.make_model.tokenizer import MIN_VOCAB, write_tokenizer
 
 Value = TypeVar("Value")
+
+LOGITS_STD = 3.0
+
+_BLOCK = 1 << 22
+"""Elements drawn at a time: 16 MiB of float32."""
 
 RECIPE_FILE = "sipipe_model.json"
 """What a checkpoint was made from; a second call with the same recipe has nothing to do."""
@@ -50,7 +59,7 @@ def make_model(
 
     Args:
         family: one of :data:`sipipe.tools.make_model.families.FAMILIES`.
-        size: one of :data:`sipipe.tools.make_model.shapes.SIZES`.
+        size: one of :data:`sipipe.tools.make_model.families.SIZES`.
         seed: of the weights, 0 or more.
         dtype: ``float32``, ``float16`` or ``bfloat16``; None: the size's own.
         vocab_size: rows of the vocabulary; None: the size's own.
@@ -205,3 +214,37 @@ def _replace(scratch: Path, target: Path, recipe: Mapping[str, Any]) -> None:
         else:
             return
     raise ResourceError(f"make-model: cannot move the finished checkpoint to {target}")
+
+
+def draw(name: str, empty: Any, *, seed: int) -> Any:
+    """A new torch tensor of the shape and dtype of ``empty``, the tensor ``name`` of a model.
+
+    DeepSeek's correction of the router's scores is float32 whatever the model is. The float32 values that are rounded to its dtype depend on ``seed``, the name and the shape
+    alone: the same tensor comes out whatever the element type or the other tensors are.
+    """
+    import torch
+
+    generator = np.random.Generator(np.random.PCG64([seed, zlib.crc32(name.encode())]))
+    mean, std = _distribution(name, tuple(empty.shape))
+    dtype = torch.float32 if name.endswith("e_score_correction_bias") else empty.dtype
+    drawn = torch.empty(empty.shape, dtype=dtype)
+    for block in drawn.view(-1).split(_BLOCK):
+        values = generator.standard_normal(len(block), dtype=np.float32)
+        values *= np.float32(std)
+        values += np.float32(mean)
+        block.copy_(torch.from_numpy(values))
+    return drawn
+
+
+def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """(mean, standard deviation) of a tensor's elements."""
+    if name.endswith("norm.weight"):
+        return 1.0, 0.1
+    if name.endswith("e_score_correction_bias"):
+        return 0.0, 0.01
+    if name.endswith("bias"):
+        return 0.0, 0.1
+    if name.endswith("embed_tokens.weight"):
+        return 0.0, 1.0
+    fan_in = shape[-1]  # matrices are [out, in], those of experts [experts, out, in]
+    return 0.0, (LOGITS_STD if name == "lm_head.weight" else 1.0) / math.sqrt(fan_in)

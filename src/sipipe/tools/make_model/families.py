@@ -1,19 +1,78 @@
-"""Model families: the ``config.json`` of each, for a shape.
+"""Sizes of generated models, and families: the ``config.json`` of each, for a size.
 
 transformers builds the model from it, so names and shapes of the tensors are those of the published
 checkpoints, which vLLM's and transformers' own loaders take.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
-from sipipe.tools.make_model.shapes import Shape
 
-__all__ = ["FAMILIES", "MIXTURES"]
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a decoder; a family takes from it what it has."""
+
+    vocab: int
+    """Rows of the embedding and of the vocabulary projection."""
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of a dense feed-forward layer."""
+    experts: int = 8
+    """Routed experts of a mixture-of-experts layer."""
+    experts_per_token: int = 2
+    moe_intermediate: int = 0
+    """Width of one expert; 0: this size has no mixture-of-experts form."""
+    max_positions: int = 32_768
+    """Longest sequence that config.json declares."""
+    dtype: str = "bfloat16"
+    """Element type where the user names none."""
+
+
+SIZES: Mapping[str, Shape] = {
+    # Loads in seconds; 4 layers and even heads, so that it cuts into 4 stages of 2 ranks.
+    # The vocabulary is no multiple of 64 on purpose: vLLM pads it.
+    "tiny": Shape(
+        vocab=1_000,
+        hidden=128,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        intermediate=256,
+        moe_intermediate=64,
+        max_positions=4_096,
+        dtype="float32",
+    ),
+    # A small decoder under a full vocabulary: sampling weighs as much as it does on the last
+    # stage of a large model.
+    "bench": Shape(
+        vocab=151_936,
+        hidden=512,
+        layers=8,
+        heads=8,
+        kv_heads=4,
+        head_dim=64,
+        intermediate=1_536,
+        moe_intermediate=256,
+    ),
+    # The shape of Qwen2.5-0.5B with embeddings untied.
+    "qwen2.5-0.5b": Shape(
+        vocab=151_936,
+        hidden=896,
+        layers=24,
+        heads=14,
+        kv_heads=2,
+        head_dim=64,
+        intermediate=4_864,
+    ),
+}
+
 
 # DeepSeek's latent attention; vLLM's CPU kernel is compiled for a latent of 512 + 64 only.
 KV_LORA_RANK = 512
@@ -90,15 +149,13 @@ def _deepseek_v3(shape: Shape) -> dict[str, Any]:
     return config
 
 
-FAMILIES: Mapping[str, Callable[[Shape], dict[str, Any]]] = MappingProxyType(
-    {
-        "llama": functools.partial(_base, "llama"),
-        "qwen2": functools.partial(_base, "qwen2"),
-        "qwen3-moe": _qwen3_moe,
-        "mixtral": _mixtral,
-        "deepseek-v3": _deepseek_v3,
-    }
-)
+FAMILIES: Mapping[str, Callable[[Shape], dict[str, Any]]] = {
+    "llama": functools.partial(_base, "llama"),
+    "qwen2": functools.partial(_base, "qwen2"),
+    "qwen3-moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "deepseek-v3": _deepseek_v3,
+}
 """The fields of config.json, by the name of the family."""
 
 MIXTURES = frozenset({"qwen3-moe", "mixtral", "deepseek-v3"})

@@ -4,8 +4,6 @@ The text teaches a few thousand merges. A larger vocabulary is filled up with ma
 never come out of encoding, but every token id that a random model draws decodes to text.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -13,8 +11,6 @@ from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
-
-__all__ = ["SPECIAL_TOKENS", "write_tokenizer"]
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Token ids 0, 1, 2: padding and end of a document, start and end of a message."""

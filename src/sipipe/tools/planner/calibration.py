@@ -23,8 +23,6 @@ from sipipe.tools.planner.hardware import Engine
 from sipipe.tools.planner.placement import Stage, place
 from sipipe.tools.planner.workload import Microbatch
 
-__all__ = ["Calibration", "Observation", "Run", "calibrate"]
-
 _MARGIN = 1.1
 """How far outside the observed range is still inside."""
 _FEWEST = 8

@@ -5,15 +5,11 @@ a browser, an editor or a report shows it as it is. Colours are a colour-blind-s
 on light and dark pages.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from html import escape
 
 from sipipe.tools.planner.plan import Choice, Plan
-
-__all__ = ["draw"]
 
 _OURS, _BASE, _SLO = "#0072b2", "#e69f00", "#d55e00"
 _LEFT, _TOP, _PANEL, _GAP = 84, 128, 190, 78

@@ -3,14 +3,10 @@
 Derivations and the comparison with the paper are in docs/planner.md, sections 5 and 8.
 """
 
-from __future__ import annotations
-
 import math
 
 from sipipe.tools.planner.hardware import Cluster, Link, Network
 from sipipe.tools.planner.placement import Stage
-
-__all__ = ["all_gather_seconds", "all_reduce_seconds", "hop_seconds", "volume_per_device"]
 
 _MICRO = 1e-6
 

@@ -4,8 +4,6 @@
 model (:mod:`sipipe.tools.planner.calibration`) overrides what a trace has shown.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -13,11 +11,8 @@ from sipipe.engine.layers.facts import Attention, ModelFacts
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.communication import all_gather_seconds, all_reduce_seconds, hop_seconds
 from sipipe.tools.planner.hardware import Cluster, Efficiency, Engine, Sampling
-from sipipe.tools.planner.memory import kv_bytes
-from sipipe.tools.planner.placement import Stage
+from sipipe.tools.planner.placement import Memory, Placement, Stage, kv_bytes, weight_bytes
 from sipipe.tools.planner.workload import Microbatch, Workload
-
-__all__ = ["DatasheetCosts", "datasheet_costs", "roofline"]
 
 _MICRO, _NANO = 1e-6, 1e-9
 
@@ -51,7 +46,7 @@ def _prefill_flops(attention: Attention, context: float) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasheetCosts:
-    """Costs from the data sheets and the efficiencies of ``hardware.toml``, in seconds."""
+    """Costs from the data sheets and the efficiencies of ``hardware.toml``, in seconds; memory in bytes."""
 
     facts: ModelFacts
     cluster: Cluster
@@ -66,6 +61,26 @@ class DatasheetCosts:
     @property
     def _bandwidth(self) -> float:
         return self.cluster.device.memory_gbs * 1e9 * self.efficiency.memory
+
+    def memory(self, placement: Placement, utilization: float) -> Memory:
+        """The stage whose cache holds the fewest tokens: every token needs all stages."""
+        device = self.cluster.device
+        available = device.memory_bytes * utilization
+        workspace = self.efficiency.workspace_gib * 2.0**30 if device.kind == "gpu" else 0.0
+        stages = []
+        for stage in placement.stages:
+            weights = weight_bytes(self.facts, stage)
+            each = kv_bytes(self.facts, stage, self.kv_element_bytes)
+            stages.append(
+                Memory(
+                    stage=stage.index,
+                    weights=weights,
+                    workspace=workspace,
+                    available=available,
+                    kv_tokens=int((available - weights - workspace) // each),
+                )
+            )
+        return min(stages, key=lambda memory: (memory.kv_tokens, -memory.weights))
 
     def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> dict[str, float]:
         """Device time of ``stage`` for the model's own work, by cause as the tables name it.

@@ -4,8 +4,6 @@ A time is modelled as a sum of a few terms with physical meaning (per call, per 
 product, ...), each with a coefficient of zero or more, since no term can save time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 
@@ -13,8 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sipipe.errors import ResourceError
-
-__all__ = ["Fit", "Terms", "fit_robustly", "fit_terms", "group_means"]
 
 Array = npt.NDArray[np.float64]
 Terms = dict[str, float]
@@ -48,11 +44,11 @@ class Fit:
 
 
 def group_means(
-    records: Sequence[tuple[float, ...]], seconds: Array, *, outlier: float = 3.0
+    records: Sequence[tuple[float, ...]], seconds: Array
 ) -> tuple[Array, Array, Array, int]:
     """Mean time of the records that have the same terms.
 
-    A record over ``outlier`` times its group's median is left out: a compilation, not a cost.
+    A record over three times its group's median is left out: a compilation, not a cost.
 
     Returns:
         The distinct keys as [keys, terms], their mean seconds, how many records each has, and how
@@ -64,7 +60,7 @@ def group_means(
     means, counts = [], []
     for values in groups.values():
         array = np.asarray(values)
-        kept = array[array <= outlier * np.median(array)]
+        kept = array[array <= 3.0 * np.median(array)]
         means.append(kept.mean())
         counts.append(len(kept))
     dropped = len(seconds) - sum(counts)

@@ -1,7 +1,5 @@
 """Devices, links, networks, engines: the numbers of ``hardware.toml``, each with its source."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os
@@ -14,26 +12,7 @@ import psutil
 
 from sipipe.errors import ConfigError
 
-__all__ = [
-    "Cluster",
-    "Device",
-    "Efficiency",
-    "Engine",
-    "Link",
-    "Network",
-    "Sampling",
-    "device",
-    "devices",
-    "efficiency",
-    "engine",
-    "local_cpu",
-    "network",
-    "sampling",
-]
-
 _GIB = float(1 << 30)
-_PER_CORE = ("memory_gbs", "bf16_tflops", "fp8_tflops")
-"""What hardware.toml states of one core where the device is this machine's CPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,22 +61,23 @@ class Device:
     memory_gib: float
     memory_gbs: float
     bf16_tflops: float
-    fp8_tflops: float
     link: Link
     host_link: Link
     """To its host's memory: how logits reach CPU samplers."""
     kind: Literal["gpu", "cpu"] = "gpu"
     cores: int = 0
     """CPU sockets: physical cores."""
+    fp8_tflops: float = 0.0
+    """0: there are no FP8 units, and weights are widened to BF16."""
 
     @property
     def memory_bytes(self) -> float:
-        """Usable memory in bytes."""
         return self.memory_gib * _GIB
 
     def flops(self, weight_bytes: float) -> float:
         """Dense peak for weights of this width, FLOP/s; below 8 bits weights are widened."""
-        return (self.fp8_tflops if weight_bytes == 1.0 else self.bf16_tflops) * 1e12
+        fp8 = self.fp8_tflops if weight_bytes == 1.0 else 0.0
+        return (fp8 or self.bf16_tflops) * 1e12
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +142,6 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Devices in all."""
         return self.hosts * self.devices_per_host
 
     @property
@@ -173,8 +152,19 @@ class Cluster:
 
 @functools.cache
 def _table() -> Mapping[str, Any]:
-    text = files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8")
-    return {key: _values(entry) for key, entry in tomllib.loads(text).items()}
+    """``hardware.toml`` by kind and name, without the sources.
+
+    An entry that is ``like`` another one, which stands before it, has that one's values but for
+    those of its own.
+    """
+    table: dict[str, Any] = _values(
+        tomllib.loads(files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8"))
+    )
+    for kind in ("device", "link", "engine"):
+        for key, entry in table[kind].items():
+            base = table[kind].get(entry.pop("like", None), {})
+            table[kind][key] = {**base, **entry}
+    return table
 
 
 def _values(entry: Any) -> Any:
@@ -196,36 +186,28 @@ def _pick(option: str, what: str, key: str) -> Mapping[str, Any]:
     return table[key.lower()]
 
 
-def device(key: str, *, memory_gib: float | None = None) -> Device:
+def device(key: str, *, memory_gib: float | None = None, parts: int = 1) -> Device:
     """A device by name; ``memory_gib`` replaces its memory.
+
+    ``cpu`` is this machine's, cut into ``parts`` equal ones; its bandwidth and throughput are
+    assumed.
 
     Raises:
         ConfigError: an unknown name.
     """
-    entry = _pick("--gpu", "device", key)
+    entry = dict(_pick("--gpu", "device", key))
     if key.lower() == "cpu":
-        return local_cpu(1, memory_gib=memory_gib)
-    links = {side: Link(**_table()["link"][entry[side]]) for side in ("link", "host_link")}
-    found = Device(**{**entry, **links})
-    return found if memory_gib is None else dataclasses.replace(found, memory_gib=memory_gib)
-
-
-def local_cpu(devices: int, *, memory_gib: float | None = None) -> Device:
-    """This machine's CPU, cut into ``devices`` equal parts; bandwidth and throughput assumed."""
-    entry = _table()["device"]["cpu"]
-    link = Link(**_table()["link"][entry["link"]])
-    cores = len(os.sched_getaffinity(0))
-    share = max(1, cores // devices)
-    total = psutil.virtual_memory().total / _GIB
-    return Device(
-        name=f"this machine's CPU, {share} of {cores} cores",
-        kind="cpu",
-        cores=share,
-        memory_gib=total / devices if memory_gib is None else memory_gib,
-        **{name: entry[name] * cores / devices for name in _PER_CORE},
-        link=link,
-        host_link=link,
-    )
+        cores = len(os.sched_getaffinity(0))
+        entry["cores"] = max(1, cores // parts)
+        entry["name"] += f", {entry['cores']} of {cores} cores"
+        entry["memory_gib"] = psutil.virtual_memory().total / _GIB / parts
+        for name in ("memory_gbs", "bf16_tflops"):  # stated of one core
+            entry[name] *= cores / parts
+    if memory_gib is not None:
+        entry["memory_gib"] = memory_gib
+    names = {"host_link": entry["link"]} | entry
+    links = {side: Link(**_table()["link"][names[side]]) for side in ("link", "host_link")}
+    return Device(**entry | links)
 
 
 def network(gigabits: float, adapters: int = 1) -> Network:
@@ -239,18 +221,10 @@ def efficiency() -> Efficiency:
 
 
 def engine(key: str) -> Engine:
-    """An engine by name.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """An engine by name; ConfigError for an unknown one."""
     return Engine(**_pick("--baseline", "engine", key), key=key.lower())
 
 
 def sampling(key: str) -> Sampling:
-    """The cost of one combination of sampling parameters.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """The cost of one combination of sampling parameters; ConfigError for an unknown one."""
     return Sampling(**_pick("--sampling", "sampling", key), **_table()["sampling-host"])

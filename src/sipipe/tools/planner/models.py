@@ -1,7 +1,5 @@
 """The models that the planner knows by name, and those it reads from a ``config.json``."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json
@@ -14,8 +12,6 @@ from typing import Any
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError
-
-__all__ = ["builtin_models", "load_model"]
 
 
 @functools.cache

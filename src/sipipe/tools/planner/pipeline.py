@@ -9,16 +9,12 @@ begins its next round after it has ended this one, so the period between two mic
 of all microbatches: ``delay = m period``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from sipipe.tools.planner.costs import DatasheetCosts
 from sipipe.tools.planner.hardware import Engine
 from sipipe.tools.planner.placement import Placement
 from sipipe.tools.planner.workload import Microbatch
-
-__all__ = ["Bubbles", "Iteration", "StageTime", "iterate"]
 
 # Expected maximum of n standard normal variables, n = 1..16 (then nearly flat): how much the
 # slowest of n stages is slower than their mean, in standard deviations.
@@ -83,7 +79,6 @@ class Bubbles:
 
     @property
     def total(self) -> float:
-        """All of them."""
         return self.load_imbalance + self.intra_stage + self.inter_stage + self.starved
 
 

@@ -1,22 +1,18 @@
-"""Where the ranks of a pipeline sit: which layers, which hosts, which hops cross the network.
+"""Where the ranks of a pipeline sit: which layers, which hosts, which hops cross the network; and what
+a device of each stage has to hold, and leaves for the KV cache.
 
 Rank ``i * t + r`` is tensor-parallel rank ``r`` of stage ``i``; hosts are filled in rank order, as
 vLLM does. So a stage lies inside one host whenever ``t`` divides the devices of a host.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from sipipe.engine.layers.cut import layer_split
-
-__all__ = ["Placement", "Stage", "place"]
+from sipipe.engine.layers.facts import Attention, ModelFacts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One pipeline stage."""
-
     index: int
     stages: int
     first_layer: int
@@ -39,14 +35,11 @@ class Stage:
 
     @property
     def layer_range(self) -> range:
-        """Indices of its layers."""
         return range(self.first_layer, self.first_layer + self.layers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A pipeline over hosts."""
-
     p: int
     t: int
     stages: tuple[Stage, ...]
@@ -85,3 +78,59 @@ def place(
         )
         first += count
     return Placement(p=p, t=t, stages=tuple(stages))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The tightest stage of a placement. All sizes per device, in bytes."""
+
+    stage: int
+    weights: float
+    workspace: float
+    available: float
+    """Device memory times the utilization asked for."""
+    kv_tokens: int
+    """Tokens the KV cache of the whole deployment holds; negative where weights do not fit."""
+
+    @property
+    def short(self) -> float:
+        """Bytes missing per device before a single token is cached; 0 where all fits."""
+        return max(0.0, self.weights + self.workspace - self.available)
+
+
+def weight_bytes(facts: ModelFacts, stage: Stage) -> float:
+    """Weights on one device of ``stage``."""
+    layers = sum(facts.layer_parameters(layer) for layer in stage.layer_range)
+    total = layers * facts.weight_bytes
+    ends = int(stage.is_first) + int(stage.is_last)
+    if facts.tied_embeddings:
+        ends = min(1, ends)
+    return (total + ends * facts.embedding_parameters * facts.activation_bytes) / stage.t
+
+
+def kv_elements(attention: Attention) -> int:
+    """Elements that one token keeps in one layer's cache, over all ranks and without copies."""
+    if attention.kind == "mla":
+        return attention.kv_rank + attention.rope_dim
+    return 2 * attention.kv_heads * attention.head_dim
+
+
+def kv_shards(attention: Attention, t: int) -> int:
+    """Into how many different parts ``t`` ranks split the cache of one token.
+
+    Grouped-query attention splits by KV head and copies beyond that; the latent of MLA has no
+    heads, so every rank keeps all of it.
+    """
+    return 1 if attention.kind == "mla" else min(t, attention.kv_heads)
+
+
+def kv_bytes_per_token(facts: ModelFacts, element_bytes: float | None = None) -> float:
+    """KV cache of one token over all layers, without copies, in bytes."""
+    size = facts.activation_bytes if element_bytes is None else element_bytes
+    return facts.layers * kv_elements(facts.attention) * size
+
+
+def kv_bytes(facts: ModelFacts, stage: Stage, element_bytes: float) -> float:
+    """KV cache of one token on one device of ``stage``."""
+    elements = stage.layers * kv_elements(facts.attention)
+    return elements * element_bytes / kv_shards(facts.attention, stage.t)

@@ -1,7 +1,5 @@
 """Choosing the pipeline and tensor degree: every (p, t) is predicted or ruled out by name."""
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import math
@@ -13,12 +11,9 @@ from sipipe.tools.planner import hardware
 from sipipe.tools.planner.communication import volume_per_device
 from sipipe.tools.planner.costs import DatasheetCosts, datasheet_costs
 from sipipe.tools.planner.hardware import Cluster, Engine
-from sipipe.tools.planner.memory import Memory, memory_of
 from sipipe.tools.planner.pipeline import Iteration, iterate
-from sipipe.tools.planner.placement import Placement, place
+from sipipe.tools.planner.placement import Memory, Placement, place
 from sipipe.tools.planner.workload import Microbatch, Workload
-
-__all__ = ["Choice", "Plan", "Prediction", "Rejected", "make_plan"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +83,6 @@ class Rejected:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answer."""
-
     facts: ModelFacts
     cluster: Cluster
     workload: Workload
@@ -186,7 +179,9 @@ class _Search:
         even = place(facts.layers, p, t, cluster.devices_per_host)
         cut = cut_layers(facts, p, t, device=cluster.device.kind)
         placement = place(facts.layers, p, t, cluster.devices_per_host, cut)
-        memory, even_memory = self._memory(placement), self._memory(even)
+        memory, even_memory = (
+            self.costs.memory(of, workload.memory_utilization) for of in (placement, even)
+        )
         if _lack(memory, workload):
             placement, memory = even, even_memory
         if reason := _lack(memory, workload):
@@ -210,16 +205,6 @@ class _Search:
             baseline_reason=reason,
             samplers=self.samplers or self._enough_samplers(placement, best.iteration, cores),
             communication_bytes=volume * workload.tokens_per_sequence * facts.activation_bytes,
-        )
-
-    def _memory(self, placement: Placement) -> Memory:
-        return memory_of(
-            self.costs.facts,
-            placement,
-            cluster=self.costs.cluster,
-            efficiency=self.costs.efficiency,
-            utilization=self.workload.memory_utilization,
-            kv_element_bytes=self.costs.kv_element_bytes,
         )
 
     def _best_inflight(self, placement: Placement, memory: Memory, cores: int) -> Prediction:

@@ -1,16 +1,12 @@
 """A plan as JSON-ready values, and as the commands that start it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shlex
 from typing import Any
 
-from sipipe.tools.planner.memory import kv_bytes_per_token
+from sipipe.tools.planner.placement import kv_bytes_per_token
 from sipipe.tools.planner.plan import Choice, Plan, Prediction
-
-__all__ = ["SEVERAL_HOSTS", "plan_to_dict", "serve_commands"]
 
 SEVERAL_HOSTS = (
     "HOST0 is the first host's address. This SiPipe starts stages on one host only and refuses "

@@ -1,7 +1,5 @@
 """The observations in a trace, and how well costs fitted to them predict the traced run."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 
@@ -19,8 +17,6 @@ from sipipe.tools.planner.pipeline import iterate
 from sipipe.tools.planner.placement import place
 from sipipe.tools.planner.workload import Microbatch, Workload
 from sipipe.tools.report.reader import Records, Trace, read_trace
-
-__all__ = ["LoopCheck", "calibrate_from_traces", "check_loop", "run_of"]
 
 _MOST = 4_000
 """Records taken of one process and phase, evenly over the run: enough for a mean."""

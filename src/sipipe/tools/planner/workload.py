@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-__all__ = ["Microbatch", "Workload"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:

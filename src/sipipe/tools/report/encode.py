@@ -10,8 +10,6 @@ follow one another), ``span``, ``what`` (cause or phase), ``step`` of the iterat
 before, ``slot``, ``batch``, ``tokens``.
 """
 
-from __future__ import annotations
-
 import base64
 import zlib
 from typing import Any

@@ -5,8 +5,6 @@ documentation, and for tests and benchmarks that need long timelines. The times 
 measured: they show what the report shows, they say nothing about any engine.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,8 +42,6 @@ class Example:
 
 
 class _Process:
-    """Collects one process's records."""
-
     def __init__(self, role: str, index: int, slots: int) -> None:
         self.role, self.index, self.slots = role, index, slots
         self.rows: list[tuple[int, int, int, int, int, int, int, int]] = []

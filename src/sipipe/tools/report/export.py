@@ -1,7 +1,5 @@
 """Traces for other programs: Chrome's trace format, which Perfetto opens, and CSV."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
@@ -30,7 +28,12 @@ def write_perfetto(run: Run, path: Path) -> int:
     """
     count = 0
     try:
-        with _open(path) as file:
+        packed = path.suffix == ".gz"
+        with (
+            gzip.open(path, "wt", 3, "ascii")
+            if packed
+            else path.open("w", encoding="ascii") as file
+        ):
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
             file.write(",\n".join(json.dumps(event) for event in _names(run)))
             for block in _slices(run):
@@ -40,12 +43,6 @@ def write_perfetto(run: Run, path: Path) -> int:
     except OSError as error:
         raise TraceError(f"--perfetto {path}: {error.strerror}") from None
     return count
-
-
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "wt", compresslevel=3, encoding="ascii")
-    return path.open("w", encoding="ascii")
 
 
 def _names(run: Run) -> Iterator[dict[str, Any]]:

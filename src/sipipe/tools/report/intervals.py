@@ -28,7 +28,6 @@ class Intervals:
 
     @classmethod
     def of(cls, records: npt.NDArray[Any]) -> Intervals:
-        """The times of records."""
         return cls(records["start_ns"], records["end_ns"])
 
     def count(self, times: Array) -> Array:
@@ -66,7 +65,6 @@ class ByIteration:
 
     @classmethod
     def of(cls, records: npt.NDArray[Any], field: str) -> ByIteration:
-        """One field of records."""
         return cls(records["iteration"], records[field])
 
     def at(self, iterations: Array, missing: int = NEVER) -> Array:

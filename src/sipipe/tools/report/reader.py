@@ -1,7 +1,5 @@
 """Reading a trace directory back: one structured array per process, on one clock."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +68,6 @@ class Trace:
         return self.processes[0].header.label if self.processes else ""
 
     def of(self, role: str) -> tuple[ProcessTrace, ...]:
-        """The processes of one role."""
         return tuple(p for p in self.processes if p.header.role == role)
 
     @property

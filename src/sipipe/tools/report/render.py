@@ -1,7 +1,5 @@
 """The report: one HTML file that needs nothing else, not even a network."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

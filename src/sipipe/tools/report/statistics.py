@@ -1,14 +1,12 @@
 """Figures of a trace besides its bubbles: rates, distributions, phases, utilization over time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sipipe.observe.phases import DEVICE_PHASES, Phase
-from sipipe.tools.report.inflight import Pipeline
+from sipipe.tools.report.accounting import Pipeline
 from sipipe.tools.report.intervals import Array, ByIteration, Intervals
 from sipipe.tools.report.reader import Records, Trace
 
@@ -114,12 +112,10 @@ def tokens_drawn(trace: Trace, window: Window) -> int:
     return 0
 
 
-def utilization(
-    trace: Trace, window: Window, points: int = 300
-) -> dict[str, list[float] | dict[str, list[float]]]:
+def utilization(trace: Trace, window: Window) -> dict[str, list[float] | dict[str, list[float]]]:
     """Device busy share by stage, and cores in use by process, over time (seconds from start)."""
     start, end = window
-    edges = np.linspace(start, end, min(points, max(2, (end - start) // 1_000_000)) + 1)
+    edges = np.linspace(start, end, min(300, max(2, (end - start) // 1_000_000)) + 1)
     device: dict[str, list[float]] = {}
     cores: dict[str, list[float]] = {}
     for process in trace.of("stage"):

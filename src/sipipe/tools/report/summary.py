@@ -1,15 +1,12 @@
 """The machine-readable report: one dictionary per run, and the bubbles as rows."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 
 from sipipe.observe.format import TraceError
 from sipipe.observe.phases import Phase
 from sipipe.tools.report import statistics
-from sipipe.tools.report.accounting import KINDS, Cause, account
-from sipipe.tools.report.inflight import Pipeline
+from sipipe.tools.report.accounting import KINDS, Cause, Pipeline, account
 from sipipe.tools.report.reader import Trace
 
 
