@@ -2,11 +2,13 @@
 
 import argparse
 import os
+import socket
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from sipipe.cli import main
 from sipipe.cores import CorePlan
 from sipipe.engine import arguments, kv_share, launch, memory_budget
 from sipipe.engine.setup import Setup
@@ -22,7 +24,7 @@ def model(tmp_path_factory):
 def config_of(model, *argv, **settings):
     args = arguments.parse_engine_args([model, *argv], settings)
     engine_args = arguments.AsyncEngineArgs.from_cli_args(args)
-    return arguments.checked(engine_args.create_engine_config)
+    return arguments.checked(engine_args.create_engine_config, model)
 
 
 def test_the_executor_and_its_settings_reach_vllm(model):
@@ -55,7 +57,7 @@ def test_words_may_stand_anywhere_beside_vllms_options(model):
         assert args.words == words
         assert (args.model, args.pipeline_parallel_size, args.max_model_len) == (model, 2, 256)
     assert arguments.parse_engine_args([model, "--", "-5 is"], {}).words == ["-5 is"]
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="did you mean --max-model-len"):
         arguments.parse_engine_args([model, "--max-model-length", "256"], {})
 
 
@@ -219,3 +221,66 @@ def test_too_little_memory_is_said_before_the_start(model, monkeypatch, tmp_path
     launch.announce(config_of(model, "--max-model-len", "256", shm_dir=str(tmp_path)))
     with pytest.raises(ResourceError, match="No such file"):
         launch.announce(config_of(model, "--max-model-len", "256", shm_dir=str(tmp_path / "none")))
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """No question to the model hub, which may wait for a network that is not there."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+PORT = "the port that the test holds"
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "bench"])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--pp", "99"], "--pp 99: the model has 4 layers"),
+        (["--pp", "two"], "--pp must be a whole number of 1 or more"),
+        (["--additional-config", "{bad"], "--additional-config must be a JSON object"),
+        (["--max-model-length", "9"], "did you mean --max-model-len?"),
+        (["--sampler", "2"], "did you mean --samplers?"),
+        (["--max-model-len", "many"], "--max-model-len: invalid"),
+        (["--max-model-len", "9999999"], "max_model_len"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_wrong_option_is_one_line_before_anything_starts(
+    model, capsys, monkeypatch, command, wrong, said
+):
+    if command == "bench":  # the process that `sipipe bench` starts says it
+        monkeypatch.setattr("sipipe.cli.bench._measure", measured_here)
+    assert main([command, model, *wrong]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def measured_here(side, job):
+    from sipipe.tools.measure import Job, measure
+
+    return measure(Job(**job))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["serve"], "serve: name the MODEL"),
+        (["serve", "no/such-model"], 'MODEL "no/such-model" cannot be read'),
+        (["serve", "MODEL", "--port", PORT], "Address already in use"),
+        (["serve", "MODEL", "--trace", "/dev/null/traces"], "trace: cannot write to"),
+        (["generate", "MODEL", "--trace", "/dev/null/traces", "hello"], "trace: cannot write to"),
+        (["generate", "MODEL", "--top-p", "2", "hello"], "top_p must be in (0, 1]"),
+        (["generate", "MODEL", "--max-tokens", "0", "hello"], "max_tokens must be at least 1"),
+        (["generate", "MODEL", "--max-tokns", "3", "hello"], "did you mean --max-tokens?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_is_one_line_before_anything_starts(model, capsys, offline, argv, said):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        values = {"MODEL": model, PORT: str(taken.getsockname()[1])}
+        assert main([values.get(word, word) for word in argv]) in (1, 2)
+    assert said in capsys.readouterr().err.splitlines()[-1]

@@ -113,8 +113,10 @@ def _measure(side: str, job: Mapping[str, Any]) -> dict[str, Any]:
             raise SiPipeError(f"bench: {side} took more than {TIMEOUT:.0f} s") from None
         finally:
             _end(process)
+        log.seek(0)
+        if process.returncode == 2:  # what measure says of a wrong option
+            raise ConfigError(f"bench: {log.read().decode().splitlines()[-1]}")
         if process.returncode != 0:
-            log.seek(0)
             raise SiPipeError(f"bench: {side} failed: {_keep(side, log.read())}")
     result: dict[str, Any] = json.loads(out)
     return result

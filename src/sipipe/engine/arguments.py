@@ -1,18 +1,19 @@
 """Arguments of vLLM with SiPipe's executor in them, checked before anything starts.
 
-vLLM's parser is called directly, because the ``vllm`` command of the CPU wheel fails at once (it
-asks for a distribution named ``vllm``).
+vLLM's parser is called directly, so that what is wrong is one line and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import VllmConfig
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.exceptions import VLLMError
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -49,11 +50,38 @@ def parse_engine_args(
     return args
 
 
-class _WordsParser(FlexibleArgumentParser):
+class OneLineParser(FlexibleArgumentParser):
+    """vLLM's parser; a mistake is one line that says which option was perhaps meant."""
+
+    taken: tuple[str, ...] = ("pp", "tp", *SiPipeConfig.__struct_fields__)
+    """Options that SiPipe has taken from the command line before."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = next((word for word in message.split() if word.startswith("--")), "")
+        options = [*_options(self), *(f"--{name.replace('_', '-')}" for name in self.taken)]
+        near = difflib.get_close_matches(wrong.split("=")[0].rstrip(":"), options, n=1)
+        unknown = message.startswith("unrecognized arguments")
+        raise ConfigError(message + (f"; did you mean {near[0]}?" if unknown and near else ""))
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """Options of ``parser`` and of its subcommands."""
+    found: list[str] = []
+    for action in parser._actions:
+        found += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                found += _options(command)
+    return found
+
+
+class _WordsParser(OneLineParser):
     """Takes words from anywhere between the options, and all that stands behind ``--``.
 
     A positional argument of any number would be empty where an option follows the model.
     """
+
+    taken = (*OneLineParser.taken, *SamplingParams.__struct_fields__)
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -78,6 +106,11 @@ def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
             "option out (stock vLLM is started by its own command)"
         )
     args.distributed_executor_backend = EXECUTOR
+    if not isinstance(args.additional_config or {}, dict):
+        raise ConfigError(
+            "--additional-config must be a JSON object such as "
+            f'\'{{"sipipe": {{"samplers": 2}}}}\', not {args.additional_config!r}'
+        )
     additional = dict(args.additional_config or {})
     given = additional.get("sipipe") or {}
     if isinstance(given, dict):
@@ -96,12 +129,28 @@ def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     register()
 
 
-def checked(create: Callable[[], VllmConfig]) -> VllmConfig:
-    """The configuration that ``create`` makes, with vLLM's own refusals as one line."""
+def checked(create: Callable[[], VllmConfig], model: str) -> VllmConfig:
+    """The configuration that ``create`` makes, with refusals of vLLM and SiPipe as one line.
+
+    Raises:
+        ConfigError: the configuration cannot be had, or has more stages than layers.
+    """
     from pydantic import ValidationError
 
     try:
-        return create()
+        vllm_config = create()
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(str(first["msg"]).removeprefix("Value error, ").split("\n")[0]) from error
+        raise ConfigError(_first_line(error.errors()[0]["msg"])) from error
+    except (ValueError, VLLMError) as error:
+        raise ConfigError(_first_line(error)) from error
+    except OSError as error:
+        raise ConfigError(f'MODEL "{model}" cannot be read: {_first_line(error)}') from error
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if stages > layers:
+        raise ConfigError(f"--pp {stages}: the model has {layers} layers, a stage needs one")
+    return vllm_config
+
+
+def _first_line(message: object) -> str:
+    return str(message).removeprefix("Value error, ").split("\n")[0]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.exceptions import VLLMError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -56,12 +57,12 @@ def generate(
     args = parse_engine_args(argv, settings)
     texts = prompts(args.words)
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    vllm_config = checked(engine_args.create_engine_config)
-    share_kv_memory(engine_args, vllm_config, announce(vllm_config))
+    vllm_config = checked(engine_args.create_engine_config, args.model)
     try:
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
-    except ValueError as error:
+    except (ValueError, VLLMError) as error:
         raise ConfigError(f"generate: {error}") from None
+    share_kv_memory(engine_args, vllm_config, announce(vllm_config))
     with own_sockets():
         asyncio.run(_run(engine_args, texts, params, chat, show))
 

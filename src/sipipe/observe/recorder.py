@@ -23,6 +23,7 @@ import atexit
 import contextlib
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -105,6 +106,22 @@ class _Ring:
         self.reported = 0
 
 
+def check_directory(directory: str) -> None:
+    """Make ``directory``, and raise :class:`TraceError` unless files can be written there."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise _cannot_write(directory, error) from None
+
+
+def _cannot_write(directory: Path | str, error: OSError) -> TraceError:
+    return TraceError(
+        f"trace: cannot write to {str(directory)!r} ({error.strerror}); "
+        "name a directory that this user may write to"
+    )
+
+
 class FileRecorder(Recorder):
     """Also appends records to one file of the trace directory. Made by :func:`open_recorder`."""
 
@@ -123,10 +140,7 @@ class FileRecorder(Recorder):
             )
             os.write(self._descriptor, encode_header(header))
         except OSError as error:
-            raise TraceError(
-                f"trace: cannot write to {str(path.parent)!r} ({error.strerror}); "
-                "name a directory that this user may write to"
-            ) from None
+            raise _cannot_write(path.parent, error) from None
         self._local = threading.local()
         self._rings: list[_Ring] = []
         self._register = threading.Lock()

@@ -20,6 +20,8 @@ import threading
 import time
 from typing import Any
 
+from sipipe.errors import ConfigError
+
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
@@ -69,7 +71,7 @@ def measure(job: Job) -> dict[str, Any]:
     began = time.perf_counter()
     args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
     engine_args = EngineArgs.from_cli_args(args)
-    config = checked(engine_args.create_engine_config)
+    config = checked(engine_args.create_engine_config, args.model)
     if job.settings is None:  # the cores that SiPipe would give its stages
         plan = plan_cores(
             this_machine(),
@@ -126,7 +128,11 @@ def main() -> None:
     # Only the result may go to stdout; vLLM and its processes print there too.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    result = measure(Job(**json.load(sys.stdin)))
+    try:
+        result = measure(Job(**json.load(sys.stdin)))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     answer.write(json.dumps(result) + "\n")
     answer.close()
 
