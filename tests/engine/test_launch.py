@@ -253,7 +253,8 @@ def test_a_wrong_option_is_one_line_before_anything_starts(
 ):
     if command == "bench":  # the process that `sipipe bench` starts says it
         monkeypatch.setattr("sipipe.cli.bench._measure", measured_here)
-    assert main([command, model, *wrong]) == 2
+    argv = [command, model, *wrong, *(["hello"] if command == "generate" else [])]
+    assert main(argv) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -45,7 +45,9 @@ def parse_engine_args(
     args.model = args.model_tag
     if args.enforce_eager is None:
         args.enforce_eager = eager_on_cpu and current_platform.is_cpu()
-    if settings is not None:
+    if settings is None:
+        _additional_config(args)
+    else:
         use_sipipe(args, settings)
     return args
 
@@ -106,12 +108,7 @@ def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
             "option out (stock vLLM is started by its own command)"
         )
     args.distributed_executor_backend = EXECUTOR
-    if not isinstance(args.additional_config or {}, dict):
-        raise ConfigError(
-            "--additional-config must be a JSON object such as "
-            f'\'{{"sipipe": {{"samplers": 2}}}}\', not {args.additional_config!r}'
-        )
-    additional = dict(args.additional_config or {})
+    additional = _additional_config(args)
     given = additional.get("sipipe") or {}
     if isinstance(given, dict):
         for key, value in settings.items():
@@ -127,6 +124,16 @@ def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     # Entry points are missing where SiPipe is on the path, but not installed.
     load_general_plugins()
     register()
+
+
+def _additional_config(args: argparse.Namespace) -> dict[str, Any]:
+    given = args.additional_config or {}
+    if not isinstance(given, dict):
+        raise ConfigError(
+            "--additional-config must be a JSON object such as "
+            f'\'{{"sipipe": {{"samplers": 2}}}}\', not {given!r}'
+        )
+    return dict(given)
 
 
 def checked(create: Callable[[], VllmConfig], model: str) -> VllmConfig:

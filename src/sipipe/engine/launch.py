@@ -105,8 +105,7 @@ def announce(vllm_config: VllmConfig) -> CorePlan:
         ResourceError: too little shared memory.
     """
     setup = Setup.of(vllm_config)
-    print("
-".join(setup.describe()), file=sys.stderr, flush=True)
+    print("\n".join(setup.describe()), file=sys.stderr, flush=True)
     if setup.reason:
         print(f"vLLM's own runner and sampler are used: {setup.reason}", file=sys.stderr)
     if setup.config.trace is not None:
