@@ -1,8 +1,16 @@
-"""Fixtures that several rooms' tests share."""
+"""What several rooms' tests share, and which tests run beside which (`make test`)."""
 
+import gc
 from pathlib import Path
 
 import pytest
+
+# A third of the time that importing torch and vLLM takes is the collector's, which finds nothing.
+gc.set_threshold(20_000, 20, 20)
+
+SHARING = ("features", "parity", "sudden_end")
+"""Of tests/engine: they take turns with the same engines (:func:`tests.engine.engines.run_engine`),
+and those that end them come last."""
 
 
 @pytest.fixture(scope="session")
@@ -13,18 +21,20 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Files that start engines go to one process, where tests run side by side (`make test`)."""
+    """Two processes run tests: each begins with its own half of those that start engines, one
+    engine after the other, and both go on with what is left, one test at a time."""
     from xdist.scheduler import LoadScopeScheduling
 
     root = Path(__file__).parent
     engines = {
-        str(file.relative_to(root.parent))
+        str(file.relative_to(root.parent)): file.stem.removeprefix("test_") in SHARING
         for file in root.rglob("test_*.py")
         if "pytest.mark.engine" in file.read_text()
     }
 
     class EnginesTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return "engines" if nodeid.partition("::")[0] in engines else nodeid
+            shared = engines.get(nodeid.partition("::")[0])
+            return nodeid if shared is None else "shared engines" if shared else "own engines"
 
     return EnginesTogether(config, log)

@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.engine import goldens
+from tests.engine.forks import Forked
 
 from sipipe.tools.make_model.checkpoint import make_model
 
@@ -29,7 +29,7 @@ if importlib.util.find_spec("vllm") is None:
 
 HERE = Path(__file__).parent
 SECONDS = 300
-KEPT = 3
+KEPT = 4
 """Engines that are kept; the one that was used longest ago ends when another is started."""
 
 DEFAULTS = {
@@ -39,6 +39,7 @@ DEFAULTS = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 128,
     "enable_prefix_caching": False,
+    "num_gpu_blocks_override": 256,  # of 128 tokens: as many as 64 sequences can have
 }
 
 
@@ -81,15 +82,8 @@ class Engine:
         self.log = log or Path(tempfile.mkstemp(prefix="engine-", suffix=".log")[1])
         self._results = 0
         with self.log.open("w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "engine_run.py")],
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**engine_environment(), **(env or {})},
-                start_new_session=True,
-            )
+            environment = {**engine_environment(), **(env or {})}
+            self.process = Forked(HERE / "engine_run.py", env=environment, out=out)
         self._write(spec)
 
     def submit(self, batches) -> None:
@@ -119,7 +113,7 @@ class Engine:
                 if re.search(pattern, said, re.MULTILINE):
                     return said
             if ended:
-                pytest.fail(f"the engine ended with {self.process.returncode}, {self._kept(said)}")
+                pytest.fail(f"the engine ended, {self._kept(said)}")
             if time.monotonic() > deadline:
                 os.killpg(self.process.pid, signal.SIGABRT)
                 pytest.fail(f"no {pattern!r} after {seconds:g} s, {self._kept(said)}")
@@ -175,16 +169,40 @@ _engines: dict[str, Engine] = {}
 _ending: list[Engine] = []
 
 
+def shared(pp: int, tp: int = 1, **sipipe) -> dict:
+    """The settings that tests of a degree share, so that they share engines."""
+    return {
+        "sipipe": {"check_token_safety": True, "samplers": pp, **sipipe},
+        "pipeline_parallel_size": pp,
+        "tensor_parallel_size": tp,
+        "max_logprobs": -1,
+    }
+
+
+def crowded() -> dict:
+    """The settings of one engine for all that is in the way: stages of 1 and 3 layers (of 4), 24
+    blocks of KV cache, so that requests are preempted, blocks that requests share, adapters."""
+    small = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
+    return shared(2, layers=[1, 3]) | small | {"enable_lora": True, "max_lora_rank": 8}
+
+
+def take_engine(model_path, *, sipipe=None, env=None, **engine) -> Engine:
+    """The running engine of these settings, or a new one; the caller ends it."""
+    key = json.dumps([str(model_path), sipipe, env, engine], sort_keys=True)
+    running = _engines.pop(key, None)
+    if running is not None and running.process.poll() is None:
+        return running
+    while len(_engines) >= KEPT:
+        ending = _engines.pop(next(iter(_engines)))
+        ending.process.stdin.close()  # it ends while the next one starts
+        _ending.append(ending)
+    return Engine(model_path, sipipe=sipipe, env=env, **engine)
+
+
 def run_engine(model_path, batches, *, sipipe=None, env=None, **engine):
     """Run ``batches`` through the engine of these settings, which may be running already."""
     key = json.dumps([str(model_path), sipipe, env, engine], sort_keys=True)
-    running = _engines.pop(key, None)
-    if running is None or running.process.poll() is not None:
-        while len(_engines) >= KEPT:
-            ending = _engines.pop(next(iter(_engines)))
-            ending.process.stdin.close()  # it ends while the next one starts
-            _ending.append(ending)
-        running = Engine(model_path, sipipe=sipipe, env=env, **engine)
+    running = take_engine(model_path, sipipe=sipipe, env=env, **engine)
     try:
         result = running.run(batches)
     except BaseException:
@@ -203,6 +221,29 @@ def close_engines() -> None:
 
 
 atexit.register(close_engines)
+
+
+def gone(processes: list[psutil.Process], seconds: float = 20) -> bool:
+    """Whether all of them end in time."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def in_shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def left_in_shared_memory(before: set[str], seconds: float = 5) -> set[str]:
+    """Names that came since and that no process maps: other tests have engines at the same time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = in_shared_memory() - before
+        for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
+            with contextlib.suppress(OSError):  # a process that ends
+                left -= set(re.findall(r"/dev/shm/(\S+)$", maps.read_text(), re.MULTILINE))
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
 
 
 def engine_environment() -> dict:

@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 from tests.engine.engines import (
     assert_stock,
+    crowded,
     greedy,
     model,
     prompts,
     run_engine,
+    shared,
     stock_results,
     tokens,
 )
 
 pytestmark = pytest.mark.engine
 
-TWO_STAGES = {"pipeline_parallel_size": 2}
-# As tests/engine/test_parity.py has it for this many stages, so that engines serve both files.
-CHECKED = {"check_token_safety": True}
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 SCHEMA = {
     "type": "object",
@@ -66,14 +65,7 @@ def both(models):
     chosen = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logprobs": 3}
     chosen["logprob_token_ids"] = [5, 6, 7]
     batches.append({"prompts": prompts(2), "params": [chosen] * 2})
-    return run_engine(
-        path,
-        batches,
-        sipipe={**CHECKED, "samplers": 2},
-        tensor_parallel_size=1,
-        max_logprobs=-1,
-        **TWO_STAGES,
-    ), path, batches  # fmt: skip
+    return run_engine(path, batches, **shared(2)), path, batches
 
 
 @pytest.mark.parametrize("index", range(len(deterministic())))
@@ -103,26 +95,6 @@ def test_logprobs_of_chosen_tokens_equal_stock(both):
     assert_stock(said, path, batches, same, max_logprobs=-1)
 
 
-def test_served_logprobs_of_a_bfloat16_model_equal_stock(models):
-    """One request at a time: in batches bfloat16 rounds by their shape, also in stock."""
-    path = model(models)
-    asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 5}
-    batches = [{"prompts": [p], "params": [asked]} for p in prompts(4, longest=40, seed=8)]
-    said = run_engine(path, batches, sipipe={}, dtype="bfloat16", **TWO_STAGES)
-    assert_stock(said, path, batches, same_in_bfloat16, dtype="bfloat16")
-
-
-def same_in_bfloat16(found, stock):
-    for ours, theirs in zip(found, stock, strict=True):
-        assert tokens(ours) == tokens(theirs)
-        for a, b in zip(
-            ours[0]["outputs"][0]["logprobs"], theirs[0]["outputs"][0]["logprobs"], strict=True
-        ):
-            # Tied logits are frequent in bfloat16, and which of them are named is anybody's.
-            found, wanted = (sorted(value for value, _ in at.values()) for at in (a, b))
-            assert found == pytest.approx(wanted, abs=1e-3)
-
-
 def same_logprobs(ours, theirs):
     assert (ours is None) == (theirs is None)
     for a, b in zip(ours or (), theirs or (), strict=True):
@@ -148,9 +120,7 @@ def test_seeded_draws_do_not_depend_on_the_batch_or_the_samplers(models):
     ]
     drawn = []
     for stages in (1, 2):  # as many samplers
-        sipipe = {**CHECKED, "samplers": stages}
-        engine = {"pipeline_parallel_size": stages, "tensor_parallel_size": 1, "max_logprobs": -1}
-        alone, crowd = run_engine(path, batches, sipipe=sipipe, **engine)
+        alone, crowd = run_engine(path, batches, **shared(stages))
         drawn += [tokens(alone)[-1], tokens(crowd)[-1]]
     assert drawn.count(drawn[0]) == 4
     assert len(set(drawn[0])) > 4
@@ -158,30 +128,33 @@ def test_seeded_draws_do_not_depend_on_the_batch_or_the_samplers(models):
 
 def test_preemption_prefix_caching_and_several_sequences_per_request(models):
     """A KV cache of 24 blocks for 20 growing sequences: requests are preempted and resumed."""
-    path = model(models)
-    shared = prompts(1, longest=60, seed=9)[0] * 2
-    many = [shared[:70] + p for p in prompts(20, longest=20, seed=11)]
+    path = model(models, "qwen2")
+    beginning = prompts(1, longest=60, seed=9)[0] * 2
+    many = [beginning[:70] + p for p in prompts(20, longest=20, seed=11)]
     batches = [
         {"prompts": many, "params": greedy(20, shortest=30, longest=60)},
         {"prompts": many[:4], "params": [{"temperature": 1.0, "n": 3, "max_tokens": 8}] * 4},
     ]
-    small = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
-    said = run_engine(path, batches, sipipe={}, **small, **TWO_STAGES)
+    said = run_engine(path, batches, **crowded())
     assert_stock(said[:1], path, batches[:1], same_tokens)
     assert all(len(request["outputs"]) == 3 for request in said[1])
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_lora_adapters_equal_stock(models, tp):
+@pytest.mark.parametrize(
+    ("family", "tp"), [("qwen2", 1), pytest.param("llama", 2, marks=pytest.mark.slow)]
+)
+def test_lora_adapters_equal_stock(models, family, tp):
     """All with the adapter, then none. A mixture has no oracle on the CPU engine: stock vLLM 0.32
     applies the adapter to every sequence of a batch there (docs/compatibility.md)."""
-    path = model(models)
-    adapter = make_adapter(models / "adapter", json.loads((path / "config.json").read_text()))
+    path = model(models, family)
+    config = json.loads((path / "config.json").read_text())
+    adapter = make_adapter(models / f"adapter-{family}", config)
     plain = {"prompts": prompts(6, seed=3), "params": greedy(6)}
     batches = [{**plain, "lora": [["a", 1, str(adapter)]] * 6}, {**plain, "lora": [None] * 6}]
     # Stock's own tokens with an adapter change with the degree, so it has the same.
     engine = {"enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": tp}
-    said = run_engine(path, batches, sipipe={}, **engine, **TWO_STAGES)
+    ours = crowded() if tp == 1 else shared(2, tp) | engine
+    said = run_engine(path, batches, **ours)
     assert_stock(said, path, batches, same_tokens, **engine)
     with_it, without = stock_results(path, batches, **engine)
     assert tokens(with_it) != tokens(without), "the adapter must make a difference"

@@ -19,7 +19,15 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
-from tests.engine.engines import engine_environment, model
+from tests.engine.engines import (
+    assert_stock,
+    engine_environment,
+    in_shared_memory,
+    left_in_shared_memory,
+    model,
+    prompts,
+    tokens,
+)
 
 import sipipe
 
@@ -133,33 +141,69 @@ def metric(address, name) -> float:
     return float(found.group(1))
 
 
-def test_many_streams_with_aborts_end_and_nothing_is_left(models, tmp_path):
-    path = model(models)
+@pytest.fixture(scope="module")
+def served(models, tmp_path_factory):
+    """A server in bfloat16: its address, process, log, directory for temporary files, and
+    what was in /dev/shm before."""
+    before = in_shared_memory()
     temporary = tempfile.mkdtemp(prefix="t")  # short: a socket's path has 107 characters
-    shared = set(os.listdir("/dev/shm"))
-    options = ("--enforce-eager", "--max-model-len", "256", "--dtype", "float32")
-    with server(path, tmp_path / "log", *options, temporary=temporary) as (address, process):
-        everybody = psutil.Process(process.pid).children(recursive=True)
-        ends = asyncio.run(load(address))
-        assert len(ends) == STREAMS
-        assert set(ends) <= {"done", "given up"}
-        assert ends.count("done") >= STREAMS * 2 // 3 - 1
-        deadline = time.monotonic() + 20
-        while metric(address, "vllm:num_requests_running") and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert metric(address, "vllm:num_requests_running") == 0
-        assert metric(address, "vllm:num_requests_waiting") == 0
-        assert metric(address, "vllm:kv_cache_usage_perc") == 0
-        assert metric(address, "sipipe_stage_busy_ratio") >= 0
-        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to the whole group
-        process.wait(30)
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = ("--enforce-eager", "--max-model-len", "256", "--dtype", "bfloat16")
+    with server(model(models), log, *options, temporary=temporary) as (address, process):
+        yield address, process, log, temporary, before
+    shutil.rmtree(temporary)
+
+
+def test_served_logprobs_of_a_bfloat16_model_equal_stock(models, served):
+    """One request at a time: in batches bfloat16 rounds by their shape, also in stock."""
+    asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 5}
+    batches = [{"prompts": [p], "params": [asked]} for p in prompts(4, longest=40, seed=8)]
+    said = [complete(served[0], batch["prompts"][0], asked) for batch in batches]
+    assert_stock(said, model(models), batches, same_in_bfloat16, dtype="bfloat16")
+
+
+def complete(address, prompt, asked):
+    """The tokens of one completion, and the log-probabilities named at each, in any order."""
+    body = {"model": MODEL, "prompt": prompt, "return_tokens_as_token_ids": True, **asked}
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        said = json.load(answer)["choices"][0]["logprobs"]
+    chosen = [int(token.removeprefix("token_id:")) for token in said["tokens"]]
+    return chosen, [sorted(at.values()) for at in said["top_logprobs"]]
+
+
+def same_in_bfloat16(found, stock):
+    for (chosen, named), theirs in zip(found, stock, strict=True):
+        assert [chosen] == tokens(theirs)
+        for ours, at in zip(named, theirs[0]["outputs"][0]["logprobs"], strict=True):
+            # Tied logits are frequent in bfloat16, and which of them are named is anybody's.
+            assert ours == pytest.approx(sorted(value for value, _ in at.values()), abs=1e-3)
+
+
+def test_many_streams_with_aborts_end_and_nothing_is_left(served):
+    address, process, log, temporary, before = served
+    everybody = psutil.Process(process.pid).children(recursive=True)
+    ends = asyncio.run(load(address))
+    assert len(ends) == STREAMS
+    assert set(ends) <= {"done", "given up"}
+    assert ends.count("done") >= STREAMS * 2 // 3 - 1
+    deadline = time.monotonic() + 20
+    while metric(address, "vllm:num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert metric(address, "vllm:num_requests_running") == 0
+    assert metric(address, "vllm:num_requests_waiting") == 0
+    assert metric(address, "vllm:kv_cache_usage_perc") == 0
+    assert metric(address, "sipipe_stage_busy_ratio") >= 0
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to the whole group
+    process.wait(30)
     _, alive = psutil.wait_procs(everybody, timeout=15)
-    assert not [p for p in alive if p.is_running()], (tmp_path / "log").read_text()[-3000:]
-    assert not set(os.listdir("/dev/shm")) - shared
+    assert not [p for p in alive if p.is_running()], log.read_text()[-3000:]
+    assert not left_in_shared_memory(before)
     # A compiled model's cache is torch's to keep.
     assert not [name for name in os.listdir(temporary) if not name.startswith("torch")]
-    shutil.rmtree(temporary)
-    check_reach((tmp_path / "log").read_text())
+    check_reach(log.read_text())
 
 
 def check_reach(log):

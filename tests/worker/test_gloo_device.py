@@ -34,4 +34,5 @@ def rank_main(rank, store):
 
 
 def test_groups_share_a_device(tmp_path):
-    mp.spawn(rank_main, args=(str(tmp_path / "store"),), nprocs=2)
+    # Not spawned: each would import vLLM for eight seconds.
+    mp.start_processes(rank_main, args=(str(tmp_path / "store"),), nprocs=2, start_method="fork")

@@ -9,7 +9,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
 def loaded_after(statement: str, names: list[str]) -> list[str]:
-    code = f"import sys\n{statement}\nprint(*[n for n in {names!r} if n in sys.modules])"
+    code = f"import gc, sys\ngc.disable()\n{statement}\nprint(*[n for n in {names!r} if n in sys.modules])"
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
     )

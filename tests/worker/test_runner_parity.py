@@ -7,14 +7,13 @@ the scheduling output.
 
 import json
 import os
-import signal
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.engine import engines
+from tests.engine.forks import Forked
 
 pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
@@ -49,23 +48,21 @@ def run(model, *, stock=(True, False), workload=WORKLOAD, engine=None, **env):
         "runs": [(path, what) for what in workloads for path in stock],
         "engine": {**ENGINE, **(engine or {})},
     }
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "stage_run.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        start_new_session=True,
-    )
-    try:
-        text, _ = process.communicate(json.dumps(spec), timeout=SECONDS)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    with tempfile.TemporaryFile("w+") as out:
+        process = Forked(
+            HERE / "stage_run.py", env={**os.environ, "OMP_NUM_THREADS": "1", **env}, out=out
+        )
+        try:
+            with process.stdin as stdin:
+                json.dump(spec, stdin)
+            process.wait(SECONDS)
+        finally:
+            process.kill()
+        out.seek(0)
+        text = out.read()
     lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
-    if process.returncode or not lines:
-        pytest.fail(f"the engine ended with {process.returncode}:\n{text[-5000:]}")
+    if not lines:
+        pytest.fail(f"the engine ended:\n{text[-5000:]}")
     result = json.loads(lines[-1].removeprefix("RESULT "))
     return result["runs"], result["facts"]
 

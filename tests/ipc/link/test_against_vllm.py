@@ -6,11 +6,10 @@ import importlib.util
 import os
 import pickle
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.engine.forks import Forked
 
 from sipipe.ipc.link.endpoint import create_link
 
@@ -42,26 +41,19 @@ def test_same_bits_as_stock(tmp_path: Path, pp: int, tp: int) -> None:
     processes = []
     for rank, ends in enumerate(sockets):
         descriptors = [end.fileno() for end in ends]
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("stage_chain.py"))]
-                + [str(argument) for argument in (rank, pp, tp, port, file, *descriptors)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
-                pass_fds=descriptors,
-            )
-        )
+        arguments = [str(argument) for argument in (rank, pp, tp, port, file)]
+        with (tmp_path / f"out{rank}").open("w") as out:
+            chain = Path(__file__).with_name("stage_chain.py")
+            processes.append(Forked(chain, arguments, env=environment, out=out, ends=descriptors))
         for end in ends:
             end.close()
     try:
-        outputs = [process.communicate(timeout=400) for process in processes]
+        for process in processes:
+            process.wait(400)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-    for rank, (process, (stdout, stderr)) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank}: {stderr[-3000:]}"
+    for rank in range(pp * tp):
+        said = (tmp_path / f"out{rank}").read_text()
         expected = 0 if rank < tp else 28
-        assert f"equal {expected}" in stdout, f"rank {rank}: {stdout}"
+        assert said.endswith(f"equal {expected}\n"), f"rank {rank}: {said[-3000:]}"

@@ -1,0 +1,61 @@
+"""A process that has imported vLLM, and forks one that goes on from there whenever it is asked.
+
+Importing vLLM takes a core 7 to 10 seconds, most of the start of a tiny engine; the tests' front
+ends (``engine_run.py``) and one-process engines begin where that is done (:mod:`.forks`). What
+they start themselves, vLLM's core and SiPipe's children, starts as it does for a user.
+
+Each request on the socket is JSON with ``file``, ``arguments`` and ``environment``, and brings the
+new process's standard input, its output, and descriptors whose numbers become its last arguments;
+the answer is its number. Ends with the socket.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import sys
+from contextlib import suppress
+
+
+def main() -> None:
+    gc.disable()
+    import vllm
+
+    vllm.LLM  # noqa: B018, which imports the rest
+    for name in ("vllm.v1.engine.core_client", "vllm.v1.engine.core", "vllm.transformers_utils"):
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    with socket.socket(fileno=int(sys.argv[1])) as requests:
+        while True:
+            data, given, _, _ = socket.recv_fds(requests, 1 << 20, 16)
+            if not data:
+                return
+            with suppress(ChildProcessError):  # those that have ended since
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            pid = os.fork()
+            if not pid:
+                break
+            for descriptor in given:
+                os.close(descriptor)
+            requests.send(str(pid).encode())
+    become(json.loads(data), *given)
+
+
+def become(asked, stdin: int, stdout: int, *ends: int) -> None:
+    os.setsid()
+    for descriptor, number in ((stdin, 0), (stdout, 1), (stdout, 2)):
+        os.dup2(descriptor, number)
+    os.close(stdin)
+    os.close(stdout)
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    sys.argv = [asked["file"], *asked["arguments"], *map(str, ends)]
+    runpy.run_path(asked["file"], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
