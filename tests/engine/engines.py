@@ -143,7 +143,7 @@ class Engine:
         for process in everybody:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait()
+        self.process.kill()
 
     def __enter__(self):
         return self

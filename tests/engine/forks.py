@@ -14,7 +14,7 @@ from typing import IO
 
 SERVER = Path(__file__).with_name("fork_server.py")
 
-_server: socket.socket | None = None
+_server: tuple[subprocess.Popen, socket.socket] | None = None
 
 
 class Forked:
@@ -58,17 +58,20 @@ class Forked:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.wait()
+        with suppress(OSError):  # what it was told last and never read
+            self.stdin.close()
 
 
 def _socket() -> socket.socket:
     global _server
     if _server is None:
-        _server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, str(SERVER), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"},
             )
-    return _server
+        _server = process, ours
+    return _server[1]
