@@ -156,6 +156,10 @@ def test_no_more_is_prepared_than_there_are_sets():
 def test_a_stalled_drain_names_what_both_threads_do():
     stage = FakeStage(gates=["receive"])
     with TwoThreads(stage) as running:
+        running.submit(16)
+        stage.let("receive")
+        stage.wait_for("receive")
+        running.drain()
         running.submit(17)
         stage.wait_for("receive")
         with pytest.raises(
@@ -215,6 +219,15 @@ def test_shutdown_of_an_idle_worker_and_twice():
     running = TwoThreads(FakeStage())
     running.close()
     running.close()
+
+
+def test_what_was_prepared_before_the_end_is_not_run():
+    stage = FakeStage()
+    buffer = DoubleBuffer(stage, sets=2, stall_timeout=1)
+    buffer.prepare(0, 0, None)
+    buffer.close()
+    buffer.run()
+    assert stage.log == [("prepare", 0), ("prepared", 0)]
 
 
 def test_a_signal_in_the_device_thread_ends_the_process_also_after_the_end():

@@ -240,3 +240,29 @@ def test_fewer_slots_for_few_sequences():
     for _ in range(32):
         engine.step()
     assert counts(policy) == (4, 4, 4, 4)
+
+
+def ready(count: int) -> list[Sequence]:
+    return [Sequence(f"r{index}", 1, True) for index in range(count)]
+
+
+def test_sequences_that_come_together_share_the_slots():
+    """Those that fit go where their prompt was computed, the next one to the slot after it."""
+    settings = MicrobatchSettings(max_moves=0)
+    policy = SlotPolicy(slots=4, max_tokens=512, settings=settings)
+    policy.visit(ready(2), pending_prefill=0)
+    assert policy.slot_of == {"r0": 3, "r1": 0}
+    policy = SlotPolicy(slots=2, max_tokens=512, settings=settings)
+    policy.visit(ready(6), pending_prefill=0)
+    assert counts(policy) == (3, 3)
+
+
+def test_a_slot_closes_below_three_quarters_of_its_sequences():
+    settings = MicrobatchSettings(min_sequences=4)
+    policy = SlotPolicy(slots=4, max_tokens=512, settings=settings)
+    policy.visit(ready(7), pending_prefill=0)
+    assert counts(policy) == (7, 0, 0, 0)
+    for count, expected in ((16, (4, 4, 4, 4)), (12, (3, 3, 3, 3)), (11, (6, 5, 0, 0))):
+        for _ in range(8):
+            policy.visit(ready(count), pending_prefill=0)
+        assert tuple(sorted(counts(policy), reverse=True)) == expected
