@@ -5,7 +5,7 @@ BIN := .venv/bin
 CODE := src tests benchmarks scripts
 BENCHMARKS := $(filter-out harness engine_process %_recorders,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
-# Side by side; tests that start engines one after the other (tests/conftest.py).
+# Two processes, each with half of the tests that start engines first (tests/conftest.py).
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
 
 .DEFAULT_GOAL := help

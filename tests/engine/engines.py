@@ -80,7 +80,7 @@ class Engine:
     def __init__(self, path, *, sipipe=None, env=None, log: Path | None = None, **engine):
         spec = {"model": str(path), "sipipe": sipipe, "engine": {**DEFAULTS, **engine}}
         self.log = log or Path(tempfile.mkstemp(prefix="engine-", suffix=".log")[1])
-        self._results = 0
+        self._asked = self._results = 0
         with self.log.open("w") as out:
             environment = {**engine_environment(), **(env or {})}
             self.process = Forked(HERE / "engine_run.py", env=environment, out=out)
@@ -88,7 +88,12 @@ class Engine:
 
     def submit(self, batches) -> None:
         """Have ``batches`` ([{"prompts", "params", "lora"}]) run; :meth:`result` has what came."""
+        self._asked += 1
         self._write(batches)
+
+    def wait_until_generating(self) -> None:
+        """Return when what was submitted last has begun to run."""
+        self.wait_for(rf"(?:^GENERATING(?s:.*?)){{{self._asked}}}")
 
     def result(self, seconds: float = SECONDS):
         """The requests of each batch submitted last, as ``engine_run.py`` prints them.

@@ -83,7 +83,7 @@ def kill_samplers(engine):
     }
     undisturbed = engine.run([batch])
     engine.submit([batch])
-    engine.wait_for(r"(?s)GENERATING.*GENERATING")
+    engine.wait_until_generating()
     for _ in range(2):
         time.sleep(0.3)
         if samplers := engine.find(r"sipipe\.sampler"):

@@ -21,6 +21,7 @@ class Sequences:
         self.rng, self.stages = rng, stages
         self.prompt, self.outputs, self.computed = {}, {}, {}
         self.started, self.preempted, self.finished = set(), set(), set()
+        self.logprobs = set()  # requests whose prompt is still to be scored
         self.busy = {}  # request -> iteration that it is in
         self.count = 0
 
@@ -44,12 +45,14 @@ class Sequences:
             scheduled[name] = count
             if name not in self.started:
                 self.started.add(name)
+                if scored := rng.choice([None, 1]):
+                    self.logprobs.add(name)
                 new.append(
                     NewRequestData(
                         req_id=name,
                         prompt_token_ids=self.prompt[name],
                         mm_features=[],
-                        sampling_params=SamplingParams(prompt_logprobs=rng.choice([None, 1])),
+                        sampling_params=SamplingParams(prompt_logprobs=scored),
                         pooling_params=None,
                         block_ids=([0],),
                         num_computed_tokens=self.computed[name],
@@ -110,6 +113,14 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers):
         work = tracker.advance(iteration, output)
         apply(held, work.step)
         assert work.sampled == [name for name, wants in asked.items() if wants]
+        scored = [
+            name
+            for name in output.num_scheduled_tokens
+            if name in scheduler.logprobs
+            and sum_of(scheduler, output, name) >= len(scheduler.prompt[name])
+        ]
+        assert work.prompt_logprobs == tuple(scored)
+        scheduler.logprobs.difference_update(scored)
         rows, owners = int32_view(work.step.rows).tolist(), int32_view(work.step.owners).tolist()
         for name, handle, owner in zip(work.sampled, rows, owners, strict=True):
             assert held[owner][handle] == (scheduler.prompt[name], scheduler.outputs[name])

@@ -26,9 +26,8 @@ pytestmark = pytest.mark.engine
 def test_a_killed_engine_leaves_no_process(models, who, family, tp):
     with take_engine(model(models, family), **shared(2, tp)) as engine:
         asked = {"prompts": prompts(4), "params": greedy(4, shortest=300, longest=400)}
-        generating = engine.log.read_text().count("GENERATING")
         engine.submit([asked])
-        engine.wait_for(rf"(?:GENERATING(?s:.*)){{{generating + 1}}}")
+        engine.wait_until_generating()
         everybody, core = engine.descendants(), engine.find("EngineCore")
         assert core
         if who == "both":

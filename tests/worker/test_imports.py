@@ -1,27 +1,35 @@
 """What a worker's process must not have loaded when vLLM sets itself up; each in a new process."""
 
-import subprocess
-import sys
+import os
 
 import pytest
+from tests.engine.forks import Forked
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
-def loaded_after(statement: str, names: list[str]) -> list[str]:
-    code = f"import gc, sys\ngc.disable()\n{statement}\nprint(*[n for n in {names!r} if n in sys.modules])"
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
-    )
-    return run.stdout.strip().splitlines()[-1].split() if run.stdout.strip() else []
+def loaded_after(directory, statement: str, names: list[str]) -> list[str]:
+    """Which of ``names`` a process has loaded that began with vLLM, and without any of them."""
+    program, said = directory / "program.py", directory / "said"
+    find = f"[n for n in {names!r} if n in sys.modules]"
+    program.write_text(f"import sys\nassert not {find}\n{statement}\nprint('LOADED', *{find})\n")
+    with said.open("w") as out:
+        process = Forked(program, env=dict(os.environ), out=out)
+    try:
+        process.wait(120)
+    finally:
+        process.kill()
+    loaded = [line for line in said.read_text().splitlines() if line.startswith("LOADED")]
+    assert loaded, said.read_text()
+    return loaded[-1].split()[1:]
 
 
-def test_the_process_starts_without_numba():
+def test_the_process_starts_without_numba(tmp_path):
     """vLLM's CPU worker scans all loaded modules and stumbles over llvmlite."""
-    assert loaded_after("import sipipe.worker.main", ["llvmlite", "numba"]) == []
+    assert loaded_after(tmp_path, "import sipipe.worker.main", ["llvmlite", "numba"]) == []
 
 
-def test_a_gpu_worker_does_not_replace_torchs_cuda_functions():
+def test_a_gpu_worker_does_not_replace_torchs_cuda_functions(tmp_path):
     """Which importing vLLM's CPU worker does, in the whole process."""
     statement = (
         "from vllm import platforms\n"
@@ -32,4 +40,4 @@ def test_a_gpu_worker_does_not_replace_torchs_cuda_functions():
         "assert before == (torch.cuda.Stream, torch.cuda.Event, torch.cuda.current_stream)\n"
         "assert not hasattr(vllm_workers, 'CPUStageWorker')"
     )
-    assert loaded_after(statement, ["vllm.v1.worker.cpu_worker"]) == []
+    assert loaded_after(tmp_path, statement, ["vllm.v1.worker.cpu_worker"]) == []
