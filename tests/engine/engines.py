@@ -29,7 +29,7 @@ if importlib.util.find_spec("vllm") is None:
 
 HERE = Path(__file__).parent
 SECONDS = 300
-KEPT = 4
+KEPT = 3
 """Engines that are kept; the one that was used longest ago ends when another is started."""
 
 DEFAULTS = {
@@ -242,12 +242,17 @@ def left_in_shared_memory(before: set[str], seconds: float = 5) -> set[str]:
     """Names that came since and that no process maps: other tests have engines at the same time."""
     deadline = time.monotonic() + seconds
     while True:
-        left = in_shared_memory() - before
+        left = {}
+        for name in in_shared_memory() - before:
+            with contextlib.suppress(FileNotFoundError):
+                left[os.stat(f"/dev/shm/{name}").st_ino] = name
+        # By number: glibc maps a semaphore before it has its name.
         for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
             with contextlib.suppress(OSError):  # a process that ends
-                left -= set(re.findall(r"/dev/shm/(\S+)$", maps.read_text(), re.MULTILINE))
+                for number in re.findall(r"(\d+) +/dev/shm/", maps.read_text()):
+                    left.pop(int(number), None)
         if not left or time.monotonic() > deadline:
-            return left
+            return set(left.values())
         time.sleep(0.05)
 
 
