@@ -21,7 +21,8 @@ def engine_config(tmp_path_factory):
         pytest.skip("a CUDA build of vLLM")
     directory = make_model("llama", tmp_path_factory.mktemp("models") / "llama", size="bench")
     args = arguments.parse_engine_args([str(directory), "-pp", "2", "--max-model-len", "256"], {})
-    return arguments.checked(arguments.AsyncEngineArgs.from_cli_args(args).create_engine_config)
+    create = arguments.AsyncEngineArgs.from_cli_args(args).create_engine_config
+    return arguments.checked(create, str(directory))
 
 
 @pytest.fixture(autouse=True)
