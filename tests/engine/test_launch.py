@@ -10,9 +10,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.cli import main
 from sipipe.cores import CorePlan
-from sipipe.engine import arguments, kv_share, launch, memory_budget
+from sipipe.engine import arguments, kv_share, launch
 from sipipe.engine.setup import Setup
 from sipipe.errors import ConfigError, ResourceError, UnsupportedError
+from sipipe.ipc import memory
 from sipipe.tools.make_model.checkpoint import make_model
 
 
@@ -210,7 +211,7 @@ def test_a_containers_small_dev_shm_is_no_reason_to_refuse(model, monkeypatch):
 
 
 def test_too_little_memory_is_said_before_the_start(model, monkeypatch, tmp_path):
-    monkeypatch.setattr(memory_budget, "free_bytes", lambda _directory: 1 << 20)
+    monkeypatch.setattr(memory, "free_bytes", lambda _directory: 1 << 20)
     with pytest.raises(
         ResourceError, match=r"memory has 1\.0 MiB free, too little for .*BIC-I"
     ) as it:

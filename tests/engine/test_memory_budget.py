@@ -15,6 +15,7 @@ import pytest
 from sipipe.engine import memory_budget
 from sipipe.engine.bus import Bus
 from sipipe.errors import ResourceError
+from sipipe.ipc import memory
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.ipc.stage_times import StageTimes
 from sipipe.observe.live import LivePage
@@ -97,14 +98,14 @@ def test_each_place_is_asked_for_its_own_part(monkeypatch, tmp_path):
         asked.append(directory)
         return 1 << 30
 
-    monkeypatch.setattr(memory_budget, "free_bytes", free)
+    monkeypatch.setattr(memory, "free_bytes", free)
     parts = memory_budget.memory_budget(**SIZES, directory=str(tmp_path))
     memory_budget.check_budget(parts)
     assert sorted(asked, key=str) == sorted([None, str(tmp_path)], key=str)
     here = sum(part.size for part in parts if part.directory)
     assert {part.what for part in parts if part.directory} == {"BIC-I", "logits", "stage times"}
     rooms = {None: 1 << 30, str(tmp_path): here}
-    monkeypatch.setattr(memory_budget, "free_bytes", rooms.__getitem__)
+    monkeypatch.setattr(memory, "free_bytes", rooms.__getitem__)
     memory_budget.check_budget(parts)
     rooms[str(tmp_path)] = here - 1
     with pytest.raises(ResourceError, match=r"shm_dir '.*' has .* MiB free, too little") as it:

@@ -175,7 +175,6 @@ def test_sizes_and_ranks(make):
     for bad in ({"batch": 0}, {"ranks": 0}, {"entries": 2}, {"dtype": "int8"}, {"layout": "x"}):
         with pytest.raises(ChannelError):
             make(**bad)
-    assert len(writer.buffer) >= 4 * 101 * 8 * 4
 
 
 def test_a_restarted_sampler_joins_while_the_ranks_are_amid_the_first_entry(make):

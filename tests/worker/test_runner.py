@@ -99,7 +99,7 @@ def checked(monkeypatch):
 
 def test_the_safety_check_stamps_every_write(checked):
     checked.prepare(new_output("a", "b"), 0, 0, 0)
-    with pytest.raises(TokenSafetyError, match="before the device has read iteration 0"):
+    with pytest.raises(TokenSafetyError, match=r"which holds iteration 0$"):
         checked.prepare(decode_output("ab", 1, [[5], [6]]), 0, 0, 1)
 
 
@@ -108,7 +108,7 @@ def test_the_safety_check_stamps_every_read(checked, monkeypatch):
     inside = []
 
     def build(_):
-        with pytest.raises(TokenSafetyError, match="while the device reads iteration 0"):
+        with pytest.raises(TokenSafetyError, match="which holds iteration 0, being read"):
             checked.prepare(decode_output("ab", 1, [[5], [6]]), 0, 1, 1)
         inside.append(True)
         raise StopIteration

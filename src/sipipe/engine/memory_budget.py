@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sipipe.engine.bus import Bus
-from sipipe.errors import ResourceError
 from sipipe.ipc.link.buffers import buffer_bytes
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
-from sipipe.ipc.memory import free_bytes
+from sipipe.ipc.memory import check_room
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.ipc.stage_times import StageTimes
 from sipipe.observe.live import LivePage
@@ -98,11 +97,4 @@ def check_budget(parts: Sequence[Part]) -> None:
     """
     for directory in dict.fromkeys(part.directory for part in parts):
         here = [part for part in parts if part.directory == directory]
-        needed, free = sum(part.size for part in here), free_bytes(directory)
-        if needed > free:
-            place = "memory" if directory is None else f"shm_dir {directory!r}"
-            remedy = "" if directory is None else ', or leave "shm_dir" out'
-            raise ResourceError(
-                f"{place} has {free / 2**20:,.1f} MiB free, too little for {describe(here)}: lower "
-                f"--max-num-seqs, --max-num-batched-tokens or --inflight{remedy}"
-            )
+        check_room(sum(part.size for part in here), directory, describe(here))

@@ -72,7 +72,7 @@ class SharedMemory:
             ResourceError: there is not that much room; the line names ``shm_dir``.
         """
         size = round_up(size, PAGE)
-        check_room(size, directory, channel)
+        check_room(size, directory, f"channel {channel} ({size / 2**20:,.1f} MiB)")
         try:
             if directory is None:
                 fd = os.memfd_create(f"sipipe-{channel}", os.MFD_CLOEXEC)
@@ -118,18 +118,14 @@ class SharedMemory:
 
 
 def check_room(size: int, directory: str | os.PathLike[str] | None, what: str) -> None:
-    """Raise ResourceError if ``size`` bytes of shared memory are more than :func:`free_bytes`."""
+    """Raise ResourceError if ``what`` needs more than :func:`free_bytes`: ``size`` bytes."""
     room = free_bytes(directory)
-    place = "memory" if directory is None else f"shm_dir {str(directory)!r}"
     if size > room:
+        place = "memory" if directory is None else f"shm_dir {str(directory)!r}"
+        remedy = "" if directory is None else ', or leave "shm_dir" out'
         raise ResourceError(
-            f"channel {what} needs {size / 2**20:,.1f} MiB of shared memory, but {place} has "
-            f"{room / 2**20:,.1f} MiB free; "
-            + (
-                "lower the batch size or the microbatches in flight (inflight)"
-                if directory is None
-                else "leave shm_dir unset to use memory itself, or name a directory with more room"
-            )
+            f"{place} has {room / 2**20:,.1f} MiB free, too little for {what}: lower "
+            f"--max-num-seqs, --max-num-batched-tokens or --inflight{remedy}"
         )
 
 

@@ -1,31 +1,31 @@
-"""Recording: fixed-size records into a preallocated buffer, spilled by a background thread.
+"""Recording: fixed-size records into a queue in memory, spilled by a background thread.
 
-Who runs here: every thread of the process that calls ``record``, each with a ring buffer of its
-own, and one daemon thread per recorder that writes the rings to the file.
+Who runs here: every thread of the process that calls ``record``, and one daemon thread per
+recorder that writes what they recorded to the file.
 
-Guarantees: ``record`` takes no lock and makes no system call, and never waits: when a ring is full
-(the disk is slower than the engine for longer than the ring holds, 32,768 records) the record is
-dropped and counted, and the file says so. What a thread recorded is in the file after ``close``,
-at normal exit, and, but for the last ``INTERVAL`` seconds, after a kill.
+Guarantees: ``record`` takes no lock and makes no system call, and never waits: when 32,768 records
+wait (the disk is slower than the engine) the record is dropped and counted, and the file says so.
+What a thread recorded is in the file after ``close``, at normal exit, and, but for the last
+``INTERVAL`` seconds, after a kill.
 
-Relies on: one writer per ring (its thread) and one reader (the spiller). ``written`` is advanced
-after the bytes are in the ring and ``flushed`` after they are in the file; both are Python
-integers in slots, whose assignment is atomic and ordered under the GIL and on free-threaded builds.
+Relies on: ``deque.append`` and ``popleft``, which are atomic; only the spiller takes records out.
+A count of dropped records that two threads raise at once may miss one of them.
 
-Rejected: one ring for all threads with a shared counter (a thread stopped between taking a number
-and filling it leaves a hole that the spiller must guess about); NumPy structured assignment (1.6
-times the price of ``Struct.pack_into``); a memory-mapped file (page faults on the hot path).
+Rejected: NumPy structured assignment (1.6 times the price of ``Struct.pack_into``); a
+memory-mapped file (page faults on the hot path).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import socket
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -36,7 +36,6 @@ from sipipe.observe.format import (
     CPU,
     DROPPED,
     PACK,
-    RECORD,
     SUFFIX,
     Header,
     TraceError,
@@ -44,11 +43,9 @@ from sipipe.observe.format import (
 )
 
 CAPACITY = 1 << 15
-"""Records a thread's ring holds: 1 MiB, seconds of the busiest engine."""
+"""Records that wait for the disk at most: seconds of the busiest engine."""
 INTERVAL = 0.2
 """Seconds between two spills."""
-_SIZE = RECORD.itemsize
-_MASK = CAPACITY - 1
 _LIMIT = 0xFFFFFFFF
 
 
@@ -89,23 +86,6 @@ class Recorder:
         """Write what is left. Idempotent; later records are lost."""
 
 
-class _Ring:
-    """One thread's records that are not yet in the file.
-
-    Invariant: 0 <= written - flushed <= CAPACITY; record n lies at ``(n % CAPACITY) * 32``.
-    """
-
-    __slots__ = ("buffer", "dropped", "flushed", "reported", "thread", "written")
-
-    def __init__(self, thread: int) -> None:
-        self.buffer = bytearray(CAPACITY * _SIZE)
-        self.thread = thread
-        self.written = 0
-        self.flushed = 0
-        self.dropped = 0
-        self.reported = 0
-
-
 def check_directory(directory: str) -> None:
     """Make ``directory``, and raise :class:`TraceError` unless files can be written there."""
     try:
@@ -141,13 +121,13 @@ class FileRecorder(Recorder):
             os.write(self._descriptor, encode_header(header))
         except OSError as error:
             raise _cannot_write(path.parent, error) from None
-        self._local = threading.local()
-        self._rings: list[_Ring] = []
-        self._register = threading.Lock()
-        self._spill_lock = threading.Lock()
+        self._records: deque[bytes] = deque()
+        self._dropped = self._reported = 0
+        self._threads: dict[int, int] = {}  # number of each recording thread, by identity
+        self._numbers = itertools.count()
+        self._file = threading.Lock()
         self._stop = threading.Event()
-        self._closed = False
-        self._failed = False
+        self._over = False  # closed, or the disk is full
         self._cpu = (time.monotonic_ns(), time.process_time_ns())
         self._spiller = threading.Thread(target=self._run, name="sipipe-trace", daemon=True)
         self._spiller.start()
@@ -163,28 +143,16 @@ class FileRecorder(Recorder):
         batch: int = 0,
         tokens: int = 0,
     ) -> None:
-        """As the base class says; a record that does not fit the ring is dropped and counted."""
-        try:
-            ring = self._local.ring
-        except AttributeError:
-            ring = self._new_ring()
-        written = ring.written
-        if written - ring.flushed < CAPACITY:
-            PACK.pack_into(
-                ring.buffer,
-                (written & _MASK) * _SIZE,
-                start_ns,
-                end_ns,
-                iteration,
-                batch,
-                tokens,
-                phase,
-                ring.thread,
-                slot,
+        """As the base class says; a record that finds the queue full is dropped and counted."""
+        if len(self._records) < CAPACITY:
+            thread = self._threads.get(threading.get_ident())
+            if thread is None:
+                thread = self._threads[threading.get_ident()] = min(next(self._numbers), 255)
+            self._records.append(
+                PACK.pack(start_ns, end_ns, iteration, batch, tokens, phase, thread, slot)
             )
-            ring.written = written + 1
         else:
-            ring.dropped += 1
+            self._dropped += 1
         for sink in self._sinks:
             sink(phase, iteration, start_ns, end_ns, batch, tokens)
 
@@ -194,23 +162,12 @@ class FileRecorder(Recorder):
         self._stop.set()
         if threading.current_thread() is not self._spiller:
             self._spiller.join(timeout=5)  # a disk that hangs must not hold up the exit
-        with self._register:
-            if self._closed:
-                return
-            self._closed = True
-        if self._spill_lock.acquire(timeout=1):
+        if not self._over and self._file.acquire(timeout=1):
             try:
+                self._over = True
                 os.close(self._descriptor)
             finally:
-                self._spill_lock.release()
-
-    def _new_ring(self) -> _Ring:
-        """A ring for the calling thread, which records for the first time."""
-        with self._register:
-            ring = _Ring(min(len(self._rings), 255))
-            self._rings.append(ring)
-        self._local.ring = ring
-        return ring
+                self._file.release()
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
@@ -218,41 +175,32 @@ class FileRecorder(Recorder):
         self._spill()
 
     def _spill(self) -> None:
-        for ring in list(self._rings):
-            written, flushed = ring.written, ring.flushed
-            if written > flushed:
-                first, last = flushed & _MASK, ((written - 1) & _MASK) + 1
-                view = memoryview(ring.buffer)
-                if first < last:
-                    self._append(view[first * _SIZE : last * _SIZE])
-                else:
-                    self._append(view[first * _SIZE :])
-                    self._append(view[: last * _SIZE])
-                ring.flushed = written
-            lost = ring.dropped - ring.reported
-            if lost:
-                now = time.monotonic_ns()
-                ring.reported += lost
-                self._append(PACK.pack(now, now, min(lost, _LIMIT), 0, 0, DROPPED, ring.thread, 0))
-        before, used = self._cpu
+        data = [self._records.popleft() for _ in range(len(self._records))]
         now, cpu = time.monotonic_ns(), time.process_time_ns()
+        lost = self._dropped - self._reported
+        if lost:
+            self._reported += lost
+            data.append(PACK.pack(now, now, min(lost, _LIMIT), 0, 0, DROPPED, 0, 0))
+        before, used = self._cpu
         # An idle process adds nothing to its file: one record when it wakes up again says it all.
         if cpu - used > 1_000_000 or self._stop.is_set():
             self._cpu = (now, cpu)
             spent = min((cpu - used) // 1000, _LIMIT)
-            self._append(PACK.pack(before, now, spent, 0, 0, CPU, 0, 0))
+            data.append(PACK.pack(before, now, spent, 0, 0, CPU, 0, 0))
+        self._append(b"".join(data))
 
-    def _append(self, data: bytes | memoryview) -> None:
+    def _append(self, data: bytes) -> None:
         """Write all of ``data``; a full disk ends the recording, not the engine."""
-        with self._spill_lock:
-            if self._failed or self._closed:
+        with self._file:
+            if self._over:
                 return
             view = memoryview(data)
             try:
                 while view:
                     view = view[os.write(self._descriptor, view) :]
             except OSError as error:
-                self._failed = True
+                self._over = True
+                os.close(self._descriptor)
                 with contextlib.suppress(Exception):
                     os.write(
                         2, f"sipipe: trace {self._path}: {error.strerror}; ends here\n".encode()

@@ -11,9 +11,6 @@ Relies on
     The ring (:mod:`sipipe.ipc.ring.ring`) does all synchronization: rank r holds lock r of an
     entry, and a reader takes the locks of all ranks in one system call, so it sleeps until the
     last rank has published.
-
-On a CUDA machine :attr:`LogitsWriter.buffer` is what to page-lock (``cudaHostRegister``) once,
-after which the device copies straight into the entry.
 """
 
 from __future__ import annotations
@@ -122,11 +119,6 @@ class LogitsWriter:
     def open(cls, endpoint: LogitsEndpoint, rank: int = 0) -> LogitsWriter:
         """Attach as the writer of ``rank``; one per rank and channel."""
         return cls(RingWriter(Ring.attach(endpoint.ring), rank), endpoint.shape)
-
-    @property
-    def buffer(self) -> memoryview:
-        """All entries, page-aligned and contiguous: what to page-lock once for a device."""
-        return self._ring.ring.payload
 
     def ahead(self, batch: int) -> npt.NDArray[Any]:
         """The part that the next :meth:`acquire` of ``batch`` sequences gives, without a wait.

@@ -14,7 +14,6 @@ Rejected: checksums of the buffers, which find an overlap only when the values d
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
 from sipipe.errors import SiPipeError
 
@@ -26,66 +25,38 @@ class TokenSafetyError(SiPipeError):
         super().__init__(f"token safety: {what}")
 
 
-@dataclass(slots=True)
-class _Stamp:
-    writer: int | None = None
-    """Iteration that is writing now."""
-    reader: int | None = None
-    """Iteration that is reading now."""
-    content: int | None = None
-    """Iteration whose inputs the set holds and which has not been read yet."""
-
-
 class TokenSafety:
-    """Stamps for ``sets`` sets of input buffers; see the module's text."""
+    """What each of ``sets`` sets of input buffers holds; see the module's text."""
 
     def __init__(self, sets: int) -> None:
-        self._stamps = [_Stamp() for _ in range(sets)]
+        self._held = ["nothing new"] * sets
         self._lock = threading.Lock()
 
     def begin_write(self, buffer_set: int, iteration: int) -> None:
         """The preparing thread starts to write the inputs of ``iteration``."""
-        with self._lock:
-            stamp = self._stamps[buffer_set]
-            overwrite = f"inputs of iteration {iteration} would overwrite input buffer set"
-            if stamp.reader is not None:
-                raise TokenSafetyError(
-                    f"{overwrite} {buffer_set} while the device reads iteration {stamp.reader} "
-                    "from it"
-                )
-            if stamp.writer is not None:
-                raise TokenSafetyError(
-                    f"{overwrite} {buffer_set} while iteration {stamp.writer} is written to it"
-                )
-            if stamp.content is not None:
-                raise TokenSafetyError(
-                    f"{overwrite} {buffer_set} before the device has read iteration "
-                    f"{stamp.content} from it"
-                )
-            stamp.writer = iteration
+        what = f"inputs of iteration {iteration} would overwrite input buffer set {buffer_set}"
+        self._step(buffer_set, what, "nothing new", f"iteration {iteration}, being written")
 
     def end_write(self, buffer_set: int, iteration: int) -> None:
         """``buffer_set`` now holds the inputs of ``iteration``."""
-        with self._lock:
-            stamp = self._stamps[buffer_set]
-            assert stamp.writer == iteration, "end_write without its begin_write"
-            stamp.writer, stamp.content = None, iteration
+        held = f"iteration {iteration}, being written"
+        self._step(buffer_set, "end_write without its begin_write", held, f"iteration {iteration}")
 
     def begin_read(self, buffer_set: int, iteration: int) -> None:
         """The device starts to read the inputs of ``iteration``."""
-        with self._lock:
-            stamp = self._stamps[buffer_set]
-            read = f"the device would read iteration {iteration} from input buffer set {buffer_set}"
-            if stamp.writer is not None:
-                raise TokenSafetyError(f"{read} while iteration {stamp.writer} is written to it")
-            if stamp.content != iteration:
-                held = "nothing new" if stamp.content is None else f"iteration {stamp.content}"
-                raise TokenSafetyError(f"{read}, which holds {held}")
-            stamp.reader, stamp.content = iteration, None
+        what = f"the device would read iteration {iteration} from input buffer set {buffer_set}"
+        held = f"iteration {iteration}"
+        self._step(buffer_set, what, held, f"iteration {iteration}, being read")
 
     def end_read(self, buffer_set: int, iteration: int) -> None:
         """The device is done with ``iteration``; ``buffer_set`` may be written again."""
+        held = f"iteration {iteration}, being read"
+        self._step(buffer_set, "end_read without its begin_read", held, "nothing new")
+
+    def _step(self, buffer_set: int, what: str, before: str, after: str) -> None:
+        """From ``before`` to ``after``; anything else there is what ``what`` must not meet."""
         with self._lock:
-            stamp = self._stamps[buffer_set]
-            assert stamp.reader == iteration, "end_read without its begin_read"
-            stamp.reader = None
+            held = self._held[buffer_set]
+            if held != before:
+                raise TokenSafetyError(f"{what}, which holds {held}")
+            self._held[buffer_set] = after
