@@ -19,8 +19,6 @@ from msgspec import Meta
 
 from sipipe.errors import ConfigError
 
-__all__ = ["CorePlacement", "MicrobatchSettings", "SiPipeConfig"]
-
 Cpus = Annotated[
     tuple[Annotated[int, Meta(ge=0, description="a CPU number of 0 or more")], ...],
     Meta(description="a list of CPU numbers such as [0, 1]"),

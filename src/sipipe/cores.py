@@ -5,8 +5,6 @@ and the settings. On a CPU engine the workers get most cores, equal shares each,
 slowest stage sets the pace; on GPUs a worker needs a core or two, and the samplers get the rest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
@@ -15,8 +13,6 @@ from typing import Literal
 
 from sipipe.config import CorePlacement
 from sipipe.errors import ConfigError
-
-__all__ = ["Core", "CorePlan", "cpus_of", "format_cpus", "plan_cores", "this_machine"]
 
 MAX_SAMPLERS = 16
 """Most samplers chosen by ``"auto"``: beyond it they share one memory bus for little gain."""

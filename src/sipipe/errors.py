@@ -4,15 +4,6 @@ Every message is one line that names the option, file or process and says what t
 ours is an ``AssertionError`` instead.
 """
 
-__all__ = [
-    "ConfigError",
-    "ResourceError",
-    "SiPipeError",
-    "StallError",
-    "UnsupportedError",
-    "WorkerDiedError",
-]
-
 
 class SiPipeError(Exception):
     """Base of every error that SiPipe raises for a reason that the user can act on."""

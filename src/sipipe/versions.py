@@ -1,15 +1,11 @@
 """Which vLLM is supported and which one is installed, found out without importing it."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import importlib.util
 from typing import Literal
 
 from sipipe.errors import ResourceError
-
-__all__ = ["HOW_TO_INSTALL", "SUPPORTED_VLLM", "InstalledVllm", "installed_vllm", "require_vllm"]
 
 SUPPORTED_VLLM = ("0.32.0",)
 """Releases that SiPipe is tested with. Minor versions of vLLM change what a plugin stands on."""

@@ -3,8 +3,6 @@
 vLLM's parser is called directly, so that what is wrong is one line and nothing else.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 from collections.abc import Callable, Sequence

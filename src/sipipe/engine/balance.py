@@ -1,7 +1,5 @@
 """Which sampler draws for which sequence: least loaded first, by the measured cost of its parameters."""
 
-from __future__ import annotations
-
 from sipipe.messages.cost import cost_estimate
 from sipipe.messages.params import SequenceParams
 

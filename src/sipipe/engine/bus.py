@@ -10,8 +10,6 @@ Guarantees
     reader, a scheduling output and the state change that it stands for) happens under ``order``.
 """
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Sequence

@@ -16,8 +16,6 @@ Rejected: PR_SET_PDEATHSIG. It fires when the *thread* that started the child en
 sampler that was started again is a thread that lives for a second.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

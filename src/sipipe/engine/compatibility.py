@@ -10,8 +10,6 @@ The choice is made once, at start-up, and logged with its reason. docs/compatibi
 user's view of the two tables below.
 """
 
-from __future__ import annotations
-
 import os
 
 import vllm

@@ -6,8 +6,6 @@ Invariant: ``bus.order`` is held from the moment the tracker follows a schedulin
 output is on BIC-I, so that a snapshot never holds a change which is still to come.
 """
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import Future
 

@@ -9,8 +9,6 @@ Guarantees
     after Ctrl-C.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence

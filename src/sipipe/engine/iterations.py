@@ -11,8 +11,6 @@ Relies on
     that object is how scheduler and executor name the same iteration.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ then finds too little and stops. Here each node's memory is shared by the worker
 it. All workers get the share of the scarcest node: vLLM has one size for all.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections import Counter

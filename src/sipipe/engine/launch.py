@@ -4,8 +4,6 @@ All checks happen here, in the foreground, on the very configuration that the en
 refusal is one line, not a traceback from a child process.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

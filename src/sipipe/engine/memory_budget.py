@@ -9,8 +9,6 @@ Hidden states that travel on a GPU take none of it. A model whose hidden states 
 tensors makes its links grow at the first microbatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ Guarantees
     engine. A dead worker stops the engine at once; a dead sampler is replaced.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -7,8 +7,6 @@ resolve our name to the class first. Nothing else of vLLM is touched, and nothin
 that do not ask for SiPipe.
 """
 
-from __future__ import annotations
-
 import os
 from functools import wraps
 from typing import Any

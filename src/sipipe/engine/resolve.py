@@ -7,8 +7,6 @@ Guarantees
     output that follows finds them.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

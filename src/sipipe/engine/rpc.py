@@ -8,8 +8,6 @@ Guarantees
     stopped the engine. A call whose arguments or result cannot be pickled fails alone.
 """
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Callable, Sequence

@@ -15,8 +15,6 @@ Relies on
     sampler has no rows are not kept for its successor, which skips them.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

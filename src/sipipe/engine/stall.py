@@ -3,8 +3,6 @@
 Runs on the events thread only.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

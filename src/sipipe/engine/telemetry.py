@@ -5,8 +5,6 @@ its own block. The recorder writes a trace file only where the settings name a d
 times are what the scheduler chooses the number of microbatches by.
 """
 
-from __future__ import annotations
-
 import uuid
 
 from sipipe.engine.iterations import Iteration

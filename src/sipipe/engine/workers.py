@@ -4,8 +4,6 @@ A worker is told, in this order: what ``multiprocessing`` would tell a spawned p
 record, and once all have loaded where BIC-I is. Everything after that travels on BIC-I.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from multiprocessing import resource_tracker, spawn

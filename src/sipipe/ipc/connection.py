@@ -20,8 +20,6 @@ have to be found by asking all); a second socket for sending (two connections to
 one after the other).
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket
@@ -36,8 +34,6 @@ from zmq.utils.monitor import recv_monitor_message
 from sipipe.errors import ConfigError
 from sipipe.ipc.link.errors import PeerDiedError, TransferMismatchError
 from sipipe.ipc.secret import key_pairs, read_secret
-
-__all__ = ["Connection", "resolve"]
 
 HEARTBEAT_MS, TIMEOUT_MS = 1000, 3000
 _LINGER_MS = 1000

@@ -1,10 +1,6 @@
 """What goes wrong on a channel, each as one line that names the channel and the peer."""
 
-from __future__ import annotations
-
 from sipipe.errors import ConfigError, SiPipeError, StallError, WorkerDiedError
-
-__all__ = ["ChannelClosed", "ChannelError", "ChannelPeerDied", "ChannelTimeout"]
 
 
 class ChannelError(SiPipeError):

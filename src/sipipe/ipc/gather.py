@@ -25,8 +25,6 @@ and nobody else can reach a socket pair); shared memory for the way back (an ans
 bytes, so it would save a few microseconds).
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -39,8 +37,6 @@ from collections.abc import Iterable, Sequence
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
 from sipipe.ipc.locks import deadline_after, remaining
-
-__all__ = ["MAX_BYTES", "GatherReceiver", "GatherSender"]
 
 MAX_BYTES = 1 << 26
 """No payload may be larger."""

@@ -25,8 +25,6 @@ would be taken from whoever embeds us); a loop of tries and sleeps (either spins
 ``FUTEX_WAIT`` (has a time-out, but nobody wakes it when its waker is killed).
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools
@@ -35,8 +33,6 @@ import struct
 import threading
 import time
 import weakref
-
-__all__ = ["EXCLUSIVE", "SHARED", "BoundedWait", "Locks"]
 
 _GETLK, _SETLK, _SETLKW = 36, 37, 38  # F_OFD_*, absent from Python's fcntl before 3.14
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid

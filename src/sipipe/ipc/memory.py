@@ -23,8 +23,6 @@ import msgspec
 from sipipe.errors import ResourceError
 from sipipe.ipc.errors import ChannelPeerDied
 
-__all__ = ["Endpoint", "SharedMemory", "check_room", "free_bytes"]
-
 PAGE = mmap.PAGESIZE
 _IDENTITY_BYTES = 16
 

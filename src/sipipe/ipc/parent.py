@@ -12,8 +12,6 @@ Relies on
     because the thread on the pipe must never wait for an import.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import queue

@@ -1,7 +1,5 @@
 """The files through which the tensor-parallel ranks of a stage find each other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -12,8 +12,6 @@ tried against guesses for ever. Rejected: a list of public keys at the listener 
 a protocol more, to tell apart peers that all have the same secret.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os
@@ -24,8 +22,6 @@ import zmq
 from zmq.utils import z85
 
 from sipipe.errors import ConfigError
-
-__all__ = ["SECRET", "SECRET_FILE", "KeyPair", "key_pairs", "read_secret"]
 
 SECRET, SECRET_FILE = "SIPIPE_SECRET", "SIPIPE_SECRET_FILE"
 _LEAST = 16

@@ -22,8 +22,6 @@ from typing import NamedTuple
 
 from sipipe.ipc.memory import PAGE, Endpoint, SharedMemory, round_up
 
-__all__ = ["LINE_WORDS", "PhaseCounter", "StageTimes", "Taken"]
-
 LINE_WORDS = 8
 _LINE_BYTES = 8 * LINE_WORDS
 

@@ -4,8 +4,6 @@ Microseconds per 100,000 logits on one core, float32 row layout, measured by ``p
 benchmarks.sampling`` (which prints this table's entries); only their ratios matter.
 """
 
-from __future__ import annotations
-
 from sipipe.messages.params import SequenceParams
 
 WEIGHTS = {

@@ -1,7 +1,5 @@
 """The first part of every BIC-I message; needs nothing that takes time to import."""
 
-from __future__ import annotations
-
 import enum
 import struct
 from typing import NamedTuple

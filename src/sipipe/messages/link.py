@@ -1,7 +1,5 @@
 """What two stage workers are told of the link between them."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Where a stage worker stands in the pipeline."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -4,8 +4,6 @@ Everything else that an engine tells a running child travels on BIC-I, in order 
 A child that fails sends the exception itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

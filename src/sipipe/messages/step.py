@@ -9,8 +9,6 @@ Token ids and row numbers travel as little-endian int32 bytes: ``np.frombuffer``
 side, no list of Python integers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

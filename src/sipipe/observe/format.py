@@ -10,8 +10,6 @@ There is one file per process and no index: appending is the only operation, so 
 in the middle of a record (a killed process, a full disk) is good up to there.
 """
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Annotated

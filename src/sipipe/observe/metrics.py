@@ -13,8 +13,6 @@ Names start with ``sipipe_`` because vLLM unregisters at start what it takes for
 prometheus_client comes with vLLM; this module imports it when it is used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

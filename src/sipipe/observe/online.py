@@ -9,8 +9,6 @@ What a stage cannot see is counted as if it had not waited for it: an iteration 
 and stages on other hosts, whose pages are not shared. The report, made from the trace, is exact.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from sipipe.observe.phases import Phase

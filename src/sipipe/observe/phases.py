@@ -3,8 +3,6 @@
 The same names serve stock vLLM, so that two timelines lie side by side.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from typing import Literal, get_args
 

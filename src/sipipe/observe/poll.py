@@ -6,8 +6,6 @@ has not yet taken is the queue between them. The two figures are read one after 
 queue is exact on a server at rest and may be off by one on a busy one.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

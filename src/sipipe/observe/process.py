@@ -1,7 +1,5 @@
 """The recorder of a process: its trace file, its block of the page, its stage times."""
 
-from __future__ import annotations
-
 from sipipe.ipc.stage_times import PhaseCounter, StageTimes
 from sipipe.messages.boots import Watched
 from sipipe.observe.format import Header

@@ -15,8 +15,6 @@ Rejected: NumPy structured assignment (1.6 times the price of ``Struct.pack_into
 memory-mapped file (page faults on the hot path).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

@@ -5,8 +5,6 @@ the paper has it there: vLLM's builders share scratch memory with running attent
 CPU engine a scratch pad that a longer batch reallocates, which corrupted the heap).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

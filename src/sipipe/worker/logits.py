@@ -10,8 +10,6 @@ the slot itself where vLLM lets its memory be chosen, else it is copied there.
 Who runs here: the device thread, alone.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

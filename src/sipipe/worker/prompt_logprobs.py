@@ -5,8 +5,6 @@ The device thread of the last stage scores them with vLLM's own sampler, chunk a
 one result for each request (:class:`PromptLogprobs`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ pass reads (KV cache blocks to zero or copy, active LoRA adapters, attention met
 by ``prepare`` and done by ``forward``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,8 +30,6 @@ from sipipe.worker.inputs.safety import TokenSafety
 from sipipe.worker.logits import StageLogits
 from sipipe.worker.prompt_logprobs import PromptLogprobs
 from sipipe.worker.support import unsupported_reason
-
-__all__ = ["StageRunner"]
 
 
 class StageRunner:

@@ -4,8 +4,6 @@ What the configuration alone decides is :mod:`sipipe.engine.compatibility`'s, be
 loaded.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.v1.kv_cache_interface import (

@@ -6,8 +6,6 @@ of the buffer that receives hidden states, which makes stock ``--enforce-eager``
 stages fail at the first step.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -15,8 +15,6 @@ Rejected: keeping vLLM's world and only bypassing its sends. Start-up then needs
 meet, and gloo or NCCL hold every stage to one life.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping

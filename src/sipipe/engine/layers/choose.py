@@ -5,8 +5,6 @@ and each worker sets the variable in its own environment only, so that nothing o
 behind in the process that holds the engine.
 """
 
-from __future__ import annotations
-
 import json
 
 from vllm import envs
@@ -20,8 +18,6 @@ from sipipe.engine.layers.cut import cut_layers, layer_split
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError, UnsupportedError
-
-__all__ = ["choose_layers", "describe_layers", "model_facts"]
 
 VARIABLE = "VLLM_PP_LAYER_PARTITION"
 

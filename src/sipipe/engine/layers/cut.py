@@ -5,14 +5,10 @@ the projection on the vocabulary on top, which for a small model with a large vo
 many layers, and every other stage waits for it: the paper's load imbalance, before any sampling.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Literal
 
 from sipipe.engine.layers.facts import ModelFacts
-
-__all__ = ["cut_layers"]
 
 _FIXED_BYTES = {"cpu": 5e6, "gpu": 100e6}
 """Bytes of weights whose product takes as long as what a layer costs besides its weights

@@ -1,13 +1,9 @@
 """The sizes of a language model, from its configuration: what the layers are cut by, and what the
 planner predicts from."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Literal
-
-__all__ = ["Attention", "MixtureOfExperts", "ModelFacts"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

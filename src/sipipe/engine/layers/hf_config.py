@@ -5,15 +5,11 @@ attention layers, encoder-decoder), and a file without the fields it needs, whic
 once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 from sipipe.engine.layers.facts import Attention, MixtureOfExperts, ModelFacts
 from sipipe.errors import ConfigError, UnsupportedError
-
-__all__ = ["facts_from_config"]
 
 _NOT_DESCRIBED = ("ssm", "mamba", "linear_attn", "linear_num", "linear_conv", "rwkv")
 # Feed-forward blocks of two projections instead of the three of a gated one.

@@ -20,14 +20,10 @@ Runs on the engine's thread alone, and is not safe for more. It relies on being 
 :class:`MeasuredTimes` costs a few microseconds of it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 
 from sipipe.ipc.stage_times import StageTimes, Taken
-
-__all__ = ["ConcurrencyController", "MeasuredTimes", "RunningRegression"]
 
 MEMORY = 0.995
 """Weight of a batch relative to the one after it: about the last 200 count."""

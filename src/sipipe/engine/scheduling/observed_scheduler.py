@@ -6,8 +6,6 @@ Mixed in front of SiPipe's scheduler, vLLM's own, or a class of the user's, so t
 nor the failure of a single request depends on the choice.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -28,8 +28,6 @@ Guarantees (``tests/engine/scheduling/test_policy.py`` holds them over random hi
 - Every sequence is in exactly one slot, and each slot is visited every m visits: none starves.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -37,8 +35,6 @@ from typing import NamedTuple
 from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.prefill import PrefillThrottle
-
-__all__ = ["Plan", "Sequence", "SlotPolicy"]
 
 
 class Sequence(NamedTuple):

@@ -17,15 +17,11 @@ Sizes are in tokens, which stand for time; the simulator's figures (docs/schedul
 far that holds.
 """
 
-from __future__ import annotations
-
 from collections import deque
 
 import msgspec
 
 from sipipe.config import MicrobatchSettings
-
-__all__ = ["PrefillThrottle", "resolved"]
 
 
 class PrefillThrottle:

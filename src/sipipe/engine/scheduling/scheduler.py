@@ -24,8 +24,6 @@ before call i. Should that fail, requests in flight are still skipped by vLLM's 
 only the evenness suffers. Runs in the EngineCore process, on its main thread only.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -41,8 +39,6 @@ from sipipe.config import MicrobatchSettings, SiPipeConfig
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
 from sipipe.engine.scheduling.prefill import resolved
-
-__all__ = ["PipelineScheduler"]
 
 
 class PipelineScheduler(Scheduler):

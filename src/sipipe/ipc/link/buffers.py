@@ -6,16 +6,12 @@ buffer at any time: the sender until a frame's header is sent, then the receiver
 the frame. Both pass through a socket, and the system calls order memory.
 """
 
-from __future__ import annotations
-
 import mmap
 from typing import Any
 
 import torch
 
 from sipipe.ipc.link.schema import TensorSchema, align
-
-__all__ = ["Buffers", "buffer_bytes"]
 
 _REMEMBERED = 4096
 

@@ -9,16 +9,12 @@ The driver's six functions are called with :mod:`ctypes`, which leaves the GIL; 
 are torch's own.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 
 import torch
 
 from sipipe.errors import ResourceError, UnsupportedError
-
-__all__ = ["CudaDevice"]
 
 _IPC_HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1

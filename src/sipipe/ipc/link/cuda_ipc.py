@@ -21,8 +21,6 @@ Rejected: buffers in the sender's memory (the receiver's copy would start only a
 woken up); torch's sharing of storages (a counter file in /dev/shm that ``kill -9`` leaves behind).
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from typing import Any
@@ -38,8 +36,6 @@ from sipipe.ipc.link.header import Header
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.shm import MEMORY, ShmReceiving, ShmSending
 from sipipe.messages.link import LinkEndpoint
-
-__all__ = ["CudaIpcReceiving", "CudaIpcSending"]
 
 _MAX_MESSAGE = 1 << 16
 

@@ -1,7 +1,5 @@
 """Making links: what the executor makes, hands to two workers, and they open."""
 
-from __future__ import annotations
-
 import socket
 from typing import Literal
 
@@ -12,8 +10,6 @@ from sipipe.ipc.link.sender import Sender
 from sipipe.ipc.link.shm import ShmReceiving, ShmSending
 from sipipe.ipc.link.zeromq import ZeromqReceiving, ZeromqSending
 from sipipe.messages.link import LinkEndpoint, TransportKind
-
-__all__ = ["create_link", "open_receiver", "open_sender"]
 
 
 def create_link(

@@ -1,10 +1,6 @@
 """What a transfer raises; every message names the link, the iteration and the way out."""
 
-from __future__ import annotations
-
 from sipipe.errors import SiPipeError, WorkerDiedError
-
-__all__ = ["LinkClosedError", "PeerDiedError", "TransferMismatchError"]
 
 
 class PeerDiedError(WorkerDiedError):

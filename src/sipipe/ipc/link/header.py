@@ -6,8 +6,6 @@ and gives a frame's buffer back. ``HELLO`` comes first, from both sides. ``BYE``
 good order: an end of the connection without it is a dead peer.
 """
 
-from __future__ import annotations
-
 import enum
 import struct
 import zlib
@@ -15,8 +13,6 @@ from typing import NamedTuple
 
 from sipipe.ipc.link.errors import TransferMismatchError
 from sipipe.messages.link import LinkEndpoint
-
-__all__ = ["HEADER_BYTES", "Header", "HeaderCodec", "Kind"]
 
 _FIELDS = struct.Struct("<BQQIQ")
 _CHECK_BYTES = 4

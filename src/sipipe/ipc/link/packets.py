@@ -1,15 +1,11 @@
 """A Unix packet socket between two stages of one host, and the process behind it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select
 import socket
 
 from sipipe.ipc.link.errors import PeerDiedError
-
-__all__ = ["PacketConnection"]
 
 
 class PacketConnection:

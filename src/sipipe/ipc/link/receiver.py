@@ -20,8 +20,6 @@ from sipipe.ipc.link.header import Header
 from sipipe.ipc.link.transport import ReceivingTransport
 from sipipe.messages.link import LinkEndpoint
 
-__all__ = ["Receiver"]
-
 
 class Receiver:
     """Receives one stage's hidden states. Made by :func:`.open_receiver`."""

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-__all__ = ["ALIGNMENT", "TOKENS", "FrameShape", "TensorSchema", "TensorSpec", "align"]
-
 TOKENS = -1
 """Stands in a shape for the dimension that counts tokens."""
 

@@ -28,8 +28,6 @@ from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.transport import SendingTransport
 from sipipe.messages.link import LinkEndpoint
 
-__all__ = ["Sender"]
-
 _SCHEMAS_REMEMBERED = 32
 
 

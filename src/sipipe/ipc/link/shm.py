@@ -18,8 +18,6 @@ some megabytes before the end of the copy, with a word behind the data to wait f
 wakes up beside the copy, which saves up to 100 µs of a prefill that takes milliseconds).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap
@@ -38,8 +36,6 @@ from sipipe.ipc.link.header import HEADER_BYTES, Header, HeaderCodec, Kind
 from sipipe.ipc.link.packets import PacketConnection
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.messages.link import LinkEndpoint
-
-__all__ = ["MEMORY", "ShmReceiving", "ShmSending"]
 
 QUICK_BYTES = 256 << 10
 """Copied in 3 to 15 µs; more is cheaper to hand to a thread, as far as the caller goes."""

@@ -6,16 +6,12 @@ transports. Its two ends are made in two processes, in any order; neither constr
 other. A frame is handed out only when all of it has come.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch
 
 from sipipe.ipc.link.header import Header
 from sipipe.ipc.link.schema import TensorSchema
-
-__all__ = ["ReceivingTransport", "SendingTransport"]
 
 
 class SendingTransport(Protocol):

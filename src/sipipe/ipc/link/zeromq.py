@@ -10,8 +10,6 @@ Rejected: a TCP protocol of our own (362 to 435 µs for 16 KB where ZeroMQ takes
 twice the CPU time); receiving in a thread of ours (a wake-up more on the critical path).
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 
@@ -24,8 +22,6 @@ from sipipe.ipc.link.header import Header, HeaderCodec, Kind
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.shm import Announcement, ShmReceiving, ShmSending
 from sipipe.messages.link import LinkEndpoint
-
-__all__ = ["ZeromqReceiving", "ZeromqSending"]
 
 
 class _Packets:

@@ -33,8 +33,6 @@ from sipipe.ipc.ring.reader import RingReader
 from sipipe.ipc.ring.ring import Ring
 from sipipe.ipc.ring.writer import RingWriter
 
-__all__ = ["DispatchProducer", "DispatchReader"]
-
 # Seconds since the readers were polled last until they are polled after a message, and before one.
 POLL_AFTER = 0.005
 POLL_FIRST_AFTER = 0.05

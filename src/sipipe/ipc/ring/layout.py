@@ -29,14 +29,10 @@ A ring of N entries is used over and over: use n lies in entry n mod N. An entry
 n + 1 when use n is complete, and 0 when it was never used.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from sipipe.ipc.errors import ChannelConfigError
 from sipipe.ipc.memory import PAGE, Endpoint, round_up
-
-__all__ = ["Layout", "RingEndpoint"]
 
 READERS = 64  # records of readers, some of them used again after a restart
 LIFE = 1 << 32

@@ -29,8 +29,6 @@ from sipipe.ipc.ring.reader import RingReader
 from sipipe.ipc.ring.ring import Ring
 from sipipe.ipc.ring.writer import RingWriter
 
-__all__ = ["LogitsChannel", "LogitsEndpoint", "LogitsReader", "LogitsWriter", "ReceivedLogits"]
-
 
 class LogitsEndpoint(msgspec.Struct, frozen=True):
     """What writers and readers need to attach: small, picklable, JSON-able with msgspec."""

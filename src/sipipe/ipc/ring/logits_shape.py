@@ -1,7 +1,5 @@
 """What one iteration's logits look like in a ring entry, and which part of them each rank writes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -9,8 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sipipe.ipc.errors import ChannelConfigError
-
-__all__ = ["LogitsShape"]
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 LAYOUTS = ("columns", "rows")

@@ -5,15 +5,11 @@
 The same in a ring entry and in the memory in which a reader puts a cut message together.
 """
 
-from __future__ import annotations
-
 import functools
 import struct
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
-
-__all__ = ["Message", "Part", "lay_out", "measure", "parts_in"]
 
 Part = bytes | bytearray | memoryview
 """What a part may be: any C-contiguous buffer, a NumPy array too."""

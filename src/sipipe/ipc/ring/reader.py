@@ -1,15 +1,11 @@
 """The reading side of a ring; the protocol and its argument are in :mod:`sipipe.ipc.ring.ring`."""
 
-from __future__ import annotations
-
 import time
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
 from sipipe.ipc.locks import EXCLUSIVE, SHARED, BoundedWait, deadline_after, remaining
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.ring import ATTACH_POLL, Ring
-
-__all__ = ["RingReader"]
 
 
 class RingReader:

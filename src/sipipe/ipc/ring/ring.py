@@ -49,8 +49,6 @@ from sipipe.ipc.memory import SharedMemory
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.layout import Layout, RingEndpoint
 
-__all__ = ["Ring"]
-
 ATTACH_POLL = 0.001
 
 

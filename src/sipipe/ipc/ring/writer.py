@@ -1,7 +1,5 @@
 """The writing side of a ring; the protocol and its argument are in :mod:`sipipe.ipc.ring.ring`."""
 
-from __future__ import annotations
-
 import time
 from array import array
 
@@ -9,8 +7,6 @@ from sipipe.ipc.errors import ChannelError, ChannelTimeout
 from sipipe.ipc.locks import EXCLUSIVE, BoundedWait, deadline_after
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.ring import ATTACH_POLL, Ring
-
-__all__ = ["RingWriter"]
 
 
 class RingWriter:

@@ -8,8 +8,6 @@ Rows are in the order of ``SchedulerOutput.num_scheduled_tokens``, or in the one
 backend wants. Both orders are permutations, [B] int64: place in the old order of each new row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

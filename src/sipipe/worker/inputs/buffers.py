@@ -5,8 +5,6 @@ The paper keeps two sets (section 4.2): set ``i mod 2`` is written while the dev
 On a CPU the host array is the device tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

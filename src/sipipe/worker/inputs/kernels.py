@@ -8,8 +8,6 @@ Shapes: B requests in the batch, T tokens in the batch, R rows of :class:`Reques
 columns of a block table.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -4,8 +4,6 @@ Written by the preparing thread, read by the device thread, which fills in what 
 (attention metadata). The arrays themselves are in the input buffers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -14,8 +14,6 @@ otherwise. An entry may be left empty while the request is in its prompt, which 
 Who runs here: the preparing thread alone (or any thread, one call at a time).
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import chain

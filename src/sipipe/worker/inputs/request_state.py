@@ -11,8 +11,6 @@ Who runs here: the preparing thread, alone. The device never reads these arrays,
 copies in :mod:`sipipe.worker.inputs.buffers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TypeVar

@@ -11,8 +11,6 @@ Relies on: one lock around each transition; the buffers themselves are not touch
 Rejected: checksums of the buffers, which find an overlap only when the values differ.
 """
 
-from __future__ import annotations
-
 import threading
 
 from sipipe.errors import SiPipeError
