@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.cli import main
 from sipipe.cores import CorePlan
-from sipipe.engine import arguments, kv_share, launch
+from sipipe.engine import arguments, launch
 from sipipe.engine.setup import Setup
 from sipipe.errors import ConfigError, ResourceError, UnsupportedError
 from sipipe.ipc import memory
@@ -69,7 +69,7 @@ GIB = 1 << 30
 def nodes(monkeypatch):
     """Memory nodes of 6 and 100 GiB, two CPUs on each."""
     free = {0: 6 * GIB, 1: 100 * GIB}
-    resources = kv_share.cpu_resource_utils
+    resources = launch.cpu_resource_utils
     monkeypatch.setattr(
         resources,
         "get_memory_node_info",
@@ -100,25 +100,25 @@ def plan(*workers):
     ],
 )
 def test_kv_caches_fit_the_memory_node_of_each_worker(nodes, workers, weights, gib):
-    given = kv_share.kv_cache_bytes(kv_share.worker_nodes(workers), weights * GIB)
+    given = launch.kv_cache_bytes(launch.worker_nodes(workers), weights * GIB)
     assert given == pytest.approx(gib * GIB, abs=1 << 20)
     assert given % (1 << 20) == 0
 
 
 def test_a_model_that_a_node_cannot_hold_is_refused(nodes):
     with pytest.raises(ResourceError, match=r"node 0 has 6\.0 GiB.*weights .* 7\.0 GiB") as it:
-        kv_share.kv_cache_bytes([0, 0], 7 * GIB)
+        launch.kv_cache_bytes([0, 0], 7 * GIB)
     assert "\n" not in str(it.value)
 
 
 def test_workers_on_cpus_of_the_users_choice_or_on_hidden_nodes(nodes, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "2-3|3")
-    assert kv_share.worker_nodes(plan((0,), (1,))) == [1, 1]
+    assert launch.worker_nodes(plan((0,), (1,))) == [1, 1]
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    assert kv_share.worker_nodes(plan((2,), (3,))) == [0, 0]
+    assert launch.worker_nodes(plan((2,), (3,))) == [0, 0]
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
-    monkeypatch.setattr(kv_share.cpu_resource_utils, "get_visible_memory_node", lambda: [1])
-    assert kv_share.worker_nodes(plan((0,), (3,))) == [1, 1]
+    monkeypatch.setattr(launch.cpu_resource_utils, "get_visible_memory_node", lambda: [1])
+    assert launch.worker_nodes(plan((0,), (3,))) == [1, 1]
 
 
 def test_kv_memory_is_shared_unless_the_user_says_how_much(model, nodes, monkeypatch):
@@ -129,7 +129,7 @@ def test_kv_memory_is_shared_unless_the_user_says_how_much(model, nodes, monkeyp
 
     def shared(*argv):
         args = arguments.parse_engine_args([model, *argv], {})
-        kv_share.share_kv_memory(args, config, two)
+        launch.share_kv_memory(args, config, two)
         return args.kv_cache_memory_bytes
 
     ours = shared()

@@ -62,7 +62,9 @@ def test_a_logits_channel_takes_the_bytes_that_were_computed(**sizes):
 
 
 def test_too_little_room_is_said_before_the_start(tmp_path):
-    with pytest.raises(ResourceError, match=r"memory has .* MiB free, too little for bic-l: .*--inflight"):
+    with pytest.raises(
+        ResourceError, match=r"memory has .* MiB free, too little for bic-l: .*--inflight"
+    ):
         check_room(1 << 40, None, "bic-l")
     with pytest.raises(ResourceError, match=r'shm_dir .*leave "shm_dir" out'):
         check_room(1 << 60, tmp_path, "bic-l")

@@ -20,8 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from sipipe.engine.arguments import checked, parse_engine_args
-from sipipe.engine.kv_share import share_kv_memory
-from sipipe.engine.launch import announce, own_sockets
+from sipipe.engine.launch import announce, own_sockets, share_kv_memory
 from sipipe.errors import ConfigError
 
 Event = Literal["begin", "text", "end"]

@@ -15,7 +15,7 @@ from sipipe.messages.boots import Watched
 from sipipe.observe.live import LivePage
 from sipipe.observe.metrics import Publisher
 from sipipe.observe.phases import Phase
-from sipipe.observe.process import record_process
+from sipipe.observe.recorder import record_process
 
 
 class Telemetry:

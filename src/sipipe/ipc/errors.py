@@ -1,14 +1,10 @@
 """What goes wrong on a channel, each as one line that names the channel and the peer."""
 
-from sipipe.errors import ConfigError, SiPipeError, StallError, WorkerDiedError
+from sipipe.errors import SiPipeError, StallError, WorkerDiedError
 
 
 class ChannelError(SiPipeError):
     """Base of what a channel raises; the channel is unusable unless a subclass says otherwise."""
-
-
-class ChannelConfigError(ChannelError, ConfigError):
-    """A channel was asked for with sizes or names that cannot work."""
 
 
 class ChannelClosed(ChannelError):  # noqa: N818 - an event, not always an error

@@ -48,7 +48,7 @@ from sipipe.messages.step import (
     int32_view,
 )
 from sipipe.observe.phases import Phase
-from sipipe.observe.process import record_process
+from sipipe.observe.recorder import record_process
 from sipipe.sampler.layout import Layout
 from sipipe.sampler.state import SequenceColumns
 from sipipe.sampler.warmup import warm_up

@@ -50,7 +50,7 @@ from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.replies import IterationReport, Ready, Reply
 from sipipe.observe.phases import Phase
-from sipipe.observe.process import record_process
+from sipipe.observe.recorder import record_process
 from sipipe.worker.world import cut_model
 
 if TYPE_CHECKING:

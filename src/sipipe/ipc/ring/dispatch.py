@@ -71,7 +71,7 @@ class DispatchProducer:
             directory: where the memory lies; None: a memfd, which needs no ``/dev/shm``.
 
         Raises:
-            ResourceError: not enough memory. ChannelConfigError: a size that cannot work.
+            ResourceError: not enough memory.
         """
         return cls(Ring.create(name, Layout(entries, entry_bytes), readers, directory))
 

@@ -31,7 +31,6 @@ n + 1 when use n is complete, and 0 when it was never used.
 
 import msgspec
 
-from sipipe.ipc.errors import ChannelConfigError
 from sipipe.ipc.memory import PAGE, Endpoint, round_up
 
 READERS = 64  # records of readers, some of them used again after a restart
@@ -66,10 +65,8 @@ class Layout(msgspec.Struct, frozen=True):
     """Writers; each writes its own region of every entry."""
 
     def __post_init__(self) -> None:
-        if self.entries < 3:
-            raise ChannelConfigError(f"a channel needs 3 entries or more, not {self.entries}")
-        if self.entry_bytes < 1 or self.ranks < 1:
-            raise ChannelConfigError("a channel needs entries of 1 byte or more and a writer")
+        assert self.entries >= 3, self
+        assert min(self.entry_bytes, self.ranks) >= 1, self
 
     def writer_word(self, rank: int) -> int:
         return _WRITERS + rank * WRITER_WORDS

@@ -20,14 +20,66 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Self
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 
 from sipipe.ipc.errors import ChannelError
 from sipipe.ipc.ring.layout import Layout, RingEndpoint
-from sipipe.ipc.ring.logits_shape import LogitsShape
 from sipipe.ipc.ring.reader import RingReader
 from sipipe.ipc.ring.ring import Ring
 from sipipe.ipc.ring.writer import RingWriter
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+LAYOUTS = ("columns", "rows")
+
+
+class LogitsShape(msgspec.Struct, frozen=True):
+    """The array of an entry: small, picklable, JSON-able with msgspec."""
+
+    vocab: int
+    """V."""
+
+    batch: int
+    """Sequences at most."""
+
+    dtype: str = "float32"
+    """float32, float16 or bfloat16, which NumPy has not: its bits are uint16."""
+
+    layout: str = "rows"
+    """``rows``: ``[batch, V]``; ``columns``: ``[V, batch]``, the paper's."""
+
+    ranks: int = 1
+    """t, the tensor-parallel writers; each writes its part of the vocabulary."""
+
+    shard: int | None = None
+    """Tokens of each rank's part, the last ranks having what is left of the vocabulary, which may
+    be none (vLLM pads its vocabulary); None: even parts."""
+
+    def __post_init__(self) -> None:
+        assert self.dtype in DTYPES, self
+        assert self.layout in LAYOUTS, self
+        assert self.vocab >= self.ranks >= 1, self
+        assert self.batch >= 1, self
+        assert self.shard is None or self.shard * self.ranks >= self.vocab, self
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of a full batch."""
+        return self.vocab * self.batch * np.dtype(DTYPES[self.dtype]).itemsize
+
+    def array(self, entry: memoryview, batch: int) -> npt.NDArray[Any]:
+        """``[V, batch]`` or ``[batch, V]`` at the start of an entry."""
+        flat = np.frombuffer(entry, DTYPES[self.dtype], self.vocab * batch)
+        columns = self.layout == "columns"
+        return flat.reshape((self.vocab, batch) if columns else (batch, self.vocab))
+
+    def part(self, array: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
+        """What a rank writes of ``array``: ``[V/t, batch]`` or ``[batch, V/t]``."""
+        if self.shard is not None:
+            tokens = slice(rank * self.shard, (rank + 1) * self.shard)
+        else:
+            tokens = slice(rank * self.vocab // self.ranks, (rank + 1) * self.vocab // self.ranks)
+        return array[tokens] if self.layout == "columns" else array[:, tokens]
 
 
 class LogitsEndpoint(msgspec.Struct, frozen=True):
@@ -72,7 +124,7 @@ class LogitsChannel:
             directory: where the memory lies; None: a memfd.
 
         Raises:
-            ResourceError: not enough memory. ChannelConfigError: a size that cannot work.
+            ResourceError: not enough memory.
         """
         shape = LogitsShape(vocab, batch, dtype, layout, ranks, shard)
         return cls(Ring.create(name, _ring_layout(entries, shape), readers, directory), shape)
