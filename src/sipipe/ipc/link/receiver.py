@@ -17,14 +17,14 @@ import torch
 from sipipe.errors import StallError
 from sipipe.ipc.link.errors import LinkClosedError, TransferMismatchError
 from sipipe.ipc.link.header import Header
-from sipipe.ipc.link.transport import ReceivingTransport
+from sipipe.ipc.link.shm import ShmReceiving
 from sipipe.messages.link import LinkEndpoint
 
 
 class Receiver:
     """Receives one stage's hidden states. Made by :func:`.open_receiver`."""
 
-    def __init__(self, endpoint: LinkEndpoint, transport: ReceivingTransport) -> None:
+    def __init__(self, endpoint: LinkEndpoint, transport: ShmReceiving) -> None:
         self._endpoint = endpoint
         self._transport = transport
         self._held: dict[int, int] = {}  # iteration -> frame, under _holding

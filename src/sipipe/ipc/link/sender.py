@@ -25,7 +25,7 @@ from sipipe.errors import SiPipeError, StallError
 from sipipe.ipc.link.errors import LinkClosedError
 from sipipe.ipc.link.header import Header, Kind
 from sipipe.ipc.link.schema import TensorSchema
-from sipipe.ipc.link.transport import SendingTransport
+from sipipe.ipc.link.shm import ShmSending
 from sipipe.messages.link import LinkEndpoint
 
 _SCHEMAS_REMEMBERED = 32
@@ -45,7 +45,7 @@ class _Job(NamedTuple):
 class Sender:
     """Sends one stage's hidden states to the next stage. Made by :func:`.open_sender`."""
 
-    def __init__(self, endpoint: LinkEndpoint, transport: SendingTransport) -> None:
+    def __init__(self, endpoint: LinkEndpoint, transport: ShmSending) -> None:
         self._endpoint = endpoint
         self._transport = transport
         self._schemas: dict[int, TensorSchema] = {}  # announced or about to be, oldest first

@@ -64,7 +64,14 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ShmSending:
-    """The sender's end."""
+    """The sender's end, and what other transports inherit.
+
+    A transport moves frames: which iteration is due, how many frames may be on their way and what
+    an error means to later calls is :mod:`.sender`'s and :mod:`.receiver`'s business. The two ends
+    are made in two processes, in any order; neither constructor waits for the other. ``announce``
+    and ``transmit`` are called by one thread at a time, ``next_release`` by another at the same
+    time, ``interrupt`` by any.
+    """
 
     def __init__(self, endpoint: LinkEndpoint, sock: socket.socket) -> None:
         self._endpoint = endpoint
@@ -76,6 +83,13 @@ class ShmSending:
         _greet(self._connection, self._codec)
 
     def prepare(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:
+        """What :meth:`transmit` has to wait for: an event, or None for nothing.
+
+        ``parts`` are the schema's tensors; a transport may replace them by contiguous ones.
+
+        Raises:
+            UnsupportedError: a tensor is on a device that this transport cannot carry from.
+        """
         for part in parts:
             if not part.is_cpu:
                 return self._after_kernels(schema, parts)
@@ -94,9 +108,11 @@ class ShmSending:
         return event
 
     def is_quick(self, nbytes: int, after: Any) -> bool:
+        """Whether a frame of ``nbytes`` bytes is quick enough for the caller's own thread."""
         return after is None and nbytes <= QUICK_BYTES
 
     def announce(self, schema: TensorSchema) -> None:
+        """Describe a schema to the receiver and make room for it; may wait for the receiver."""
         need = buffer_bytes(schema, self._endpoint.max_tokens)
         grow = need > self._size
         self._size = max(need, self._size)
@@ -126,8 +142,13 @@ class ShmSending:
     def transmit(
         self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
     ) -> None:
-        """On this thread alone: ``Tensor.copy_`` spreads a large copy over an OpenMP pool, one
-        more pool per calling thread, which fights the forward pass for the worker's cores."""
+        """Send one frame, after ``after``; its buffer is free, its schema announced.
+
+        On return ``parts`` may be overwritten, on a device by work that is queued behind
+        :meth:`order_after_copies`. Copied on this thread alone: ``Tensor.copy_`` spreads a large
+        copy over an OpenMP pool, one more pool per calling thread, which fights the forward pass
+        for the worker's cores.
+        """
         assert self._buffers is not None, "announce comes first"
         if after is not None:
             after.synchronize()
@@ -143,9 +164,11 @@ class ShmSending:
         self._connection.send(self._codec.pack(header))
 
     def order_after_copies(self) -> None:
-        """Nothing: a frame's bytes have been read when it is transmitted."""
+        """Put what the caller's device does from now on behind the copies transmitted so far:
+        nothing here, where a frame's bytes have been read when it is transmitted."""
 
     def next_release(self, timeout: float) -> int | None:
+        """A frame whose buffer came back, or None when ``timeout`` seconds passed."""
         while (size := self._connection.receive(self._packet, timeout)) is not None:
             header = self._codec.unpack(memoryview(self._packet)[:size])
             if header.kind == Kind.RELEASE:
@@ -156,6 +179,7 @@ class ShmSending:
         return None
 
     def interrupt(self) -> None:
+        """Say goodbye and end the connection; calls that wait raise."""
         self._connection.interrupt(self._codec.pack(Header(Kind.BYE)))
 
     def close(self) -> None:
@@ -164,7 +188,7 @@ class ShmSending:
 
 
 class ShmReceiving:
-    """The receiver's end."""
+    """The receiver's end. One thread at a time calls ``receive`` and ``tensors``; any the rest."""
 
     def __init__(self, endpoint: LinkEndpoint, sock: socket.socket) -> None:
         self._endpoint = endpoint
@@ -177,6 +201,12 @@ class ShmReceiving:
         _greet(self._connection, self._codec)
 
     def receive(self, timeout: float) -> Header | None:
+        """The header of the next frame, or None when ``timeout`` seconds passed.
+
+        Raises:
+            PeerDiedError, LinkClosedError: there will be none.
+            TransferMismatchError: what came is damaged.
+        """
         deadline = time.monotonic() + timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -194,6 +224,7 @@ class ShmReceiving:
                 self._learn(self._view[HEADER_BYTES:size])
 
     def tensors(self, header: Header) -> dict[str, torch.Tensor]:
+        """The frame's tensors, complete and in place; the dictionary is not to be changed."""
         schema = self._schemas.get(header.fingerprint)
         if schema is None or self._buffers is None:
             raise TransferMismatchError(
@@ -203,6 +234,7 @@ class ShmReceiving:
         return self._buffers.views(schema, header.frame % self._endpoint.depth, header.num_tokens)
 
     def release(self, frame: int) -> None:
+        """Give a frame's buffer back to the sender; does nothing if that is gone."""
         with contextlib.suppress(PeerDiedError):  # the next receive() says what became of it
             self._connection.send(self._codec.pack(Header(Kind.RELEASE, frame)))
 
