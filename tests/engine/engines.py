@@ -149,6 +149,8 @@ class Engine:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.kill()
+        if self.log.parent == Path(tempfile.gettempdir()):
+            self.log.unlink(missing_ok=True)
 
     def __enter__(self):
         return self
