@@ -4,8 +4,6 @@
 iteration to iteration. No vLLM and no torch is needed.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +13,9 @@ import numpy.typing as npt
 
 from sipipe.messages.cost import cost_estimate
 from sipipe.messages.params import LogprobsMode, SequenceParams, derive_seed, unsupported
-from sipipe.sampler.kernels.work import Work, make_work
+from sipipe.sampler.kernels.state import Work, make_work
 from sipipe.sampler.layout import Layout
-from sipipe.sampler.results import Logprobs, SampleResult
-from sipipe.sampler.state import SequenceColumns
+from sipipe.sampler.state import Logprobs, SampleResult, SequenceColumns
 from sipipe.sampler.warmup import warm_up
 
 __all__ = [

@@ -10,8 +10,8 @@ from tests.sampler.support import bitmask
 from tests.sampler.test_filters import logits
 
 from sipipe.messages.params import SequenceParams
+from sipipe.sampler.options import ThinkingBudget
 from sipipe.sampler.state import SequenceColumns
-from sipipe.sampler.thinking import ThinkingBudget
 
 V = 600
 

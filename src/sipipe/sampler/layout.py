@@ -7,8 +7,6 @@
 Logits are only read, in their own dtype; nothing as large as the matrix is ever copied.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -17,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sipipe.sampler.kernels.layouts import transpose
-from sipipe.sampler.kernels.work import STAGED, make_staging
+from sipipe.sampler.kernels.state import STAGED, make_staging
 
 Layout = Literal["rows", "columns"]
 Indices = npt.NDArray[np.int64]

@@ -16,8 +16,6 @@ Relies on
 The process imports neither torch nor vLLM: it starts in a second and stays small.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 import time

@@ -4,8 +4,6 @@ Kept in Python, because a request without any of these costs nothing here, and g
 into the flat ranges that the kernels read (`RowOptions`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,7 +13,75 @@ import numpy.typing as npt
 
 from sipipe.messages.params import SequenceParams
 from sipipe.sampler.kernels.state import Ranges, RowOptions
-from sipipe.sampler.thinking import ThinkingBudget
+
+
+class ThinkingBudget:
+    """After so many tokens of reasoning, forces the tokens that end it.
+
+    A state machine over output tokens, a pure function of prompt and output, so that rebuilt state
+    continues as kept state. Semantics are those of vLLM's first model runner without speculative
+    decoding; where that one loses count, this one does not (a start marker of several tokens in the
+    prompt; an end marker that came before any start).
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        start_token_ids: Sequence[int],
+        end_token_ids: Sequence[int],
+        prompt_token_ids: Iterable[int],
+    ) -> None:
+        self.budget = budget
+        self._start = list(start_token_ids)
+        self._end = list(end_token_ids)
+        self._tail: list[int] = []  # output tokens since the last change of state
+        self._count = 0
+        self._forced = 0  # end tokens already forced
+        prompt = [int(token) for token in prompt_token_ids]
+        start, end = _last(prompt, self._start), _last(prompt, self._end)
+        self.thinking = start > end
+        if self.thinking:
+            self._count = len(prompt) - start - len(self._start)
+
+    @property
+    def forced(self) -> int:
+        """The token that must come next, or -1."""
+        if not self._end or not self.thinking or (self._count < self.budget and not self._forced):
+            return -1
+        return self._end[self._forced]
+
+    def observe(self, token: int) -> None:
+        """Advance by one output token."""
+        if self.forced >= 0 and token == self.forced:
+            self._forced += 1
+            if self._forced == len(self._end):
+                self._change(thinking=False)
+            return
+        self._forced = 0
+        self._tail.append(token)
+        if self.thinking:
+            self._count += 1
+            if self._end and self._tail[-len(self._end) :] == self._end:
+                self._change(thinking=False)
+        elif self._start and self._tail[-len(self._start) :] == self._start:
+            self._change(thinking=True)
+        del self._tail[: -max(len(self._start), len(self._end), 1)]
+
+    def _change(self, *, thinking: bool) -> None:
+        self.thinking = thinking
+        self._count = 0
+        self._forced = 0
+        self._tail.clear()
+
+
+def _last(tokens: list[int], marker: list[int]) -> int:
+    """Start of the last occurrence of ``marker``, or -1."""
+    if marker:
+        for at in range(len(tokens) - len(marker), -1, -1):
+            if tokens[at : at + len(marker)] == marker:
+                return at
+    return -1
+
 
 Ids = npt.NDArray[np.int32]
 
@@ -85,22 +151,15 @@ def _ids(tokens: Sequence[int] | None) -> Ids:
     return np.asarray(tokens or [], np.int32)
 
 
-class _RangesOf:
-    """`Ranges` in the making, rows ascending."""
-
-    def __init__(self, n: int, kind: type[np.generic] = np.int32) -> None:
-        self._sizes = np.zeros(n + 1, np.int64)
-        self._parts: list[Any] = [np.zeros(0, kind)]
-
-    def put(self, row: int, part: Any) -> None:
+def _ranges(n: int, parts: Iterable[tuple[int, Any]], kind: type[np.generic] = np.int32) -> Ranges:
+    """`Ranges` of ``n`` rows from the (row, values) that there are, rows ascending."""
+    sizes = np.zeros(n + 1, np.int64)
+    values: list[Any] = [np.zeros(0, kind)]
+    for row, part in parts:
         if len(part):
-            self._sizes[row + 1] = len(part)
-            self._parts.append(np.asarray(part, self._parts[0].dtype))
-
-    def end(self) -> Ranges:
-        if len(self._parts) == 1:
-            return Ranges(self._sizes, self._parts[0])
-        return Ranges(np.cumsum(self._sizes), np.concatenate(self._parts))
+            sizes[row + 1] = len(part)
+            values.append(np.asarray(part, kind))
+    return Ranges(np.cumsum(sizes), np.concatenate(values))
 
 
 def row_options(
@@ -113,51 +172,30 @@ def row_options(
 ) -> RowOptions:
     """The kernels' view of one call's ``n`` rows.
 
-    ``given`` by row, for those that have any; ``positions`` (output tokens so far) are per row;
-    ``bitmask`` is [m, words] int32 with ``bitmask_rows`` naming each row's, -1 for none.
+    ``given`` by row, ascending, for those that have any; ``positions`` (output tokens so far) are
+    per row; ``bitmask`` is [m, words] int32 with ``bitmask_rows`` naming each row's, -1 for none.
     """
-    if not given and bitmask is None:
-        return _no_options(n)
-    return _gather(n, given, positions, vocab_size, bitmask, bitmask_rows)
-
-
-@lru_cache(maxsize=64)
-def _no_options(n: int) -> RowOptions:
-    """Kernels only read it, so calls share it."""
-    return _gather(n, {}, np.zeros(n, np.int64), 0, None, None)
-
-
-def _gather(
-    n: int,
-    given: Mapping[int, RequestOptions],
-    positions: npt.NDArray[np.int64],
-    vocab_size: int,
-    bitmask: npt.NDArray[np.int32] | None,
-    bitmask_rows: npt.NDArray[np.int32] | None,
-) -> RowOptions:
-    bans, stops, biases, allowed, named = (_RangesOf(n) for _ in range(5))
-    bias_values = _RangesOf(n, np.float32)
+    each = given.items()
     forced = np.full(n, -1, np.int32)
     wanted = np.full(n, -1, np.int32)
-    for i, options in given.items():
-        bans.put(i, options.bans())
-        if positions[i] < options.min_tokens:
-            stops.put(i, options.stops)
-        biases.put(i, options.bias_tokens)
-        bias_values.put(i, options.bias_values)
-        allowed.put(i, options.allowed)
+    for i, options in each:
         forced[i] = options.forced
         wanted[i] = options.wanted(vocab_size)
-        named.put(i, options.named)
     return RowOptions(
-        bans=bans.end(),
-        stops=stops.end(),
-        biases=biases.end(),
-        bias_values=bias_values.end(),
-        allowed=allowed.end(),
+        bans=_ranges(n, ((i, options.bans()) for i, options in each)),
+        stops=_ranges(n, ((i, o.stops) for i, o in each if positions[i] < o.min_tokens)),
+        biases=_ranges(n, ((i, options.bias_tokens) for i, options in each)),
+        bias_values=_ranges(n, ((i, options.bias_values) for i, options in each), np.float32),
+        allowed=_ranges(n, ((i, options.allowed) for i, options in each)),
         forced=forced,
         bitmask=np.zeros((1, 0), np.int32) if bitmask is None else bitmask,
         bitmask_rows=np.full(n, -1, np.int32) if bitmask_rows is None else bitmask_rows,
         wanted=wanted,
-        named=named.end(),
+        named=_ranges(n, ((i, options.named) for i, options in each)),
     )
+
+
+@lru_cache(maxsize=64)
+def no_options(n: int) -> RowOptions:
+    """`row_options` of rows that have none. Kernels only read it, so calls share it."""
+    return row_options(n, {}, np.zeros(n, np.int64), 0, None, None)

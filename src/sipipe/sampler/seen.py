@@ -8,8 +8,6 @@ and output, so rebuilt state equals kept state. Prompt tokens are entered only w
 penalty needs them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,9 +7,8 @@ Guarantee: a drawn token depends only on (parameters, seed, prompt, output so fa
 the batch, where a request's state happens to be, or whether it was kept or rebuilt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import msgspec
@@ -18,12 +17,55 @@ import numpy.typing as npt
 
 from sipipe.messages.params import LogprobsMode, SequenceParams
 from sipipe.sampler.kernels.rows import sample_rows
-from sipipe.sampler.kernels.state import Output, RequestState, Scores
-from sipipe.sampler.kernels.work import Work, make_work
+from sipipe.sampler.kernels.state import (
+    ALL_MASKED,
+    HAS_INFINITY,
+    HAS_NAN,
+    Output,
+    RequestState,
+    Scores,
+    Work,
+    make_work,
+)
 from sipipe.sampler.layout import Layout, Reader, writeable
-from sipipe.sampler.options import RequestOptions, row_options
-from sipipe.sampler.results import Logprobs, SampleResult
+from sipipe.sampler.options import RequestOptions, no_options, row_options
 from sipipe.sampler.seen import SeenTables, grown
+
+_MESSAGES = {
+    HAS_NAN: "the model's logits hold NaN",
+    HAS_INFINITY: "the model's logits hold +inf",
+    ALL_MASKED: "no token is left to sample: every logit is -inf or masked",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """A row as in vLLM's ``LogprobsTensors``: the drawn token first, then the most likely ones."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[1 + logprobs asked for]."""
+    logprobs: npt.NDArray[np.float32]
+    """Same shape: natural logarithms (or logits, by mode), -inf for masked tokens."""
+    rank: int
+    """How many tokens score at least the drawn one's score, itself included."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """What `SequenceColumns.sample` found, per row of the call."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[n], -1 where there is an error."""
+    codes: npt.NDArray[np.uint8]
+    """[n], 0: drawn, else why not; see `errors`."""
+    logprobs: dict[int, Logprobs]
+    """{row of the call: its logprobs}, for sequences that asked for any and got a token."""
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """{row of the call: what is wrong with it}; empty when every token was drawn."""
+        return {int(i): _MESSAGES[int(self.codes[i])] for i in np.flatnonzero(self.codes)}
+
 
 _SEED_MASK = (1 << 64) - 1
 # Parameters that kernels read for every request. vLLM holds top_p and min_p in float32 too, and so
@@ -189,13 +231,11 @@ class SequenceColumns:
         if indices.size != n:
             raise ValueError(f"rows: {indices.size} for {n} handles")
         given = {i: self._options[int(requests[i])] for i in self._with_options(requests)}
-        options = row_options(
-            n,
-            given,
-            self._position[requests],
-            self._vocab_size,
-            *self._bitmask(n, bitmask, bitmask_rows),
-        )
+        if given or bitmask is not None:
+            masks = self._bitmask(n, bitmask, bitmask_rows)
+            options = row_options(n, given, self._position[requests], self._vocab_size, *masks)
+        else:
+            options = no_options(n)
         width = 1 + int(options.wanted.max(initial=-1))
         out = Output(
             np.full(n, -1, np.int32),

@@ -1,7 +1,5 @@
 """Compile every kernel before the first request, or load it from the on-disk cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

@@ -8,14 +8,12 @@ four NEON/SSE ones, so the same code is right everywhere and widest where the CP
 A block is `BLOCK` = 256 consecutive logits, 16 vectors of 16.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -250,18 +248,10 @@ def exp2(builder: Any, power: Any, mask: Any = None) -> Any:
 def compress(builder: Any, value: Any, mask: Any, pointer: Any, offset: Any) -> None:
     """Write the lanes of ``value`` that ``mask`` selects to ``pointer[offset:]``, without gaps.
 
-    May write 16 lanes: the array needs that much room after the last one kept. (Newer LLVM
-    compresses in a register; storing compressed, the older way, is microcoded on some CPUs.)
+    May write 16 lanes: the array needs that much room after the last one kept. (Compressed in a
+    register, because to store compressed is microcoded on some CPUs.)
     """
-    suffix = "f32" if value.type is VF else "i32"
-    if binding.llvm_version_info >= (19,):
-        name = f"llvm.experimental.vector.compress.v16{suffix}"
-        function = intrinsic_function(builder, name, value.type, value.type, VB, value.type)
-        undefined = ir.Constant(value.type, ir.Undefined)
-        store_vector(builder, builder.call(function, [value, mask, undefined]), pointer, offset)
-        return
-    element = value.type.element.as_pointer()
-    function = intrinsic_function(
-        builder, f"llvm.masked.compressstore.v16{suffix}", ir.VoidType(), value.type, element, VB
-    )
-    builder.call(function, [value, builder.gep(pointer, [offset]), mask])
+    name = f"llvm.experimental.vector.compress.v16{'f32' if value.type is VF else 'i32'}"
+    function = intrinsic_function(builder, name, value.type, value.type, VB, value.type)
+    undefined = ir.Constant(value.type, ir.Undefined)
+    store_vector(builder, builder.call(function, [value, mask, undefined]), pointer, offset)

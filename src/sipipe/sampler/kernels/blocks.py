@@ -8,8 +8,6 @@ pass whole blocks only.
 (and may be NaN). So masks cost no copy of the row.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]

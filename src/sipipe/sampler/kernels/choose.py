@@ -9,8 +9,6 @@ Each way through returns (token, kept, maximum, log of mass): the ``kept`` token
 ``work.ids``/``values``, divided by the temperature, where ``listed``; kept is -1 for the whole row.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

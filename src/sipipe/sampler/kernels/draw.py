@@ -1,7 +1,5 @@
 """One token by inverse CDF: of the candidates, or of a whole row and its edits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows from logits that lie as columns [V, B] in memory, copied in their own dtype."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]

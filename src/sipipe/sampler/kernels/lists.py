@@ -3,8 +3,6 @@
 Lists are padded to whole blocks by whoever fills them. Nothing allocates or checks bounds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]

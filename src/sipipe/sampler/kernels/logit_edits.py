@@ -10,8 +10,6 @@ The order is vLLM's: grammar, allowed tokens, bad words, min tokens, logit bias,
 frequency and presence penalty, thinking budget; arithmetic is float32, rounded where vLLM rounds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Order among candidates: sort keys, the k-th largest, and thresholds that k values reach."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ the seed is the key, the position (number of output tokens so far) the counter. 
 a request gives the same tokens whatever its batch, order or sampler, and after a restart.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ mask and edit what the request changes ─► maxima of all blocks ─► greedy
                                                                 └► sums ─► [top-p] ─► draw
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -26,8 +24,8 @@ from sipipe.sampler.kernels.state import (
     RequestState,
     RowOptions,
     Scores,
+    Work,
 )
-from sipipe.sampler.kernels.work import Work
 
 GREEDY_BELOW = np.float32(1e-5)
 """Temperatures below this are greedy, as in vLLM."""

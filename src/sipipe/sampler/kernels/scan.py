@@ -6,8 +6,6 @@ count as -inf, and ``edited`` tokens listed beside it that stand for masked ones
 and padded with -inf by `block_maxima`, which comes first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Among equal scores the lower token id comes first. A rank counts the scores >= t
 itself among them, after rounding to float32: as in vLLM.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

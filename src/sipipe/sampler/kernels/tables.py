@@ -1,7 +1,5 @@
 """Seen tokens with their counts, and an open-addressing index of them; see `sipipe.sampler.seen`."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Top-p over many candidates: which of a row's tokens may be in the set, and where it ends."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
