@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import numpy.typing as npt
 
 from sipipe.observe.format import TraceError
@@ -20,8 +21,9 @@ _BATCH = 20_000
 def write_perfetto(run: Run, path: Path) -> int:
     """Write the window of a run as Chrome trace JSON, compressed where the name ends in ``.gz``.
 
-    Each process is one of Perfetto's processes, each recording thread a track; stages have one more
-    track with what the accounting makes of the device's time. Returns the number of slices.
+    Each process is one of Perfetto's processes; each of its recording threads has a track a slot,
+    and stages one more with what the accounting makes of the device's time. Returns the number of
+    slices.
 
     Raises:
         TraceError: the file cannot be written.
@@ -35,48 +37,107 @@ def write_perfetto(run: Run, path: Path) -> int:
             else path.open("w", encoding="ascii") as file
         ):
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-            file.write(",\n".join(json.dumps(event) for event in _names(run)))
-            for block in _slices(run):
-                count += len(block)
-                file.write(",\n" + ",\n".join(block))
+            for number, block in enumerate(_blocks(run)):
+                count += sum(event["ph"] == "X" for event in block)
+                text = ",\n".join(json.dumps(event) for event in block)
+                file.write((",\n" if number else "") + text)
             file.write("\n]}\n")
     except OSError as error:
         raise TraceError(f"--perfetto {path}: {error.strerror}") from None
     return count
 
 
-def _names(run: Run) -> Iterator[dict[str, Any]]:
-    for pid, process in enumerate(run.trace.processes):
-        header = process.header
-        name = f"{header.name} ({header.host}, pid {header.pid})"
-        yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-        if header.role == "stage":
-            device = {"name": "device: busy and bubbles"}
-            yield {"ph": "M", "pid": pid, "tid": 1000, "name": "thread_name", "args": device}
-
-
-def _slices(run: Run) -> Iterator[list[str]]:
-    start = run.window[0]
-    phases = [phase.name.lower() for phase in Phase]
+def _blocks(run: Run) -> Iterator[list[dict[str, Any]]]:
+    """Events, some thousands at a time."""
     causes = list(Cause)
     stages = iter(run.account.stages)
     for pid, process in enumerate(run.trace.processes):
-        for rows in _batches(process.phase(window=run.window)):
-            yield [
-                f'{{"ph":"X","pid":{pid},"tid":{thread},"ts":{(began - start) / 1000:.3f},'
-                f'"dur":{(ended - began) / 1000:.3f},"name":"{phases[phase]}","args":'
-                f'{{"iteration":{iteration},"slot":{slot},"sequences":{batch},"tokens":{tokens}}}}}'
-                for began, ended, iteration, batch, tokens, phase, thread, slot in rows
-            ]
-        if process.header.role == "stage":
+        header = process.header
+        name = f"{header.name} ({header.host}, pid {header.pid})"
+        yield [_named(pid, 0, "process", name), _sorted(pid)]
+        if header.role == "stage":
+            yield [_named(pid, 0, "thread", "device: busy and bubbles")]
             for rows in _batches(next(stages).segments):
                 yield [
-                    f'{{"ph":"X","pid":{pid},"tid":1000,"ts":{(began - start) / 1000:.3f},'
-                    f'"dur":{(ended - began) / 1000:.3f},"name":"{causes[cause].text}",'
-                    f'"cat":"{causes[cause].kind}","args":{{"iteration":{iteration}}}}}'
+                    _slice(run, pid, 0, began, ended, causes[cause].text, iteration=iteration)
+                    | {"cat": causes[cause].kind}
                     for began, ended, iteration, cause, _ in rows
                 ]
+        records, track = process.phase(window=run.window), 1
+        for thread in np.unique(records["thread"]):
+            own = records[records["thread"] == thread]
+            does = ", ".join(Phase(phase).name.lower() for phase in np.unique(own["phase"]))
+            for slot in np.unique(own["slot"]):
+                tracks = _Tracks(run, pid, track)
+                for rows in _batches(own[own["slot"] == slot]):
+                    yield [tracks.place(*row) for row in rows]
+                names = range(track, track + len(tracks.open))
+                yield [_named(pid, tid, "thread", f"slot {slot}: {does}") for tid in names]
+                track += len(names)
+
+
+class _Tracks:
+    """The tracks of one thread's work for one slot.
+
+    Perfetto drops a slice that begins within another one of its track and ends behind it, so such a
+    slice goes to one more track.
+    """
+
+    def __init__(self, run: Run, pid: int, first: int) -> None:
+        self._run, self._pid, self._first = run, pid, first
+        self.open: list[list[int]] = []
+        """For each track the ends of the slices that the next one may lie in."""
+
+    def place(
+        self,
+        began: int,
+        ended: int,
+        iteration: int,
+        sequences: int,
+        tokens: int,
+        phase: int,
+        _thread: int,
+        slot: int,
+    ) -> dict[str, Any]:
+        """The event of a record; records come in the order of their begin."""
+        for index, ends in enumerate([*self.open, []]):
+            while ends and ends[-1] <= began:
+                ends.pop()
+            if not ends or ended <= ends[-1]:
+                break
+        if index == len(self.open):
+            self.open.append(ends)
+        ends.append(ended)
+        return _slice(
+            self._run,
+            self._pid,
+            self._first + index,
+            began,
+            ended,
+            Phase(phase).name.lower(),
+            iteration=iteration,
+            slot=slot,
+            sequences=sequences,
+            tokens=tokens,
+        )
+
+
+def _named(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_name", "args": {"name": name}}
+
+
+def _sorted(pid: int) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+
+
+def _slice(
+    run: Run, pid: int, tid: int, began: int, ended: int, name: str, **args: int
+) -> dict[str, Any]:
+    """From ``began`` to ``ended`` as far as that lies in the window, in us from its begin."""
+    start, end = run.window
+    began, ended = max(began, start), min(ended, end)
+    times = {"ts": (began - start) / 1000, "dur": (ended - began) / 1000}
+    return {"ph": "X", "pid": pid, "tid": tid, **times, "name": name, "args": args}
 
 
 def _batches(records: npt.NDArray[Any]) -> Iterator[list[tuple[Any, ...]]]:
