@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import sipipe
+from sipipe.errors import ResourceError
 
 PACKAGES = [
     "sipipe",
@@ -51,6 +52,12 @@ def test_these_import_without_heavy_packages(package):
 def test_the_core_imports_without_vllm_and_torch():
     statement = "; ".join(f"import {package}" for package in PACKAGES)
     assert not {"vllm", "torch", "transformers"} & loaded_after(statement)
+
+
+def test_the_executor_without_vllm_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ResourceError, match="vLLM is not installed here: pip install"):
+        _ = sipipe.Executor
 
 
 def test_an_unknown_name_is_an_attribute_error():

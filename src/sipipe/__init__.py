@@ -16,6 +16,9 @@ __all__ = ["Executor", "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name == "Executor":
+        from sipipe.versions import require_vllm
+
+        require_vllm()
         from sipipe.engine.executor import Executor
 
         return Executor

@@ -39,6 +39,11 @@ def test_the_degrees_are_taken(capsys, vllm):
     assert "5 microbatches" in found["pipeline"]["text"]
 
 
+def test_more_workers_than_cores_is_a_warning(capsys, vllm):
+    main(["doctor", "--quick", "--pp", "1000"])
+    assert "1000 workers, here are" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("installed", "words"),
     [

@@ -159,6 +159,14 @@ def _what_sipipe_does(
 ) -> Iterator[Finding]:
     plan = plan_cores(this_machine(), stages=stages, tensor_parallel=ranks, device=device)
     first, second = plan.describe()
+    workers, cores = stages * ranks, len(this_machine())
+    if device == "cpu" and workers > cores:
+        yield Finding(
+            "core plan",
+            "warning",
+            f"--pp {stages} --tp {ranks} are {workers} workers, here are {cores} cores: workers "
+            "that share a core wait for each other",
+        )
     note = " (too few cores to overlap everything)" if plan.shared else ""
     yield Finding("core plan", "ok", first.removeprefix("core plan: ") + note)
     yield Finding("", "ok", second.strip().removesuffix(" (shared: fewer cores than processes)"))

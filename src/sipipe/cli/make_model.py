@@ -28,6 +28,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--vocab-size", type=int, metavar="V", help="rows of the vocabulary")
     parser.add_argument("--layers", type=int, metavar="L", help="number of layers")
+    parser.add_argument(
+        "--force", action="store_true", help="replace a model made there with other arguments"
+    )
     args = parser.parse_args(argv)
 
     from sipipe.tools.make_model.checkpoint import make_model

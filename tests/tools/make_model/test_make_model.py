@@ -56,6 +56,14 @@ def test_foreign_files_are_never_replaced(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["precious.txt"]
 
 
+def test_another_model_is_replaced_by_force_only(tmp_path):
+    make_model("llama", tmp_path, layers=1)
+    with pytest.raises(ConfigError, match="replace it with --force"):
+        make_model("llama", tmp_path, layers=2, force=False)
+    assert make_model("llama", tmp_path, layers=1, force=False) == tmp_path
+    make_model("llama", tmp_path, layers=2)
+
+
 @pytest.mark.parametrize(
     ("family", "arguments", "word"),
     [

@@ -50,12 +50,13 @@ def make_model(
     dtype: str | None = None,
     vocab_size: int | None = None,
     layers: int | None = None,
+    force: bool = True,
 ) -> Path:
     """Write a random, deterministic checkpoint of ``family`` to ``directory`` and return it.
 
     The directory appears at once when it is complete. If it already holds a checkpoint made with
-    the same arguments it is left as it is; one made with others is replaced; anything else in the
-    way is an error.
+    the same arguments it is left as it is; one made with others is replaced with ``force``;
+    anything else in the way is an error.
 
     Args:
         family: one of :data:`sipipe.tools.make_model.families.FAMILIES`.
@@ -86,7 +87,7 @@ def make_model(
     target = Path(directory)
     if _has_recipe(target, recipe):
         return target
-    _check_replaceable(target)
+    _check_replaceable(target, force)
     model = _empty_model(config_of(shape), dtype)
     parent = target.absolute().parent
     try:
@@ -177,10 +178,17 @@ def _has_recipe(directory: Path, recipe: Mapping[str, Any]) -> bool:
         return False
 
 
-def _check_replaceable(directory: Path) -> None:
+def _check_replaceable(directory: Path, force: bool) -> None:
     if directory.is_dir():
-        if (directory / RECIPE_FILE).exists() or not any(directory.iterdir()):
+        if not any(directory.iterdir()):
             return
+        if (directory / RECIPE_FILE).exists():
+            if force:
+                return
+            raise ConfigError(
+                f"make-model: {directory} holds a model made with other arguments; name another "
+                "directory, or replace it with --force"
+            )
         raise ConfigError(
             f"make-model: {directory} holds files that make-model did not write; "
             "name a new or empty directory"
@@ -205,7 +213,7 @@ def _replace(scratch: Path, target: Path, recipe: Mapping[str, Any]) -> None:
     for _ in range(3):
         try:
             if target.exists():
-                _check_replaceable(target)
+                _check_replaceable(target, force=True)
                 shutil.rmtree(target)
             scratch.rename(target)
         except OSError:
