@@ -100,14 +100,16 @@ class _Tracks:
         slot: int,
     ) -> dict[str, Any]:
         """The event of a record; records come in the order of their begin."""
-        for index, ends in enumerate([*self.open, []]):
+        index = 0
+        for ends in self.open:
             while ends and ends[-1] <= began:
                 ends.pop()
             if not ends or ended <= ends[-1]:
                 break
-        if index == len(self.open):
-            self.open.append(ends)
-        ends.append(ended)
+            index += 1
+        else:
+            self.open.append([])
+        self.open[index].append(ended)
         return _slice(
             self._run,
             self._pid,
