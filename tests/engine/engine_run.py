@@ -36,6 +36,10 @@ def main() -> None:
     from vllm import LLM
 
     engine = spec["engine"]
+    if str(engine.get("worker_extension_cls")).startswith("kernel_twins"):
+        from vllm.config import vllm as checks
+
+        checks.HAS_TRITON = True  # without which vLLM refuses its second runner
     if spec["sipipe"] is not None:
         engine["distributed_executor_backend"] = "sipipe.Executor"
         engine["additional_config"] = {"sipipe": spec["sipipe"]}

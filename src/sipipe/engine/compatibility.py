@@ -13,6 +13,7 @@ user's view of the two tables below.
 import os
 
 import vllm
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
@@ -89,10 +90,19 @@ def why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     return reason
 
 
+def uses_second_runner(vllm_config: VllmConfig) -> bool:
+    """Whether the stages stand on vLLM's second model runner: vLLM's choice.
+
+    On CPUs that is the first one, and SiPipe's own in its place, unless
+    ``VLLM_USE_V2_MODEL_RUNNER`` says otherwise.
+    """
+    if current_platform.is_cpu() and envs.VLLM_USE_V2_MODEL_RUNNER is None:
+        return False
+    return bool(VllmConfig.use_v2_model_runner.__get__(vllm_config))
+
+
 def _reason(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     model = vllm_config.model_config
-    if not current_platform.is_cpu():
-        return "SiPipe's stage runner runs on CPUs; GPU stages come with vLLM's second runner"
     if config.stage_runner == "vllm":
         return 'the sipipe config says "stage_runner": "vllm"'
     if config.cpu_sampling == "off":
@@ -101,16 +111,34 @@ def _reason(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         return "pooling models have no tokens to sample"
     if model.logits_processors:
         return "custom logits processors (--logits-processors) run in vLLM's own sampler"
-    if model.is_multimodal_model:
-        return "multi-modal models need vLLM's encoder path"
     if model.is_encoder_decoder:
         return "encoder-decoder models need vLLM's cross-attention path"
-    if model.is_hybrid or model.is_attention_free:
-        return "models with recurrent state (hybrid, mamba) need vLLM's own runner"
     if model.return_sampling_mask:
         return "sampling masks (--return-sampling-mask) come from vLLM's own sampler"
     if model.enable_prompt_embeds:
         return "prompt embeddings (--enable-prompt-embeds) need vLLM's own runner"
     if getattr(vllm_config.scheduler_config, "async_scheduling", False):
         return "asynchronous scheduling keeps sampled tokens on the device"
+    if uses_second_runner(vllm_config):
+        return _why_not_second(vllm_config)
+    if not current_platform.is_cpu():
+        return (
+            "SiPipe's stages on GPUs stand on vLLM's second runner, and vLLM takes its first one "
+            "here (see VLLM_USE_V2_MODEL_RUNNER)"
+        )
+    if model.is_multimodal_model:
+        return "multi-modal models need vLLM's encoder path"
+    if model.is_hybrid or model.is_attention_free:
+        return "models with recurrent state (hybrid, mamba) need vLLM's own runner"
+    return ""
+
+
+def _why_not_second(vllm_config: VllmConfig) -> str:
+    model = vllm_config.model_config
+    if vllm_config.watermark_config is not None:
+        return "watermarks (--watermark-config) are put in by vLLM's own sampler"
+    if model.is_diffusion:
+        return "diffusion models draw with a sampler of their own"
+    if getattr(model, "enable_return_routed_experts", False):
+        return "routed experts (--enable-return-routed-experts) come with vLLM's own sampler's output"
     return ""

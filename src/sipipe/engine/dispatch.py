@@ -40,20 +40,22 @@ class Dispatcher:
         self._gather = gather
         self._telemetry = telemetry
         self._last: Iteration | None = None
-        self._finished: set[str] = set()
+        self._empty: list[SchedulerOutput] = []
+        """Scheduling outputs without tokens since the last that was published."""
 
     def publish(self, output: SchedulerOutput) -> bool:
         """Publish one iteration; False if it has no tokens.
 
-        Such an output is not published: the requests that it ends leave with the next one.
+        Such an output is not published: what it tells workers goes with the next one.
         """
         if output.total_num_scheduled_tokens == 0:
-            self._finished |= output.finished_req_ids
+            self._empty.append(output)
             self._last = None
             return False
         with self._bus.order:
-            output.finished_req_ids = output.finished_req_ids | self._finished
-            self._finished = set()
+            if self._empty:
+                _carry(self._empty, output)
+                self._empty = []
             iteration = self._last = self._iterations.begin(output, self._tracker.advance)
             if iteration.work.samplers:
                 self._gather.expect(iteration.number, iteration.work.samplers)
@@ -86,3 +88,13 @@ class Dispatcher:
                     slot=iteration.slot or 0,
                 )
         return iteration.future
+
+
+def _carry(earlier: list[SchedulerOutput], output: SchedulerOutput) -> None:
+    """Put what ``earlier`` outputs without tokens say of workers' state into ``output``."""
+    every = [*earlier, output]
+    output.finished_req_ids = set().union(*(one.finished_req_ids for one in every))
+    output.preempted_req_ids = set().union(*(one.preempted_req_ids or () for one in every))
+    output.free_encoder_mm_hashes = [h for one in every for h in one.free_encoder_mm_hashes]
+    for field in ("new_block_ids_to_zero", "kv_cache_block_copies"):
+        setattr(output, field, [x for one in every for x in getattr(one, field) or ()] or None)

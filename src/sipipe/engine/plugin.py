@@ -7,7 +7,6 @@ resolve our name to the class first. Nothing else of vLLM is touched, and nothin
 that do not ask for SiPipe.
 """
 
-import os
 from functools import wraps
 from typing import Any
 
@@ -39,9 +38,6 @@ def register() -> None:
             SiPipeConfig.from_additional_config(self.additional_config)
             if named:
                 self.distributed_executor_backend = Executor
-            # The stage runner stands on vLLM's first model runner; the second one returns
-            # sampled tokens by collectives across stages, which SiPipe's stages do not share.
-            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         return check(self, *args, **kwargs)
 
     resolve_then_check.__sipipe__ = True  # type: ignore[attr-defined]

@@ -119,8 +119,15 @@ class RequestTracker:
         owners: list[int] = []
         sampled: list[str] = []
         complete: list[str] = []
+        held: list[tuple[TrackedRequest, int]] = []
+        """Requests that have been here, and how many output tokens the scheduler holds of each."""
         for new in output.scheduled_new_reqs:
-            added.append(self._add(new.req_id, new.prompt_token_ids or [], new.sampling_params))
+            resumed = self._requests.get(new.req_id)
+            if resumed is None:
+                added.append(self._add(new.req_id, new.prompt_token_ids or [], new.sampling_params))
+            else:  # preempted: for the second runner it begins anew, with its tokens so far
+                assert new.prefill_token_ids is not None, "what the first runner calls new, is new"
+                held.append((resumed, len(new.prefill_token_ids) - len(resumed.prompt)))
         cached = output.scheduled_cached_reqs
         cached.all_token_ids.clear()
         fill = len(cached.new_token_ids) != len(cached.req_ids)
@@ -130,19 +137,20 @@ class RequestTracker:
         for index, request_id in enumerate(cached.req_ids):
             request = self._requests[request_id]
             start = starts[request_id] = cached.num_computed_tokens[index]
-            held = cached.num_output_tokens[index]
-            if len(request.outputs) > held:  # the scheduler dropped a token: draw it again
-                del request.outputs[held:]
-            if request.sent > held:
-                removed.append(request.handle)
-                added.append(request.added())
-            else:
-                appended += [request.handle] * (held - request.sent)
-                tokens += request.outputs[request.sent : held]
-                request.sent = held
+            held.append((request, cached.num_output_tokens[index]))
             if fill:
                 stop = start + output.num_scheduled_tokens[request_id]
                 cached.new_token_ids.append(_tokens(request, start, stop))
+        for request, count in held:
+            if len(request.outputs) > count:  # the scheduler dropped a token: draw it again
+                del request.outputs[count:]
+            if request.sent > count:
+                removed.append(request.handle)
+                added.append(request.added())
+            else:
+                appended += [request.handle] * (count - request.sent)
+                tokens += request.outputs[request.sent : count]
+                request.sent = count
         for request_id, count in output.num_scheduled_tokens.items():
             request = self._requests[request_id]
             request.iteration = iteration

@@ -18,7 +18,12 @@ from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan, plan_cores, this_machine
-from sipipe.engine.compatibility import STOCK_WORKERS, check_features, why_not_sipipe
+from sipipe.engine.compatibility import (
+    STOCK_WORKERS,
+    check_features,
+    uses_second_runner,
+    why_not_sipipe,
+)
 from sipipe.engine.layers.choose import choose_layers, describe_layers
 from sipipe.engine.memory_budget import Part, check_budget, describe, memory_budget
 from sipipe.errors import ConfigError
@@ -34,8 +39,13 @@ class PipelineVllmConfig(VllmConfig):
     """A VllmConfig whose engine keeps ``inflight`` microbatches in flight.
 
     vLLM derives that number from the parallel configuration and reads it once, after it has made
-    the executor; the executor gives the instance this class.
+    the executor; the executor gives the instance this class. The scheduler and the workers ask it
+    too which of vLLM's runners there is.
     """
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        return uses_second_runner(self)
 
     @property
     def max_concurrent_batches(self) -> int:

@@ -29,18 +29,22 @@ accelerator did what was launched.
 
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sipipe.errors import ConfigError
 from sipipe.observe.format import Header
 from sipipe.observe.phases import Phase, Role
 from sipipe.observe.recorder import Recorder, open_recorder
+
+if TYPE_CHECKING or current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker
+else:  # importing it would replace torch's CUDA functions; _open refuses other platforms
+    CPUWorker = object
 
 _Iteration = tuple[int, int, int, int]
 """Number, slot, sequences and tokens."""

@@ -10,7 +10,8 @@ the slot itself where vLLM lets its memory be chosen, else it is copied there.
 Who runs here: the device thread, alone.
 """
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy.typing as npt
@@ -111,10 +112,20 @@ class LogitsHandover:
         Raises:
             ChannelTimeout: a late sampler still reads the slot after ``timeout`` seconds.
         """
-        with self._writer.acquire(iteration, logits.shape[0], timeout) as region:
-            target = self._tensor(region)
+        with self.entry(iteration, logits.shape[0], timeout) as target:
             if logits.data_ptr() != target.data_ptr():
                 target.copy_(logits)
+
+    @contextmanager
+    def entry(self, iteration: int, rows: int, timeout: float) -> Iterator[torch.Tensor]:
+        """Where logits [rows, V of this rank] of ``iteration`` go; the samplers have them when the
+        block ends well.
+
+        Raises:
+            ChannelTimeout: a late sampler still reads the slot after ``timeout`` seconds.
+        """
+        with self._writer.acquire(iteration, rows, timeout) as region:
+            yield self._tensor(region)
 
     def _tensor(self, region: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(region)

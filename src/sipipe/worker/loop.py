@@ -16,7 +16,7 @@ samplers whose rows they are.
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -31,11 +31,16 @@ from sipipe.messages.boots import LogitsFormat, StageDescription, WorkerBoot
 from sipipe.messages.link import LinkEndpoint
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
+from sipipe.worker.device import stage_device
 from sipipe.worker.double_buffer import DoubleBuffer
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.logits import LogitsHandover, StageLogits
+from sipipe.worker.publisher import Launched, Publisher
 from sipipe.worker.runner import StageRunner
 from sipipe.worker.support import unsupported_reason
+
+if TYPE_CHECKING:
+    from sipipe.worker.second_runner import SecondRunner
 
 Report = Callable[[int, dict[str, Any]], None]
 
@@ -55,6 +60,7 @@ class StageLoop:
         sockets: of the links from the previous stage and to the next one, as far as there are any.
         report: tells the engine that an iteration has run, where no sampler will.
         recorder: takes the phases of each iteration.
+        fail: told what ends a thread of the loop's own that nobody waits for.
     """
 
     def __init__(
@@ -64,28 +70,44 @@ class StageLoop:
         sockets: Sequence[socket.socket],
         report: Report,
         recorder: Recorder,
+        fail: Callable[[Exception], None],
     ) -> None:
         self._boot = boot
         self._place = boot.place
         self._worker = worker
         self._sockets = sockets
         self._report = report
+        self._fail = fail
         self._recorder = recorder
         self._runner: StageRunner | None = None
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
         self._logits: LogitsHandover | None = None
-        self._vllm_iteration = self._vllm_tokens = 0
+        self._second: SecondRunner | None = None
+        self._publisher: Publisher | None = None
+        self._iteration = self._tokens = 0
+        """Of the step that vLLM's worker runs."""
         self.double_buffer: DoubleBuffer | None = None
-        """The two threads, once the data plane is open; None on vLLM's own path."""
+        """The two threads of SiPipe's stage runner, once the data plane is open."""
 
     # ---- opening, by control calls ------------------------------------------------------------
 
     def describe(self) -> StageDescription:
         """What the engine needs to make this rank's channels; the KV cache is set up by now."""
         vllm_runner = self._worker.model_runner
+        if self._boot.path != "sipipe":
+            return StageDescription()
+        if self._worker.use_v2_model_runner:
+            from sipipe.worker.second_runner import SecondRunner  # CPU workers do without it
+
+            self._device = stage_device(vllm_runner.device)
+            self._second = SecondRunner(self._worker, self._device)
+            with set_current_vllm_config(self._boot.vllm_config):
+                head = self._second.head
+                logits = self._logits_format(head, vllm_runner) if head is not None else None
+            return StageDescription(logits=logits)
         unsupported = unsupported_reason(vllm_runner) or ""
-        if self._boot.path != "sipipe" or unsupported:
+        if unsupported:
             return StageDescription(unsupported=unsupported)
         with set_current_vllm_config(self._boot.vllm_config):
             self._runner = StageRunner(
@@ -101,7 +123,12 @@ class StageLoop:
     def _logits_format(self, head: StageLogits, vllm_runner: Any) -> LogitsFormat | None:
         """What this rank writes to BIC-L; None on ranks that vLLM's gather leaves without."""
         model_config = self._boot.vllm_config.model_config
-        hidden = torch.zeros(1, model_config.get_hidden_size(), dtype=model_config.dtype)
+        hidden = torch.zeros(
+            1,
+            model_config.get_hidden_size(),
+            dtype=model_config.dtype,
+            device=vllm_runner.device,
+        )
         if self._boot.vllm_config.lora_config is not None:
             vllm_runner._set_active_loras((0,), (0,), set())  # the projection looks for a mapping
         with torch.inference_mode():
@@ -124,15 +151,34 @@ class StageLoop:
             self._receiver = open_receiver(links[place.rank - place.tp_size], self._sockets[0])
         if not place.is_last:
             self._sender = open_sender(links[place.rank], self._sockets[-1])
-        if logits is None:
+        if logits is None or self._second is not None:
             group = get_pp_group()
             group.receive, group.send = self._receive_vllm, self._send_vllm
+        if logits is None:
             return
-        assert self._runner is not None
-        head = self._runner.head
+        runner = self._second or self._runner
+        assert runner is not None
+        head = runner.head
         if head is not None and (place.tp_rank == 0 or head.shard):
             writer = LogitsWriter.open(logits, rank=place.tp_rank)
             self._logits = LogitsHandover(writer, config.logits_layout)
+            if self._second is not None:
+                self._device.lock_pages(writer.buffer)
+        if self._second is not None:
+            self._publisher = Publisher(
+                self._device,
+                self._logits,
+                report=self._report,
+                record=self._record,
+                fail=self._fail,
+                stall_timeout=config.stall_timeout,
+            )
+            self._second.open(
+                self._publisher,
+                writes=self._logits is not None,
+                reports=place.is_last and place.tp_rank == 0,
+            )
+            return
         self.double_buffer = DoubleBuffer(
             self, sets=self._sets, stall_timeout=config.stall_timeout, interrupt=self._interrupt
         )
@@ -204,6 +250,8 @@ class StageLoop:
         """Return when no iteration is in the worker; control calls run then."""
         if self.double_buffer is not None:
             self.double_buffer.drain()
+        if self._publisher is not None:
+            self._publisher.drain()
         if self._sender is not None:
             self._sender.wait_sent()
 
@@ -212,44 +260,80 @@ class StageLoop:
         if self._receiver is not None:
             self._receiver.close()
 
-    def _record(self, phase: Phase, inputs: ModelInput, began: int) -> None:
-        """A phase that began at ``began`` (``time.monotonic_ns()``) and ends now."""
+    def _record(
+        self, phase: Phase, inputs: ModelInput | Launched, began: int, ended: int = 0
+    ) -> None:
+        """A phase that began at ``began`` (``time.monotonic_ns()``) and ends then, or now."""
         self._recorder.record(
             phase,
             inputs.iteration,
             inputs.slot,
             began,
-            time.monotonic_ns(),
+            ended or time.monotonic_ns(),
             batch=inputs.num_reqs,
             tokens=inputs.num_tokens,
         )
 
-    # ---- vLLM's own path ------------------------------------------------------------------------
+    # ---- vLLM's runners, on either path ---------------------------------------------------------
+
+    def run(
+        self,
+        iteration: int,
+        slot: int,
+        output: SchedulerOutput,
+        execute_model: Callable[[SchedulerOutput], Any],
+    ) -> None:
+        """Run an iteration of BIC-I, or prepare it for the device thread."""
+        if self._second is not None:
+            self._iteration, self._tokens = iteration, output.total_num_scheduled_tokens
+            self._second.run(iteration, slot, output, execute_model)
+        else:
+            assert self.double_buffer is not None, "an iteration before the data plane was open"
+            self.double_buffer.prepare(iteration, slot, output)
 
     def run_vllm(self, execute_model: Callable[..., Any], output: SchedulerOutput) -> Any:
-        """vLLM's ``execute_model``; its hidden states go through our links."""
+        """vLLM's ``execute_model`` on its own path; its hidden states go through our links."""
         if output.total_num_scheduled_tokens > 0:
-            self._vllm_iteration += 1
-            self._vllm_tokens = output.total_num_scheduled_tokens
-        result = execute_model(output)
-        if self._receiver is not None and output.total_num_scheduled_tokens > 0:
-            self._receiver.release(self._vllm_iteration)
-        return result
+            self._iteration += 1
+            self._tokens = output.total_num_scheduled_tokens
+        return execute_model(output)
 
     def _receive_vllm(self) -> dict[str, torch.Tensor]:
+        """Into the runner's own buffer, whose rows beyond the batch's are there when it pads."""
         assert self._receiver is not None
-        return self._receiver.take(self._vllm_iteration, self._vllm_tokens)
+        began = time.monotonic_ns()
+        tensors = self._receiver.take(self._iteration, self._tokens)
+        kept: dict[str, torch.Tensor] = self._worker.model_runner.intermediate_tensors.tensors
+        for key, tensor in tensors.items():
+            kept[key][: self._tokens].copy_(tensor)
+        self._receiver.release(self._iteration)
+        if self._second is not None and self._second.launched is not None:
+            self._record(Phase.WAIT_HIDDEN, self._second.launched, began)
+            self._second.received()
+        return kept
 
-    def _send_vllm(self, tensors: Any) -> None:
+    def _send_vllm(self, tensors: Any) -> Callable[[], None]:
+        """Without the rows with which the runner has padded the batch."""
         assert self._sender is not None
-        rows = max(tensor.shape[0] for tensor in tensors.values())
-        self._sender.send(self._vllm_iteration, rows, tensors)
-        self._sender.wait_sent()
+        began = time.monotonic_ns()
+        rows = {key: tensor[: self._tokens] for key, tensor in tensors.items()}
+        self._sender.send(self._iteration, self._tokens, rows)
+        if self._second is not None and self._second.launched is not None:
+            self._record(Phase.SEND, self._second.launched, began)
+        return self._sender.wait_sent
+
+    def doing(self) -> str:
+        """What the threads that run iterations do now, as predicates."""
+        if self._second is not None and self._publisher is not None:
+            return f"(launching thread) {self._second.doing()}, (publisher) {self._publisher.doing()}"
+        return self.double_buffer.doing() if self.double_buffer is not None else ""
 
     def close(self) -> None:
         """End the threads; release links and channels."""
         if self.double_buffer is not None:
             self.double_buffer.close()
+        if self._publisher is not None:
+            self._publisher.close()
         for end in (self._receiver, self._sender, self._logits):
             if end is not None:
                 end.close()

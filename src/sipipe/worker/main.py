@@ -133,7 +133,7 @@ class Main:
                 }
             ]
         )
-        wrapper.worker.place = place
+        wrapper.worker.place, wrapper.worker.draws = place, boot.path == "sipipe"
         wrapper.init_device()
         # Only now: vLLM's CPU platform looks through every module loaded so far for Triton
         # kernels, and stumbles over llvmlite, which Numba brings.
@@ -141,7 +141,14 @@ class Main:
 
         wrapper.load_model()
         current_platform.update_block_size_for_backend(boot.vllm_config)
-        self._loop = StageLoop(boot, wrapper.worker, self._sockets, self._report, self._recorder)
+        self._loop = StageLoop(
+            boot,
+            wrapper.worker,
+            self._sockets,
+            self._report,
+            self._recorder,
+            partial(_say_failure, self._parent),
+        )
         self._call = ""
         self._parent.say(Ready())
         return self._loop
@@ -184,11 +191,11 @@ class Main:
             self._run_call(loop, header.number, partial(pickle.loads, body, buffers=buffers))
             return
         output = pickle.loads(body, buffers=buffers)
-        assert loop.double_buffer is not None, "an iteration before the data plane was open"
         self._recorder.record(
             Phase.WAIT_SCHEDULING, header.number, header.slot, began, time.monotonic_ns()
         )
-        loop.double_buffer.prepare(header.number, header.slot, output)
+        assert self._wrapper is not None
+        loop.run(header.number, header.slot, output, self._wrapper.execute_model)
 
     def _run_call(self, loop: StageLoop, number: int, content: Callable[[], Any]) -> None:
         """Run one control call, and answer it where an answer is wanted.
@@ -230,8 +237,7 @@ class Main:
         self._parent.say(IterationReport(iteration=iteration, prompt_logprobs=prompt_logprobs))
 
     def _doing(self) -> str:
-        double_buffer = self._loop.double_buffer if self._loop is not None else None
-        parts = [self._call, double_buffer.doing() if double_buffer is not None else ""]
+        parts = [self._call, self._loop.doing() if self._loop is not None else ""]
         return "; ".join(filter(None, parts)) or "waits for a call"
 
     def close(self) -> None:

@@ -1,20 +1,28 @@
 """SiPipe's worker classes: vLLM's own, in a world of their stage.
 
-They differ from vLLM's in one thing, how torch.distributed and the model-parallel groups are set
-up, and in one repair: the CPU worker skips its warm-up in eager mode, and with it the allocation
-of the buffer that receives hidden states, which makes stock ``--enforce-eager`` with pipeline
-stages fail at the first step.
+They differ from vLLM's in how torch.distributed and the model-parallel groups are set up, and
+where vLLM uses its second runner in what stands for that one's parts
+(:mod:`sipipe.worker.second_runner`). And in one repair: the CPU worker skips its warm-up in eager
+mode, and with it the allocation of the buffer that receives hidden states, which makes stock
+``--enforce-eager`` with pipeline stages fail at the first step.
 """
 
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_worker
 
 from sipipe.messages.places import StagePlace
 from sipipe.worker.world import stage_world
+
+if TYPE_CHECKING:
+    from sipipe.worker.token_feedback import TokenFeedback
 
 
 class _StageWorker:
@@ -22,13 +30,44 @@ class _StageWorker:
 
     vllm_module: ModuleType
     """Where vLLM's class is defined."""
+    model_runner: Any
+    use_v2_model_runner: bool
     place: StagePlace | None = None
     """Set by the process before ``init_device``; None only in a worker nobody placed."""
+    draws: bool = False
+    """Whether CPU samplers draw the tokens; set with ``place``."""
+    feedback: TokenFeedback | None = None
+    """What brings a second runner its tokens."""
 
     def init_device(self) -> None:
         assert self.place is not None, "the process places its worker before init_device"
-        with stage_world(self.place, self.vllm_module):
+        with stage_world(self.place, self.vllm_module), self._stand_ins():
             super().init_device()  # type: ignore[misc]
+        if self.use_v2_model_runner:
+            from sipipe.worker.second_runner import feedback_of
+
+            self.feedback = feedback_of(self.model_runner, draws=self.draws)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with self._stand_ins():
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+        runner: Any = self.model_runner
+        # Until the links are open: a warm-up's steps.
+        group: Any = get_pp_group()
+        group.receive = lambda: runner.intermediate_tensors.tensors
+        group.send = lambda _: lambda: None
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        if self.feedback is not None:
+            self.feedback.output = scheduler_output
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def _stand_ins(self) -> AbstractContextManager[None]:
+        if not self.use_v2_model_runner:
+            return nullcontext()
+        from sipipe.worker.second_runner import stand_ins
+
+        return stand_ins(draws=self.draws)
 
 
 class GPUStageWorker(_StageWorker, gpu_worker.Worker):

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -39,8 +39,9 @@ Tensors = Mapping[str, torch.Tensor]
 class PipelineStandIn:
     """What ``get_pp_group()`` returns in a SiPipe worker: a place in the pipeline, no collectives.
 
-    ``receive`` and ``send`` serve vLLM's own ``Worker.execute_model`` (the path for models that
-    SiPipe's stage runner does not take); they are set once the links to the neighbours are open.
+    ``receive`` and ``send`` serve vLLM's own ``Worker.execute_model``, which asks for hidden states
+    when it needs them and no earlier, and waits for what it sent before its next step. The worker
+    sets them: for a warm-up at first, then to the links.
     """
 
     def __init__(self, place: StagePlace) -> None:
@@ -52,7 +53,8 @@ class PipelineStandIn:
         self.is_first_rank = place.is_first
         self.is_last_rank = place.is_last
         self.receive: Callable[[], dict[str, torch.Tensor]] | None = None
-        self.send: Callable[[Tensors], None] | None = None
+        self.send: Callable[[Tensors], Callable[[], None]] | None = None
+        """Returns what waits until the tensors may be overwritten."""
 
     @property
     def first_rank(self) -> int:
@@ -64,18 +66,22 @@ class PipelineStandIn:
 
     def irecv_tensor_dict(
         self, *_: Any, **__: Any
-    ) -> tuple[dict[str, torch.Tensor], list[Any], list[Any]]:
-        """Hidden states of the previous stage, already here: no handles to wait for."""
-        if self.receive is None:
-            raise RuntimeError("the link from the previous stage is not open yet")
-        return self.receive(), [], []
+    ) -> tuple[dict[str, torch.Tensor], list[Any], list[Callable[[], None]]]:
+        """Hidden states of the previous stage, in a dictionary that is filled at its first use."""
+        tensors: dict[str, torch.Tensor] = {}
+
+        def fill() -> None:
+            if self.receive is None:
+                raise RuntimeError("the link from the previous stage is not open yet")
+            tensors.update(self.receive())
+
+        return tensors, [], [fill]
 
     def isend_tensor_dict(self, tensors: Tensors, *_: Any, **__: Any) -> list[Any]:
-        """Hand hidden states to the next stage; the link owns the copy when this returns."""
+        """Hand hidden states to the next stage; vLLM waits for all handles but the first."""
         if self.send is None:
             raise RuntimeError("the link to the next stage is not open yet")
-        self.send(tensors)
-        return []
+        return [None, SimpleNamespace(wait=self.send(tensors))]
 
     @contextmanager
     def graph_capture(self, context: Any = None) -> Iterator[Any]:

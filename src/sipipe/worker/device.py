@@ -1,0 +1,117 @@
+"""What handing results on asks of the device that a stage runs on.
+
+The thread that launches a stage's work never waits for the device: it marks where it is, and
+another thread waits for the mark. On the host all work is done when a call returns, so a mark is
+the time.
+
+**The CUDA side is untested on a GPU**: there was none where this was written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Any, Protocol
+
+import torch
+
+from sipipe.errors import ResourceError
+
+
+class Device(Protocol):
+    """Marks and copies. ``mark`` is called by the launching thread, the rest by one other."""
+
+    def mark(self) -> Any:
+        """Where the launching thread is now."""
+
+    def wait(self, mark: Any) -> None:
+        """Sleep until the device has reached ``mark``."""
+
+    def nanoseconds(self, first: Any, last: Any) -> int:
+        """From one mark that the device has reached to another."""
+
+    def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
+        """Copy a matrix to host memory once the device has reached ``after``; the copy's mark.
+
+        ``target`` has the shape of ``source``; its rows, or those of its transpose, are contiguous.
+        Neither may be touched until the device has reached the mark.
+        """
+
+    def lock_pages(self, memory: memoryview) -> None:
+        """Let copies go straight to ``memory``, for as long as the process lives.
+
+        Raises:
+            ResourceError: the system does not let the process lock that much.
+        """
+
+
+class HostDevice:
+    """Everything is done when the call returns."""
+
+    def mark(self) -> int:
+        return time.monotonic_ns()
+
+    def wait(self, mark: int) -> None:
+        pass
+
+    def nanoseconds(self, first: int, last: int) -> int:
+        return last - first
+
+    def fetch(self, source: torch.Tensor, target: torch.Tensor, after: int) -> int:  # noqa: ARG002
+        target.copy_(source)
+        return self.mark()
+
+    def lock_pages(self, memory: memoryview) -> None:
+        pass
+
+
+class CudaStageDevice:
+    """A CUDA device: marks are events, copies have a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies = torch.cuda.Stream(device)
+
+    def mark(self) -> Any:
+        # Blocking: who waits sleeps, and does not ask the driver over and over.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def nanoseconds(self, first: Any, last: Any) -> int:
+        return int(first.elapsed_time(last) * 1e6)
+
+    def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(after)
+            if not target[:1].is_contiguous():  # columns: transposed where it costs least
+                source, target = source.T.contiguous(), target.T
+            if target.is_contiguous():
+                target.copy_(source, non_blocking=True)
+            else:
+                # A rank's columns of wider rows. As one matrix torch would take them through
+                # pageable memory, and wait.
+                for here, there in zip(target, source, strict=True):
+                    here.copy_(there, non_blocking=True)
+            source.record_stream(self._copies)
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._copies)
+            return event
+
+    def lock_pages(self, memory: memoryview) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        error = torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)
+        if int(error):
+            raise ResourceError(
+                f"CUDA could not lock {memory.nbytes / 2**20:,.0f} MiB of the logits' memory "
+                f"(error {int(error)}): raise the limit on locked memory (ulimit -l), or lower "
+                "--max-num-seqs"
+            )
+
+
+def stage_device(device: torch.device) -> Device:
+    """The device that a stage's worker runs on."""
+    return CudaStageDevice(device) if device.type == "cuda" else HostDevice()

@@ -1,0 +1,247 @@
+"""vLLM's second runner without Triton: its kernels written again with NumPy, for the CPU build.
+
+Given to an engine as ``worker_extension_cls``, which vLLM imports in each worker before it makes
+the worker. The twins are set in place of the kernels in vLLM's modules; all else of the runner is
+vLLM's. A twin takes what its kernel takes and does what it does, program after program.
+"""
+
+import ctypes
+from functools import partial
+
+import numpy as np
+from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
+from vllm.v1.worker.gpu.sample import logprob, prompt_logprob
+
+
+class Twins:
+    """Mixed into the worker's class, to which it adds nothing."""
+
+
+class Twin:
+    def __init__(self, function):
+        self._function = function
+
+    def __getitem__(self, grid):
+        return partial(self._function, grid)
+
+
+def twin_of(module, kernel):
+    def replace(function):
+        assert hasattr(module, kernel), f"vLLM has no {module.__name__}.{kernel}"
+        setattr(module, kernel, Twin(function))
+        return function
+
+    return replace
+
+
+def at(address, start, count):
+    """``count`` int32 from element ``start`` of the array at ``address``."""
+    place = int(address) + 4 * int(start)
+    return np.ctypeslib.as_array((ctypes.c_int32 * max(int(count), 0)).from_address(place))
+
+
+for _module in (input_batch, logprob):
+    _module.triton.next_power_of_2 = lambda n: 1 << (int(n) - 1).bit_length()
+
+
+@twin_of(buffer_utils, "_apply_write_kernel")
+def apply_write(
+    grid, output, stride, rows, starts, contents, ends, groups, *, MULTI_GROUP, BLOCK_SIZE
+):
+    rows, starts, ends, contents = (t.numpy() for t in (rows, starts, ends, contents))
+    for write in range(grid[0]):
+        begin, end = ends[write - 1] if write else 0, ends[write]
+        row, start, new = rows[write], starts[write], contents[begin:end]
+        if MULTI_GROUP:
+            group = int(groups[write])
+            at(output[group], row * int(stride[group]) + start, end - begin)[:] = new
+        else:
+            where = int(row) * stride + start
+            output.view(-1).numpy()[where : where + end - begin] = new
+
+
+@twin_of(block_table, "_gather_block_tables_kernel")
+def gather_block_tables(
+    grid, index, sources, targets, strides, num_blocks, stride, num_reqs, *, BLOCK_SIZE
+):
+    index, num_blocks = index.numpy(), num_blocks.view(-1).numpy()
+    for group in range(grid[0]):
+        width = int(strides[group])
+        for batch in range(grid[1]):
+            target = at(targets[group], batch * width, width)
+            if batch >= num_reqs:
+                target[:] = 0
+                continue
+            count = num_blocks[group * stride + index[batch]]
+            target[:count] = at(sources[group], index[batch] * width, count)
+
+
+@twin_of(block_table, "_compute_slot_mappings_kernel")
+def compute_slot_mappings(
+    grid,
+    max_num_tokens,
+    index,
+    query_start,
+    positions,
+    tables,
+    strides,
+    block_sizes,
+    enabled,
+    dcp_sharded,
+    slots,
+    stride,
+    cp_rank,
+    *,
+    CP_SIZE,
+    CP_INTERLEAVE,
+    PAD_ID,
+    TRITON_BLOCK_SIZE,
+):
+    assert CP_SIZE == 1
+    index, query_start, positions = (t.numpy() for t in (index, query_start, positions))
+    for group in range(grid[0]):
+        out, size, width = slots[group].numpy(), int(block_sizes[group]), int(strides[group])
+        for batch in range(grid[1] - 1):
+            row, here = index[batch], slice(query_start[batch], query_start[batch + 1])
+            if row < 0 or not enabled[group]:
+                out[here] = PAD_ID
+                continue
+            blocks = at(tables[group], row * width, width)[positions[here] // size]
+            out[here] = blocks.astype(np.int64) * size + positions[here] % size
+        out[query_start[grid[1] - 1] : max_num_tokens] = PAD_ID
+
+
+@twin_of(input_batch, "_prepare_prefill_inputs_kernel")
+def prepare_prefill_inputs(
+    grid,
+    input_ids,
+    following,
+    following_stride,
+    num_lookahead,
+    index,
+    query_start,
+    all_tokens,
+    all_tokens_stride,
+    prefill_lens,
+    num_computed,
+    *,
+    BLOCK_SIZE,
+    LOOKAHEAD_BLOCK,
+):
+    input_ids, index, query_start = (t.numpy() for t in (input_ids, index, query_start))
+    for batch in range(grid[0]):
+        row, begin, end = index[batch], query_start[batch], query_start[batch + 1]
+        prefill, computed = int(prefill_lens[row]), int(num_computed[row])
+        if computed >= prefill:
+            continue
+        known = all_tokens[row].numpy()
+        input_ids[begin:end] = known[computed : computed + end - begin]
+        for ahead in range(num_lookahead):
+            place = computed + end - begin + ahead
+            following[ahead, row] = int(known[place]) if place < prefill else 0
+
+
+@twin_of(input_batch, "_prepare_pos_seq_lens_kernel")
+def prepare_pos_seq_lens(
+    grid, positions, seq_lens, index, query_start, num_computed, max_num_reqs, *, BLOCK_SIZE
+):
+    positions, seq_lens, index, query_start, num_computed = (
+        t.numpy() for t in (positions, seq_lens, index, query_start, num_computed)
+    )
+    seq_lens[grid[0] - 1 : max_num_reqs] = 0
+    for batch in range(grid[0] - 1):
+        begin, end, computed = query_start[batch], query_start[batch + 1], num_computed[index[batch]]
+        seq_lens[batch] = computed + end - begin
+        positions[begin:end] = np.arange(computed, computed + end - begin)
+
+
+@twin_of(input_batch, "_combine_sampled_and_draft_tokens_kernel")
+def combine_sampled_and_draft_tokens(
+    grid,
+    input_ids,
+    index,
+    last_sampled,
+    query_start,
+    seq_lens,
+    prefill_lens,
+    draft_tokens,
+    draft_tokens_stride,
+    first_logits,
+    logits_indices,
+    *,
+    NUM_NEW_SAMPLED_TOKENS,
+    BLOCK_SIZE,
+):
+    assert NUM_NEW_SAMPLED_TOKENS == 1
+    for batch in range(grid[0]):
+        row, last = int(index[batch]), int(query_start[batch + 1]) - 1
+        assert int(first_logits[batch + 1] - first_logits[batch]) == 1, "no drafts"
+        logits_indices[int(first_logits[batch])] = last
+        if int(seq_lens[batch]) > int(prefill_lens[row]):
+            input_ids[last] = int(last_sampled.view(-1)[row])
+
+
+@twin_of(input_batch, "_post_update_kernel")
+def post_update(
+    grid,
+    index,
+    num_computed,
+    last_sampled,
+    counts,
+    counts_stride,
+    sampled,
+    sampled_stride,
+    num_sampled,
+    num_rejected,
+    query_start,
+    all_tokens,
+    all_tokens_stride,
+    total_len,
+    *,
+    num_warps,
+):
+    for batch in range(grid[0]):
+        row, drawn = int(index[batch]), int(num_sampled[batch])
+        if row < 0:
+            continue
+        if drawn > 0:
+            tokens, total = sampled[batch, :drawn], int(total_len[row])
+            last_sampled.view(-1)[row] = tokens[-1]
+            all_tokens[row, total : total + drawn] = tokens.to(all_tokens.dtype)
+            total_len[row] = total + drawn
+            if counts is not None:
+                for token in tokens.tolist():
+                    counts[row, token] += 1
+        ran = 0 if query_start is None else query_start[batch + 1] - query_start[batch]
+        num_computed[row] += ran - num_rejected[batch]
+
+
+@twin_of(input_batch, "_post_update_num_computed_tokens_kernel")
+def post_update_num_computed_tokens(grid, index, num_computed, query_start):
+    for batch in range(grid[0]):
+        num_computed[int(index[batch])] += query_start[batch + 1] - query_start[batch]
+
+
+@twin_of(prompt_logprob, "_prompt_logprobs_token_ids_kernel")
+def prompt_logprobs_token_ids(
+    grid, targets, query_start, index, num_computed, all_tokens, all_tokens_stride, *, BLOCK_SIZE
+):
+    for batch in range(grid[0]):
+        row, begin, end = int(index[batch]), int(query_start[batch]), int(query_start[batch + 1])
+        first = int(num_computed[row]) + 1
+        known = all_tokens[row, first : first + end - begin]
+        targets[begin : begin + len(known)] = known
+
+
+@twin_of(logprob, "_topk_log_softmax_kernel")
+def topk_log_softmax(
+    grid, out, logits, stride, ids, ids_stride, topk, vocab, *, BLOCK_SIZE, TOPK_BLOCK_SIZE
+):
+    scores = logits[:, :vocab].float().log_softmax(-1)
+    out.copy_(scores.gather(-1, ids[:, :topk]))
+
+
+@twin_of(logprob, "_ranks_kernel")
+def ranks(grid, out, logits, stride, token_ids, vocab, *, BLOCK_SIZE):
+    chosen = logits.gather(-1, token_ids.view(-1, 1))
+    out.copy_((logits[:, :vocab] >= chosen).sum(-1))

@@ -1,0 +1,87 @@
+"""Importing SiPipe changes nothing of a process that runs CUDA code: not torch, not its variables.
+
+vLLM's CPU worker replaces torch's CUDA streams, events and memory figures by stand-ins when it is
+imported. On its own platform that is vLLM's business; on any other nothing of SiPipe may do it.
+"""
+
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+PACKAGE = Path(__file__).parents[1] / "src" / "sipipe"
+SCRIPTS = ("__main__",)
+
+PROBE = """
+import importlib, json, os, sys
+from vllm import platforms
+# As on a machine with GPUs, so far as modules can tell when they are imported.
+platforms.current_platform.is_cpu = lambda: False
+import torch, vllm, vllm.v1.worker.gpu_worker, vllm.v1.worker.gpu_model_runner
+
+def state():
+    found = {"os.environ": dict(os.environ)}
+    for holder in (torch, torch.cuda, torch.accelerator, torch.Tensor):
+        for name, value in vars(holder).items():
+            if callable(value) and not name.startswith("__"):
+                found[f"{holder.__name__}.{name}"] = id(value)
+    return found
+
+before, said = state(), {}
+for module in json.loads(sys.argv[1]):
+    importlib.import_module(module)
+    after = state()
+    changed = sorted(name for name in before if after.get(name) != before[name])
+    if changed:
+        said[module] = changed
+        before = after
+import sipipe
+sipipe.Executor
+before.pop("os.environ"), after.pop("os.environ")
+if any(state()[name] != value for name, value in before.items()):
+    said["sipipe.Executor"] = ["something"]
+print("SAID " + json.dumps(said))
+"""
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages([str(PACKAGE)], "sipipe.")
+    return [module.name for module in found if module.name.rpartition(".")[2] not in SCRIPTS]
+
+
+def test_every_module_leaves_torch_and_the_environment_alone():
+    names = modules()
+    assert "sipipe.worker.second_runner" in names
+    assert "sipipe.worker.vllm_workers" in names
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROBE, json.dumps(names)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    said = json.loads(run.stdout.rpartition("SAID ")[2])
+    assert said == {}
+
+
+def test_engine_options_leave_the_environment_alone(tmp_path):
+    """Also those that name SiPipe: which runner its engine takes is nobody else's affair."""
+    code = (
+        "import os; before = dict(os.environ)\n"
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "from sipipe.engine import plugin\n"
+        "plugin.register()\n"
+        "named = EngineArgs(model='none', distributed_executor_backend='sipipe.Executor')\n"
+        "try: named._check_feature_supported(None)\n"
+        "except Exception: pass\n"
+        "assert named.distributed_executor_backend.__name__ == 'Executor'\n"
+        "gained = {k: v for k, v in os.environ.items() if before.get(k) != v}\n"
+        "assert not [k for k in gained if k.startswith(('VLLM_', 'SIPIPE_'))], gained"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
