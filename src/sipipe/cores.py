@@ -14,8 +14,9 @@ from typing import Literal
 from sipipe.config import CorePlacement
 from sipipe.errors import ConfigError
 
-MAX_SAMPLERS = 16
-"""Most samplers chosen by ``"auto"``: beyond it they share one memory bus for little gain."""
+SAMPLERS_PER_NODE = 16
+"""Most samplers chosen by ``"auto"`` for each NUMA node: beyond it they share one memory bus for
+little gain."""
 
 SAMPLER_SHARE = 8
 """On a CPU engine one core of this many goes to the samplers."""
@@ -92,6 +93,7 @@ def plan_cores(
             stages.
     """
     workers = stages * tensor_parallel
+    most = SAMPLERS_PER_NODE * max(1, len({core.node for core in cores}))
     if isinstance(placement, CorePlacement):
         count = 1 if samplers == "auto" else samplers
         return _placed(cpus_of(cores), placement, stages, tensor_parallel, count)
@@ -101,7 +103,7 @@ def plan_cores(
         units = [Core((cpu,), core.node) for core in cores for cpu in core.cpus]
     spare = len(units) - workers
     if placement == "off":
-        count = max(1, min(MAX_SAMPLERS, spare - 1)) if samplers == "auto" else samplers
+        count = max(1, min(most, spare - 1)) if samplers == "auto" else samplers
         return _placed((), CorePlacement(), stages, tensor_parallel, count)
     if spare <= 0:  # workers in turn over the cores, samplers and scheduler on any
         return CorePlan(
@@ -126,7 +128,7 @@ def plan_cores(
         bound.append(tuple(unit.cpus[0] for unit in share))
     # The last core that is left is the scheduler's; it shares an only one with the samplers.
     rest = units[:-1] or units
-    count = min(len(rest), MAX_SAMPLERS) if samplers == "auto" else samplers
+    count = min(len(rest), most) if samplers == "auto" else samplers
     return CorePlan(
         workers=_by_stage(bound, tensor_parallel),
         samplers=tuple(

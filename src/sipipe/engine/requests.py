@@ -121,10 +121,15 @@ class RequestTracker:
         complete: list[str] = []
         held: list[tuple[TrackedRequest, int]] = []
         """Requests that have been here, and how many output tokens the scheduler holds of each."""
+        beside: list[float] = []
+        if output.scheduled_new_reqs:
+            others = (self._requests[r] for r in output.scheduled_cached_reqs.req_ids)
+            beside = self._balancer.loads((other.sampler, other.params) for other in others)
         for new in output.scheduled_new_reqs:
             resumed = self._requests.get(new.req_id)
             if resumed is None:
-                added.append(self._add(new.req_id, new.prompt_token_ids or [], new.sampling_params))
+                prompt = new.prompt_token_ids or []
+                added.append(self._add(new.req_id, prompt, new.sampling_params, beside))
             else:  # preempted: for the second runner it begins anew, with its tokens so far
                 assert new.prefill_token_ids is not None, "what the first runner calls new, is new"
                 held.append((resumed, len(new.prefill_token_ids) - len(resumed.prompt)))
@@ -206,7 +211,11 @@ class RequestTracker:
         return handles
 
     def _add(
-        self, request_id: str, prompt: Sequence[int], sampling_params: SamplingParams | None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams | None,
+        beside: list[float],
     ) -> Added:
         assert sampling_params is not None, "pooling requests do not reach the samplers"
         error = ""
@@ -216,7 +225,7 @@ class RequestTracker:
             params, error = SequenceParams(temperature=0.0), str(problem)
         request = TrackedRequest(
             handle=self._next_handle,
-            sampler=self._balancer.place(params),
+            sampler=self._balancer.place(params, beside),
             params=params,
             prompt=prompt,
             error=error,
