@@ -160,6 +160,14 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     CPUs, ``cuda_ipc`` on GPUs. Nothing of it has been tested on a GPU, where ``shm`` goes through
     host memory."""
 
+    devices: Annotated[
+        Annotated[tuple[Whole, ...], Meta(min_length=1)] | None,
+        Meta(description="a list of GPU numbers, one for each worker, such as [0, 0]"),
+    ] = None
+    """GPU of each stage worker, in the order of ranks (stage after stage, tensor-parallel ranks
+    inside). Stages may share one, such as ``[0, 0]``: for tests, since a GPU runs processes in turn.
+    None: rank r on GPU r of those that are visible."""
+
     logits_layout: Literal["rows", "columns"] = "rows"
     """Layout of a logits buffer in shared memory. ``"rows"``: [B, V], a sequence is contiguous.
     ``"columns"``: [V, B], the paper's transposed layout, tensor-parallel shards concatenate."""

@@ -77,6 +77,7 @@ def plan_cores(
     samplers: int | Literal["auto"] = "auto",
     placement: CorePlacement | Literal["auto", "off"] = "auto",
     device: Literal["cpu", "cuda"] = "cpu",
+    nodes: Sequence[int | None] = (),
 ) -> CorePlan:
     """Share ``cores`` out.
 
@@ -87,6 +88,7 @@ def plan_cores(
         samplers: number of sampler processes, 0 for none, ``"auto"`` for as many as fit.
         placement: ``"auto"``, ``"off"`` (nothing is bound), or the user's own.
         device: what the stages compute on.
+        nodes: NUMA node of each worker's device, by rank, where it is known.
 
     Raises:
         ConfigError: the user's placement names a CPU that is not there, or another number of
@@ -122,8 +124,8 @@ def plan_cores(
         each = max(1, min(2, spare // workers))
     # One thread per physical core for the workers: matrix products gain nothing from the second.
     bound = []
-    for _ in range(workers):
-        share = _of_one_node(units, each)
+    for worker in range(workers):
+        share = _of_one_node(units, each, nodes[worker] if worker < len(nodes) else None)
         units = [unit for unit in units if unit not in share]
         bound.append(tuple(unit.cpus[0] for unit in share))
     # The last core that is left is the scheduler's; it shares an only one with the samplers.
@@ -175,9 +177,9 @@ def format_cpus(cpus: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _of_one_node(cores: Sequence[Core], count: int) -> Sequence[Core]:
-    """``count`` cores, of one NUMA node where one has enough of them left."""
-    for node in dict.fromkeys(core.node for core in cores):
+def _of_one_node(cores: Sequence[Core], count: int, near: int | None = None) -> Sequence[Core]:
+    """``count`` cores, of one NUMA node where one has enough of them left, best of ``near``."""
+    for node in dict.fromkeys((near, *(core.node for core in cores))):
         near = [core for core in cores if core.node == node]
         if len(near) >= count:
             return near[:count]

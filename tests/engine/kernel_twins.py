@@ -150,7 +150,11 @@ def prepare_pos_seq_lens(
     )
     seq_lens[grid[0] - 1 : max_num_reqs] = 0
     for batch in range(grid[0] - 1):
-        begin, end, computed = query_start[batch], query_start[batch + 1], num_computed[index[batch]]
+        begin, end, computed = (
+            query_start[batch],
+            query_start[batch + 1],
+            num_computed[index[batch]],
+        )
         seq_lens[batch] = computed + end - begin
         positions[begin:end] = np.arange(computed, computed + end - begin)
 

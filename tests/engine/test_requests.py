@@ -17,8 +17,8 @@ from sipipe.messages.step import int32_view
 class Sequences:
     """A scheduler that schedules at random, and what it holds of each request."""
 
-    def __init__(self, rng, *, stages):
-        self.rng, self.stages = rng, stages
+    def __init__(self, rng, *, stages, second_runner=False):
+        self.rng, self.stages, self.second_runner = rng, stages, second_runner
         self.prompt, self.outputs, self.computed = {}, {}, {}
         self.started, self.preempted, self.finished = set(), set(), set()
         self.logprobs = set()  # requests whose prompt is still to be scored
@@ -37,13 +37,14 @@ class Sequences:
         for name in list(self.prompt):
             if name in self.busy or rng.random() < 0.3:
                 continue
-            if name in self.started and rng.random() < 0.1:
+            resumed = name in self.started and rng.random() < 0.1
+            if resumed:
                 self.computed[name] = 0
                 self.preempted.add(name)
             tokens = self.prompt[name] + self.outputs[name]
             count = rng.randint(1, len(tokens) - self.computed[name])
             scheduled[name] = count
-            if name not in self.started:
+            if name not in self.started or (resumed and self.second_runner):
                 self.started.add(name)
                 if scored := rng.choice([None, 1]):
                     self.logprobs.add(name)
@@ -57,6 +58,7 @@ class Sequences:
                         block_ids=([0],),
                         num_computed_tokens=self.computed[name],
                         lora_request=None,
+                        prefill_token_ids=list(tokens) if self.second_runner else None,
                     )
                 )
             else:
@@ -94,10 +96,10 @@ class Sequences:
                 self.finished.add(name)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3))
-def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers):
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, second_runner):
     rng = random.Random(seed)
-    scheduler = Sequences(rng, stages=stages)
+    scheduler = Sequences(rng, stages=stages, second_runner=second_runner)
     balancer = Balancer(samplers, vocab_size=1000)
     tracker = RequestTracker(engine_seed=0, balancer=balancer)
     held = defaultdict(dict)  # sampler -> handle -> tokens

@@ -72,11 +72,26 @@ PARAMS = st.sampled_from(
 def test_loads_stay_within_one_sequence_of_each_other(arrivals, samplers):
     balancer = Balancer(samplers, vocab_size=151_936)
     dearest = max(cost_estimate(p, 151_936) for p in arrivals)
-    placed = [(balancer.place(params), params) for params in arrivals]
+    beside = balancer.loads([])
+    placed = [(balancer.place(params, beside), params) for params in arrivals]
+    assert beside == pytest.approx(balancer._load)
+    assert balancer.loads(placed) == pytest.approx(beside)
     assert max(balancer._load) - min(balancer._load) <= dearest * (1 + 1e-9)
     for sampler, params in placed:
         balancer.remove(sampler, params)
     assert balancer._load == [0.0] * samplers
+
+
+@given(st.lists(st.lists(PARAMS, max_size=24), min_size=1, max_size=6), st.integers(1, 8))
+def test_every_microbatch_is_shared_out_evenly(microbatches, samplers):
+    """Whatever the others hold: an iteration is drawn when its last sampler is done."""
+    balancer = Balancer(samplers, vocab_size=151_936)
+    for arrivals in microbatches:
+        beside = balancer.loads([])
+        for params in arrivals:
+            balancer.place(params, beside)
+        dearest = max((cost_estimate(p, 151_936) for p in arrivals), default=0.0)
+        assert max(beside) - min(beside) <= dearest * (1 + 1e-9)
 
 
 def test_no_samplers_is_an_error():

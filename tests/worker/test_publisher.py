@@ -164,9 +164,7 @@ def test_the_launching_thread_does_not_wait_and_nothing_is_said_too_early():
 
 
 def output(prompt_logprobs):
-    return SimpleNamespace(
-        get_output=lambda: SimpleNamespace(prompt_logprobs_dict=prompt_logprobs)
-    )
+    return SimpleNamespace(get_output=lambda: SimpleNamespace(prompt_logprobs_dict=prompt_logprobs))
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])

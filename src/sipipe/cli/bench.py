@@ -51,12 +51,21 @@ def main(argv: Sequence[str]) -> int:
         "--sampling", default="greedy,all", metavar="LIST", help=f"of {', '.join(SAMPLING)}"
     )
     group.add_argument("--only", choices=("sipipe", "stock"), help="measure one side")
+    group.add_argument(
+        "--shared-devices", action="store_true", help="measure stages that share a GPU all the same"
+    )
     group.add_argument("--json", action="store_true", help="the figures as JSON")
     own, settings, rest = parse_engine_command(parser, argv)
     ways = own.sampling.split(",")
     unknown = [way for way in ways if way not in SAMPLING]
     if unknown:
         raise ConfigError(f'bench: --sampling "{unknown[0]}" is none of {", ".join(SAMPLING)}')
+    devices = settings.get("devices") or ()
+    if len(set(devices)) < len(devices) and not own.shared_devices:
+        raise ConfigError(
+            f'bench: "devices" {list(devices)} puts stages on one GPU, which runs them in turn, so '
+            "their speed says nothing of a pipeline's; --shared-devices measures it all the same"
+        )
     load = {name: getattr(own, name) for name in ("requests", "prompt_tokens", "tokens", "repeat")}
     job = {"argv": rest, "sampling": ways, **load}
     require_vllm()

@@ -140,5 +140,7 @@ def _why_not_second(vllm_config: VllmConfig) -> str:
     if model.is_diffusion:
         return "diffusion models draw with a sampler of their own"
     if getattr(model, "enable_return_routed_experts", False):
-        return "routed experts (--enable-return-routed-experts) come with vLLM's own sampler's output"
+        return (
+            "routed experts (--enable-return-routed-experts) come with vLLM's own sampler's output"
+        )
     return ""

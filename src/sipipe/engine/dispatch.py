@@ -8,6 +8,7 @@ output is on BIC-I, so that a snapshot never holds a change which is still to co
 
 import time
 from concurrent.futures import Future
+from typing import Any
 
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -98,3 +99,9 @@ def _carry(earlier: list[SchedulerOutput], output: SchedulerOutput) -> None:
     output.free_encoder_mm_hashes = [h for one in every for h in one.free_encoder_mm_hashes]
     for field in ("new_block_ids_to_zero", "kv_cache_block_copies"):
         setattr(output, field, [x for one in every for x in getattr(one, field) or ()] or None)
+    updates: dict[str, Any] = {}  # vLLM 0.33: what has become of a request's encoder inputs
+    for one in every:
+        for request_id, update in getattr(one, "encoder_input_updates", {}).items():
+            updates[request_id] = {**updates.get(request_id, {}), **update}
+    if updates:
+        output.encoder_input_updates = updates

@@ -16,11 +16,15 @@ from typing import Any
 
 from vllm import AsyncEngineArgs, envs
 from vllm.config import VllmConfig
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils import cpu_resource_utils
+
+try:
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+except ImportError:  # vLLM 0.33
+    from vllm.entrypoints.common.startup import cli_env_setup
 
 from sipipe.cores import CorePlan
 from sipipe.engine.arguments import OneLineParser, checked, use_sipipe

@@ -119,8 +119,8 @@ class RequestTracker:
         owners: list[int] = []
         sampled: list[str] = []
         complete: list[str] = []
+        # Requests that have been here, and how many output tokens the scheduler holds of each.
         held: list[tuple[TrackedRequest, int]] = []
-        """Requests that have been here, and how many output tokens the scheduler holds of each."""
         beside: list[float] = []
         if output.scheduled_new_reqs:
             others = (self._requests[r] for r in output.scheduled_cached_reqs.req_ids)

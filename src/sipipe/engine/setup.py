@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+from collections.abc import Sequence
 
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.utils.numa_utils import get_auto_numa_nodes
 
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan, plan_cores, this_machine
@@ -78,6 +80,7 @@ class Setup:
         config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
         reason = why_not_sipipe(vllm_config, config)
         parallel = vllm_config.parallel_config
+        _check_devices(config.devices, parallel)
         return cls(
             vllm_config=vllm_config,
             config=config,
@@ -90,6 +93,7 @@ class Setup:
                 samplers=0 if reason else config.samplers,
                 placement=config.cores,
                 device="cpu" if current_platform.is_cpu() else "cuda",
+                nodes=_nodes(config.devices or range(parallel.world_size)),
             ),
         )
 
@@ -180,6 +184,8 @@ class Setup:
                 "option out (this platform may not be supported)"
             )
         parallel.worker_cls = ours or parallel.worker_cls
+        if self.config.devices is not None:
+            parallel.assigned_physical_gpu_ids = list(self.config.devices)
         scheduler = vllm_config.scheduler_config
         if self.reason:
             logger.warning("SiPipe leaves this engine on vLLM's own path: %s", self.reason)
@@ -208,3 +214,27 @@ class Setup:
         cores = self.cores
         if cores.scheduler and not cores.shared and multiprocessing.parent_process() is not None:
             os.sched_setaffinity(0, cores.scheduler)
+
+
+def _check_devices(devices: Sequence[int] | None, parallel: ParallelConfig) -> None:
+    if devices is None:
+        return
+    if current_platform.is_cpu():
+        raise ConfigError('sipipe config: "devices" are GPUs, and this engine runs on CPUs')
+    if len(devices) != parallel.world_size:
+        raise ConfigError(
+            f'sipipe config: "devices" must name a GPU for each of the {parallel.world_size} '
+            f"workers, not {list(devices)}"
+        )
+    ranks = parallel.tensor_parallel_size
+    if any(len(set(devices[at : at + ranks])) < ranks for at in range(0, len(devices), ranks)):
+        raise ConfigError(
+            f'sipipe config: "devices" {list(devices)} puts tensor-parallel ranks of one stage on '
+            "the same GPU, which NCCL does not do; only stages can share one"
+        )
+
+
+def _nodes(devices: Sequence[int]) -> list[int | None]:
+    """NUMA node of each worker's GPU; None where nothing is known of it."""
+    known = None if current_platform.is_cpu() else get_auto_numa_nodes()
+    return [known[gpu] if known and gpu < len(known) else None for gpu in devices]

@@ -10,6 +10,7 @@ from multiprocessing import resource_tracker, spawn
 from typing import Any
 
 import cloudpickle
+from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_file_store_init_method
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.utils.system_utils import get_mp_context
@@ -24,7 +25,7 @@ from sipipe.messages.places import StagePlace
 
 
 class Workers:
-    """The workers' processes, each bound to its cores by vLLM's own means."""
+    """The workers' processes. A CPU's are bound to their cores by vLLM, a GPU's bind themselves."""
 
     def __init__(self, children: Children, setup: Setup, watched: Watched) -> None:
         tp, stages, layers = setup.ranks, setup.stages, setup.layers
@@ -34,6 +35,7 @@ class Workers:
         self.all: list[Child] = []
         """By rank."""
         spawned = get_mp_context().get_start_method() == "spawn"
+        on_cpu = current_platform.is_cpu()
         threads = OMPProcessManager(setup.vllm_config)
         places = [
             StagePlace(stage=rank // tp, stages=stages, tp_rank=rank % tp, tp_size=tp)
@@ -59,6 +61,7 @@ class Workers:
                 watched=watched,
                 layers=layers,
                 cut_evenly=layers == layer_split(sum(layers), len(layers)),
+                cpus=() if on_cpu else setup.cores.workers[place.stage][place.tp_rank],
             )
             worker.say(_preparation(f"SiPipeWorker-{place.name}", spawned))
             # Where vLLM forks, nothing has been imported again in the engine's own process, so

@@ -52,6 +52,8 @@ class WorkerBoot:
     """Decoder layers of each stage."""
     cut_evenly: bool
     """Whether ``layers`` is what vLLM gives the stages by itself."""
+    cpus: tuple[int, ...] = ()
+    """What a GPU's worker is bound to; empty: to nothing. vLLM binds a CPU's worker itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

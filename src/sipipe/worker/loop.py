@@ -23,8 +23,10 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import get_pp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from sipipe.ipc.link.buffers import buffer_bytes
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.link.receiver import Receiver
+from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.sender import Sender
 from sipipe.ipc.ring.logits import LogitsEndpoint, LogitsWriter
 from sipipe.messages.boots import LogitsFormat, StageDescription, WorkerBoot
@@ -83,25 +85,41 @@ class StageLoop:
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
         self._logits: LogitsHandover | None = None
-        self._second: SecondRunner | None = None
+        self._second = self._host_second_runner()
         self._publisher: Publisher | None = None
         self._iteration = self._tokens = 0
         """Of the step that vLLM's worker runs."""
         self.double_buffer: DoubleBuffer | None = None
         """The two threads of SiPipe's stage runner, once the data plane is open."""
 
+        worker.reserved = self._arena_bytes()
+
     # ---- opening, by control calls ------------------------------------------------------------
+
+    def _host_second_runner(self) -> SecondRunner | None:
+        """vLLM's second runner, its sampling replaced: before vLLM warms it up."""
+        if self._boot.path != "sipipe" or not self._worker.use_v2_model_runner:
+            return None
+        from sipipe.worker.second_runner import SecondRunner  # other CPU workers do without it
+
+        self._device = stage_device(self._worker.model_runner.device)
+        return SecondRunner(self._worker, self._device)
+
+    def _arena_bytes(self) -> int:
+        """What the link from the previous stage will take of this stage's GPU."""
+        config, runner = self._boot.config, self._worker.model_runner
+        kept = getattr(runner, "intermediate_tensors", None)
+        if kept is None or runner.device.type == "cpu" or config.transport == "shm":
+            return 0
+        schema = TensorSchema.capture(kept.tensors, runner.max_num_tokens)
+        return max(2, self._boot.watched.inflight) * buffer_bytes(schema, runner.max_num_tokens)
 
     def describe(self) -> StageDescription:
         """What the engine needs to make this rank's channels; the KV cache is set up by now."""
         vllm_runner = self._worker.model_runner
         if self._boot.path != "sipipe":
             return StageDescription()
-        if self._worker.use_v2_model_runner:
-            from sipipe.worker.second_runner import SecondRunner  # CPU workers do without it
-
-            self._device = stage_device(vllm_runner.device)
-            self._second = SecondRunner(self._worker, self._device)
+        if self._second is not None:
             with set_current_vllm_config(self._boot.vllm_config):
                 head = self._second.head
                 logits = self._logits_format(head, vllm_runner) if head is not None else None
@@ -325,7 +343,9 @@ class StageLoop:
     def doing(self) -> str:
         """What the threads that run iterations do now, as predicates."""
         if self._second is not None and self._publisher is not None:
-            return f"(launching thread) {self._second.doing()}, (publisher) {self._publisher.doing()}"
+            return (
+                f"(launching thread) {self._second.doing()}, (publisher) {self._publisher.doing()}"
+            )
         return self.double_buffer.doing() if self.double_buffer is not None else ""
 
     def close(self) -> None:

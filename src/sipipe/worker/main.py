@@ -118,6 +118,8 @@ class Main:
         title = f"Worker_PP{place.stage}" + (f"_TP{place.tp_rank}" if place.tp_size > 1 else "")
         set_process_title(name=title)
         decorate_logs(title)
+        if boot.cpus:
+            os.sched_setaffinity(0, boot.cpus)
         if not boot.cut_evenly:
             cut_model(boot.layers)
         wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=place.rank)

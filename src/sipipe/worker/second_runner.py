@@ -181,4 +181,3 @@ class SecondRunner:
         order = np.fromiter((row[req_id] for req_id in asked), np.int64, len(row))
         rows: npt.NDArray[np.int64] = order[samples[order]]
         return rows
-

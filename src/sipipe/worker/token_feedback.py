@@ -41,7 +41,7 @@ class TokenFeedback:
         self._ones = torch.ones(max_num_reqs, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
 
-    def get_prev_sampled_outputs(self, *_: Any) -> dict[str, torch.Tensor] | None:
+    def get_prev_sampled_outputs(self, *_: Any, **__: Any) -> dict[str, torch.Tensor] | None:
         """The input token of each request that decodes in this scheduling output."""
         if self.output is None or self.states is None:
             return None
@@ -66,11 +66,11 @@ class TokenFeedback:
             "num_rejected": self._zeros[: len(found)],
         }
 
-    def receive(self, *_: Any) -> bool:
+    def receive(self, *_: Any, **__: Any) -> bool:
         """Nothing to wait for, on any stage but the last; False: no request has its token yet."""
         return False
 
-    def broadcast(self, *_: Any) -> None:
+    def broadcast(self, *_: Any, **__: Any) -> None:
         """Nothing to send: tokens return by way of the scheduler."""
 
     def on_req_idx_freed(self, req_idx: int) -> None:

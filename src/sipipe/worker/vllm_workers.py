@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_pp_group
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_worker
 
@@ -23,6 +24,8 @@ from sipipe.worker.world import stage_world
 
 if TYPE_CHECKING:
     from sipipe.worker.token_feedback import TokenFeedback
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class _StageWorker:
@@ -43,10 +46,6 @@ class _StageWorker:
         assert self.place is not None, "the process places its worker before init_device"
         with stage_world(self.place, self.vllm_module), self._stand_ins():
             super().init_device()  # type: ignore[misc]
-        if self.use_v2_model_runner:
-            from sipipe.worker.second_runner import feedback_of
-
-            self.feedback = feedback_of(self.model_runner, draws=self.draws)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with self._stand_ins():
@@ -56,6 +55,10 @@ class _StageWorker:
         group: Any = get_pp_group()
         group.receive = lambda: runner.intermediate_tensors.tensors
         group.send = lambda _: lambda: None
+        if self.use_v2_model_runner:
+            from sipipe.worker.second_runner import feedback_of
+
+            self.feedback = feedback_of(runner, draws=self.draws)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         if self.feedback is not None:
@@ -74,6 +77,19 @@ class GPUStageWorker(_StageWorker, gpu_worker.Worker):
     """One tensor-parallel rank of a stage on a CUDA device."""
 
     vllm_module = gpu_worker
+    reserved = 0
+    """Bytes of the device that the link from the previous stage will take."""
+
+    def determine_available_memory(self) -> int:
+        """Without what the link will take; a size that the user gave is left alone."""
+        available = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes or not self.reserved:
+            return available
+        logger.info(
+            "link from the previous stage: %.2f GiB of this GPU, taken off the KV cache",
+            self.reserved / 2**30,
+        )
+        return available - self.reserved
 
 
 # Not elsewhere: to import vLLM's CPU worker replaces torch's CUDA streams, events and memory

@@ -9,6 +9,7 @@ nor the failure of a single request depends on the choice.
 import time
 from typing import Any
 
+from vllm import outputs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -50,7 +51,7 @@ class ObservedScheduler:
         iteration = self.iterations.finish(scheduler_output)
         if iteration is not None and iteration.errors:
             # vLLM's own way to finish requests with an error from within an update.
-            self.grammar_compile_error_reqs.update(iteration.errors)  # type: ignore[attr-defined]
+            self.grammar_compile_error_reqs.update(_failed(iteration.errors))  # type: ignore[attr-defined]
         began = time.monotonic_ns()
         result = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
@@ -58,6 +59,17 @@ class ObservedScheduler:
         if iteration is not None:
             self.telemetry.record(Phase.UPDATE, iteration, began, time.monotonic_ns())
         return result
+
+
+def _failed(errors: dict[str, str]) -> dict[str, Any]:
+    """Why requests fail, as vLLM 0.33 wants it; 0.32 takes their ids alone."""
+    made = getattr(outputs, "RequestError", None)
+    if made is None:
+        return dict(errors)
+    return {
+        request_id: made(code="generation_error", message=reason)
+        for request_id, reason in errors.items()
+    }
 
 
 def observed(scheduler: type, iterations: Iterations, telemetry: Telemetry) -> type:
