@@ -180,9 +180,9 @@ def format_cpus(cpus: Iterable[int]) -> str:
 def _of_one_node(cores: Sequence[Core], count: int, near: int | None = None) -> Sequence[Core]:
     """``count`` cores, of one NUMA node where one has enough of them left, best of ``near``."""
     for node in dict.fromkeys((near, *(core.node for core in cores))):
-        near = [core for core in cores if core.node == node]
-        if len(near) >= count:
-            return near[:count]
+        there = [core for core in cores if core.node == node]
+        if len(there) >= count:
+            return there[:count]
     return cores[:count]
 
 

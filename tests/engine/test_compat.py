@@ -29,10 +29,12 @@ def vllm_config(**changes):
             "is_attention_free": False,
             "return_sampling_mask": False,
             "enable_prompt_embeds": False,
+            "is_diffusion": False,
         },
         "scheduler_config": {"async_scheduling": False},
     }
-    flat = {"speculative_config": None, "kv_transfer_config": None, "ec_transfer_config": None}
+    names = ("speculative_config", "kv_transfer_config", "ec_transfer_config", "watermark_config")
+    flat = dict.fromkeys(names)
     for name, value in changes.items():
         part, _, field = name.partition("__")
         if field:
@@ -69,11 +71,64 @@ def test_a_plain_engine_is_taken():
     assert not compat.why_not_sipipe(vllm_config(), SiPipeConfig())
 
 
-def test_a_device_other_than_a_cpu_takes_vllms_path(monkeypatch):
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A platform that is not the CPU one; returns what sets vLLM's choice of a runner."""
     monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    assert "runs on CPUs" in compat.why_not_sipipe(vllm_config(), SiPipeConfig())
-    with pytest.raises(ConfigError, match=r'"stage_runner" is "sipipe", but .*runs on CPUs'):
+
+    def choose(second):
+        monkeypatch.setattr(compat, "uses_second_runner", lambda _: second)
+
+    return choose
+
+
+@pytest.mark.parametrize("special", ["is_multimodal_model", "is_hybrid", "is_attention_free"])
+def test_gpu_stages_stand_on_vllms_second_runner(on_gpu, special):
+    on_gpu(second=True)
+    assert not compat.why_not_sipipe(vllm_config(), SiPipeConfig(stage_runner="sipipe"))
+    # The runner is vLLM's own, and so are encoders and recurrent states.
+    assert not compat.why_not_sipipe(
+        vllm_config(**{f"model_config__{special}": True}), SiPipeConfig()
+    )
+
+
+def test_vllms_first_runner_on_a_gpu_takes_vllms_path(on_gpu):
+    on_gpu(second=False)
+    assert "second runner" in compat.why_not_sipipe(vllm_config(), SiPipeConfig())
+    with pytest.raises(ConfigError, match=r'"stage_runner" is "sipipe", but .*second runner'):
         compat.why_not_sipipe(vllm_config(), SiPipeConfig(stage_runner="sipipe"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"watermark_config": object()}, "watermark"),
+        ({"model_config__is_diffusion": True}, "diffusion"),
+        ({"model_config__enable_return_routed_experts": True}, "routed experts"),
+        ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
+    ],
+)
+def test_what_the_second_runner_samples_itself_takes_vllms_path(on_gpu, changes, reason):
+    on_gpu(second=True)
+    assert reason in compat.why_not_sipipe(vllm_config(**changes), SiPipeConfig())
+
+
+def test_which_runner_is_vllms_choice_but_on_cpus(monkeypatch):
+    """There it is the first, unless it was asked for; no variable is set for that."""
+    asked = []
+    second = property(lambda config: asked.append(config) or True)
+    monkeypatch.setattr(
+        compat, "VllmConfig", type("VllmConfig", (), {"use_v2_model_runner": second})
+    )
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert not compat.uses_second_runner("config")
+    assert not asked
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert compat.uses_second_runner("config")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    assert compat.uses_second_runner("config")
+    assert asked == ["config", "config"]
 
 
 @pytest.mark.parametrize(

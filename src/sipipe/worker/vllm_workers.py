@@ -82,7 +82,7 @@ class GPUStageWorker(_StageWorker, gpu_worker.Worker):
 
     def determine_available_memory(self) -> int:
         """Without what the link will take; a size that the user gave is left alone."""
-        available = super().determine_available_memory()
+        available: int = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes or not self.reserved:
             return available
         logger.info(

@@ -1,0 +1,120 @@
+"""Stages on vLLM's second runner, the one for GPUs, give stock vLLM's tokens.
+
+On the CPU build, with NumPy twins of its kernels (:mod:`.kernel_twins`): everything is there but
+streams, graphs and the device. The way in is vLLM's own, ``VLLM_USE_V2_MODEL_RUNNER=1``.
+"""
+
+import json
+
+import pytest
+from tests.engine import test_features as features
+from tests.engine import test_parity as parity
+from tests.engine.engines import (
+    assert_stock,
+    greedy,
+    model,
+    prompts,
+    run_engine,
+    stock_results,
+    tokens,
+)
+
+pytestmark = pytest.mark.engine
+
+SECOND_RUNNER = {
+    "env": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+    "worker_extension_cls": "kernel_twins.Twins",
+}
+
+
+def run(path, batches, *, stages=2, sipipe=None, **engine):
+    return run_engine(
+        path,
+        batches,
+        sipipe={"samplers": 2, **(sipipe or {})},
+        pipeline_parallel_size=stages,
+        **SECOND_RUNNER,
+        **engine,
+    )
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_chunked_prefills_and_aborts_equal_stock(models, stages):
+    """Sequences join and leave, prompts take several iterations, text stops end requests that are
+    in flight; and each feature that is the samplers' or a prompt's."""
+    path = model(models)
+    params = features.deterministic()
+    batches = parity.mixed_batches()
+    asked = [
+        {"prompts": prompts(len(params), longest=40), "params": params},
+        {"prompts": prompts(len(params), longest=200, seed=5), "params": params},
+    ]
+    chosen = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logprobs": 3}
+    alone = {"prompts": prompts(2), "params": [chosen | {"logprob_token_ids": [5, 6, 7]}] * 2}
+    found = run(path, [*batches, *asked], stages=stages, max_logprobs=-1)
+
+    def same(ours, theirs):
+        for a, b in zip(ours, theirs[: len(ours)], strict=True):
+            for index, (x, y) in enumerate(zip(a, b, strict=True)):
+                assert tokens([x]) == tokens([y]), params[index]
+                for one, other in zip(x["outputs"], y["outputs"], strict=True):
+                    assert one["text"] == other["text"]
+                    assert one["finish_reason"] == other["finish_reason"]
+                    features.same_logprobs(one["logprobs"], other["logprobs"])
+                features.same_logprobs(x["prompt_logprobs"], y["prompt_logprobs"])
+
+    assert_stock(found[: len(batches)], path, batches, parity.same_tokens)
+    # With the batch beside them by which the results are kept (tests/engine/test_features.py).
+    assert_stock(found[len(batches) :], path, [*asked, alone], same, max_logprobs=-1)
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_preemption_and_prefix_caching_equal_stock(models, stages):
+    """The second runner gets a request that was preempted as a new one, with its tokens so far."""
+    path = model(models)
+    shared = prompts(1, longest=60, seed=9)[0] * 2
+    many = [shared[:70] + p for p in prompts(20, longest=20, seed=11)]
+    batches = [
+        {"prompts": many, "params": greedy(20, shortest=30, longest=60)},
+        {"prompts": many[:4], "params": [{"temperature": 1.0, "n": 3, "max_tokens": 8}] * 4},
+    ]
+    small = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
+    said = run(path, batches, stages=stages, **small)
+    assert_stock(said[:1], path, batches[:1], features.same_tokens)
+    assert all(len(request["outputs"]) == 3 for request in said[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "stages", "ranks"),
+    [("llama", 4, 1), ("llama", 2, 2), ("mixtral", 2, 1), ("deepseek-v3", 2, 1), ("qwen2", 2, 1)],
+)
+def test_degrees_and_families_equal_stock(models, family, stages, ranks):
+    path = model(models, family)
+    batches, stock = parity.mixed_batches(), {}
+    if family in parity.ALONE:
+        batches, stock = parity.single_requests(), {"tensor_parallel_size": ranks}
+    found = run(path, batches, stages=stages, tensor_parallel_size=ranks)
+    assert_stock(found, path, batches, parity.same_tokens, **stock)
+
+
+@pytest.mark.slow
+def test_columns_equal_stock(models):
+    path, batches = model(models), parity.mixed_batches()
+    found = run(path, batches, sipipe={"logits_layout": "columns"}, tensor_parallel_size=2)
+    assert_stock(found, path, batches, parity.same_tokens)
+
+
+@pytest.mark.slow
+def test_lora_adapters_equal_stock(models):
+    path = model(models)
+    adapter = features.make_adapter(
+        models / "adapter", json.loads((path / "config.json").read_text())
+    )
+    plain = {"prompts": prompts(6, seed=3), "params": greedy(6)}
+    batches = [{**plain, "lora": [["a", 1, str(adapter)]] * 6}, {**plain, "lora": [None] * 6}]
+    engine = {"enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": 1}
+    said = run(path, batches, **engine)
+    assert_stock(said, path, batches, features.same_tokens, **engine)
+    with_it, without = stock_results(path, batches, **engine)
+    assert tokens(with_it) != tokens(without), "the adapter must make a difference"

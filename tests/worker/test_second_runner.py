@@ -1,0 +1,162 @@
+"""What a stage on vLLM's second runner puts in place of the runner's own parts, without a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
+
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
+
+from sipipe.messages.places import StagePlace  # noqa: E402
+from sipipe.worker import second_runner, token_feedback  # noqa: E402
+from sipipe.worker.device import HostDevice  # noqa: E402
+from sipipe.worker.second_runner import SecondRunner  # noqa: E402
+from sipipe.worker.token_feedback import StandInSampler, TokenFeedback  # noqa: E402
+from sipipe.worker.world import PipelineStandIn  # noqa: E402
+
+
+@pytest.fixture
+def feedback(monkeypatch):
+    monkeypatch.setattr(token_feedback, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True))
+    found = TokenFeedback(8, 0, device="cpu")
+    found.states = SimpleNamespace(
+        req_id_to_index={"a": 3, "b": 0, "c": 5},
+        prefill_len=SimpleNamespace(np=np.array([4, 0, 0, 9, 0, 7])),
+    )
+    return found
+
+
+def output(req_ids, computed, token_ids):
+    found = SchedulerOutput.make_empty()
+    found.scheduled_cached_reqs = cached = CachedRequestData.make_empty()
+    cached.req_ids, cached.num_computed_tokens, cached.new_token_ids = req_ids, computed, token_ids
+    return found
+
+
+def test_decoding_requests_get_the_token_that_the_scheduler_accepted(feedback):
+    # b is in the middle of its prompt.
+    feedback.output = output(["a", "b", "c"], [9, 2, 12], [[11], [5, 6], [13]])
+    found = feedback.get_prev_sampled_outputs(draft_tokens=None)
+    assert found["idx_mapping"].tolist() == [3, 5]
+    assert found["sampled_tokens"].tolist() == [[11], [13]]
+    assert found["num_sampled"].tolist() == [1, 1]
+    assert found["num_rejected"].tolist() == [0, 0]
+    assert found["idx_mapping"].dtype == torch.int64
+    assert found["num_sampled"].dtype == torch.int32
+
+
+def test_nothing_decodes(feedback):
+    assert feedback.get_prev_sampled_outputs() is None, "before the first step"
+    feedback.output = output(["b"], [2], [[5, 6]])
+    assert feedback.get_prev_sampled_outputs() is None
+    feedback.output = output(["a"], [9], [])
+    assert feedback.get_prev_sampled_outputs() is None, "a warm-up brings no tokens"
+
+
+def test_stages_that_get_hidden_states_need_no_tokens(feedback):
+    feedback.states = None
+    feedback.output = output(["a"], [9], [[11]])
+    assert feedback.get_prev_sampled_outputs() is None
+    assert feedback.receive(None, recv_drafts=False) is False
+
+
+class Head:
+    """In place of the model's: a row of logits says which row of hidden states it is of."""
+
+    def __init__(self, _):
+        self.rows = []
+
+    def compute(self, hidden, into=None):
+        self.rows.append(len(hidden))
+        return hidden.clone()
+
+
+@pytest.fixture
+def last_stage(monkeypatch):
+    monkeypatch.setattr(second_runner, "StageLogits", Head)
+    runner = SimpleNamespace(
+        is_last_pp_rank=True,
+        max_num_reqs=8,
+        device=torch.device("cpu"),
+        lora_config=None,
+        prompt_logprobs_worker=SimpleNamespace(uses_prompt_logprobs=np.zeros(8, bool)),
+    )
+    return SecondRunner(SimpleNamespace(model_runner=runner), HostDevice())
+
+
+def batch(req_ids, computed, scheduled, prefill):
+    """As vLLM has sorted it; the last row of each request is the one whose logits are wanted."""
+    ends = np.cumsum(scheduled)
+    return SimpleNamespace(
+        req_ids=req_ids,
+        num_reqs=len(req_ids),
+        num_computed_tokens_np=np.array(computed),
+        num_scheduled_tokens=np.array(scheduled),
+        prefill_len_np=np.array(prefill),
+        logits_indices=torch.from_numpy(ends - 1),
+        idx_mapping_np=np.arange(len(req_ids)),
+        is_prefilling_np=np.array(computed) < np.array(prefill),
+    )
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_rows_are_in_the_samplers_order(last_stage, lora):
+    """vLLM puts decoding requests first; samplers know the order of the scheduling output."""
+    last_stage._runner.lora_config = object() if lora else None
+    sorted_batch = batch(["d1", "d2", "chunk", "p"], [9, 5, 0, 0], [1, 1, 3, 4], [9, 2, 8, 4])
+    asked = SimpleNamespace(num_scheduled_tokens={"p": 4, "d2": 1, "chunk": 3, "d1": 1})
+    last_stage._output = asked
+    hidden = torch.arange(9.0).unsqueeze(1)
+    logits = last_stage._logits(hidden, sorted_batch)
+    assert logits.flatten().tolist() == [8.0, 1.0, 0.0], "p, d2, d1; chunk gets no token"
+    assert last_stage.head.rows == [4 if lora else 3]
+
+
+def test_all_rows_and_none(last_stage):
+    hidden = torch.arange(2.0).unsqueeze(1)
+    both = batch(["a", "b"], [9, 5], [1, 1], [9, 2])
+    last_stage._output = SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1})
+    assert last_stage._logits(hidden, both).flatten().tolist() == [0.0, 1.0]
+    chunks = batch(["a"], [0], [2], [9])
+    last_stage._output = SimpleNamespace(num_scheduled_tokens={"a": 2})
+    assert last_stage._logits(hidden, chunks) is None
+
+
+def test_a_warm_up_hands_nothing_on(last_stage):
+    hidden = torch.arange(2.0).unsqueeze(1)
+    drawn, sampled, rejected = last_stage._sample(hidden, batch(["a"], [0], [2], [2]), None)
+    assert drawn.sampled_token_ids.shape == (1, 1)
+    assert sampled.tolist() == rejected.tolist() == [0]
+    assert last_stage.launched is None
+
+
+def test_the_stand_in_sampler_keeps_nothing():
+    sampler = StandInSampler(vocab_size=5, max_num_reqs=4)
+    sampler.add_request(0, None)
+    sampler.apply_staged_writes()
+    assert sampler.penalties_state.output_bin_counts is None
+    assert sampler(torch.zeros(2, 5), None) is None
+
+
+def test_hidden_states_are_asked_for_when_they_are_needed():
+    from vllm.v1.worker.gpu_worker import AsyncIntermediateTensors
+
+    group = PipelineStandIn(StagePlace(stage=1, stages=3, tp_rank=0, tp_size=1))
+    came, waited = [], []
+    group.receive = lambda: came.append(1) or {"hidden_states": torch.ones(2)}
+    tensors, handles, fill = group.irecv_tensor_dict(all_gather_group=None)
+    lazy = AsyncIntermediateTensors(tensors, comm_handles=handles, comm_postprocess=fill)
+    assert not came
+    assert lazy.tensors["hidden_states"].tolist() == [1.0, 1.0]
+    assert lazy["hidden_states"].sum() == 2
+    assert came == [1]
+    group.send = lambda tensors: lambda: waited.append(sorted(tensors))
+    # As vLLM's worker does at the top of its next step.
+    for handle in group.isend_tensor_dict({"residual": None}, all_gather_group=None)[1:]:
+        handle.wait()
+    assert waited == [["residual"]]
