@@ -96,6 +96,16 @@ def test_on_gpus_the_samplers_get_most_cores():
     assert [len(stage[0]) for stage in plan.workers] == [2, 2]
     assert len(plan.samplers) == 16
     assert plan_cores(machine(4), stages=2, device="cuda").samplers == ((2,),)
+    assert len(plan_cores(machine(96, nodes=2), stages=2, device="cuda").samplers) == 32
+
+
+def test_gpu_workers_get_cores_of_their_gpus_node():
+    where = machine(16, nodes=2)
+    plan = plan_cores(where, stages=3, device="cuda", nodes=[1, None, 0])
+    of = {cpu: core.node for core in where for cpu in core.cpus}
+    assert [{of[cpu] for cpu in stage[0]} for stage in plan.workers] == [{1}, {0}, {0}]
+    few = plan_cores(where, stages=5, device="cuda", nodes=[1] * 5)
+    assert [{of[cpu] for cpu in stage[0]} for stage in few.workers] == [{1}] * 4 + [{0}]
 
 
 @pytest.mark.parametrize("samplers", [1, 3, 5])
@@ -134,7 +144,7 @@ def test_any_plan_is_complete_and_overlaps_only_when_it_says_so(
     assert all(groups)
     assert set().union(*groups) <= set(cpus_of(where))
     if samplers == "auto":
-        assert 1 <= len(plan.samplers) <= 16
+        assert 1 <= len(plan.samplers) <= 16 * nodes
     else:
         assert len(plan.samplers) == samplers
     if not plan.shared:

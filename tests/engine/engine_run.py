@@ -12,10 +12,18 @@ import signal
 import sys
 import threading
 import time
+from importlib.util import find_spec
 
 # Also in the processes that vLLM and SiPipe start, which import this file as the user's main
 # module: a third of what importing vLLM takes is the collector's, which finds nothing.
 gc.set_threshold(20_000, 20, 20)
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and find_spec("triton") is None:
+    # vLLM refuses its second runner without Triton, here and again in the engine's own process;
+    # the workers have twins of its kernels (kernel_twins.py).
+    from vllm.config import vllm as checks
+
+    checks.HAS_TRITON = True
 
 
 def end_with_the_test() -> None:
@@ -36,10 +44,6 @@ def main() -> None:
     from vllm import LLM
 
     engine = spec["engine"]
-    if str(engine.get("worker_extension_cls")).startswith("kernel_twins"):
-        from vllm.config import vllm as checks
-
-        checks.HAS_TRITON = True  # without which vLLM refuses its second runner
     if spec["sipipe"] is not None:
         engine["distributed_executor_backend"] = "sipipe.Executor"
         engine["additional_config"] = {"sipipe": spec["sipipe"]}

@@ -45,9 +45,10 @@ class Sequences:
             count = rng.randint(1, len(tokens) - self.computed[name])
             scheduled[name] = count
             if name not in self.started or (resumed and self.second_runner):
-                self.started.add(name)
-                if scored := rng.choice([None, 1]):
+                scored = rng.choice([None, 1])
+                if scored and name not in self.started:
                     self.logprobs.add(name)
+                self.started.add(name)
                 new.append(
                     NewRequestData(
                         req_id=name,

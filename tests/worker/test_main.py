@@ -86,6 +86,12 @@ class Loop:
         )
         return "open"
 
+    def run(self, iteration, slot, output):
+        self.double_buffer.prepare(iteration, slot, output)
+
+    def doing(self):
+        return self.double_buffer.doing() if self.double_buffer is not None else ""
+
     def drain(self):
         if self.double_buffer is not None:
             self.double_buffer.drain()

@@ -58,7 +58,7 @@ class StageLoop:
 
     Args:
         boot: what the process was started with.
-        worker: vLLM's worker, its model loaded.
+        wrapper: vLLM's, around its worker, whose model is loaded.
         sockets: of the links from the previous stage and to the next one, as far as there are any.
         report: tells the engine that an iteration has run, where no sampler will.
         recorder: takes the phases of each iteration.
@@ -68,7 +68,7 @@ class StageLoop:
     def __init__(
         self,
         boot: WorkerBoot,
-        worker: Any,
+        wrapper: Any,
         sockets: Sequence[socket.socket],
         report: Report,
         recorder: Recorder,
@@ -76,7 +76,8 @@ class StageLoop:
     ) -> None:
         self._boot = boot
         self._place = boot.place
-        self._worker = worker
+        self._worker = wrapper.worker
+        self._execute_model: Callable[[SchedulerOutput], Any] = wrapper.execute_model
         self._sockets = sockets
         self._report = report
         self._fail = fail
@@ -92,7 +93,7 @@ class StageLoop:
         self.double_buffer: DoubleBuffer | None = None
         """The two threads of SiPipe's stage runner, once the data plane is open."""
 
-        worker.reserved = self._arena_bytes()
+        self._worker.reserved = self._arena_bytes()
 
     # ---- opening, by control calls ------------------------------------------------------------
 
@@ -294,27 +295,21 @@ class StageLoop:
 
     # ---- vLLM's runners, on either path ---------------------------------------------------------
 
-    def run(
-        self,
-        iteration: int,
-        slot: int,
-        output: SchedulerOutput,
-        execute_model: Callable[[SchedulerOutput], Any],
-    ) -> None:
+    def run(self, iteration: int, slot: int, output: SchedulerOutput) -> None:
         """Run an iteration of BIC-I, or prepare it for the device thread."""
         if self._second is not None:
             self._iteration, self._tokens = iteration, output.total_num_scheduled_tokens
-            self._second.run(iteration, slot, output, execute_model)
+            self._second.run(iteration, slot, output, self._execute_model)
         else:
             assert self.double_buffer is not None, "an iteration before the data plane was open"
             self.double_buffer.prepare(iteration, slot, output)
 
-    def run_vllm(self, execute_model: Callable[..., Any], output: SchedulerOutput) -> Any:
+    def run_vllm(self, output: SchedulerOutput) -> Any:
         """vLLM's ``execute_model`` on its own path; its hidden states go through our links."""
         if output.total_num_scheduled_tokens > 0:
             self._iteration += 1
             self._tokens = output.total_num_scheduled_tokens
-        return execute_model(output)
+        return self._execute_model(output)
 
     def _receive_vllm(self) -> dict[str, torch.Tensor]:
         """Into the runner's own buffer, whose rows beyond the batch's are there when it pads."""

@@ -145,7 +145,7 @@ class Main:
         current_platform.update_block_size_for_backend(boot.vllm_config)
         self._loop = StageLoop(
             boot,
-            wrapper.worker,
+            wrapper,
             self._sockets,
             self._report,
             self._recorder,
@@ -196,8 +196,7 @@ class Main:
         self._recorder.record(
             Phase.WAIT_SCHEDULING, header.number, header.slot, began, time.monotonic_ns()
         )
-        assert self._wrapper is not None
-        loop.run(header.number, header.slot, output, self._wrapper.execute_model)
+        loop.run(header.number, header.slot, output)
 
     def _run_call(self, loop: StageLoop, number: int, content: Callable[[], Any]) -> None:
         """Run one control call, and answer it where an answer is wanted.
@@ -231,7 +230,7 @@ class Main:
             named: Callable[..., Any] = getattr(loop, method.removeprefix("sipipe:"))
             return named
         if method == "execute_model":
-            return partial(loop.run_vllm, self._wrapper.execute_model)
+            return loop.run_vllm
         found: Callable[..., Any] = getattr(self._wrapper, method)
         return found
 

@@ -1,0 +1,52 @@
+"""How an engine is set up: the GPUs of its workers, and which of vLLM's runners it has."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sipipe.engine import setup
+from sipipe.errors import ConfigError
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(setup, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+
+
+def parallel(stages, ranks=1):
+    return SimpleNamespace(world_size=stages * ranks, tensor_parallel_size=ranks)
+
+
+@pytest.mark.parametrize(
+    ("devices", "degrees"), [(None, (2,)), ((0, 0), (2,)), ((3, 1), (2,)), ((0, 1, 0, 1), (2, 2))]
+)
+def test_stages_may_share_gpus(on_gpu, devices, degrees):
+    setup._check_devices(devices, parallel(*degrees))
+
+
+@pytest.mark.parametrize(
+    ("devices", "degrees", "word"),
+    [((0,), (2,), "each of the 2 workers"), ((0, 0, 1, 2), (2, 2), "NCCL")],
+)
+def test_devices_that_cannot_be_are_refused_in_one_line(on_gpu, devices, degrees, word):
+    with pytest.raises(ConfigError, match=word) as error:
+        setup._check_devices(devices, parallel(*degrees))
+    assert '"devices"' in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_cpus_have_no_devices():
+    with pytest.raises(ConfigError, match="runs on CPUs"):
+        setup._check_devices((0, 0), parallel(2))
+
+
+def test_nodes_are_vllms_word(on_gpu, monkeypatch):
+    monkeypatch.setattr(setup, "get_auto_numa_nodes", lambda: [0, 0, 1, 1])
+    assert setup._nodes((3, 0, 9)) == [1, 0, None]
+    monkeypatch.setattr(setup, "get_auto_numa_nodes", lambda: None)
+    assert setup._nodes(range(2)) == [None, None]
+
+
+def test_an_engine_on_cpus_asks_nobody_for_nodes(monkeypatch):
+    monkeypatch.setattr(setup, "get_auto_numa_nodes", lambda: 1 / 0)
+    assert setup._nodes(range(2)) == [None, None]

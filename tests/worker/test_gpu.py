@@ -1,0 +1,93 @@
+"""Handing on from a real device: page-locked memory, copies behind the head, no waits.
+
+Never run where this was written: no GPU there.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
+
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
+from sipipe.worker.device import CudaStageDevice  # noqa: E402
+from sipipe.worker.logits import LogitsHandover  # noqa: E402
+from sipipe.worker.publisher import Launched, Publisher  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+VOCAB, BATCH = 4097, 16
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_logits_come_from_the_device_while_it_goes_on(layout, ranks):
+    shard = -(-VOCAB // ranks)
+    channel = LogitsChannel.create(
+        "logits",
+        entries=4,
+        vocab=VOCAB,
+        batch=BATCH,
+        dtype="float16",
+        layout=layout,
+        ranks=ranks,
+        shard=None if ranks == 1 else shard,
+        readers=["a"],
+    )
+    reader = LogitsReader.open(channel.endpoint, "a")
+    device = CudaStageDevice(torch.device("cuda:0"))
+    publishers, phases = [], []
+    for rank in range(ranks):
+        writer = LogitsWriter.open(channel.endpoint, rank)
+        if not rank:
+            device.lock_pages(writer.buffer)
+        handover = LogitsHandover(writer, layout)
+        publishers.append(
+            Publisher(
+                device,
+                handover,
+                report=lambda *_: None,
+                record=lambda phase, launched, began, ended: phases.append((phase, ended - began)),
+                fail=pytest.fail,
+                stall_timeout=60,
+            )
+        )
+    big = torch.randn(4096, 4096, device="cuda:0")
+    expected = []
+    for iteration in range(3):
+        logits = torch.randn(BATCH, VOCAB, device="cuda:0", dtype=torch.float16)
+        torch.cuda.set_sync_debug_mode("error")  # torch's own word on what waits
+        first = device.mark()
+        for _ in range(20):
+            big = big @ big / 64
+        logits += 1
+        last = device.mark()
+        for rank, publisher in enumerate(publishers):
+            publisher.put(
+                Launched(
+                    iteration=iteration,
+                    slot=0,
+                    num_reqs=BATCH,
+                    num_tokens=BATCH,
+                    first=first,
+                    last=last,
+                    logits=logits[:, rank * shard : (rank + 1) * shard],
+                )
+            )
+        torch.cuda.set_sync_debug_mode("default")
+        expected.append(logits)
+    for iteration, logits in enumerate(expected):
+        with reader.receive(60) as slot:
+            assert slot.iteration == iteration
+            found = torch.from_numpy(slot.array.copy())
+            assert torch.equal(found if layout == "rows" else found.T, logits.cpu())
+    for publisher in publishers:
+        publisher.drain()
+        publisher.close()
+    assert all(took > 0 for _, took in phases)
+    reader.close()
+    channel.close()
