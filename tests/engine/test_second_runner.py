@@ -33,8 +33,7 @@ def run(path, batches, *, stages=2, sipipe=None, **engine):
         batches,
         sipipe={"samplers": 2, **(sipipe or {})},
         pipeline_parallel_size=stages,
-        **SECOND_RUNNER,
-        **engine,
+        **{**SECOND_RUNNER, **engine},
     )
 
 
@@ -96,6 +95,14 @@ def test_degrees_and_families_equal_stock(models, family, stages, ranks):
         batches, stock = parity.single_requests(), {"tensor_parallel_size": ranks}
     found = run(path, batches, stages=stages, tensor_parallel_size=ranks)
     assert_stock(found, path, batches, parity.same_tokens, **stock)
+
+
+@pytest.mark.slow
+def test_stages_that_pad_differently_equal_stock(models):
+    """CUDA graphs pad batches, each stage as its own graphs want it; real rows alone travel."""
+    path, batches = model(models), parity.mixed_batches()
+    found = run(path, batches, stages=3, worker_extension_cls="padded_twins.Twins")
+    assert_stock(found, path, batches, parity.same_tokens)
 
 
 @pytest.mark.slow
