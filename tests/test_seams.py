@@ -80,6 +80,32 @@ METHODS = {
         "self vllm_config device kernel_block_size num_metadata_builders"
     ),
     "vllm.v1.worker.utils:AttentionGroup.build_metadata": None,
+    # The second runner, which is hosted as it is but for what we put in place of its parts.
+    "vllm.v1.worker.gpu.model_runner:PPHandler": "max_num_reqs num_speculative_steps device",
+    "vllm.v1.worker.gpu.model_runner:PPHandler.get_prev_sampled_outputs": "self",
+    "vllm.v1.worker.gpu.model_runner:PPHandler.receive": "self input_batch",
+    "vllm.v1.worker.gpu.model_runner:PPHandler.broadcast": "self",
+    "vllm.v1.worker.gpu.model_runner:PPHandler.on_req_idx_freed": "self req_idx",
+    "vllm.v1.worker.gpu.model_runner:PPHandler.relay_aux_hidden_states": (
+        "self intermediate_tensors output_intermediate_tensors"
+    ),
+    "vllm.v1.worker.gpu.model_runner:Sampler.add_request": "self req_idx sampling_params",
+    "vllm.v1.worker.gpu.model_runner:Sampler.apply_staged_writes": "self",
+    "vllm.v1.worker.gpu.model_runner:Sampler.__call__": "self logits input_batch",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample": (
+        "self hidden_states input_batch grammar_output"
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.postprocess_sampled": (
+        "self idx_mapping sampled_tokens num_sampled num_rejected"
+    ),
+    "vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output": "self",
+    "vllm.v1.worker.gpu_worker:Worker.execute_model": "self scheduler_output",
+    "vllm.v1.worker.gpu_worker:Worker.sample_tokens": "self grammar_output",
+    "vllm.v1.worker.gpu_worker:Worker.load_model": "self",
+    "vllm.v1.worker.gpu_worker:Worker.determine_available_memory": "self",
+    "vllm.v1.worker.gpu_worker:AsyncIntermediateTensors.wait_for_comm": "self",
+    "vllm.utils.torch_utils:async_tensor_h2d": "data device dtype out",
+    "vllm.utils.numa_utils:get_auto_numa_nodes": "",
     "vllm.forward_context:set_forward_context": (
         "attn_metadata vllm_config num_tokens cudagraph_runtime_mode batch_descriptor "
         "slot_mapping is_padding"
@@ -106,14 +132,15 @@ ATTRIBUTES = {
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
         "total_num_scheduled_tokens has_structured_output_requests new_block_ids_to_zero "
-        "kv_cache_block_copies"
+        "kv_cache_block_copies preempted_req_ids free_encoder_mm_hashes"
     ),
     "vllm.v1.core.sched.output:CachedRequestData": (
         "req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids num_computed_tokens "
         "num_output_tokens"
     ),
     "vllm.v1.core.sched.output:NewRequestData": (
-        "req_id prompt_token_ids sampling_params block_ids num_computed_tokens lora_request"
+        "req_id prompt_token_ids sampling_params block_ids num_computed_tokens lora_request "
+        "prefill_token_ids"
     ),
     "vllm.v1.core.sched.output:GrammarOutput": "structured_output_request_ids grammar_bitmask",
     "vllm.v1.outputs:ModelRunnerOutput": (
@@ -132,16 +159,31 @@ ATTRIBUTES = {
         "intermediate_tensors is_pooling_model supports_mm_inputs uses_mrope "
         "enable_prompt_embeds use_aux_hidden_state_outputs"
     ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
+        "pp_handler req_states sampler prompt_logprobs_worker intermediate_tensors max_num_reqs "
+        "max_num_tokens lora_config is_last_pp_rank device model vllm_config model_config"
+    ),
+    "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index prefill_len",
+    "vllm.v1.worker.gpu.input_batch:InputBatch": (
+        "req_ids num_reqs num_computed_tokens_np num_scheduled_tokens prefill_len_np "
+        "logits_indices idx_mapping_np is_prefilling_np"
+    ),
+    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker": "uses_prompt_logprobs",
+    "vllm.v1.worker.gpu.sample.output:SamplerOutput": (
+        "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected"
+    ),
+    "vllm.v1.worker.gpu_worker:Worker": "use_v2_model_runner model_runner cache_config _pp_send_work",
     "vllm.distributed.parallel_state": "_PP",
     "vllm.config:VllmConfig": (
         "model_config parallel_config scheduler_config cache_config additional_config lora_config "
-        "speculative_config kv_transfer_config ec_transfer_config reasoning_config"
+        "speculative_config kv_transfer_config ec_transfer_config reasoning_config "
+        "watermark_config use_v2_model_runner"
     ),
     "vllm.config:ParallelConfig": (
         "pipeline_parallel_size tensor_parallel_size world_size worker_cls data_parallel_size "
         "data_parallel_rank prefill_context_parallel_size decode_context_parallel_size nnodes "
         "enable_eplb enable_elastic_ep disable_custom_all_reduce distributed_timeout_seconds "
-        "use_ubatching"
+        "use_ubatching assigned_physical_gpu_ids"
     ),
     "vllm.config:ModelConfig": (
         "model dtype seed runner_type logits_processors is_multimodal_model is_encoder_decoder "

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
-from vllm.v1.worker.gpu.sample import logprob, prompt_logprob
+from vllm.v1.worker.gpu.sample import logprob, prompt_logprob, sampler
 
 
 class Twins:
@@ -249,3 +249,21 @@ def topk_log_softmax(
 def ranks(grid, out, logits, stride, token_ids, vocab, *, BLOCK_SIZE):
     chosen = logits.gather(-1, token_ids.view(-1, 1))
     out.copy_((logits[:, :vocab] >= chosen).sum(-1))
+
+
+@twin_of(input_batch, "_get_num_sampled_and_rejected_kernel")
+def get_num_sampled_and_rejected(grid, sampled, rejected, seq_lens, first_logits, index, prefill):
+    for batch in range(grid[0]):
+        chunk = int(seq_lens[batch]) < int(prefill[int(index[batch])])
+        sampled[batch] = 0 if chunk else sampled[batch]
+        logits = first_logits[batch + 1] - first_logits[batch]
+        rejected[batch] = 0 if chunk else logits - sampled[batch]
+
+
+def greedy(logits, index, temperature, *_, **__):
+    """vLLM's own sampler, where nothing is drawn by chance."""
+    assert not temperature[index].any(), "the twins are greedy"
+    return logits.argmax(-1)
+
+
+sampler.gumbel_sample = greedy

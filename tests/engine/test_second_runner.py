@@ -106,6 +106,14 @@ def test_stages_that_pad_differently_equal_stock(models):
 
 
 @pytest.mark.slow
+def test_vllms_own_sampler_equals_stock(models):
+    """vLLM's own path: tokens are drawn on the last stage, and return by way of the scheduler."""
+    path, batches = model(models), parity.mixed_batches()
+    found = run(path, batches, sipipe={"cpu_sampling": "off"})
+    assert_stock(found, path, batches, parity.same_tokens)
+
+
+@pytest.mark.slow
 def test_columns_equal_stock(models):
     path, batches = model(models), parity.mixed_batches()
     found = run(path, batches, sipipe={"logits_layout": "columns"}, tensor_parallel_size=2)
