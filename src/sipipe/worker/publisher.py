@@ -15,8 +15,6 @@ Rejected
     Copying on the launching thread: it would sleep while the next iteration could be launched.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -7,8 +7,6 @@ parameters of each request, a count of every token of the vocabulary among it; w
 on CPUs, :class:`StandInSampler` keeps nothing.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -170,6 +170,11 @@ class LogitsWriter:
         """Attach as the writer of ``rank``; one per rank and channel."""
         return cls(RingWriter(Ring.attach(endpoint.ring), rank), endpoint.shape)
 
+    @property
+    def buffer(self) -> memoryview:
+        """All entries, page-aligned and contiguous: what is page-locked once for a device."""
+        return self._ring.ring.payload
+
     def ahead(self, batch: int) -> npt.NDArray[Any]:
         """The part that the next :meth:`acquire` of ``batch`` sequences gives, without a wait.
 
