@@ -13,6 +13,8 @@ Invariant: rows of a BIC-L slot are the sampled requests in the order of
 samplers whose rows they are.
 """
 
+from __future__ import annotations
+
 import socket
 import time
 from collections.abc import Callable, Sequence
