@@ -57,7 +57,6 @@ class Executor(VllmExecutor):
         check_version()
         self._setup = Setup.of(self.vllm_config)
         self._setup.apply()
-        self._setup.bind_workers()
         for line in self._setup.describe():
             logger.info("%s", line)
         self._failing = threading.Lock()

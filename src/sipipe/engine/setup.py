@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
 
 from vllm import envs
 from vllm.config import ParallelConfig, VllmConfig
@@ -200,10 +202,14 @@ class Setup:
             scheduler.scheduler_cls = PIPELINE_SCHEDULER
         vllm_config.__class__ = PipelineVllmConfig
 
-    def bind_workers(self) -> None:
-        """On the CPU engine, tell vLLM which cores its workers' threads are bound to."""
+    @contextmanager
+    def worker_threads(self) -> Iterator[None]:
+        """While active, vLLM on CPUs reads which cores the workers' threads are bound to."""
+        bound = {}
         if current_platform.is_cpu() and envs.VLLM_CPU_OMP_THREADS_BIND == "auto":
-            os.environ[BIND] = self.cores.omp_threads_bind()
+            bound = {BIND: self.cores.omp_threads_bind()}
+        with patch.dict(os.environ, bound):
+            yield
 
     def bind_scheduler(self) -> None:
         """Bind this process to the scheduler's cores, if it is vLLM's own engine process.

@@ -36,7 +36,8 @@ class Workers:
         """By rank."""
         spawned = get_mp_context().get_start_method() == "spawn"
         on_cpu = current_platform.is_cpu()
-        threads = OMPProcessManager(setup.vllm_config)
+        with setup.worker_threads():
+            threads = OMPProcessManager(setup.vllm_config)
         places = [
             StagePlace(stage=rank // tp, stages=stages, tp_rank=rank % tp, tp_size=tp)
             for rank in range(tp * stages)
