@@ -107,7 +107,12 @@ class Setup:
         """
         budget = self.budget()
         check_budget(budget)
-        lines = [*self.cores.describe(), describe(budget), describe_layers(self.layers)]
+        runner = ""
+        if uses_second_runner(self.vllm_config):
+            runner = "stages host vLLM's second model runner"
+            if not current_platform.is_cpu():
+                runner += ", which nobody has run on a GPU with SiPipe yet (docs/gpu.md)"
+        lines = [*self.cores.describe(), describe(budget), describe_layers(self.layers), runner]
         return [line for line in lines if line]
 
     def budget(self) -> list[Part]:
