@@ -12,18 +12,20 @@ import signal
 import sys
 import threading
 import time
-from importlib.util import find_spec
 
 # Also in the processes that vLLM and SiPipe start, which import this file as the user's main
 # module: a third of what importing vLLM takes is the collector's, which finds nothing.
 gc.set_threshold(20_000, 20, 20)
 
-if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and find_spec("triton") is None:
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     # vLLM refuses its second runner without Triton, here and again in the engine's own process;
-    # the workers have twins of its kernels (kernel_twins.py).
+    # the workers have twins of its kernels (kernel_twins.py), or Triton's interpreter.
     from vllm.config import vllm as checks
 
     checks.HAS_TRITON = True
+    for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if path and path not in sys.path:  # this process was forked, and its workers take this over
+            sys.path.append(path)
 
 
 def end_with_the_test() -> None:

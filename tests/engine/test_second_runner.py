@@ -5,6 +5,8 @@ streams, graphs and the device. The way in is vLLM's own, ``VLLM_USE_V2_MODEL_RU
 """
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from tests.engine import test_features as features
@@ -20,6 +22,9 @@ from tests.engine.engines import (
 )
 
 pytestmark = pytest.mark.engine
+
+TRITON = os.environ.get("SIPIPE_TRITON", "")
+INTERPRETED = Path(__file__).with_name("interpreted")
 
 SECOND_RUNNER = {
     "env": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
@@ -133,3 +138,23 @@ def test_lora_adapters_equal_stock(models):
     assert_stock(said, path, batches, features.same_tokens, **engine)
     with_it, without = stock_results(path, batches, **engine)
     assert tokens(with_it) != tokens(without), "the adapter must make a difference"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRITON, reason="SIPIPE_TRITON names no directory with an unpacked Triton")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_kernels_themselves_interpreted_equal_stock(models, stages):
+    """vLLM's own kernels, in Triton's interpreter: what the twins may have got wrong.
+
+    pip download --no-deps triton && unzip -q triton-*.whl -d DIR; SIPIPE_TRITON=DIR pytest ...
+    """
+    path, batches = model(models), parity.mixed_batches()
+    paths = [str(INTERPRETED), TRITON, *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = run(
+        path,
+        batches,
+        stages=stages,
+        env=SECOND_RUNNER["env"] | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        worker_extension_cls="",
+    )
+    assert_stock(found, path, batches, parity.same_tokens)
