@@ -37,6 +37,17 @@ def make_parser(command: str, description: str, **more: Any) -> Parser:
     )
 
 
+def adder(
+    group: argparse._ActionsContainer,
+) -> Callable[[str, Callable[[str], Any], Any, str, str], None]:
+    """What adds options with a value: name, type, default, metavar, help."""
+
+    def add(name: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
+        group.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+
+    return add
+
+
 def checked(
     convert: Callable[[str], Value], allowed: str, valid: Callable[[Value], bool]
 ) -> Callable[[str], Value]:
@@ -91,25 +102,17 @@ def parse_engine_command(
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     """SiPipe's own options of the commands that start an engine. vLLM has none of these names."""
     group = parser.add_argument_group("SiPipe's options")
-    group.add_argument(
-        "--samplers", metavar="N", help="CPU sampler processes (default: from the free cores)"
-    )
-    group.add_argument(
-        "--inflight", metavar="N", help="microbatches in flight (default: stages + 1)"
-    )
-    group.add_argument(
-        "--layers",
-        metavar="auto|even|N,N",
-        help="decoder layers of each stage, such as 7,1 (default: auto)",
-    )
-    group.add_argument("--trace", metavar="DIR", help="record a trace of the pipeline into DIR")
-    group.add_argument(
-        "--cores",
-        metavar="auto|off|JSON",
-        help='core placement: \'{"stages": [[0], [1]], "samplers": [[2]]}\' (default: auto)',
-    )
-    group.add_argument("--pp", metavar="N", help="pipeline stages: vLLM's -pp")
-    group.add_argument("--tp", metavar="N", help="tensor-parallel ranks of a stage: vLLM's -tp")
+    placed = 'core placement: \'{"stages": [[0], [1]], "samplers": [[2]]}\' (default: auto)'
+    for name, metavar, text in (
+        ("samplers", "N", "CPU sampler processes (default: from the free cores)"),
+        ("inflight", "N", "microbatches in flight (default: stages + 1)"),
+        ("layers", "auto|even|N,N", "decoder layers of each stage, such as 7,1 (default: auto)"),
+        ("trace", "DIR", "record a trace of the pipeline into DIR"),
+        ("cores", "auto|off|JSON", placed),
+        ("pp", "N", "pipeline stages: vLLM's -pp"),
+        ("tp", "N", "tensor-parallel ranks of a stage: vLLM's -tp"),
+    ):
+        group.add_argument(f"--{name}", metavar=metavar, help=text)
 
 
 def _settings(own: argparse.Namespace) -> dict[str, Any]:

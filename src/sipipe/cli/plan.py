@@ -5,11 +5,11 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sipipe.cli.parser import (
+    adder,
     at_least,
     cache_type,
     fraction,
@@ -37,16 +37,6 @@ EPILOG = """\
 """
 
 
-def _adder(parser: argparse.ArgumentParser, title: str) -> Callable[..., None]:
-    """Adds options with a value to a new group: name, type, default, metavar, help."""
-    group = parser.add_argument_group(title)
-
-    def add(name: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
-        group.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
-
-    return add
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "plan",
@@ -58,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=what)
     listed = "list the built-in models and devices, and stop"
     parser.add_argument("--list", action="store_true", help=listed)
-    add = _adder(parser, "cluster")
+    add = adder(parser.add_argument_group("cluster"))
     add("--gpu", str, None, "NAME", "device of every host, such as h100 (see --list)")
     add("--hosts", count, 1, "N", "hosts (default: 1)")
     add("--gpus-per-host", count, 8, "N", "devices of a host (default: 8)")
@@ -67,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--network", gigabits_per_second, "400G", "RATE", rate)
     add("--adapters", count, 1, "N", "such adapters per host (default: 1)")
     add("--cores", count, None, "N", "CPU cores of a host (default: 96, or the sockets' own)")
-    add = _adder(parser, "workload")
+    add = adder(parser.add_argument_group("workload"))
     budget = "budget of the mean time per output token, e.g. 50ms"
     add("--tpot-slo", seconds, math.inf, "TIME", budget)
     add("--input", at_least(0, int), 1000, "TOKENS", "prompt tokens (default: 1000)")
@@ -81,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     bits = "bits per weight instead of what the config says"
     add("--weight-bits", positive, None, "BITS", bits)
     add("--kv-cache-dtype", cache_type, "auto", "auto|fp8", "default: auto")
-    add = _adder(parser, "engine")
+    add = adder(parser.add_argument_group("engine"))
     better = "microbatches in flight (default: the better of p, p + 1)"
     add("--inflight", count, None, "N", better)
     add("--samplers", count, None, "N", "CPU samplers (default: as many as pay and are free)")

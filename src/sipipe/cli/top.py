@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from sipipe.cli.parser import at_least, make_parser
+from sipipe.cli.parser import adder, at_least, make_parser
 from sipipe.errors import ConfigError, ResourceError
 from sipipe.observe.live import BUBBLES, Word, find
 from sipipe.observe.poll import Block, Poll
@@ -28,19 +28,9 @@ STYLES = {
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("top", "Live view of a running server of this user, on this machine.")
-    parser.add_argument(
-        "--pid",
-        metavar="PID",
-        type=int,
-        help="a process of the server, where several run on this machine",
-    )
-    parser.add_argument(
-        "--interval",
-        metavar="SECONDS",
-        type=at_least(0.05),
-        default=1.0,
-        help="between two views (1)",
-    )
+    add = adder(parser)
+    add("--pid", int, None, "PID", "a process of the server, where several run on this machine")
+    add("--interval", at_least(0.05), 1.0, "SECONDS", "between two views (1)")
     parser.add_argument("--once", action="store_true", help="print one view, and stop")
     parser.add_argument("--json", action="store_true", help="one JSON object a view, for programs")
     args = parser.parse_args(argv)

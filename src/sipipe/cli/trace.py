@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Column, Table
 
-from sipipe.cli.parser import at_least, make_parser
+from sipipe.cli.parser import adder, at_least, make_parser
 from sipipe.errors import ConfigError
 from sipipe.tools.report.accounting import KINDS
 from sipipe.tools.report.encode import DETAIL
@@ -36,19 +36,13 @@ def main(argv: Sequence[str]) -> int:
     report.set_defaults(run=_report)
     report.add_argument("directory", metavar="DIR", help="directory of the trace")
     report.add_argument("--against", metavar="DIR", help="a second trace, shown beside the first")
-    report.add_argument(
-        "--output", "-o", metavar="FILE", help="the page (default: DIR/report.html)"
-    )
+    page = "the page (default: DIR/report.html)"
+    report.add_argument("--output", "-o", metavar="FILE", help=page)
     printed = report.add_mutually_exclusive_group()
     printed.add_argument("--json", action="store_true", help="print figures as JSON, write no page")
     printed.add_argument("--csv", action="store_true", help="print the bubbles as CSV, no page")
-    report.add_argument(
-        "--detail",
-        metavar="N",
-        type=at_least(0, int),
-        default=DETAIL,
-        help="most intervals in a page (default: 4000000, about 12 MB); beyond, hosts' lanes go",
-    )
+    most = "most intervals in a page (default: 4000000, about 12 MB); beyond, hosts' lanes go"
+    adder(report)("--detail", at_least(0, int), DETAIL, "N", most)
     _window(report)
 
     export = commands.add_parser("export", help="convert a trace for another program")
@@ -65,12 +59,9 @@ def main(argv: Sequence[str]) -> int:
     example = commands.add_parser("example", help="write two made-up traces to look at")
     example.set_defaults(run=_example)
     example.add_argument("directory", metavar="DIR", help="gets DIR/sipipe and DIR/stock")
-    example.add_argument(
-        "--stages", metavar="N", type=at_least(1, int), default=4, help="pipeline stages (4)"
-    )
-    example.add_argument(
-        "--iterations", metavar="N", type=at_least(10, int), default=2000, help="iterations (2000)"
-    )
+    add = adder(example)
+    add("--stages", at_least(1, int), 4, "N", "pipeline stages (4)")
+    add("--iterations", at_least(10, int), 2000, "N", "iterations (2000)")
 
     args = parser.parse_args(argv)
     if args.action is None:

@@ -70,7 +70,7 @@ def _blocks(run: Run) -> Iterator[list[dict[str, Any]]]:
             for slot in np.unique(own["slot"]):
                 tracks = _Tracks(run, pid, track)
                 for rows in _batches(own[own["slot"] == slot]):
-                    yield [tracks.place(*row) for row in rows]
+                    yield [tracks.place(row) for row in rows]
                 names = range(track, track + len(tracks.open))
                 yield [_named(pid, tid, "thread", f"slot {slot}: {does}") for tid in names]
                 track += len(names)
@@ -88,18 +88,9 @@ class _Tracks:
         self.open: list[list[int]] = []
         """For each track the ends of the slices that the next one may lie in."""
 
-    def place(
-        self,
-        began: int,
-        ended: int,
-        iteration: int,
-        sequences: int,
-        tokens: int,
-        phase: int,
-        _thread: int,
-        slot: int,
-    ) -> dict[str, Any]:
+    def place(self, record: tuple[int, ...]) -> dict[str, Any]:
         """The event of a record; records come in the order of their begin."""
+        began, ended, iteration, sequences, tokens, phase, _, slot = record
         index = 0
         for ends in self.open:
             while ends and ends[-1] <= began:
@@ -110,18 +101,9 @@ class _Tracks:
         else:
             self.open.append([])
         self.open[index].append(ended)
-        return _slice(
-            self._run,
-            self._pid,
-            self._first + index,
-            began,
-            ended,
-            Phase(phase).name.lower(),
-            iteration=iteration,
-            slot=slot,
-            sequences=sequences,
-            tokens=tokens,
-        )
+        name, tid = Phase(phase).name.lower(), self._first + index
+        args = {"iteration": iteration, "slot": slot, "sequences": sequences, "tokens": tokens}
+        return _slice(self._run, self._pid, tid, began, ended, name, **args)
 
 
 def _named(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
