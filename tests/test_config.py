@@ -85,7 +85,7 @@ def test_inflight_auto_is_stages_plus_one():
         ({"inflight": 1.5}, ['"inflight"', "not 1.5"]),
         ({"cpu_sampling": True}, ['"cpu_sampling"', '"auto", "off", "on"']),
         ({"transport": "shmem"}, ['"transport"', 'did you mean "shm"']),
-        ({"transport": "nccl"}, ['"transport"', '"nccl" come back with stages on several hosts']),
+        ({"transport": "nccl"}, ['"transport"', "between hosts links are always ZeroMQ"]),
         ({"overlap": "yes"}, ['"overlap"', "true or false"]),
         ({"overlap": 1}, ['"overlap"', "not 1"]),
         ({"trace": ""}, ['"trace"', "path"]),

@@ -69,7 +69,9 @@ METHODS = {
     ),
     "vllm.distributed.parallel_state:set_custom_all_reduce": "enable",
     "vllm.distributed.utils:get_pp_indices": "num_hidden_layers pp_rank pp_size",
+    "vllm.utils.ompmultiprocessing:OMPProcessManager": "config",
     "vllm.utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs": "self rank local_rank",
+    "vllm.distributed.parallel_state:GroupCoordinator.all_gather": "self input_ dim",
     # The runner whose model, KV cache and attention groups ours takes over.
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._set_active_loras": (
         "self prompt_lora_mapping token_lora_mapping lora_requests"

@@ -106,6 +106,24 @@ class MicrobatchSettings(
     1 or more. Slots with equal counts are levelled by it."""
 
 
+class HostSettings(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Stages on several hosts: what ``--nnodes``, ``--master-addr`` and ``--master-port`` set."""
+
+    count: Count = 1
+    """Hosts, 1 or more."""
+
+    address: str = ""
+    """The head's address, the same on every host."""
+
+    port: Annotated[int, Meta(ge=1, le=65000, description="a port from 1 to 65000")] = 29501
+    """The first of the ports that hosts listen on; those that follow are docs/multi-host.md's."""
+
+    stages: tuple[Count, ...] = ()
+    """Pipeline stages of each host, the head first. Empty: as even as can be."""
+
+
 class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of SiPipe, validated. The defaults suit a machine that nothing else uses."""
 
@@ -151,10 +169,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     transport: Annotated[
         Literal["auto", "shm", "cuda_ipc"],
-        Meta(
-            description='"auto", "shm" or "cuda_ipc" ("socket" and "nccl" come back with stages on '
-            "several hosts)"
-        ),
+        Meta(description='"auto", "shm" or "cuda_ipc" (between hosts links are always ZeroMQ\'s)'),
     ] = "auto"
     """How hidden states travel between stages, which are all on one host. ``"auto"``: ``shm`` on
     CPUs, ``cuda_ipc`` on GPUs. Nothing of it has been tested on a GPU, where ``shm`` goes through
@@ -171,6 +186,12 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     logits_layout: Literal["rows", "columns"] = "rows"
     """Layout of a logits buffer in shared memory. ``"rows"``: [B, V], a sequence is contiguous.
     ``"columns"``: [V, B], the paper's transposed layout, tensor-parallel shards concatenate."""
+
+    hosts: Annotated[HostSettings, Meta(description='an object such as {"stages": [3, 1]}')] = (
+        HostSettings()
+    )
+    """Stages on several hosts: the fields of :class:`HostSettings`. ``sipipe serve`` takes them as
+    vLLM's flags."""
 
     cores: Annotated[
         CorePlacement | Literal["auto", "off"],

@@ -51,17 +51,19 @@ class CorePlan:
         ranks = [cpus for stage in self.workers for cpus in stage]
         return "|".join(map(format_cpus, ranks)) if all(ranks) else "nobind"
 
-    def describe(self) -> tuple[str, str]:
-        """Two lines for a terminal."""
+    def describe(self, first: int = 0, elsewhere: bool = False) -> tuple[str, str]:
+        """Two lines for a terminal. ``first``: this host's first stage; ``elsewhere``: the last
+        stage, which the samplers are beside, is another host's."""
         stages = " · ".join(
             f"stage {index}: {' + '.join(map(_cpus_text, ranks))}"
-            for index, ranks in enumerate(self.workers)
+            for index, ranks in enumerate(self.workers, first)
         )
         samplers = f"{len(self.samplers)} sampler{'s' if len(self.samplers) != 1 else ''}"
         if self.samplers:
             samplers += ": " + " · ".join(map(_cpus_text, sorted(set(self.samplers))))
         else:
-            samplers += " (tokens are drawn on the last stage)"
+            host = "'s host" if elsewhere else ""
+            samplers += f" (tokens are drawn on the last stage{host})"
         note = " (shared: fewer cores than processes)" if self.shared else ""
         return (
             f"core plan: {stages}",

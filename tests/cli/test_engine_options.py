@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sipipe.cli import bench, generate
+from sipipe.cli import bench, generate, serve
 from sipipe.cli.parser import make_parser, parse_engine_command
 from sipipe.errors import ConfigError, SiPipeError
 
@@ -126,3 +126,37 @@ def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(monkeypatc
     assert "\n" not in str(it.value)
     (kept,) = tmp_path.glob("sipipe-bench-stock-*.log")
     assert "KeyError" in kept.read_text()
+
+
+def hosts(*argv):
+    parser = make_parser("serve", "", add_help=False)
+    serve.add_host_options(parser)
+    own, _, rest = parse_engine_command(parser, argv)
+    return *serve.hosts_of(own), rest
+
+
+def test_hosts_are_told_by_vllms_own_flags():
+    flags = "m -pp 2 --nnodes 2 --node-rank 1 --master-addr head --master-port 1234 --headless"
+    node, found, rest = hosts(*flags.split())
+    assert (node, found) == (1, {"count": 2, "address": "head", "port": 1234})
+    assert rest == ["m", "-pp", "2"]
+    assert hosts("m", "-n", "2", "--master-addr", "head")[:2] == (
+        0,
+        {"count": 2, "address": "head"},
+    )
+    assert hosts("m", "--nnodes", "1")[:2] == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--nnodes two", '--nnodes must be a whole number, not "two"'),
+        ("--nnodes 2 --node-rank 2", "--node-rank 2: with --nnodes 2, hosts are 0 to 1"),
+        ("--node-rank 1", "--node-rank 1: with --nnodes 1, hosts are 0 to 0"),
+        ("--headless", "--headless is for the other hosts"),
+        ("--nnodes 2 --master-port 70000", '"hosts.port" must be a port from 1 to 65000'),
+    ],
+)
+def test_hosts_that_cannot_be_are_one_line(flags, line):
+    with pytest.raises(ConfigError, match=line):
+        hosts("m", *flags.split())

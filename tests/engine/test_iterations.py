@@ -1,7 +1,6 @@
 """The table that scheduler and executor share: who names an iteration, when it is complete."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -11,7 +10,7 @@ from sipipe.engine.requests import Work
 from sipipe.engine.resolve import build_output
 from sipipe.engine.stall import StallWatch
 from sipipe.errors import StallError
-from sipipe.messages.replies import ASK_STATUS, Status
+from sipipe.messages.replies import Status
 from sipipe.messages.step import Sampled, int32_bytes
 
 DRAWN = Work(request_ids=["a", "b", "c"], sampled=["a", "c"], samplers=(0, 1))
@@ -79,15 +78,15 @@ def test_what_stops_the_engine_resolves_every_future():
 
 def test_a_stall_says_what_each_worker_does():
     iterations, errors, asked = Iterations(3), [], []
-    workers = [SimpleNamespace(name=n, say=asked.append) for n in ("stage0.0", "stage1.0")]
-    watch = StallWatch(iterations, workers, 100.0, errors.append)
+    workers = ["stage0.0", "stage1.0"]
+    watch = StallWatch(iterations, workers, lambda: asked.append(workers), 100.0, errors.append)
     assert watch.turn() > 0
     begin(iterations).began -= 99.0
     assert 0 < watch.turn() < 2
     assert not asked
     iterations.oldest().began -= 2.0
     watch.turn()
-    assert asked == [ASK_STATUS] * 2
+    assert asked == [workers]
     watch.heard("stage0.0", Status("waits for hidden states"))
     watch.turn()
     assert not errors

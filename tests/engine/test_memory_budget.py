@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sipipe.engine import memory_budget
-from sipipe.engine.bus import Bus
+from sipipe.engine.bus import Ring
 from sipipe.errors import ResourceError
 from sipipe.ipc import memory
 from sipipe.ipc.ring.logits import LogitsChannel
@@ -55,7 +55,7 @@ def opened(make) -> tuple[object, int]:
 def test_the_budget_is_what_the_channels_map():
     parts = {part.what: part.size for part in memory_budget.memory_budget(**SIZES)}
     inflight, readers = SIZES["inflight"], ["sampler0", "sampler1"]
-    made, size = opened(lambda: Bus(readers, slots=inflight, stall_timeout=10.0))
+    made, size = opened(lambda: Ring(readers, slots=inflight, stall_timeout=10.0))
     assert size == parts.pop("BIC-I")
     made.close()
     made, size = opened(
@@ -117,7 +117,7 @@ def test_each_place_is_asked_for_its_own_part(monkeypatch, tmp_path):
 IN_A_CONTAINER = """
 import os
 from sipipe.engine import memory_budget
-from sipipe.engine.bus import Bus
+from sipipe.engine.bus import Ring
 from sipipe.ipc.ring.logits import LogitsChannel
 info = os.statvfs("/dev/shm")
 assert info.f_bavail * info.f_frsize <= 1 << 20

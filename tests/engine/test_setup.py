@@ -13,31 +13,28 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(setup, "current_platform", SimpleNamespace(is_cpu=lambda: False))
 
 
-def parallel(stages, ranks=1):
-    return SimpleNamespace(world_size=stages * ranks, tensor_parallel_size=ranks)
-
-
 @pytest.mark.parametrize(
-    ("devices", "degrees"), [(None, (2,)), ((0, 0), (2,)), ((3, 1), (2,)), ((0, 1, 0, 1), (2, 2))]
+    ("devices", "degrees"),
+    [(None, (2, 1)), ((0, 0), (2, 1)), ((3, 1), (2, 1)), ((0, 1, 0, 1), (2, 2))],
 )
 def test_stages_may_share_gpus(on_gpu, devices, degrees):
-    setup._check_devices(devices, parallel(*degrees))
+    setup._check_devices(devices, *degrees)
 
 
 @pytest.mark.parametrize(
     ("devices", "degrees", "word"),
-    [((0,), (2,), "each of the 2 workers"), ((0, 0, 1, 2), (2, 2), "NCCL")],
+    [((0,), (2, 1), "each of the 2 workers"), ((0, 0, 1, 2), (2, 2), "NCCL")],
 )
 def test_devices_that_cannot_be_are_refused_in_one_line(on_gpu, devices, degrees, word):
     with pytest.raises(ConfigError, match=word) as error:
-        setup._check_devices(devices, parallel(*degrees))
+        setup._check_devices(devices, *degrees)
     assert '"devices"' in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_cpus_have_no_devices():
     with pytest.raises(ConfigError, match="runs on CPUs"):
-        setup._check_devices((0, 0), parallel(2))
+        setup._check_devices((0, 0), 2, 1)
 
 
 def test_nodes_are_vllms_word(on_gpu, monkeypatch):

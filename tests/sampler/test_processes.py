@@ -10,11 +10,12 @@ import numpy as np
 import psutil
 import pytest
 
-from sipipe.engine.bus import Bus
+from sipipe.engine.bus import Bus, Ring
 from sipipe.engine.children import Children
 from sipipe.engine.samplers import Samplers
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.errors import ChannelPeerDied
+from sipipe.ipc.gather import GatherReceiver
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsWriter
 from sipipe.messages.boots import SamplerSettings, Watched
 from sipipe.messages.header import Kind
@@ -54,10 +55,11 @@ class Service:
         self.snapshots = {index: Snapshot([], [], []) for index in range(2)}
         self.children = Children()
         self.samplers = Samplers(
-            self.children, SETTINGS, dtype="float32", cores=[(), ()], fail=self.errors.append
+            self.children, SETTINGS, dtype="float32", cores=[(), ()], succession=self
         )
-        self.tokens = self.samplers.gather
-        self.bus = Bus(NAMES, slots=2, stall_timeout=30)
+        self.tokens = GatherReceiver(self.samplers.sockets)
+        self.ring = Ring(NAMES, slots=2, stall_timeout=30)
+        self.bus = Bus([self.ring])
         self.logits = LogitsChannel.create("bic-l", entries=5, vocab=VOCAB, batch=8, readers=NAMES)
         self.writer = LogitsWriter.open(self.logits.endpoint)
         self.children.watch(
@@ -66,16 +68,20 @@ class Service:
             turn=lambda: 5.0,
             failed=self.errors.append,
         )
-        self.samplers.open(self.bus, self.logits, self.snapshot, time.monotonic() + 300)
+        self.samplers.open(self.ring, self.logits, time.monotonic() + 300)
 
     def on_death(self, child, how):
         self.deaths.append((child.name, how))
         self.samplers.replace(child.name, how)
 
-    def snapshot(self, index):
-        """Called under the order of BIC-I, once the successor has its places in both rings."""
-        self.replaced.set()
-        return self.snapshots[index]
+    def started_again(self, index, tokens):
+        self.tokens.replace(index, tokens)
+        with self.bus.order:
+            self.samplers.admit(index, self.snapshots[index])
+            self.replaced.set()
+
+    def failed(self, error):
+        self.errors.append(error)
 
     def pid(self, index):
         return self.children._children[NAMES[index]].process.pid
@@ -111,10 +117,10 @@ class Service:
 
     def close(self):
         self.children.expect_end()
-        self.bus.close()
+        self.ring.close()
         self.writer.close()
         self.logits.close()
-        self.samplers.close()
+        self.tokens.close()
         self.children.close()
         assert not self.errors
 

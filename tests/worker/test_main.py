@@ -130,6 +130,7 @@ def process(monkeypatch):
             place=StagePlace(stage=0, stages=2, tp_rank=0, tp_size=1),
             layers=(2, 2),
             watched=Watched(stages=2, inflight=2, run="test", model="none"),
+            local_rank=0,
             distributed_init_method="file:///nowhere",
         )
         parent = Parent()

@@ -109,6 +109,10 @@ def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     additional = _additional_config(args)
     given = additional.get("sipipe") or {}
     if isinstance(given, dict):
+        hosts = given.get("hosts")
+        if isinstance(hosts, dict) and "hosts" in settings:  # flags, and how many stages each has
+            settings = settings | {"hosts": hosts | settings["hosts"]}
+            given = {key: value for key, value in given.items() if key != "hosts"}
         for key, value in settings.items():
             if key in given and given[key] != value:
                 raise ConfigError(

@@ -14,7 +14,7 @@ import pickle
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from sipipe.errors import StallError
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
@@ -31,8 +31,35 @@ def _shape(slots: int) -> dict[str, int]:
     return {"entries": max(16, 4 * slots), "entry_bytes": ENTRY_BYTES}
 
 
+class Publisher(Protocol):
+    """A host, as far as BIC-I goes."""
+
+    def publish(self, message: Sequence[Any]) -> None:
+        """Send one message to all readers there, in the order of the calls."""
+
+
 class Bus:
-    """The producer of BIC-I. See the module's text."""
+    """BIC-I of an engine: the same messages on every one of its ``hosts``."""
+
+    def __init__(self, hosts: Sequence[Publisher]) -> None:
+        self.order = threading.RLock()
+        self._hosts = hosts
+
+    def publish(self, kind: Kind, number: int, parts: Sequence[Any], *, slot: int = 0) -> None:
+        """Publish one message; ``number`` is that of the iteration or call.
+
+        Raises:
+            StallError: a reader did not free an entry of its ring in time; names it.
+            ChannelClosed: the engine is shutting down. PeerDiedError: a host is gone.
+        """
+        message = [encode_header(kind, slot, number), *parts]
+        with self.order:
+            for host in self._hosts:
+                host.publish(message)
+
+
+class Ring:
+    """BIC-I on one host. One thread at a time publishes and adds; any drops."""
 
     def __init__(
         self,
@@ -42,7 +69,6 @@ class Bus:
         stall_timeout: float,
         directory: str | None = None,
     ) -> None:
-        self.order = threading.RLock()
         self._stall_timeout = stall_timeout
         self._producer = DispatchProducer.create(
             name="bic-i", **_shape(slots), readers=readers, directory=directory
@@ -57,27 +83,25 @@ class Bus:
     def endpoint(self) -> RingEndpoint:
         return self._producer.endpoint
 
-    def publish(self, kind: Kind, number: int, parts: Sequence[Any], *, slot: int = 0) -> None:
-        """Publish one message; ``number`` is that of the iteration or call.
+    def publish(self, message: Sequence[Any]) -> None:
+        """Publish one message.
 
         Raises:
             StallError: a reader did not free an entry of the ring in time; names it.
             ChannelClosed: the engine is shutting down.
         """
-        message = [encode_header(kind, slot, number), *parts]
-        with self.order:
-            while True:
-                try:
-                    self._producer.publish(message, timeout=self._stall_timeout)
-                    return
-                except ChannelPeerDied as error:
-                    # A worker's death stops the engine, a sampler's is mended: the events thread
-                    # sees to both. The message must reach the others.
-                    self.drop(error.name)
-                except ChannelClosed:
-                    raise
-                except ChannelError as error:
-                    raise StallError(f"BIC-I: {error}") from error
+        while True:
+            try:
+                self._producer.publish(message, timeout=self._stall_timeout)
+                return
+            except ChannelPeerDied as error:
+                # A worker's death stops the engine, a sampler's is mended: the events thread
+                # sees to both. The message must reach the others.
+                self.drop(error.name)
+            except ChannelClosed:
+                raise
+            except ChannelError as error:
+                raise StallError(f"BIC-I: {error}") from error
 
     def drop(self, reader: str) -> None:
         """Forget a dead reader, if nobody has yet; a publish that waits for it goes on."""
@@ -85,7 +109,7 @@ class Bus:
             self._producer.remove_reader(reader)
 
     def add(self, reader: str) -> None:
-        """Declare a reader whose first message is the next one; called under ``order``."""
+        """Declare a reader whose first message is the next one."""
         self._producer.add_reader(reader)
 
     def close(self) -> None:

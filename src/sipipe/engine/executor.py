@@ -53,6 +53,7 @@ class Executor(VllmExecutor):
         # Imported here because a worker unpickles this class, and must not have Numba loaded
         # when vLLM's CPU platform sets itself up (see sipipe.worker.main).
         from sipipe.engine.pipeline import Pipeline
+        from sipipe.engine.remote import meet
 
         check_version()
         self._setup = Setup.of(self.vllm_config)
@@ -63,7 +64,7 @@ class Executor(VllmExecutor):
         self._failure: BaseException | None = None
         self._failure_callback: Callable[[], None] | None = None
         self._started = self._closed = False
-        self._pipeline: Pipeline = Pipeline(self._setup, self._fail)
+        self._pipeline: Pipeline = Pipeline(self._setup, meet(self._setup), self._fail)
         self._finalizer = weakref.finalize(self, self._pipeline.close)
         try:
             self._pipeline.load()

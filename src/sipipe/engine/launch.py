@@ -26,17 +26,21 @@ try:
 except ImportError:  # vLLM 0.33
     from vllm.entrypoints.common.startup import cli_env_setup
 
+from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
 from sipipe.engine.arguments import OneLineParser, checked, use_sipipe
 from sipipe.engine.compatibility import check_version
+from sipipe.engine.hosts import check_head
 from sipipe.engine.layers.choose import model_facts
 from sipipe.engine.setup import Setup
 from sipipe.errors import ConfigError, ResourceError
 from sipipe.observe.recorder import check_directory
 
 
-def serve(argv: Sequence[str], settings: dict[str, Any]) -> int:
+def serve(argv: Sequence[str], settings: dict[str, Any], node: int = 0) -> int:
     """``vllm serve`` with ``argv``, SiPipe's executor and its ``settings``; returns when it ends.
+
+    On host ``node`` 1 and up, the host agent, which has the same command line.
 
     Raises:
         ConfigError, UnsupportedError, ResourceError: before anything has been started.
@@ -62,8 +66,13 @@ def serve(argv: Sequence[str], settings: dict[str, Any]) -> int:
         ),
         args.model,
     )
+    share_kv_memory(args, vllm_config, announce(vllm_config, node))
+    if node:
+        from sipipe.engine.agent import run_agent
+
+        return run_agent(Setup.of(vllm_config, node), args.kv_cache_memory_bytes)
     _check_port(args)
-    share_kv_memory(args, vllm_config, announce(vllm_config))
+    check_head(SiPipeConfig.from_additional_config(vllm_config.additional_config).hosts)
     with own_sockets():
         command.cmd(args)
     return 0
@@ -101,7 +110,7 @@ def own_sockets() -> Iterator[None]:
             del os.environ["VLLM_RPC_BASE_PATH"]
 
 
-def announce(vllm_config: VllmConfig) -> CorePlan:
+def announce(vllm_config: VllmConfig, node: int = 0) -> CorePlan:
     """Check the configuration and print what SiPipe will do with it; returns the core plan.
 
     Raises:
@@ -109,7 +118,7 @@ def announce(vllm_config: VllmConfig) -> CorePlan:
         ConfigError: a setting that does not fit the model or the machine.
         ResourceError: too little shared memory.
     """
-    setup = Setup.of(vllm_config)
+    setup = Setup.of(vllm_config, node)
     print("\n".join(setup.describe()), file=sys.stderr, flush=True)
     if setup.reason:
         print(f"vLLM's own runner and sampler are used: {setup.reason}", file=sys.stderr)
@@ -141,6 +150,7 @@ def share_kv_memory(
         return
     facts = model_facts(vllm_config)
     weights = int(facts.parameters * facts.weight_bytes) if facts is not None else 0
+    weights = weights * len(plan.workers) // vllm_config.parallel_config.pipeline_parallel_size
     args.kv_cache_memory_bytes = kv_cache_bytes(worker_nodes(plan), weights)
 
 

@@ -12,7 +12,7 @@ tensors makes its links grow at the first microbatch.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sipipe.engine.bus import Bus
+from sipipe.engine.bus import Ring
 from sipipe.ipc.link.buffers import buffer_bytes
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
 from sipipe.ipc.memory import check_room
@@ -61,7 +61,7 @@ def memory_budget(
         on_gpu: whether hidden states stay on devices.
     """
     itemsize = 4 if dtype == "float32" else 2
-    parts = [Part("BIC-I", Bus.required_bytes(inflight), directory)]
+    parts = [Part("BIC-I", Ring.required_bytes(inflight), directory)]
     if samplers:
         size = LogitsChannel.required_bytes(
             entries=logits_entries(inflight), vocab=vocabulary, batch=sequences, dtype=dtype

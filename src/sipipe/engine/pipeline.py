@@ -1,42 +1,41 @@
-"""What one engine drives: its processes, its channels, its calls and iterations, and their end.
+"""What one engine drives: its hosts, its calls and iterations, and their end.
 
 Who runs here
     vLLM's engine thread: everything that is called from :class:`sipipe.engine.executor.Executor`.
     The events thread (:mod:`sipipe.engine.children`): messages and deaths of children, the stall
-    bound. The gather thread (:mod:`sipipe.engine.resolve`), on SiPipe's path.
+    bound; for each other host a thread that does the same (:mod:`sipipe.engine.remote`). The
+    gather thread (:mod:`sipipe.engine.resolve`), on SiPipe's path.
 Guarantees
     Every future handed out is resolved: with its result or with the failure that stopped the
-    engine. A dead worker stops the engine at once; a dead sampler is replaced.
+    engine. A dead worker or a lost host stops the engine at once; a dead sampler is replaced.
 """
 
-import time
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from vllm.platforms import current_platform
 
 from sipipe.engine.balance import Balancer
 from sipipe.engine.bus import Bus
-from sipipe.engine.children import Child, Children
 from sipipe.engine.dispatch import Dispatcher
+from sipipe.engine.host import Host
+from sipipe.engine.hosts import link_port
 from sipipe.engine.iterations import Iterations
-from sipipe.engine.memory_budget import logits_entries
+from sipipe.engine.remote import RemoteHost
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.resolve import Resolver
 from sipipe.engine.rpc import Calls
-from sipipe.engine.samplers import Samplers
 from sipipe.engine.scheduling.observed_scheduler import observed
 from sipipe.engine.setup import Setup
-from sipipe.engine.stall import StallWatch
+from sipipe.engine.stall import LONGEST_SLEEP, StallWatch
 from sipipe.engine.telemetry import Telemetry
-from sipipe.engine.workers import Workers
-from sipipe.errors import WorkerDiedError
+from sipipe.ipc.gather import GatherReceiver
 from sipipe.ipc.link.endpoint import create_link
-from sipipe.ipc.ring.logits import LogitsChannel
-from sipipe.messages.boots import SamplerSettings, StageDescription, Watched
+from sipipe.messages.boots import StageDescription
 from sipipe.messages.link import LinkEndpoint
+from sipipe.messages.places import StagePlace
 from sipipe.messages.replies import IterationReport, Reply, Status
 from sipipe.messages.step import Snapshot
 from sipipe.observe.live import Word
@@ -48,16 +47,25 @@ class Pipeline:
     Made without side effects that :meth:`close` does not undo; call it whatever happens.
     """
 
-    def __init__(self, setup: Setup, fail: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, setup: Setup, remotes: Sequence[RemoteHost], fail: Callable[[BaseException], None]
+    ) -> None:
         self._setup = setup
-        self._fail = fail
+        self.failed = fail
         self._closing = ExitStack()
+        for remote in remotes:
+            self._closing.callback(remote.close)
         self.telemetry = Telemetry(setup)
         self._closing.callback(self.telemetry.close)
         self.iterations = Iterations(setup.slots)
-        self._children = Children()
-        self._resolving = [self._children.fail, self.iterations.fail]
-        self._samplers: Samplers | None = None
+        self._remotes = remotes
+        self._host = Host(setup, self.telemetry.watched, self)
+        self._hosts: list[Host | RemoteHost] = [*remotes, self._host]  # far ones hear first
+        self._last = remotes[-1] if remotes else self._host
+        """The last stage's host, which has the samplers."""
+        self._resolving = [self.iterations.fail, *(host.fail for host in self._hosts)]
+        self._stall: StallWatch | None = None
+        self._tracker: RequestTracker | None = None
         self._loaded = False
 
     def load(self) -> None:
@@ -68,35 +76,25 @@ class Pipeline:
             WorkerDiedError: a process ended. StallError: not within the start timeout.
         """
         setup = self._setup
-        deadline = time.monotonic() + setup.config.start_timeout
-        self._closing.callback(self._children.close)
-        self._workers = Workers(self._children, setup, self.telemetry.watched)
-        self._closing.callback(self._workers.remove_rendezvous)
-        if setup.samplers:
-            self._samplers = Samplers(
-                self._children,
-                _sampler_settings(setup, self.telemetry.watched),
-                dtype=setup.dtype,
-                cores=setup.cores.samplers,
-                fail=self._fail,
-            )
-            self._closing.callback(self._samplers.close)
-        self._bus = Bus(
-            self._workers.names + (self._samplers.names if self._samplers is not None else []),
-            slots=setup.slots,
-            stall_timeout=setup.config.stall_timeout,
-            directory=setup.config.shm_dir,
-        )
-        self._closing.callback(self._bus.close)
-        self.calls = Calls(self._bus, self._workers.names)
+        workers = [
+            StagePlace(stage=stage, stages=setup.stages, tp_rank=rank, tp_size=setup.ranks).name
+            for stage in range(setup.stages)
+            for rank in range(setup.ranks)
+        ]
+        self._bus = Bus(self._hosts)
+        self.calls = Calls(self._bus, workers)
         self._resolving.append(self.calls.fail)
+        for remote in self._remotes:
+            remote.begin(self, self.telemetry)
+        self._closing.callback(self._host.close)
+        tokens = [end for host in self._hosts for end in host.start()]
+        self._gather = GatherReceiver(tokens)
+        self._closing.callback(self._gather.close)
         self._stall = StallWatch(
-            self.iterations, self._workers.all, setup.config.stall_timeout, self._fail
+            self.iterations, workers, self._ask, setup.config.stall_timeout, self.failed
         )
-        self._children.watch(
-            heard=self._heard, died=self._died, turn=self._stall.turn, failed=self._fail
-        )
-        self._workers.wait_loaded(self._bus.endpoint, deadline)
+        for host in self._hosts:
+            host.wait_loaded()
         self._loaded = True
 
     def describe(self) -> list[StageDescription]:
@@ -106,48 +104,42 @@ class Pipeline:
 
     def fall_back(self) -> None:
         """Go on without samplers: the loaded model is vLLM's runner's to run."""
-        assert self._samplers is not None
-        self._children.end(self._samplers.names)
-        for name in self._samplers.names:
-            self._bus.drop(name)
-        self._samplers = None
+        self._last.end_samplers()
 
     def open(self, ranks: list[StageDescription]) -> str:
         """Make the channels between the processes; iterations can be published from now on.
 
         Returns what the links are, for the log.
         """
-        links = _make_links(self._setup)
-        if self._samplers is None:
+        setup = self._setup
+        links = _make_links(setup, {r.here[0]: r.address for r in self._remotes})
+        if setup.reason:
             self._answer("sipipe:open", links=links, logits=None)
         else:
-            logits = _make_logits(self._setup, ranks, self._samplers.names)
-            self._closing.callback(logits.close)
-            self._answer("sipipe:open", links=links, logits=logits.endpoint)
-            self._serve(self._samplers, logits)
-        return links[0].transport if links else "none"
+            logits = ranks[-setup.ranks].logits
+            assert logits is not None, "the first rank of the last stage writes logits"
+            self._answer("sipipe:open", links=links, logits=self._last.make_logits(logits))
+            self._serve()
+        return ", ".join(dict.fromkeys(link.transport for link in links)) or "none"
 
-    def _serve(self, samplers: Samplers, logits: LogitsChannel) -> None:
+    def _serve(self) -> None:
         model = self._setup.vllm_config.model_config
-        tracker = RequestTracker(
+        self._tracker = RequestTracker(
             engine_seed=model.seed or 0,
-            balancer=Balancer(len(samplers.names), vocab_size=model.get_vocab_size()),
+            balancer=Balancer(self._setup.samplers, vocab_size=model.get_vocab_size()),
         )
-        samplers.open(
-            self._bus,
-            logits,
-            partial(_snapshot, self.iterations, tracker),
-            time.monotonic() + self._setup.config.start_timeout,
-        )
-        shared = (self.iterations, tracker, samplers.gather, self.telemetry)
-        self._resolver = Resolver(*shared, self._fail)
+        self._last.open_samplers()
+        shared = (self.iterations, self._tracker, self._gather, self.telemetry)
+        self._resolver = Resolver(*shared, self.failed)
         self._closing.callback(self._resolver.close)
         self.dispatcher = Dispatcher(self._bus, *shared)
-        # Closed before all others: children that wait for nothing else end in good order.
-        self._closing.callback(self._bus.close)
 
     def _answer(self, method: str, **kwargs: Any) -> Any:
         return self.calls.call(method, kwargs=kwargs).result(self._setup.config.start_timeout)
+
+    def _ask(self) -> None:
+        for host in self._hosts:
+            host.ask()
 
     def observed(self, scheduler: type) -> type:
         """The engine's scheduler class, with what makes it and the executor share their records."""
@@ -157,41 +149,46 @@ class Pipeline:
         """Resolve everything that is out with ``error``."""
         for resolve in self._resolving:
             resolve(error)
+        for remote in self._remotes:
+            remote.say_end(str(error))
 
     def close(self) -> None:
         """End all processes and remove every channel."""
-        self._children.expect_end()
+        for host in self._hosts:
+            host.expect_end()
+        for host in self._hosts:
+            host.say_end("")
         self.fail(RuntimeError("shut down"))
         self._closing.close()
 
-    # ---- the events thread --------------------------------------------------------------------
+    # ---- what hosts tell: the events thread, and a thread for each other host --------------------
 
-    def _heard(self, child: Child, message: Any) -> None:
+    def heard(self, name: str, message: Any) -> None:
         match message:
             case Reply():
-                self.calls.reply(child.name, message)
+                self.calls.reply(name, message)
             case IterationReport():
                 self._resolver.report(message)
             case Status():
-                self._stall.heard(child.name, message)
+                assert self._stall is not None
+                self._stall.heard(name, message)
             case Exception() if not self._loaded:
-                self._fail(message)
+                self.failed(message)
             case Exception():
                 kind = type(message).__name__
-                self._fail(RuntimeError(f"worker {child.name} failed: {kind}: {message}"))
+                self.failed(RuntimeError(f"worker {name} failed: {kind}: {message}"))
             case _:
-                raise AssertionError(f"{child.name} sent {message!r}")
+                raise AssertionError(f"{name} sent {message!r}")
 
-    def _died(self, child: Child, how: str) -> None:
-        if self._samplers is None or child.name not in self._samplers.names:
-            what = "died" if self._loaded else "ended while starting (see its log lines above)"
-            self._fail(WorkerDiedError(f"stage worker {child} {what}, {how}; the engine stops"))
-            return
-        try:
-            self._samplers.replace(child.name, how)
-            self.telemetry.live.add(Word.RESTARTS)
-        except WorkerDiedError as error:
-            self._fail(error)
+    def started_again(self, index: int, tokens: socket.socket) -> None:
+        assert self._tracker is not None
+        self._gather.replace(index, tokens)
+        with self._bus.order:
+            self._last.admit(index, _snapshot(self.iterations, self._tracker, index))
+        self.telemetry.live.add(Word.RESTARTS)
+
+    def turn(self) -> float:
+        return LONGEST_SLEEP if self._stall is None else self._stall.turn()
 
 
 def _snapshot(iterations: Iterations, tracker: RequestTracker, sampler: int) -> Snapshot:
@@ -204,61 +201,29 @@ def _snapshot(iterations: Iterations, tracker: RequestTracker, sampler: int) -> 
     )
 
 
-def _sampler_settings(setup: Setup, watched: Watched) -> SamplerSettings:
-    model, reasoning = setup.vllm_config.model_config, setup.vllm_config.reasoning_config
-    thinking: tuple[list[int], list[int]] = [], []
-    if reasoning is not None and reasoning.enabled:
-        thinking = (
-            reasoning.reasoning_start_token_ids or [],
-            reasoning.reasoning_end_token_ids or [],
-        )
-    return SamplerSettings(
-        vocab_size=model.get_vocab_size(),
-        layout=setup.config.logits_layout,
-        logprobs_mode=model.logprobs_mode,
-        reasoning=thinking,
-        watched=watched,
-    )
-
-
-def _make_links(setup: Setup) -> list[LinkEndpoint]:
+def _make_links(setup: Setup, addresses: dict[int, str]) -> list[LinkEndpoint]:
     """One link from every rank but the last stage's to the same rank of the next stage.
 
     Returned in rank order, so that rank r sends on link r and receives on link r - t.
+
+    Args:
+        addresses: of the hosts, by their first stage; the head, which no link leads to, is not
+            among them.
     """
-    tp = setup.ranks
-    return [
-        create_link(
-            kind=setup.config.transport,
-            max_tokens=setup.vllm_config.scheduler_config.max_num_batched_tokens,
-            depth=max(2, setup.slots),
-            name=f"stage{rank // tp}-{rank // tp + 1}.r{rank % tp}",
-            device="cpu" if current_platform.is_cpu() else "cuda",
-            stall_timeout=setup.config.stall_timeout,
+    links = []
+    for rank in range((setup.stages - 1) * setup.ranks):
+        stage, tp_rank = divmod(rank, setup.ranks)
+        address = addresses.get(stage + 1, "")
+        links.append(
+            create_link(
+                kind="zeromq" if address else setup.config.transport,
+                max_tokens=setup.vllm_config.scheduler_config.max_num_batched_tokens,
+                depth=max(2, setup.slots),
+                name=f"stage{stage}-{stage + 1}.r{tp_rank}",
+                device="cpu" if current_platform.is_cpu() else "cuda",
+                stall_timeout=setup.config.stall_timeout,
+                address=address,
+                port=link_port(setup, rank) if address else 0,
+            )
         )
-        for rank in range((setup.stages - 1) * tp)
-    ]
-
-
-def _make_logits(
-    setup: Setup, ranks: Sequence[StageDescription], readers: Sequence[str]
-) -> LogitsChannel:
-    """BIC-L, as wide as the last stage says.
-
-    Every rank of the last stage writes its columns, or the first one whole rows where vLLM has to
-    gather them.
-    """
-    logits = ranks[-setup.ranks].logits
-    assert logits is not None, "the first rank of the last stage writes logits"
-    return LogitsChannel.create(
-        "bic-l",
-        entries=logits_entries(setup.slots),
-        vocab=logits.width,
-        batch=setup.vllm_config.scheduler_config.max_num_seqs,
-        dtype=logits.dtype,
-        layout=setup.config.logits_layout,
-        ranks=setup.ranks if logits.shard else 1,
-        shard=logits.shard,
-        readers=readers,
-        directory=setup.config.shm_dir,
-    )
+    return links

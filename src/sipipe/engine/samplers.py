@@ -1,14 +1,14 @@
 """The sampler processes of an engine, and the replacement of one that dies.
 
 Who runs here
-    The engine thread starts them. The events thread says that one died; a thread per death brings
-    the successor in.
+    Whoever starts their host. The events thread says that one died; a thread per death starts the
+    successor, which the engine admits, in the order of BIC-I.
 Guarantees
     A successor draws again what its predecessor had not delivered: draws depend on (seed,
     position) and logits only, so the tokens are the same. A sampler that dies ``DEATHS`` times
     within ``DEATHS_WINDOW`` seconds is not replaced any more.
-    Publishing never waits for a dead sampler: both rings forget it before the order of BIC-I is
-    asked for, which a publish that waits for the same sampler holds.
+    Publishing never waits for a dead sampler: both rings forget it before a successor asks to be
+    admitted, for which it needs the order that a publish which waits for the same sampler holds.
 Relies on
     The logits of an iteration stay in BIC-L until all who have rows in it have drawn: vLLM's batch
     queue does not publish iteration i + m before iteration i has been resolved. Logits in which a
@@ -21,14 +21,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
-from sipipe.engine.bus import Bus
+from sipipe.engine.bus import Ring
 from sipipe.engine.children import Child, Children
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.errors import ChannelError
-from sipipe.ipc.gather import GatherReceiver
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.messages.boots import SamplerBoot, SamplerSettings, sampler_name
 from sipipe.messages.step import Snapshot
@@ -37,6 +37,16 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 DEATHS = 5
 DEATHS_WINDOW = 60.0
+
+
+class Succession(Protocol):
+    """Who is told of a sampler that takes another's place."""
+
+    def started_again(self, index: int, tokens: socket.socket) -> None:
+        """Sampler ``index`` has a successor, which sends on ``tokens`` and waits to be admitted."""
+
+    def failed(self, error: BaseException) -> None:
+        """There is none; the engine cannot go on."""
 
 
 class Samplers:
@@ -52,52 +62,43 @@ class Samplers:
         *,
         dtype: str,
         cores: Sequence[Sequence[int]],
-        fail: Callable[[BaseException], None],
+        succession: Succession,
     ) -> None:
         self._children = children
         self._settings = settings
         self._dtype = dtype
         self._cores = cores
-        self._fail = fail
+        self._succession = succession
         self._deaths: list[deque[float]] = [deque(maxlen=DEATHS) for _ in cores]
-        self._channels: tuple[Bus, LogitsChannel] | None = None
-        self._snapshot: Callable[[int], Snapshot] | None = None
+        self._channels: tuple[Ring, LogitsChannel] | None = None
         self.names = [sampler_name(index) for index in range(len(cores))]
         """As readers of BIC-I and BIC-L."""
         started = [self._start(index) for index in range(len(cores))]
         self._started = [child for child, _ in started]
-        self.gather = GatherReceiver([sock for _, sock in started])
-        """The receiving end of BIC-O."""
+        self.sockets = [sock for _, sock in started]
+        """The receiving ends of BIC-O, which are the receiver's to close."""
 
-    def open(
-        self,
-        bus: Bus,
-        logits: LogitsChannel,
-        snapshot: Callable[[int], Snapshot],
-        deadline: float,
-    ) -> None:
+    def open(self, ring: Ring, logits: LogitsChannel, deadline: float) -> None:
         """Tell all where their channels are, and wait until they have opened them.
-
-        ``snapshot`` says, under the order of BIC-I, what a new sampler has to know.
 
         Raises:
             WorkerDiedError: a sampler ended instead. StallError: ``deadline`` passed.
         """
-        self._channels, self._snapshot = (bus, logits), snapshot
+        self._channels = ring, logits
         for index, child in enumerate(self._started):
             child.say(self._boot(index, None))
         self._children.wait_ready(self.names, deadline)
 
     def replace(self, name: str, reason: str) -> None:
-        """Bring a successor in, in a thread of its own; from the events thread.
+        """Start a successor, in a thread of its own; from the events thread.
 
         Raises:
             WorkerDiedError: the sampler died before it could draw, or keeps dying.
         """
         if self._channels is None:
             raise WorkerDiedError(f"{name} ended while starting ({reason}): see its message above")
-        bus, logits = self._channels
-        bus.drop(name)
+        ring, logits = self._channels
+        ring.drop(name)
         with suppress(ChannelError):
             logits.remove_reader(name)
         index = self.names.index(name)
@@ -110,12 +111,17 @@ class Samplers:
             )
         logger.warning("%s died (%s); starting it again", name, reason)
         threading.Thread(
-            target=self._replace, args=(index, bus, logits), name=f"SiPipe-{name}", daemon=True
+            target=self._replace, args=(index,), name=f"SiPipe-{name}", daemon=True
         ).start()
 
-    def close(self) -> None:
-        """Close BIC-O; the processes are the supervisor's to end."""
-        self.gather.close()
+    def admit(self, index: int, snapshot: Snapshot) -> None:
+        """Let the successor of sampler ``index`` begin, with all that it needs, behind the message
+        of BIC-I that was published last; nothing is published meanwhile."""
+        assert self._channels is not None
+        ring, logits = self._channels
+        ring.add(self.names[index])
+        logits.add_reader(self.names[index])
+        self._started[index].say(self._boot(index, snapshot))
 
     def _start(self, index: int) -> tuple[Child, socket.socket]:
         ours, theirs = socket.socketpair()
@@ -133,25 +139,18 @@ class Samplers:
 
     def _boot(self, index: int, snapshot: Snapshot | None) -> SamplerBoot:
         assert self._channels is not None
-        bus, logits = self._channels
+        ring, logits = self._channels
         return SamplerBoot(
             index=index,
             settings=self._settings,
-            bic_i=bus.endpoint,
+            bic_i=ring.endpoint,
             bic_l=logits.endpoint,
             snapshot=snapshot,
         )
 
-    def _replace(self, index: int, bus: Bus, logits: LogitsChannel) -> None:
-        """Bring a new sampler in at a known point of BIC-I, with all that it needs."""
-        assert self._snapshot is not None
+    def _replace(self, index: int) -> None:
         try:
-            child, sock = self._start(index)
-            self.gather.replace(index, sock)
-            with bus.order:
-                bus.add(child.name)
-                logits.add_reader(child.name)
-                snapshot = self._snapshot(index)
-            child.say(self._boot(index, snapshot))
+            self._started[index], tokens = self._start(index)
+            self._succession.started_again(index, tokens)
         except Exception as error:
-            self._fail(error)
+            self._succession.failed(error)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from vllm import envs
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.numa_utils import get_auto_numa_nodes
@@ -28,6 +28,7 @@ from sipipe.engine.compatibility import (
     uses_second_runner,
     why_not_sipipe,
 )
+from sipipe.engine.hosts import check_hosts, stages_of_hosts
 from sipipe.engine.layers.choose import choose_layers, describe_layers
 from sipipe.engine.memory_budget import Part, check_budget, describe, memory_budget
 from sipipe.errors import ConfigError
@@ -68,11 +69,18 @@ class Setup:
     layers: tuple[int, ...]
     """Decoder layers of each stage."""
     cores: CorePlan
-    """The cores of the engine's processes; without samplers on vLLM's own path."""
+    """The cores of this host's processes. The last stage's host has the samplers, of which there
+    are none on vLLM's own path."""
+    node: int
+    """Which host this is; 0 is the head, where the executor runs."""
+    here: range
+    """The stages of this host."""
+    samplers: int
+    """How many sampler processes the engine has; the head learns it where they are elsewhere."""
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig) -> Setup:
-        """Decide for an engine with this configuration.
+    def of(cls, vllm_config: VllmConfig, node: int = 0) -> Setup:
+        """Decide for host ``node`` of an engine with this configuration.
 
         Raises:
             UnsupportedError: an option that SiPipe does not serve.
@@ -82,21 +90,28 @@ class Setup:
         config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
         reason = why_not_sipipe(vllm_config, config)
         parallel = vllm_config.parallel_config
-        _check_devices(config.devices, parallel)
+        check_hosts(config.hosts)
+        stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+        here = stages_of_hosts(stages, config.hosts)[node]
+        _check_devices(config.devices, len(here), tp)
+        cores = plan_cores(
+            this_machine(),
+            stages=len(here),
+            tensor_parallel=tp,
+            samplers=0 if reason or stages - 1 not in here else config.samplers,
+            placement=config.cores,
+            device="cpu" if current_platform.is_cpu() else "cuda",
+            nodes=_nodes(config.devices or range(len(here) * tp)),
+        )
         return cls(
             vllm_config=vllm_config,
             config=config,
             reason=reason,
             layers=choose_layers(vllm_config, config, by_cost=not reason),
-            cores=plan_cores(
-                this_machine(),
-                stages=parallel.pipeline_parallel_size,
-                tensor_parallel=parallel.tensor_parallel_size,
-                samplers=0 if reason else config.samplers,
-                placement=config.cores,
-                device="cpu" if current_platform.is_cpu() else "cuda",
-                nodes=_nodes(config.devices or range(parallel.world_size)),
-            ),
+            cores=cores,
+            node=node,
+            here=here,
+            samplers=len(cores.samplers),
         )
 
     def describe(self) -> list[str]:
@@ -112,7 +127,10 @@ class Setup:
             runner = "stages host vLLM's second model runner"
             if not current_platform.is_cpu():
                 runner += ", which nobody has run on a GPU with SiPipe yet (docs/gpu.md)"
-        lines = [*self.cores.describe(), describe(budget), describe_layers(self.layers), runner]
+        cores = self.cores.describe(self.here[0], elsewhere=self.here[-1] < self.stages - 1)
+        lines = [*cores, describe(budget), describe_layers(self.layers), runner]
+        if self.config.hosts.count > 1:
+            lines.insert(0, f"host {self.node} of {self.config.hosts.count}: {self.has()}")
         return [line for line in lines if line]
 
     def budget(self) -> list[Part]:
@@ -120,9 +138,9 @@ class Setup:
         scheduler, model = self.vllm_config.scheduler_config, self.vllm_config.model_config
         on_gpu = self.vllm_config.device_config.device_type != "cpu"
         return memory_budget(
-            stages=self.stages,
+            stages=len(self.here) + (self.node > 0),  # the link from the host before ends here
             ranks=self.ranks,
-            samplers=self.samplers,
+            samplers=len(self.cores.samplers),
             inflight=self.slots,
             vocabulary=model.get_vocab_size(),
             dtype=self.dtype,
@@ -152,10 +170,15 @@ class Setup:
         """Microbatches in flight, m."""
         return self.stages if self.reason else self.config.resolved_inflight(self.stages)
 
-    @property
-    def samplers(self) -> int:
-        """How many sampler processes there are."""
-        return len(self.cores.samplers)
+    def has(self) -> str:
+        """What this host has, for messages."""
+        first, last = self.here[0], self.here[-1]
+        stages = f"stage {first}" if first == last else f"stages {first} to {last}"
+        return stages + (" and the samplers" if self.cores.samplers else "")
+
+    def where(self) -> str:
+        """Behind a worker's name: its host, where there are several."""
+        return f" on host {self.node}" if self.config.hosts.count > 1 else ""
 
     @property
     def dtype(self) -> str:
@@ -227,17 +250,16 @@ class Setup:
             os.sched_setaffinity(0, cores.scheduler)
 
 
-def _check_devices(devices: Sequence[int] | None, parallel: ParallelConfig) -> None:
+def _check_devices(devices: Sequence[int] | None, stages: int, ranks: int) -> None:
     if devices is None:
         return
     if current_platform.is_cpu():
         raise ConfigError('sipipe config: "devices" are GPUs, and this engine runs on CPUs')
-    if len(devices) != parallel.world_size:
+    if len(devices) != stages * ranks:
         raise ConfigError(
-            f'sipipe config: "devices" must name a GPU for each of the {parallel.world_size} '
+            f'sipipe config: "devices" must name a GPU for each of the {stages * ranks} '
             f"workers, not {list(devices)}"
         )
-    ranks = parallel.tensor_parallel_size
     if any(len(set(devices[at : at + ranks])) < ranks for at in range(0, len(devices), ranks)):
         raise ConfigError(
             f'sipipe config: "devices" {list(devices)} puts tensor-parallel ranks of one stage on '

@@ -6,27 +6,31 @@ Runs on the events thread only.
 import time
 from collections.abc import Callable, Sequence
 
-from sipipe.engine.children import Child
 from sipipe.engine.iterations import Iterations
 from sipipe.errors import StallError
-from sipipe.messages.replies import ASK_STATUS, Status
+from sipipe.messages.replies import Status
 
 ANSWER_SECONDS = 2.0
 LONGEST_SLEEP = 5.0
 
 
 class StallWatch:
-    """Looks at the oldest iteration in flight; ``timeout`` seconds are the bound."""
+    """Looks at the oldest iteration in flight; ``timeout`` seconds are the bound.
+
+    ``ask`` asks all ``workers`` what they do; :meth:`heard` takes the answers.
+    """
 
     def __init__(
         self,
         iterations: Iterations,
-        workers: Sequence[Child],
+        workers: Sequence[str],
+        ask: Callable[[], None],
         timeout: float,
         fail: Callable[[BaseException], None],
     ) -> None:
         self._iterations = iterations
         self._workers = workers
+        self._ask = ask
         self._timeout = timeout
         self._fail = fail
         self._answers: dict[str, str] = {}
@@ -50,13 +54,11 @@ class StallWatch:
         if self._answers_until is None:
             self._answers.clear()
             self._answers_until = now + ANSWER_SECONDS
-            for worker in self._workers:
-                worker.say(ASK_STATUS)
+            self._ask()
         if len(self._answers) < len(self._workers) and now < self._answers_until:
             return self._answers_until - now
         doing = "; ".join(
-            f"{worker.name} {self._answers.get(worker.name, 'does not answer')}"
-            for worker in self._workers
+            f"{worker} {self._answers.get(worker, 'does not answer')}" for worker in self._workers
         )
         self._fail(
             StallError(

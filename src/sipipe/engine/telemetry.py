@@ -1,29 +1,38 @@
-"""The executor's side of observation: its recorder, the page of live figures, the stage times.
+"""The engine's side of observation: its recorder, the page of live figures, the stage times.
 
 The page is what ``sipipe top`` and the Prometheus metrics read; every process of the engine writes
 its own block. The recorder writes a trace file only where the settings name a directory. The stage
 times are what the scheduler chooses the number of microbatches by.
+
+Page and times are memory of one host. A host agent has both in the head's layout and sends what its
+processes wrote; the head puts it where it belongs, so that readers see all hosts.
 """
 
 import uuid
+
+import msgspec
 
 from sipipe.engine.iterations import Iteration
 from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
 from sipipe.engine.setup import Setup
 from sipipe.ipc.stage_times import StageTimes
 from sipipe.messages.boots import Watched
-from sipipe.observe.live import LivePage
+from sipipe.observe.live import Key, LivePage
 from sipipe.observe.metrics import Publisher
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
 
+_Blocks = list[tuple[Key, bytes]]
 
-class Telemetry:
-    """Made before the workers start, closed when they have ended."""
 
-    def __init__(self, setup: Setup) -> None:
+class Figures:
+    """The page and the stage times of one host. ``run`` is the same on all hosts of an engine.
+
+    ``clock_offset_ns``: what to add to this host's wall clock to have the head's.
+    """
+
+    def __init__(self, setup: Setup, run: str, clock_offset_ns: int = 0) -> None:
         model = str(setup.vllm_config.model_config.model)
-        self._setup = setup
         self._page = LivePage.create(
             stages=setup.stages,
             ranks=setup.ranks,
@@ -32,19 +41,59 @@ class Telemetry:
             model=model,
             engine=str(setup.vllm_config.parallel_config.data_parallel_rank),
         )
-        self.live = self._page.writer("executor")
-        self._stage_times = StageTimes.create(
+        self._times = StageTimes.create(
             stages=setup.stages, samplers=setup.samplers, directory=setup.config.shm_dir
         )
         self.watched = Watched(
             stages=setup.stages,
             inflight=setup.slots,
             model=model,
-            run=uuid.uuid4().hex,
+            run=run,
             trace=setup.config.trace,
             live=self._page.path,
-            times=self._stage_times.endpoint,
+            times=self._times.endpoint,
+            clock_offset_ns=clock_offset_ns,
         )
+        self._here: list[Key] = [
+            ("stage", index, rank) for index in setup.here for rank in range(setup.ranks)
+        ]
+        self._here += [("sampler", index, 0) for index in range(len(setup.cores.samplers))]
+
+    def times_here(self) -> bytes:
+        """The stage times of this host's processes, for the head's :meth:`take_times`."""
+        lines = [(key, bytes(self._line(key))) for key in self._here if key[2] == 0]
+        return msgspec.msgpack.encode(lines)
+
+    def take_times(self, data: bytes) -> None:
+        """Put another host's stage times beside ours."""
+        for key, line in msgspec.msgpack.decode(data, type=_Blocks):
+            self._line(key)[:] = memoryview(line).cast("q")
+
+    def figures_here(self) -> bytes:
+        """What this host's processes wrote to the page, for the head's :meth:`take_figures`."""
+        return msgspec.msgpack.encode([(key, bytes(self._page.block(key))) for key in self._here])
+
+    def take_figures(self, data: bytes) -> None:
+        """Put another host's figures on our page."""
+        for key, block in msgspec.msgpack.decode(data, type=_Blocks):
+            self._page.block(key)[:] = memoryview(block).cast("q")
+
+    def _line(self, key: Key) -> memoryview:
+        return self._times.line(key[0], key[1])
+
+    def close(self) -> None:
+        """Let the page and the times go."""
+        self._times.close()
+        self._page.close()
+
+
+class Telemetry(Figures):
+    """The head's. Made before the workers start, closed when they have ended."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, uuid.uuid4().hex)
+        self._setup = setup
+        self.live = self._page.writer("executor")
         self._publisher = Publisher(self._page)
         self._publisher.start()
         self._recorder = record_process(self.watched, "executor")
@@ -67,11 +116,10 @@ class Telemetry:
         """The times of stages, samplers and this process, as a controller's input."""
         setup = self._setup
         controller = ConcurrencyController(stages=setup.stages, slots=setup.slots)
-        return MeasuredTimes(controller, self._stage_times, samplers=setup.samplers)
+        return MeasuredTimes(controller, self._times, samplers=setup.samplers)
 
     def close(self) -> None:
         """Write what is left of the trace, and let the page go."""
         self._recorder.close()
         self._publisher.close()
-        self._stage_times.close()
-        self._page.close()
+        super().close()

@@ -1,4 +1,4 @@
-"""The stage workers of an engine: one process per stage and tensor-parallel rank.
+"""The stage workers of a host: one process per stage and tensor-parallel rank.
 
 A worker is told, in this order: what ``multiprocessing`` would tell a spawned process, its boot
 record, and once all have loaded where BIC-I is. Everything after that travels on BIC-I.
@@ -7,6 +7,7 @@ record, and once all have loaded where BIC-I is. Everything after that travels o
 import os
 import socket
 from multiprocessing import resource_tracker, spawn
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -25,44 +26,46 @@ from sipipe.messages.places import StagePlace
 
 
 class Workers:
-    """The workers' processes. A CPU's are bound to their cores by vLLM, a GPU's bind themselves."""
+    """A host's worker processes. A CPU's are bound to their cores by vLLM, a GPU's bind themselves."""
 
     def __init__(self, children: Children, setup: Setup, watched: Watched) -> None:
-        tp, stages, layers = setup.ranks, setup.stages, setup.layers
+        tp, layers = setup.ranks, setup.layers
         self._children = children
-        self._rendezvous = [get_file_store_init_method() for _ in range(stages)]
+        self._rendezvous = [get_file_store_init_method() for _ in setup.here]
         """One torch.distributed address for the ranks of each stage."""
         self.all: list[Child] = []
         """By rank."""
         spawned = get_mp_context().get_start_method() == "spawn"
         on_cpu = current_platform.is_cpu()
         with setup.worker_threads():
-            threads = OMPProcessManager(setup.vllm_config)
+            threads = OMPProcessManager(_of_this_host(setup))
         places = [
-            StagePlace(stage=rank // tp, stages=stages, tp_rank=rank % tp, tp_size=tp)
-            for rank in range(tp * stages)
+            StagePlace(stage=stage, stages=setup.stages, tp_rank=rank, tp_size=tp)
+            for stage in setup.here
+            for rank in range(tp)
         ]
-        # Rank r sends to rank r + tp of the next stage.
+        # Local rank r sends to local rank r + tp of the next stage, if that is on this host.
         links = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in places[tp:]]
-        for place in places:
-            ends = [links[place.rank - tp][1]] if not place.is_first else []
-            ends += [links[place.rank][0]] if not place.is_last else []
+        for local_rank, place in enumerate(places):
+            ends = [links[local_rank - tp][1]] if local_rank >= tp else []
+            ends += [links[local_rank][0]] if local_rank < len(links) else []
             tracking = resource_tracker.getfd()
             assert tracking is not None, "it is started where there is none"
             tracker = os.fdopen(os.dup(tracking), "wb")
-            with threads.configure_omp_envs(rank=place.rank, local_rank=place.rank):
+            with threads.configure_omp_envs(rank=place.rank, local_rank=local_rank):
                 self.all.append(children.start(place.name, "sipipe.worker", ends=[tracker, *ends]))
-        for place, worker in zip(places, self.all, strict=True):
+        for local_rank, (place, worker) in enumerate(zip(places, self.all, strict=True)):
             boot = WorkerBoot(
                 vllm_config=setup.vllm_config,
                 config=setup.config,
                 place=place,
                 path=setup.path,
-                distributed_init_method=self._rendezvous[place.stage],
+                local_rank=local_rank,
+                distributed_init_method=self._rendezvous[local_rank // tp],
                 watched=watched,
                 layers=layers,
                 cut_evenly=layers == layer_split(sum(layers), len(layers)),
-                cpus=() if on_cpu else setup.cores.workers[place.stage][place.tp_rank],
+                cpus=() if on_cpu else setup.cores.workers[local_rank // tp][place.tp_rank],
             )
             worker.say(_preparation(f"SiPipeWorker-{place.name}", spawned))
             # Where vLLM forks, nothing has been imported again in the engine's own process, so
@@ -89,6 +92,19 @@ class Workers:
     def remove_rendezvous(self) -> None:
         """Remove the files through which the ranks found each other; nobody opens them again."""
         remove_rendezvous(self._rendezvous)
+
+
+def _of_this_host(setup: Setup) -> Any:
+    """What vLLM's thread binding reads of its configuration, with the ranks of this host alone."""
+    parallel = setup.vllm_config.parallel_config
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            local_world_size=len(setup.here) * setup.ranks,
+            data_parallel_rank_local=parallel.data_parallel_rank_local,
+            _api_process_count=parallel._api_process_count,
+        ),
+        kv_transfer_config=setup.vllm_config.kv_transfer_config,
+    )
 
 
 def _preparation(name: str, spawned: bool) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class Watched:
     """Where the page of live figures is."""
     times: Any = None
     """Endpoint of the stage times that the scheduler reads."""
+    clock_offset_ns: int = 0
+    """What to add to this host's wall clock to have the head's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class WorkerBoot:
     config: SiPipeConfig
     place: StagePlace
     path: Path
+    local_rank: int
+    """Among the workers of its host."""
     distributed_init_method: str
     watched: Watched
     layers: tuple[int, ...]

@@ -202,8 +202,11 @@ class LivePage:
 
     def read(self, role: Role, index: int = 0, rank: int = 0) -> list[int]:
         """A copy of a block's words; index it with :class:`Word`."""
-        first = self.blocks[role, index, rank]
-        return self.words[first : first + _WORDS].tolist()
+        return self.block((role, index, rank)).tolist()
+
+    def block(self, key: Key) -> memoryview:
+        """A process's words, which only it writes."""
+        return self.words[self.blocks[key] :][:_WORDS]
 
     def writer(self, role: Role, index: int = 0, rank: int = 0) -> LiveWriter:
         """The writing end of a process's block; only that process may ask for it.

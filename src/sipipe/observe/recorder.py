@@ -217,6 +217,7 @@ def open_recorder(
     Args:
         directory: where the file goes (made where it is missing), or None for no file.
         header: who records, in which pipeline; process, host and times are filled in here.
+            ``realtime_ns`` is what to add to this host's wall clock.
         sinks: what gets each phase too.
 
     Raises:
@@ -229,7 +230,7 @@ def open_recorder(
         pid=os.getpid(),
         host=socket.gethostname(),
         monotonic_ns=time.monotonic_ns(),
-        realtime_ns=time.time_ns(),
+        realtime_ns=time.time_ns() + header.realtime_ns,
     )
     stem = f"{header.role}-{header.index}-{header.rank}-{header.host}-{header.pid}"
     path = Path(directory)
@@ -266,5 +267,6 @@ def record_process(
         inflight=watched.inflight,
         run=watched.run,
         model=watched.model,
+        realtime_ns=watched.clock_offset_ns,
     )
     return open_recorder(watched.trace, header, sinks)

@@ -18,11 +18,12 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed import get_pp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from sipipe.ipc.link.buffers import buffer_bytes
@@ -41,6 +42,7 @@ from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.logits import LogitsHandover, StageLogits
 from sipipe.worker.publisher import Launched, Publisher
 from sipipe.worker.runner import StageRunner
+from sipipe.worker.shards import cut, join
 from sipipe.worker.support import unsupported_reason
 
 if TYPE_CHECKING:
@@ -92,6 +94,8 @@ class StageLoop:
         self._publisher: Publisher | None = None
         self._iteration = self._tokens = 0
         """Of the step that vLLM's worker runs."""
+        self._cuts = False
+        """Whether this rank sends a part of its hidden states, and the next stage's ranks gather."""
         self.double_buffer: DoubleBuffer | None = None
         """The two threads of SiPipe's stage runner, once the data plane is open."""
 
@@ -168,10 +172,16 @@ class StageLoop:
         ``logits`` is None when the engine runs on vLLM's own path.
         """
         place, config = self._place, self._boot.config
+        sockets = list(self._sockets)  # of links within this host
         if not place.is_first:
-            self._receiver = open_receiver(links[place.rank - place.tp_size], self._sockets[0])
+            link = links[place.rank - place.tp_size]
+            self._receiver = open_receiver(link, None if link.port else sockets.pop(0))
         if not place.is_last:
-            self._sender = open_sender(links[place.rank], self._sockets[-1])
+            link = links[place.rank]
+            self._sender = open_sender(link, None if link.port else sockets.pop(0))
+            # Sequence parallelism leaves each rank with tokens of its own.
+            passes = self._boot.vllm_config.compilation_config.pass_config
+            self._cuts = bool(link.port) and place.tp_size > 1 and not passes.enable_sp
         if logits is None or self._second is not None:
             group = get_pp_group()
             group.receive, group.send = self._receive_vllm, self._send_vllm
@@ -225,7 +235,7 @@ class StageLoop:
         if self._receiver is None:
             return None
         began = time.monotonic_ns()
-        tensors = self._receiver.take(inputs.iteration, inputs.num_tokens)
+        tensors = self._whole(self._receiver.take(inputs.iteration, inputs.num_tokens))
         self._record(Phase.WAIT_HIDDEN, inputs, began)
         return tensors
 
@@ -246,7 +256,7 @@ class StageLoop:
             return
         assert self._sender is not None
         began = time.monotonic_ns()
-        self._sender.send(inputs.iteration, inputs.num_tokens, result)
+        self._sender.send(inputs.iteration, inputs.num_tokens, self._part(result))
         self._record(Phase.SEND, inputs, began)
 
     def _finish(self, inputs: ModelInput, hidden: torch.Tensor) -> None:
@@ -317,7 +327,7 @@ class StageLoop:
         """Into the runner's own buffer, whose rows beyond the batch's are there when it pads."""
         assert self._receiver is not None
         began = time.monotonic_ns()
-        tensors = self._receiver.take(self._iteration, self._tokens)
+        tensors = self._whole(self._receiver.take(self._iteration, self._tokens))
         kept: dict[str, torch.Tensor] = self._worker.model_runner.intermediate_tensors.tensors
         for key, tensor in tensors.items():
             kept[key][: self._tokens].copy_(tensor)
@@ -332,7 +342,7 @@ class StageLoop:
         assert self._sender is not None
         began = time.monotonic_ns()
         rows = {key: tensor[: self._tokens] for key, tensor in tensors.items()}
-        self._sender.send(self._iteration, self._tokens, rows)
+        self._sender.send(self._iteration, self._tokens, self._part(rows))
         if self._second is not None and self._second.launched is not None:
             self._record(Phase.SEND, self._second.launched, began)
         return self._sender.wait_sent
@@ -344,6 +354,18 @@ class StageLoop:
                 f"(launching thread) {self._second.doing()}, (publisher) {self._publisher.doing()}"
             )
         return self.double_buffer.doing() if self.double_buffer is not None else ""
+
+    # ---- between hosts --------------------------------------------------------------------------
+
+    def _part(self, tensors: Any) -> Any:
+        place = self._place
+        return cut(tensors, place.tp_rank, place.tp_size) if self._cuts else tensors
+
+    def _whole(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        ranks = self._place.tp_size
+        if ranks == 1:
+            return tensors
+        return join(tensors, ranks, partial(get_tp_group().all_gather, dim=0))
 
     def close(self) -> None:
         """End the threads; release links and channels."""

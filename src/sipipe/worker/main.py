@@ -128,7 +128,7 @@ class Main:
             [
                 {
                     "vllm_config": boot.vllm_config,
-                    "local_rank": place.rank,
+                    "local_rank": boot.local_rank,
                     "rank": place.rank,
                     "distributed_init_method": boot.distributed_init_method,
                     "is_driver_worker": place.tp_rank == 0,

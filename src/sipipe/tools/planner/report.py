@@ -9,11 +9,10 @@ from sipipe.tools.planner.placement import kv_bytes_per_token
 from sipipe.tools.planner.plan import Choice, Plan, Prediction
 
 SEVERAL_HOSTS = (
-    "HOST0 is the first host's address. This SiPipe starts stages on one host only and refuses "
-    "--nnodes; vLLM itself takes the same commands as `vllm serve --pipeline-parallel-size P "
-    "--tensor-parallel-size T` without --samplers and --inflight"
+    "HOST0 is the first host's address; every host needs the same secret in SIPIPE_SECRET "
+    "(docs/multi-host.md)"
 )
-"""What to know about the serve commands of more than one host, today."""
+"""What to know about the serve commands of more than one host."""
 
 
 def serve_commands(plan: Plan, choice: Choice) -> list[str]:

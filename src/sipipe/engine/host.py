@@ -1,0 +1,204 @@
+"""One host's part of an engine: its workers and samplers, its ring of BIC-I, its BIC-L.
+
+Who runs here
+    In the executor's process on the head, in a host agent elsewhere (:mod:`sipipe.engine.agent`):
+    whoever starts and ends it, the publisher of BIC-I, and the events thread of
+    :mod:`sipipe.engine.children`.
+Guarantees
+    What happens to a child is told to ``events``, wherever those are. Nothing crosses hosts but
+    what they send and what travels on links: logits and shared memory stay here.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+from sipipe.engine.bus import Ring
+from sipipe.engine.children import Child, Children
+from sipipe.engine.memory_budget import logits_entries
+from sipipe.engine.samplers import Samplers, Succession
+from sipipe.engine.setup import Setup
+from sipipe.engine.workers import Workers
+from sipipe.errors import WorkerDiedError
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint
+from sipipe.messages.boots import LogitsFormat, SamplerSettings, Watched
+from sipipe.messages.replies import ASK_STATUS
+from sipipe.messages.step import Snapshot
+
+
+class Events(Succession, Protocol):
+    """What a host tells the engine; called by its events thread and those that replace samplers."""
+
+    def heard(self, name: str, message: Any) -> None:
+        """A child said something."""
+
+    def turn(self) -> float:
+        """After all that was heard; returns the seconds to sleep at most."""
+
+
+class Host:
+    """See the module's text. ``close`` undoes all, also amid :meth:`start`."""
+
+    def __init__(self, setup: Setup, watched: Watched, events: Events) -> None:
+        self._setup = setup
+        self._watched = watched
+        self._events = events
+        self._closing = ExitStack()
+        self._children = Children()
+        self._samplers: Samplers | None = None
+        self._ring: Ring | None = None
+        self._loaded = False
+
+    def start(self) -> list[socket.socket]:
+        """Start all processes; returns the receiving ends of BIC-O."""
+        setup = self._setup
+        self._closing.callback(self._children.close)
+        self._workers = Workers(self._children, setup, self._watched)
+        self._closing.callback(self._workers.remove_rendezvous)
+        names, sockets = self._workers.names, []
+        if setup.cores.samplers:
+            self._samplers = Samplers(
+                self._children,
+                _sampler_settings(setup, self._watched),
+                dtype=setup.dtype,
+                cores=setup.cores.samplers,
+                succession=self._events,
+            )
+            names, sockets = names + self._samplers.names, self._samplers.sockets
+        self._ring = Ring(
+            names,
+            slots=setup.slots,
+            stall_timeout=setup.config.stall_timeout,
+            directory=setup.config.shm_dir,
+        )
+        self._closing.callback(self.say_end)
+        self._children.watch(
+            heard=lambda child, message: self._events.heard(child.name, message),
+            died=self._died,
+            turn=self._events.turn,
+            failed=self._events.failed,
+        )
+        return sockets
+
+    def wait_loaded(self) -> None:
+        """Return when every worker has loaded its layers, and follows BIC-I.
+
+        Raises:
+            Exception: what :meth:`fail` was called with. StallError: not within the start timeout.
+        """
+        assert self._ring is not None
+        deadline = time.monotonic() + self._setup.config.start_timeout
+        self._workers.wait_loaded(self._ring.endpoint, deadline)
+        self._loaded = True
+
+    def publish(self, message: Sequence[Any]) -> None:
+        """One message of BIC-I, in its order."""
+        assert self._ring is not None
+        self._ring.publish(message)
+
+    def make_logits(self, logits: LogitsFormat) -> LogitsEndpoint:
+        """Make BIC-L, as wide as the last stage says.
+
+        Every rank of the last stage writes its columns, or the first one whole rows where vLLM has
+        to gather them.
+        """
+        assert self._samplers is not None
+        setup = self._setup
+        self._logits = LogitsChannel.create(
+            "bic-l",
+            entries=logits_entries(setup.slots),
+            vocab=logits.width,
+            batch=setup.vllm_config.scheduler_config.max_num_seqs,
+            dtype=logits.dtype,
+            layout=setup.config.logits_layout,
+            ranks=setup.ranks if logits.shard else 1,
+            shard=logits.shard,
+            readers=self._samplers.names,
+            directory=setup.config.shm_dir,
+        )
+        self._closing.callback(self._logits.close)
+        return self._logits.endpoint
+
+    def open_samplers(self) -> None:
+        """Return when all samplers have opened their channels.
+
+        Raises:
+            WorkerDiedError: a sampler ended instead. StallError: not within the start timeout.
+        """
+        assert self._samplers is not None
+        assert self._ring is not None
+        deadline = time.monotonic() + self._setup.config.start_timeout
+        self._samplers.open(self._ring, self._logits, deadline)
+
+    def end_samplers(self) -> None:
+        """Go on without: the loaded model is vLLM's runner's to run."""
+        assert self._samplers is not None
+        assert self._ring is not None
+        self._children.end(self._samplers.names)
+        for name in self._samplers.names:
+            self._ring.drop(name)
+        self._samplers = None
+
+    def admit(self, index: int, snapshot: Snapshot) -> None:
+        """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
+        if self._samplers is not None:
+            self._samplers.admit(index, snapshot)
+
+    def ask(self) -> None:
+        """Ask the workers what they do; the answers are heard."""
+        for worker in self._workers.all:
+            worker.say(ASK_STATUS)
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for children gets ``error``."""
+        self._children.fail(error)
+
+    def expect_end(self) -> None:
+        """From now on no child's end is reported."""
+        self._children.expect_end()
+
+    def say_end(self, reason: str = "") -> None:  # noqa: ARG002 - for hosts with a log of their own
+        """End BIC-I here: children that wait for nothing else end in good order."""
+        if self._ring is not None:
+            self._ring.close()
+
+    def close(self) -> None:
+        """End all processes and remove every channel."""
+        self.expect_end()
+        self._closing.close()
+
+    # ---- the events thread --------------------------------------------------------------------
+
+    def _died(self, child: Child, how: str) -> None:
+        if self._samplers is None or child.name not in self._samplers.names:
+            what = "died" if self._loaded else "ended while starting (see its log lines above)"
+            where = self._setup.where()
+            self._events.failed(
+                WorkerDiedError(f"stage worker {child}{where} {what}, {how}; the engine stops")
+            )
+            return
+        try:
+            self._samplers.replace(child.name, how)
+        except WorkerDiedError as error:
+            self._events.failed(error)
+
+
+def _sampler_settings(setup: Setup, watched: Watched) -> SamplerSettings:
+    model, reasoning = setup.vllm_config.model_config, setup.vllm_config.reasoning_config
+    thinking: tuple[list[int], list[int]] = [], []
+    if reasoning is not None and reasoning.enabled:
+        thinking = (
+            reasoning.reasoning_start_token_ids or [],
+            reasoning.reasoning_end_token_ids or [],
+        )
+    return SamplerSettings(
+        vocab_size=model.get_vocab_size(),
+        layout=setup.config.logits_layout,
+        logprobs_mode=model.logprobs_mode,
+        reasoning=thinking,
+        watched=watched,
+    )

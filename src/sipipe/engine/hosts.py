@@ -1,0 +1,161 @@
+"""Which host has which stages, what the hosts must agree on, and where they listen."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from typing import TYPE_CHECKING
+
+import torch
+import vllm
+from vllm import envs
+
+from sipipe._version import __version__
+from sipipe.config import HostSettings
+from sipipe.errors import ConfigError
+from sipipe.ipc.connection import resolve
+from sipipe.ipc.secret import read_secret
+
+if TYPE_CHECKING:
+    from sipipe.engine.setup import Setup
+
+OWN_SETTINGS = {"cores", "devices", "samplers", "shm_dir", "trace"}
+"""Settings that each host may have its own value of."""
+
+
+def stages_of_hosts(stages: int, hosts: HostSettings) -> list[range]:
+    """The stages of each host, the head first.
+
+    Raises:
+        ConfigError: a host without a stage, or ``hosts.stages`` that do not add up.
+    """
+    counts = hosts.stages or tuple(
+        stages // hosts.count + (host < stages % hosts.count) for host in range(hosts.count)
+    )
+    if len(counts) != hosts.count or sum(counts) != stages or not all(counts):
+        raise ConfigError(
+            f"--nnodes {hosts.count} and {stages} stages (-pp): every host needs a stage at least, "
+            'and "hosts.stages" one number for each host, as many together as there are stages'
+        )
+    ends = [sum(counts[: host + 1]) for host in range(hosts.count)]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def check_hosts(hosts: HostSettings) -> None:
+    """Refuse several hosts that cannot find or trust each other.
+
+    Raises:
+        ConfigError: no address, no such host, or no secret.
+    """
+    if hosts.count > 1:
+        if not hosts.address:
+            raise ConfigError(
+                f"--nnodes {hosts.count} needs --master-addr, the head's address, on every host"
+            )
+        resolve(hosts.address, "--master-addr")
+        read_secret()
+
+
+def control_port(hosts: HostSettings, node: int) -> int:
+    """Where the head listens to host ``node``, which is 1 or more."""
+    return hosts.port + node - 1
+
+
+def link_port(setup: Setup, rank: int) -> int:
+    """Where the next stage listens to ``rank``, on its own host, if that is another one."""
+    hosts = setup.config.hosts
+    ends = [stages[-1] for stages in stages_of_hosts(setup.stages, hosts)]
+    boundary = ends.index(rank // setup.ranks)
+    return hosts.port + hosts.count - 1 + boundary * setup.ranks + rank % setup.ranks
+
+
+def own_address(hosts: HostSettings) -> str:
+    """This host's address as others reach it: ``VLLM_HOST_IP``, else that of its route to the head.
+
+    Raises:
+        ConfigError: there is no route.
+    """
+    if envs.VLLM_HOST_IP:
+        return resolve(envs.VLLM_HOST_IP, "VLLM_HOST_IP")
+    head = resolve(hosts.address, "--master-addr")
+    family = socket.AF_INET6 if ":" in head else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((head, hosts.port))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"--master-addr {hosts.address} cannot be reached from this host ({error.strerror}): "
+            "give the head's address in a network that both are in"
+        ) from None
+
+
+def check_ports(address: str, ports: list[int]) -> None:
+    """Refuse ports that are taken, before a model is loaded.
+
+    Raises:
+        ConfigError: one is, or the address is not this host's.
+    """
+    for port in ports:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"port {port} of {address} cannot be listened on ({error.strerror}): choose "
+                    "another --master-port, or another address (VLLM_HOST_IP)"
+                ) from None
+
+
+def check_head(hosts: HostSettings) -> None:
+    """Refuse to be the head where its ports cannot be listened on; raises as above."""
+    if hosts.count > 1:
+        ports = [control_port(hosts, node) for node in range(1, hosts.count)]
+        check_ports(resolve(hosts.address, "--master-addr"), ports)
+
+
+def agreed(setup: Setup) -> dict[str, str]:
+    """What all hosts must have the same, by the names that a user knows."""
+    config = setup.vllm_config
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    values = {
+        "SiPipe": __version__,
+        "vLLM": vllm.__version__,
+        "torch": torch.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "the model": model.model,
+        "--revision": model.revision,
+        "--dtype": model.dtype,
+        "--quantization": model.quantization,
+        "--max-model-len": model.max_model_len,
+        "--seed": model.seed,
+        "--enforce-eager": model.enforce_eager,
+        "--load-format": config.load_config.load_format,
+        "--kv-cache-dtype": cache.cache_dtype,
+        "--block-size": cache.block_size,
+        "--enable-prefix-caching": cache.enable_prefix_caching,
+        "--max-num-seqs": scheduler.max_num_seqs,
+        "--max-num-batched-tokens": scheduler.max_num_batched_tokens,
+        "--enable-lora": config.lora_config is not None,
+        "-pp": setup.stages,
+        "-tp": setup.ranks,
+        "VLLM_PP_LAYER_PARTITION": os.environ.get("VLLM_PP_LAYER_PARTITION", ""),
+    }
+    values |= {
+        f'"{key}" (sipipe config)': value
+        for key, value in setup.config.to_dict().items()
+        if key not in OWN_SETTINGS
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def difference(head: dict[str, str], other: dict[str, str]) -> str:
+    """What is not the same, in words; empty: nothing."""
+    return ", ".join(
+        f"{name} is {head.get(name)} on the head and {other.get(name)} there"
+        for name in {**head, **other}
+        if head.get(name) != other.get(name)
+    )

@@ -1,0 +1,103 @@
+"""Which host has what, where it listens, and what two hosts say that differ."""
+
+from types import SimpleNamespace
+
+import pytest
+from tests.ipc.link.conftest import free_port
+
+from sipipe.config import HostSettings, SiPipeConfig
+from sipipe.engine import hosts as module
+from sipipe.engine.arguments import use_sipipe
+from sipipe.engine.hosts import (
+    check_hosts,
+    check_ports,
+    control_port,
+    difference,
+    link_port,
+    own_address,
+    stages_of_hosts,
+)
+from sipipe.errors import ConfigError
+
+SECRET = "a secret of the tests"
+
+
+@pytest.mark.parametrize(
+    ("stages", "hosts", "counts"),
+    [
+        (2, {"count": 2}, [1, 1]),
+        (5, {"count": 2}, [3, 2]),
+        (4, {"count": 2, "stages": (1, 3)}, [1, 3]),
+        (3, {}, [3]),
+    ],
+)
+def test_stages_follow_one_another(stages, hosts, counts):
+    found = stages_of_hosts(stages, HostSettings(**hosts))
+    assert [len(here) for here in found] == counts
+    assert [stage for here in found for stage in here] == list(range(stages))
+
+
+@pytest.mark.parametrize(
+    ("stages", "hosts"),
+    [
+        (1, {"count": 2}),
+        (4, {"count": 2, "stages": (1, 2)}),
+        (4, {"count": 2, "stages": (4,)}),
+    ],
+)
+def test_a_host_without_a_stage_is_refused(stages, hosts):
+    with pytest.raises(ConfigError, match=r"--nnodes 2 and \d stages .*every host needs a stage"):
+        stages_of_hosts(stages, HostSettings(**hosts))
+
+
+def test_every_connection_has_a_port_of_its_own():
+    hosts = HostSettings(count=3, port=100)
+    setup = SimpleNamespace(stages=6, ranks=2, config=SiPipeConfig(hosts=hosts))
+    control = [control_port(hosts, node) for node in (1, 2)]
+    between = [link_port(setup, rank) for rank in (2, 3, 6, 7)]  # of stages 1 and 3
+    assert [*control, *between] == list(range(100, 106))
+
+
+def test_hosts_need_an_address_and_a_secret(monkeypatch):
+    monkeypatch.delenv("SIPIPE_SECRET", raising=False)
+    check_hosts(HostSettings())
+    with pytest.raises(ConfigError, match="--nnodes 2 needs --master-addr"):
+        check_hosts(HostSettings(count=2))
+    with pytest.raises(ConfigError, match="several hosts need a secret"):
+        check_hosts(HostSettings(count=2, address="127.0.0.1"))
+    monkeypatch.setenv("SIPIPE_SECRET", SECRET)
+    check_hosts(HostSettings(count=2, address="127.0.0.1"))
+    with pytest.raises(ConfigError, match=r"--master-addr nowhere\.invalid: no such host"):
+        check_hosts(HostSettings(count=2, address="nowhere.invalid"))
+
+
+def test_the_address_is_the_one_that_the_head_is_reached_from(monkeypatch):
+    monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_HOST_IP=""))
+    assert own_address(HostSettings(count=2, address="127.0.0.1")) == "127.0.0.1"
+    monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_HOST_IP="192.0.2.1"))
+    assert own_address(HostSettings(count=2, address="127.0.0.1")) == "192.0.2.1"
+
+
+def test_ports_are_looked_at_before_a_model_is_loaded():
+    port = free_port()
+    check_ports("127.0.0.1", [port])
+    with pytest.raises(ConfigError, match=f"port {port} of 192.0.2.1 cannot be listened on"):
+        check_ports("192.0.2.1", [port])
+
+
+def test_what_differs_is_named():
+    head = {"vLLM": "0.32.0", "--dtype": "float32"}
+    assert not difference(head, dict(head))
+    assert difference(head, head | {"--dtype": "bfloat16"}) == (
+        "--dtype is float32 on the head and bfloat16 there"
+    )
+
+
+def test_flags_and_a_share_of_stages_go_together():
+    given = {"sipipe": {"hosts": {"stages": [3, 1]}, "samplers": 2}}
+    args = SimpleNamespace(distributed_executor_backend=None, additional_config=given)
+    use_sipipe(args, {"hosts": {"count": 2, "address": "a"}})
+    assert args.additional_config["sipipe"] == {
+        "hosts": {"count": 2, "address": "a", "stages": [3, 1]},
+        "samplers": 2,
+    }
