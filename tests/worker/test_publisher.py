@@ -130,7 +130,9 @@ def test_readers_get_every_iteration_in_order(layout):
             assert slot.iteration == iteration
             assert (slot.array == iteration).all()
     rig.publisher.drain()
-    assert [phase for phase, *_ in rig.phases] == ["FORWARD", "HANDOVER"] * 9
+    assert [(phase, iteration) for phase, iteration, _ in rig.phases] == [
+        ("FORWARD", iteration) for iteration in range(9)
+    ]
     rig.close()
 
 

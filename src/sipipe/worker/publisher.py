@@ -155,8 +155,8 @@ class Publisher:
             self._record(Phase.FORWARD, launched, ran - took, ran)
             if copied is not None:
                 self._doing = f"hands over the logits of {name}"
+                # Not a phase of the stage: its device runs the next iteration meanwhile.
                 device.wait(copied)
-                self._record(Phase.HANDOVER, launched, ran, time.monotonic_ns())
         if launched.reports:
             found = launched.output.get_output().prompt_logprobs_dict
             self._report(launched.iteration, {r: t for r, t in found.items() if t is not None})
