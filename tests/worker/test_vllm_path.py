@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from sipipe.ipc.link.endpoint import create_link, open_receiver, open_sender  # noqa: E402
+from sipipe.messages.places import StagePlace  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
 
 WIDTH, MOST = 6, 16
@@ -30,7 +31,8 @@ def loops():
     runner = SimpleNamespace(intermediate_tensors=SimpleNamespace(tensors=kept))
     receiver._worker = SimpleNamespace(model_runner=runner)
     for loop in (sender, receiver):
-        loop._second, loop._iteration = None, -1
+        loop._place = StagePlace(stage=0, stages=2, tp_rank=0, tp_size=1)
+        loop._second, loop._cuts = None, False
     yield sender, receiver, kept
     sender._sender.close()
     receiver._receiver.close()
