@@ -78,7 +78,10 @@ class Host:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):
-                if os.readlink(f"/proc/{process.pid}/ns/pid") == space and process.pid != self.pid:
+                # An orphan that ended stays a zombie: the holder collects none.
+                ended = process.status() == psutil.STATUS_ZOMBIE
+                inside = os.readlink(f"/proc/{process.pid}/ns/pid") == space
+                if inside and not ended and process.pid != self.pid:
                     found.append(process)
         return found
 

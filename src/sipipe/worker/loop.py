@@ -179,9 +179,7 @@ class StageLoop:
         if not place.is_last:
             link = links[place.rank]
             self._sender = open_sender(link, None if link.port else sockets.pop(0))
-            # Sequence parallelism leaves each rank with tokens of its own.
-            passes = self._boot.vllm_config.compilation_config.pass_config
-            self._cuts = bool(link.port) and place.tp_size > 1 and not passes.enable_sp
+            self._cuts = bool(link.port) and place.tp_size > 1
         if logits is None or self._second is not None:
             group = get_pp_group()
             group.receive, group.send = self._receive_vllm, self._send_vllm
