@@ -42,7 +42,7 @@ def say(what):
     print(what, flush=True)
 
 
-def reader(endpoint, name, first, delay, timeout=None):
+def reader(endpoint, name, first, delay):
     """Check every message; say how it ended and after how many."""
     rng = random.Random(name)
     expected = first
@@ -50,7 +50,7 @@ def reader(endpoint, name, first, delay, timeout=None):
         say("open")
         try:
             while True:
-                with channel.receive(timeout) as message:
+                with channel.receive() as message:
                     assert message.sequence == expected, (message.sequence, expected)
                     if rng.random() < delay:
                         time.sleep(rng.random() * 0.002)

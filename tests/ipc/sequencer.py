@@ -18,7 +18,7 @@ import types
 from tests.ipc.entry_states import EntryEvent, EntryState, fire
 
 from sipipe.ipc import locks
-from sipipe.ipc.ring import dispatch, layout, reader, ring, writer
+from sipipe.ipc.ring import layout, reader, ring, writer
 
 _HAND_OVER = 60  # seconds; a bug in the sequencer itself, not a bound that a test relies on
 
@@ -136,12 +136,9 @@ class Sequencer:
         clock = types.SimpleNamespace(monotonic=lambda: sequencer.now, sleep=sleep)
         monkeypatch.setattr(ring, "Locks", SteppedLocks)
         monkeypatch.setattr(ring, "words_of", SteppedWords)
-        for side in (reader, writer):
-            monkeypatch.setattr(side, "BoundedWait", SteppedWait)
-        for module in (locks, dispatch, reader, writer):
+        monkeypatch.setattr(writer, "BoundedWait", SteppedWait)
+        for module in (locks, reader, writer):
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(dispatch, "POLL_AFTER", -1.0)
-        monkeypatch.setattr(dispatch, "POLL_FIRST_AFTER", -1.0)
         monkeypatch.setattr(layout, "READERS", 4)
 
     def watch(self, shape):

@@ -87,7 +87,7 @@ def test_a_directory_without_unnamed_files_is_used_too(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
     reader = DispatchReader.open(producer.endpoint, "a")
     producer.publish([b"x"])
-    assert bytes(reader.receive(1).parts[0]) == b"x"
+    assert bytes(reader.receive().parts[0]) == b"x"
     reader.close()
     producer.close()
 

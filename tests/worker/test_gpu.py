@@ -81,7 +81,7 @@ def test_logits_come_from_the_device_while_it_goes_on(layout, ranks):
         torch.cuda.set_sync_debug_mode("default")
         expected.append(logits)
     for iteration, logits in enumerate(expected):
-        with reader.receive(60) as slot:
+        with reader.receive() as slot:
             assert slot.iteration == iteration
             found = torch.from_numpy(slot.array.copy())
             assert torch.equal(found if layout == "rows" else found.T, logits.cpu())

@@ -126,7 +126,7 @@ def test_readers_get_every_iteration_in_order(layout):
     rig = Rig(device, layout)
     for iteration in range(9):
         rig.publisher.put(launched(device, iteration, torch.full((3, VOCAB), float(iteration))))
-        with rig.reader.receive(10) as slot:
+        with rig.reader.receive() as slot:
             assert slot.iteration == iteration
             assert (slot.array == iteration).all()
     rig.publisher.drain()
@@ -151,12 +151,12 @@ def test_the_launching_thread_does_not_wait_and_nothing_is_said_too_early():
     assert not rig.phases
     first.logits.fill_(1.0)  # what the device computes meanwhile
     device.run(first.last)
-    with rig.reader.receive(10) as slot:
+    with rig.reader.receive() as slot:
         assert (slot.iteration, slot.array.min()) == (0, 1.0)
     assert not rig.said, "iteration 1 has not run"
     last.logits.fill_(2.0)
     device.run(last.last)
-    with rig.reader.receive(10) as slot:
+    with rig.reader.receive() as slot:
         assert (slot.iteration, slot.array.min()) == (2, 2.0)
     rig.publisher.drain()
     assert rig.said == [(1, {"asked": "scores"})]
@@ -178,7 +178,7 @@ def test_ranks_write_their_columns(layout):
     cut = -(-VOCAB // 2)
     for rig, part in zip(rigs, (whole[:, :cut], whole[:, cut:]), strict=True):
         rig.publisher.put(launched(device, 0, part))
-    with rigs[0].reader.receive(10) as slot:
+    with rigs[0].reader.receive() as slot:
         found = slot.array if layout == "rows" else slot.array.T
         assert np.array_equal(found, whole.numpy())
     rigs[1].publisher.close()

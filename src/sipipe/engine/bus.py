@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from sipipe.errors import StallError
-from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
+from sipipe.ipc.errors import ChannelError
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.layout import RingEndpoint
 from sipipe.messages.header import Kind, encode_header
@@ -49,7 +48,7 @@ class Bus:
         """Publish one message; ``number`` is that of the iteration or call.
 
         Raises:
-            StallError: a reader did not free an entry of its ring in time; names it.
+            ChannelTimeout: a reader did not free an entry of its ring in time; names it.
             ChannelClosed: the engine is shutting down. PeerDiedError: a host is gone.
         """
         message = [encode_header(kind, slot, number), *parts]
@@ -87,21 +86,10 @@ class Ring:
         """Publish one message.
 
         Raises:
-            StallError: a reader did not free an entry of the ring in time; names it.
+            ChannelTimeout: a reader did not free an entry of the ring in time; names it.
             ChannelClosed: the engine is shutting down.
         """
-        while True:
-            try:
-                self._producer.publish(message, timeout=self._stall_timeout)
-                return
-            except ChannelPeerDied as error:
-                # A worker's death stops the engine, a sampler's is mended: the events thread
-                # sees to both. The message must reach the others.
-                self.drop(error.name)
-            except ChannelClosed:
-                raise
-            except ChannelError as error:
-                raise StallError(f"BIC-I: {error}") from error
+        self._producer.publish(message, timeout=self._stall_timeout)
 
     def drop(self, reader: str) -> None:
         """Forget a dead reader, if nobody has yet; a publish that waits for it goes on."""

@@ -5,7 +5,7 @@ that was ever used.
 
 Guarantees: a lock belongs to the open file description behind ``Locks``; two ``Locks`` on one
 file exclude each other even within a process. When the process ends, however it ends, the kernel
-frees its locks and wakes whoever waits for them. A plain :meth:`Locks.wait_shared` sleeps in the
+frees its locks and wakes whoever waits for them. A plain :meth:`Locks.wait_lock` sleeps in the
 kernel and uses no CPU.
 
 Relies on: ``F_OFD_SETLK``, ``F_OFD_SETLKW`` and ``F_OFD_GETLK`` (Linux 3.15), the same ``struct

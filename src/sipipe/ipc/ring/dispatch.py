@@ -9,9 +9,8 @@ Guarantees
     consecutive entries, and each reader puts it together in memory of its own. A producer whose
     time is up amid a cut message gives it up: the next piece begins a message, and the readers
     drop what they have of the old one.
-    A dead reader is reported by the next ``publish``, amid a stream by one of the next few: its
-    lock is polled after a message, when that delays nobody, and before one that follows a pause.
-    Polling costs a system call per reader.
+    A dead reader holds nobody up. That it died is for the producer to hear from its process's
+    descriptor, and to say with ``remove_reader``.
 
 An entry's header words: sequence, offset of this piece, its bytes, parts, bytes of the message.
 
@@ -22,20 +21,15 @@ copied saves a tenth of a microsecond of forty (docs/log.md).
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 
-from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
+from sipipe.ipc.errors import ChannelClosed, ChannelError
 from sipipe.ipc.locks import deadline_after, remaining
 from sipipe.ipc.ring.layout import Layout, RingEndpoint
 from sipipe.ipc.ring.message import Message, Part, lay_out, measure, parts_in
 from sipipe.ipc.ring.reader import RingReader
 from sipipe.ipc.ring.ring import Ring
 from sipipe.ipc.ring.writer import RingWriter
-
-# Seconds since the readers were polled last until they are polled after a message, and before one.
-POLL_AFTER = 0.005
-POLL_FIRST_AFTER = 0.05
 
 
 class DispatchProducer:
@@ -49,8 +43,6 @@ class DispatchProducer:
         self._turns = threading.Lock()  # a new reader's first message is known only between two
         self._sequence = 0
         self._closed = False
-        self._polled_at = 0.0
-        self._dead: str | None = None  # a reader, when the readers were polled last
 
     @classmethod
     def create(
@@ -89,9 +81,6 @@ class DispatchProducer:
         """Send one message to every reader; returns its sequence number, counted from 0.
 
         Raises:
-            ChannelPeerDied: a reader was found dead. Nothing was published:
-                ``remove_reader`` (and perhaps ``add_reader``) first, then publish again. Amid a
-                stream of messages it is found within ``POLL_AFTER`` seconds.
             ChannelTimeout: a late reader still holds the entry after ``timeout`` seconds. Nothing
                 was published; the call may be made again.
             ChannelClosed: this producer is closed.
@@ -99,14 +88,6 @@ class DispatchProducer:
         with self._turns:
             if self._closed:
                 raise ChannelClosed(f"channel {self._ring.channel}: this producer is closed")
-            if self._dead or time.monotonic() > self._polled_at + POLL_FIRST_AFTER:
-                self._poll_readers()  # again: a dead one may have been removed
-            if self._dead:
-                raise ChannelPeerDied(
-                    f"channel {self._ring.channel}: reader {self._dead} died; "
-                    "nothing was sent, remove it and send again",
-                    self._dead,
-                )
             sequence = self._sequence
             views, total = measure(parts)
             writer = self._writer
@@ -118,8 +99,6 @@ class DispatchProducer:
             # From here on the readers run; what follows delays nobody.
             self._sequence = sequence + 1
             if not self._closed:
-                if time.monotonic() > self._polled_at + POLL_AFTER:
-                    self._poll_readers()
                 writer.claim_nowait()
             return sequence
 
@@ -133,17 +112,9 @@ class DispatchProducer:
             self._writer.reserve(remaining(deadline))[: len(piece)] = piece
             self._writer.publish((sequence, offset, len(piece), len(views), total))
 
-    def _poll_readers(self) -> None:
-        self._polled_at = time.monotonic()
-        readers = self._ring.readers(attached=True)
-        self._dead = next((name for k, name in readers if self._ring.is_dead(k)), None)
-
     def add_reader(self, name: str) -> None:
-        """Declare a reader whose first message is the next one to be published.
-
-        It may be a name used before, once the reader that had it is dead, has left, or was
-        removed and is gone.
-        """
+        """Declare a reader whose first message is the next one to be published. It may be a name
+        used before, once the reader that had it was removed."""
         with self._turns:
             self._ring.add_reader(name, start=self._writer.next)
 
@@ -179,18 +150,16 @@ class DispatchReader:
         """
         return cls(RingReader(Ring.attach(endpoint), name))
 
-    def receive(self, timeout: float | None = None) -> Message:
+    def receive(self) -> Message:
         """Wait for the next message, asleep; use it in a ``with`` statement.
 
-        None waits as long as the producer lives: its death or close ends the wait at once.
+        The wait has no bound: the producer's death or close ends it at once.
 
         Raises:
-            ChannelTimeout: nothing within ``timeout`` seconds; call again.
             ChannelClosed: the producer closed. ChannelPeerDied: the producer died.
         """
-        deadline = deadline_after(timeout)
         ring = self._ring
-        _, sequence, offset, size, count, total = ring.receive(timeout)
+        _, sequence, offset, size, count, total = ring.receive()
         view = ring.view
         while size != total:  # a piece
             if offset == 0:
@@ -201,7 +170,7 @@ class DispatchReader:
                 view = memoryview(self._partial).toreadonly()
                 ring.unlock_previous()
                 break
-            _, sequence, offset, size, count, total = ring.receive(remaining(deadline))
+            _, sequence, offset, size, count, total = ring.receive()
             view = ring.view
         self._partial = None
         if self._expected not in (sequence, -1):

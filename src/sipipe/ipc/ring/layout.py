@@ -23,7 +23,6 @@
     lock byte e * ranks + r    entry e, region of rank r: exclusive while it is written or next in
                                turn, shared by each reader that is at it
     lock byte LIFE + k         held by reader k while it is attached
-    lock byte OWNER            held by the owner while it lives
 
 A ring of N entries is used over and over: use n lies in entry n mod N. An entry's commit word is
 n + 1 when use n is complete, and 0 when it was never used.
@@ -35,7 +34,6 @@ from sipipe.ipc.memory import PAGE, Endpoint, round_up
 
 READERS = 64  # records of readers, some of them used again after a restart
 LIFE = 1 << 32
-OWNER = 1 << 33
 
 CLOSED, VERSION = 2, 3
 _WRITERS = 8

@@ -247,13 +247,13 @@ class LogitsReader:
         """
         return cls(RingReader(Ring.attach(endpoint.ring), name), endpoint.shape)
 
-    def receive(self, timeout: float | None = None) -> ReceivedLogits:
-        """Wait, asleep, until every rank has published the next iteration.
+    def receive(self) -> ReceivedLogits:
+        """Wait, asleep, until every rank has published the next iteration. The writers have come.
 
         Returns its ``iteration``, ``batch`` and ``array``: ``[V, batch]`` or ``[batch, V]``,
         read-only, in place. Errors are those of :meth:`DispatchReader.receive`.
         """
-        _, iteration, batch, *_ = self._ring.receive(timeout)
+        _, iteration, batch, *_ = self._ring.receive()
         for rank in range(1, self._shape.ranks):
             other = self._ring.header(rank)[1:3]
             assert other == [iteration, batch], f"ranks disagree: {other}, rank {rank}"

@@ -2,8 +2,8 @@
 
 import time
 
-from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
-from sipipe.ipc.locks import EXCLUSIVE, SHARED, BoundedWait, deadline_after, remaining
+from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied
+from sipipe.ipc.locks import EXCLUSIVE, SHARED
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.ring import ATTACH_POLL, Ring
 
@@ -25,10 +25,8 @@ class RingReader:
         ranks = ring.layout.ranks
         self._lock_ranges = [(e * ranks, ranks) for e in range(self._entries)]
         self._views = [view.toreadonly() for view in ring.views]
-        self._wait = BoundedWait(self._locks, f"{ring.channel}-{name}")
         self.use = -1
         self.view = self._views[0]
-        self._writers_came = False
         self._again = False
         self._holds_previous = False
         try:
@@ -90,13 +88,14 @@ class RingReader:
                 return rank
         return None
 
-    def receive(self, timeout: float | None) -> list[int]:
+    def receive(self) -> list[int]:
         """Wait for the next use; returns commit word and header of its first rank. ``use`` is then
         its number and ``view`` its payload, read-only, until the next call.
 
+        Every rank's writer has come before. The wait has no bound: a writer that ends ends it.
+
         Raises:
-            ChannelTimeout: nothing came in time. ChannelClosed: nothing more comes.
-            ChannelPeerDied: the writer is gone.
+            ChannelClosed: nothing more comes. ChannelPeerDied: the writer is gone.
         """
         if self._holds_previous:
             self.unlock_previous()
@@ -104,24 +103,12 @@ class RingReader:
             self._again = False
             return self.header(0)
         self._check_declared()
-        if not self._writers_came:
-            timeout = self._wait_writers(timeout)
         use = self.next
         entry = use % self._entries
         first, count = self._lock_ranges[entry]
-        wait = self._wait
         word = self.ring.headers[entry][0]
-        waiting = self._words[word + at.E_COMMIT] != use + 1
-        if waiting and timeout is None and wait.pending is None:
-            # The usual case, with as little as can be between the waking and the return. The lock
-            # is not tried first: the commit word is not there, so it would be refused.
-            self._locks.wait_lock(SHARED, first, count)
-        elif not wait.take(SHARED, first, count, timeout):
-            raise ChannelTimeout(
-                f"channel {self.ring.channel}: {self._name} got no message {use} within "
-                f"{timeout} s; the producer is alive but silent",
-                ("producer",),
-            )
+        # Not tried first: it sleeps only where the lock would be refused.
+        self._locks.wait_lock(SHARED, first, count)
         # From here to the return is what every reader does between its waking and its message.
         words = self._words[word : word + at.READ_WORDS].tolist()
         if words[0] != use + 1 or (count > 1 and self._incomplete(use) is not None):
@@ -148,29 +135,6 @@ class RingReader:
         word = self.ring.headers[self.use % self._entries][rank]
         return self._words[word : word + at.READ_WORDS].tolist()
 
-    def _wait_writers(self, timeout: float | None) -> float | None:
-        """Wait until every rank's writer has come; returns what is left of ``timeout``."""
-        deadline = deadline_after(timeout)
-        layout = self.ring.layout
-        pause = ATTACH_POLL
-        while absent := [
-            rank
-            for rank in range(layout.ranks)
-            if not self._words[layout.writer_word(rank) + at.W_ATTACHED]
-        ]:
-            if self._words[at.CLOSED] or not self._locks.held_elsewhere(at.OWNER):
-                raise self._ended(absent[0])
-            if (left := remaining(deadline)) is not None and left <= 0:
-                raise ChannelTimeout(
-                    f"channel {self.ring.channel}: no writer of rank {absent[0]} within "
-                    f"{timeout} s",
-                    (f"rank {absent[0]}",),
-                )
-            time.sleep(pause)
-            pause = min(pause * 2, 0.02)
-        self._writers_came = True
-        return remaining(deadline)
-
     def _check_declared(self) -> None:
         if self.ring.closed:
             raise ChannelClosed(f"channel {self.ring.channel}: reader {self._name} is closed")
@@ -193,5 +157,4 @@ class RingReader:
         """Leave: the writers no longer wait for this reader. Idempotent."""
         if not self.ring.closed:
             self._words[self._base + at.R_LEFT] = self._generation
-            self._wait.close()
             self.ring.close()

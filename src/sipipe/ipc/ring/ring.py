@@ -15,22 +15,20 @@ Guarantees, each from those two rules alone
       commit word still there, by which the reader tells it from a message.
     * A late reader is never overtaken: use n + N needs the lock that a reader at n holds. The
       writer waits with a bound and names the reader by its cursor.
-    * A dead reader stops nobody: the kernel frees its locks. That its lifetime lock is free tells
-      the producer of its death.
+    * A dead reader stops nobody: the kernel frees its locks.
     * With N >= 3 nobody waits in a circle: a writer at n waits for readers at n + 1 - N, whose
       next entry is published; a reader at n waits for the writer at n + 1, which waits for no one
       at n.
     * A reader that is declared but not attached counts as standing before its first message: the
       writer does not go further than a lap, and checks every millisecond whether it has come. That
       is the only wait that is not a lock; it happens at start and after a restart.
-    * Between the two system calls of a hand-over there is little else: unlocking the entry before,
-      polling for dead readers, and claiming the next entry if it is free come afterwards.
+    * Between the two system calls of a hand-over there is little else: unlocking the entry before
+      and claiming the next entry if it is free come afterwards.
 Relies on
     :mod:`sipipe.ipc.locks` (kernel, memory order); aligned 8-byte loads and stores that do not
     tear. All that a reader reads of an entry was written before the entry's lock was freed. Cursor,
     attached and closed words are read without a lock: they only ever grow, a stale value makes a
-    wait longer or a report older, and the lock decides. A reader looks at a commit word without a
-    lock once, as a hint whether to try the lock or to sleep at once.
+    wait longer or a report older, and the lock decides.
 
 Rejected: cursors in memory instead of the reader's held lock (the writer would need a second kind
 of wait, and a dead reader's cursor would need a guardian); one lock per reader and entry (the
@@ -44,7 +42,7 @@ from collections.abc import Iterator, Sequence
 from typing import Self
 
 from sipipe.ipc.errors import ChannelError
-from sipipe.ipc.locks import EXCLUSIVE, Locks
+from sipipe.ipc.locks import Locks
 from sipipe.ipc.memory import SharedMemory
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.layout import Layout, RingEndpoint
@@ -89,7 +87,6 @@ class Ring:
             ResourceError: not enough memory.
         """
         ring = cls(SharedMemory.create(channel, layout.size, directory), layout)
-        ring.locks.try_lock(EXCLUSIVE, at.OWNER)
         for name in readers:
             ring.add_reader(name, start=0)
         return ring
@@ -139,19 +136,6 @@ class Ring:
         """Uses that a rank has published."""
         return self.words[self.layout.writer_word(rank) + at.W_PUBLISHED]
 
-    def is_dead(self, reader: int) -> bool:
-        """Whether a reader attached, its lifetime lock is free, and it has not left.
-
-        In this order: a reader stores that it leaves before it frees the lock.
-        """
-        base = self.layout.reader_word(reader)
-        generation = self.words[base + at.R_GENERATION]
-        return (
-            self.words[base + at.R_ATTACHED] == generation
-            and not self.locks.held_elsewhere(at.LIFE + reader)
-            and self.words[base + at.R_LEFT] != generation
-        )
-
     def add_reader(self, name: str, start: int) -> None:
         """Declare a reader whose first message is use ``start``; -1: the oldest that is there.
 
@@ -161,16 +145,11 @@ class Ring:
         data = name.encode()
         if not 0 < len(data) <= at.NAME_WORDS * 8:
             raise ChannelError(f"channel {self.channel}: bad reader name {name!r}")
-        free = None
-        for k in range(at.READERS):
-            base = self.layout.reader_word(k)
-            declared, same = self._is_declared(k), self._name(k) == name
-            left = self.words[base + at.R_LEFT] == self.words[base + at.R_GENERATION]
-            if declared and same and not (left or self.is_dead(k)):
-                raise ChannelError(f"channel {self.channel}: reader {name!r} is there already")
-            # A removed reader may still hold its lifetime lock; its record is in use until then.
-            if (same or not declared) and not self.locks.held_elsewhere(at.LIFE + k):
-                free = k if free is None or same else free
+        if self._find(name) is not None:
+            raise ChannelError(f"channel {self.channel}: reader {name!r} is there already")
+        # A removed reader may still hold its lifetime lock; its record is in use until then.
+        unused = (k for k in range(at.READERS) if not self._is_declared(k))
+        free = next((k for k in unused if not self.locks.held_elsewhere(at.LIFE + k)), None)
         if free is None:
             raise ChannelError(f"channel {self.channel}: no room for a reader beyond {at.READERS}")
         base = self.layout.reader_word(free)
@@ -187,11 +166,13 @@ class Ring:
         Raises:
             ChannelError: no reader has this name.
         """
-        for k in range(at.READERS):
-            if self._is_declared(k) and self._name(k) == name:
-                self._declare(k, 0)
-                return
-        raise ChannelError(f"channel {self.channel}: no reader {name!r}")
+        if (reader := self._find(name)) is None:
+            raise ChannelError(f"channel {self.channel}: no reader {name!r}")
+        self._declare(reader, 0)
+
+    def _find(self, name: str) -> int | None:
+        declared = (k for k in range(at.READERS) if self._is_declared(k))
+        return next((k for k in declared if self._name(k) == name), None)
 
     def _declare(self, reader: int, declared: int) -> None:
         # The version last: who has seen it sees the record too, or finds a later version.
