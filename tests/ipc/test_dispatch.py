@@ -240,7 +240,10 @@ def test_an_endpoint_travels_as_json(make):
 
 
 def test_threads_take_turns_to_publish_and_to_add_readers(make):
-    producer = make(readers=["a"], entries=32)
+    names = [f"late{i}" for i in range(10)]
+    producer = make(readers=["a", *names], entries=32)
+    for name in names:
+        producer.remove_reader(name)
     a = make.reader(producer, "a")
     late = []
 
@@ -249,9 +252,9 @@ def test_threads_take_turns_to_publish_and_to_add_readers(make):
             producer.publish([b"x"], 30)
 
     def join():
-        for i in range(10):
-            producer.add_reader(f"late{i}")
-            reader = DispatchReader.open(producer.endpoint, f"late{i}")
+        for name in names:
+            producer.add_reader(name)
+            reader = DispatchReader.open(producer.endpoint, name)
             late.append(reader.receive().sequence)
             reader.close()
 

@@ -100,10 +100,7 @@ def test_a_reused_process_id_is_recognised():
             SharedMemory.attach(wrong)
 
 
-def test_reader_names():
-    for name in ("", "x" * 105):
-        with pytest.raises(ChannelError, match="bad reader name"):
-            DispatchProducer.create("test", readers=[name])
+def test_too_many_readers():
     with pytest.raises(ChannelError, match="no room for a reader beyond 64"):
         DispatchProducer.create("test", readers=[f"r{i}" for i in range(65)])
 

@@ -59,7 +59,7 @@ class DispatchProducer:
             name: for messages, such as ``bic-i``.
             entries: N, 3 or more. A reader may be N - 2 messages late before the producer waits.
             entry_bytes: a message up to about this size is read in place; a larger one is cut.
-            readers: names of the readers that will open the channel; none misses a message.
+            readers: names of all readers that will ever open the channel; none misses a message.
             directory: where the memory lies; None: a memfd, which needs no ``/dev/shm``.
 
         Raises:

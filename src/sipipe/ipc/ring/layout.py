@@ -8,8 +8,8 @@
     │ writer r: attached, closed,  │  writer rank r              RANKS x 64 bytes
     │           published          │
     ├──────────────────────────────┤
-    │ reader k: declared, start,   │  owner                      READERS x 192 bytes
-    │           generation, name   │
+    │ reader k: declared, start,   │  owner                      READERS x 128 bytes
+    │           generation         │
     │           ────── 64 ───────  │
     │           attached, cursor,  │  reader k
     │           left               │
@@ -32,17 +32,16 @@ import msgspec
 
 from sipipe.ipc.memory import PAGE, Endpoint, round_up
 
-READERS = 64  # records of readers, some of them used again after a restart
+READERS = 64  # records of readers, at most; a reader that is started again has the same one
 LIFE = 1 << 32
 
 CLOSED, VERSION = 2, 3
 _WRITERS = 8
 WRITER_WORDS = 8
 W_ATTACHED, W_CLOSED, W_PUBLISHED = 0, 1, 2
-READER_WORDS = 24
-R_DECLARED, R_START, R_GENERATION, R_NAME = 0, 1, 2, 3  # the name is R_NAME .. 15: 104 bytes
-R_ATTACHED, R_CURSOR, R_LEFT = 16, 17, 18
-NAME_WORDS = R_ATTACHED - R_NAME
+READER_WORDS = 16
+R_DECLARED, R_START, R_GENERATION = 0, 1, 2
+R_ATTACHED, R_CURSOR, R_LEFT = 8, 9, 10
 ENTRY_WORDS = 8
 E_COMMIT, E_HEADER = 0, 1
 HEADER_WORDS = 5
@@ -101,3 +100,6 @@ class RingEndpoint(msgspec.Struct, frozen=True):
 
     memory: Endpoint
     layout: Layout
+
+    readers: tuple[str, ...]
+    """Their names, by record."""

@@ -61,14 +61,12 @@ class Ring:
     Declaring and removing readers is for the owner, which made the ring.
     """
 
-    def __init__(self, memory: SharedMemory, layout: Layout) -> None:
+    def __init__(self, memory: SharedMemory, layout: Layout, names: Sequence[str]) -> None:
         """Use :meth:`create` or :meth:`attach`."""
-        self.endpoint = RingEndpoint(memory.endpoint, layout)
+        self.endpoint = RingEndpoint(memory.endpoint, layout, tuple(names))
         self.layout = layout
         self.channel = memory.endpoint.channel
         self.words = words_of(memory, layout.words)
-        self._declared: list[tuple[int, str]] = []  # by the readers' records at _version
-        self._version = -1
         self.locks = Locks(memory.endpoint.path)
         self._memory = memory
         entries, ranks, stride = range(layout.entries), layout.ranks, layout.stride
@@ -81,12 +79,14 @@ class Ring:
     def create(
         cls, channel: str, layout: Layout, readers: Sequence[str], directory: str | None
     ) -> Self:
-        """Make the memory and declare the readers that will see every message.
+        """Make the memory and declare the readers, which will see every message.
 
         Raises:
-            ResourceError: not enough memory.
+            ChannelError: more than 64 readers. ResourceError: not enough memory.
         """
-        ring = cls(SharedMemory.create(channel, layout.size, directory), layout)
+        if len(readers) > at.READERS:
+            raise ChannelError(f"channel {channel}: no room for a reader beyond {at.READERS}")
+        ring = cls(SharedMemory.create(channel, layout.size, directory), layout, readers)
         for name in readers:
             ring.add_reader(name, start=0)
         return ring
@@ -98,7 +98,7 @@ class Ring:
         Raises:
             ChannelPeerDied: the creator is gone.
         """
-        return cls(SharedMemory.attach(endpoint.memory), endpoint.layout)
+        return cls(SharedMemory.attach(endpoint.memory), endpoint.layout, endpoint.readers)
 
     @property
     def closed(self) -> bool:
@@ -106,24 +106,15 @@ class Ring:
 
     def readers(self, *, attached: bool | None = None) -> Iterator[tuple[int, str]]:
         """Index and name of each declared reader that has not left."""
-        if self._version != (version := self.words[at.VERSION]):
-            self._declared = [(k, self._name(k)) for k in range(at.READERS) if self._is_declared(k)]
-            self._version = version
-        for k, name in self._declared:
+        for k, name in enumerate(self.endpoint.readers):
             base = self.layout.reader_word(k)
             generation = self.words[base + at.R_GENERATION]
-            if self.words[base + at.R_LEFT] == generation:
+            left = self.words[base + at.R_LEFT] == generation
+            if left or not self.words[base + at.R_DECLARED]:
                 continue
             here = self.words[base + at.R_ATTACHED] == generation
             if attached is None or attached is here:
                 yield k, name
-
-    def _is_declared(self, reader: int) -> bool:
-        return self.words[self.layout.reader_word(reader) + at.R_DECLARED] == 1
-
-    def _name(self, reader: int) -> str:
-        first = self.layout.reader_word(reader) + at.R_NAME
-        return self.words[first : first + at.NAME_WORDS].tobytes().rstrip(b"\0").decode()
 
     def cursor(self, reader: int) -> int:
         """The use that a reader waits for or will ask for next; -1: not known before it attaches."""
@@ -140,43 +131,33 @@ class Ring:
         """Declare a reader whose first message is use ``start``; -1: the oldest that is there.
 
         Raises:
-            ChannelError: the name is too long, or a reader of that name is there, or 64 are.
+            ChannelError: there is none of this name, or it is declared already.
         """
-        data = name.encode()
-        if not 0 < len(data) <= at.NAME_WORDS * 8:
-            raise ChannelError(f"channel {self.channel}: bad reader name {name!r}")
-        if self._find(name) is not None:
-            raise ChannelError(f"channel {self.channel}: reader {name!r} is there already")
-        # A removed reader may still hold its lifetime lock; its record is in use until then.
-        unused = (k for k in range(at.READERS) if not self._is_declared(k))
-        free = next((k for k in unused if not self.locks.held_elsewhere(at.LIFE + k)), None)
-        if free is None:
-            raise ChannelError(f"channel {self.channel}: no room for a reader beyond {at.READERS}")
-        base = self.layout.reader_word(free)
-        self.words[base + at.R_DECLARED] = 0
-        for i in range(at.NAME_WORDS):
-            self.words[base + at.R_NAME + i] = int.from_bytes(data[8 * i : 8 * i + 8], "little")
+        base = self._record(name, declared=False)
         self.words[base + at.R_START] = start
         self.words[base + at.R_GENERATION] = self.words[base + at.R_GENERATION] + 1
-        self._declare(free, 1)
+        self._declare(base, 1)
 
     def remove_reader(self, name: str) -> None:
         """Forget a reader. One that still lives is let go at its next receive.
 
         Raises:
-            ChannelError: no reader has this name.
+            ChannelError: no reader of this name is declared.
         """
-        if (reader := self._find(name)) is None:
-            raise ChannelError(f"channel {self.channel}: no reader {name!r}")
-        self._declare(reader, 0)
+        self._declare(self._record(name, declared=True), 0)
 
-    def _find(self, name: str) -> int | None:
-        declared = (k for k in range(at.READERS) if self._is_declared(k))
-        return next((k for k in declared if self._name(k) == name), None)
+    def _record(self, name: str, *, declared: bool) -> int:
+        """The first word of a reader's record, if it is declared or not as asked."""
+        if name in self.endpoint.readers:
+            base = self.layout.reader_word(self.endpoint.readers.index(name))
+            if self.words[base + at.R_DECLARED] == declared:
+                return base
+        what = "no reader {!r}" if declared else "reader {!r} is there already, or unknown"
+        raise ChannelError(f"channel {self.channel}: {what.format(name)}")
 
-    def _declare(self, reader: int, declared: int) -> None:
+    def _declare(self, base: int, declared: int) -> None:
         # The version last: who has seen it sees the record too, or finds a later version.
-        self.words[self.layout.reader_word(reader) + at.R_DECLARED] = declared
+        self.words[base + at.R_DECLARED] = declared
         self.words[at.VERSION] = self.words[at.VERSION] + 1
 
     def mark_closed(self) -> None:
