@@ -112,22 +112,6 @@ class Sequencer:
                     sequencer.step()
                 return self.words[word]
 
-        class SteppedWait:
-            def __init__(self, held, name):
-                self.locks = held
-                self.pending = None
-
-            def take(self, kind, first, count, timeout):
-                end = None if timeout is None else sequencer.now + timeout
-                while not self.locks.try_lock(kind, first, count):
-                    if end is not None and sequencer.now >= end:
-                        return False
-                    sequencer.step(block=True, deadline=end)
-                return True
-
-            def close(self):
-                pass
-
         def sleep(seconds):
             # A second at least: a loop that looks every millisecond would take thousands of turns.
             sequencer.step(block=True, deadline=sequencer.now + max(seconds, 1.0))
@@ -136,7 +120,6 @@ class Sequencer:
         clock = types.SimpleNamespace(monotonic=lambda: sequencer.now, sleep=sleep)
         monkeypatch.setattr(ring, "Locks", SteppedLocks)
         monkeypatch.setattr(ring, "words_of", SteppedWords)
-        monkeypatch.setattr(writer, "BoundedWait", SteppedWait)
         for module in (locks, reader, writer):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(layout, "READERS", 4)

@@ -1,4 +1,4 @@
-"""Room is checked before the start; locks, helper threads and forks behave."""
+"""Room is checked before the start; locks and forks behave."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sipipe.errors import ResourceError
 from sipipe.ipc import memory
 from sipipe.ipc.errors import ChannelError, ChannelPeerDied
-from sipipe.ipc.locks import EXCLUSIVE, SHARED, BoundedWait, Locks
+from sipipe.ipc.locks import EXCLUSIVE, SHARED, Locks
 from sipipe.ipc.memory import Endpoint, SharedMemory, check_room
 from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 from sipipe.ipc.ring.logits import LogitsChannel
@@ -123,21 +123,6 @@ def test_locks_exclude_each_other_within_a_process(file):
     first.close()
     assert second.try_lock(EXCLUSIVE, 1)
     second.close()
-
-
-def test_a_bounded_wait_goes_on_where_it_timed_out(file):
-    holder, waiter = Locks(file), Locks(file)
-    wait = BoundedWait(waiter, "test")
-    assert holder.try_lock(EXCLUSIVE, 7)
-    assert not wait.take(SHARED, 7, 1, 0)
-    assert not wait.take(SHARED, 7, 1, 0.01)
-    assert not wait.take(SHARED, 7, 1, 0.01)
-    holder.unlock(7)
-    assert wait.take(SHARED, 7, 1, 30)
-    assert wait.take(SHARED, 8, 1, 0)
-    wait.close()
-    for locks in (holder, waiter):
-        locks.close()
 
 
 def test_a_wait_without_a_bound_ends_when_the_holder_is_gone(file):

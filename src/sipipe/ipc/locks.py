@@ -1,7 +1,6 @@
-"""Open-file-description locks, and a wait for one that has a bound.
+"""Open-file-description locks.
 
-Who runs here: any thread of a channel's process, and one helper thread per :class:`BoundedWait`
-that was ever used.
+Who runs here: any thread of a channel's process.
 
 Guarantees: a lock belongs to the open file description behind ``Locks``; two ``Locks`` on one
 file exclude each other even within a process. When the process ends, however it ends, the kernel
@@ -15,14 +14,13 @@ second description, because a mapping keeps its description, and with it the loc
 Taking and freeing a lock passes through the kernel's spinlock of the file, which orders memory:
 what was written before a lock was freed is read by whoever takes it afterwards, on any CPU.
 
-The bound: the kernel has no time-out for these locks. A wait without a bound is still safe, as
-the peer's death or close ends it. A wait with one tries first, and if it must sleep, hands the
-lock request to a helper thread and waits for that thread with a time-out. When the time is up
-the request stays with the helper; the next wait for the same lock resumes it.
+The kernel has no time-out for these locks. A wait without a bound is still safe, as the peer's
+death or close ends it. Who needs a bound tries again and again (:mod:`sipipe.ipc.ring.writer`).
 
 Rejected: a timer signal (only a process's main thread can handle one in Python, and the signal
-would be taken from whoever embeds us); a loop of tries and sleeps (either spins or is late);
-``FUTEX_WAIT`` (has a time-out, but nobody wakes it when its waker is killed).
+would be taken from whoever embeds us); a helper thread that sleeps for the one that may not (60
+lines for a wait that happens when a reader is stuck); ``FUTEX_WAIT`` (has a time-out, but nobody
+wakes it when its waker is killed).
 """
 
 import contextlib
@@ -30,7 +28,6 @@ import fcntl
 import functools
 import os
 import struct
-import threading
 import time
 import weakref
 
@@ -82,7 +79,7 @@ class Locks:
         """Free all locks and the descriptor. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            # Unlock first: a helper thread may still be inside the kernel with this description.
+            # Unlock first: another thread may still be inside the kernel with this description.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(fd, _SETLK, _flock(_UNLOCK, 0, 0))
             os.close(fd)
@@ -99,63 +96,6 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-class BoundedWait:
-    """Waits for locks of ``locks`` with a time-out, one request at a time.
-
-    Invariant: while ``pending`` is a request, the helper owns it, and no other request is made.
-    """
-
-    def __init__(self, locks: Locks, name: str) -> None:
-        self._locks = locks
-        self._name = name
-        self.pending: tuple[int, int, int] | None = None
-        self._done = threading.Semaphore(0)
-        self._ask = threading.Semaphore(0)
-        self._thread: threading.Thread | None = None
-        self._error: OSError | None = None
-        self._closed = False
-
-    def take(self, kind: int, first: int, count: int, timeout: float | None) -> bool:
-        """Whether the lock was taken within ``timeout`` seconds; None waits without a bound."""
-        if self.pending is None:
-            if self._locks.try_lock(kind, first, count):
-                return True
-            if timeout is None:
-                self._locks.wait_lock(kind, first, count)
-                return True
-            if timeout <= 0:
-                return False
-            self.pending = (kind, first, count)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            self._ask.release()
-        assert self.pending == (kind, first, count), (self.pending, kind, first, count)
-        if not self._done.acquire(timeout=timeout):
-            return False
-        self.pending = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return True
-
-    def close(self) -> None:
-        """End the helper. One that sleeps in the kernel ends when the peer lets it."""
-        self._closed = True
-        self._ask.release()
-
-    def _run(self) -> None:
-        while True:
-            self._ask.acquire()
-            if self._closed or self.pending is None:
-                return
-            try:
-                self._locks.wait_lock(*self.pending)
-            except OSError as error:
-                self._error = error
-            self._done.release()
 
 
 def remaining(deadline: float | None) -> float | None:

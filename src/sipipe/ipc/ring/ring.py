@@ -14,14 +14,15 @@ Guarantees, each from those two rules alone
       published, and no other way but one: the writer's death or close frees the lock with the old
       commit word still there, by which the reader tells it from a message.
     * A late reader is never overtaken: use n + N needs the lock that a reader at n holds. The
-      writer waits with a bound and names the reader by its cursor.
+      writer tries again every millisecond, with a bound, and names the reader by its cursor. An
+      engine's rings have room for all that it has in flight, so that this reader is stuck.
     * A dead reader stops nobody: the kernel frees its locks.
     * With N >= 3 nobody waits in a circle: a writer at n waits for readers at n + 1 - N, whose
       next entry is published; a reader at n waits for the writer at n + 1, which waits for no one
       at n.
     * A reader that is declared but not attached counts as standing before its first message: the
-      writer does not go further than a lap, and checks every millisecond whether it has come. That
-      is the only wait that is not a lock; it happens at start and after a restart.
+      writer does not go further than a lap, and checks every millisecond whether it has come. This
+      happens at start and after a restart.
     * Between the two system calls of a hand-over there is little else: unlocking the entry before
       and claiming the next entry if it is free come afterwards.
 Relies on

@@ -3,10 +3,13 @@
 import time
 from array import array
 
-from sipipe.ipc.errors import ChannelError, ChannelTimeout
-from sipipe.ipc.locks import EXCLUSIVE, BoundedWait, deadline_after
+from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelTimeout
+from sipipe.ipc.locks import EXCLUSIVE, deadline_after
 from sipipe.ipc.ring import layout as at
 from sipipe.ipc.ring.ring import ATTACH_POLL, Ring
+
+FIRST_PAUSE = 50e-6
+"""Seconds between two looks whether a late reader has gone on; they double up to ``ATTACH_POLL``."""
 
 
 class RingWriter:
@@ -25,7 +28,6 @@ class RingWriter:
         self._claimed = False
         self._version = -1  # of the readers' records, when they were looked through
         self._absent = False  # whether a declared reader had not attached then
-        self._wait = BoundedWait(ring.locks, f"{ring.channel}-writer")
         self._words, self._locks = ring.words, ring.locks
         self._own = ring.layout.writer_word(rank)
         self._entries = ring.layout.entries
@@ -48,15 +50,14 @@ class RingWriter:
         Raises:
             ChannelTimeout: a late reader still holds it; ``late`` names all that do.
         """
-        if not self._claimed:
-            claim = self.next + 1
-            if self._absent or self._version != self._words[at.VERSION]:
-                self._wait_attached(claim, timeout)
-            byte = self._lock_bytes[claim % self._entries]
-            if not self._wait.take(EXCLUSIVE, byte, 1, timeout):
-                # A reader at use u holds entry u, and its cursor is u + 1.
-                raise self._late(claim - self._entries + 1, timeout)
-            self._claimed = True
+        deadline, pause = deadline_after(timeout), FIRST_PAUSE
+        while not self._claim():
+            if deadline is not None and time.monotonic() >= deadline:
+                raise self._late(timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, ATTACH_POLL)
+            if self.ring.closed:
+                raise ChannelClosed(f"channel {self.ring.channel}: closed by its producer")
         return self.ahead
 
     def publish(self, header: tuple[int, int, int, int, int]) -> None:
@@ -73,33 +74,39 @@ class RingWriter:
         self._words[self._own + at.W_PUBLISHED] = use + 1
 
     def claim_nowait(self) -> None:
-        """Claim the entry after next now, if it is free, to have less to do at the next message."""
-        if not (self._claimed or self._absent) and self._version == self._words[at.VERSION]:
-            byte = self._lock_bytes[(self.next + 1) % self._entries]
-            self._claimed = self._wait.take(EXCLUSIVE, byte, 1, 0)
+        """Claim the entry after next now, if it is free, to have less to do at the next message.
+        Not while a reader is to come: it begins with the oldest entry that it finds."""
+        if not self._absent and self._version == self._words[at.VERSION]:
+            self._claim()
 
-    def _wait_attached(self, claim: int, timeout: float | None) -> None:
-        """Wait for declared readers that have not come and would be overtaken by ``claim``."""
-        deadline = deadline_after(timeout)
-        first = claim - self._entries + 1
-        while True:
+    def _claim(self) -> bool:
+        """Whether the entry after next is claimed, which no reader is then at or could ask for."""
+        if self._claimed:
+            return True
+        if self._absent or self._version != self._words[at.VERSION]:
             # The version first: a reader that is declared later is found at the next message.
             self._version = self._words[at.VERSION]
             absent = [k for k, _ in self.ring.readers(attached=False)]
             self._absent = bool(absent)
-            if not any(0 <= self.ring.cursor(k) <= first for k in absent):
-                return
-            if deadline is not None and time.monotonic() >= deadline:
-                raise self._late(first, timeout)
-            time.sleep(ATTACH_POLL)
+            if any(0 <= self.ring.cursor(k) <= self._oldest for k in absent):
+                return False
+        byte = self._lock_bytes[(self.next + 1) % self._entries]
+        self._claimed = self._locks.try_lock(EXCLUSIVE, byte)
+        return self._claimed
 
-    def _late(self, first: int, timeout: float | None) -> ChannelTimeout:
-        """The error that names the readers whose cursor is ``first`` at most, or in place of each
-        the ranks that it waits for."""
+    @property
+    def _oldest(self) -> int:
+        """The cursor of the readers that the claim waits for: one at use u holds entry u, and its
+        cursor is u + 1."""
+        return self.next + 2 - self._entries
+
+    def _late(self, timeout: float | None) -> ChannelTimeout:
+        """The error that names the late readers, or in place of each the ranks that it waits
+        for."""
         names: dict[str, None] = {}
         ranks = [rank for rank in range(self.ring.layout.ranks) if rank != self.rank]
         for k, name in self.ring.readers():
-            if 0 <= (cursor := self.ring.cursor(k)) <= first:
+            if 0 <= (cursor := self.ring.cursor(k)) <= self._oldest:
                 behind = [f"rank {r}" for r in ranks if self.ring.published(r) <= cursor]
                 names |= dict.fromkeys(behind or [name])
         shown = ", ".join(names) or "a reader that was removed and still lives"
@@ -113,5 +120,4 @@ class RingWriter:
         """Tell the readers that no more comes, after what was published. Idempotent."""
         if not self.ring.closed:
             self._words[self._own + at.W_CLOSED] = 1
-            self._wait.close()
             self.ring.close()
