@@ -17,8 +17,7 @@ class Balancer:
     """
 
     def __init__(self, samplers: int, *, vocab_size: int) -> None:
-        if samplers < 1:
-            raise ValueError(f"samplers must be 1 or more, not {samplers}")
+        assert samplers >= 1
         self._vocab_size = vocab_size
         self._load = [0.0] * samplers
         self._count = [0] * samplers

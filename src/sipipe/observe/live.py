@@ -196,8 +196,7 @@ class LivePage:
     @property
     def path(self) -> str:
         """Where another process of this user finds the page while the owner lives."""
-        if self._descriptor is None:
-            raise ValueError("only the owner of a page knows its path")
+        assert self._descriptor is not None, "only the owner of a page knows its path"
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def read(self, role: Role, index: int = 0, rank: int = 0) -> list[int]:
@@ -209,13 +208,7 @@ class LivePage:
         return self.words[self.blocks[key] :][:_WORDS]
 
     def writer(self, role: Role, index: int = 0, rank: int = 0) -> LiveWriter:
-        """The writing end of a process's block; only that process may ask for it.
-
-        Raises:
-            ValueError: the page has no such block.
-        """
-        if (role, index, rank) not in self.blocks:
-            raise ValueError(f"the page has no block for {role} {index} rank {rank}")
+        """The writing end of a process's block; only that process may ask for it."""
         return LiveWriter(self, role, index, rank)
 
     def alive(self) -> bool:

@@ -77,8 +77,7 @@ class SlotPolicy:
         settings: MicrobatchSettings | None = None,
         controller: ConcurrencyController | None = None,
     ) -> None:
-        if slots < 1 or max_tokens < 1:
-            raise ValueError(f"slots and max_tokens must be 1 or more, not {slots}, {max_tokens}")
+        assert min(slots, max_tokens) >= 1, (slots, max_tokens)
         self.slots = slots
         self.settings = settings or MicrobatchSettings()
         self.controller = controller
