@@ -251,6 +251,6 @@ class RemoteHost:
             self._events.started_again(index, self._feed(index))
         elif kind == say.FAILED:
             self._events.failed(pickle.loads(parts[0]))
-        elif kind == say.END:
+        elif kind == say.END and not self._ending:
             error = f"{self} was ended{': ' + parts[0].decode() if parts[0] else ''}"
             self._events.failed(WorkerDiedError(f"{error}; the engine stops"))
