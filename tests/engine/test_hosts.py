@@ -175,7 +175,8 @@ def test_two_hosts_equal_stock_and_end_together(serve, models):
     served.wait_for(1, "starting it again")
     psutil.Process(served.hosts[0].pid).children()[0].send_signal(signal.SIGTERM)
     served.ended()
-    assert "the engine ended" in served.log(1)
+    # vLLM gives its engine process no time to say so, and kills it.
+    assert "the engine ended" in served.log(1) or "this host's stages end" in served.log(1)
 
 
 @pytest.mark.slow
