@@ -252,11 +252,16 @@ PORT = "the port that the test holds"
 def test_a_wrong_option_is_one_line_before_anything_starts(
     model, capsys, monkeypatch, command, wrong, said
 ):
-    if command == "bench":  # the process that `sipipe bench` starts says it
-        monkeypatch.setattr("sipipe.cli.bench._measure", measured_here)
+    monkeypatch.setattr("sipipe.cli.bench._measure", measured_here)
+    monkeypatch.setattr("sipipe.cli.serve.supervise", served_here)
     argv = [command, model, *wrong, *(["hello"] if command == "generate" else [])]
     assert main(argv) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+# In the processes that the commands start it is said by the same functions.
+def served_here(arguments, restart, follows):
+    return launch.serve(*arguments, started=lambda _: pytest.fail("it would start"))
 
 
 def measured_here(side, job):
@@ -279,7 +284,10 @@ def measured_here(side, job):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_mistake_is_one_line_before_anything_starts(model, capsys, offline, argv, said):
+def test_a_mistake_is_one_line_before_anything_starts(
+    model, capsys, monkeypatch, offline, argv, said
+):
+    monkeypatch.setattr("sipipe.cli.serve.supervise", served_here)
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

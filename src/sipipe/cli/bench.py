@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 from sipipe.cli.parser import at_least, make_parser, parse_engine_command
 from sipipe.errors import ConfigError, SiPipeError
+from sipipe.ipc.sockets import own_sockets
 from sipipe.tools.measure import SAMPLING
 from sipipe.versions import require_vllm
 
@@ -93,29 +95,24 @@ def measure_sides(
 
 def _measure(side: str, job: Mapping[str, Any]) -> dict[str, Any]:
     print(f"measuring {side} …", file=sys.stderr, flush=True)
-    alive, ours = os.pipe()
-    with (
-        tempfile.TemporaryFile() as log,
-        os.fdopen(ours, "w"),
-        tempfile.TemporaryDirectory(prefix="sipipe-", ignore_cleanup_errors=True) as sockets,
-    ):
-        # A session of its own, so that it can be ended with all the engine's processes; the pipe
+    ours, theirs = socket.socketpair()
+    with tempfile.TemporaryFile() as log, ours, theirs, own_sockets():
+        # A session of its own, so that it can be ended with all the engine's processes; the socket
         # ends it when this process is killed.
         process = subprocess.Popen(
-            [sys.executable, "-m", "sipipe.tools.measure", str(alive)],
+            [sys.executable, "-m", "sipipe.tools.measure", str(theirs.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             env={
-                "VLLM_RPC_BASE_PATH": sockets,
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_LOGGING_LEVEL": "WARNING",
             }
             | dict(os.environ),
-            pass_fds=(alive,),
+            pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )
-        os.close(alive)
+        theirs.close()
         try:
             out, _ = process.communicate(json.dumps(job).encode(), timeout=TIMEOUT)
         except subprocess.TimeoutExpired:

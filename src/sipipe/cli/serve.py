@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sipipe.cli.parser import make_parser, parse_engine_command
+from sipipe.cli.supervise import supervise
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError
 from sipipe.versions import require_vllm
@@ -31,6 +32,11 @@ def main(argv: Sequence[str]) -> int:
         epilog=EPILOG,
         add_help=False,
     )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="start the server again, with growing breaks, when it ends by itself",
+    )
     add_host_options(parser)
     own, settings, rest = parse_engine_command(parser, argv)
     node, hosts = hosts_of(own)
@@ -38,10 +44,7 @@ def main(argv: Sequence[str]) -> int:
         settings["hosts"] = hosts
 
     require_vllm()
-    from sipipe.engine.launch import serve
-
-    status: int = serve(rest, settings, node)
-    return status
+    return supervise([rest, settings, node], restart=own.restart, follows=node > 0)
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:

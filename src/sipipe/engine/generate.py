@@ -20,8 +20,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from sipipe.engine.arguments import checked, parse_engine_args
-from sipipe.engine.launch import announce, own_sockets, share_kv_memory
+from sipipe.engine.launch import announce, share_kv_memory
 from sipipe.errors import ConfigError
+from sipipe.ipc.sockets import own_sockets
 
 Event = Literal["begin", "text", "end"]
 

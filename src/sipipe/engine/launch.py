@@ -8,10 +8,8 @@ import argparse
 import os
 import socket
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm import AsyncEngineArgs, envs
@@ -37,10 +35,17 @@ from sipipe.errors import ConfigError, ResourceError
 from sipipe.observe.recorder import check_directory
 
 
-def serve(argv: Sequence[str], settings: dict[str, Any], node: int = 0) -> int:
+def serve(
+    argv: Sequence[str],
+    settings: dict[str, Any],
+    node: int = 0,
+    *,
+    started: Callable[[argparse.Namespace], object],
+) -> int:
     """``vllm serve`` with ``argv``, SiPipe's executor and its ``settings``; returns when it ends.
 
-    On host ``node`` 1 and up, the host agent, which has the same command line.
+    On host ``node`` 1 and up, the host agent, which has the same command line. ``started`` is
+    called with vLLM's arguments once they have passed all checks.
 
     Raises:
         ConfigError, UnsupportedError, ResourceError: before anything has been started.
@@ -73,8 +78,8 @@ def serve(argv: Sequence[str], settings: dict[str, Any], node: int = 0) -> int:
         return run_agent(Setup.of(vllm_config, node), args.kv_cache_memory_bytes)
     _check_port(args)
     check_head(SiPipeConfig.from_additional_config(vllm_config.additional_config).hosts)
-    with own_sockets():
-        command.cmd(args)
+    started(args)
+    command.cmd(args)
     return 0
 
 
@@ -94,20 +99,6 @@ def _check_port(args: argparse.Namespace) -> None:
         except OSError as error:
             where = f"--host {args.host} --port" if args.host else "--port"
             raise ConfigError(f"{where} {args.port}: {error.strerror}") from None
-
-
-@contextmanager
-def own_sockets() -> Iterator[None]:
-    """A directory for the sockets of vLLM's front end, which leaves them; removed at the end."""
-    if "VLLM_RPC_BASE_PATH" in os.environ:
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="sipipe-", ignore_cleanup_errors=True) as directory:
-        os.environ["VLLM_RPC_BASE_PATH"] = directory
-        try:
-            yield
-        finally:
-            del os.environ["VLLM_RPC_BASE_PATH"]
 
 
 def announce(vllm_config: VllmConfig, node: int = 0) -> CorePlan:

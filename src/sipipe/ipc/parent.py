@@ -16,6 +16,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -80,3 +81,14 @@ class Parent:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE_SECONDS / 2)
         os._exit(1)
+
+
+def end_group_with(other: socket.socket) -> None:
+    """Kill this process group as soon as the other end of this socket is closed."""
+
+    def watch() -> None:
+        while other.recv(1):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="EndWithParent", daemon=True).start()

@@ -5,22 +5,21 @@ leaves global state behind. It reads a :class:`Job` as JSON from stdin and print
 :func:`measure` returns as JSON on stdout; the engine's log goes to stderr.
 
 Who runs here
-    The main thread measures. The watch thread sleeps on the pipe ``FD``, whose other end is the
-    parent's: it is readable only once the parent is gone, and then the thread kills the process
-    group, which is this process's own, with the engine in it.
+    The main thread measures. Another one sleeps on the socket ``FD``, whose other end is the
+    parent's, and kills this process's group, with the engine in it, when the parent is gone.
 """
 
 import dataclasses
 import json
 import os
 import random
-import signal
+import socket
 import sys
-import threading
 import time
 from typing import Any
 
 from sipipe.errors import ConfigError
+from sipipe.ipc.parent import end_group_with
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -113,18 +112,8 @@ def measure(job: Job) -> dict[str, Any]:
     return {"startup_seconds": startup, "tokens_per_second": figures}
 
 
-def end_with_parent(pipe: int) -> None:
-    """Kill this process group as soon as the other end of ``pipe`` is closed."""
-
-    def watch() -> None:
-        os.read(pipe, 1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="EndWithParent", daemon=True).start()
-
-
 def main() -> None:
-    end_with_parent(int(sys.argv[1]))
+    end_group_with(socket.socket(fileno=int(sys.argv[1])))
     # Only the result may go to stdout; vLLM and its processes print there too.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,0 +1,102 @@
+"""What ``sipipe serve`` stays: the process that starts the server, passes signals on, and says how
+it ended.
+
+Who runs here
+    One thread, without vLLM. The server is a child in a process group of its own, with the engine
+    in it; a terminal's Ctrl-C reaches this process alone.
+Guarantees
+    SIGTERM and SIGINT end the command in every state, also while the server starts: after the time
+    that ``--shutdown-timeout`` gives to requests and :data:`GRACE`, at once at a second signal.
+    The exit status is not 0 unless it was asked to end. The server does not outlive this process.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from sipipe.ipc.sockets import own_sockets
+
+SERVER = (sys.executable, "-m", "sipipe.engine.server")
+GRACE = 8.0
+"""Seconds that a server has to end in, beside those that its requests have."""
+FIRST_BREAK, LONGEST_BREAK = 1.0, 60.0
+"""Seconds before a server is started again: doubled each time, from the first one on."""
+STEADY = 600.0
+"""A server that has run for so many seconds begins again with the first break."""
+WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+
+
+def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> int:
+    """Run :mod:`sipipe.engine.server` with these arguments until it ends; its exit status.
+
+    ``restart``: start it again when it ends unasked, unless its configuration was wrong.
+    ``follows``: it is a host agent, for which it is a success to end with its head.
+    """
+    # Signals are taken by sigtimedwait: none is lost between two looks, none interrupts.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    try:
+        with own_sockets():
+            pause = FIRST_BREAK
+            while True:
+                began = time.monotonic()
+                status, asked = _run(arguments, before)
+                if asked or status == 2 or not restart:
+                    return status if asked or status or follows else 1
+                lived = time.monotonic() - began
+                pause = FIRST_BREAK if lived > STEADY else pause
+                print(
+                    f"sipipe: the server ended by itself after {lived:.0f} s (status {status}); "
+                    f"it is started again in {pause:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                if (got := signal.sigtimedwait(WATCHED[:2], pause)) is not None:
+                    return 128 + got.si_signo
+                pause = min(2 * pause, LONGEST_BREAK)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run(arguments: list[Any], mask: set[int]) -> tuple[int, bool]:
+    """One server: its exit status, and whether it was asked to end."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = subprocess.Popen(
+            [*SERVER, str(theirs.fileno()), json.dumps(arguments)],
+            pass_fds=(theirs.fileno(),),
+            process_group=0,
+            # This process has one thread, so it is safe to run code in the child.
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),  # noqa: PLW1509
+        )
+        theirs.close()
+        deadline: float | None = None
+        asked = 0
+        while server.poll() is None:
+            if deadline is None:
+                got: Any = signal.sigwaitinfo(WATCHED)
+            else:
+                got = signal.sigtimedwait(WATCHED, max(0.0, deadline - time.monotonic()))
+            if got is not None and got.si_signo == signal.SIGCHLD:
+                continue
+            if got is None or asked:  # out of time, or asked twice
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
+                break
+            asked = got.si_signo
+            server.send_signal(asked)
+            deadline = time.monotonic() + _shutdown_timeout(ours) + GRACE
+        status = server.returncode
+        return (128 + (asked or -status) if status < 0 else status), bool(asked)
+
+
+def _shutdown_timeout(server: socket.socket) -> float:
+    """Seconds that requests have to end in; 0 before the server has read its arguments."""
+    try:
+        return float(server.recv(64, socket.MSG_DONTWAIT) or 0)
+    except BlockingIOError:
+        return 0.0

@@ -1,0 +1,73 @@
+"""``python -m sipipe.engine.server FD JSON``: the server that :mod:`sipipe.cli.supervise` starts.
+
+FD is its end of a socket pair: what the supervisor has to know is written to it, and the process
+group ends as soon as the other end is closed.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from multiprocessing.connection import wait
+from typing import Any
+
+from sipipe.errors import ConfigError, SiPipeError
+from sipipe.ipc.parent import end_group_with
+
+LAST_WORDS = 3.0
+"""Seconds for vLLM to say itself that its engine is gone."""
+
+
+def main() -> int:
+    """Serve, with the arguments of :func:`sipipe.engine.launch.serve` in JSON."""
+    supervisor = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(supervisor.fileno(), False)
+    end_group_with(supervisor)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # until vLLM or the agent takes it over
+    from sipipe.engine.launch import serve
+
+    try:
+        return serve(*json.loads(sys.argv[2]), started=lambda args: _started(supervisor, args))
+    except SiPipeError as error:
+        print(f"sipipe: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _started(supervisor: socket.socket, args: Any) -> None:
+    """All checks have passed: tell how long a shutdown may take, and watch the engine's start."""
+    supervisor.sendall(f"{args.shutdown_timeout}\n".encode())
+    threading.Thread(target=_watch_start, name="SiPipeStart", daemon=True).start()
+
+
+def _watch_start() -> None:
+    """End the command if the engine dies before vLLM's client watches it.
+
+    The client waits for an engine's first message without looking whether the engine lives. It
+    watches once all engines have answered, and then this thread ends.
+    """
+    seen: dict[int, Any] = {}
+    while not any(thread.name == "MPClientEngineMonitor" for thread in threading.enumerate()):
+        seen |= {child.sentinel: child for child in multiprocessing.active_children()}
+        # A tenth of a second: children that start later have to be found.
+        for sentinel in wait(list(seen), 0.1) if seen else ():
+            time.sleep(LAST_WORDS)
+            status = seen[sentinel].exitcode  # type: ignore[index]
+            print(
+                f"sipipe: the engine ended while it started (exit code {status}): the reason is "
+                "above",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
+        if not seen:
+            time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""A directory for the sockets of vLLM's front end, which leaves them; and what removes it."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+VARIABLE = "VLLM_RPC_BASE_PATH"
+PREFIX = "sipipe-sockets-"
+
+
+@contextmanager
+def own_sockets() -> Iterator[None]:
+    """Have vLLM, here and in processes started here, make its sockets in a directory of our own.
+
+    It is removed at the end, and with it those of processes that were killed: each holds a lock in
+    its directory, which the kernel lets go with the process.
+    """
+    if VARIABLE in os.environ:
+        yield
+        return
+    remove_dead()
+    with (
+        tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as directory,
+        open(Path(directory) / "lock", "w") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.environ[VARIABLE] = directory
+        try:
+            yield
+        finally:
+            del os.environ[VARIABLE]
+
+
+def remove_dead() -> None:
+    """Remove this user's directories whose process is gone."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        # OSError: of another user, or gone, or its process lives (or has yet to make its lock).
+        with suppress(OSError), open(directory / "lock", "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)

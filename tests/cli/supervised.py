@@ -1,0 +1,38 @@
+"""Runs ``supervise`` with a stand-in for the server: ``supervised.py SERVER [--restart]``."""
+
+import sys
+
+from sipipe.cli import supervise
+
+SERVERS = {
+    "ignores": "signal.signal(signal.SIGTERM, signal.SIG_IGN); say('up'); hang()",
+    "ends": "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); say('up'); hang()",
+    "drains": "pair.send(b'60\\n'); signal.signal(signal.SIGTERM, drain); say('up'); hang()",
+    "is done": "say('up'); sys.exit(0)",
+    "is wrong": "say('up'); sys.exit(2)",
+    "dies": "say('up'); os.abort()",
+    "comes back": "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); say('up'); "
+    "hang() if os.path.exists(sys.argv[3]) else (open(sys.argv[3], 'w'), os.abort())",
+}
+CODE = """
+import os, signal, socket, sys, time
+sys.argv[1:] = sys.argv[2:] + [sys.argv[1]]
+pair = socket.socket(fileno=int(sys.argv[1]))
+sys.path[:] = {path!r}
+from sipipe.ipc.parent import end_group_with
+end_group_with(pair)
+def say(word): print(word, os.getpid(), flush=True)
+def hang():
+    while True: time.sleep(60)
+def drain(*_):
+    time.sleep(1.5)  # more than the supervisor's own grace
+    sys.exit(0)
+"""
+
+if __name__ == "__main__":
+    name, marker = sys.argv[1:3]
+    supervise.GRACE = 60.0 if "--patient" in sys.argv else 0.5
+    supervise.FIRST_BREAK = 0.01
+    code = CODE.replace("{path!r}", repr(sys.path)) + SERVERS[name]
+    supervise.SERVER = (sys.executable, "-c", code, marker)
+    sys.exit(supervise.supervise([], restart="--restart" in sys.argv))

@@ -1,0 +1,124 @@
+"""`sipipe serve` ends when it is told to, whatever its server does, and says how it ended."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sipipe.ipc.sockets import PREFIX, own_sockets, remove_dead
+
+SCRIPT = Path(__file__).with_name("supervised.py")
+
+
+@pytest.fixture
+def supervised(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+
+    def start(name, *options):
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), name, str(tmp_path / "marker"), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process, server_of(process)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def server_of(process):
+    word, pid = process.stdout.readline().split()
+    assert word == "up"
+    return int(pid)
+
+
+def is_gone(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(20)
+    return not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_does_not_end_is_killed(supervised, number):
+    process, server = supervised("ignores")
+    process.send_signal(number)
+    # SIGINT ends Python's stand-in by itself, as an interrupted program.
+    assert process.wait(20) in (128 + number, 1)
+    assert is_gone(server)
+
+
+def test_a_server_that_ends_when_it_is_told_to_is_a_success(supervised):
+    process, _ = supervised("ends")
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+def test_requests_have_the_time_that_the_shutdown_timeout_gives(supervised):
+    process, _ = supervised("drains")
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+def test_a_second_signal_ends_at_once(supervised):
+    process, server = supervised("ignores", "--patient")
+    process.terminate()
+    process.terminate()
+    while process.poll() is None:  # two signals at a time may be seen as one
+        process.terminate()
+    assert process.returncode in (143, -signal.SIGTERM)  # the last one may come after its end
+    assert is_gone(server)
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("is done", 1), ("is wrong", 2), ("dies", 128 + signal.SIGABRT)]
+)
+def test_a_server_that_ends_by_itself_is_no_success(supervised, name, status):
+    process, _ = supervised(name)
+    assert process.wait(20) == status
+
+
+def test_a_wrong_configuration_is_not_tried_again(supervised):
+    process, _ = supervised("is wrong", "--restart")
+    assert process.wait(20) == 2
+
+
+def test_a_dead_server_is_started_again(supervised):
+    process, first = supervised("comes back", "--restart")
+    second = server_of(process)
+    assert second != first
+    process.terminate()
+    assert process.wait(20) == 0
+    assert "the server ended by itself after 0 s (status 134)" in process.stderr.read()
+
+
+def test_the_server_does_not_outlive_its_supervisor(supervised, tmp_path):
+    process, server = supervised("ignores")
+    process.kill()
+    assert is_gone(server)
+    (left,) = tmp_path.glob(f"{PREFIX}*")
+    remove_dead()
+    assert not left.exists()
+
+
+def test_directories_of_the_living_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    with own_sockets():
+        directory = os.environ["VLLM_RPC_BASE_PATH"]
+        remove_dead()
+        assert Path(directory).is_dir()
+    assert not Path(directory).exists()
+    assert "VLLM_RPC_BASE_PATH" not in os.environ
