@@ -7,12 +7,13 @@ import gzip
 import io
 import itertools
 import json
+import os
 
 import pytest
 
 from sipipe.cli import main
 from sipipe.observe.format import SUFFIX
-from sipipe.observe.live import LivePage, Word
+from sipipe.observe.live import LivePage, Word, find
 from sipipe.observe.phases import Phase
 
 
@@ -133,7 +134,13 @@ def test_a_foreign_file_is_one_line_and_the_rest_is_used(example, tmp_path, caps
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch):
+    """A page of this process, and nothing of engines that other tests run under it."""
+
+    def ours(pid=None):
+        return [page for page in find(pid=pid) if page.header.pid == os.getpid()]
+
+    monkeypatch.setattr("sipipe.cli.top.find", ours)
     page = LivePage.create(stages=2, samplers=1, inflight=3, model="tiny-llama")
     for index in range(2):
         page.writer("stage", index).phase(Phase.FORWARD, 7, 0, 10**6, 4, 4)

@@ -92,8 +92,3 @@ def test_every_microbatch_is_shared_out_evenly(microbatches, samplers):
             balancer.place(params, beside)
         dearest = max((cost_estimate(p, 151_936) for p in arrivals), default=0.0)
         assert max(beside) - min(beside) <= dearest * (1 + 1e-9)
-
-
-def test_no_samplers_is_an_error():
-    with pytest.raises(ValueError, match="samplers"):
-        Balancer(0, vocab_size=10)

@@ -6,6 +6,7 @@ sockets of its links. The tracker is the engine's, as it is for every process th
 remove would stay.
 """
 
+import gc
 import os
 import socket
 import sys
@@ -28,12 +29,14 @@ def main() -> None:
         os.set_inheritable(int(descriptor), False)
     resource_tracker._resource_tracker._fd = int(sys.argv[2])  # type: ignore[attr-defined]
     process: Any = current_process()
+    gc.disable()  # importing vLLM is a quarter quicker without it
     process._inheriting = True  # a main module without a guard must not start another engine here
     spawn.prepare(parent.receive())
     boot = parent.receive()
     del process._inheriting
     from sipipe.worker.main import worker_main
 
+    gc.enable()
     worker_main(boot, parent, sockets)
 
 
