@@ -78,8 +78,13 @@ class Parent:
                 else:
                     self._inbox.put(data)
         self.on_gone()
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(GRACE_SECONDS / 2)
+        deadline = time.monotonic() + GRACE_SECONDS / 2
+        # Again and again: a signal that comes just before the main thread enters a system call
+        # does not wake it up; the handler runs when the next one interrupts the call.
+        while not self._ending and time.monotonic() < deadline:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+        time.sleep(max(0.0, deadline - time.monotonic()))
         os._exit(1)
 
 
