@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see make setup")
 
+from sipipe.engine import server
+
 SOURCE = Path(__file__).parents[1] / "src" / "sipipe"
 
 METHODS = {
@@ -268,6 +270,15 @@ def test_what_we_import_is_there(place):
     found = importlib.import_module(module)
     # Lazy attributes and submodules included.
     assert hasattr(found, name) or importlib.import_module(f"{module}.{name}")
+
+
+def test_threads_and_processes_have_the_names():
+    """By them :mod:`sipipe.engine.server` knows who watches the engine."""
+    monitor = inspect.getsource(resolve("vllm.v1.engine.core_client:MPClient"))
+    assert f'name="{server.VLLMS_WATCH}"' in monitor
+    assert '"EngineCore"' in inspect.getsource(
+        resolve("vllm.v1.engine.utils:CoreEngineProcManager")
+    )
 
 
 def test_what_is_missing_is_missed():

@@ -2,6 +2,16 @@
 
 FD is its end of a socket pair: what the supervisor has to know is written to it, and the process
 group ends as soon as the other end is closed.
+
+Who runs here
+    vLLM's front end, in the main thread; a thread that sleeps on FD; a thread that watches the
+    engine process while it starts.
+Guarantees
+    The process group does not outlive the supervisor. An engine that dies while it starts ends the
+    server, with a line that says so.
+Relies on
+    vLLM watches the engine itself from the moment on that its client's thread
+    :data:`VLLMS_WATCH` runs, and from the first moment where it has several API servers.
 """
 
 import gc
@@ -19,6 +29,7 @@ from typing import Any
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.ipc.parent import end_group_with
 
+VLLMS_WATCH = "MPClientEngineMonitor"
 LAST_WORDS = 3.0
 """Seconds for vLLM to say itself that its engine is gone."""
 
@@ -46,8 +57,11 @@ def main() -> int:
 
 def _started(supervisor: socket.socket, args: Any) -> None:
     """All checks have passed: tell how long a shutdown may take, and watch the engine's start."""
+    from vllm import envs
+
     supervisor.sendall(f"{args.shutdown_timeout}\n".encode())
-    threading.Thread(target=_watch_start, name="SiPipeStart", daemon=True).start()
+    if args.api_server_count in (None, 1) and not envs.VLLM_USE_RUST_FRONTEND:
+        threading.Thread(target=_watch_start, name="SiPipeStart", daemon=True).start()
 
 
 def _watch_start() -> None:
@@ -57,8 +71,9 @@ def _watch_start() -> None:
     watches once all engines have answered, and then this thread ends.
     """
     seen: dict[int, Any] = {}
-    while not any(thread.name == "MPClientEngineMonitor" for thread in threading.enumerate()):
-        seen |= {child.sentinel: child for child in multiprocessing.active_children()}
+    while not any(thread.name == VLLMS_WATCH for thread in threading.enumerate()):
+        children = multiprocessing.active_children()
+        seen |= {c.sentinel: c for c in children if c.name.startswith("EngineCore")}
         # A tenth of a second: children that start later have to be found.
         for sentinel in wait(list(seen), 0.1) if seen else ():
             time.sleep(LAST_WORDS)

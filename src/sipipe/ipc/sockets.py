@@ -23,16 +23,17 @@ def own_sockets() -> Iterator[None]:
         yield
         return
     remove_dead()
-    with (
-        tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as directory,
-        open(Path(directory) / "lock", "w") as lock,
-    ):
+    new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
+    with open(new / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.environ[VARIABLE] = directory
+        # Named so that remove_dead() finds it only now that the lock is held.
+        directory = new.rename(new.with_name(new.name[1:]))
+        os.environ[VARIABLE] = str(directory)
         try:
             yield
         finally:
             del os.environ[VARIABLE]
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def remove_dead() -> None:
