@@ -106,6 +106,19 @@ def test_a_killed_idle_sampler_is_replaced(engine):
         assert tokens(engine.result()[0]) == tokens(undisturbed[0])
 
 
+def test_a_stopped_sampler_is_replaced_and_no_token_changes(engine):
+    params = greedy(1, shortest=200, longest=200)[0] | WITHOUT
+    batch = {"prompts": prompts(2, vocab=999), "params": [params] * 2}
+    undisturbed = engine.run([batch])
+    engine.submit([batch])
+    engine.wait_until_generating()
+    stopped = engine.find(r"sipipe\.sampler")[0]
+    stopped.suspend()
+    assert tokens(engine.result()[0]) == tokens(undisturbed[0])
+    assert gone([stopped])
+    assert re.search(r"sampler\d .*has done nothing for .* it is killed", engine.log.read_text())
+
+
 def test_a_killed_worker_ends_the_engine_with_its_name(engine):
     params = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True} | WITHOUT
     engine.submit([{"prompts": prompts(8, vocab=999), "params": [params] * 8}])

@@ -1,6 +1,7 @@
 """The table that scheduler and executor share: who names an iteration, when it is complete."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -8,11 +9,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.requests import Work
 from sipipe.engine.resolve import build_output
+from sipipe.engine.rpc import Calls
 from sipipe.engine.stall import StallWatch
 from sipipe.errors import StallError
 from sipipe.messages.replies import Status
 from sipipe.messages.step import Sampled, int32_bytes
 
+WORKERS = ["stage0.0", "stage1.0"]
 DRAWN = Work(request_ids=["a", "b", "c"], sampled=["a", "c"], samplers=(0, 1))
 
 
@@ -76,17 +79,60 @@ def test_what_stops_the_engine_resolves_every_future():
         begin(iterations)
 
 
+class Watched:
+    """A stall watch of 100 s over two workers that answer when the test says so."""
+
+    def __init__(self):
+        self.iterations, self.errors, self.asked = Iterations(3), [], 0
+        self.calls = Calls(SimpleNamespace(publish=lambda *_: None), WORKERS)
+        self.watch = StallWatch(
+            self.iterations, self.calls, WORKERS, self.ask, 100.0, self.errors.append
+        )
+
+    def ask(self):
+        self.asked += 1
+
+
+def test_a_call_of_an_iteration_on_vllms_own_path_has_the_bound():
+    watched = Watched()
+    watched.calls.call("execute_model", only=1)
+    watched.calls.oldest().began -= 101.0
+    watched.watch.turn()
+    for worker in WORKERS:
+        watched.watch.heard(worker, Status("runs a call"))
+    watched.watch.turn()
+    assert "a call of execute_model waits for stage1.0. stage0.0 runs" in str(watched.errors[0])
+
+
+def test_any_other_call_may_take_as_long_as_its_workers_answer():
+    watched = Watched()
+    watched.calls.call("save_it_all")
+    for _ in range(3):
+        watched.calls.oldest().began -= 101.0
+        assert watched.watch.turn() > 0
+        for worker in WORKERS:
+            watched.watch.heard(worker, Status("runs save_it_all"))
+        watched.watch.turn()
+    assert (watched.asked, watched.errors) == (3, [])
+    watched.calls.oldest().began -= 101.0
+    watched.watch.turn()
+    watched.watch.heard("stage0.0", Status("runs save_it_all"))
+    watched.watch._answers_until -= 100.0
+    watched.watch.turn()
+    assert "save_it_all waits for stage0.0, stage1.0" in str(watched.errors[0])
+    assert "stage1.0 does not answer" in str(watched.errors[0])
+
+
 def test_a_stall_says_what_each_worker_does():
-    iterations, errors, asked = Iterations(3), [], []
-    workers = ["stage0.0", "stage1.0"]
-    watch = StallWatch(iterations, workers, lambda: asked.append(workers), 100.0, errors.append)
+    watched = Watched()
+    iterations, watch, errors = watched.iterations, watched.watch, watched.errors
     assert watch.turn() > 0
     begin(iterations).began -= 99.0
     assert 0 < watch.turn() < 2
-    assert not asked
+    assert not watched.asked
     iterations.oldest().began -= 2.0
     watch.turn()
-    assert asked == [workers]
+    assert watched.asked == 1
     watch.heard("stage0.0", Status("waits for hidden states"))
     watch.turn()
     assert not errors

@@ -79,7 +79,7 @@ class Host:
         self._children.watch(
             heard=lambda child, message: self._events.heard(child.name, message),
             died=self._died,
-            turn=self._events.turn,
+            turn=self._turn,
             failed=self._events.failed,
         )
         return sockets
@@ -172,6 +172,10 @@ class Host:
         self._closing.close()
 
     # ---- the events thread --------------------------------------------------------------------
+
+    def _turn(self) -> float:
+        sleep = self._events.turn()
+        return sleep if self._samplers is None else min(sleep, self._samplers.end_stuck())
 
     def _died(self, child: Child, how: str) -> None:
         if self._samplers is None or child.name not in self._samplers.names:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -50,6 +50,11 @@ class Iteration:
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that fail with this iteration, and why."""
     future: Future[ModelRunnerOutput] = field(default_factory=Future)
+    may_be_long: ClassVar[bool] = False
+    """The stall bound holds, whatever the workers say."""
+
+    def __str__(self) -> str:
+        return f"iteration {self.number} waits for {self.late}"
 
     @property
     def late(self) -> str:

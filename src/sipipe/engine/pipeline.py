@@ -29,7 +29,7 @@ from sipipe.engine.resolve import Resolver
 from sipipe.engine.rpc import Calls
 from sipipe.engine.scheduling.observed_scheduler import observed
 from sipipe.engine.setup import Setup
-from sipipe.engine.stall import LONGEST_SLEEP, StallWatch
+from sipipe.engine.stall import ANSWER_SECONDS, LONGEST_SLEEP, StallWatch
 from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.gather import GatherReceiver
 from sipipe.ipc.link.endpoint import create_link
@@ -90,8 +90,9 @@ class Pipeline:
         tokens = [end for host in self._hosts for end in host.start()]
         self._gather = GatherReceiver(tokens)
         self._closing.callback(self._gather.close)
+        timeout = setup.config.stall_timeout
         self._stall = StallWatch(
-            self.iterations, workers, self._ask, setup.config.stall_timeout, self.failed
+            self.iterations, self.calls, workers, self._ask, timeout, self.failed
         )
         for host in self._hosts:
             host.wait_loaded()
@@ -221,7 +222,8 @@ def _make_links(setup: Setup, addresses: dict[int, str]) -> list[LinkEndpoint]:
                 depth=max(2, setup.slots),
                 name=f"stage{stage}-{stage + 1}.r{tp_rank}",
                 device="cpu" if current_platform.is_cpu() else "cuda",
-                stall_timeout=setup.config.stall_timeout,
+                # The engine, which asks all stages, speaks before a stage that waits for another.
+                stall_timeout=setup.config.stall_timeout + 2 * ANSWER_SECONDS,
                 address=address,
                 port=link_port(setup, rank) if address else 0,
             )

@@ -10,6 +10,7 @@ Guarantees
 
 import pickle
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -22,6 +23,9 @@ from sipipe.engine.bus import Bus, out_of_band
 from sipipe.messages.header import Kind
 from sipipe.messages.replies import Reply
 
+ITERATION = ("execute_model", "sample_tokens")
+"""Calls that are an iteration on vLLM's own path."""
+
 
 @dataclass(slots=True)
 class _Call:
@@ -29,8 +33,20 @@ class _Call:
     only: int | None
     """The one rank whose result is wanted; None: those of all."""
     waiting: set[int]
+    workers: Sequence[str]
+    began: float
+    """In monotonic seconds; the stall bound counts from here."""
     future: Future[Any] = field(default_factory=Future)
     results: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def may_be_long(self) -> bool:
+        """Whether only its caller knows how long it takes."""
+        return self.method not in ITERATION
+
+    def __str__(self) -> str:
+        late = ", ".join(self.workers[rank] for rank in sorted(self.waiting))
+        return f"a call of {self.method} waits for {late}"
 
 
 class Calls:
@@ -55,7 +71,8 @@ class Calls:
         named = method if isinstance(method, str) else cloudpickle.dumps(method)
         title = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         parts = out_of_band((named, args, kwargs or {}, only))
-        call = _Call(title, only, {only} if only is not None else set(range(len(self._workers))))
+        ranks = {only} if only is not None else set(range(len(self._workers)))
+        call = _Call(title, only, ranks, self._workers, time.monotonic())
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(f"SiPipe's executor has failed: {self._failure}")
@@ -95,6 +112,11 @@ class Calls:
                 call.future.set_result(call.results[call.only])
             else:
                 call.future.set_result([call.results[r] for r in sorted(call.results)])
+
+    def oldest(self) -> _Call | None:
+        """The first of those that are out."""
+        with self._lock:
+            return next(iter(self._calls.values()), None)
 
     def fail(self, error: BaseException) -> None:
         """Resolve every call that is out with ``error``, and refuse new ones."""

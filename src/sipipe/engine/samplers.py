@@ -7,6 +7,8 @@ Guarantees
     A successor draws again what its predecessor had not delivered: draws depend on (seed,
     position) and logits only, so the tokens are the same. A sampler that dies ``DEATHS`` times
     within ``DEATHS_WINDOW`` seconds is not replaced any more.
+    A sampler that does nothing for ``STUCK_SECONDS`` while logits wait for it, because it is
+    stopped or hangs, is killed, and so replaced. One that computes is left alone.
     Publishing never waits for a dead sampler: both rings forget it before a successor asks to be
     admitted, for which it needs the order that a publish which waits for the same sampler holds.
 Relies on
@@ -25,6 +27,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
+import psutil
+
 from sipipe.engine.bus import Ring
 from sipipe.engine.children import Child, Children
 from sipipe.errors import WorkerDiedError
@@ -37,6 +41,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 DEATHS = 5
 DEATHS_WINDOW = 60.0
+STUCK_SECONDS = 5.0
+"""Doubled each time for the same sampler: five such deaths are more than ``DEATHS_WINDOW``."""
+LOOK_SECONDS = 1.0
 
 
 class Succession(Protocol):
@@ -70,6 +77,9 @@ class Samplers:
         self._cores = cores
         self._succession = succession
         self._deaths: list[deque[float]] = [deque(maxlen=DEATHS) for _ in cores]
+        self._idle: dict[int, tuple[tuple[int, int, float], float]] = {}
+        """Of a sampler that is behind: its process, place and CPU time, and since when it is so."""
+        self._patience = [STUCK_SECONDS] * len(cores)
         self._channels: tuple[Ring, LogitsChannel] | None = None
         self.names = [sampler_name(index) for index in range(len(cores))]
         """As readers of BIC-I and BIC-L."""
@@ -113,6 +123,30 @@ class Samplers:
         threading.Thread(
             target=self._replace, args=(index,), name=f"SiPipe-{name}", daemon=True
         ).start()
+
+    def end_stuck(self) -> float:
+        """Kill who is stuck; from the events thread. Returns the seconds to the next look."""
+        if self._channels is None:
+            return LOOK_SECONDS
+        now, behind = time.monotonic(), self._channels[1].behind()
+        for index, name in enumerate(self.names):
+            process = self._started[index].process
+            if name not in behind or process.returncode is not None:
+                self._idle.pop(index, None)
+                continue
+            with suppress(psutil.NoSuchProcess):
+                state = (process.pid, behind[name], sum(psutil.Process(process.pid).cpu_times()))
+                if self._idle.get(index, (None, 0.0))[0] != state:
+                    self._idle[index] = state, now
+                elif now - self._idle[index][1] > self._patience[index]:
+                    logger.warning(
+                        "%s has done nothing for %g s with logits before it; it is killed",
+                        self._started[index],
+                        now - self._idle.pop(index)[1],
+                    )
+                    self._patience[index] *= 2
+                    process.kill()
+        return LOOK_SECONDS
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
         """Let the successor of sampler ``index`` begin, with all that it needs, behind the message

@@ -150,6 +150,12 @@ class LogitsChannel:
         """Forget a reader, dead or alive."""
         self._ring.remove_reader(name)
 
+    def behind(self) -> dict[str, int]:
+        """Of each reader that has not done with all that is complete: which use it is at."""
+        end = min(self._ring.published(rank) for rank in range(self.endpoint.shape.ranks))
+        at = {name: self._ring.cursor(k) for k, name in self._ring.readers(attached=True)}
+        return {name: use for name, use in at.items() if use < end}
+
     def close(self) -> None:
         """Give the memory back and close the channel. Idempotent."""
         if not self._ring.closed:
