@@ -11,6 +11,8 @@ SERVERS = {
     "is done": "say('up'); sys.exit(0)",
     "is wrong": "say('up'); sys.exit(2)",
     "dies": "say('up'); os.abort()",
+    "leaves one": "child = os.fork() or hang(); os.kill(child, signal.SIGSTOP); "
+    "print('up', child, flush=True); sys.exit(1)",
     "comes back": "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); say('up'); "
     "hang() if os.path.exists(sys.argv[3]) else (open(sys.argv[3], 'w'), os.abort())",
 }

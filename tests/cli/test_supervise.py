@@ -90,6 +90,12 @@ def test_a_server_that_ends_by_itself_is_no_success(supervised, name, status):
     assert process.wait(20) == status
 
 
+def test_a_stopped_process_of_a_server_that_ended_is_not_left(supervised):
+    process, child = supervised("leaves one")
+    assert process.wait(20) == 1
+    assert is_gone(child)
+
+
 def test_a_wrong_configuration_is_not_tried_again(supervised):
     process, _ = supervised("is wrong", "--restart")
     assert process.wait(20) == 2

@@ -7,7 +7,8 @@ Who runs here
 Guarantees
     SIGTERM and SIGINT end the command in every state, also while the server starts: after the time
     that ``--shutdown-timeout`` gives to requests and :data:`GRACE`, at once at a second signal.
-    The exit status is not 0 unless it was asked to end. The server does not outlive this process.
+    The exit status is not 0 unless it was asked to end. The server does not outlive this process,
+    and no process of the server the server.
 """
 
 import json
@@ -17,7 +18,10 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
+
+import psutil
 
 from sipipe.ipc.sockets import own_sockets
 
@@ -90,8 +94,28 @@ def _run(arguments: list[Any], mask: set[int]) -> tuple[int, bool]:
             asked = got.si_signo
             server.send_signal(asked)
             deadline = time.monotonic() + _shutdown_timeout(ours) + GRACE
+        _end_group(server.pid)
         status = server.returncode
         return (128 + (asked or -status) if status < 0 else status), bool(asked)
+
+
+def _end_group(group: int) -> None:
+    """See that all processes of a server that has ended do: they do so by themselves, unless they
+    are stopped, or hang where no Python runs."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGCONT)
+        deadline = time.monotonic() + GRACE
+        while _lives(group) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(group, signal.SIGKILL)
+
+
+def _lives(group: int) -> bool:
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):  # it ends just now
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _shutdown_timeout(server: socket.socket) -> float:
