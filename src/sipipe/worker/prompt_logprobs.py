@@ -103,7 +103,10 @@ class PromptLogprobs:
         else:
             scores = runner.sampler.compute_logprobs(logits)
         targets = torch.from_numpy(chunk.targets).to(torch.int64)
-        ids, values, ranks, *_ = runner.sampler.gather_logprobs(scores, wanted, targets)
+        # Not compiled: the first such request would hold everybody up for up to a minute, to save
+        # one byte a logit.
+        with torch.compiler.set_stance("force_eager"):
+            ids, values, ranks, *_ = runner.sampler.gather_logprobs(scores, wanted, targets)
         rows = slice(chunk.start, chunk.start + count)
         result.logprob_token_ids[rows].copy_(ids)
         result.logprobs[rows].copy_(values)
