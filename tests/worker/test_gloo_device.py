@@ -1,4 +1,4 @@
-"""Process groups made in a worker share one gloo device, and still work."""
+"""Process groups made in a worker share one gloo device, which only this host reaches."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -23,6 +24,8 @@ def rank_main(rank, store):
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
         groups = [dist.new_group([0, 1], backend="gloo") for _ in range(4)]
     assert gloo_threads() == 1
+    ports = [c for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
+    assert {port.laddr.ip for port in ports} == {"127.0.0.1"}
     for number, group in enumerate(groups):
         value = torch.full((1000,), rank + number, dtype=torch.float32)
         dist.all_reduce(value, group=group)

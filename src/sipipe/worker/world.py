@@ -152,10 +152,11 @@ class _SharingGloo(ProcessGroupGloo):
 
 @functools.cache
 def _gloo_devices() -> list[Any]:
-    """What torch would make for each group, by the same variable."""
+    """What torch would make for each group, by the same variable; else not torch's own, which
+    listens on the host name's address without authentication: a stage's ranks share a host."""
     if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
         return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
-    return [ProcessGroupGloo.create_default_device()]
+    return [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
 
 
 @contextmanager
