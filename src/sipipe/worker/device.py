@@ -4,7 +4,8 @@ The thread that launches a stage's work never waits for the device: it marks whe
 another thread waits for the mark. On the host all work is done when a call returns, so a mark is
 the time.
 
-**The CUDA side is untested on a GPU**: there was none where this was written.
+**The CUDA side is untested on a GPU**: there was none where this was written. Its order is tested
+on an emulated one (``tests/worker/test_cuda_order.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Device(Protocol):
         """Copy a matrix to host memory once the device has reached ``after``; the copy's mark.
 
         ``target`` has the shape of ``source``; its rows, or those of its transpose, are contiguous.
-        Neither may be touched until the device has reached the mark.
+        Neither may be touched or freed until the device has reached the mark.
         """
 
     def lock_pages(self, memory: memoryview) -> None:
@@ -96,7 +97,6 @@ class CudaStageDevice:
                 # pageable memory, and wait.
                 for here, there in zip(target, source, strict=True):
                     here.copy_(there, non_blocking=True)
-            source.record_stream(self._copies)
             event = torch.cuda.Event(blocking=True)
             event.record(self._copies)
             return event

@@ -1,0 +1,251 @@
+"""Two stages on the emulated device, driven as the engine, its workers and its samplers do.
+
+Everything between vLLM's model runner and the samplers is the real thing: ``StageLoop``,
+``SecondRunner``, ``TokenFeedback``, ``Publisher``, ``CudaStageDevice``, links between GPUs, BIC-L,
+and vLLM's own worker step, staging buffers and asynchronous output. In place of the model runner
+stands :class:`.integer_runner.Runner`, whose model is integer arithmetic, so that one wrong byte shows.
+
+One thread launches both stages; publishers are actors. The seed chooses who goes on, and an
+iteration i + m is launched as early as the engine may: once iteration i has been heard of.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from vllm.distributed import parallel_state
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+from sipipe.ipc.link.endpoint import create_link
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
+from sipipe.messages.places import StagePlace
+from sipipe.observe.recorder import Recorder
+from sipipe.worker.loop import StageLoop
+from sipipe.worker.second_runner import feedback_of
+from sipipe.worker.vllm_workers import GPUStageWorker
+from sipipe.worker.world import PipelineStandIn
+
+from .emulated_tensors import Factories
+from .integer_runner import HEAD, INFLIGHT, MAX_TOKENS, ROWS, VOCAB, Runner, expected_hidden
+
+_WHO = ("launch 0", "launch 1", "publish 0", "publish 1")
+
+
+class Request:
+    def __init__(self, row, choose):
+        self.id, self.row = f"r{row}", row
+        self.prompt = [choose.randrange(50) for _ in range(choose.randint(1, 9))]
+        self.computed = 0
+        self.token = None
+        """The last one drawn."""
+
+
+class Rig:
+    """``seed``: one schedule. ``wrong`` says what went wrong, in order."""
+
+    def __init__(self, monkeypatch, machine, seed, *, layout="rows", graphs=True, depth=INFLIGHT):
+        self.machine, self.monkeypatch = machine, monkeypatch
+        self.choose = choose = random.Random(seed)
+        self.wrong = []
+        rows = INFLIGHT * ROWS
+        self.requests = [Request(row, choose) for row in range(rows)]
+        self.asked = np.array([choose.random() < 0.3 for _ in range(rows)])
+        states = SimpleNamespace(
+            req_id_to_index={r.id: r.row for r in self.requests},
+            prefill_len=SimpleNamespace(np=np.array([len(r.prompt) for r in self.requests])),
+        )
+        self.depth = depth
+        link = create_link("cuda_ipc", max_tokens=MAX_TOKENS, depth=depth, device="cuda")
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel = LogitsChannel.create(
+            "logits", entries=INFLIGHT + 2, vocab=VOCAB, batch=ROWS, layout=layout, readers=["a"]
+        )
+        self.layout = layout
+        self.reader = LogitsReader.open(self.channel.endpoint, "a")
+        self.committed = 0
+        self.expected, self.reports, self.waits_for = {}, {}, {}
+        self.launched = [0, 0]
+        self.outputs = []
+        self.groups, self.loops = [], []
+        for stage in range(2):
+            place = StagePlace(stage=stage, stages=2, tp_rank=0, tp_size=1)
+            self.groups.append(PipelineStandIn(place))
+            with self.on(stage):
+                worker = GPUStageWorker.__new__(GPUStageWorker)
+                worker.model_runner = Runner(place, states, self.asked, graphs=graphs)
+                worker.place, worker.draws, worker.use_v2_model_runner = place, True, True
+                worker.profiler, worker._pp_send_work = None, []
+                parallel = SimpleNamespace(distributed_executor_backend=object())
+                worker.vllm_config = SimpleNamespace(parallel_config=parallel)
+                worker.feedback = feedback_of(worker.model_runner, draws=True)
+                loop = StageLoop(
+                    SimpleNamespace(
+                        place=place,
+                        path="sipipe",
+                        config=SimpleNamespace(
+                            transport="auto", stall_timeout=30, logits_layout=layout
+                        ),
+                        watched=SimpleNamespace(inflight=INFLIGHT),
+                    ),
+                    SimpleNamespace(worker=worker, execute_model=worker.execute_model),
+                    [pair[stage]],
+                    self.reported,
+                    Recorder(),
+                    self.failed,
+                )
+                self.loops.append(loop)
+                loop.open(links=[link], logits=self.channel.endpoint)
+                assert machine.actors[stage].back.acquire(timeout=60)
+
+    @contextmanager
+    def on(self, stage):
+        """The calling thread is the launching thread of ``stage``."""
+        self.machine.device = stage
+        with (
+            Factories(),
+            patch.object(parallel_state, "_PP", self.groups[stage]),
+            patch.object(parallel_state, "_TP", object()),
+        ):
+            yield
+
+    def reported(self, iteration, prompt_logprobs):
+        """Stands for the engine, which hears of an iteration from the last stage's publisher."""
+        expected = self.reports.get(iteration)
+        if expected is None or sorted(prompt_logprobs) != sorted(expected):
+            self.wrong.append(f"iteration {iteration} reported {sorted(prompt_logprobs)}")
+            return
+        for req_id, tensors in prompt_logprobs.items():
+            if not torch.equal(tensors.logprobs, expected[req_id]):
+                self.wrong.append(f"prompt scores of iteration {iteration}")
+        self.waits_for[iteration].discard("report")
+
+    def failed(self, error):
+        """A publisher's thread ends."""
+        self.wrong.append(repr(error))
+        self.machine.local.actor.end()
+
+    # ---- the engine -----------------------------------------------------------------------------
+
+    def schedule(self, iteration):
+        """The iteration's slot has no other in flight; requests decode, or go on with prompts."""
+        slot = iteration % INFLIGHT
+        requests = self.requests[slot * ROWS : (slot + 1) * ROWS]
+        self.choose.shuffle(requests)
+        output = SchedulerOutput.make_empty()
+        output.computed, output.prompt_tokens = {}, {}
+        output.scheduled_cached_reqs = cached = CachedRequestData.make_empty()
+        logits, scores = [], {}
+        for request in requests:
+            start, left = request.computed, len(request.prompt) - request.computed
+            if left > 0:
+                tokens = request.prompt[start : start + self.choose.randint(1, left)]
+                output.prompt_tokens[request.id] = tokens
+            else:
+                tokens = [request.token]
+                cached.req_ids.append(request.id)
+                cached.num_computed_tokens.append(start)
+                cached.new_token_ids.append(tokens)
+            request.computed += len(tokens)
+            output.num_scheduled_tokens[request.id] = len(tokens)
+            output.computed[request.id] = start
+            hidden = expected_hidden(tokens, range(start, request.computed), request.row)
+            if left > 0 and self.asked[request.row]:
+                scores[request.id] = hidden + 1
+            if request.computed >= len(request.prompt):
+                logits.append(hidden[-1] @ HEAD)
+                request.token = int(logits[-1].sum()) % 50
+        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+        self.waits_for[iteration] = set()
+        if logits:
+            self.expected[iteration] = torch.stack(logits)
+            self.waits_for[iteration].add("logits")
+        if scores or not logits:
+            self.reports[iteration] = scores
+            self.waits_for[iteration].add("report")
+        return output
+
+    def launch(self, stage):
+        iteration = self.launched[stage]
+        if stage == 0:
+            self.outputs.append(self.schedule(iteration))
+        self.launched[stage] += 1
+        with self.on(stage):
+            self.loops[stage].run(iteration, iteration % INFLIGHT, self.outputs[iteration])
+
+    def draw(self):
+        """Stands for a sampler: it reads as soon as there is something."""
+        with self.reader.receive() as entry:
+            found = torch.from_numpy(entry.array.copy())
+            found = found if self.layout == "rows" else found.T
+            expected = self.expected.get(entry.iteration)
+            if expected is None or not torch.equal(found, expected):
+                self.wrong.append(f"logits of iteration {entry.iteration}")
+            self.waits_for.get(entry.iteration, set()).discard("logits")
+
+    # ---- one schedule ---------------------------------------------------------------------------
+
+    def resolved(self, iteration):
+        return iteration < 0 or self.waits_for.get(iteration) == set()
+
+    def choices(self, iterations):
+        first, last = self.launched
+        found = {}
+        room = first < last + self.depth  # else the sender waits, in the thread that is all stages'
+        if first < iterations and room and self.resolved(first - INFLIGHT):
+            found["launch 0"] = lambda: self.launch(0)
+        if last < first:
+            found["launch 1"] = lambda: self.launch(1)
+        for stage, actor in enumerate(self.machine.actors):
+            if not actor.idle or not actor.items.empty():
+                found[f"publish {stage}"] = actor.let
+        return found
+
+    def run(self, iterations):
+        """Returns what went wrong; nothing: the schedule went well."""
+        real = self.loops[1]._logits._writer._ring
+        publish = real.publish
+
+        def count(header):
+            publish(header)
+            self.committed += 1
+
+        self.monkeypatch.setattr(real, "publish", count)
+        # The first frame brings the link's memory, by a thread of the link.
+        self.launch(0)
+        self.launch(1)
+        self.loops[0]._sender.wait_sent()
+        self.machine.waits.clear()
+        self.machine.calm = False
+        drawn, burst = 0, 0
+        while not self.wrong and not all(map(self.resolved, range(iterations))):
+            choices = self.choices(iterations)
+            if not choices:
+                self.wrong.append("nobody can go on")
+                break
+            if not burst:  # one goes on for a while, so that others are late
+                favourite, burst = self.choose.choice(_WHO), self.choose.randint(1, 8)
+            burst -= 1
+            name = favourite if favourite in choices else self.choose.choice(list(choices))
+            choices[name]()
+            while drawn < self.committed:
+                self.draw()
+                drawn += 1
+        machine = self.machine
+        self.wrong += [f"on the device: {error!r}" for error in machine.errors]
+        self.wrong += [f"a thread waited for {what}" for what in machine.waits]
+        self.wrong += [f"{name} used a stage's own stream" for name in machine.strangers]
+        return self.wrong
+
+    def close(self):
+        self.machine.calm = True
+        for stage, loop in enumerate(self.loops):
+            with self.on(stage):
+                loop.close()
+        self.reader.close()
+        self.channel.close()

@@ -1,0 +1,156 @@
+"""The GPU path's order of streams, events and copies, on the emulated device.
+
+:data:`HAZARDS` are faults of that order, each planted by replacing some text of one function of
+``src`` (or of the rig, where it stands for vLLM); the schedules must find every one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
+
+from sipipe.ipc.link.cuda_device import CudaDevice  # noqa: E402
+from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving, CudaIpcSending  # noqa: E402
+from sipipe.worker.device import CudaStageDevice  # noqa: E402
+from sipipe.worker.loop import StageLoop  # noqa: E402
+from sipipe.worker.publisher import Publisher  # noqa: E402
+from sipipe.worker.second_runner import SecondRunner  # noqa: E402
+from sipipe.worker.token_feedback import TokenFeedback  # noqa: E402
+
+from .cuda_stages import Rig  # noqa: E402
+from .emulated_tensors import install  # noqa: E402
+from .integer_runner import Model, Runner  # noqa: E402
+
+SEEDS = 24
+
+
+def run(monkeypatch, seed, iterations=12, plant=None):
+    """What went wrong in one schedule; with graphs and without, by rows and by columns, a link of 2 or 3."""
+    with monkeypatch.context() as patched:
+        machine = install(patched, seed)
+        if plant is not None:
+            plant_hazard(patched, *plant)
+        rig = Rig(
+            patched,
+            machine,
+            seed,
+            graphs=seed % 2 == 0,
+            layout=("rows", "columns")[seed // 2 % 2],
+            depth=2 + seed // 4 % 2,
+        )
+        try:
+            return rig.run(iterations)
+        finally:
+            rig.close()
+
+
+def plant_hazard(monkeypatch, owner, function, *swaps):
+    """``swaps``: a text of the function and what it becomes, and so on."""
+    found = getattr(owner, function)
+    source = textwrap.dedent(inspect.getsource(found))
+    for text, instead in zip(swaps[::2], swaps[1::2], strict=True):
+        assert source.count(text) == 1, f"{function} has changed: plant the hazard anew"
+        source = source.replace(text, instead)
+    names = {}
+    flags = found.__code__.co_flags & 0x1000000  # from __future__ import annotations
+    source = source.replace("super()", f"super({owner.__name__}, self)")
+    exec(compile(source, function, "exec", flags), found.__globals__, names)
+    monkeypatch.setattr(owner, function, names[function])
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_results_are_right_and_nothing_waits_for_the_device(monkeypatch, seed):
+    assert not run(monkeypatch, seed)
+
+
+def test_a_seed_is_one_schedule(monkeypatch):
+    hazard = HAZARDS["hidden states are sent before they are computed"]
+    assert run(monkeypatch, 0, plant=hazard) == run(monkeypatch, 0, plant=hazard)
+
+
+HAZARDS = {
+    "the copy of logits does not wait for the head": (
+        CudaStageDevice, "fetch", "self._copies.wait_event(after)", "pass",
+    ),
+    "logits are copied on the stage's own stream": (
+        CudaStageDevice, "fetch", "with torch.cuda.stream(self._copies):", "if True:",
+    ),
+    "the event of the copy is recorded on another stream": (
+        CudaStageDevice, "fetch", "event.record(self._copies)", "event.record()",
+    ),
+    "logits being copied are given back to the allocator": (
+        Publisher, "_publish", "device.wait(launched.last)",
+        "launched.logits = None; device.wait(launched.last)",
+    ),
+    "pages are not locked": (
+        CudaStageDevice, "lock_pages", "memory.nbytes, 0)", "1, 0)",
+    ),
+    "the entry is committed before the copy has ended": (
+        Publisher, "_publish", "device.wait(copied)", "pass",
+    ),
+    "an iteration is reported before the device has run it": (
+        Publisher, "_publish", "device.wait(launched.last)", "pass",
+    ),
+    "the mark after an iteration comes before the head": (
+        SecondRunner, "run",
+        "result = self._worker.sample_tokens(None)",
+        "last = self._device.mark(); result = self._worker.sample_tokens(None)",
+        "launched.last = self._device.mark()", "launched.last = last",
+    ),
+    "the graph's output is sent while the next replay overwrites it": (
+        StageLoop, "_send_vllm", "return self._sender.wait_sent", "return lambda: None",
+    ),
+    "hidden states are given back before they are read": (
+        StageLoop, "_receive_vllm",
+        "    self._receiver.release(self._iteration)\n", "",
+        "for key, tensor in tensors.items():",
+        "self._receiver.release(self._iteration)\n    for key, tensor in tensors.items():",
+    ),
+    "tokens are copied with a wait": (
+        TokenFeedback, "get_prev_sampled_outputs",
+        "torch_utils.async_tensor_h2d(table, device=self._device)",
+        "torch.from_numpy(table).to(self._device)",
+    ),
+    "hidden states are sent before they are computed": (
+        CudaIpcSending, "transmit", "device.hold_copies(after)", "pass",
+    ),
+    "hidden states are sent into memory that the receiver still reads": (
+        CudaIpcSending, "transmit", "device.hold_copies(self._freed[buffer])", "pass",
+    ),
+    "hidden states are used before they have come": (
+        CudaIpcReceiving, "tensors",
+        "self._device.wait(self._filled[header.frame % self._endpoint.depth])", "pass",
+    ),
+    "hidden states being sent are given back to the allocator": (
+        CudaDevice, "copy", "tensor.record_stream(self._copies)", "pass",
+    ),
+    "the sender's copies do not hold up what overwrites their source": (
+        CudaDevice, "wait_for_copies", "self._now().wait_stream(self._copies)", "pass",
+    ),
+    "staging is reused one iteration too early": (
+        Runner, "__init__", "torch.int64, INFLIGHT)", "torch.int64, INFLIGHT - 1)",
+    ),
+    "samplers get the graph's output instead of a copy": (
+        Model, "compute_logits",
+        "return hidden @ self.head",
+        """kept = self.__dict__.setdefault("kept", self.head.new_empty(ROWS, VOCAB))
+    return kept[: len(hidden)].copy_(hidden @ self.head)""",
+    ),
+    "one iteration too many is in flight": (
+        Rig, "choices", "first - INFLIGHT", "first - INFLIGHT - 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "plant", HAZARDS.values(), ids=[name.replace(" ", "-") for name in HAZARDS]
+)
+def test_a_planted_hazard_is_found(monkeypatch, plant):
+    found = (run(monkeypatch, seed, plant=plant) for seed in range(SEEDS))
+    wrong = next(filter(None, found), None)
+    assert wrong, "no schedule has found it"
