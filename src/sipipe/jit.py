@@ -22,6 +22,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,7 @@ import numpy as np
 from llvmlite import binding  # type: ignore[import-untyped]
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
+PATIENCE = 180.0
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -146,7 +148,13 @@ def compiling(package: str) -> Iterator[None]:
     """Hold while ``package``'s kernels are compiled: one process fills the cache, others wait.
 
     The lock is the operating system's (``flock``), so a process that dies while compiling frees it.
+    One that is stopped does not: after ``PATIENCE`` seconds the others compile for themselves.
     """
+    deadline = time.monotonic() + PATIENCE
     with open(cache_directory(package) / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.05)
         yield

@@ -180,3 +180,9 @@ def test_a_directory_that_others_can_write_is_refused(
     assert taken.parent == tmp_path / "tmp"  # a new one, made by mkdtemp
     assert taken.name.startswith("sipipe-kernels-")
     assert taken.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_process_that_is_stopped_while_it_compiles_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(jit, "PATIENCE", 0.1)
+    with jit.compiling(KERNELS), jit.compiling(KERNELS):
+        pass
