@@ -1,9 +1,12 @@
 """What several rooms' tests share, and which tests run beside which (`make test`)."""
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.hosts import Cluster, skip_without_namespaces
 
 # A third of the time that importing torch and vLLM takes is the collector's, which finds nothing.
 gc.set_threshold(20_000, 20, 20)
@@ -17,6 +20,15 @@ and those that end them come last."""
 def models(tmp_path_factory) -> Path:
     """Where generated checkpoints live for the session."""
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two hosts, for the tests of a file."""
+    skip_without_namespaces()
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,6 +1,6 @@
 """Hosts on one machine: network, process and mount namespaces, joined by a cable.
 
-Each host has an address, a /dev/shm, process ids and a /proc of its own, and nothing else of it is
+Each host has a name, an address, a /dev/shm, process ids and a /proc of its own, and nothing else of it is
 private. A host lives as long as this process does: its first process reads a pipe of ours, and
 with a namespace's first process all others of it end.
 """
@@ -30,7 +30,9 @@ def skip_without_namespaces() -> None:
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         pytest.skip(f"needs root, {', '.join(_TOOLS)} for network namespaces")
-    if subprocess.run(["unshare", "-n", "-m", "-p", "--fork", "true"], check=False).returncode:
+    if subprocess.run(
+        ["unshare", "-n", "-m", "-p", "-u", "--fork", "true"], check=False
+    ).returncode:
         pytest.skip("this container may not make namespaces")
 
 
@@ -40,19 +42,21 @@ class Host:
     def __init__(self, address: str) -> None:
         self.address = address
         self._started: list[subprocess.Popen] = []
-        setup = "mount -t tmpfs none /dev/shm && ip link set lo up && echo ready && exec cat"
+        name = f"host{address.rpartition('.')[2]}"
+        setup = f"hostname {name} && mount -t tmpfs none /dev/shm && ip link set lo up"
         self._holder = subprocess.Popen(
             [
                 "unshare",
                 "-n",
                 "-m",
                 "-p",
+                "-u",
                 "--fork",
                 "--mount-proc",
                 "--kill-child",
                 "sh",
                 "-c",
-                setup,
+                f"{setup} && echo ready && exec cat",
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -60,10 +64,12 @@ class Host:
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == b"ready\n"
         self.pid = psutil.Process(self._holder.pid).children()[0].pid
+        self.shm = Path(f"/proc/{self.pid}/root/dev/shm")
+        """Its /dev/shm, seen from here."""
 
     def start(self, command: Sequence[str], **arguments: Any) -> subprocess.Popen:
         """Start a command on this host, in this process's directory."""
-        inside = ["nsenter", "-t", str(self.pid), "-n", "-m", "-p", f"--wd={os.getcwd()}"]
+        inside = ["nsenter", "-t", str(self.pid), "-n", "-m", "-p", "-u", f"--wd={os.getcwd()}"]
         self._started.append(subprocess.Popen([*inside, *command], **arguments))
         return self._started[-1]
 
@@ -94,7 +100,7 @@ class Host:
         for process in left:
             with contextlib.suppress(psutil.Error):
                 named.append(" ".join(process.cmdline()) or process.name())
-        return named + os.listdir(Path(f"/proc/{self.pid}/root/dev/shm"))
+        return named + os.listdir(self.shm)
 
     def cable(self, state: str) -> None:
         """``"up"`` or ``"down"``."""
@@ -104,13 +110,15 @@ class Host:
         subprocess.run(["nsenter", "-t", str(self.pid), "-n", *command], check=True)
 
     def end_all(self) -> None:
-        """Kill what was started."""
+        """Kill what was started, and remove what nobody is left to remove."""
         for process in self.processes():
             process.kill()
         for started in self._started:
             started.send_signal(signal.SIGCONT)  # it stops with a command that is stopped
             started.communicate(timeout=60)
         self._started.clear()
+        for file in self.shm.iterdir():
+            file.unlink()
 
     def close(self) -> None:
         """End everything on it."""

@@ -75,15 +75,18 @@ class Engine:
     """An engine in a process of its own. ``sipipe=None``: stock vLLM.
 
     ``log`` is where it and its workers write; a file that goes with the process if none is named.
+    ``host`` is a process in whose namespaces it runs.
     """
 
-    def __init__(self, path, *, sipipe=None, env=None, log: Path | None = None, **engine):
+    def __init__(
+        self, path, *, sipipe=None, env=None, log: Path | None = None, host=None, **engine
+    ):
         spec = {"model": str(path), "sipipe": sipipe, "engine": {**DEFAULTS, **engine}}
         self.log = log or Path(tempfile.mkstemp(prefix="engine-", suffix=".log")[1])
         self._asked = self._results = 0
         with self.log.open("w") as out:
             environment = {**engine_environment(), **(env or {})}
-            self.process = Forked(HERE / "engine_run.py", env=environment, out=out)
+            self.process = Forked(HERE / "engine_run.py", env=environment, out=out, host=host)
         self._write(spec)
 
     def submit(self, batches) -> None:

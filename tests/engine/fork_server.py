@@ -4,11 +4,13 @@ Importing vLLM takes a core 7 to 10 seconds, most of the start of a tiny engine;
 ends (``engine_run.py``) and one-process engines begin where that is done (:mod:`.forks`). What
 they start themselves, vLLM's core and SiPipe's children, starts as it does for a user.
 
-Each request on the socket is JSON with ``file``, ``arguments`` and ``environment``, and brings the
-new process's standard input, its output, and descriptors whose numbers become its last arguments;
-the answer is its number. Ends with the socket.
+Each request on the socket is JSON with ``file``, ``arguments``, ``environment`` and ``host`` (a
+process in whose namespaces to run, or null), and brings the new process's standard input, its
+output, and descriptors whose numbers become its last arguments; the answer is its number. Ends
+with the socket.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -53,8 +55,26 @@ def become(asked, stdin: int, stdout: int, *ends: int) -> None:
     os.close(stdout)
     os.environ.clear()
     os.environ.update(asked["environment"])
+    if asked["host"] is not None:
+        enter(asked["host"])
     sys.argv = [asked["file"], *asked["arguments"], *map(str, ends)]
     runpy.run_path(asked["file"], run_name="__main__")
+
+
+def enter(host: int) -> None:
+    """Go on in the namespaces of process ``host``; this process only waits for the one that does."""
+    spaces = [
+        os.open(f"/proc/{host}/ns/{kind}", os.O_RDONLY) for kind in ("net", "pid", "uts", "mnt")
+    ]
+    directory = os.getcwd()
+    libc = ctypes.CDLL(None, use_errno=True)
+    for space in spaces:
+        if libc.setns(space, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(space)
+    os.chdir(directory)
+    if inside := os.fork():  # a process id of that host, which setns alone does not give
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1]) & 255)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ _server: tuple[subprocess.Popen, socket.socket] | None = None
 class Forked:
     """Runs a Python ``file`` in a process group of its own; what tests need of ``Popen``.
 
-    ``ends``: descriptors that it gets, their numbers as its last arguments.
+    ``ends``: descriptors that it gets, their numbers as its last arguments. ``host``: a process in
+    whose namespaces it runs.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class Forked:
         env: dict,
         out: IO,
         ends: Sequence[int] = (),
+        host: int | None = None,
     ) -> None:
         theirs, ours = os.pipe()
-        asked = {"file": str(file), "arguments": [*arguments], "environment": env}
+        asked = {"file": str(file), "arguments": [*arguments], "environment": env, "host": host}
         try:
             socket.send_fds(_socket(), [json.dumps(asked).encode()], [theirs, out.fileno(), *ends])
         finally:

@@ -1,7 +1,8 @@
-"""``sipipe serve`` on two hosts (namespaces): stock's tokens, and every kind of loss.
+"""Two hosts (namespaces): stock's tokens, and every kind of loss.
 
-What the failure table of docs/multi-host.md says is tested here; times are promised there, and
-bounded here by what a busy machine needs.
+One test of `make test` has the head begin with vLLM imported; the others are ``sipipe serve`` as
+users start it. What the failure table of docs/multi-host.md says is tested here; times are promised
+there, and bounded here by what a busy machine needs.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterator
 
 import psutil
 import pytest
-from tests.engine.engines import assert_stock, engine_environment, model, tokens
+from tests.engine.engines import Engine, assert_stock, engine_environment, model, tokens
+from tests.engine.forks import Forked
 from tests.engine.test_parity import mixed_batches
-from tests.hosts import Cluster, skip_without_namespaces
+
+from sipipe.engine import server
 
 pytestmark = pytest.mark.engine
 
@@ -25,30 +28,26 @@ SECRET = "a secret of the tests"
 START = 300.0  # seconds; two engines' worth of imports on a busy machine
 NOTICED = 20.0
 PORT = 29700
+SETTINGS = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 128,
+    "enable_prefix_caching": False,
+    "num_gpu_blocks_override": 256,
+    "enforce_eager": True,
+}
 OPTIONS = [
-    "--dtype",
-    "float32",
-    "--max-model-len",
-    "1024",
-    "--max-num-seqs",
-    "64",
-    "--max-num-batched-tokens",
-    "128",
-    "--no-enable-prefix-caching",
-    "--num-gpu-blocks-override",
-    "256",
-    "--enforce-eager",
-    "--port",
-    "8000",
-    "--host",
-    "127.0.0.1",
-    "--cores",
-    "off",
-    "--samplers",
-    "2",
-    "--served-model-name",
-    "m",
+    word
+    for name, value in SETTINGS.items()
+    for word in (
+        [f"--{'' if value else 'no-'}{name.replace('_', '-')}"]
+        if isinstance(value, bool)
+        else [f"--{name.replace('_', '-')}", str(value)]
+    )
 ]
+SERVED = ["--port", "8000", "--host", "127.0.0.1", "--served-model-name", "m"]
+SERVED += ["--cores", "off", "--samplers", "2"]
 
 CLIENT = """
 import json, sys, urllib.request
@@ -66,14 +65,6 @@ for batch in json.load(open(sys.argv[1])):
 """
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    skip_without_namespaces()
-    cluster = Cluster()
-    yield cluster
-    cluster.close()
-
-
 class Served:
     """A model served by two hosts, with a log for each."""
 
@@ -84,7 +75,7 @@ class Served:
         self.hosts = {node: self.start(node) for node in nodes}
 
     def start(self, node, *more):
-        here = [*OPTIONS, *self.options, *more]
+        here = [*OPTIONS, *SERVED, *self.options, *more]
         command = [sys.executable, "-m", "sipipe", "serve", self.path, *here, "--nnodes", "2"]
         command += ["--master-addr", self.cluster.hosts[0].address, "--master-port", str(PORT)]
         command += ["--node-rank", str(node)] + (["--headless"] if node else [])
@@ -137,6 +128,11 @@ class Served:
                     return process
         pytest.fail(f"no {title} on host {node}")
 
+    def end(self) -> None:
+        """End the engine as Ctrl-C on the head does."""
+        psutil.Process(self.hosts[0].pid).children()[0].send_signal(signal.SIGTERM)
+        self.ended()
+
     def ended(self, *nodes, seconds=NOTICED) -> None:
         """Both hosts are empty again."""
         for node in nodes or (0, 1):
@@ -167,20 +163,37 @@ def same_tokens(found, stock):
         assert tokens(said) == tokens(expected)
 
 
-def test_two_hosts_equal_stock_and_end_together(serve, models):
-    served = serve("-pp", "2")
-    served.wait_served()
-    assert_stock(served.run(mixed_batches()), model(models), mixed_batches(), same_tokens)
-    assert "links: zeromq" in served.log(0)
-    served.process(
-        1, "sipipe.sampler"
-    ).kill()  # replaced there, at a point of the stream that the head knows
-    assert_stock(served.run(mixed_batches()), model(models), mixed_batches(), same_tokens)
-    served.wait_for(1, "starting it again")
-    psutil.Process(served.hosts[0].pid).children()[0].send_signal(signal.SIGTERM)
-    served.ended()
-    # vLLM gives its engine process no time to say so, and kills it.
-    assert "the engine ended" in served.log(1) or "this host's stages end" in served.log(1)
+def test_two_hosts_equal_stock_and_end_together(cluster, models, tmp_path):
+    """An engine in Python, and a host agent for its second stage."""
+    head, other = cluster.hosts
+    environment = {"SIPIPE_SECRET": SECRET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    hosts = {"count": 2, "address": head.address, "port": PORT}
+    ours, theirs = socket.socketpair()
+    log = tmp_path / "agent.log"
+    asked = [[str(model(models)), *OPTIONS, "-pp", "2"], {"hosts": hosts, "cores": "off"}, 1]
+    with ours, theirs, log.open("w") as out:
+        agent = Forked(
+            server.__file__,
+            [json.dumps(asked)],
+            env=engine_environment() | environment,
+            out=out,
+            ends=[theirs.fileno()],
+            host=other.pid,
+        )
+        theirs.close()
+        own = {"hosts": hosts, "cores": "off"}
+        with Engine(
+            model(models), sipipe=own, env=environment, host=head.pid,
+            pipeline_parallel_size=2, **SETTINGS
+        ) as engine:  # fmt: skip
+            found = engine.run(mixed_batches())
+            engine.close()
+        assert_stock(found, model(models), mixed_batches(), same_tokens)
+        agent.wait(NOTICED)
+        agent.stdin.close()
+    assert "the engine ended" in log.read_text()
+    for host in cluster.hosts:
+        assert not host.wait_empty(NOTICED)
 
 
 @pytest.mark.slow
@@ -188,7 +201,15 @@ def test_two_hosts_equal_stock_and_end_together(serve, models):
 def test_more_degrees_on_two_hosts_equal_stock(serve, models, pp, tp):
     served = serve("-pp", str(pp), "-tp", str(tp))
     served.wait_served()
+    assert "links: zeromq" in served.log(0)
     assert_stock(served.run(mixed_batches()), model(models), mixed_batches(), same_tokens)
+    # Replaced there, at a point of the stream that the head knows.
+    served.process(1, "sipipe.sampler").kill()
+    assert_stock(served.run(mixed_batches()), model(models), mixed_batches(), same_tokens)
+    served.wait_for(1, "starting it again")
+    served.end()
+    # vLLM gives its engine process no time to say so, and kills it.
+    assert "the engine ended" in served.log(1) or "this host's stages end" in served.log(1)
 
 
 @pytest.mark.slow

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
-from tests.hosts import Cluster, skip_without_namespaces
 
 BOUND = 60.0
 NOTICED = 10.0  # seconds; promised are 5, and the machine may be busy
@@ -44,14 +42,6 @@ def wait():
         pass
 end(wait)
 """
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    skip_without_namespaces()
-    cluster = Cluster()
-    yield cluster
-    cluster.close()
 
 
 @pytest.fixture
