@@ -9,8 +9,8 @@ from sipipe.config import HostSettings, SiPipeConfig
 from sipipe.engine import hosts as module
 from sipipe.engine.arguments import use_sipipe
 from sipipe.engine.hosts import (
+    check_head,
     check_hosts,
-    check_ports,
     control_port,
     difference,
     link_port,
@@ -80,9 +80,9 @@ def test_the_address_is_the_one_that_the_head_is_reached_from(monkeypatch):
 
 def test_ports_are_looked_at_before_a_model_is_loaded():
     port = free_port()
-    check_ports("127.0.0.1", [port])
+    check_head(HostSettings(count=2, address="127.0.0.1", port=port))
     with pytest.raises(ConfigError, match=f"port {port} of 192.0.2.1 cannot be listened on"):
-        check_ports("192.0.2.1", [port])
+        check_head(HostSettings(count=2, address="192.0.2.1", port=port))
 
 
 def test_what_differs_is_named():

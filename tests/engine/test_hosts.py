@@ -137,7 +137,7 @@ class Served:
         """Both hosts are empty again."""
         for node in nodes or (0, 1):
             left = self.cluster.hosts[node].wait_empty(seconds)
-            assert not left, (left, self.log(0)[-3000:], self.log(1)[-3000:])
+            assert not left, (node, left, self.log(0)[-3000:], self.log(1)[-3000:])
 
     def close(self) -> None:
         for host in self.cluster.hosts:

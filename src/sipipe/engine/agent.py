@@ -30,7 +30,6 @@ from sipipe.engine.host import Host
 from sipipe.engine.hosts import (
     OWN_SETTINGS,
     agreed,
-    check_ports,
     control_port,
     link_port,
     own_address,
@@ -39,13 +38,12 @@ from sipipe.engine.setup import Setup
 from sipipe.engine.stall import LONGEST_SLEEP
 from sipipe.engine.telemetry import Figures
 from sipipe.errors import ConfigError, StallError
-from sipipe.ipc.connection import Connection, resolve
+from sipipe.ipc.connection import OTHER_PORT, Connection, check_port, resolve
 from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.messages import hosts as say
 
 FIGURES_SECONDS = 0.5
 CHUNK = 1 << 18
-FOREVER = 1e6
 
 
 def run_agent(setup: Setup, kv_cache_memory_bytes: int | None) -> int:
@@ -63,7 +61,8 @@ def run_agent(setup: Setup, kv_cache_memory_bytes: int | None) -> int:
     port = control_port(hosts, setup.node)
     ranks = [(setup.here[0] - 1) * setup.ranks + rank for rank in range(setup.ranks)]
     ports = [link_port(setup, rank) for rank in ranks]
-    check_ports(address, ports)
+    for listens in ports:
+        check_port(address, listens, OTHER_PORT)
     head = f"the head ({hosts.address}:{port})"
     _print(f"{setup.has()}; connects to {head}; links on {address}: {_listed(ports)}")
     connection = Connection(resolve(hosts.address, "--master-addr"), port, listens=False, who=head)
@@ -140,10 +139,7 @@ class Agent:
             threading.Thread(target=target, name="SiPipeAgent", daemon=True).start()
         status, reason = 1, "its agent failed"
         try:
-            while True:
-                message = self._connection.receive(FOREVER)
-                if message is None:
-                    continue
+            while (message := self._connection.receive(None)) is not None:
                 if message[0] == say.END:
                     reason = message[1].decode()
                     _print(f"the engine ended{': ' + reason if reason else ''}")
@@ -195,7 +191,9 @@ class Agent:
         self._send(say.FAILED, _pickled(error))
 
     def started_again(self, index: int, tokens: socket.socket) -> None:
-        self._forwarding[index].join()  # what the predecessor sent is on its way
+        # What the predecessor sent is on its way. The thread reads to the end of its socket, which
+        # was the predecessor's alone and closed with it, and never waits for the network.
+        self._forwarding[index].join()
         self._send(say.SUCCESSOR, str(index).encode())
         self._forward(index, tokens)
 

@@ -14,7 +14,7 @@ from vllm import envs
 from sipipe._version import __version__
 from sipipe.config import HostSettings
 from sipipe.errors import ConfigError
-from sipipe.ipc.connection import resolve
+from sipipe.ipc.connection import OTHER_PORT, check_port, resolve
 from sipipe.ipc.secret import read_secret
 
 if TYPE_CHECKING:
@@ -91,30 +91,12 @@ def own_address(hosts: HostSettings) -> str:
         ) from None
 
 
-def check_ports(address: str, ports: list[int]) -> None:
-    """Refuse ports that are taken, before a model is loaded.
-
-    Raises:
-        ConfigError: one is, or the address is not this host's.
-    """
-    for port in ports:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address, port))
-            except OSError as error:
-                raise ConfigError(
-                    f"port {port} of {address} cannot be listened on ({error.strerror}): choose "
-                    "another --master-port, or another address (VLLM_HOST_IP)"
-                ) from None
-
-
 def check_head(hosts: HostSettings) -> None:
-    """Refuse to be the head where its ports cannot be listened on; raises as above."""
+    """Refuse to be the head where its ports cannot be listened on, before a model is loaded."""
     if hosts.count > 1:
-        ports = [control_port(hosts, node) for node in range(1, hosts.count)]
-        check_ports(resolve(hosts.address, "--master-addr"), ports)
+        for node in range(1, hosts.count):
+            address = resolve(hosts.address, "--master-addr")
+            check_port(address, control_port(hosts, node), OTHER_PORT)
 
 
 def agreed(setup: Setup) -> dict[str, str]:

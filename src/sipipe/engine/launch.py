@@ -6,7 +6,6 @@ refusal is one line, not a traceback from a child process.
 
 import argparse
 import os
-import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from sipipe.engine.hosts import check_head
 from sipipe.engine.layers.choose import model_facts
 from sipipe.engine.setup import Setup
 from sipipe.errors import ConfigError, ResourceError
+from sipipe.ipc.connection import check_port
 from sipipe.observe.recorder import check_directory
 
 
@@ -76,29 +76,12 @@ def serve(
         from sipipe.engine.agent import run_agent
 
         return run_agent(Setup.of(vllm_config, node), args.kv_cache_memory_bytes)
-    _check_port(args)
+    if not (args.uds or args.headless):  # vLLM looks too, but shares a port that allows it
+        check_port(args.host or "", args.port, "choose another --port")
     check_head(SiPipeConfig.from_additional_config(vllm_config.additional_config).hosts)
     started(args)
     command.cmd(args)
     return 0
-
-
-def _check_port(args: argparse.Namespace) -> None:
-    """Raise :class:`ConfigError` where another server has the port.
-
-    vLLM looks after it has read the model's configuration and before it starts the engine, but
-    shares the port with a server that allows it.
-    """
-    if args.uds or args.headless:
-        return
-    family = socket.AF_INET6 if ":" in (args.host or "") else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((args.host or "", args.port))
-        except OSError as error:
-            where = f"--host {args.host} --port" if args.host else "--port"
-            raise ConfigError(f"{where} {args.port}: {error.strerror}") from None
 
 
 def announce(vllm_config: VllmConfig, node: int = 0) -> CorePlan:

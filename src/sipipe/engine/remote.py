@@ -40,7 +40,6 @@ from sipipe.messages.step import Snapshot
 logger = init_logger(f"vllm.{__name__}")
 
 HELLO_SECONDS = 30.0
-FOREVER = 1e6
 
 
 def meet(setup: Setup) -> list[RemoteHost]:
@@ -215,10 +214,8 @@ class RemoteHost:
 
     def _listen(self) -> None:
         try:
-            while not self._ending:
-                message = self._connection.receive(FOREVER)
-                if message is not None:
-                    self._take(*message)
+            while not self._ending and (message := self._connection.receive(None)):
+                self._take(*message)
         except PeerDiedError:
             if not self._ending:
                 error = f"{self} died or cannot be reached; its own log says more; the engine stops"

@@ -35,6 +35,10 @@ from sipipe.errors import ConfigError
 from sipipe.ipc.link.errors import PeerDiedError, TransferMismatchError
 from sipipe.ipc.secret import key_pairs, read_secret
 
+OTHER_PORT = (
+    "choose another --master-port, or an address of this host (--master-addr on the head, "
+    "VLLM_HOST_IP on others)"
+)
 HEARTBEAT_MS, TIMEOUT_MS = 1000, 3000
 _LINGER_MS = 1000
 _REFUSED = (
@@ -55,6 +59,25 @@ def resolve(host: str, option: str) -> str:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError(f"{option} {host}: no such host ({error.strerror})") from None
+
+
+def check_port(address: str, port: int, mend: str) -> None:
+    """Refuse a port of this host that cannot be listened on; ``address`` "" stands for any.
+
+    Raises:
+        ConfigError: it is taken, or the address is not this host's; ``mend`` says what to do.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            raise _unusable(address, port, error.errno, mend) from None
+
+
+def _unusable(address: str, port: int, errno: int | None, mend: str) -> ConfigError:
+    where, why = f"port {port}{' of ' if address else ''}{address}", os.strerror(errno or 0)
+    return ConfigError(f"{where} cannot be listened on ({why}): {mend}")
 
 
 class Connection:
@@ -112,12 +135,7 @@ class Connection:
             (self._socket.bind if listens else self._socket.connect)(where)
         except zmq.ZMQError as error:
             self.close()
-            reason = f"cannot be used: {error.strerror}"
-            if error.errno == zmq.EADDRINUSE:
-                reason = "is taken: choose another --master-port"
-            elif error.errno == zmq.EADDRNOTAVAIL:
-                reason = "cannot be bound: the address is not one of this host's"
-            raise ConfigError(f"port {port} of {address} {reason}") from None
+            raise _unusable(address, port, error.errno, OTHER_PORT) from None
 
     def wait_for_peer(self, timeout: float) -> bool:
         """Whether the peer was there within ``timeout`` seconds, or :attr:`refused` meanwhile."""
@@ -145,8 +163,8 @@ class Connection:
             if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 os.eventfd_write(self._wake, 1)
 
-    def receive(self, timeout: float, place: Place | None = None) -> list[bytes] | None:
-        """The parts of the next message, or None when ``timeout`` seconds passed.
+    def receive(self, timeout: float | None, place: Place | None = None) -> list[bytes] | None:
+        """The parts of the next message, or None when ``timeout`` seconds passed, if it is one.
 
         With ``place``, the parts behind the first go where it says, and are not returned.
 
@@ -154,7 +172,7 @@ class Connection:
             TransferMismatchError: a part has another size than its place.
             PeerDiedError: the peer is gone, and everything that it sent has been received.
         """
-        deadline = time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             gone = self._gone  # before the look for a message: all that was sent is there by then
             with self._turn:
@@ -165,9 +183,9 @@ class Connection:
             if gone:
                 raise self.died()
             self._look()
-            left = deadline - time.monotonic()
+            left = None if deadline is None else deadline - time.monotonic()
             if not self._gone:
-                if left <= 0:
+                if left is not None and left <= 0:
                     return None
                 self._sleep(left)
 
@@ -230,8 +248,8 @@ class Connection:
                     self._open.discard(news["value"])
                     self._gone = self._gone or (self._met and not self._open)
 
-    def _sleep(self, seconds: float) -> None:
-        for descriptor, _ in self._poll.poll(seconds * 1e3):
+    def _sleep(self, seconds: float | None) -> None:
+        for descriptor, _ in self._poll.poll(None if seconds is None else seconds * 1e3):
             if descriptor == self._wake:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
