@@ -142,7 +142,7 @@ def test_a_port_that_is_taken_and_an_address_that_is_not_ours(open_end):
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 .*already in use"):
             open_end(port, listens=True)
-    with pytest.raises(ConfigError, match="port 29501 of 192.0.2.7 .*an address of this host"):
+    with pytest.raises(ConfigError, match=r"port 29501 of 192.0.2.7 .*an address of this host"):
         Connection("192.0.2.7", 29501, listens=True, who="x")
     with pytest.raises(ConfigError, match=r"--master-addr no\.such\.host\.invalid: no such host"):
         resolve("no.such.host.invalid", "--master-addr")
