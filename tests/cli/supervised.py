@@ -19,7 +19,7 @@ SERVERS = {
 CODE = """
 import os, signal, socket, sys, time
 sys.argv[1:] = sys.argv[2:] + [sys.argv[1]]
-pair = socket.socket(fileno=int(sys.argv[2]))
+pair = socket.socket(fileno=int(sys.argv[1]))
 sys.path[:] = {path!r}
 from sipipe.ipc.parent import end_group_with
 end_group_with(pair)

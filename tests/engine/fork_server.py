@@ -6,7 +6,7 @@ they start themselves, vLLM's core and SiPipe's children, starts as it does for 
 
 Each request on the socket is JSON with ``file``, ``arguments``, ``environment`` and ``host`` (a
 process in whose namespaces to run, or null), and brings the new process's standard input, its
-output, and descriptors whose numbers become its last arguments; the answer is its number. Ends
+output, and descriptors whose numbers become its first arguments; the answer is its number. Ends
 with the socket.
 """
 
@@ -57,7 +57,7 @@ def become(asked, stdin: int, stdout: int, *ends: int) -> None:
     os.environ.update(asked["environment"])
     if asked["host"] is not None:
         enter(asked["host"])
-    sys.argv = [asked["file"], *asked["arguments"], *map(str, ends)]
+    sys.argv = [asked["file"], *map(str, ends), *asked["arguments"]]
     runpy.run_path(asked["file"], run_name="__main__")
 
 

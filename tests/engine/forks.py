@@ -20,7 +20,7 @@ _server: tuple[subprocess.Popen, socket.socket] | None = None
 class Forked:
     """Runs a Python ``file`` in a process group of its own; what tests need of ``Popen``.
 
-    ``ends``: descriptors that it gets, their numbers as its last arguments. ``host``: a process in
+    ``ends``: descriptors that it gets, their numbers as its first arguments. ``host``: a process in
     whose namespaces it runs.
     """
 

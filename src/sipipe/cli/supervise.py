@@ -71,7 +71,7 @@ def _run(arguments: list[Any], mask: set[int]) -> tuple[int, bool]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         server = subprocess.Popen(
-            [*SERVER, json.dumps(arguments), str(theirs.fileno())],
+            [*SERVER, str(theirs.fileno()), json.dumps(arguments)],
             pass_fds=(theirs.fileno(),),
             process_group=0,
             # This process has one thread, so it is safe to run code in the child.

@@ -1,4 +1,4 @@
-"""``python -m sipipe.engine.server JSON FD``: the server that :mod:`sipipe.cli.supervise` starts.
+"""``python -m sipipe.engine.server FD JSON``: the server that :mod:`sipipe.cli.supervise` starts.
 
 FD is its end of a socket pair: what the supervisor has to know is written to it, and the process
 group ends as soon as the other end is closed.
@@ -36,7 +36,7 @@ LAST_WORDS = 3.0
 
 def main() -> int:
     """Serve, with the arguments of :func:`sipipe.engine.launch.serve` in JSON."""
-    supervisor = socket.socket(fileno=int(sys.argv[2]))
+    supervisor = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(supervisor.fileno(), False)
     end_group_with(supervisor)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # until vLLM or the agent takes it over
@@ -47,7 +47,7 @@ def main() -> int:
 
     gc.enable()
     try:
-        return serve(*json.loads(sys.argv[1]), started=lambda args: _started(supervisor, args))
+        return serve(*json.loads(sys.argv[2]), started=lambda args: _started(supervisor, args))
     except SiPipeError as error:
         print(f"sipipe: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

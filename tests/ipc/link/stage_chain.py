@@ -40,9 +40,9 @@ def first_stage(iteration: int, num_tokens: int) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    rank, pp, tp, port = (int(argument) for argument in sys.argv[1:5])
-    links = pickle.loads(Path(sys.argv[5]).read_bytes())
-    sockets = [socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[6:]]
+    rank, pp, tp, port = (int(argument) for argument in sys.argv[-5:-1])
+    links = pickle.loads(Path(sys.argv[-1]).read_bytes())
+    sockets = [socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:-5]]
     torch.set_num_threads(1)
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(
