@@ -106,6 +106,14 @@ class Host:
         """``"up"`` or ``"down"``."""
         self.run("ip", "link", "set", "wire", state)
 
+    def mute(self, yes: bool) -> None:
+        """Have all that it sends be lost, and what is sent to it arrive."""
+        for other in ADDRESSES if yes else ():
+            entry = [other, "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "wire"]
+            self.run("ip", "neigh", "replace", *entry)
+        if not yes:
+            self.run("ip", "neigh", "flush", "dev", "wire", "nud", "permanent")
+
     def run(self, *command: str) -> None:
         subprocess.run(["nsenter", "-t", str(self.pid), "-n", *command], check=True)
 

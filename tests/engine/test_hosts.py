@@ -9,18 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
-from tests.engine.engines import Engine, assert_stock, engine_environment, model, tokens
+from tests.engine.engines import (
+    Engine,
+    assert_stock,
+    engine_environment,
+    model,
+    prompts,
+    run_engine,
+    shared,
+    tokens,
+)
 from tests.engine.forks import Forked
 from tests.engine.test_parity import mixed_batches
 
+import sipipe
 from sipipe.engine import server
+from sipipe.observe.phases import Phase
+from sipipe.tools.report.reader import read_trace
 
 pytestmark = pytest.mark.engine
 
@@ -64,14 +79,24 @@ for batch in json.load(open(sys.argv[1])):
     print(json.dumps(found), flush=True)
 """
 
+LOAD = """
+import asyncio, json
+from tests.engine.test_server import load
+print(json.dumps(asyncio.run(load("http://127.0.0.1:8000", "m"))))
+"""
+AHEAD = """
+import time
+time.time, time.time_ns = (lambda f=time.time: f() + 3), (lambda f=time.time_ns: f() + 3 * 10**9)
+"""
+
 
 class Served:
     """A model served by two hosts, with a log for each."""
 
-    def __init__(self, cluster, path, directory, *options, secrets=(SECRET, SECRET), nodes=(0, 1)):
+    def __init__(self, cluster, path, directory, *options, environments=({}, {}), nodes=(0, 1)):
         self.cluster, self.directory = cluster, directory
         self.logs = [directory / f"host{node}.log" for node in (0, 1)]
-        self.path, self.options, self.secrets = str(path), options, secrets
+        self.path, self.options, self.environments = str(path), options, environments
         self.hosts = {node: self.start(node) for node in nodes}
 
     def start(self, node, *more):
@@ -84,7 +109,7 @@ class Served:
                 command,
                 stdout=log,
                 stderr=log,
-                env=engine_environment() | {"SIPIPE_SECRET": self.secrets[node]},
+                env=engine_environment() | {"SIPIPE_SECRET": SECRET} | self.environments[node],
             )
 
     def log(self, node) -> str:
@@ -108,10 +133,15 @@ class Served:
     def run(self, batches) -> list:
         asked = self.directory / "asked.json"
         asked.write_text(json.dumps(batches))
-        client = self.cluster.hosts[0].python(CLIENT, str(asked))
+        said = self.client(CLIENT, str(asked)).splitlines()
+        return [[{"outputs": [{"token_ids": t}]} for t in json.loads(line)] for line in said]
+
+    def client(self, code, *arguments) -> str:
+        """What a client on the head prints."""
+        client = self.cluster.hosts[0].python(code, *arguments)
         said, _ = client.communicate(timeout=START)
         assert client.returncode == 0
-        return [[{"outputs": [{"token_ids": t}]} for t in json.loads(x)] for x in said.splitlines()]
+        return said
 
     def command(self, node) -> psutil.Process:
         """What `sipipe serve` started on a host: the front end or the agent."""
@@ -122,11 +152,17 @@ class Served:
 
     def process(self, node, title) -> psutil.Process:
         """One of a host's processes, by a part of its command line."""
+        found = self.find(node, title)
+        assert found, f"no {title} on host {node}"
+        return found[0]
+
+    def find(self, node, title) -> list[psutil.Process]:
+        found = []
         for process in self.cluster.hosts[node].processes():
             with contextlib.suppress(psutil.Error):
                 if title in " ".join(process.cmdline()):
-                    return process
-        pytest.fail(f"no {title} on host {node}")
+                    found.append(process)
+        return found
 
     def end(self) -> None:
         """End the engine as Ctrl-C on the head does."""
@@ -142,6 +178,7 @@ class Served:
     def close(self) -> None:
         for host in self.cluster.hosts:
             host.cable("up")
+            host.mute(False)
             host.end_all()
 
 
@@ -149,8 +186,8 @@ class Served:
 def serve(cluster, models, tmp_path):
     served = []
 
-    def serve(*options, **more) -> Served:
-        served.append(Served(cluster, model(models), tmp_path, *options, **more))
+    def serve(*options, path=None, **more) -> Served:
+        served.append(Served(cluster, path or model(models), tmp_path, *options, **more))
         return served[-1]
 
     yield serve
@@ -197,45 +234,106 @@ def test_two_hosts_equal_stock_and_end_together(cluster, models, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pp", "tp"), [(2, 2), (4, 1)])
-def test_more_degrees_on_two_hosts_equal_stock(serve, models, pp, tp):
-    served = serve("-pp", str(pp), "-tp", str(tp))
+@pytest.mark.parametrize(
+    ("family", "pp", "tp"), [("llama", 2, 2), ("llama", 4, 1), ("qwen3-moe", 2, 1)]
+)
+def test_more_of_two_hosts_equals_stock(serve, models, family, pp, tp):
+    served = serve("-pp", str(pp), "-tp", str(tp), path=model(models, family))
     served.wait_served()
-    assert "links: zeromq" in served.log(0)
-    assert_stock(served.run(mixed_batches()), model(models), mixed_batches(), same_tokens)
+    assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
     # Replaced there, at a point of the stream that the head knows.
     served.process(1, "sipipe.sampler").kill()
-    assert_stock(served.run(mixed_batches()), model(models), mixed_batches(), same_tokens)
+    assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
     served.wait_for(1, "starting it again")
     served.end()
     # vLLM gives its engine process no time to say so, and kills it.
     assert "the engine ended" in served.log(1) or "this host's stages end" in served.log(1)
 
 
+SEEDED = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "max_tokens": 24, "ignore_eos": True}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["cable", "agent killed", "agent stopped", "worker killed"])
+def test_streams_with_aborts_seeds_and_clocks_that_differ(serve, models, tmp_path):
+    """The second host's clock is 3 s ahead; a trace has both hosts on one timeline all the same."""
+    clock = tmp_path / "clock"
+    clock.mkdir()
+    (clock / "sitecustomize.py").write_text(AHEAD)
+    ahead = {"PYTHONPATH": os.pathsep.join([str(clock), os.environ.get("PYTHONPATH", "")])}
+    traces = tmp_path / "trace"
+    served = serve("-pp", "2", "--trace", str(traces), environments=({}, ahead))
+    served.wait_served()
+    asked = [{"prompts": prompts(16), "params": [SEEDED | {"seed": i} for i in range(16)]}]
+    here = run_engine(model(models), asked, **shared(2))
+    same_tokens(served.run(asked), here)
+    ends = json.loads(served.client(LOAD))
+    assert set(ends) <= {"done", "given up"}
+    assert ends.count("done") >= len(ends) * 2 // 3 - 1
+    same_tokens(served.run(asked), here)
+    served.end()
+    trace = read_trace(traces)
+    assert {process.header.host for process in trace.processes} == {"host1", "host2"}
+    assert not trace.warnings
+    began = []
+    for stage in trace.of("stage"):
+        forward = stage.phase(Phase.FORWARD)
+        began.append(dict(zip(forward["iteration"], forward["start_ns"], strict=True)))
+    gather = trace.executor.phase(Phase.GATHER)
+    drawn = dict(zip(gather["iteration"], gather["end_ns"], strict=True))
+    order = [(began[0][i], began[1][i], drawn[i]) for i in drawn if i in began[0] and i in began[1]]
+    assert len(order) > 100
+    assert all(first < second < end for first, second, end in order)
+
+
+LOSSES = ["cable", "half open", "agent killed", "agent stopped", "worker killed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_ends_the_engine_on_both_hosts(serve, loss):
     served = serve("-pp", "2")
     served.wait_served()
+    began = time.monotonic()
     if loss == "cable":
         served.cluster.hosts[0].cable("down")
+    elif loss == "half open":
+        served.cluster.hosts[1].mute(True)
     elif loss == "agent killed":
         served.agent().kill()
     elif loss == "agent stopped":
         served.agent().suspend()
     else:
         served.process(1, "Worker_PP").kill()
+    lost = "died or cannot be reached"
     if loss == "worker killed":
         served.wait_for(0, "on host 1 died", seconds=NOTICED)
         served.wait_for(1, "the engine ended: stage worker stage1.0", seconds=NOTICED)
     else:
-        named = "host 1 (10.77.18.2, stage 1) died or cannot be reached"
-        served.wait_for(0, named, seconds=NOTICED)
+        served.wait_for(0, f"host 1 (10.77.18.2, stage 1) {lost}", seconds=NOTICED)
+    said = [time.monotonic() - began]
+    if loss in ("cable", "half open"):
+        served.wait_for(1, f"the head (10.77.18.1:{PORT}) {lost}", seconds=NOTICED)
+        said.append(time.monotonic() - began)
     if loss == "agent stopped":
         served.ended(0)
         served.agent().resume()
         served.hosts[1].send_signal(signal.SIGCONT)
     served.ended()
+    # Shown by pytest -s; the figures of docs/multi-host.md.
+    print(f"{loss}: said after {said} s, nothing left after {time.monotonic() - began:.1f} s")
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_while_it_loads_ends_both_hosts(serve):
+    served = serve("-pp", "2")
+    served.wait_for(1, "OpenMP thread binding info")  # said just before workers start
+    deadline = time.monotonic() + START
+    while not (found := served.find(1, "sipipe.worker")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    found[0].kill()
+    served.wait_for(0, "stage worker stage1.0", seconds=NOTICED)
+    served.ended()
+    assert "ended while starting" in served.log(0)
 
 
 @pytest.mark.slow
@@ -249,12 +347,18 @@ def test_a_killed_head_ends_the_other_host(serve):
 
 
 @pytest.mark.slow
-def test_hosts_that_do_not_fit_say_so(serve, cluster):
-    served = serve("-pp", "2", secrets=(SECRET, "another secret of the tests"))
+def test_hosts_that_do_not_fit_say_so(serve, tmp_path):
+    """Another secret; then another version of SiPipe and another dtype."""
+    served = serve("-pp", "2", environments=({}, {"SIPIPE_SECRET": "another secret of the tests"}))
     served.wait_for(1, "refused this host: the secret (SIPIPE_SECRET) is not the same")
-    served.secrets = (SECRET, SECRET)
+    old = shutil.copytree(Path(sipipe.__file__).parent, tmp_path / "old" / "sipipe")
+    (old / "_version.py").write_text('__version__ = "0.0.9"\n')
+    served.environments = ({}, {"PYTHONPATH": str(old.parent)})
     served.hosts[1] = served.start(1, "--dtype", "bfloat16")
-    difference = "--dtype is torch.float32 on the head and torch.bfloat16 there"
+    difference = (
+        f"SiPipe is {sipipe.__version__} on the head and 0.0.9 there, "
+        "--dtype is torch.float32 on the head and torch.bfloat16 there"
+    )
     served.wait_for(0, difference)
     served.wait_for(1, f"refused this host: host 1 (10.77.18.2) does not fit: {difference}")
     served.ended()

@@ -90,10 +90,10 @@ def healthy(address) -> bool:
         return False
 
 
-async def stream(session, address, index, rng):
+async def stream(session, address, index, rng, model):
     """One streamed completion; some hang up after a few pieces. Returns how it ended."""
     body = {
-        "model": MODEL,
+        "model": model,
         "prompt": [rng.randrange(3, 900) for _ in range(rng.randint(1, 60))],
         "max_tokens": rng.randint(4, 40),
         "ignore_eos": True,
@@ -123,13 +123,16 @@ async def stream(session, address, index, rng):
     return "cut off"
 
 
-async def load(address):
+async def load(address, model=MODEL):
     rng = random.Random(5)
     timeout = aiohttp.ClientTimeout(total=200)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         return await asyncio.gather(
-            *(stream(session, address, i, random.Random(rng.random())) for i in range(STREAMS))
+            *(
+                stream(session, address, i, random.Random(rng.random()), model)
+                for i in range(STREAMS)
+            )
         )
 
 

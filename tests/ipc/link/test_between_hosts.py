@@ -56,6 +56,7 @@ def ends(cluster, monkeypatch):
     yield sender, receiver
     for host in cluster.hosts:
         host.cable("up")
+        host.mute(False)
         host.end_all()
 
 
@@ -67,8 +68,12 @@ def noticed(process) -> str:
     return line
 
 
-def test_both_ends_notice_a_cable_that_is_cut(cluster, ends):
-    cluster.hosts[0].cable("down")
+@pytest.mark.parametrize("how", ["cut", "half open"])
+def test_both_ends_notice_a_cable_that_is_cut(cluster, ends, how):
+    if how == "cut":
+        cluster.hosts[0].cable("down")
+    else:
+        cluster.hosts[1].mute(True)
     assert [noticed(end) for end in ends] == ["PeerDiedError", "PeerDiedError"]
 
 
