@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import Cluster, skip_without_namespaces
+from tests.hosts import Cluster, why_not
 
 # A third of the time that importing torch and vLLM takes is the collector's, which finds nothing.
 gc.set_threshold(20_000, 20, 20)
@@ -25,7 +25,8 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two hosts, for the tests of a file."""
-    skip_without_namespaces()
+    if reason := why_not():
+        pytest.skip(reason)
     cluster = Cluster()
     yield cluster
     cluster.close()

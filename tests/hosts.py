@@ -19,21 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 ADDRESSES = ("10.77.18.1", "10.77.18.2")
 _TOOLS = ("unshare", "nsenter", "ip")
 
 
-def skip_without_namespaces() -> None:
-    """Skip the test where hosts cannot be made."""
-    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
-    if os.geteuid() != 0 or missing:
-        pytest.skip(f"needs root, {', '.join(_TOOLS)} for network namespaces")
+def why_not() -> str:
+    """Why hosts cannot be made here; empty: they can."""
+    if os.geteuid() != 0 or not all(map(shutil.which, _TOOLS)):
+        return f"needs root, {', '.join(_TOOLS)} for network namespaces"
     if subprocess.run(
         ["unshare", "-n", "-m", "-p", "-u", "--fork", "true"], check=False
     ).returncode:
-        pytest.skip("this container may not make namespaces")
+        return "this container may not make namespaces"
+    return ""
 
 
 class Host:
@@ -102,6 +101,11 @@ class Host:
                 named.append(" ".join(process.cmdline()) or process.name())
         return named + os.listdir(self.shm)
 
+    def plug_in(self) -> None:
+        """Use the network device "wire", which is there."""
+        self.run("ip", "addr", "add", f"{self.address}/24", "dev", "wire")
+        self.cable("up")
+
     def cable(self, state: str) -> None:
         """``"up"`` or ``"down"``."""
         self.run("ip", "link", "set", "wire", state)
@@ -135,17 +139,20 @@ class Host:
 
 
 class Cluster:
-    """Two hosts and the cable between them."""
+    """Two hosts and the cable between them, if ``connected``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, connected: bool = True) -> None:
         self.hosts = [Host(address) for address in ADDRESSES]
+        if connected:
+            self._connect()
+
+    def _connect(self) -> None:
         ends = [f"sp{host.pid}" for host in self.hosts]
         subprocess.run(["ip", "link", "add", ends[0], "type", "veth", "peer", ends[1]], check=True)
         for end, host in zip(ends, self.hosts, strict=True):
             subprocess.run(["ip", "link", "set", end, "netns", str(host.pid)], check=True)
             host.run("ip", "link", "set", end, "name", "wire")
-            host.run("ip", "addr", "add", f"{host.address}/24", "dev", "wire")
-            host.cable("up")
+            host.plug_in()
 
     def close(self) -> None:
         for host in self.hosts:

@@ -1,0 +1,230 @@
+"""Two hosts with a delay between them: SiPipe beside stock vLLM's own pipeline, in one run.
+
+    python -m benchmarks.hosts [--quick] [--delays 0,5,20] [--inflight 2,3,5]   # make bench-hosts
+
+Two network namespaces on this machine, half of its cores each, joined by a cable that delays
+(:mod:`benchmarks.delayed_cable`); one stage on each. An engine is started once and measured at
+every delay, with one request and with 32 at once. "Delays a token": what a token takes longer than
+at no delay, in one-way delays. "Predicted" is the planner's rule (docs/planner.md, section 6),
+which gets from the measurement at no delay what a round trip of one microbatch takes and the
+period between two: ``tokens/s = rows / max(period, (round trip + 2 delays) / m)``.
+
+Needs root and /dev/net/tun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.hosts import Cluster, why_not
+
+from benchmarks.harness import report
+from sipipe.tools.make_model.checkpoint import make_model
+
+MODELS = Path("build/models")
+CABLE = Path(__file__).with_name("delayed_cable.py")
+SIDES = {"stock": ["vllm.entrypoints.cli.main", "serve"], "sipipe": ["sipipe", "serve"]}
+START_SECONDS = 600.0
+OPTIONS = [
+    *("-pp", "2", "--max-model-len", "512", "--max-num-seqs", "64", "--no-enable-prefix-caching"),
+    *("--host", "127.0.0.1", "--port", "8000", "--served-model-name", "m", "--nnodes", "2"),
+    *("--master-port", "29800"),
+]
+CLIENT = """
+import asyncio, json, sys, time
+import aiohttp
+
+async def ask(session, i, tokens):
+    body = {"model": "m", "prompt": [3 + (7 * i + k) % 900 for k in range(16)], "stream": True,
+            "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    times = []
+    async with session.post("http://127.0.0.1:8000/v1/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                assert b'"error"' not in line, line
+                times.append(time.perf_counter())
+    return (times[-1] - times[0]) / (tokens - 1)
+
+async def main(requests, tokens):
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        await asyncio.gather(*(ask(session, i, 4) for i in range(requests)))
+        began = time.perf_counter()
+        each = await asyncio.gather(*(ask(session, i, tokens) for i in range(requests)))
+        print(json.dumps([requests * tokens / (time.perf_counter() - began), each]))
+
+asyncio.run(main(*map(int, sys.argv[1:])))
+"""
+
+
+class Cable:
+    """The cable between the hosts of ``cluster``, and its delay."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(CABLE), *(str(host.pid) for host in cluster.hosts)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.delay(0.0)
+        for host in cluster.hosts:
+            host.plug_in()
+
+    def delay(self, seconds: float) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(seconds, file=self._process.stdin, flush=True)
+        if self._process.stdout.readline() != "ready\n":
+            raise SystemExit("the cable between the hosts broke: see above")
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10)
+
+
+@contextmanager
+def served(cluster: Cluster, side: str, model: Path, *options: str) -> Iterator[None]:
+    """An engine with a stage on each host; nothing of it is left afterwards."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    head = cluster.hosts[0].address
+    with tempfile.TemporaryDirectory() as directory:
+        processes = []
+        for node, host in enumerate(cluster.hosts):
+            own = ",".join(map(str, cores[half:] if node else cores[:half]))
+            command = ["taskset", "-c", own, sys.executable, "-m", *SIDES[side], str(model)]
+            command += [*OPTIONS, *options, "--master-addr", head, "--node-rank", str(node)]
+            environment = {
+                "VLLM_CPU_OMP_THREADS_BIND": own,
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_HOST_IP": host.address,
+                "GLOO_SOCKET_IFNAME": "wire",
+                "SIPIPE_SECRET": "of a benchmark on one machine",
+            }
+            with Path(directory, str(node)).open("w") as log:
+                processes.append(
+                    host.start(
+                        command + ["--headless"] * node,
+                        env=os.environ | environment,
+                        stdout=log,
+                        stderr=log,
+                    )
+                )
+        logs = [Path(directory, str(node)) for node in (0, 1)]
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while "Application startup complete" not in logs[0].read_text():
+                ended = [process.poll() is not None for process in processes]
+                if any(ended) or time.monotonic() > deadline:
+                    said = "\n".join(log.read_text()[-2000:] for log in logs)
+                    raise SystemExit(f"{said}\n{side} did not start")
+                time.sleep(0.5)
+            yield
+        finally:
+            for host in cluster.hosts:
+                host.end_all()
+
+
+def measure(cluster: Cluster, requests: int, tokens: int) -> dict[str, float]:
+    """Tokens per second of all requests together, ms a token of each (median)."""
+    client = cluster.hosts[0].python(CLIENT, str(requests), str(tokens))
+    said, _ = client.communicate(timeout=600)
+    if client.returncode:
+        raise SystemExit("the client failed: see above")
+    rate, each = json.loads(said)
+    return {"tok/s": rate, "ms a token": statistics.median(each) * 1e3}
+
+
+def predicted(rows: int, m: int, found: dict[str, float], alone: float, delay: float) -> float:
+    """Tokens per second by the planner's rule.
+
+    Args:
+        rows: sequences, in ``m`` microbatches.
+        found: what was measured at no delay.
+        alone: a microbatch's round trip, were it alone, seconds.
+        delay: one way, seconds.
+    """
+    period = rows / m / found["tok/s"]
+    return rows / m / max(period, (alone + 2 * delay) / m)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="0 and 20 ms, 3 in flight, few tokens")
+    parser.add_argument("--delays", default="", help="one way, ms (default: 0,5,20)")
+    parser.add_argument("--inflight", default="", help="microbatches (default: 2,3,5)")
+    parser.add_argument("--tokens", type=int, default=0, help="new ones (default: 64)")
+    args = parser.parse_args()
+    if reason := why_not():
+        raise SystemExit(f"benchmarks.hosts {reason}")
+    delays = [
+        float(d) / 1e3 for d in (args.delays or ("0,20" if args.quick else "0,5,20")).split(",")
+    ]
+    inflight = [int(m) for m in (args.inflight or ("3" if args.quick else "2,3,5")).split(",")]
+    tokens = args.tokens or (16 if args.quick else 64)
+    many = 32
+    if delays[0]:
+        raise SystemExit("--delays: the first is 0, which the others are compared with")
+    model = make_model("llama", MODELS / "llama-bench", size="bench")
+    cluster = Cluster(connected=False)
+    cable = Cable(cluster)
+    rows: list[dict[str, Any]] = []
+    alone: dict[int, float] = {}
+    try:
+        # One microbatch in flight: what a round trip takes, by how many sequences it has.
+        with served(cluster, "sipipe", model, "--inflight", "1"):
+            for m in inflight:
+                alone[m] = measure(cluster, many // m, tokens)["ms a token"] / 1e3
+        for side, m in [("stock", 2), *(("sipipe", m) for m in inflight)]:
+            with served(cluster, side, model, *(["--inflight", str(m)] * (side == "sipipe"))):
+                for requests in (1, many):
+                    base: dict[str, float] = {}
+                    for delay in delays:
+                        cable.delay(delay)
+                        found = measure(cluster, requests, tokens)
+                        base = base or found
+                        longer = (found["ms a token"] - base["ms a token"]) / 1e3
+                        ours = side == "sipipe" and requests > 1
+                        rows.append(
+                            {
+                                "side": side,
+                                "in flight": m,
+                                "requests": requests,
+                                "delay ms": delay * 1e3,
+                                **found,
+                                "delays a token": longer / delay if delay else None,
+                                "predicted tok/s": predicted(many, m, base, alone[m], delay)
+                                if ours
+                                else None,
+                            }
+                        )
+                cable.delay(0.0)
+    finally:
+        cluster.close()
+        cable.close()
+    for row in rows:
+        stock = next(r for r in rows if all(r[k] == row[k] for k in ("requests", "delay ms")))
+        row["of stock"] = row["tok/s"] / stock["tok/s"]
+    report(
+        "hosts",
+        "Two hosts, a stage on each, one-way delay between them",
+        rows,
+        note=f"llama bench, bf16, compiled, greedy, prompts of 16 tokens, {tokens} new ones",
+    )
+
+
+if __name__ == "__main__":
+    main()
