@@ -44,6 +44,7 @@ from sipipe.messages import hosts as say
 
 FIGURES_SECONDS = 0.5
 CHUNK = 1 << 18
+CLOCK_QUESTIONS = 5
 
 
 def run_agent(setup: Setup, kv_cache_memory_bytes: int | None) -> int:
@@ -108,14 +109,23 @@ def _introduce(
         agreed=agreed(setup),
         samplers=setup.samplers,
     )
-    connection.send(say.HELLO, pickle.dumps(hello))
-    answer = connection.receive(max(1.0, deadline - time.monotonic()))
-    if answer is None:
-        raise StallError(f"{head} is there and waits for other hosts, which did not come in time")
-    if answer[0] == say.END:
-        raise ConfigError(f"{head} refused this host: {answer[1].decode()}")
-    clock_offset_ns = int(answer[2]) - time.time_ns()
-    return pickle.loads(answer[1]), clock_offset_ns
+
+    def ask(*parts: bytes) -> bytes:
+        connection.send(*parts)
+        answer = connection.receive(max(1.0, deadline - time.monotonic()))
+        if answer is None:
+            raise StallError(f"{head} is there and waits for other hosts, which did not come")
+        if answer[0] == say.END:
+            raise ConfigError(f"{head} refused this host: {answer[1].decode()}")
+        return answer[1]
+
+    clocks = []
+    for _ in range(CLOCK_QUESTIONS):
+        asked = time.time_ns()
+        theirs, answered = int(ask(say.CLOCK)), time.time_ns()
+        clocks.append((answered - asked, theirs - (asked + answered) // 2))
+    _, clock_offset_ns = min(clocks)  # the quickest answer says most
+    return pickle.loads(ask(say.HELLO, pickle.dumps(hello))), clock_offset_ns
 
 
 class Agent:

@@ -115,7 +115,8 @@ class RemoteHost:
             if connection.refused:
                 connection.refused = False
                 logger.warning("Somebody with another secret, or none, came for %s", self)
-        answer = connection.receive(HELLO_SECONDS)
+        while (answer := connection.receive(HELLO_SECONDS)) == [say.CLOCK]:
+            connection.send(say.CLOCK, str(time.time_ns()).encode())
         if answer is None or answer[0] != say.HELLO:
             raise StallError(f"{self} came and said nothing; look at its own log")
         hello: say.Hello = pickle.loads(answer[1])
@@ -130,7 +131,7 @@ class RemoteHost:
         """Tell the agent what the engine is, and listen to it."""
         self._events, self._telemetry = events, telemetry
         plan = cloudpickle.dumps(say.Plan(setup=self._setup, run=telemetry.watched.run))
-        self._send(say.PLAN, plan, str(time.time_ns()).encode())
+        self._send(say.PLAN, plan)
         threading.Thread(target=self._listen, name=f"SiPipeHost{self.node}", daemon=True).start()
 
     def start(self) -> list[socket.socket]:

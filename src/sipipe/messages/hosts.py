@@ -11,9 +11,11 @@ from typing import Any
 # Both ways.
 END = b"e"
 """The engine ends; why, as text: empty in good order."""
+CLOCK = b"k"
+"""What is your wall clock? And the head's answer, in nanoseconds."""
 # From the head.
 PLAN = b"p"
-"""A pickled :class:`Plan`, the answer to the hello, and the head's wall clock in nanoseconds."""
+"""A pickled :class:`Plan`, the answer to the hello."""
 CALL = b"c"
 """The pickled name of a method of ``Host`` to call; answered by DONE."""
 PUBLISH = b"i"

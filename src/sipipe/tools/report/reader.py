@@ -133,12 +133,6 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
         warnings.append(f"{directory}: {len(found) - len(kept)} files of earlier runs left out")
     reference = next((h for h, _ in kept if h.role == "executor"), kept[0][0])
     processes = [_process(header, records, reference) for header, records in kept]
-    guessed = sorted({h.host for h, _ in kept} - {reference.host})
-    if guessed:
-        warnings.append(
-            f"no clock offset recorded for {', '.join(guessed)}; aligned by wall clock, "
-            "which may be off by milliseconds"
-        )
     warnings.extend(
         f"{p.header.name}: {p.dropped} records dropped, the disk did not keep up"
         for p in processes
@@ -153,7 +147,7 @@ def _process(header: Header, raw: Records, reference: Header) -> ProcessTrace:
     """Put one file on the clock of ``reference``'s host.
 
     Processes of a host share its monotonic clock. Of two hosts only the wall clocks can be
-    compared, as both files noted them when they were opened.
+    compared, as both files noted them when they were opened, each as the head's clock.
     """
     offset = 0
     if header.host != reference.host:
