@@ -1,5 +1,6 @@
 """The files in deploy/ are valid and agree with one another; no container is built here."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from sipipe.cli.parser import make_parser, parse_engine_command
+from sipipe.cli.serve import add_host_options, hosts_of
 from sipipe.versions import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +46,57 @@ def test_compose():
 
 def test_kubernetes():
     run("kubernetes-validate", "--strict", str(DEPLOY / "kubernetes.yaml"))
+
+
+LEADER_WORKER_SET = {
+    "size": int,
+    "restartPolicy": ("Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"),
+    "leaderTemplate": dict,
+    "workerTemplate": dict,
+}
+"""What `spec.leaderWorkerTemplate` may have, of the fields that we use (leaderworkerset.x-k8s.io/v1)."""
+
+
+def test_leader_worker_set(tmp_path):
+    """The pods against Kubernetes' schema; the fields around them by name; the command parses."""
+    yaml = pytest.importorskip("yaml")
+    group, service = yaml.safe_load_all((DEPLOY / "leaderworkerset.yaml").read_text())
+    assert (group["apiVersion"], group["kind"]) == (
+        "leaderworkerset.x-k8s.io/v1",
+        "LeaderWorkerSet",
+    )
+    assert set(group["spec"]) == {"replicas", "leaderWorkerTemplate"}
+    template = group["spec"]["leaderWorkerTemplate"]
+    for field, value in template.items():
+        allowed = LEADER_WORKER_SET[field]
+        assert value in allowed if isinstance(allowed, tuple) else isinstance(value, allowed)
+    ranks = {"leaderTemplate": "0", "workerTemplate": "1"}
+    for name, rank in ranks.items():
+        pod = template[name]
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            **pod,
+            "metadata": {"name": "x", **pod["metadata"]},
+        }
+        (tmp_path / name).write_text(yaml.safe_dump_all([pod, service]))
+        run("kubernetes-validate", "--strict", str(tmp_path / name))
+        (container,) = pod["spec"]["containers"]
+        command = json.dumps(container["args"]).replace("$(LWS_GROUP_SIZE)", "2")
+        command = command.replace("$(LWS_WORKER_INDEX)", rank)
+        words = json.loads(command.replace("$(LWS_LEADER_ADDRESS)", "127.0.0.1"))
+        parser = make_parser("serve", "", add_help=False)
+        add_host_options(parser)
+        own, _, rest = parse_engine_command(parser, words)
+        node, hosts = hosts_of(own)
+        assert rest == ["Qwen/Qwen2.5-0.5B-Instruct", "-pp", "2"]
+        assert (node, hosts) == (int(rank), {"count": 2, "address": "127.0.0.1"})
+        assert ("--headless" in words) == (node > 0)
+        assert container["env"][0]["name"] == "SIPIPE_SECRET"
+    assert (
+        service["spec"]["selector"].items()
+        <= template["leaderTemplate"]["metadata"]["labels"].items()
+    )
 
 
 def test_they_agree():
