@@ -10,7 +10,7 @@ SERVERS = {
     "drains": "pair.send(b'60\\n'); signal.signal(signal.SIGTERM, drain); say('up'); hang()",
     "is done": "say('up'); sys.exit(0)",
     "is wrong": "say('up'); sys.exit(2)",
-    "dies": "say('up'); os.abort()",
+    "dies": "leave_reason('sampler0 keeps\\n dying'); say('up'); os.abort()",
     "leaves one": "child = os.fork() or hang(); os.kill(child, signal.SIGSTOP); "
     "print('up', child, flush=True); sys.exit(1)",
     "comes back": "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); say('up'); "
@@ -22,6 +22,7 @@ sys.argv[1:] = sys.argv[2:] + [sys.argv[1]]
 pair = socket.socket(fileno=int(sys.argv[1]))
 sys.path[:] = {path!r}
 from sipipe.ipc.parent import end_group_with
+from sipipe.ipc.sockets import leave_reason
 end_group_with(pair)
 def say(word): print(word, os.getpid(), flush=True)
 def hang():

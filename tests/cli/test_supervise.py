@@ -96,6 +96,12 @@ def test_a_stopped_process_of_a_server_that_ended_is_not_left(supervised):
     assert is_gone(child)
 
 
+def test_the_reason_of_its_end_is_the_last_line(supervised):
+    process, _ = supervised("dies")
+    assert process.wait(20) == 128 + signal.SIGABRT
+    assert process.stderr.read().endswith("sipipe: sampler0 keeps\n dying\n")
+
+
 def test_a_wrong_configuration_is_not_tried_again(supervised):
     process, _ = supervised("is wrong", "--restart")
     assert process.wait(20) == 2

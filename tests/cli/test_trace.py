@@ -157,6 +157,25 @@ def test_top_once(server, capsys):
         assert text in out
 
 
+def test_top_cuts_nothing_at_80_columns(server, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stage, executor = server.writer("stage", 1), server.writer("executor")
+    for number in range(3):
+        stage.phase(Phase.PREPARE, number + 8, 10**6, 10**9, 4, 4)
+        stage.phase(Phase.FORWARD, number + 8, (number + 1) * 10**9, 2 * 10**9, 4, 4)
+    executor.add(Word.TOKENS, 123_456)
+    executor.add(Word.FIRST_TOKENS)
+    executor.add(Word.TTFT_NS, 5 * 10**10)
+    for word in (Word.RUNNING, Word.WAITING, Word.INFLIGHT):
+        executor.set(word, 2048)
+    assert main(["top", "--once", "--interval", "0.1", "--pid", str(server.header.pid)]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    for whole in ("TPOT", "waiting 2048", "unsch", "queue", "no requests", "s sort by load"):
+        assert whole in out
+
+
 def test_top_json(server, capsys):
     pid = ["--pid", str(server.header.pid)]
     assert main(["top", "--once", "--json", "--interval", "0.1", *pid]) == 0

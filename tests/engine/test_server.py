@@ -198,7 +198,11 @@ def test_many_streams_with_aborts_end_and_nothing_is_left(served):
     assert metric(address, "vllm:num_requests_running") == 0
     assert metric(address, "vllm:num_requests_waiting") == 0
     assert metric(address, "vllm:kv_cache_usage_perc") == 0
-    assert metric(address, "sipipe_stage_busy_ratio") >= 0
+    assert metric(address, "sipipe_microbatches_in_flight") == 0
+    assert metric(address, "sipipe_requests_running") == 0
+    idle = metric(address, "sipipe_idle_seconds_total")
+    assert 0 < idle < metric(address, "sipipe_idle_seconds_total")
+    assert metric(address, "sipipe_info") == 1
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to the whole group
     process.wait(30)
     _, alive = psutil.wait_procs(everybody, timeout=15)

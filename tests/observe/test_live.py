@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from sipipe.observe.format import Header, TraceError
-from sipipe.observe.live import LivePage, Word, find, run_id
+from sipipe.observe.live import BUBBLES, LivePage, Word, find, run_id
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import FileRecorder, open_recorder
 from sipipe.tools.report.accounting import KINDS, account
@@ -141,3 +141,18 @@ def test_live_estimate_agrees_with_the_report(tmp_path, stock):
         want = [ns / exact.wall_ns for ns in stage.by_kind]
         assert live == pytest.approx(want, abs=0.01), stage.index
     page.close()
+
+
+def test_time_without_requests_is_no_bubble(page):
+    stage, executor = page.writer("stage", 0), page.writer("executor")
+    executor.phase(Phase.DISPATCH, 0, 0, 5, 1, 1)
+    stage.phase(Phase.FORWARD, 0, 10, 20, 1, 1)
+    executor.phase(Phase.GATHER, 0, 5, 25, 1, 1)
+    executor.set(Word.IDLE_FROM, 30)
+    executor.set(Word.IDLE_TO, 930)
+    executor.phase(Phase.DISPATCH, 1, 930, 940, 1, 1)
+    stage.phase(Phase.FORWARD, 1, 950, 960, 1, 1)
+    words = page.read("stage", 0)
+    assert words[Word.BUSY_NS] == 20
+    bubbles = [words[word] for word in BUBBLES.values()]
+    assert sum(bubbles) == 930 - 900  # between the forwards, without the time from 30 to 930

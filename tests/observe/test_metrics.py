@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 
+from sipipe._version import __version__
 from sipipe.observe.live import LivePage, Word
 from sipipe.observe.metrics import METRICS, Collector, Reader, register
 from sipipe.observe.phases import Phase
@@ -27,6 +29,7 @@ def page():
     executor = made.writer("executor")
     executor.add(Word.RESTARTS, 2)
     executor.add(Word.FALLBACKS)
+    made.ready("vllm", "pooling", "0.32.0")
     yield made
     made.close()
 
@@ -52,8 +55,7 @@ def test_scrape(page):
     assert found["sipipe_queue_depth 0 stage 1 inputs"] == 2
     assert found["sipipe_fallbacks_total 0"] == 1
     assert found["sipipe_restarts_total 0"] == 2
-    assert found["sipipe_sampler_seconds_per_sequence 0 0"] == pytest.approx(0.001)
-    assert 0 <= found["sipipe_stage_busy_ratio 0 0 1"] <= 1
+    assert found[f"sipipe_info 0 vllm pooling {__version__} 0.32.0"] == 1
     names = {name.split(" ")[0].removesuffix("_total") for name in found}
     assert names == set(METRICS)
 
@@ -110,28 +112,20 @@ def test_several_api_servers(tmp_path):
         check=True, capture_output=True, text=True, timeout=120,
     ).stdout  # fmt: skip
     assert 'sipipe_stage_busy_seconds_total{engine="0",rank="0",stage="0"} 3.0' in shown
-    assert 'sipipe_stage_busy_ratio{engine="0"' in shown
 
 
-def test_ratio_is_kept_between_two_quick_looks(page):
-    reader = Reader(page)
-    first, again = (
-        {labels: value for name, labels, value in reader.samples() if name.endswith("busy_ratio")}
-        for _ in range(2)
-    )
-    assert first == again
+def test_time_without_requests_grows_while_it_lasts(page):
+    reader, executor = Reader(page), page.writer("executor")
 
+    def idle():
+        return {name: value for name, _, value in reader.samples()}["sipipe_idle_seconds"]
 
-def test_a_sampler_that_drew_nothing_keeps_its_time_per_sequence(page):
-    reader = Reader(page)
-
-    def shown():
-        found = {name: value for name, _, value in reader.samples()}
-        return found["sipipe_sampler_seconds_per_sequence"]
-
-    assert shown() == pytest.approx(0.001)
-    reader._poll._then -= 10**9  # a second later
-    assert shown() == pytest.approx(0.001)
+    now = time.monotonic_ns()
+    executor.set(Word.IDLE_FROM, now - 5 * 10**9)
+    assert 5 <= idle() <= idle()
+    executor.set(Word.IDLE_TO, now)
+    executor.add(Word.IDLE_NS, 5 * 10**9)
+    assert idle() == 5
 
 
 def test_ranks_of_a_stage_have_queues_of_their_own():

@@ -26,9 +26,8 @@ def depths(page, role, index):
     return block(Poll(page), role, index).queues
 
 
-def block(poll, role, index, rank=0, **least):
-    blocks = poll.blocks(**least)
-    return next(b for b in blocks if (b.role, b.index, b.rank) == (role, index, rank))
+def block(poll, role, index, rank=0):
+    return next(b for b in poll.blocks() if (b.role, b.index, b.rank) == (role, index, rank))
 
 
 def test_nothing_waits_before_the_first_iteration(page):
@@ -79,18 +78,6 @@ def test_growth_between_two_polls(page):
     assert found.share(Word.BUSY_NS) * found.span_ns == pytest.approx(5 * 800)
     assert found.share(Word.INTRA_NS) * found.span_ns == pytest.approx(5 * 200)
     assert block(poll, "stage", 1).rate(Word.TOKENS) == 0
-
-
-def test_a_poll_that_comes_too_early_shows_the_growth_of_the_one_before(page):
-    poll = Poll(page)
-    sampler = page.writer("sampler", 0)
-    sampler.phase(Phase.SAMPLE, 0, 0, 1000, 4, 4)
-    first = block(poll, "sampler", 0, least_ns=10**15)
-    sampler.phase(Phase.SAMPLE, 1, 1000, 5000, 4, 4)
-    again = block(poll, "sampler", 0, least_ns=10**15)
-    assert again.words[Word.SEQUENCES] == 8
-    assert (again.grown, again.span_ns) == (first.grown, first.span_ns)
-    assert first.main_ns(Word.SEQUENCES) == 250
 
 
 def test_a_share_is_never_more_than_all(page):

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from sipipe.ipc.sockets import own_sockets
+from sipipe.ipc.sockets import own_sockets, take_reason
 
 SERVER = (sys.executable, "-m", "sipipe.engine.server")
 GRACE = 8.0
@@ -49,6 +49,8 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
             while True:
                 began = time.monotonic()
                 status, asked = _run(arguments, before)
+                if not asked and (reason := take_reason()):
+                    print(f"sipipe: {reason}", file=sys.stderr, flush=True)
                 if asked or status == 2 or not restart:
                     return status if asked or status or follows else 1
                 lived = time.monotonic() - began

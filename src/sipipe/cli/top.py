@@ -1,9 +1,14 @@
 """``sipipe top``: a live view of a running server: stages, samplers, bubbles, tokens per second."""
 
 import json
+import os
+import select
 import sys
+import termios
 import time
-from collections.abc import Sequence
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -16,14 +21,15 @@ from sipipe.errors import ConfigError, ResourceError
 from sipipe.observe.live import BUBBLES, Word, find
 from sipipe.observe.poll import Block, Poll
 
-BAR = 24
-STYLES = {
-    "busy": "blue",
-    "load_imbalance": "yellow",
-    "intra_stage": "red",
-    "inter_stage": "magenta",
-    "unscheduled": "bright_black",
+BAR = 20
+LOOKS = {
+    "busy": ("█", "blue"),
+    "load_imbalance": ("L", "yellow"),
+    "intra_stage": ("A", "red"),
+    "inter_stage": ("E", "magenta"),
+    "unscheduled": ("U", "bright_black"),
 }
+"""Letter and colour of each kind of time in a bar; what they leave is time without requests."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
         time.sleep(args.interval)
         return rates(poll)
 
+    by_load = False
+
     def show(found: dict[str, Any]) -> None:
         if args.json:
             print(json.dumps(found), flush=True)
@@ -54,11 +62,41 @@ def main(argv: Sequence[str]) -> int:
         while poll.page.alive():
             show(after_interval())
     else:
-        with Live(render(rates(poll)), refresh_per_second=8, screen=True) as live:
+        with Live(render(rates(poll)), refresh_per_second=8, screen=True) as live, _keys() as key:
             while poll.page.alive():
-                live.update(render(after_interval()))
+                pressed = key(args.interval)
+                if pressed == "q":
+                    return 0
+                if pressed == "s":
+                    by_load = not by_load
+                live.update(render(rates(poll), by_load=by_load))
         print("sipipe top: the server has ended")
     return 0
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """What waits so many seconds for a key, and returns it, or nothing."""
+    if not sys.stdin.isatty():
+
+        def no_key(seconds: float) -> str:
+            time.sleep(seconds)
+            return ""
+
+        yield no_key
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+
+    def key(seconds: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        return os.read(descriptor, 1).decode(errors="replace").lower() if ready else ""
+
+    try:
+        yield key
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 def _open(pid: int | None) -> Poll:
@@ -78,11 +116,19 @@ def rates(poll: Poll) -> dict[str, Any]:
     """What has happened a second since the poll before; the object that ``--json`` prints."""
     header = poll.page.header
     executor, *others = poll.blocks()
+    tokens = executor.grown[Word.TOKENS]
     return {
         "model": header.model,
         "pid": header.pid,
         "seconds": executor.span_ns / 1e9,
+        "path": header.path,
+        "idle_s": executor.idle_ns / 1e9,
         "tokens_per_s": executor.rate(Word.TOKENS),
+        # Of the requests whose first token came; of the tokens, each for a request that runs.
+        "ttft_ms": executor.per(Word.TTFT_NS, Word.FIRST_TOKENS) / 1e6,
+        "tpot_ms": executor.words[Word.RUNNING] * executor.span_ns / 1e6 / tokens
+        if tokens
+        else 0.0,
         "iterations_per_s": executor.rate(Word.BATCHES),
         "inflight": executor.words[Word.INFLIGHT],
         "limit": header.inflight,
@@ -119,45 +165,49 @@ def _sampler(block: Block) -> dict[str, Any]:
     }
 
 
-def render(found: dict[str, Any]) -> RenderableType:
+def render(found: dict[str, Any], *, by_load: bool = False) -> RenderableType:
+    """A view of 80 columns. ``by_load``: the busiest first."""
+
+    def ordered(them: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return sorted(them, key=lambda one: -one["busy"]) if by_load else them
+
+    name = found["model"] or "server"
     head = Text.assemble(
-        ("SiPipe ", "bold"),
-        f"{found['model'] or 'server'} (pid {found['pid']})   ",
+        ("SiPipe ", "bold"), f"{name if len(name) < 50 else '…' + name[-49:]} (pid {found['pid']})\n",
         (f"{found['tokens_per_s']:,.0f} tokens/s", "bold green"),
-        f"   {found['iterations_per_s']:,.1f} iterations/s   in flight {found['inflight']}/{found['limit']}"
-        f"   running {found['running']}   waiting {found['waiting']}",
-    )
-    shares = ("busy", "imbalance", "intra", "inter", "unsched.")
-    stages = _table(
-        "stage", Column("device", min_width=BAR), *_figures(*shares, "forward", "queued", "iter.")
-    )
-    for stage in found["stages"]:
+        f"   {found['iterations_per_s']:,.1f} iterations/s"
+        f"   TTFT {found['ttft_ms']:,.0f} ms   TPOT {found['tpot_ms']:,.1f} ms\n"
+        f"in flight {found['inflight']}/{found['limit']}   running {found['running']}"
+        f"   waiting {found['waiting']}   fallbacks {found['fallbacks']}"
+        f"   restarts {found['restarts']}",
+    )  # fmt: skip
+    shares = ("busy", "imbal", "intra", "inter", "unsch")
+    stages = _table("stage", Column("device", min_width=BAR), *_figures(*shares, "ms", "queue"))
+    for stage in ordered(found["stages"]):
         stages.add_row(
             f"{stage['index']}" + (f".{stage['rank']}" if stage["rank"] else ""),
             _bar(stage),
-            f"{stage['busy']:.1%}",
-            *(f"{share:.1%}" for share in stage["bubbles"].values()),
-            f"{stage['forward_ms']:.2f} ms",
+            *(f"{share:.0%}" for share in (stage["busy"], *stage["bubbles"].values())),
+            f"{stage['forward_ms']:.1f}",
             "/".join(map(str, stage["queues"].values())),
-            str(stage["iteration"]),
         )
     parts: list[RenderableType] = [head, Text(), stages, Text()]
     if found["samplers"]:
         samplers = _table("sampler", *_figures("busy", "sequences/s", "µs/sequence", "queue"))
-        for sampler in found["samplers"]:
+        for sampler in ordered(found["samplers"]):
             samplers.add_row(
                 str(sampler["index"]),
-                f"{sampler['busy']:.1%}",
+                f"{sampler['busy']:.0%}",
                 f"{sampler['sequences_per_s']:,.0f}",
                 f"{sampler['us_per_sequence']:.1f}",
                 str(sampler["queue"]),
             )
         parts += [samplers, Text()]
-    keys = Text()
-    for kind, style in STYLES.items():
-        keys.append("■ ", style).append(f"{kind.replace('_', ' ')}  ")
-    parts += [keys, Text(f"fallbacks {found['fallbacks']}   restarts {found['restarts']}")]
-    return Group(*parts)
+    legend = Text()
+    for kind, (letter, colour) in LOOKS.items():
+        legend.append(letter, colour).append(f" {kind.removesuffix('_stage').replace('_', ' ')}  ")
+    legend.append("· no requests", "dim")
+    return Group(*parts, legend, Text("q quit   s sort by load", "dim"))
 
 
 def _table(*columns: Column | str) -> Table:
@@ -172,6 +222,7 @@ def _bar(stage: dict[str, Any]) -> Text:
     """The stage's time as a bar, ``BAR`` cells wide."""
     bar, end = Text(), 0.0
     for kind, share in {"busy": stage["busy"], **stage["bubbles"]}.items():
+        letter, colour = LOOKS[kind]
         end += share
-        bar.append("█" * (min(BAR, round(end * BAR)) - len(bar)), STYLES[kind])
+        bar.append(letter * (min(BAR, round(end * BAR)) - len(bar)), colour)
     return bar.append("·" * (BAR - len(bar)), "dim")

@@ -72,7 +72,6 @@ class Dispatcher:
             self._telemetry.record(Phase.SCHEDULE, iteration, *iteration.scheduled)
         self._telemetry.record(Phase.DISPATCH, iteration, began, iteration.published)
         self._telemetry.live.set(Word.INFLIGHT, len(self._iterations))
-        self._telemetry.live.set(Word.RUNNING, len(self._tracker))
         return True
 
     def publish_grammar(self, output: GrammarOutput | None) -> Future[ModelRunnerOutput]:

@@ -29,6 +29,7 @@ from sipipe._version import __version__
 from sipipe.engine.compatibility import check_version
 from sipipe.engine.setup import Setup
 from sipipe.errors import StallError, WorkerDiedError
+from sipipe.ipc.sockets import leave_reason
 from sipipe.observe.live import Word
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class Executor(VllmExecutor):
                 self.scheduler_config.get_scheduler_cls()
             )
         self._setup.bind_scheduler()
+        pipeline.telemetry.ready()
         self._started = True
         logger.info(
             "SiPipe %s: %s x %s, %s, %s in flight, links: %s",
@@ -204,6 +206,7 @@ class Executor(VllmExecutor):
             logger.error("%s", error)
         elif self._started:  # before, the engine thread raises it
             logger.error("SiPipe's executor failed", exc_info=error)
+        leave_reason(" ".join(str(error).split()) or type(error).__name__)
         self._pipeline.fail(error)
         callback, self._failure_callback = self._failure_callback, None
         if callback is not None:

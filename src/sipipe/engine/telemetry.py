@@ -11,6 +11,7 @@ processes wrote; the head puts it where it belongs, so that readers see all host
 import uuid
 
 import msgspec
+import vllm
 
 from sipipe.engine.iterations import Iteration
 from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
@@ -111,6 +112,11 @@ class Telemetry(Figures):
             batch=len(iteration.work.request_ids),
             tokens=tokens,
         )
+
+    def ready(self) -> None:
+        """The engine can serve: say on the page how it does."""
+        reason = self._setup.reason
+        self._page.ready("vllm" if reason else "sipipe", reason, vllm.__version__)
 
     def measured_times(self) -> MeasuredTimes:
         """The times of stages, samplers and this process, as a controller's input."""

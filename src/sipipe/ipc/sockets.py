@@ -1,4 +1,5 @@
-"""A directory for the sockets of vLLM's front end, which leaves them; and what removes it."""
+"""A directory for the sockets of vLLM's front end, which leaves them, and for what its engine says
+last; and what removes it."""
 
 import fcntl
 import os
@@ -34,6 +35,28 @@ def own_sockets() -> Iterator[None]:
         finally:
             del os.environ[VARIABLE]
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def leave_reason(reason: str) -> None:
+    """In the engine: why it ends, for who started the server, if that has a directory of its own."""
+    with suppress(OSError):
+        _reason().write_text(reason)
+
+
+def take_reason() -> str:
+    """What the last engine has left; empty if it left nothing."""
+    with suppress(OSError):
+        reason = _reason().read_text()
+        _reason().unlink()
+        return reason
+    return ""
+
+
+def _reason() -> Path:
+    directory = Path(os.environ.get(VARIABLE, ""))
+    if not directory.name.startswith(PREFIX):
+        raise FileNotFoundError("no directory of our own")
+    return directory / "reason"
 
 
 def remove_dead() -> None:

@@ -79,6 +79,15 @@ class Word(IntEnum):
     """Executor, counter: batches that took vLLM's own path."""
     RESTARTS = 13
     """Executor, counter: processes that died and were started again."""
+    IDLE_NS = 14
+    """Executor, counter: time without any request, up to the last that came."""
+    IDLE_FROM = 15
+    """Executor, gauge: when the last request ended, in monotonic nanoseconds, and when the next
+    came, which is the earlier of the two while there is none."""
+    IDLE_TO = 16
+    FIRST_TOKENS = 17
+    """Executor, counter: requests that got their first token, and what they waited for it."""
+    TTFT_NS = 18
     PHASE_LAST = 32
     """First of the last iteration that each phase saw, plus 1: 0 before the first."""
     RING = 64
@@ -113,6 +122,12 @@ class PageHeader(msgspec.Struct, kw_only=True, frozen=True):
     model: str = ""
     engine: str = "0"
     """Data-parallel rank of the engine, as vLLM labels its own metrics."""
+    path: str = ""
+    """``sipipe`` or ``vllm``: whose runner and sampler; empty while the engine starts."""
+    reason: str = ""
+    """Why vLLM's."""
+    vllm: str = ""
+    """vLLM's version."""
 
 
 def run_id() -> str:
@@ -161,14 +176,20 @@ class LivePage:
             model=model[:300],
             engine=engine,
         )
-        body = msgspec.json.encode(header)
         descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         size = cls.required_bytes(stages=stages, ranks=ranks, samplers=samplers)
         os.ftruncate(descriptor, size)
         memory = mmap.mmap(descriptor, 0)
-        memory[8:_BLOCK] = body.ljust(_BLOCK - 8)
+        memory[8:_BLOCK] = msgspec.json.encode(header).ljust(_BLOCK - 8)
         memory[:8] = MAGIC  # last: a reader that finds the magic finds the header
         return cls(memory, descriptor)
+
+    def ready(self, path: str, reason: str, vllm: str) -> None:
+        """The engine can serve: say how. Nobody has asked for its figures yet."""
+        self.header = msgspec.structs.replace(
+            self.header, path=path, reason=reason[:300], vllm=vllm
+        )
+        self._memory[8:_BLOCK] = msgspec.json.encode(self.header).ljust(_BLOCK - 8)
 
     @classmethod
     def attach(cls, path: str) -> LivePage:
@@ -250,6 +271,7 @@ class LiveWriter:
                 before=None if before is None else before + _RING,
                 gathered=executor + _RING,
                 dispatched=executor + _DISPATCHED,
+                idle=executor + int(Word.IDLE_FROM),
                 inflight=page.header.inflight,
             )
 

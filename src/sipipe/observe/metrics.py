@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+from sipipe._version import __version__
 from sipipe.observe.live import BUBBLES, LivePage, Word, find, run_id
 from sipipe.observe.phases import Role
 from sipipe.observe.poll import Block, Poll
@@ -26,8 +27,6 @@ from sipipe.observe.poll import Block, Poll
 Labels = tuple[tuple[str, str], ...]
 Values = dict[str, float]
 """What a metric says of one process, by the value of the metric's own label."""
-_LEAST_NS = 500_000_000
-"""Ratios are over half a second or more, however often they are asked for."""
 
 
 class Metric(NamedTuple):
@@ -41,7 +40,7 @@ class Metric(NamedTuple):
     """Its own label, where it has several values."""
 
     def values(self, block: Block) -> Values:
-        """The values now, times in seconds. None at all: those of before still hold."""
+        """The values now, times in seconds."""
         if not isinstance(self.figure, Word):
             return self.figure(block)
         unit = 1e9 if self.figure.name.endswith("_NS") else 1.0
@@ -52,12 +51,8 @@ def _bubbles(block: Block) -> Values:
     return {kind: block.words[word] / 1e9 for kind, word in BUBBLES.items()}
 
 
-def _busy_ratio(block: Block) -> Values:
-    return {"": block.share(Word.BUSY_NS)}
-
-
-def _seconds_per_sequence(block: Block) -> Values:
-    return {"": block.main_ns(Word.SEQUENCES) / 1e9} if block.grown[Word.SEQUENCES] else {}
+def _idle(block: Block) -> Values:
+    return {"": block.idle_ns / 1e9}
 
 
 def _queues(block: Block) -> Values:
@@ -65,14 +60,17 @@ def _queues(block: Block) -> Values:
 
 
 METRICS: dict[str, Metric] = {
-    "sipipe_stage_busy_ratio": Metric(
-        "gauge", "stage", _busy_ratio, "Busy share of the stage's device since the last scrape"
+    "sipipe_info": Metric(
+        "gauge", "executor", lambda _: {"": 1.0}, "Versions, whose runner and sampler, and why"
+    ),
+    "sipipe_idle_seconds": Metric(
+        "counter", "executor", _idle, "Time without any request, which is not in the bubbles"
     ),
     "sipipe_stage_busy_seconds": Metric(
         "counter", "stage", Word.BUSY_NS, "Time in which the stage's device did the model's work"
     ),
     "sipipe_bubble_seconds": Metric(
-        "counter", "stage", _bubbles, "Idle time of the stage's device, by kind of bubble", "kind"
+        "counter", "stage", _bubbles, "Time in which the stage's device waited, by kind", "kind"
     ),
     "sipipe_stage_microbatches": Metric(
         "counter", "stage", Word.BATCHES, "Microbatches that the stage ran"
@@ -83,14 +81,14 @@ METRICS: dict[str, Metric] = {
     "sipipe_sampler_sequences": Metric(
         "counter", "sampler", Word.SEQUENCES, "Sequences for which the sampler drew a token"
     ),
-    "sipipe_sampler_seconds_per_sequence": Metric(
-        "gauge", "sampler", _seconds_per_sequence, "Sampler time per sequence since the last scrape"
-    ),
     "sipipe_queue_depth": Metric(
         "gauge", None, _queues, "Items that wait in a queue of a process", "queue"
     ),
     "sipipe_microbatches_in_flight": Metric(
         "gauge", "executor", Word.INFLIGHT, "Microbatches dispatched and not yet gathered"
+    ),
+    "sipipe_requests_running": Metric(
+        "gauge", "executor", Word.RUNNING, "Requests that are being served"
     ),
     "sipipe_tokens": Metric("counter", "executor", Word.TOKENS, "Tokens drawn"),
     "sipipe_fallbacks": Metric(
@@ -109,19 +107,29 @@ class Reader:
     def __init__(self, page: LivePage) -> None:
         self.page = page
         self._poll = Poll(page)
-        self._kept: dict[tuple[str, Labels], Values] = {}
 
     def samples(self) -> Iterator[tuple[str, Labels, float]]:
         """Name, labels and value of every figure now."""
-        for block in self._poll.blocks(_LEAST_NS):
+        for block in self._poll.blocks():
             for name, metric in METRICS.items():
                 if metric.role not in (None, block.role):
                     continue
+                if name == "sipipe_info" and not self.page.header.path:
+                    continue  # the engine starts
                 labels = self._labels(block, metric)
-                key = (name, labels)
-                self._kept[key] = metric.values(block) or self._kept.get(key, {})
-                for which, value in self._kept[key].items():
+                if name == "sipipe_info":
+                    labels += self._info()
+                for which, value in metric.values(block).items():
                     yield name, (*labels, (metric.label, which)) if which else labels, value
+
+    def _info(self) -> Labels:
+        header = self.page.header
+        return (
+            ("version", __version__),
+            ("vllm", header.vllm),
+            ("path", header.path),
+            ("reason", header.reason),
+        )
 
     def _labels(self, block: Block, metric: Metric) -> Labels:
         labels: Labels = (("engine", self.page.header.engine),)

@@ -20,7 +20,7 @@ RING = 32
 _WAIT_SCHEDULING, _WAIT_HIDDEN = int(Phase.WAIT_SCHEDULING), int(Phase.WAIT_HIDDEN)
 _SEND, _LOGITS = int(Phase.SEND), int(Phase.LOGITS)
 _SAMPLE, _HANDOVER = int(Phase.SAMPLE), int(Phase.HANDOVER)
-_IMBALANCE, _INTRA, _INTER, _UNSCHEDULED = 1, 2, 3, 4
+_IMBALANCE, _INTRA, _INTER, _UNSCHEDULED, _IDLE = 1, 2, 3, 4, 5
 _NO_WAIT = (-1, 0, 0)
 
 
@@ -32,6 +32,7 @@ class Online:
         before: Where on it the ring of the stage before lies; None at the first stage.
         gathered: Where the executor's ring of gathers lies.
         dispatched: Where its ring of dispatches lies.
+        idle: Where it says from when to when it had no request last.
         inflight: Microbatches in flight at most.
     """
 
@@ -42,12 +43,14 @@ class Online:
         before: int | None,
         gathered: int,
         dispatched: int,
+        idle: int,
         inflight: int,
     ) -> None:
         self._words = words
         self._before = before
         self._gathered = gathered
         self._dispatched = dispatched
+        self._idle = idle
         self._inflight = inflight
         self._scheduled = [_NO_WAIT] * RING
         self._hidden = [_NO_WAIT] * RING
@@ -75,15 +78,16 @@ class Online:
     def account(self, iteration: int, start_ns: int, end_ns: int) -> list[int]:
         """Nanoseconds from the end of the last device work to the end of this one.
 
-        Busy time first, then the bubbles by kind.
+        Busy time first, then the bubbles by kind. Time without any request is no bubble.
         """
-        last, spent = self._end, [self._busy, self._surplus, 0, 0, 0]
+        last, spent = self._end, [self._busy, self._surplus, 0, 0, 0, 0]
         self._end, self._surplus, self._busy = max(end_ns, last), 0, 0
         if not last:
             return [end_ns - start_ns, 0, 0, 0, 0]
         spent[0] += max(0, end_ns - max(start_ns, last))
         if last >= start_ns:
-            return spent
+            return spent[:_IDLE]
+        idle = self._words[self._idle], self._words[self._idle + 1]
         dispatched = self._time(self._dispatched, iteration)
         freed = self._time(self._gathered, iteration - self._inflight)
         scheduled = self._wait(self._scheduled, iteration)
@@ -98,6 +102,8 @@ class Online:
 
         def kind(t: int) -> int:
             """The rules of docs/tracing.md, in their order."""
+            if idle[0] <= t < idle[1]:
+                return _IDLE
             if t < dispatched:
                 return _UNSCHEDULED if t >= freed else _IMBALANCE
             if scheduled[0] <= t < scheduled[1]:
@@ -108,13 +114,13 @@ class Online:
                 return _INTER
             return _INTRA
 
-        marks = [dispatched, freed, made, *scheduled, *hidden, *sent]
+        marks = [dispatched, freed, made, *scheduled, *hidden, *sent, *idle]
         for span in room:
             marks += span
         edges = [last, *sorted({t for t in marks if last < t < start_ns}), start_ns]
         for begin, end in pairwise(edges):
             spent[kind(begin)] += end - begin
-        return spent
+        return spent[:_IDLE]
 
     def _room(self, iteration: int, end: int) -> list[tuple[int, int]]:
         """When, up to ``end``, fewer microbatches were in flight than may be.

@@ -26,6 +26,8 @@ class Block:
     """By how much each has grown since the poll before."""
     span_ns: int
     """How long ago that was."""
+    now_ns: int
+    """When the words were read at the earliest."""
     queues: dict[str, int]
     """What waits for the process, by name of the queue.
 
@@ -39,6 +41,14 @@ class Block:
         """The last that is through here; 0 before the first."""
         return max(0, self.words[Word.PHASE_LAST + MAIN_PHASE[self.role]] - 1)
 
+    @property
+    def idle_ns(self) -> int:
+        """Executor: time without any request, that which goes on included."""
+        words = self.words
+        since = words[Word.IDLE_FROM]
+        going_on = self.now_ns - since if since > words[Word.IDLE_TO] else 0
+        return words[Word.IDLE_NS] + max(0, going_on)
+
     def share(self, word: Word) -> float:
         """Part of the time, 0 to 1, by which a word of nanoseconds has grown."""
         # A microbatch that began before the last poll is counted when it ends: never more than all.
@@ -48,9 +58,13 @@ class Block:
         """Growth of a word a second."""
         return self.grown[word] / (self.span_ns / 1e9)
 
+    def per(self, word: Word, count: Word) -> float:
+        """Growth of a word for each one that another has grown by; 0 where it has not."""
+        return self.grown[word] / self.grown[count] if self.grown[count] else 0.0
+
     def main_ns(self, per: Word) -> float:
         """Time in the main phase per batch or per sequence, in ns; 0 where there was none."""
-        return self.grown[Word.MAIN_NS] / self.grown[per] if self.grown[per] else 0.0
+        return self.per(Word.MAIN_NS, per)
 
 
 class Poll:
@@ -63,20 +77,16 @@ class Poll:
         self._last: dict[Key, list[int]] = {}
         self._grown: dict[Key, list[int]] = {}
 
-    def blocks(self, least_ns: int = 1) -> list[Block]:
-        """The blocks of all processes: executor, stages, samplers.
-
-        Less than ``least_ns`` after the poll before, the growth is still that up to then.
-        """
+    def blocks(self) -> list[Block]:
+        """The blocks of all processes: executor, stages, samplers."""
         now = time.monotonic_ns()
         words = {key: self.page.read(*key) for key in self.page.blocks}
-        if not self._grown or now - self._then >= least_ns:
-            for key, new in words.items():
-                old = self._last.get(key, [0] * len(new))
-                self._grown[key] = [a - b for a, b in zip(new, old, strict=True)]
-            self._last, self._span, self._then = words, max(1, now - self._then), now
+        for key, new in words.items():
+            old = self._last.get(key, [0] * len(new))
+            self._grown[key] = [a - b for a, b in zip(new, old, strict=True)]
+        self._last, self._span, self._then = words, max(1, now - self._then), now
         return [
-            Block(*key, words[key], self._grown[key], self._span, self._queues(words, *key))
+            Block(*key, words[key], self._grown[key], self._span, now, self._queues(words, *key))
             for key in words
         ]
 

@@ -30,6 +30,11 @@ class ObservedScheduler:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._times: MeasuredTimes | None = None
+        self._tokenless: set[str] = set()
+        """Requests that have been scheduled and have no token yet."""
+        self._idle_from = time.monotonic_ns()
+        self.telemetry.live.set(Word.IDLE_FROM, self._idle_from)
+        self._busy = False
         if isinstance(self, PipelineScheduler):
             self._times = self.telemetry.measured_times()
             self.follow(self._times.controller)
@@ -38,11 +43,12 @@ class ObservedScheduler:
         began = time.monotonic_ns()
         if self._times is not None:
             self._times.poll()
+        self._show(began)
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
             slot = self.slot if isinstance(self, PipelineScheduler) else None
             self.iterations.scheduled(output, slot, began, time.monotonic_ns())
-            self.telemetry.live.set(Word.WAITING, len(self.waiting))  # type: ignore[attr-defined]
+            self._tokenless.update(new.req_id for new in output.scheduled_new_reqs)
         return output
 
     def update_from_output(
@@ -53,12 +59,45 @@ class ObservedScheduler:
             # vLLM's own way to finish requests with an error from within an update.
             self.grammar_compile_error_reqs.update(_failed(iteration.errors))  # type: ignore[attr-defined]
         began = time.monotonic_ns()
+        if self._tokenless:
+            self._time_first_tokens(model_runner_output)
         result = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        ended = time.monotonic_ns()
         if iteration is not None:
-            self.telemetry.record(Phase.UPDATE, iteration, began, time.monotonic_ns())
+            self.telemetry.record(Phase.UPDATE, iteration, began, ended)
+        self._show(ended)
         return result
+
+    def _time_first_tokens(self, output: ModelRunnerOutput) -> None:
+        now, live = time.time(), self.telemetry.live
+        for request_id in list(self._tokenless):
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            index = output.req_id_to_index.get(request_id)
+            if request is None:
+                self._tokenless.discard(request_id)
+            elif index is not None and output.sampled_token_ids[index]:
+                self._tokenless.discard(request_id)
+                live.add(Word.FIRST_TOKENS)
+                live.add(Word.TTFT_NS, int((now - request.arrival_time) * 1e9))
+
+    def _show(self, now: int) -> None:
+        """How many requests there are, and since when there are none."""
+        live = self.telemetry.live
+        running, waiting = self.get_request_counts()  # type: ignore[attr-defined]
+        live.set(Word.RUNNING, running)
+        live.set(Word.WAITING, waiting)
+        live.set(Word.INFLIGHT, len(self.iterations))
+        if self._busy == bool(running or waiting):
+            return
+        self._busy = not self._busy
+        if self._busy:
+            live.set(Word.IDLE_TO, now)
+            live.add(Word.IDLE_NS, now - self._idle_from)
+        else:
+            self._idle_from = now
+            live.set(Word.IDLE_FROM, now)
 
 
 def _failed(errors: dict[str, str]) -> dict[str, Any]:
