@@ -127,7 +127,7 @@ class Samplers:
     def end_stuck(self) -> float:
         """Kill who is stuck; from the events thread. Returns the seconds to the next look."""
         if self._channels is None:
-            return LOOK_SECONDS
+            return STUCK_SECONDS
         now, behind = time.monotonic(), self._channels[1].behind()
         for index, name in enumerate(self.names):
             process = self._started[index].process
@@ -146,7 +146,7 @@ class Samplers:
                     )
                     self._patience[index] *= 2
                     process.kill()
-        return LOOK_SECONDS
+        return LOOK_SECONDS if behind else STUCK_SECONDS
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
         """Let the successor of sampler ``index`` begin, with all that it needs, behind the message
