@@ -71,6 +71,25 @@ def test_hosts_need_an_address_and_a_secret(monkeypatch):
         check_hosts(HostSettings(count=2, address="nowhere.invalid"))
 
 
+def test_the_name_of_the_head_may_come_after_another_host(monkeypatch):
+    monkeypatch.setenv("SIPIPE_SECRET", SECRET)
+    slept = []
+    clock = SimpleNamespace(monotonic=lambda: float(len(slept)), sleep=slept.append)
+    monkeypatch.setattr(module, "time", clock)
+
+    def resolve(*_):
+        if len(slept) < 2:
+            raise ConfigError("no such host")
+
+    monkeypatch.setattr(module, "resolve", resolve)
+    check_hosts(HostSettings(count=2, address="sipipe-0.sipipe"), node=1)
+    assert len(slept) == 2
+    monkeypatch.setattr(module, "NAME_SECONDS", 1.0)
+    slept.clear()
+    with pytest.raises(ConfigError, match="no such host"):
+        check_hosts(HostSettings(count=2, address="sipipe-0.sipipe"), node=1)
+
+
 def test_the_address_is_the_one_that_the_head_is_reached_from(monkeypatch):
     monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_HOST_IP=""))
     assert own_address(HostSettings(count=2, address="127.0.0.1")) == "127.0.0.1"

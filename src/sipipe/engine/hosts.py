@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,8 +43,12 @@ def stages_of_hosts(stages: int, hosts: HostSettings) -> list[range]:
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
-def check_hosts(hosts: HostSettings) -> None:
-    """Refuse several hosts that cannot find or trust each other.
+NAME_SECONDS = 30.0
+"""In which the head's name may come to be: in Kubernetes that is with its pod, or a little later."""
+
+
+def check_hosts(hosts: HostSettings, node: int = 0) -> None:
+    """Refuse several hosts that cannot find or trust each other; host ``node`` is this one.
 
     Raises:
         ConfigError: no address, no such host, or no secret.
@@ -53,8 +58,16 @@ def check_hosts(hosts: HostSettings) -> None:
             raise ConfigError(
                 f"--nnodes {hosts.count} needs --master-addr, the head's address, on every host"
             )
-        resolve(hosts.address, "--master-addr")
         read_secret()
+        deadline = time.monotonic() + (NAME_SECONDS if node else 0.0)
+        while True:
+            try:
+                resolve(hosts.address, "--master-addr")
+                return
+            except ConfigError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(1.0)
 
 
 def control_port(hosts: HostSettings, node: int) -> int:

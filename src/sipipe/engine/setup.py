@@ -90,7 +90,7 @@ class Setup:
         config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
         reason = why_not_sipipe(vllm_config, config)
         parallel = vllm_config.parallel_config
-        check_hosts(config.hosts)
+        check_hosts(config.hosts, node)
         stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
         here = stages_of_hosts(stages, config.hosts)[node]
         _check_devices(config.devices, len(here), tp)
