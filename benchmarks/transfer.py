@@ -167,14 +167,15 @@ def _receives(end: Any, start: int, num_tokens: int, count: int, late: bool) -> 
 
 def measure(path: str, plan: list[tuple[int, int]]) -> list[dict[str, float]]:
     """One row of medians for each (tokens, iterations) of ``plan``."""
-    from sipipe.ipc.link.endpoint import create_link
 
     if path.startswith("vllm"):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             place: Any = probe.getsockname()[1]
     else:
-        link = create_link(path, max_tokens=max(t for t, _ in plan), name="stage0-1.r0")  # type: ignore[arg-type]
+        from sipipe.messages.link import LinkEndpoint
+
+        link = LinkEndpoint(kind=path, max_tokens=max(t for t, _ in plan), name="stage0-1.r0")  # type: ignore[arg-type]
         place = link, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []

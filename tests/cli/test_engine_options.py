@@ -150,7 +150,7 @@ def test_hosts_are_told_by_vllms_own_flags():
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--nnodes two", '--nnodes must be a whole number, not "two"'),
+        ("--nnodes two", '--nnodes/-n: must be a whole number of 1 or more, not "two"'),
         ("--nnodes 2 --node-rank 2", "--node-rank 2: with --nnodes 2, hosts are 0 to 1"),
         ("--node-rank 1", "--node-rank 1: with --nnodes 1, hosts are 0 to 0"),
         ("--headless", "--headless is for the other hosts"),

@@ -47,10 +47,10 @@ def test_version(capsys):
         (["serve", "m", "--inflight", "-1"], '"inflight"'),
         (["serve", "m", "--layers", "7,0"], ' "layers[1]" must be a whole number of 1 or more'),
         (["serve", "m", "--layers", "evn"], "not 'evn'"),
-        (["serve", "m", "--cores", "{"], "--cores must be auto, off, or JSON"),
+        (["serve", "m", "--cores", "{"], '"cores" must be "auto", "off", or {'),
         (["serve", "m", "--cores", '{"stage": []}'], 'did you mean "stages"'),
-        (["serve", "m", "--pp", "two"], '--pp must be a whole number of 1 or more, not "two"'),
-        (["generate", "m", "--tp", "0"], "--tp must be a whole number"),
+        (["serve", "m", "--pp", "two"], '--pp: must be a whole number of 1 or more, not "two"'),
+        (["generate", "m", "--tp", "0"], "--tp: must be a whole number"),
     ],
 )
 def test_a_mistake_gets_one_line(capsys, arguments, line):

@@ -160,12 +160,13 @@ def _links() -> list:
     """Both ends of the links between the stages, with a microbatch on its way."""
     import torch
 
-    from sipipe.ipc.link.endpoint import create_link, open_receiver, open_sender
+    from sipipe.ipc.link.endpoint import open_receiver, open_sender
+    from sipipe.messages.link import LinkEndpoint
 
     ends = []
     for stage in range(SIZES["stages"] - 1):
-        link = create_link(
-            "shm",
+        link = LinkEndpoint(
+            kind="shm",
             max_tokens=SIZES["tokens"],
             depth=max(2, SIZES["inflight"]),
             name=f"stage{stage}-{stage + 1}.r0",

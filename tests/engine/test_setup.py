@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sipipe.config import SiPipeConfig
 from sipipe.engine import setup
 from sipipe.errors import ConfigError
 
@@ -18,7 +19,7 @@ def on_gpu(monkeypatch):
     [(None, (2, 1)), ((0, 0), (2, 1)), ((3, 1), (2, 1)), ((0, 1, 0, 1), (2, 2))],
 )
 def test_stages_may_share_gpus(on_gpu, devices, degrees):
-    setup._check_devices(devices, *degrees)
+    setup._check_devices(SiPipeConfig(devices=devices), *degrees)
 
 
 @pytest.mark.parametrize(
@@ -27,14 +28,16 @@ def test_stages_may_share_gpus(on_gpu, devices, degrees):
 )
 def test_devices_that_cannot_be_are_refused_in_one_line(on_gpu, devices, degrees, word):
     with pytest.raises(ConfigError, match=word) as error:
-        setup._check_devices(devices, *degrees)
+        setup._check_devices(SiPipeConfig(devices=devices), *degrees)
     assert '"devices"' in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_cpus_have_no_devices():
     with pytest.raises(ConfigError, match="runs on CPUs"):
-        setup._check_devices((0, 0), 2, 1)
+        setup._check_devices(SiPipeConfig(devices=(0, 0)), 2, 1)
+    with pytest.raises(ConfigError, match='"transport" is "cuda_ipc"'):
+        setup._check_devices(SiPipeConfig(transport="cuda_ipc"), 2, 1)
 
 
 def test_nodes_are_vllms_word(on_gpu, monkeypatch):

@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from sipipe.ipc.link.endpoint import create_link, open_receiver, open_sender  # noqa: E402
+from sipipe.ipc.link.endpoint import open_receiver, open_sender  # noqa: E402
+from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.messages.places import StagePlace  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
 
@@ -20,7 +21,7 @@ WIDTH, MOST = 6, 16
 @pytest.fixture
 def loops():
     """The ends of a link, as two stages' loops have them."""
-    endpoint = create_link(max_tokens=MOST, stall_timeout=10)
+    endpoint = LinkEndpoint(kind="shm", max_tokens=MOST, stall_timeout=10)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sender, receiver = StageLoop.__new__(StageLoop), StageLoop.__new__(StageLoop)
     sender._sender, receiver._receiver = (

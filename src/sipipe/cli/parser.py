@@ -1,6 +1,7 @@
 """Argument parsing that all subcommands share, and numbers with units as people type them."""
 
 import argparse
+import json
 import math
 import re
 import shutil
@@ -93,55 +94,40 @@ def parse_engine_command(
     for name in ("pp", "tp"):
         value = getattr(own, name)
         if value is not None:
-            if not (value.isdecimal() and int(value) >= 1):
-                raise ConfigError(f'--{name} must be a whole number of 1 or more, not "{value}"')
-            rest[end:end] = [f"-{name}", value]
-    return own, _settings(own), rest
+            rest[end:end] = [f"-{name}", str(value)]
+    names = ("samplers", "inflight", "layers", "trace", "cores")
+    settings = {name: value for name in names if (value := getattr(own, name)) is not None}
+    SiPipeConfig.from_dict(settings)
+    return own, settings, rest
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     """SiPipe's own options of the commands that start an engine. vLLM has none of these names."""
     group = parser.add_argument_group("SiPipe's options")
+    count = at_least(1, int)
     placed = 'core placement: \'{"stages": [[0], [1]], "samplers": [[2]]}\' (default: auto)'
-    for name, metavar, text in (
-        ("samplers", "N", "CPU sampler processes (default: from the free cores)"),
-        ("inflight", "N", "microbatches in flight (default: stages + 1)"),
-        ("layers", "auto|even|N,N", "decoder layers of each stage, such as 7,1 (default: auto)"),
-        ("trace", "DIR", "record a trace of the pipeline into DIR"),
-        ("cores", "auto|off|JSON", placed),
-        ("pp", "N", "pipeline stages: vLLM's -pp"),
-        ("tp", "N", "tensor-parallel ranks of a stage: vLLM's -tp"),
+    for name, kind, metavar, text in (
+        ("samplers", _setting, "N", "CPU sampler processes (default: from the free cores)"),
+        ("inflight", _setting, "N", "microbatches in flight (default: stages + 1)"),
+        ("layers", _layers, "auto|even|N,N", "layers of each stage, such as 7,1 (default: auto)"),
+        ("trace", str, "DIR", "record a trace of the pipeline into DIR"),
+        ("cores", _setting, "auto|off|JSON", placed),
+        ("pp", count, "N", "pipeline stages: vLLM's -pp"),
+        ("tp", count, "N", "tensor-parallel ranks of a stage: vLLM's -tp"),
     ):
-        group.add_argument(f"--{name}", metavar=metavar, help=text)
+        group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
 
 
-def _settings(own: argparse.Namespace) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for name in ("samplers", "inflight"):
-        value = getattr(own, name)
-        if value is not None:
-            settings[name] = int(value) if value.lstrip("-").isdecimal() else value
-    if own.layers is not None:
-        counts = own.layers.split(",")
-        named = not all(count.strip().isdecimal() for count in counts)
-        settings["layers"] = own.layers if named else [int(count) for count in counts]
-    if own.trace is not None:
-        settings["trace"] = own.trace
-    if own.cores is not None:
-        settings["cores"] = own.cores if own.cores in ("auto", "off") else _json(own.cores)
-    SiPipeConfig.from_dict(settings)
-    return settings
-
-
-def _json(text: str) -> Any:
-    import json
-
+def _setting(text: str) -> Any:
+    """JSON, or a word; whether that is allowed is :class:`~sipipe.config.SiPipeConfig`'s to say."""
     try:
         return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f'--cores must be auto, off, or JSON such as {{"stages": [[0], [1]]}}: {error}'
-        ) from None
+    except ValueError:
+        return text
+
+
+def _layers(text: str) -> Any:
+    return text if text.isalpha() else _setting(f"[{text}]")
 
 
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z/µ]*)\s*")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from sipipe.cli.parser import make_parser, parse_engine_command
+from sipipe.cli.parser import at_least, make_parser, parse_engine_command
 from sipipe.cli.supervise import supervise
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError
@@ -50,10 +50,14 @@ def main(argv: Sequence[str]) -> int:
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add vLLM's options of several hosts, which vLLM refuses with an executor not its own."""
     group = parser.add_argument_group("Several hosts, as vLLM has them")
-    group.add_argument("--nnodes", "-n", metavar="N", help="hosts (default: 1)")
-    group.add_argument("--node-rank", "-r", metavar="N", help="which host this is; 0 is the head")
-    group.add_argument("--master-addr", metavar="HOST", help="the head's address, on every host")
-    group.add_argument("--master-port", metavar="PORT", help="first port used (default: 29501)")
+    count = at_least(1, int)
+    for names, kind, default, metavar, text in (
+        (("--nnodes", "-n"), count, 1, "N", "hosts (default: 1)"),
+        (("--node-rank", "-r"), at_least(0, int), 0, "N", "which host this is; 0 is the head"),
+        (("--master-addr",), str, None, "HOST", "the head's address, on every host"),
+        (("--master-port",), count, None, "PORT", "first port used (default: 29501)"),
+    ):
+        group.add_argument(*names, type=kind, default=default, metavar=metavar, help=text)
     group.add_argument(
         "--headless", action="store_true", help="this host only runs stages: --node-rank 1 and up"
     )
@@ -63,13 +67,10 @@ def hosts_of(own: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Which host this is, and ``additional_config["sipipe"]["hosts"]``.
 
     Raises:
-        ConfigError: a number that is none, or options that contradict each other.
+        ConfigError: options that contradict each other.
     """
-    count, node = (
-        _number(value, f"--{name}", default)
-        for name, value, default in (("nnodes", own.nnodes, 1), ("node-rank", own.node_rank, 0))
-    )
-    if not 0 <= node < max(count, 1):
+    count, node = own.nnodes, own.node_rank
+    if node >= count:
         raise ConfigError(f"--node-rank {node}: with --nnodes {count}, hosts are 0 to {count - 1}")
     if own.headless and node == 0:
         raise ConfigError(
@@ -77,16 +78,7 @@ def hosts_of(own: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         )
     if count == 1:
         return 0, {}
-    hosts = {"count": count}
-    if own.master_addr is not None:
-        hosts["address"] = own.master_addr
-    if own.master_port is not None:
-        hosts["port"] = _number(own.master_port, "--master-port", 0)
+    given = {"count": count, "address": own.master_addr, "port": own.master_port}
+    hosts = {key: value for key, value in given.items() if value is not None}
     SiPipeConfig.from_dict({"hosts": hosts})
     return node, hosts
-
-
-def _number(text: str | None, option: str, default: int) -> int:
-    if text is not None and not text.isdecimal():
-        raise ConfigError(f'{option} must be a whole number, not "{text}"')
-    return default if text is None else int(text)

@@ -13,7 +13,7 @@ Guarantees
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 from vllm.platforms import current_platform
 
@@ -32,9 +32,8 @@ from sipipe.engine.setup import Setup
 from sipipe.engine.stall import ANSWER_SECONDS, LONGEST_SLEEP, StallWatch
 from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.gather import GatherReceiver
-from sipipe.ipc.link.endpoint import create_link
 from sipipe.messages.boots import StageDescription
-from sipipe.messages.link import LinkEndpoint
+from sipipe.messages.link import LinkEndpoint, TransportKind
 from sipipe.messages.places import StagePlace
 from sipipe.messages.replies import IterationReport, Reply, Status
 from sipipe.messages.step import Snapshot
@@ -212,16 +211,20 @@ def _make_links(setup: Setup, addresses: dict[int, str]) -> list[LinkEndpoint]:
             among them.
     """
     links = []
+    device: Literal["cpu", "cuda"] = "cpu" if current_platform.is_cpu() else "cuda"
+    kind: TransportKind = "shm" if device == "cpu" else "cuda_ipc"
+    if setup.config.transport != "auto":
+        kind = setup.config.transport
     for rank in range((setup.stages - 1) * setup.ranks):
         stage, tp_rank = divmod(rank, setup.ranks)
         address = addresses.get(stage + 1, "")
         links.append(
-            create_link(
-                kind="zeromq" if address else setup.config.transport,
+            LinkEndpoint(
+                kind="zeromq" if address else kind,
                 max_tokens=setup.vllm_config.scheduler_config.max_num_batched_tokens,
                 depth=max(2, setup.slots),
                 name=f"stage{stage}-{stage + 1}.r{tp_rank}",
-                device="cpu" if current_platform.is_cpu() else "cuda",
+                device=device,
                 # The engine, which asks all stages, speaks before a stage that waits for another.
                 stall_timeout=setup.config.stall_timeout + 2 * ANSWER_SECONDS,
                 address=address,

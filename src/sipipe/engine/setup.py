@@ -93,7 +93,7 @@ class Setup:
         check_hosts(config.hosts, node)
         stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
         here = stages_of_hosts(stages, config.hosts)[node]
-        _check_devices(config.devices, len(here), tp)
+        _check_devices(config, len(here), tp)
         cores = plan_cores(
             this_machine(),
             stages=len(here),
@@ -250,10 +250,16 @@ class Setup:
             os.sched_setaffinity(0, cores.scheduler)
 
 
-def _check_devices(devices: Sequence[int] | None, stages: int, ranks: int) -> None:
+def _check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:
+    devices, on_cpu = config.devices, current_platform.is_cpu()
+    if config.transport == "cuda_ipc" and on_cpu:
+        raise ConfigError(
+            'sipipe config: "transport" is "cuda_ipc", which joins stages on GPUs, and this engine '
+            'runs on CPUs: leave it "auto"'
+        )
     if devices is None:
         return
-    if current_platform.is_cpu():
+    if on_cpu:
         raise ConfigError('sipipe config: "devices" are GPUs, and this engine runs on CPUs')
     if len(devices) != stages * ranks:
         raise ConfigError(

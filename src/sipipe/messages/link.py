@@ -11,19 +11,25 @@ class LinkEndpoint:
     """One link, from rank r of a stage to rank r of the next. Pickles; holds no descriptor."""
 
     kind: TransportKind
-    name: str
+    name: str = "link"
     """For messages, such as ``"stage0-1.r0"``."""
     max_tokens: int
     """Most tokens of a microbatch, padding included."""
-    depth: int
-    """Buffers: frames that may be sent and not yet released."""
-    stall_timeout: float
+    depth: int = 3
+    """Buffers: frames that may be sent and not yet released; one is received while another is
+    used."""
+    stall_timeout: float = 300.0
     """Seconds that a wait takes at most where the call names no bound of its own."""
-    device: Literal["cpu", "cuda"]
-    """Where the later stage needs the tensors."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the later stage needs the tensors: in host memory, in place, or on its current GPU
+    (with ``shm`` and ``zeromq`` by way of host memory)."""
     address: str = ""
     """Between hosts: the later stage's, where it listens."""
     port: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.max_tokens >= 1, self
+        assert self.depth >= 2, self
 
     @property
     def transport(self) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
 from tests.ipc.link import stand_in
 
 from sipipe.ipc.link import cuda_ipc
-from sipipe.ipc.link.endpoint import create_link, open_receiver, open_sender
+from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
 from sipipe.messages.link import LinkEndpoint
@@ -25,8 +26,8 @@ def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("SIPIPE_SECRET", "a secret of the tests")
     if on_gpu:
         monkeypatch.setattr(cuda_ipc, "CudaDevice", stand_in.StandInDevice)
-    return create_link(
-        request.param,
+    return LinkEndpoint(
+        kind=request.param,
         max_tokens=64,
         depth=3,
         name="stage0-1.r0",
@@ -58,7 +59,10 @@ def pair(request) -> Iterator[tuple[socket.socket | None, socket.socket | None]]
 @pytest.fixture
 def link(endpoint: LinkEndpoint, pair) -> Iterator[tuple[Sender, Receiver]]:
     """Both ends of ``endpoint`` in this process."""
-    with open_sender(endpoint, pair[0]) as sender, open_receiver(endpoint, pair[1]) as receiver:
+    with (
+        closing(open_sender(endpoint, pair[0])) as sender,
+        closing(open_receiver(endpoint, pair[1])) as receiver,
+    ):
         yield sender, receiver
 
 

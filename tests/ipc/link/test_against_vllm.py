@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.engine.forks import Forked
 
-from sipipe.ipc.link.endpoint import create_link
+from sipipe.messages.link import LinkEndpoint
 
 pytestmark = [
     pytest.mark.engine,
@@ -22,7 +22,9 @@ pytestmark = [
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_same_bits_as_stock(tmp_path: Path, pp: int, tp: int) -> None:
     links = {
-        (stage, rank): create_link(max_tokens=512, name=f"stage{stage}-{stage + 1}.r{rank}")
+        (stage, rank): LinkEndpoint(
+            kind="shm", max_tokens=512, name=f"stage{stage}-{stage + 1}.r{rank}"
+        )
         for stage in range(pp - 1)
         for rank in range(tp)
     }

@@ -30,7 +30,8 @@ from tests.ipc.link.conftest import free_port
 
 from sipipe.errors import StallError
 from sipipe.ipc.link import cuda_ipc, shm
-from sipipe.ipc.link.endpoint import create_link, open_receiver, open_sender
+from sipipe.ipc.link.endpoint import open_receiver, open_sender
+from sipipe.messages.link import LinkEndpoint
 
 MAX_TOKENS = 40
 BOUND = 60.0
@@ -86,8 +87,8 @@ class Link(RuleBasedStateMachine):
         ]
         for patch in self.patches:
             patch.start()
-        endpoint = create_link(
-            self.kind,  # type: ignore[arg-type]
+        endpoint = LinkEndpoint(
+            kind=self.kind,  # type: ignore[arg-type]
             max_tokens=MAX_TOKENS,
             device="cuda" if on_gpu else "cpu",
             depth=self.depth,

@@ -13,9 +13,10 @@ NOTICED = 10.0  # seconds; promised are 5, and the machine may be busy
 PRELUDE = """
 import sys, torch
 from sipipe.errors import SiPipeError
-from sipipe.ipc.link.endpoint import create_link, open_sender, open_receiver
+from sipipe.messages.link import LinkEndpoint
+from sipipe.ipc.link.endpoint import open_sender, open_receiver
 address = sys.argv[1]
-link = create_link("zeromq", max_tokens=512, address=address, port=29600, stall_timeout=60)
+link = LinkEndpoint(kind="zeromq", max_tokens=512, address=address, port=29600, stall_timeout=60)
 def hidden(i): return {"h": torch.full((1 + i * 37 % 512, 4096), i, dtype=torch.bfloat16)}
 def end(call):
     try:

@@ -14,11 +14,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
 
-from sipipe.ipc.link.endpoint import create_link, open_receiver, open_sender
+from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.messages.link import LinkEndpoint
 
@@ -157,7 +158,7 @@ def start(pair) -> Iterator:
 
 def test_the_sender_is_killed_while_the_receiver_waits(endpoint, pair, start):
     stage = start(SENDS_ONE_THEN_WAITS, endpoint, pair[0])
-    with open_receiver(endpoint, pair[1]) as receiver:
+    with closing(open_receiver(endpoint, pair[1])) as receiver:
         taken = receiver.take(0, 4, BOUND)
         assert stage.line() == "ready"
         killer = stage.kill_later(0.1)
@@ -173,7 +174,7 @@ def test_the_sender_dies_in_the_middle_of_a_frame(endpoint, pair, start, body):
     if endpoint.kind == "zeromq":
         pytest.skip("ZeroMQ copies, and hands out whole messages")
     start(body, endpoint, pair[0])
-    with open_receiver(endpoint, pair[1]) as receiver:
+    with closing(open_receiver(endpoint, pair[1])) as receiver:
         receiver.take(0, 4, BOUND)
         with pytest.raises(PeerDiedError, match="previous stage died"):
             receiver.take(1, 4, BOUND)
@@ -184,7 +185,7 @@ def test_the_sender_dies_between_a_schema_and_its_memory(endpoint, pair, start):
         pytest.skip("the memory is the receiver's own")
     start(DIES_BEFORE_THE_MEMORY, endpoint, pair[0])
     with (
-        open_receiver(endpoint, pair[1]) as receiver,
+        closing(open_receiver(endpoint, pair[1])) as receiver,
         pytest.raises(PeerDiedError, match="previous stage died"),
     ):
         receiver.take(0, 4, BOUND)
@@ -199,9 +200,9 @@ def test_the_sender_dies_between_a_schema_and_its_memory(endpoint, pair, start):
 )
 def test_a_sender_that_is_killed_at_any_moment(pair, start, seconds):
     """8 MiB a frame: most of the time one is being copied. What is taken is whole."""
-    endpoint = create_link("shm", max_tokens=1024, stall_timeout=BOUND)
+    endpoint = LinkEndpoint(kind="shm", max_tokens=1024, stall_timeout=BOUND)
     stage = start(SENDS_FOR_EVER, endpoint, pair[0])
-    with open_receiver(endpoint, pair[1]) as receiver:
+    with closing(open_receiver(endpoint, pair[1])) as receiver:
 
         def take_all() -> None:
             for iteration in itertools.count():
@@ -217,7 +218,7 @@ def test_a_sender_that_is_killed_at_any_moment(pair, start, seconds):
 
 def test_the_receiver_is_killed(endpoint, pair, start):
     stage = start(TAKES_ONE_THEN_WAITS, endpoint, pair[1])
-    with open_sender(endpoint, pair[0]) as sender:
+    with closing(open_sender(endpoint, pair[0])) as sender:
         sender.send(0, 4, hidden(4, 0))
         assert stage.line() == "ready"
         stage.process.kill()
@@ -233,7 +234,7 @@ def test_the_receiver_is_killed(endpoint, pair, start):
 
 def test_the_receiver_is_killed_while_the_sender_waits(endpoint, pair, start):
     stage = start(TAKES_ONE_THEN_WAITS, endpoint, pair[1])
-    with open_sender(endpoint, pair[0]) as sender:
+    with closing(open_sender(endpoint, pair[0])) as sender:
         for iteration in range(endpoint.depth):
             sender.send(iteration, 4, hidden(4, iteration))
         assert stage.line() == "ready"
@@ -247,7 +248,7 @@ def test_the_receiver_dies_before_it_gives_memory(endpoint, pair):
     """The sender's thread waits for it, where the memory is the receiver's."""
     if endpoint.kind == "zeromq":
         pytest.skip("nobody is waited for; a receiver that never comes is a stall")
-    with open_sender(endpoint, pair[0]) as sender:
+    with closing(open_sender(endpoint, pair[0])) as sender:
         sender.send(0, 4, hidden(4, 0))
         pair[1].close()
 
@@ -261,9 +262,9 @@ def test_the_receiver_dies_before_it_gives_memory(endpoint, pair):
 
 def test_a_sender_whose_death_a_forked_child_hides(pair, start):
     """The child keeps the socket open, so there is no end of it; the process is watched too."""
-    endpoint = create_link("shm", max_tokens=64, stall_timeout=BOUND)
+    endpoint = LinkEndpoint(kind="shm", max_tokens=64, stall_timeout=BOUND)
     stage = start(LEAVES_A_CHILD_BEHIND, endpoint, pair[0])
-    with open_receiver(endpoint, pair[1]) as receiver:
+    with closing(open_receiver(endpoint, pair[1])) as receiver:
         receiver.take(0, 4, BOUND)
         child = int(stage.line())
         killer = stage.kill_later(0.1)
@@ -274,9 +275,9 @@ def test_a_sender_whose_death_a_forked_child_hides(pair, start):
 
 
 def test_a_receiver_whose_death_a_forked_child_hides(pair, start):
-    endpoint = create_link("shm", max_tokens=64, stall_timeout=BOUND, name="forks")
+    endpoint = LinkEndpoint(kind="shm", max_tokens=64, stall_timeout=BOUND, name="forks")
     stage = start(TAKES_ONE_THEN_WAITS, endpoint, pair[1])
-    with open_sender(endpoint, pair[0]) as sender:
+    with closing(open_sender(endpoint, pair[0])) as sender:
         for iteration in range(endpoint.depth):
             sender.send(iteration, 4, hidden(4, iteration))
         assert stage.line() == "ready"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
-from sipipe.ipc.link.endpoint import create_link, open_receiver, open_sender
+from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.messages.link import LinkEndpoint
 
 BOUND = 120.0
@@ -34,7 +35,7 @@ def width_of(iteration: int) -> int:
 
 def later_stage(endpoint: LinkEndpoint, sock: socket.socket, answers: Any) -> None:
     torch.cuda.set_device(torch.cuda.device_count() - 1)
-    with open_receiver(endpoint, sock) as receiver:
+    with closing(open_receiver(endpoint, sock)) as receiver:
         for iteration, num_tokens in enumerate(2 * SIZES):
             taken = receiver.take(iteration, num_tokens, BOUND)
             same = all(
@@ -51,7 +52,7 @@ def later_stage(endpoint: LinkEndpoint, sock: socket.socket, answers: Any) -> No
 @pytest.mark.parametrize("kind", ["shm", "cuda_ipc"])
 def test_gpu_tensors_arrive_on_the_gpu(kind, pair):
     torch.cuda.set_device(0)
-    endpoint = create_link(kind, max_tokens=64, device="cuda", stall_timeout=BOUND)
+    endpoint = LinkEndpoint(kind=kind, max_tokens=64, device="cuda", stall_timeout=BOUND)
     context = multiprocessing.get_context("spawn")
     answers, theirs = context.Pipe()
     stage = context.Process(target=later_stage, args=(endpoint, pair[1], theirs))
@@ -59,7 +60,7 @@ def test_gpu_tensors_arrive_on_the_gpu(kind, pair):
     theirs.close()
     pair[1].close()
     try:
-        with open_sender(endpoint, pair[0]) as sender:
+        with closing(open_sender(endpoint, pair[0])) as sender:
             for iteration, num_tokens in enumerate(2 * SIZES):
                 made = hidden(num_tokens, iteration, width_of(iteration))
                 sent = {key: tensor.cuda() for key, tensor in made.items()}

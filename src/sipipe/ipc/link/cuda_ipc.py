@@ -32,7 +32,7 @@ from sipipe.errors import StallError
 from sipipe.ipc.link.buffers import Buffers
 from sipipe.ipc.link.cuda_device import CudaDevice
 from sipipe.ipc.link.errors import LinkClosedError, PeerDiedError
-from sipipe.ipc.link.header import Header
+from sipipe.ipc.link.header import Header, pack
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.shm import MEMORY, ShmReceiving, ShmSending
 from sipipe.messages.link import LinkEndpoint
@@ -117,7 +117,7 @@ class CudaIpcSending(ShmSending):
             if part.nbytes:
                 device.copy(start + offset, part)
         device.mark_copies(self._filled[buffer])
-        self._connection.send(self._codec.pack(header))
+        self._connection.send(pack(header))
 
     def order_after_copies(self) -> None:
         self._device.wait_for_copies()

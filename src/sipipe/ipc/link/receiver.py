@@ -56,18 +56,13 @@ class Receiver:
             PeerDiedError: the sender's process ended.
             TransferMismatchError: something else came; the link is broken.
             LinkClosedError: this end or the sender's was closed.
-            ValueError: more tokens than the link was made for.
         """
         with self._taking:
             if self._closed:
                 raise self._closed_error()
             if self._error is not None:
                 raise self._error
-            if not 0 <= num_tokens <= self._endpoint.max_tokens:
-                raise ValueError(
-                    f"{self._endpoint.describe()}: {num_tokens} tokens asked for, but the link was "
-                    f"made with max_tokens={self._endpoint.max_tokens}"
-                )
+            assert 0 <= num_tokens <= self._endpoint.max_tokens, (num_tokens, self._endpoint)
             bound = self._endpoint.stall_timeout if timeout is None else timeout
             try:
                 header = self._transport.receive(bound)
@@ -93,14 +88,8 @@ class Receiver:
             return tensors.copy()
 
     def release(self, iteration: int) -> None:
-        """Give the buffer of ``iteration`` back; its tensors must not be used any more.
-
-        Raises:
-            ValueError: ``iteration`` is not held.
-        """
+        """Give the buffer of ``iteration`` back; its tensors must not be used any more."""
         with self._holding:
-            if iteration not in self._held:
-                raise ValueError(f"{self._endpoint.describe()}: iteration {iteration} is not held")
             frame = self._held.pop(iteration)
             if not self._closed:
                 self._transport.release(frame)
@@ -112,12 +101,6 @@ class Receiver:
             self._transport.interrupt()
             with self._taking, self._holding:
                 self._transport.close()
-
-    def __enter__(self) -> Receiver:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _closed_error(self) -> LinkClosedError:
         return LinkClosedError(f"{self._endpoint.describe()}: this receiver was closed")

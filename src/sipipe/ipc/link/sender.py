@@ -95,13 +95,12 @@ class Sender:
             StallError: the receiver released nothing for ``timeout`` seconds.
             PeerDiedError: the receiver's process ended.
             LinkClosedError: this end or the receiver's was closed.
-            ValueError: too many tokens, or an iteration out of order.
         """
         with self._sending:
             if self._closed or self._error is not None:
                 self._check()
-            if iteration <= self._last_iteration or not 0 <= num_tokens <= self._max_tokens:
-                self._refuse(iteration, num_tokens)
+            assert iteration > self._last_iteration, (iteration, self._last_iteration)
+            assert 0 <= num_tokens <= self._max_tokens, (num_tokens, self._max_tokens)
             schema, parts = self._schema, None
             if schema is not None:
                 parts = schema.parts(tensors, num_tokens)
@@ -173,12 +172,6 @@ class Sender:
         with self._sending:
             self._transport.close()
 
-    def __enter__(self) -> Sender:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # -- the caller's thread ---------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -186,16 +179,6 @@ class Sender:
             raise LinkClosedError(f"{self._endpoint.describe()}: this sender was closed")
         if self._error is not None:
             raise self._error
-
-    def _refuse(self, iteration: int, num_tokens: int) -> None:
-        if iteration <= self._last_iteration:
-            raise ValueError(
-                f"{self._endpoint.describe()}: iteration {iteration} after {self._last_iteration}"
-            )
-        raise ValueError(
-            f"{self._endpoint.describe()}: {num_tokens} tokens, but the link was made with "
-            f"max_tokens={self._max_tokens}"
-        )
 
     def _other_schema(
         self, tensors: Mapping[str, torch.Tensor], num_tokens: int

@@ -32,7 +32,7 @@ import torch
 from sipipe.errors import ResourceError, UnsupportedError
 from sipipe.ipc.link.buffers import Buffers, buffer_bytes
 from sipipe.ipc.link.errors import LinkClosedError, PeerDiedError, TransferMismatchError
-from sipipe.ipc.link.header import HEADER_BYTES, Header, HeaderCodec, Kind
+from sipipe.ipc.link.header import HEADER_BYTES, Header, Kind, pack, unpack
 from sipipe.ipc.link.packets import PacketConnection
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.messages.link import LinkEndpoint
@@ -75,12 +75,11 @@ class ShmSending:
 
     def __init__(self, endpoint: LinkEndpoint, sock: socket.socket) -> None:
         self._endpoint = endpoint
-        self._codec = HeaderCodec(endpoint)
         self._connection = PacketConnection(sock, f"{endpoint.describe()}: the next stage")
         self._buffers: Buffers | None = None
         self._size = 0  # bytes of a buffer, so far
         self._packet = bytearray(HEADER_BYTES)
-        _greet(self._connection, self._codec)
+        _greet(self._connection)
 
     def prepare(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:
         """What :meth:`transmit` has to wait for: an event, or None for nothing.
@@ -117,7 +116,7 @@ class ShmSending:
         grow = need > self._size
         self._size = max(need, self._size)
         body = msgspec.msgpack.encode(Announcement(schema, self._size, grow))
-        self._connection.send(self._codec.pack(Header(Kind.SCHEMA), body))
+        self._connection.send(pack(Header(Kind.SCHEMA), body))
         if grow:
             self._make_room(self._size * self._endpoint.depth)
 
@@ -161,7 +160,7 @@ class ShmSending:
                 move(view.data_ptr(), part.data_ptr(), nbytes)
             else:
                 view.copy_(part)
-        self._connection.send(self._codec.pack(header))
+        self._connection.send(pack(header))
 
     def order_after_copies(self) -> None:
         """Put what the caller's device does from now on behind the copies transmitted so far:
@@ -170,7 +169,7 @@ class ShmSending:
     def next_release(self, timeout: float) -> int | None:
         """A frame whose buffer came back, or None when ``timeout`` seconds passed."""
         while (size := self._connection.receive(self._packet, timeout)) is not None:
-            header = self._codec.unpack(memoryview(self._packet)[:size])
+            header = unpack(memoryview(self._packet)[:size])
             if header.kind == Kind.RELEASE:
                 return header.frame
             if header.kind == Kind.BYE:
@@ -180,7 +179,7 @@ class ShmSending:
 
     def interrupt(self) -> None:
         """Say goodbye and end the connection; calls that wait raise."""
-        self._connection.interrupt(self._codec.pack(Header(Kind.BYE)))
+        self._connection.interrupt(pack(Header(Kind.BYE)))
 
     def close(self) -> None:
         self._connection.close()
@@ -192,20 +191,18 @@ class ShmReceiving:
 
     def __init__(self, endpoint: LinkEndpoint, sock: socket.socket) -> None:
         self._endpoint = endpoint
-        self._codec = HeaderCodec(endpoint)
         self._connection = PacketConnection(sock, f"{endpoint.describe()}: the previous stage")
         self._buffers: Buffers | None = None
         self._schemas: dict[int, TensorSchema] = {}
         self._packet = bytearray(_MAX_PACKET)
         self._view = memoryview(self._packet)
-        _greet(self._connection, self._codec)
+        _greet(self._connection)
 
     def receive(self, timeout: float) -> Header | None:
         """The header of the next frame, or None when ``timeout`` seconds passed.
 
         Raises:
             PeerDiedError, LinkClosedError: there will be none.
-            TransferMismatchError: what came is damaged.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -213,7 +210,7 @@ class ShmReceiving:
             size = self._connection.receive(self._packet, left)
             if size is None:
                 return None
-            header = self._codec.unpack(self._view[:size])
+            header = unpack(self._view[:size])
             if header.kind == Kind.DATA:
                 return header
             if header.kind == Kind.BYE:
@@ -236,10 +233,10 @@ class ShmReceiving:
     def release(self, frame: int) -> None:
         """Give a frame's buffer back to the sender; does nothing if that is gone."""
         with contextlib.suppress(PeerDiedError):  # the next receive() says what became of it
-            self._connection.send(self._codec.pack(Header(Kind.RELEASE, frame)))
+            self._connection.send(pack(Header(Kind.RELEASE, frame)))
 
     def interrupt(self) -> None:
-        self._connection.interrupt(self._codec.pack(Header(Kind.BYE)))
+        self._connection.interrupt(pack(Header(Kind.BYE)))
 
     def close(self) -> None:
         self._connection.close()
@@ -265,9 +262,9 @@ class ShmReceiving:
         return Buffers(memory, size, self._endpoint.max_tokens)
 
 
-def _greet(connection: PacketConnection, codec: HeaderCodec) -> None:
+def _greet(connection: PacketConnection) -> None:
     with contextlib.suppress(PeerDiedError):  # the first send or take says so
-        connection.send(codec.pack(Header(Kind.HELLO, os.getpid())))
+        connection.send(pack(Header(Kind.HELLO, os.getpid())))
 
 
 def _map(descriptor: int, size: int) -> mmap.mmap:

@@ -18,7 +18,7 @@ import torch
 
 from sipipe.ipc.connection import Connection, Place
 from sipipe.ipc.link.buffers import Buffers, buffer_bytes
-from sipipe.ipc.link.header import Header, HeaderCodec, Kind
+from sipipe.ipc.link.header import Header, Kind, pack, unpack
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.shm import Announcement, ShmReceiving, ShmSending
 from sipipe.messages.link import LinkEndpoint
@@ -49,14 +49,13 @@ class ZeromqSending(ShmSending):
 
     def __init__(self, endpoint: LinkEndpoint) -> None:
         self._endpoint = endpoint
-        self._codec = HeaderCodec(endpoint)
         self._packet = bytearray(1 << 16)
         self._connection: Any = _connect(endpoint, listens=False)
 
     def announce(self, schema: TensorSchema) -> None:
         size = buffer_bytes(schema, self._endpoint.max_tokens)
         body = msgspec.msgpack.encode(Announcement(schema, size, new_memory=False))
-        self._connection.send(self._codec.pack(Header(Kind.SCHEMA), body))
+        self._connection.send(pack(Header(Kind.SCHEMA), body))
 
     def transmit(
         self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
@@ -68,7 +67,7 @@ class ZeromqSending(ShmSending):
             memoryview((ctypes.c_char * nbytes).from_address(part.data_ptr())) if nbytes else b""
             for part, nbytes in zip(here, schema.at(header.num_tokens).sizes, strict=True)
         ]
-        self._connection.send(self._codec.pack(header), *views)
+        self._connection.send(pack(header), *views)
 
 
 class ZeromqReceiving(ShmReceiving):
@@ -76,7 +75,6 @@ class ZeromqReceiving(ShmReceiving):
 
     def __init__(self, endpoint: LinkEndpoint) -> None:
         self._endpoint = endpoint
-        self._codec = HeaderCodec(endpoint)
         self._packet = bytearray(1 << 16)
         self._view = memoryview(self._packet)
         self._buffers: Buffers | None = None
@@ -85,7 +83,7 @@ class ZeromqReceiving(ShmReceiving):
         self._connection: Any = _connect(endpoint, listens=True, place=self._place)
 
     def _place(self, packet: bytes) -> list[memoryview]:
-        header = self._codec.unpack(memoryview(packet))
+        header = unpack(memoryview(packet))
         if header.kind != Kind.DATA or header.fingerprint not in self._schemas:
             return []
         sizes = self._schemas[header.fingerprint].at(header.num_tokens).sizes
