@@ -26,6 +26,7 @@ from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.gather import GatherReceiver, GatherSender
 from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
+from sipipe.messages.logits import LogitsShape
 
 SPAWN = multiprocessing.get_context("spawn")
 READERS = multiprocessing.get_context("forkserver")  # imports vLLM once, not in every reader
@@ -185,7 +186,7 @@ def _logits_reader(handle: Any, count: int, back: Connection) -> None:
 def _logits(count: int) -> dict[str, Any]:
     vocab, batch = 151_936, 66
     channel = LogitsChannel.create(
-        "bench", entries=3, vocab=vocab, batch=batch, readers=["sampler"]
+        "bench", LogitsShape(vocab=vocab, batch=batch), entries=3, readers=["sampler"]
     )
     here, there = SPAWN.Pipe()
     child = SPAWN.Process(target=_logits_reader, args=(channel.endpoint, count, there))

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.harness import report
 from sipipe.observe.format import Header
-from sipipe.observe.live import LivePage
+from sipipe.observe.live import LivePage, PageHeader
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder, open_recorder
 from sipipe.tools.report.example import Example, write_example
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the work")
     quick = parser.parse_args().quick
     base = Path(tempfile.mkdtemp(prefix="sipipe-bench-trace-"))
-    page = LivePage.create(stages=2, samplers=0, inflight=3)
+    page = LivePage.create(PageHeader(stages=2, samplers=0, inflight=3))
     try:
         rows = []
         for name, make in recorders(base / "price", page).items():

@@ -13,7 +13,7 @@ import pytest
 
 from sipipe.cli import main
 from sipipe.observe.format import SUFFIX
-from sipipe.observe.live import LivePage, Word, find
+from sipipe.observe.live import LivePage, PageHeader, Word, find
 from sipipe.observe.phases import Phase
 
 
@@ -141,7 +141,7 @@ def server(monkeypatch):
         return [page for page in find(pid=pid) if page.header.pid == os.getpid()]
 
     monkeypatch.setattr("sipipe.cli.top.find", ours)
-    page = LivePage.create(stages=2, samplers=1, inflight=3, model="tiny-llama")
+    page = LivePage.create(PageHeader(stages=2, samplers=1, inflight=3, model="tiny-llama"))
     for index in range(2):
         page.writer("stage", index).phase(Phase.FORWARD, 7, 0, 10**6, 4, 4)
     page.writer("executor").set(Word.RUNNING, 12)
@@ -200,7 +200,7 @@ def test_top_mistakes_get_one_line(capsys, arguments, status, message):
 
 
 def test_top_asks_which_of_two_servers(server, capsys):
-    other = LivePage.create(stages=1, samplers=0, model="another")
+    other = LivePage.create(PageHeader(stages=1, samplers=0, model="another"))
     try:
         assert main(["top", "--once", "--pid", str(server.header.pid)]) == 2
         error = capsys.readouterr().err

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from sipipe.engine import memory_budget
-from sipipe.engine.bus import Ring
+from sipipe.engine.bus import ring_sizes
 from sipipe.errors import ResourceError
 from sipipe.ipc import memory
+from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.ipc.stage_times import StageTimes
-from sipipe.observe.live import LivePage
+from sipipe.messages.logits import LogitsShape
+from sipipe.observe.live import LivePage, PageHeader
 
 SIZES = {
     "stages": 3,
@@ -55,16 +57,14 @@ def opened(make) -> tuple[object, int]:
 def test_the_budget_is_what_the_channels_map():
     parts = {part.what: part.size for part in memory_budget.memory_budget(**SIZES)}
     inflight, readers = SIZES["inflight"], ["sampler0", "sampler1"]
-    made, size = opened(lambda: Ring(readers, slots=inflight, stall_timeout=10.0))
+    made, size = opened(lambda: DispatchProducer.create("bic-i", **ring_sizes(inflight)))
     assert size == parts.pop("BIC-I")
     made.close()
     made, size = opened(
         lambda: LogitsChannel.create(
             "bic-l",
+            LogitsShape(vocab=SIZES["vocabulary"], batch=SIZES["sequences"], dtype=SIZES["dtype"]),
             entries=memory_budget.logits_entries(inflight),
-            vocab=SIZES["vocabulary"],
-            batch=SIZES["sequences"],
-            dtype=SIZES["dtype"],
             readers=readers,
         )
     )
@@ -73,7 +73,7 @@ def test_the_budget_is_what_the_channels_map():
     made, size = opened(lambda: StageTimes.create(stages=3, samplers=2))
     assert size == parts.pop("stage times")
     made.close()
-    made, size = opened(lambda: LivePage.create(stages=3, samplers=2))
+    made, size = opened(lambda: LivePage.create(PageHeader(stages=3, samplers=2)))
     assert size == -(-parts.pop("figures") // mmap.PAGESIZE) * mmap.PAGESIZE
     made.close()
     made, size = opened(_links)
@@ -117,8 +117,8 @@ def test_each_place_is_asked_for_its_own_part(monkeypatch, tmp_path):
 IN_A_CONTAINER = """
 import os
 from sipipe.engine import memory_budget
-from sipipe.engine.bus import Ring
 from sipipe.ipc.ring.logits import LogitsChannel
+from sipipe.messages.logits import LogitsShape
 info = os.statvfs("/dev/shm")
 assert info.f_bavail * info.f_frsize <= 1 << 20
 sizes = dict(stages=2, ranks=1, samplers=1, inflight=3, vocabulary=32_000, dtype="bfloat16",
@@ -126,7 +126,7 @@ sizes = dict(stages=2, ranks=1, samplers=1, inflight=3, vocabulary=32_000, dtype
 budget = memory_budget.memory_budget(**sizes)
 assert sum(part.size for part in budget) > 16 << 20
 memory_budget.check_budget(budget)
-LogitsChannel.create("bic-l", entries=5, vocab=32_000, batch=64, dtype="bfloat16").close()
+LogitsChannel.create("bic-l", LogitsShape(vocab=32_000, batch=64, dtype="bfloat16"), entries=5).close()
 print("fits")
 """
 

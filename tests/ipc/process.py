@@ -17,6 +17,7 @@ from sipipe.ipc.gather import GatherReceiver, GatherSender
 from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 from sipipe.ipc.ring.layout import RingEndpoint
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint, LogitsReader, LogitsWriter
+from sipipe.messages.logits import LogitsShape
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -80,7 +81,7 @@ def engine(directory, samplers):
     names = [f"sampler{i}" for i in range(samplers)]
     producer = DispatchProducer.create("bic-i", readers=names, directory=directory)
     logits = LogitsChannel.create(
-        "bic-l", entries=4, vocab=1000, batch=4, readers=names, directory=directory
+        "bic-l", LogitsShape(vocab=1000, batch=4), entries=4, readers=names, directory=directory
     )
     pairs = [socket.socketpair() for _ in names]
     receiver = GatherReceiver([here for here, _ in pairs])

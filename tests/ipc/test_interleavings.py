@@ -9,6 +9,7 @@ from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied, ChannelTimeout
 from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 from sipipe.ipc.ring.layout import Layout
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
+from sipipe.messages.logits import LogitsShape
 
 from .crash import crash
 from .sequencer import Sequencer
@@ -223,7 +224,7 @@ class Logits:
 
     def own(self):
         owner = LogitsChannel.create(
-            "t", entries=3, vocab=4, batch=2, ranks=2, readers=list(self.received)
+            "t", LogitsShape(vocab=4, batch=2, ranks=2), entries=3, readers=list(self.received)
         )
         for rank in self.written:
             self.sequencer.spawn(f"rank {rank}", lambda rank=rank: self.write(owner, rank))

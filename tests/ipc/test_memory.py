@@ -18,6 +18,7 @@ from sipipe.ipc.locks import EXCLUSIVE, SHARED, Locks
 from sipipe.ipc.memory import Endpoint, SharedMemory, check_room
 from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 from sipipe.ipc.ring.logits import LogitsChannel
+from sipipe.messages.logits import LogitsShape
 
 
 def mapped(endpoint):
@@ -53,12 +54,13 @@ def test_a_dispatch_channel_takes_the_bytes_that_were_computed(entries, entry_by
     ranks=st.integers(1, 4),
 )
 @settings(deadline=None, max_examples=30)
-def test_a_logits_channel_takes_the_bytes_that_were_computed(**sizes):
+def test_a_logits_channel_takes_the_bytes_that_were_computed(entries, **sizes):
     for layout, shard in (("rows", None), ("columns", sizes["vocab"])):
-        with closing(LogitsChannel.create("test", layout=layout, shard=shard, **sizes)) as channel:
+        shape = LogitsShape(layout=layout, shard=shard, **sizes)
+        with closing(LogitsChannel.create("test", shape, entries=entries)) as channel:
             memory = channel.endpoint.ring.memory
-            assert memory.size == LogitsChannel.required_bytes(**sizes) == mapped(memory)
-            assert memory.size > sizes["entries"] * sizes["vocab"] * sizes["batch"] * 2
+            assert memory.size == LogitsChannel.required_bytes(entries, shape) == mapped(memory)
+            assert memory.size > entries * shape.vocab * shape.batch * 2
 
 
 def test_too_little_room_is_said_before_the_start(tmp_path):

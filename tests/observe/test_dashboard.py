@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from sipipe.observe.live import LivePage
+from sipipe.observe.live import LivePage, PageHeader
 from sipipe.observe.metrics import METRICS, Reader
 from sipipe.observe.phases import Phase
 
@@ -14,7 +14,7 @@ DASHBOARD = Path(__file__).parents[2] / "dashboards" / "sipipe.json"
 
 
 def test_dashboard_matches_the_metrics():
-    page = LivePage.create(stages=1, samplers=1)
+    page = LivePage.create(PageHeader(stages=1, samplers=1))
     page.writer("sampler").phase(Phase.SAMPLE, 0, 0, 1, 4, 4)
     shown = {}
     for name, labels, _ in Reader(page).samples():

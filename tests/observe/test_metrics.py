@@ -9,7 +9,7 @@ import time
 import pytest
 
 from sipipe._version import __version__
-from sipipe.observe.live import LivePage, Word
+from sipipe.observe.live import LivePage, PageHeader, Word
 from sipipe.observe.metrics import METRICS, Collector, Reader, register
 from sipipe.observe.phases import Phase
 
@@ -18,7 +18,7 @@ prometheus_client = pytest.importorskip("prometheus_client", reason="comes with 
 
 @pytest.fixture
 def page():
-    made = LivePage.create(stages=2, samplers=1, inflight=3)
+    made = LivePage.create(PageHeader(stages=2, samplers=1, inflight=3))
     stage = made.writer("stage", 1)
     stage.phase(Phase.FORWARD, 0, 0, 1_000_000_000, 4, 4)
     stage.phase(Phase.PREPARE, 1, 1_000_000_000, 1_500_000_000, 4, 4)
@@ -71,7 +71,7 @@ def test_a_new_engine_is_found_when_the_old_one_has_gone():
     registry = prometheus_client.CollectorRegistry()
     registry.register(collector)
     for restarts in (1, 2):
-        page = LivePage.create(stages=1, samplers=0)
+        page = LivePage.create(PageHeader(stages=1, samplers=0))
         page.writer("executor").add(Word.RESTARTS, restarts)
         assert scrape(registry)["sipipe_restarts_total 0"] == restarts
         page.close()
@@ -91,9 +91,9 @@ def test_several_api_servers(tmp_path):
     """The engine's process publishes files; another process collects them, as vLLM's do."""
     engine = (
         "from sipipe.observe.phases import Phase\n"
-        "from sipipe.observe.live import LivePage\n"
+        "from sipipe.observe.live import LivePage, PageHeader\n"
         "from sipipe.observe.metrics import Publisher\n"
-        "page = LivePage.create(stages=1, samplers=0)\n"
+        "page = LivePage.create(PageHeader(stages=1, samplers=0))\n"
         "publisher = Publisher(page)\n"
         "writer = page.writer('stage', 0)\n"
         "writer.phase(Phase.FORWARD, 0, 0, 10**9, 1, 1); publisher.publish()\n"
@@ -129,7 +129,7 @@ def test_time_without_requests_grows_while_it_lasts(page):
 
 
 def test_ranks_of_a_stage_have_queues_of_their_own():
-    page = LivePage.create(stages=2, samplers=1, ranks=2)
+    page = LivePage.create(PageHeader(stages=2, samplers=1, ranks=2))
     seen = [(name, labels) for name, labels, _ in Reader(page).samples()]
     page.close()
     assert len(seen) == len(set(seen))

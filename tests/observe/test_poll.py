@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from sipipe.observe.live import LivePage, Word
+from sipipe.observe.live import LivePage, PageHeader, Word
 from sipipe.observe.phases import Phase
 from sipipe.observe.poll import Poll
 
 
 @pytest.fixture
 def page():
-    made = LivePage.create(stages=2, samplers=1, inflight=3)
+    made = LivePage.create(PageHeader(stages=2, samplers=1, inflight=3))
     yield made
     made.close()
 

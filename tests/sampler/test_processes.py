@@ -10,15 +10,17 @@ import numpy as np
 import psutil
 import pytest
 
-from sipipe.engine.bus import Bus, Ring
+from sipipe.engine.bus import Bus
 from sipipe.engine.children import Children
 from sipipe.engine.samplers import Samplers
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.errors import ChannelPeerDied
 from sipipe.ipc.gather import GatherReceiver
+from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsWriter
 from sipipe.messages.boots import SamplerSettings, Watched
 from sipipe.messages.header import Kind
+from sipipe.messages.logits import LogitsShape
 from sipipe.messages.params import SequenceParams
 from sipipe.messages.step import (
     Added,
@@ -58,9 +60,11 @@ class Service:
             self.children, SETTINGS, dtype="float32", cores=[(), ()], succession=self
         )
         self.tokens = GatherReceiver(self.samplers.sockets)
-        self.ring = Ring(NAMES, slots=2, stall_timeout=30)
+        self.ring = DispatchProducer.create("bic-i", readers=NAMES)
         self.bus = Bus([self.ring])
-        self.logits = LogitsChannel.create("bic-l", entries=5, vocab=VOCAB, batch=8, readers=NAMES)
+        self.logits = LogitsChannel.create(
+            "bic-l", LogitsShape(vocab=VOCAB, batch=8), entries=5, readers=NAMES
+        )
         self.writer = LogitsWriter.open(self.logits.endpoint)
         self.children.watch(
             heard=lambda child, message: self.errors.append(message),

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
+from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.worker.device import CudaStageDevice  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Launched, Publisher  # noqa: E402
@@ -29,13 +30,15 @@ def test_logits_come_from_the_device_while_it_goes_on(layout, ranks):
     shard = -(-VOCAB // ranks)
     channel = LogitsChannel.create(
         "logits",
+        LogitsShape(
+            vocab=VOCAB,
+            batch=BATCH,
+            dtype="float16",
+            layout=layout,
+            ranks=ranks,
+            shard=None if ranks == 1 else shard,
+        ),
         entries=4,
-        vocab=VOCAB,
-        batch=BATCH,
-        dtype="float16",
-        layout=layout,
-        ranks=ranks,
-        shard=None if ranks == 1 else shard,
         readers=["a"],
     )
     reader = LogitsReader.open(channel.endpoint, "a")

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
+from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 
 VOCAB, BATCH = 37, 5
@@ -18,7 +19,10 @@ VOCAB, BATCH = 37, 5
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_readers_see_the_logits(layout, dtype):
     channel = LogitsChannel.create(
-        "logits", entries=3, vocab=VOCAB, batch=BATCH, dtype=dtype, layout=layout, readers=["a"]
+        "logits",
+        LogitsShape(vocab=VOCAB, batch=BATCH, dtype=dtype, layout=layout),
+        entries=3,
+        readers=["a"],
     )
     reader = LogitsReader.open(channel.endpoint, "a")
     writer = LogitsWriter.open(channel.endpoint, rank=0)
@@ -36,7 +40,7 @@ def test_readers_see_the_logits(layout, dtype):
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_what_was_computed_in_the_slot_is_not_copied(layout):
     channel = LogitsChannel.create(
-        "logits", entries=3, vocab=VOCAB, batch=BATCH, layout=layout, readers=["a"]
+        "logits", LogitsShape(vocab=VOCAB, batch=BATCH, layout=layout), entries=3, readers=["a"]
     )
     reader = LogitsReader.open(channel.endpoint, "a")
     handover = LogitsHandover(LogitsWriter.open(channel.endpoint), layout)

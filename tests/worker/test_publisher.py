@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
+from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Launched, Publisher  # noqa: E402
@@ -77,12 +78,14 @@ class Rig:
         shard = VOCAB if ranks == 1 else -(-VOCAB // ranks)
         self.channel = channel or LogitsChannel.create(
             "logits",
+            LogitsShape(
+                vocab=VOCAB,
+                batch=BATCH,
+                layout=layout,
+                ranks=ranks,
+                shard=None if ranks == 1 else shard,
+            ),
             entries=4,
-            vocab=VOCAB,
-            batch=BATCH,
-            layout=layout,
-            ranks=ranks,
-            shard=None if ranks == 1 else shard,
             readers=["a"],
         )
         self.reader = LogitsReader.open(self.channel.endpoint, "a") if channel is None else None
@@ -190,9 +193,9 @@ def test_an_error_ends_it_and_is_said():
     device = HostDevice()
     rig = Rig(device)
     rig.publisher.put(launched(device, 0, torch.zeros(BATCH + 1, VOCAB)))
-    with pytest.raises(Exception, match="batch 6 is above 5"):
+    with pytest.raises(Exception, match="6, LogitsShape"):
         rig.publisher.drain()
-    with pytest.raises(Exception, match="batch 6 is above 5"):
+    with pytest.raises(Exception, match="6, LogitsShape"):
         rig.publisher.put(launched(device, 1))
     rig.publisher.close()
     assert len(rig.failed) == 1

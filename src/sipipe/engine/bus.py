@@ -13,20 +13,16 @@ Guarantees
 import pickle
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
-from sipipe.ipc.errors import ChannelError
-from sipipe.ipc.ring.dispatch import DispatchProducer
-from sipipe.ipc.ring.layout import RingEndpoint
 from sipipe.messages.header import Kind, encode_header
 
 ENTRY_BYTES = 64 * 1024
 """Bytes of an entry: a decode step of some hundred sequences; a longer message is cut."""
 
 
-def _shape(slots: int) -> dict[str, int]:
-    """Entries of the ring and their bytes: bitmasks and control calls travel on it too."""
+def ring_sizes(slots: int) -> dict[str, int]:
+    """Entries of a host's ring and their bytes: bitmasks and control calls travel on it too."""
     return {"entries": max(16, 4 * slots), "entry_bytes": ENTRY_BYTES}
 
 
@@ -55,54 +51,6 @@ class Bus:
         with self.order:
             for host in self._hosts:
                 host.publish(message)
-
-
-class Ring:
-    """BIC-I on one host. One thread at a time publishes and adds; any drops."""
-
-    def __init__(
-        self,
-        readers: Sequence[str],
-        *,
-        slots: int,
-        stall_timeout: float,
-        directory: str | None = None,
-    ) -> None:
-        self._stall_timeout = stall_timeout
-        self._producer = DispatchProducer.create(
-            name="bic-i", **_shape(slots), readers=readers, directory=directory
-        )
-
-    @staticmethod
-    def required_bytes(slots: int) -> int:
-        """Shared memory that the ring takes with ``slots`` microbatches in flight."""
-        return DispatchProducer.required_bytes(**_shape(slots))
-
-    @property
-    def endpoint(self) -> RingEndpoint:
-        return self._producer.endpoint
-
-    def publish(self, message: Sequence[Any]) -> None:
-        """Publish one message.
-
-        Raises:
-            ChannelTimeout: a reader did not free an entry of the ring in time; names it.
-            ChannelClosed: the engine is shutting down.
-        """
-        self._producer.publish(message, timeout=self._stall_timeout)
-
-    def drop(self, reader: str) -> None:
-        """Forget a dead reader, if nobody has yet; a publish that waits for it goes on."""
-        with suppress(ChannelError):
-            self._producer.remove_reader(reader)
-
-    def add(self, reader: str) -> None:
-        """Declare a reader whose first message is the next one."""
-        self._producer.add_reader(reader)
-
-    def close(self) -> None:
-        """Readers get what was published, then the end of the stream."""
-        self._producer.close()
 
 
 def out_of_band(value: object) -> list[Any]:

@@ -17,15 +17,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from sipipe.engine.bus import Ring
+from sipipe.engine.bus import ring_sizes
 from sipipe.engine.children import Child, Children
 from sipipe.engine.memory_budget import logits_entries
 from sipipe.engine.samplers import Samplers, Succession
 from sipipe.engine.setup import Setup
 from sipipe.engine.workers import Workers
 from sipipe.errors import WorkerDiedError
+from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint
-from sipipe.messages.boots import LogitsFormat, SamplerSettings, Watched
+from sipipe.messages.boots import SamplerSettings, Watched
+from sipipe.messages.logits import LogitsShape
 from sipipe.messages.replies import ASK_STATUS
 from sipipe.messages.step import Snapshot
 
@@ -50,7 +52,7 @@ class Host:
         self._closing = ExitStack()
         self._children = Children()
         self._samplers: Samplers | None = None
-        self._ring: Ring | None = None
+        self._ring: DispatchProducer | None = None
         self._loaded = False
 
     def start(self) -> list[socket.socket]:
@@ -69,11 +71,8 @@ class Host:
                 succession=self._events,
             )
             names, sockets = names + self._samplers.names, self._samplers.sockets
-        self._ring = Ring(
-            names,
-            slots=setup.slots,
-            stall_timeout=setup.config.stall_timeout,
-            directory=setup.config.shm_dir,
+        self._ring = DispatchProducer.create(
+            "bic-i", **ring_sizes(setup.slots), readers=names, directory=setup.config.shm_dir
         )
         self._closing.callback(self.say_end)
         self._children.watch(
@@ -98,27 +97,17 @@ class Host:
     def publish(self, message: Sequence[Any]) -> None:
         """One message of BIC-I, in its order."""
         assert self._ring is not None
-        self._ring.publish(message)
+        self._ring.publish(message, self._setup.config.stall_timeout)
 
-    def make_logits(self, logits: LogitsFormat) -> LogitsEndpoint:
-        """Make BIC-L, as wide as the last stage says.
-
-        Every rank of the last stage writes its columns, or the first one whole rows where vLLM has
-        to gather them.
-        """
+    def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
+        """Make BIC-L, as the last stage wants it."""
         assert self._samplers is not None
-        setup = self._setup
         self._logits = LogitsChannel.create(
             "bic-l",
-            entries=logits_entries(setup.slots),
-            vocab=logits.width,
-            batch=setup.vllm_config.scheduler_config.max_num_seqs,
-            dtype=logits.dtype,
-            layout=setup.config.logits_layout,
-            ranks=setup.ranks if logits.shard else 1,
-            shard=logits.shard,
+            shape,
+            entries=logits_entries(self._setup.slots),
             readers=self._samplers.names,
-            directory=setup.config.shm_dir,
+            directory=self._setup.config.shm_dir,
         )
         self._closing.callback(self._logits.close)
         return self._logits.endpoint
@@ -140,7 +129,7 @@ class Host:
         assert self._ring is not None
         self._children.end(self._samplers.names)
         for name in self._samplers.names:
-            self._ring.drop(name)
+            self._ring.remove_reader(name)
         self._samplers = None
 
     def admit(self, index: int, snapshot: Snapshot) -> None:

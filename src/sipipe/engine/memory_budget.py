@@ -12,13 +12,15 @@ tensors makes its links grow at the first microbatch.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sipipe.engine.bus import Ring
+from sipipe.engine.bus import ring_sizes
 from sipipe.ipc.link.buffers import buffer_bytes
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
 from sipipe.ipc.memory import check_room
+from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.ipc.stage_times import StageTimes
-from sipipe.observe.live import LivePage
+from sipipe.messages.logits import LogitsShape
+from sipipe.observe.live import PageHeader
 
 
 class Part(NamedTuple):
@@ -61,11 +63,10 @@ def memory_budget(
         on_gpu: whether hidden states stay on devices.
     """
     itemsize = 4 if dtype == "float32" else 2
-    parts = [Part("BIC-I", Ring.required_bytes(inflight), directory)]
+    parts = [Part("BIC-I", DispatchProducer.required_bytes(**ring_sizes(inflight)), directory)]
     if samplers:
-        size = LogitsChannel.required_bytes(
-            entries=logits_entries(inflight), vocab=vocabulary, batch=sequences, dtype=dtype
-        )
+        shape = LogitsShape(vocab=vocabulary, batch=sequences, dtype=dtype)
+        size = LogitsChannel.required_bytes(logits_entries(inflight), shape)
         parts.append(Part("logits", size, directory))
     if not on_gpu and stages > 1:
         tensors = (
@@ -76,8 +77,8 @@ def memory_budget(
         parts.append(Part("hidden states", (stages - 1) * ranks * link))
     times = StageTimes.required_bytes(stages=stages, samplers=samplers)
     parts.append(Part("stage times", times, directory))
-    page = LivePage.required_bytes(stages=stages, ranks=ranks, samplers=samplers)
-    parts.append(Part("figures", page))
+    page = PageHeader(stages=stages, ranks=ranks, samplers=samplers)
+    parts.append(Part("figures", page.size))
     return parts
 
 

@@ -34,7 +34,7 @@ from sipipe.ipc.connection import Connection, resolve
 from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.ipc.ring.logits import LogitsEndpoint
 from sipipe.messages import hosts as say
-from sipipe.messages.boots import LogitsFormat
+from sipipe.messages.logits import LogitsShape
 from sipipe.messages.step import Snapshot
 
 logger = init_logger(f"vllm.{__name__}")
@@ -147,8 +147,8 @@ class RemoteHost:
     def publish(self, message: Sequence[Any]) -> None:
         self._send(say.PUBLISH, *message)
 
-    def make_logits(self, logits: LogitsFormat) -> LogitsEndpoint:
-        endpoint: LogitsEndpoint = self._wait("make_logits", logits)
+    def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
+        endpoint: LogitsEndpoint = self._wait("make_logits", shape)
         return endpoint
 
     def open_samplers(self) -> None:

@@ -29,10 +29,9 @@ from typing import Protocol
 
 import psutil
 
-from sipipe.engine.bus import Ring
 from sipipe.engine.children import Child, Children
 from sipipe.errors import WorkerDiedError
-from sipipe.ipc.errors import ChannelError
+from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.messages.boots import SamplerBoot, SamplerSettings, sampler_name
 from sipipe.messages.step import Snapshot
@@ -80,7 +79,7 @@ class Samplers:
         self._idle: dict[int, tuple[tuple[int, int, float], float]] = {}
         """Of a sampler that is behind: its process, place and CPU time, and since when it is so."""
         self._patience = [STUCK_SECONDS] * len(cores)
-        self._channels: tuple[Ring, LogitsChannel] | None = None
+        self._channels: tuple[DispatchProducer, LogitsChannel] | None = None
         self.names = [sampler_name(index) for index in range(len(cores))]
         """As readers of BIC-I and BIC-L."""
         started = [self._start(index) for index in range(len(cores))]
@@ -88,7 +87,7 @@ class Samplers:
         self.sockets = [sock for _, sock in started]
         """The receiving ends of BIC-O, which are the receiver's to close."""
 
-    def open(self, ring: Ring, logits: LogitsChannel, deadline: float) -> None:
+    def open(self, ring: DispatchProducer, logits: LogitsChannel, deadline: float) -> None:
         """Tell all where their channels are, and wait until they have opened them.
 
         Raises:
@@ -108,9 +107,8 @@ class Samplers:
         if self._channels is None:
             raise WorkerDiedError(f"{name} ended while starting ({reason}): see its message above")
         ring, logits = self._channels
-        ring.drop(name)
-        with suppress(ChannelError):
-            logits.remove_reader(name)
+        ring.remove_reader(name)
+        logits.remove_reader(name)
         index = self.names.index(name)
         deaths = self._deaths[index]
         deaths.append(time.monotonic())
@@ -153,7 +151,7 @@ class Samplers:
         of BIC-I that was published last; nothing is published meanwhile."""
         assert self._channels is not None
         ring, logits = self._channels
-        ring.add(self.names[index])
+        ring.add_reader(self.names[index])
         logits.add_reader(self.names[index])
         self._started[index].say(self._boot(index, snapshot))
 

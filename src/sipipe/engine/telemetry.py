@@ -18,7 +18,7 @@ from sipipe.engine.scheduling.concurrency import ConcurrencyController, Measured
 from sipipe.engine.setup import Setup
 from sipipe.ipc.stage_times import StageTimes
 from sipipe.messages.boots import Watched
-from sipipe.observe.live import Key, LivePage
+from sipipe.observe.live import Key, LivePage, PageHeader
 from sipipe.observe.metrics import Publisher
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
@@ -34,14 +34,15 @@ class Figures:
 
     def __init__(self, setup: Setup, run: str, clock_offset_ns: int = 0) -> None:
         model = str(setup.vllm_config.model_config.model)
-        self._page = LivePage.create(
+        header = PageHeader(
             stages=setup.stages,
             ranks=setup.ranks,
             samplers=setup.samplers,
             inflight=setup.slots,
-            model=model,
+            model=model[:300],
             engine=str(setup.vllm_config.parallel_config.data_parallel_rank),
         )
+        self._page = LivePage.create(header)
         self._times = StageTimes.create(
             stages=setup.stages, samplers=setup.samplers, directory=setup.config.shm_dir
         )

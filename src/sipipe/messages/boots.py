@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sipipe.config import SiPipeConfig
+from sipipe.messages.logits import LogitsShape
 from sipipe.messages.params import LogprobsMode
 from sipipe.messages.places import StagePlace
 from sipipe.messages.step import Snapshot
@@ -61,24 +62,13 @@ class WorkerBoot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitsFormat:
-    """What a rank of the last stage writes for each sequence."""
-
-    width: int
-    """Columns of all ranks together."""
-    dtype: Literal["float32", "float16", "bfloat16"]
-    shard: int | None
-    """Columns of each rank; None where the first rank has gathered whole rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class StageDescription:
     """What the engine has to know of a rank to make its channels."""
 
     unsupported: str = ""
     """Why SiPipe's stage runner does not take the loaded model; empty: it does."""
-    logits: LogitsFormat | None = None
-    """None on ranks that write no logits."""
+    logits: LogitsShape | None = None
+    """What the stage writes to BIC-L; None on ranks that write no logits."""
 
 
 @dataclass(frozen=True, kw_only=True)

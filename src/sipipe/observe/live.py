@@ -108,20 +108,26 @@ assert Word.RING + 2 * RING <= Word.DISPATCHED
 assert Word.DISPATCHED + 2 * RING <= _WORDS
 
 
+def run_id() -> str:
+    """This server's identity: made once, inherited by all processes started afterwards."""
+    return os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex)
+
+
 class PageHeader(msgspec.Struct, kw_only=True, frozen=True):
     """What the page is of."""
 
-    pid: int
-    """The executor's process."""
-    run: str
     stages: int
-    ranks: int
+    ranks: int = 1
     samplers: int
-    inflight: int
-    created_ns: int
+    inflight: int = 1
+    """Microbatches in flight at most."""
     model: str = ""
     engine: str = "0"
     """Data-parallel rank of the engine, as vLLM labels its own metrics."""
+    run: str = msgspec.field(default_factory=run_id)
+    pid: int = msgspec.field(default_factory=os.getpid)
+    """The executor's process."""
+    created_ns: int = msgspec.field(default_factory=time.monotonic_ns)
     path: str = ""
     """``sipipe`` or ``vllm``: whose runner and sampler; empty while the engine starts."""
     reason: str = ""
@@ -129,10 +135,10 @@ class PageHeader(msgspec.Struct, kw_only=True, frozen=True):
     vllm: str = ""
     """vLLM's version."""
 
-
-def run_id() -> str:
-    """This server's identity: made once, inherited by all processes started afterwards."""
-    return os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex)
+    @property
+    def size(self) -> int:
+        """Bytes of the page."""
+        return _BLOCK * (2 + self.stages * self.ranks + self.samplers)
 
 
 class LivePage:
@@ -154,31 +160,10 @@ class LivePage:
         """The first word of each process's block: executor, stages, samplers."""
 
     @classmethod
-    def create(
-        cls,
-        *,
-        stages: int,
-        samplers: int,
-        ranks: int = 1,
-        inflight: int = 0,
-        model: str = "",
-        engine: str = "0",
-    ) -> LivePage:
+    def create(cls, header: PageHeader) -> LivePage:
         """A new page with all figures 0; the caller (the executor) owns it until ``close``."""
-        header = PageHeader(
-            pid=os.getpid(),
-            run=run_id(),
-            stages=stages,
-            ranks=ranks,
-            samplers=samplers,
-            inflight=inflight or stages,
-            created_ns=time.monotonic_ns(),
-            model=model[:300],
-            engine=engine,
-        )
         descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        size = cls.required_bytes(stages=stages, ranks=ranks, samplers=samplers)
-        os.ftruncate(descriptor, size)
+        os.ftruncate(descriptor, header.size)
         memory = mmap.mmap(descriptor, 0)
         memory[8:_BLOCK] = msgspec.json.encode(header).ljust(_BLOCK - 8)
         memory[:8] = MAGIC  # last: a reader that finds the magic finds the header
@@ -208,11 +193,6 @@ class LivePage:
             raise TraceError(f"statistics page {path}: {error}") from None
         finally:
             os.close(descriptor)
-
-    @staticmethod
-    def required_bytes(*, stages: int, ranks: int, samplers: int) -> int:
-        """Memory that a page takes."""
-        return _BLOCK * (2 + stages * ranks + samplers)
 
     @property
     def path(self) -> str:

@@ -16,7 +16,7 @@ prometheus_client comes with vLLM; this module imports it when it is used.
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from sipipe._version import __version__
@@ -25,7 +25,7 @@ from sipipe.observe.phases import Role
 from sipipe.observe.poll import Block, Poll
 
 Labels = tuple[tuple[str, str], ...]
-Values = dict[str, float]
+Values = Mapping[str, float]
 """What a metric says of one process, by the value of the metric's own label."""
 
 
@@ -47,30 +47,25 @@ class Metric(NamedTuple):
         return {"": block.words[self.figure] / unit}
 
 
-def _bubbles(block: Block) -> Values:
-    return {kind: block.words[word] / 1e9 for kind, word in BUBBLES.items()}
-
-
-def _idle(block: Block) -> Values:
-    return {"": block.idle_ns / 1e9}
-
-
-def _queues(block: Block) -> Values:
-    return {queue: float(depth) for queue, depth in block.queues.items()}
-
-
 METRICS: dict[str, Metric] = {
     "sipipe_info": Metric(
         "gauge", "executor", lambda _: {"": 1.0}, "Versions, whose runner and sampler, and why"
     ),
     "sipipe_idle_seconds": Metric(
-        "counter", "executor", _idle, "Time without any request, which is not in the bubbles"
+        "counter",
+        "executor",
+        lambda block: {"": block.idle_ns / 1e9},
+        "Time without any request, which is not in the bubbles",
     ),
     "sipipe_stage_busy_seconds": Metric(
         "counter", "stage", Word.BUSY_NS, "Time in which the stage's device did the model's work"
     ),
     "sipipe_bubble_seconds": Metric(
-        "counter", "stage", _bubbles, "Time in which the stage's device waited, by kind", "kind"
+        "counter",
+        "stage",
+        lambda block: {kind: block.words[word] / 1e9 for kind, word in BUBBLES.items()},
+        "Time in which the stage's device waited, by kind",
+        "kind",
     ),
     "sipipe_stage_microbatches": Metric(
         "counter", "stage", Word.BATCHES, "Microbatches that the stage ran"
@@ -82,7 +77,11 @@ METRICS: dict[str, Metric] = {
         "counter", "sampler", Word.SEQUENCES, "Sequences for which the sampler drew a token"
     ),
     "sipipe_queue_depth": Metric(
-        "gauge", None, _queues, "Items that wait in a queue of a process", "queue"
+        "gauge",
+        None,
+        lambda block: block.queues,
+        "Items that wait in a queue of a process",
+        "queue",
     ),
     "sipipe_microbatches_in_flight": Metric(
         "gauge", "executor", Word.INFLIGHT, "Microbatches dispatched and not yet gathered"

@@ -60,34 +60,6 @@ class PhaseSink(Protocol):
         """Take one phase in; must not block."""
 
 
-class Recorder:
-    """Tells the sinks of each phase and keeps no file: for a server that is not traced."""
-
-    def __init__(self, sinks: Sequence[PhaseSink] = ()) -> None:
-        self._sinks = tuple(sink.phase for sink in sinks)
-
-    def record(
-        self,
-        phase: int,
-        iteration: int,
-        slot: int,  # noqa: ARG002
-        start_ns: int,
-        end_ns: int,
-        batch: int = 0,
-        tokens: int = 0,
-    ) -> None:
-        """Record that ``phase`` of ``iteration`` ran from ``start_ns`` to ``end_ns``.
-
-        Any thread may call. ``slot`` is the microbatch's slot (0 to 65,535), ``batch`` its
-        sequences, ``tokens`` its tokens; the times are from :func:`time.monotonic_ns`.
-        """
-        for sink in self._sinks:
-            sink(phase, iteration, start_ns, end_ns, batch, tokens)
-
-    def close(self) -> None:
-        """Write what is left. Idempotent; later records are lost."""
-
-
 def check_directory(directory: str) -> None:
     """Make ``directory``, and raise :class:`TraceError` unless files can be written there."""
     try:
@@ -104,17 +76,23 @@ def _cannot_write(directory: Path | str, error: OSError) -> TraceError:
     )
 
 
-class FileRecorder(Recorder):
-    """Also appends records to one file of the trace directory. Made by :func:`open_recorder`."""
+class Recorder:
+    """Tells the sinks of each phase, and appends it to a file of the trace directory if there is
+    one. Made by :func:`open_recorder`."""
 
-    def __init__(self, path: Path, header: Header, sinks: Sequence[PhaseSink] = ()) -> None:
+    def __init__(
+        self, header: Header, path: Path | None = None, sinks: Sequence[PhaseSink] = ()
+    ) -> None:
         """Create ``path`` (it must not exist), write ``header`` and start the spiller.
 
         Raises:
             TraceError: the file cannot be created.
         """
-        super().__init__(sinks)
+        self._sinks = tuple(sink.phase for sink in sinks)
         self._path = path
+        self._over = path is None  # no file, closed, or the disk is full
+        if path is None:
+            return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(
@@ -129,7 +107,6 @@ class FileRecorder(Recorder):
         self._numbers = itertools.count()
         self._file = threading.Lock()
         self._stop = threading.Event()
-        self._over = False  # closed, or the disk is full
         self._cpu = (time.monotonic_ns(), time.process_time_ns())
         self._spiller = threading.Thread(target=self._run, name="sipipe-trace", daemon=True)
         self._spiller.start()
@@ -145,8 +122,15 @@ class FileRecorder(Recorder):
         batch: int = 0,
         tokens: int = 0,
     ) -> None:
-        """As the base class says; a record that finds the queue full is dropped and counted."""
-        if len(self._records) < CAPACITY:
+        """Record that ``phase`` of ``iteration`` ran from ``start_ns`` to ``end_ns``.
+
+        Any thread may call. ``slot`` is the microbatch's slot (0 to 65,535), ``batch`` its
+        sequences, ``tokens`` its tokens; the times are from :func:`time.monotonic_ns`. A record
+        that finds the queue full is dropped and counted.
+        """
+        if self._over:
+            pass
+        elif len(self._records) < CAPACITY:
             thread = self._threads.get(threading.get_ident())
             if thread is None:
                 thread = self._threads[threading.get_ident()] = min(next(self._numbers), 255)
@@ -159,7 +143,9 @@ class FileRecorder(Recorder):
             sink(phase, iteration, start_ns, end_ns, batch, tokens)
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Write what is left and close the file. Idempotent; later records are lost."""
+        if self._path is None:
+            return
         atexit.unregister(self.close)
         self._stop.set()
         if threading.current_thread() is not self._spiller:
@@ -224,7 +210,7 @@ def open_recorder(
         TraceError: the directory cannot be written to.
     """
     if directory is None:
-        return Recorder(sinks)
+        return Recorder(header, sinks=sinks)
     header = msgspec.structs.replace(
         header,
         pid=os.getpid(),
@@ -238,7 +224,7 @@ def open_recorder(
     while name.exists():  # the same process opened one before, or a reused process id
         again += 1
         name = path / f"{stem}-{again}{SUFFIX}"
-    return FileRecorder(name, header, sinks)
+    return Recorder(header, name, sinks)
 
 
 def record_process(

@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -32,8 +32,9 @@ from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.sender import Sender
 from sipipe.ipc.ring.logits import LogitsEndpoint, LogitsWriter
-from sipipe.messages.boots import LogitsFormat, StageDescription, WorkerBoot
+from sipipe.messages.boots import StageDescription, WorkerBoot
 from sipipe.messages.link import LinkEndpoint
+from sipipe.messages.logits import LogitsShape
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.device import stage_device
@@ -49,12 +50,6 @@ if TYPE_CHECKING:
     from sipipe.worker.second_runner import SecondRunner
 
 Report = Callable[[int, dict[str, Any]], None]
-
-LOGITS_DTYPES: dict[torch.dtype, Literal["float32", "float16", "bfloat16"]] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
 
 
 class StageLoop:
@@ -124,28 +119,23 @@ class StageLoop:
     def describe(self) -> StageDescription:
         """What the engine needs to make this rank's channels; the KV cache is set up by now."""
         vllm_runner = self._worker.model_runner
+        runner: SecondRunner | StageRunner | None = self._second
         if self._boot.path != "sipipe":
             return StageDescription()
-        if self._second is not None:
-            with set_current_vllm_config(self._boot.vllm_config):
-                head = self._second.head
-                logits = self._logits_format(head, vllm_runner) if head is not None else None
-            return StageDescription(logits=logits)
-        unsupported = unsupported_reason(vllm_runner) or ""
-        if unsupported:
+        if runner is None and (unsupported := unsupported_reason(vllm_runner)):
             return StageDescription(unsupported=unsupported)
         with set_current_vllm_config(self._boot.vllm_config):
-            self._runner = StageRunner(
-                vllm_runner,
-                slots=self._boot.watched.inflight,
-                sets=self._sets,
-                check_token_safety=self._boot.config.check_token_safety,
-            )
-            head = self._runner.head
-            logits = self._logits_format(head, vllm_runner) if head is not None else None
+            if runner is None:
+                runner = self._runner = StageRunner(
+                    vllm_runner,
+                    slots=self._boot.watched.inflight,
+                    sets=self._sets,
+                    check_token_safety=self._boot.config.check_token_safety,
+                )
+            logits = self._logits_shape(runner.head, vllm_runner) if runner.head else None
         return StageDescription(logits=logits)
 
-    def _logits_format(self, head: StageLogits, vllm_runner: Any) -> LogitsFormat | None:
+    def _logits_shape(self, head: StageLogits, vllm_runner: Any) -> LogitsShape | None:
         """What this rank writes to BIC-L; None on ranks that vLLM's gather leaves without."""
         model_config = self._boot.vllm_config.model_config
         hidden = torch.zeros(
@@ -160,9 +150,13 @@ class StageLoop:
             logits = head.compute(hidden)
         if logits is None:
             return None
-        return LogitsFormat(
-            width=head.vocab_size if head.shard else logits.shape[1],
-            dtype=LOGITS_DTYPES[logits.dtype],
+        # Every rank writes its columns, or the first one whole rows where vLLM has to gather them.
+        return LogitsShape(
+            vocab=head.vocab_size if head.shard else logits.shape[1],
+            batch=self._boot.vllm_config.scheduler_config.max_num_seqs,
+            dtype=str(logits.dtype).removeprefix("torch."),
+            layout=self._boot.config.logits_layout,
+            ranks=self._place.tp_size if head.shard else 1,
             shard=head.shard,
         )
 

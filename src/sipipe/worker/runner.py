@@ -22,36 +22,29 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import copy_kv_cache_blocks_inplace
 
-from sipipe.errors import UnsupportedError
 from sipipe.worker.attention import AttentionMetadata
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.inputs.prepare import InputPreparer
 from sipipe.worker.inputs.safety import TokenSafety
 from sipipe.worker.logits import StageLogits
 from sipipe.worker.prompt_logprobs import PromptLogprobs
-from sipipe.worker.support import unsupported_reason
 
 
 class StageRunner:
     """Runs one stage of the model over microbatches.
 
     Args:
-        vllm_runner: a ``CPUModelRunner`` whose model is loaded and whose KV cache is initialised.
+        vllm_runner: a ``CPUModelRunner`` whose model is loaded and whose KV cache is initialised, and
+            in which :mod:`sipipe.worker.support` finds nothing against it.
         slots: microbatches in flight, m; iteration i belongs to slot i mod m.
         sets: sets of input buffers; 2 lets one be written while the other is read.
         check_token_safety: stamp every set and raise
             :class:`~sipipe.worker.inputs.safety.TokenSafetyError` at the first overlap.
-
-    Raises:
-        UnsupportedError: if :func:`unsupported_reason` has one.
     """
 
     def __init__(
         self, vllm_runner: Any, *, slots: int, sets: int = 2, check_token_safety: bool = False
     ) -> None:
-        reason = unsupported_reason(vllm_runner)
-        if reason is not None:
-            raise UnsupportedError(f"SiPipe's stage runner does not take {reason}")
         self._vllm_runner = vllm_runner
         self._model = vllm_runner.model
         self._safety = TokenSafety(sets) if check_token_safety else None

@@ -119,7 +119,7 @@ class DispatchProducer:
             self._ring.add_reader(name, start=self._writer.next)
 
     def remove_reader(self, name: str) -> None:
-        """Forget a reader, dead or alive. One that lives gets ChannelClosed at its next receive;
+        """Forget a reader, dead or alive; idempotent. One that lives gets ChannelClosed at its next receive;
         until then it still holds the entry that it is at, so kill it if it is stuck."""
         self._ring.remove_reader(name)
 

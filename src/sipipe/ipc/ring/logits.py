@@ -17,69 +17,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 
-from sipipe.ipc.errors import ChannelError
 from sipipe.ipc.ring.layout import Layout, RingEndpoint
 from sipipe.ipc.ring.reader import RingReader
 from sipipe.ipc.ring.ring import Ring
 from sipipe.ipc.ring.writer import RingWriter
-
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-LAYOUTS = ("columns", "rows")
-
-
-class LogitsShape(msgspec.Struct, frozen=True):
-    """The array of an entry: small, picklable, JSON-able with msgspec."""
-
-    vocab: int
-    """V."""
-
-    batch: int
-    """Sequences at most."""
-
-    dtype: str = "float32"
-    """float32, float16 or bfloat16, which NumPy has not: its bits are uint16."""
-
-    layout: str = "rows"
-    """``rows``: ``[batch, V]``; ``columns``: ``[V, batch]``, the paper's."""
-
-    ranks: int = 1
-    """t, the tensor-parallel writers; each writes its part of the vocabulary."""
-
-    shard: int | None = None
-    """Tokens of each rank's part, the last ranks having what is left of the vocabulary, which may
-    be none (vLLM pads its vocabulary); None: even parts."""
-
-    def __post_init__(self) -> None:
-        assert self.dtype in DTYPES, self
-        assert self.layout in LAYOUTS, self
-        assert self.vocab >= self.ranks >= 1, self
-        assert self.batch >= 1, self
-        assert self.shard is None or self.shard * self.ranks >= self.vocab, self
-
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of a full batch."""
-        return self.vocab * self.batch * np.dtype(DTYPES[self.dtype]).itemsize
-
-    def array(self, entry: memoryview, batch: int) -> npt.NDArray[Any]:
-        """``[V, batch]`` or ``[batch, V]`` at the start of an entry."""
-        flat = np.frombuffer(entry, DTYPES[self.dtype], self.vocab * batch)
-        columns = self.layout == "columns"
-        return flat.reshape((self.vocab, batch) if columns else (batch, self.vocab))
-
-    def part(self, array: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
-        """What a rank writes of ``array``: ``[V/t, batch]`` or ``[batch, V/t]``."""
-        if self.shard is not None:
-            tokens = slice(rank * self.shard, (rank + 1) * self.shard)
-        else:
-            tokens = slice(rank * self.vocab // self.ranks, (rank + 1) * self.vocab // self.ranks)
-        return array[tokens] if self.layout == "columns" else array[:, tokens]
+from sipipe.messages.logits import LogitsShape
 
 
 class LogitsEndpoint(msgspec.Struct, frozen=True):
@@ -102,44 +49,30 @@ class LogitsChannel:
     def create(
         cls,
         name: str,
+        shape: LogitsShape,
         *,
         entries: int,
-        vocab: int,
-        batch: int,
-        dtype: Literal["float32", "float16", "bfloat16"] = "float32",
-        layout: Literal["columns", "rows"] = "rows",
-        ranks: int = 1,
-        shard: int | None = None,
         readers: Sequence[str] = (),
         directory: str | None = None,
     ) -> LogitsChannel:
-        """Make the memory: ``entries`` arrays of ``vocab`` by up to ``batch``.
+        """Make the memory: ``entries`` arrays of ``shape``.
 
         Args:
             name: for messages, such as ``bic-l``.
             entries: N, 3 or more; microbatches in flight + 2 keeps every undrawn iteration for a
                 sampler that is restarted.
-            vocab, batch, dtype, layout, ranks, shard: see :class:`LogitsShape`.
             readers: names of the samplers.
             directory: where the memory lies; None: a memfd.
 
         Raises:
             ResourceError: not enough memory.
         """
-        shape = LogitsShape(vocab, batch, dtype, layout, ranks, shard)
         return cls(Ring.create(name, _ring_layout(entries, shape), readers, directory), shape)
 
     @staticmethod
-    def required_bytes(
-        *,
-        entries: int,
-        vocab: int,
-        batch: int,
-        dtype: str = "float32",
-        ranks: int = 1,
-    ) -> int:
-        """Shared memory that such a channel takes; layout and shards do not matter."""
-        return _ring_layout(entries, LogitsShape(vocab, batch, dtype, ranks=ranks)).size
+    def required_bytes(entries: int, shape: LogitsShape) -> int:
+        """Shared memory that such a channel takes."""
+        return _ring_layout(entries, shape).size
 
     def add_reader(self, name: str) -> None:
         """Declare a reader, for example a restarted sampler. It begins with the oldest iteration
@@ -147,7 +80,7 @@ class LogitsChannel:
         self._ring.add_reader(name, start=-1)
 
     def remove_reader(self, name: str) -> None:
-        """Forget a reader, dead or alive."""
+        """Forget a reader, dead or alive. Idempotent."""
         self._ring.remove_reader(name)
 
     def behind(self) -> dict[str, int]:
@@ -200,10 +133,7 @@ class LogitsWriter:
         Raises:
             ChannelTimeout: a late sampler still reads the entry after ``timeout`` seconds.
         """
-        if not 0 <= batch <= self._shape.batch:
-            raise ChannelError(
-                f"channel {self._ring.ring.channel}: batch {batch} is above {self._shape.batch}"
-            )
+        assert 0 <= batch <= self._shape.batch, (batch, self._shape)
         self._ring.reserve(timeout)
         yield self.ahead(batch)
         self._ring.publish((iteration, batch, 0, 0, 0))

@@ -129,32 +129,22 @@ class Ring:
         return self.words[self.layout.writer_word(rank) + at.W_PUBLISHED]
 
     def add_reader(self, name: str, start: int) -> None:
-        """Declare a reader whose first message is use ``start``; -1: the oldest that is there.
-
-        Raises:
-            ChannelError: there is none of this name, or it is declared already.
-        """
-        base = self._record(name, declared=False)
+        """Declare a reader whose first message is use ``start``; -1: the oldest that is there."""
+        base = self._record(name)
+        assert not self.words[base + at.R_DECLARED], name
         self.words[base + at.R_START] = start
         self.words[base + at.R_GENERATION] = self.words[base + at.R_GENERATION] + 1
         self._declare(base, 1)
 
     def remove_reader(self, name: str) -> None:
-        """Forget a reader. One that still lives is let go at its next receive.
+        """Forget a reader. One that still lives is let go at its next receive. Idempotent."""
+        base = self._record(name)
+        if self.words[base + at.R_DECLARED]:
+            self._declare(base, 0)
 
-        Raises:
-            ChannelError: no reader of this name is declared.
-        """
-        self._declare(self._record(name, declared=True), 0)
-
-    def _record(self, name: str, *, declared: bool) -> int:
-        """The first word of a reader's record, if it is declared or not as asked."""
-        if name in self.endpoint.readers:
-            base = self.layout.reader_word(self.endpoint.readers.index(name))
-            if self.words[base + at.R_DECLARED] == declared:
-                return base
-        what = "no reader {!r}" if declared else "reader {!r} is there already, or unknown"
-        raise ChannelError(f"channel {self.channel}: {what.format(name)}")
+    def _record(self, name: str) -> int:
+        """The first word of a reader's record."""
+        return self.layout.reader_word(self.endpoint.readers.index(name))
 
     def _declare(self, base: int, declared: int) -> None:
         # The version last: who has seen it sees the record too, or finds a later version.

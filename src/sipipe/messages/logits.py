@@ -1,0 +1,59 @@
+"""What an entry of BIC-L holds: decided by the last stage's ranks, and told to all who read it."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+LAYOUTS = ("columns", "rows")
+
+
+class LogitsShape(msgspec.Struct, frozen=True):
+    """The array of an entry: small, picklable, JSON-able with msgspec."""
+
+    vocab: int
+    """V."""
+
+    batch: int
+    """Sequences at most."""
+
+    dtype: str = "float32"
+    """float32, float16 or bfloat16, which NumPy has not: its bits are uint16."""
+
+    layout: str = "rows"
+    """``rows``: ``[batch, V]``; ``columns``: ``[V, batch]``, the paper's."""
+
+    ranks: int = 1
+    """t, the tensor-parallel writers; each writes its part of the vocabulary."""
+
+    shard: int | None = None
+    """Tokens of each rank's part, the last ranks having what is left of the vocabulary, which may
+    be none (vLLM pads its vocabulary); None: even parts."""
+
+    def __post_init__(self) -> None:
+        assert self.dtype in DTYPES, self
+        assert self.layout in LAYOUTS, self
+        assert self.vocab >= self.ranks >= 1, self
+        assert self.batch >= 1, self
+        assert self.shard is None or self.shard * self.ranks >= self.vocab, self
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of a full batch."""
+        return self.vocab * self.batch * np.dtype(DTYPES[self.dtype]).itemsize
+
+    def array(self, entry: memoryview, batch: int) -> npt.NDArray[Any]:
+        """``[V, batch]`` or ``[batch, V]`` at the start of an entry."""
+        flat = np.frombuffer(entry, DTYPES[self.dtype], self.vocab * batch)
+        columns = self.layout == "columns"
+        return flat.reshape((self.vocab, batch) if columns else (batch, self.vocab))
+
+    def part(self, array: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
+        """What a rank writes of ``array``: ``[V/t, batch]`` or ``[batch, V/t]``."""
+        if self.shard is not None:
+            tokens = slice(rank * self.shard, (rank + 1) * self.shard)
+        else:
+            tokens = slice(rank * self.vocab // self.ranks, (rank + 1) * self.vocab // self.ranks)
+        return array[tokens] if self.layout == "columns" else array[:, tokens]
