@@ -32,7 +32,7 @@ from sipipe.tools.planner.calibration import calibrate
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.hardware import Cluster, device, network
 from sipipe.tools.planner.models import load_model
-from sipipe.tools.planner.plan import make_plan
+from sipipe.tools.planner.plan import Search
 from sipipe.tools.planner.traces import check_loop, run_of
 from sipipe.tools.planner.workload import Workload
 from sipipe.tools.report.reader import Trace, read_trace
@@ -55,7 +55,8 @@ def by_degree(model: str, *, gpu: str, hosts: int, batch: int) -> dict[tuple[int
         device=device(gpu), hosts=hosts, devices_per_host=8, network=network(400), cores_per_host=96
     )
     workload = Workload(input=161, output=338, fixed_batch=batch, max_num_seqs=batch)
-    plan = make_plan(load_model(model), cluster, workload)
+    costs = datasheet_costs(load_model(model), cluster, workload)
+    plan = Search(costs=costs, workload=workload).plan()
     return {(choice.p, choice.t): choice for choice in plan.choices}
 
 

@@ -23,9 +23,10 @@ from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner.calibration import Calibration
 from sipipe.tools.planner.chart import draw
+from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.hardware import Cluster, device, devices, network
 from sipipe.tools.planner.models import builtin_models, load_model
-from sipipe.tools.planner.plan import Plan, make_plan
+from sipipe.tools.planner.plan import Plan, Search
 from sipipe.tools.planner.report import plan_to_dict
 from sipipe.tools.planner.traces import LoopCheck, calibrate_from_traces
 from sipipe.tools.planner.workload import Workload
@@ -102,16 +103,14 @@ def main(argv: Sequence[str]) -> int:
     checks: list[LoopCheck] = []
     if args.calibrate:
         calibration, checks = calibrate_from_traces(args.calibrate, facts, cluster, workload)
-    plan = make_plan(
-        facts,
-        cluster,
-        workload,
-        costs=calibration,
+    plan = Search(
+        costs=calibration or datasheet_costs(facts, cluster, workload),
+        workload=workload,
         baseline=args.baseline,
         inflight=args.inflight,
         samplers=args.samplers,
         extrapolate=args.extrapolate,
-    )
+    ).plan()
     if args.plot is not None:
         _draw(args.plot, plan)
     if args.json:

@@ -93,7 +93,7 @@ def _cells(choice: Choice) -> list[str]:
     def shown(prediction: Prediction | None) -> list[str]:
         if prediction is None:
             return ["over budget" if "budget" in choice.baseline_reason else "none", "", ""]
-        idle = prediction.iteration.bubbles.total
+        idle = prediction.iteration.idle
         return [f"{prediction.throughput:,.0f}", f"{prediction.tpot * 1e3:.1f}", f"{idle:.0%}"]
 
     rate, delay, idle = shown(choice.best)
@@ -130,9 +130,7 @@ def _detail_table(plan: Plan) -> Table:
 
 
 def _idle(prediction: Prediction) -> list[str]:
-    bubbles = prediction.iteration.bubbles
-    kinds = (bubbles.load_imbalance, bubbles.intra_stage, bubbles.inter_stage, bubbles.starved)
-    return [f"{kind:.0%}" for kind in kinds]
+    return [f"{share:.0%}" for share in prediction.iteration.bubbles.values()]
 
 
 def _loop_table(checks: Sequence[LoopCheck]) -> Table:

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from tests.tools.planner.planned import make_plan
 
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError, ResourceError
@@ -14,7 +15,6 @@ from sipipe.tools.planner.fit import fit_robustly, fit_terms, group_means
 from sipipe.tools.planner.hardware import Cluster, device, engine, network
 from sipipe.tools.planner.pipeline import iterate
 from sipipe.tools.planner.placement import place
-from sipipe.tools.planner.plan import make_plan
 from sipipe.tools.planner.workload import Workload
 
 BENCH = facts_from_config(

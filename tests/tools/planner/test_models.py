@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError, UnsupportedError
 from sipipe.tools.planner.models import builtin_models, load_model
-from sipipe.tools.planner.placement import kv_bytes_per_token, kv_shards
+from sipipe.tools.planner.placement import kv_bytes, kv_bytes_per_token, place
 
 # Billions of parameters, all of them and those that one token meets, as the sources state them.
 PUBLISHED = {
@@ -52,9 +52,13 @@ def test_kv_bytes_per_token(name, kilobytes):
 
 
 def test_kv_cache_shards_by_head_and_the_latent_of_mla_not_at_all():
-    llama, deepseek = load_model("llama-3.1-70b").attention, load_model("deepseek-v3").attention
-    assert [kv_shards(llama, t) for t in (1, 4, 8, 16)] == [1, 4, 8, 8]
-    assert [kv_shards(deepseek, t) for t in (1, 8, 16)] == [1, 1, 1]
+    def shards(model, t):
+        facts = load_model(model)
+        (stage,) = place(facts.layers, 1, t, 16).stages
+        return kv_bytes_per_token(facts) / kv_bytes(facts, stage, facts.activation_bytes)
+
+    assert [shards("llama-3.1-70b", t) for t in (1, 4, 8, 16)] == [1, 4, 8, 8]
+    assert [shards("deepseek-v3", t) for t in (1, 8, 16)] == [1, 1, 1]
 
 
 def test_experts_touched_between_the_chosen_and_all():

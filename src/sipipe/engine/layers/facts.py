@@ -26,6 +26,13 @@ class Attention:
     value_dim: int = 0
     """MLA: elements per value head."""
 
+    @property
+    def kv_elements(self) -> int:
+        """Elements that one token keeps in one layer's cache, over all ranks and without copies."""
+        if self.kind == "mla":
+            return self.kv_rank + self.rope_dim
+        return 2 * self.kv_heads * self.head_dim
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts:
@@ -96,16 +103,11 @@ class ModelFacts:
         """Weights of the input embedding (as many as of the output projection)."""
         return self.vocabulary * self.hidden
 
-    def feed_forward_parameters(self, layer: int) -> int:
-        """All feed-forward weights of one layer."""
-        if layer in self.sparse_layers:
-            assert self.moe is not None
-            return self.moe.parameters
-        return self.dense_parameters
-
     def layer_parameters(self, layer: int) -> int:
         """All weights of one layer, its two norms among them."""
-        return self.attention.parameters + self.feed_forward_parameters(layer) + 2 * self.hidden
+        sparse = self.moe if layer in self.sparse_layers else None
+        feed_forward = sparse.parameters if sparse else self.dense_parameters
+        return self.attention.parameters + feed_forward + 2 * self.hidden
 
     @property
     def parameters(self) -> int:

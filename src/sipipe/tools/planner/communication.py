@@ -51,11 +51,6 @@ def all_reduce_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
     return _between(cluster.device.link, cluster.network, size, stage.t, stage.hosts)
 
 
-def all_gather_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
-    """One all-gather that leaves ``size`` bytes on each rank: half an all-reduce."""
-    return all_reduce_seconds(cluster, stage, size) / 2
-
-
 def hop_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
     """``size`` bytes of hidden states from ``stage`` to the next one.
 

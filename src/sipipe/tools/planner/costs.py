@@ -9,7 +9,7 @@ import math
 
 from sipipe.engine.layers.facts import Attention, ModelFacts
 from sipipe.tools.planner import hardware
-from sipipe.tools.planner.communication import all_gather_seconds, all_reduce_seconds, hop_seconds
+from sipipe.tools.planner.communication import all_reduce_seconds, hop_seconds
 from sipipe.tools.planner.hardware import Cluster, Efficiency, Engine, Sampling
 from sipipe.tools.planner.placement import Memory, Placement, Stage, kv_bytes, weight_bytes
 from sipipe.tools.planner.workload import Microbatch, Workload
@@ -146,7 +146,7 @@ class DatasheetCosts:
         )
         if gather:
             size = work.batch * facts.vocabulary * facts.activation_bytes
-            seconds += all_gather_seconds(self.cluster, stage, size)
+            seconds += all_reduce_seconds(self.cluster, stage, size) / 2  # an all-gather is half
         return seconds
 
     def preparation(self, engine: Engine, stage: Stage, work: Microbatch) -> float:

@@ -62,27 +62,6 @@ class StageTime:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Bubbles:
-    """Shares of the time in which a device, on average over stages, does not run the model.
-
-    They add up to ``1 - busy``.
-    """
-
-    load_imbalance: float
-    """Sampling on the last stage, and the other stages' wait for the slowest."""
-    intra_stage: float
-    """Input preparation on the device's path."""
-    inter_stage: float
-    """Handing hidden states over."""
-    starved: float
-    """Nothing to run: too few or uneven microbatches in flight, samplers or scheduler too slow."""
-
-    @property
-    def total(self) -> float:
-        return self.load_imbalance + self.intra_stage + self.inter_stage + self.starved
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
     """The steady state of one configuration."""
 
@@ -95,7 +74,17 @@ class Iteration:
     """Seconds from a microbatch's scheduling to its next, were it alone."""
     stations: dict[str, float]
     """Each bound of the period, by name."""
-    bubbles: Bubbles
+    bubbles: dict[str, float]
+    """Shares of the time in which a device, on average over stages, does not run the model:
+    ``load_imbalance``, sampling on the last stage and the other stages' wait for the slowest;
+    ``intra_stage``, input preparation on the device's path; ``inter_stage``, handing hidden states
+    over; ``starved``, nothing to run: too few or uneven microbatches in flight, samplers or
+    scheduler too slow."""
+
+    @property
+    def idle(self) -> float:
+        """All bubbles: 1 less the share in which a device is busy."""
+        return sum(self.bubbles.values())
 
     @property
     def delay(self) -> float:
@@ -190,10 +179,10 @@ def iterate(
         period=period,
         round_trip=round_trip,
         stations=stations,
-        bubbles=Bubbles(
-            load_imbalance=scale * sum(slowest - s.occupancy + s.sampling for s in stages),
-            intra_stage=scale * sum(s.preparation for s in stages),
-            inter_stage=scale * sum(s.transfer for s in stages),
-            starved=scale * len(stages) * (period - slowest),  # the slowest stage waits, too
-        ),
+        bubbles={
+            "load_imbalance": scale * sum(slowest - s.occupancy + s.sampling for s in stages),
+            "intra_stage": scale * sum(s.preparation for s in stages),
+            "inter_stage": scale * sum(s.transfer for s in stages),
+            "starved": scale * len(stages) * (period - slowest),  # the slowest stage waits, too
+        },
     )

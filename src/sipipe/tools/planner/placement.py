@@ -8,7 +8,7 @@ vLLM does. So a stage lies inside one host whenever ``t`` divides the devices of
 import dataclasses
 
 from sipipe.engine.layers.cut import layer_split
-from sipipe.engine.layers.facts import Attention, ModelFacts
+from sipipe.engine.layers.facts import ModelFacts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,29 +108,17 @@ def weight_bytes(facts: ModelFacts, stage: Stage) -> float:
     return (total + ends * facts.embedding_parameters * facts.activation_bytes) / stage.t
 
 
-def kv_elements(attention: Attention) -> int:
-    """Elements that one token keeps in one layer's cache, over all ranks and without copies."""
-    if attention.kind == "mla":
-        return attention.kv_rank + attention.rope_dim
-    return 2 * attention.kv_heads * attention.head_dim
-
-
-def kv_shards(attention: Attention, t: int) -> int:
-    """Into how many different parts ``t`` ranks split the cache of one token.
-
-    Grouped-query attention splits by KV head and copies beyond that; the latent of MLA has no
-    heads, so every rank keeps all of it.
-    """
-    return 1 if attention.kind == "mla" else min(t, attention.kv_heads)
-
-
 def kv_bytes_per_token(facts: ModelFacts, element_bytes: float | None = None) -> float:
     """KV cache of one token over all layers, without copies, in bytes."""
     size = facts.activation_bytes if element_bytes is None else element_bytes
-    return facts.layers * kv_elements(facts.attention) * size
+    return facts.layers * facts.attention.kv_elements * size
 
 
 def kv_bytes(facts: ModelFacts, stage: Stage, element_bytes: float) -> float:
-    """KV cache of one token on one device of ``stage``."""
-    elements = stage.layers * kv_elements(facts.attention)
-    return elements * element_bytes / kv_shards(facts.attention, stage.t)
+    """KV cache of one token on one device of ``stage``.
+
+    Ranks split it by KV head and copy beyond that; the latent of MLA is one head, so every rank
+    keeps all of it.
+    """
+    elements = stage.layers * facts.attention.kv_elements
+    return elements * element_bytes / min(stage.t, facts.attention.kv_heads)

@@ -9,7 +9,7 @@ from sipipe.engine.layers.cut import cut_layers
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.communication import volume_per_device
-from sipipe.tools.planner.costs import DatasheetCosts, datasheet_costs
+from sipipe.tools.planner.costs import DatasheetCosts
 from sipipe.tools.planner.hardware import Cluster, Engine
 from sipipe.tools.planner.pipeline import Iteration, iterate
 from sipipe.tools.planner.placement import Memory, Placement, place
@@ -100,72 +100,50 @@ class _RuledOutError(Exception):
     """Why a (p, t), or one engine on it, cannot serve the workload."""
 
 
-def make_plan(
-    facts: ModelFacts,
-    cluster: Cluster,
-    workload: Workload,
-    *,
-    costs: DatasheetCosts | None = None,
-    baseline: str = "vllm",
-    inflight: int | None = None,
-    samplers: int | None = None,
-    extrapolate: bool = False,
-) -> Plan:
-    """Predict every (p, t) with ``p t`` equal to the cluster's devices, and rank what can serve.
-
-    Args:
-        facts: the model.
-        cluster: the devices; all of them form one deployment.
-        workload: what is asked.
-        costs: calibrated costs; None takes the data sheets'.
-        baseline: the engine to compare SiPipe with.
-        inflight: SiPipe's microbatches in flight, 1 or more; None tries p and p + 1.
-        samplers: CPU sampler processes, 1 or more; None takes as many as are needed and free.
-        extrapolate: predict outside what ``costs`` were calibrated on, marked, instead of
-            ruling it out.
-
-    Raises:
-        ConfigError: an unknown engine or sampling name; names the option.
-    """
-    search = _Search(
-        costs=costs or datasheet_costs(facts, cluster, workload),
-        workload=workload,
-        ours=hardware.engine("sipipe"),
-        theirs=hardware.engine(baseline),
-        inflight=inflight,
-        samplers=samplers,
-        extrapolate=extrapolate,
-    )
-    choices, rejected = [], []
-    for p in range(1, cluster.devices + 1):
-        t, rest = divmod(cluster.devices, p)
-        if rest:
-            continue
-        try:
-            choices.append(search.consider(p, t))
-        except _RuledOutError as reason:
-            rejected.append(Rejected(p=p, t=t, reason=str(reason)))
-    choices.sort(key=lambda choice: (-choice.best.throughput, choice.best.tpot))
-    return Plan(
-        facts=facts,
-        cluster=cluster,
-        workload=workload,
-        choices=tuple(choices),
-        rejected=tuple(rejected),
-    )
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Search:
-    """What is the same for every (p, t); see :func:`make_plan`."""
+class Search:
+    """For every (p, t) with ``p t`` equal to the cluster's devices a prediction, or why not."""
 
     costs: DatasheetCosts
+    """Of the model on the cluster, all of which is one deployment; calibrated or data sheets'."""
     workload: Workload
-    ours: Engine
-    theirs: Engine
-    inflight: int | None
-    samplers: int | None
-    extrapolate: bool
+    baseline: str = "vllm"
+    """The engine to compare SiPipe with."""
+    inflight: int | None = None
+    """SiPipe's microbatches in flight, 1 or more; None tries p and p + 1."""
+    samplers: int | None = None
+    """CPU sampler processes, 1 or more; None takes as many as are needed and free."""
+    extrapolate: bool = False
+    """Predict outside what ``costs`` were calibrated on, marked, instead of ruling it out."""
+
+    @property
+    def ours(self) -> Engine:
+        return hardware.engine("sipipe")
+
+    def plan(self) -> Plan:
+        """Predict every (p, t), and rank what can serve.
+
+        Raises:
+            ConfigError: an unknown engine or sampling name; names the option.
+        """
+        cluster = self.costs.cluster
+        choices, rejected = [], []
+        for p in range(1, cluster.devices + 1):
+            t, rest = divmod(cluster.devices, p)
+            if rest:
+                continue
+            try:
+                choices.append(self.consider(p, t))
+            except _RuledOutError as reason:
+                rejected.append(Rejected(p=p, t=t, reason=str(reason)))
+        choices.sort(key=lambda choice: (-choice.best.throughput, choice.best.tpot))
+        return Plan(
+            facts=self.costs.facts,
+            cluster=cluster,
+            workload=self.workload,
+            choices=tuple(choices),
+            rejected=tuple(rejected),
+        )
 
     def consider(self, p: int, t: int) -> Choice:
         """The best deployment with ``p`` stages of ``t`` ranks, and the baseline on the same.
@@ -190,7 +168,7 @@ class _Search:
         best = self._best_inflight(placement, memory, cores)
         baseline, reason = None, ""
         try:
-            baseline = self._predict(self.theirs, even, even_memory, p, cores)
+            baseline = self._predict(hardware.engine(self.baseline), even, even_memory, p, cores)
         except _RuledOutError as error:
             reason = str(error)
         volume = volume_per_device(facts.layers, facts.hidden, best.batch, p, t)

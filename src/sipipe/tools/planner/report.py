@@ -94,12 +94,11 @@ def _choice(plan: Plan, choice: Choice) -> dict[str, Any]:
 
 
 def _prediction(prediction: Prediction) -> dict[str, Any]:
-    bubbles = prediction.iteration.bubbles
     return {
         "engine": prediction.engine.name,
         **_fields(prediction, "throughput", "tpot", "lowest_tpot", "batch"),
         **_fields(prediction.iteration, "inflight", "period", "limit"),
         "capped_by": prediction.capped_by,
-        "bubbles": {"total": bubbles.total, **dataclasses.asdict(bubbles)},
+        "bubbles": {"total": prediction.iteration.idle, **prediction.iteration.bubbles},
         "unmeasured": list(prediction.unmeasured),
     }
