@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -283,18 +283,20 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def _refusal(found: str, settings: Mapping[str, Any]) -> ConfigError:
     """The line for what msgspec found; ``found`` ends with the path of the value."""
     found, _, path = found.partition(" - at `$")
-    kind: msgspec.inspect.Type = msgspec.inspect.type_info(SiPipeConfig)
+    schema = msgspec.json.schema(SiPipeConfig)
+    kinds, here = schema["$defs"], _meant(schema, schema["$defs"])
     value: Any = settings
     allowed = ""
     for step in re.findall(r"[^.\[\]`]+", path):
-        kind = _inside(kind, step)
-        value = value[int(step) if isinstance(value, Sequence) else step]
-        allowed = _description(kind) or allowed
+        of, name = ("items", int(step)) if step.isdecimal() else ("properties", step)
+        inner = next(kind[of] for kind in here if of in kind)
+        inner, value = inner[name] if of == "properties" else inner, value[name]
+        allowed, here = inner.get("description", allowed), _meant(inner, kinds)
     key = path.strip(".`")
     unknown = re.fullmatch("Object contains unknown field `(.*)`", found)
     if unknown:
         name = unknown[1]
-        known = [field.name for field in _structure(kind).fields]
+        known = next(list(kind["properties"]) for kind in here if "properties" in kind)
         hint = _hint(name.replace("-", "_"), known)
         return ConfigError(
             f'sipipe config: unknown key "{key + "." if key else ""}{name}"'
@@ -302,12 +304,7 @@ def _refusal(found: str, settings: Mapping[str, Any]) -> ConfigError:
         )
     if not key:  # a key that is no text, which only Python can write
         return ConfigError(f"sipipe config: {found}")
-    choices = [
-        choice
-        for option in _options(kind)
-        if isinstance(option, msgspec.inspect.LiteralType)
-        for choice in option.values
-    ]
+    choices = [choice for kind in here for choice in kind.get("enum", ())]
     allowed = allowed or "one of " + ", ".join(f'"{choice}"' for choice in choices)
     hint = _hint(value, choices) if isinstance(value, str) else ""
     return ConfigError(
@@ -316,33 +313,10 @@ def _refusal(found: str, settings: Mapping[str, Any]) -> ConfigError:
     )
 
 
-def _options(kind: msgspec.inspect.Type) -> Iterator[msgspec.inspect.Type]:
-    """``kind`` without its description; the members of a union."""
-    if isinstance(kind, msgspec.inspect.Metadata):
-        yield from _options(kind.type)
-    elif isinstance(kind, msgspec.inspect.UnionType):
-        for member in kind.types:
-            yield from _options(member)
-    else:
-        yield kind
-
-
-def _structure(kind: msgspec.inspect.Type) -> msgspec.inspect.StructType:
-    return next(o for o in _options(kind) if isinstance(o, msgspec.inspect.StructType))
-
-
-def _inside(kind: msgspec.inspect.Type, step: str) -> msgspec.inspect.Type:
-    """The type of a structure's field ``step``, or of a list's elements."""
-    if step.isdecimal():
-        lists = (o for o in _options(kind) if isinstance(o, msgspec.inspect.VarTupleType))
-        return next(lists).item_type
-    return next(field.type for field in _structure(kind).fields if field.name == step)
-
-
-def _description(kind: msgspec.inspect.Type) -> str:
-    schema = kind.extra_json_schema if isinstance(kind, msgspec.inspect.Metadata) else None
-    text: str = (schema or {}).get("description", "")
-    return text
+def _meant(schema: Mapping[str, Any], kinds: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """``schema``, and what it refers to or the members of a union."""
+    named = [kinds[schema["$ref"].rpartition("/")[2]]] if "$ref" in schema else []
+    return [schema, *(m for one in named + schema.get("anyOf", []) for m in _meant(one, kinds))]
 
 
 def _hint(given: str, known: Sequence[Any]) -> str:

@@ -90,7 +90,7 @@ def test_a_death_is_reported_once_after_what_was_sent(scene, unread):
     assert scene.receiver.collect(5) == (1, {0: b"first", 1: b"b"})
     with pytest.raises(ChannelPeerDied) as died:
         scene.receiver.collect(5)
-    assert died.value.name == "sampler0"
+    assert "sampler0 is gone" in str(died.value)
     with pytest.raises(ChannelTimeout) as late:
         scene.receiver.collect(0.01)
     assert late.value.late == ("sampler0",)
@@ -314,8 +314,9 @@ def test_deaths_and_replacements_against_a_twin(operations):
             if isinstance(want, set):
                 with pytest.raises(ChannelPeerDied) as died:
                     scene.receiver.collect(0)
-                assert died.value.name in want
-                twin.dead.remove(int(died.value.name[-1]))
+                name = str(died.value).split()[2]
+                assert name in want
+                twin.dead.remove(int(name[-1]))
             elif want is None:
                 with pytest.raises(ChannelTimeout):
                     scene.receiver.collect(0)
@@ -389,7 +390,7 @@ def test_a_killed_process_and_its_replacement(scene):
     first.communicate(timeout=30)
     with pytest.raises(ChannelPeerDied) as died:
         scene.receiver.collect(30)
-    assert died.value.name == "sampler0"
+    assert "sampler0 is gone" in str(died.value)
     scene.replace(0)
     second = start_sampler(scene.ends[0])
     scene.receiver.close()

@@ -209,7 +209,7 @@ def test_an_error_in_an_iteration_comes_out_as_itself(process, where):
 
 def test_a_dead_engine_is_an_error(process):
     with pytest.raises(ChannelPeerDied):
-        process([call(1, "seen")], end=ChannelPeerDied("the engine died", "engine"))
+        process([call(1, "seen")], end=ChannelPeerDied("the engine died"))
 
 
 def test_the_stall_report_says_what_a_call_and_both_threads_do(process):

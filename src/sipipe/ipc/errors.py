@@ -23,12 +23,8 @@ class ChannelTimeout(ChannelError, StallError):  # noqa: N818 - an event, not al
 
 
 class ChannelPeerDied(ChannelError, WorkerDiedError):  # noqa: N818 - an event, not always an error
-    """A process at the other side went away without closing. ``name`` says which.
+    """A process at the other side went away without closing.
 
     For a producer or a receiver this is an event: the channel stays usable for the other peers.
     For a reader it is the end, after all complete messages were delivered.
     """
-
-    def __init__(self, message: str, name: str) -> None:
-        super().__init__(message)
-        self.name = name

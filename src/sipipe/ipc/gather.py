@@ -119,7 +119,7 @@ class GatherReceiver:
 
         Raises:
             ChannelTimeout: not within ``timeout`` seconds; ``late`` names who has not answered.
-            ChannelPeerDied: a sampler, ``name``, went away; call again, for the others.
+            ChannelPeerDied: a sampler went away; call again, for the others.
             ChannelError: a sampler sent what is no frame and was cut off; call again.
             ChannelClosed: this receiver was closed, perhaps by another thread just now.
         """
@@ -187,8 +187,9 @@ class GatherReceiver:
             return
         except OSError:
             chunk = b""
-        name = f"sampler{sampler.index}"
-        error: ChannelError | None = ChannelPeerDied(f"channel bic-o: {name} is gone", name)
+        error: ChannelError | None = ChannelPeerDied(
+            f"channel bic-o: sampler{sampler.index} is gone"
+        )
         if chunk:
             sampler.data += chunk
             error = self._parse(sampler)
@@ -273,7 +274,7 @@ class GatherSender:
             ) from None
         except OSError as error:
             raise ChannelPeerDied(
-                f"channel bic-o: the executor is gone ({error.strerror})", "executor"
+                f"channel bic-o: the executor is gone ({error.strerror})"
             ) from None
 
     def close(self) -> None:

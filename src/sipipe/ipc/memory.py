@@ -179,6 +179,5 @@ def _unnamed_file(directory: Path) -> int:
 
 def _creator_gone(endpoint: Endpoint) -> ChannelPeerDied:
     return ChannelPeerDied(
-        f"channel {endpoint.channel}: the process that made it is gone; start the engine again",
-        "producer",
+        f"channel {endpoint.channel}: the process that made it is gone; start the engine again"
     )

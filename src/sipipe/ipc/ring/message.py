@@ -8,7 +8,6 @@ The same in a ring entry and in the memory in which a reader puts a cut message 
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 Part = bytes | bytearray | memoryview
@@ -50,12 +49,7 @@ class Message:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -149,8 +149,7 @@ class RingReader:
             return ChannelClosed(f"channel {self.ring.channel}: closed by its producer")
         who = "producer" if self.ring.layout.ranks == 1 else f"rank {rank}"
         return ChannelPeerDied(
-            f"channel {self.ring.channel}: its {who} died before message {self.next} was complete",
-            who,
+            f"channel {self.ring.channel}: its {who} died before message {self.next} was complete"
         )
 
     def close(self) -> None:
