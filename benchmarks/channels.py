@@ -44,7 +44,7 @@ def _cpu() -> float:
 
 def _open(side: str, handle: Any, rank: int) -> Any:
     if side == "sipipe":
-        reader = DispatchReader.open(handle, f"reader{rank}")
+        reader = DispatchReader(handle, f"reader{rank}")
 
         def receive() -> int:
             with reader.receive() as message:
@@ -92,9 +92,7 @@ def _dispatch(side: str, size: int, readers: int, count: int) -> dict[str, Any]:
     producer = queue = None
     handle: Any
     if side == "sipipe":
-        producer = DispatchProducer.create(
-            "bench", entries=16, entry_bytes=size + 4096, readers=names
-        )
+        producer = DispatchProducer("bench", entries=16, entry_bytes=size + 4096, readers=names)
         handle = producer.endpoint
 
         def send() -> None:
@@ -171,7 +169,7 @@ def _dispatches(
 
 
 def _logits_reader(handle: Any, count: int, back: Connection) -> None:
-    reader = LogitsReader.open(handle, "sampler")
+    reader = LogitsReader(handle, "sampler")
     back.send("ready")
     times = np.empty(count, np.int64)
     for i in range(count):
@@ -185,7 +183,7 @@ def _logits_reader(handle: Any, count: int, back: Connection) -> None:
 
 def _logits(count: int) -> dict[str, Any]:
     vocab, batch = 151_936, 66
-    channel = LogitsChannel.create(
+    channel = LogitsChannel(
         "bench", LogitsShape(vocab=vocab, batch=batch), entries=3, readers=["sampler"]
     )
     here, there = SPAWN.Pipe()
@@ -194,7 +192,7 @@ def _logits(count: int) -> dict[str, Any]:
     here.recv()
     sent = np.empty(count, np.int64)
     fill = np.empty(count)
-    writer = LogitsWriter.open(channel.endpoint)
+    writer = LogitsWriter(channel.endpoint)
     for i in range(count):
         with writer.acquire(i, batch, 10) as region:
             began = time.perf_counter()
@@ -259,7 +257,7 @@ def _dispatch_array(size: int, count: int) -> np.ndarray[Any, Any]:
 
 
 def _sender(dispatch: Any, gather: socket.socket, name: str, payload: int) -> None:
-    reader = DispatchReader.open(dispatch, name)
+    reader = DispatchReader(dispatch, name)
     sender = GatherSender(gather)
     body = bytes(payload)
     sender.send(0, [])
@@ -273,7 +271,7 @@ def _sender(dispatch: Any, gather: socket.socket, name: str, payload: int) -> No
 
 def _gather(samplers: int, count: int) -> dict[str, Any]:
     names = [f"sampler{i}" for i in range(samplers)]
-    producer = DispatchProducer.create("bench", readers=names)
+    producer = DispatchProducer("bench", readers=names)
     pairs = [socket.socketpair() for _ in names]
     receiver = GatherReceiver([here for here, _ in pairs])
     children = [

@@ -57,11 +57,11 @@ def opened(make) -> tuple[object, int]:
 def test_the_budget_is_what_the_channels_map():
     parts = {part.what: part.size for part in memory_budget.memory_budget(**SIZES)}
     inflight, readers = SIZES["inflight"], ["sampler0", "sampler1"]
-    made, size = opened(lambda: DispatchProducer.create("bic-i", **ring_sizes(inflight)))
+    made, size = opened(lambda: DispatchProducer("bic-i", **ring_sizes(inflight)))
     assert size == parts.pop("BIC-I")
     made.close()
     made, size = opened(
-        lambda: LogitsChannel.create(
+        lambda: LogitsChannel(
             "bic-l",
             LogitsShape(vocab=SIZES["vocabulary"], batch=SIZES["sequences"], dtype=SIZES["dtype"]),
             entries=memory_budget.logits_entries(inflight),
@@ -126,7 +126,7 @@ sizes = dict(stages=2, ranks=1, samplers=1, inflight=3, vocabulary=32_000, dtype
 budget = memory_budget.memory_budget(**sizes)
 assert sum(part.size for part in budget) > 16 << 20
 memory_budget.check_budget(budget)
-LogitsChannel.create("bic-l", LogitsShape(vocab=32_000, batch=64, dtype="bfloat16"), entries=5).close()
+LogitsChannel("bic-l", LogitsShape(vocab=32_000, batch=64, dtype="bfloat16"), entries=5).close()
 print("fits")
 """
 

@@ -47,7 +47,7 @@ def reader(endpoint, name, first, delay):
     """Check every message; say how it ended and after how many."""
     rng = random.Random(name)
     expected = first
-    with closing(DispatchReader.open(msgspec.convert(endpoint, RingEndpoint), name)) as channel:
+    with closing(DispatchReader(msgspec.convert(endpoint, RingEndpoint), name)) as channel:
         say("open")
         try:
             while True:
@@ -64,8 +64,8 @@ def reader(endpoint, name, first, delay):
 def sampler(dispatch, logits, gather, name):
     """A sampler without the sampling, until anything ends."""
     try:
-        schedule = DispatchReader.open(msgspec.convert(dispatch, RingEndpoint), name)
-        reader = LogitsReader.open(msgspec.convert(logits, LogitsEndpoint), name)
+        schedule = DispatchReader(msgspec.convert(dispatch, RingEndpoint), name)
+        reader = LogitsReader(msgspec.convert(logits, LogitsEndpoint), name)
         sender = GatherSender(socket.socket(fileno=gather))
         say("open")
         while True:
@@ -79,8 +79,8 @@ def sampler(dispatch, logits, gather, name):
 def engine(directory, samplers):
     """Everything that an engine has: all three channels and its samplers, until it is killed."""
     names = [f"sampler{i}" for i in range(samplers)]
-    producer = DispatchProducer.create("bic-i", readers=names, directory=directory)
-    logits = LogitsChannel.create(
+    producer = DispatchProducer("bic-i", readers=names, directory=directory)
+    logits = LogitsChannel(
         "bic-l", LogitsShape(vocab=1000, batch=4), entries=4, readers=names, directory=directory
     )
     pairs = [socket.socketpair() for _ in names]
@@ -100,7 +100,7 @@ def engine(directory, samplers):
         there.close()
         assert child.stdout.readline() == "open\n"
     say(json.dumps({"samplers": [child.pid for child in children]}))
-    writer = LogitsWriter.open(logits.endpoint)
+    writer = LogitsWriter(logits.endpoint)
     iteration = 0
     while True:
         receiver.expect(iteration, range(samplers))

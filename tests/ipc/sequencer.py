@@ -84,10 +84,6 @@ class Sequencer:
                 super().unlock(first, count)
                 sequencer.on_unlock(self, first, count)
 
-            def held_elsewhere(self, first):
-                sequencer.step()
-                return super().held_elsewhere(first)
-
             def close(self):
                 if self.fd >= 0:
                     sequencer.step()

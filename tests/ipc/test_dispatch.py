@@ -21,12 +21,12 @@ def make():
     opened = []
 
     def producer(**options):
-        made = DispatchProducer.create("test", **{"entries": 4, "entry_bytes": 1024, **options})
+        made = DispatchProducer("test", **{"entries": 4, "entry_bytes": 1024, **options})
         opened.append(made)
         return made
 
     def reader(made, name):
-        opened.append(DispatchReader.open(made.endpoint, name))
+        opened.append(DispatchReader(made.endpoint, name))
         return opened[-1]
 
     producer.reader = reader
@@ -141,7 +141,7 @@ def test_a_producer_that_goes_away_is_a_death(make):
     with pytest.raises(ChannelPeerDied, match="before message 1 was complete"):
         a.receive()
     with pytest.raises(ChannelPeerDied, match="is gone"):
-        DispatchReader.open(producer.endpoint, "a")
+        DispatchReader(producer.endpoint, "a")
 
 
 def test_a_dead_reader_holds_nobody_up_and_its_successor_joins_at_the_next_message(make):
@@ -233,9 +233,7 @@ def test_an_endpoint_travels_as_json(make):
     text = msgspec.json.encode(producer.endpoint)
     assert json.loads(text)["memory"]["channel"] == "test"
     producer.publish([b"x"])
-    with contextlib.closing(
-        DispatchReader.open(msgspec.json.decode(text, type=RingEndpoint), "a")
-    ) as a:
+    with contextlib.closing(DispatchReader(msgspec.json.decode(text, type=RingEndpoint), "a")) as a:
         assert content(a) == (0, [b"x"])
 
 
@@ -254,7 +252,7 @@ def test_threads_take_turns_to_publish_and_to_add_readers(make):
     def join():
         for name in names:
             producer.add_reader(name)
-            reader = DispatchReader.open(producer.endpoint, name)
+            reader = DispatchReader(producer.endpoint, name)
             late.append(reader.receive().sequence)
             reader.close()
 

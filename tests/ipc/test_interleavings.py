@@ -39,7 +39,7 @@ class Dispatch:
         sequencer.spawn("producer", self.produce)
 
     def produce(self):
-        producer = DispatchProducer.create("t", ENTRIES, ENTRY_BYTES, self.readers)
+        producer = DispatchProducer("t", ENTRIES, ENTRY_BYTES, self.readers)
         for name in self.readers:
             self.spawn_reader(producer, name, name)
         while self.sent < self.messages:
@@ -70,7 +70,7 @@ class Dispatch:
 
     def spawn_reader(self, producer, name, who):
         def consume():
-            reader = DispatchReader.open(producer.endpoint, name)
+            reader = DispatchReader(producer.endpoint, name)
             try:
                 while True:
                     with reader.receive() as message:
@@ -168,8 +168,8 @@ def test_a_reader_is_removed_at_any_step_of_a_publish():
             made = []
 
             def produce():
-                made.append(DispatchProducer.create("t", ENTRIES, ENTRY_BYTES, ["a"]))
-                sequencer.spawn("a", lambda: crash(DispatchReader.open(made[0].endpoint, "a")))
+                made.append(DispatchProducer("t", ENTRIES, ENTRY_BYTES, ["a"]))
+                sequencer.spawn("a", lambda: crash(DispatchReader(made[0].endpoint, "a")))
                 sequencer.spawn("remover", lambda: made[0].remove_reader("a"))
                 for _ in range(7):
                     made[0].publish([b"x"], timeout=5)
@@ -192,8 +192,8 @@ def test_a_reader_that_leaves_at_any_step_of_a_publish_is_no_death():
             sequencer.watch(Layout(ENTRIES, ENTRY_BYTES))
 
             def produce():
-                producer = DispatchProducer.create("t", ENTRIES, ENTRY_BYTES, ["a"])
-                sequencer.spawn("a", lambda: DispatchReader.open(producer.endpoint, "a").close())
+                producer = DispatchProducer("t", ENTRIES, ENTRY_BYTES, ["a"])
+                sequencer.spawn("a", lambda: DispatchReader(producer.endpoint, "a").close())
                 for _ in range(7):
                     producer.publish([b"x"], timeout=5)
                 producer.close()
@@ -223,7 +223,7 @@ class Logits:
         sequencer.spawn("owner", self.own)
 
     def own(self):
-        owner = LogitsChannel.create(
+        owner = LogitsChannel(
             "t", LogitsShape(vocab=4, batch=2, ranks=2), entries=3, readers=list(self.received)
         )
         for rank in self.written:
@@ -243,7 +243,7 @@ class Logits:
             self.sequencer.spawn("t.1", lambda: self.read(owner, "t", "t.1"))
 
     def write(self, owner, rank):
-        writer = LogitsWriter.open(owner.endpoint, rank)
+        writer = LogitsWriter(owner.endpoint, rank)
         self.came.add(rank)
         for iteration in range(self.iterations):
             try:
@@ -262,7 +262,7 @@ class Logits:
             if any(self.sequencer.actors[f"rank {rank}"].done for rank in self.written):
                 return
             self.sequencer.step(block=True, deadline=self.sequencer.now + 1)
-        reader = LogitsReader.open(owner.endpoint, name)
+        reader = LogitsReader(owner.endpoint, name)
         try:
             while True:
                 with reader.receive() as logits:

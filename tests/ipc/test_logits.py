@@ -24,9 +24,9 @@ def make():
     def channel(**options):
         names, entries = options.pop("readers", ["s"]), options.pop("entries", 4)
         shape = LogitsShape(**{"vocab": 101, "batch": 8, **options})
-        owner = LogitsChannel.create("test", shape, entries=entries, readers=names)
-        writers = [LogitsWriter.open(owner.endpoint, rank) for rank in range(shape.ranks)]
-        readers = [LogitsReader.open(owner.endpoint, name) for name in names]
+        owner = LogitsChannel("test", shape, entries=entries, readers=names)
+        writers = [LogitsWriter(owner.endpoint, rank) for rank in range(shape.ranks)]
+        readers = [LogitsReader(owner.endpoint, name) for name in names]
         opened.extend([owner, *writers, *readers])
         return owner, writers, readers
 
@@ -131,7 +131,7 @@ def test_a_restarted_sampler_begins_with_the_oldest_iteration_still_there(make):
     crash(reader)
     owner.remove_reader("s")
     owner.add_reader("s")
-    again = LogitsReader.open(owner.endpoint, "s")
+    again = LogitsReader(owner.endpoint, "s")
     make.opened.append(again)
     got = [
         (received.iteration, received.array[0, 0])
@@ -165,7 +165,7 @@ def test_sizes_and_ranks(make):
     with pytest.raises(AssertionError), writer.acquire(0, 9):
         pass
     with pytest.raises(ChannelError, match="has a writer already"):
-        LogitsWriter.open(owner.endpoint, 0)
+        LogitsWriter(owner.endpoint, 0)
     for bad in ({"batch": 0}, {"ranks": 0}, {"entries": 2}, {"dtype": "int8"}, {"layout": "x"}):
         with pytest.raises(AssertionError):
             make(**bad)
@@ -178,7 +178,7 @@ def test_a_restarted_sampler_joins_while_the_ranks_are_amid_the_first_entry(make
     crash(reader)
     owner.remove_reader("s")
     owner.add_reader("s")
-    again = LogitsReader.open(owner.endpoint, "s")
+    again = LogitsReader(owner.endpoint, "s")
     make.opened.append(again)
     with second.acquire(0, 1):
         pass
@@ -200,7 +200,7 @@ def test_a_restarted_sampler_begins_no_later_than_it_must(make):
             pass
     owner.remove_reader("gone")
     owner.add_reader("gone")
-    again = LogitsReader.open(owner.endpoint, "gone")
+    again = LogitsReader(owner.endpoint, "gone")
     make.opened.append(again)
     assert [again.receive().iteration for _ in range(3)] == [3, 4, 5]
 
@@ -218,7 +218,7 @@ def test_a_restarted_sampler_waits_while_one_rank_is_a_lap_ahead_of_the_first(ma
 
     write(first)  # of the second rank there is nothing
     monkeypatch.setattr(ring_reader.time, "sleep", lambda _seconds: write(second))
-    again = LogitsReader.open(owner.endpoint, "s")
+    again = LogitsReader(owner.endpoint, "s")
     make.opened.append(again)
     monkeypatch.undo()
     for iteration in (1, 2, 3):  # entry 0 is next in turn, and so the ranks' own again
@@ -239,6 +239,6 @@ def test_a_restarted_sampler_is_not_misled_by_an_old_count(make, monkeypatch):
     counts = iter([3, 7])
     with monkeypatch.context() as patch:
         patch.setattr(Ring, "published", lambda _ring, _rank: next(counts))
-        again = LogitsReader.open(owner.endpoint, "s")
+        again = LogitsReader(owner.endpoint, "s")
     make.opened.append(again)
     assert [again.receive().iteration for _ in range(2)] == [5, 6]

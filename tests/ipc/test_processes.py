@@ -26,7 +26,7 @@ def stress(messages, kills, readers, directory):
     rng = random.Random(messages)
     kill_at = sorted(rng.sample(range(messages // 10, messages), kills))
     names = [f"reader{i}" for i in range(readers)]
-    producer = DispatchProducer.create("stress", 8, 4096, names, directory)
+    producer = DispatchProducer("stress", 8, 4096, names, directory)
     endpoint = msgspec.to_builtins(producer.endpoint)
 
     def start(name, first):
@@ -101,7 +101,7 @@ def test_nothing_is_left_after_kill_9(who, tmp_path):
 
 
 def test_a_reader_that_is_stopped_is_named():
-    producer = DispatchProducer.create("test", 4, 4096, ["stuck"])
+    producer = DispatchProducer("test", 4, 4096, ["stuck"])
     child = process.start(
         "reader", endpoint=msgspec.to_builtins(producer.endpoint), name="stuck", first=0, delay=0
     )

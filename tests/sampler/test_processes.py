@@ -60,12 +60,12 @@ class Service:
             self.children, SETTINGS, dtype="float32", cores=[(), ()], succession=self
         )
         self.tokens = GatherReceiver(self.samplers.sockets)
-        self.ring = DispatchProducer.create("bic-i", readers=NAMES)
+        self.ring = DispatchProducer("bic-i", readers=NAMES)
         self.bus = Bus([self.ring])
-        self.logits = LogitsChannel.create(
+        self.logits = LogitsChannel(
             "bic-l", LogitsShape(vocab=VOCAB, batch=8), entries=5, readers=NAMES
         )
-        self.writer = LogitsWriter.open(self.logits.endpoint)
+        self.writer = LogitsWriter(self.logits.endpoint)
         self.children.watch(
             heard=lambda child, message: self.errors.append(message),
             died=self.on_death,

@@ -28,7 +28,7 @@ VOCAB, BATCH = 4097, 16
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_logits_come_from_the_device_while_it_goes_on(layout, ranks):
     shard = -(-VOCAB // ranks)
-    channel = LogitsChannel.create(
+    channel = LogitsChannel(
         "logits",
         LogitsShape(
             vocab=VOCAB,
@@ -41,11 +41,11 @@ def test_logits_come_from_the_device_while_it_goes_on(layout, ranks):
         entries=4,
         readers=["a"],
     )
-    reader = LogitsReader.open(channel.endpoint, "a")
+    reader = LogitsReader(channel.endpoint, "a")
     device = CudaStageDevice(torch.device("cuda:0"))
     publishers, phases = [], []
     for rank in range(ranks):
-        writer = LogitsWriter.open(channel.endpoint, rank)
+        writer = LogitsWriter(channel.endpoint, rank)
         if not rank:
             device.lock_pages(writer.buffer)
         handover = LogitsHandover(writer, layout)

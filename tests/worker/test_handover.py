@@ -18,14 +18,14 @@ VOCAB, BATCH = 37, 5
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_readers_see_the_logits(layout, dtype):
-    channel = LogitsChannel.create(
+    channel = LogitsChannel(
         "logits",
         LogitsShape(vocab=VOCAB, batch=BATCH, dtype=dtype, layout=layout),
         entries=3,
         readers=["a"],
     )
-    reader = LogitsReader.open(channel.endpoint, "a")
-    writer = LogitsWriter.open(channel.endpoint, rank=0)
+    reader = LogitsReader(channel.endpoint, "a")
+    writer = LogitsWriter(channel.endpoint, rank=0)
     handover = LogitsHandover(writer, layout)
     logits = torch.randn(4, VOCAB, dtype=getattr(torch, dtype))
     handover.store(0, logits, 5.0)
@@ -39,11 +39,11 @@ def test_readers_see_the_logits(layout, dtype):
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_what_was_computed_in_the_slot_is_not_copied(layout):
-    channel = LogitsChannel.create(
+    channel = LogitsChannel(
         "logits", LogitsShape(vocab=VOCAB, batch=BATCH, layout=layout), entries=3, readers=["a"]
     )
-    reader = LogitsReader.open(channel.endpoint, "a")
-    handover = LogitsHandover(LogitsWriter.open(channel.endpoint), layout)
+    reader = LogitsReader(channel.endpoint, "a")
+    handover = LogitsHandover(LogitsWriter(channel.endpoint), layout)
     for iteration in range(7):
         place = handover.ahead(3)
         place.copy_(torch.full((3, VOCAB), float(iteration)))

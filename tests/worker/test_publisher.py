@@ -76,7 +76,7 @@ class LateDevice:
 class Rig:
     def __init__(self, device, layout="rows", rank=0, ranks=1, channel=None):
         shard = VOCAB if ranks == 1 else -(-VOCAB // ranks)
-        self.channel = channel or LogitsChannel.create(
+        self.channel = channel or LogitsChannel(
             "logits",
             LogitsShape(
                 vocab=VOCAB,
@@ -88,9 +88,9 @@ class Rig:
             entries=4,
             readers=["a"],
         )
-        self.reader = LogitsReader.open(self.channel.endpoint, "a") if channel is None else None
+        self.reader = LogitsReader(self.channel.endpoint, "a") if channel is None else None
         self.said, self.phases, self.failed = [], [], []
-        handover = LogitsHandover(LogitsWriter.open(self.channel.endpoint, rank), layout)
+        handover = LogitsHandover(LogitsWriter(self.channel.endpoint, rank), layout)
         self.ends = [handover]
         self.publisher = Publisher(
             device,

@@ -71,7 +71,7 @@ class Host:
                 succession=self._events,
             )
             names, sockets = names + self._samplers.names, self._samplers.sockets
-        self._ring = DispatchProducer.create(
+        self._ring = DispatchProducer(
             "bic-i", **ring_sizes(setup.slots), readers=names, directory=setup.config.shm_dir
         )
         self._closing.callback(self.say_end)
@@ -102,7 +102,7 @@ class Host:
     def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
         """Make BIC-L, as the last stage wants it."""
         assert self._samplers is not None
-        self._logits = LogitsChannel.create(
+        self._logits = LogitsChannel(
             "bic-l",
             shape,
             entries=logits_entries(self._setup.slots),

@@ -7,8 +7,7 @@ file exclude each other even within a process. When the process ends, however it
 frees its locks and wakes whoever waits for them. A plain :meth:`Locks.wait_lock` sleeps in the
 kernel and uses no CPU.
 
-Relies on: ``F_OFD_SETLK``, ``F_OFD_SETLKW`` and ``F_OFD_GETLK`` (Linux 3.15), the same ``struct
-flock`` on all 64-bit Linux; that nobody else holds the same description: it is opened anew,
+Relies on: ``F_OFD_SETLK`` and ``F_OFD_SETLKW`` (Linux 3.15), the same ``struct flock`` on all 64-bit Linux; that nobody else holds the same description: it is opened anew,
 never duplicated, close-on-exec, and closed in a forked child. The file that is mapped is a
 second description, because a mapping keeps its description, and with it the locks, alive.
 Taking and freeing a lock passes through the kernel's spinlock of the file, which orders memory:
@@ -31,7 +30,7 @@ import struct
 import time
 import weakref
 
-_GETLK, _SETLK, _SETLKW = 36, 37, 38  # F_OFD_*, absent from Python's fcntl before 3.14
+_SETLK, _SETLKW = 37, 38  # F_OFD_*, absent from Python's fcntl before 3.14
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
 
 
@@ -69,11 +68,6 @@ class Locks:
     def unlock(self, first: int, count: int = 1) -> None:
         """Free the bytes; whoever waits for them wakes up."""
         fcntl.fcntl(self.fd, _SETLK, _flock(_UNLOCK, first, count))
-
-    def held_elsewhere(self, first: int) -> bool:
-        """Whether another description holds any lock on byte ``first``."""
-        answer = fcntl.fcntl(self.fd, _GETLK, _flock(EXCLUSIVE, first, 1))
-        return int(_FLOCK.unpack(answer)[0]) != _UNLOCK
 
     def close(self) -> None:
         """Free all locks and the descriptor. Idempotent."""

@@ -60,8 +60,8 @@ class Sampler:
         self._index = boot.index
         self._slot = 0
         self._layout = settings.layout
-        self._steps = DispatchReader.open(boot.bic_i, sampler_name(boot.index))
-        self._logits = LogitsReader.open(boot.bic_l, sampler_name(boot.index))
+        self._steps = DispatchReader(boot.bic_i, sampler_name(boot.index))
+        self._logits = LogitsReader(boot.bic_l, sampler_name(boot.index))
         self._entry: ReceivedLogits | None = None
         """The entry of BIC-L that was received last."""
         self._tokens = tokens

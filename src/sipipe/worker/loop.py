@@ -183,7 +183,7 @@ class StageLoop:
         assert runner is not None
         head = runner.head
         if head is not None and (place.tp_rank == 0 or head.shard):
-            writer = LogitsWriter.open(logits, rank=place.tp_rank)
+            writer = LogitsWriter(logits, rank=place.tp_rank)
             self._logits = LogitsHandover(writer, config.logits_layout)
             if self._second is not None:
                 self._device.lock_pages(writer.buffer)

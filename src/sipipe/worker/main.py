@@ -158,7 +158,7 @@ class Main:
     def serve(self, loop: StageLoop) -> None:
         """Follow BIC-I until it is closed; the main thread is the device thread when it can be."""
         endpoint = self._parent.receive()
-        self._reader = reader = DispatchReader.open(endpoint, self._boot.place.name)
+        self._reader = reader = DispatchReader(endpoint, self._boot.place.name)
         while loop.double_buffer is None:
             self._follow_one(reader, loop)
         self._preparing = threading.Thread(

@@ -50,10 +50,10 @@ class Event:
         self.memory = memory
         self.owner = owner
 
-    def record(self) -> int:
+    def record(self, stream) -> None:
         recorded, done = _COUNTS.unpack_from(self.memory)
         _COUNTS.pack_into(self.memory, 0, recorded + 1, done)
-        return recorded + 1
+        stream.give(lambda: self.come_true(recorded + 1))
 
     def recorded(self) -> int:
         return _COUNTS.unpack_from(self.memory)[0]
@@ -83,10 +83,31 @@ class Stream:
     def give(self, call) -> None:
         self._calls.put(call)
 
+    def wait_event(self, event: Event) -> None:
+        record = event.recorded()
+        self.give(lambda: event.wait(record))
+
     def finish(self) -> None:
         done = threading.Event()
         self._calls.put(done.set)
         done.wait(60)
+
+
+class Now:
+    """The caller's own stream: the caller does at once what it is given."""
+
+    wait_event = Stream.wait_event
+
+    def give(self, call) -> None:
+        call()
+
+    def wait_stream(self, stream: Stream) -> None:
+        stream.finish()
+
+    def record_event(self) -> Event:
+        event = Event(mmap.mmap(-1, _COUNTS.size))
+        event.record(self)
+        return event
 
 
 class StandInDevice:
@@ -95,7 +116,7 @@ class StandInDevice:
     uuid = "stand-in"
 
     def __init__(self) -> None:
-        self._copies = Stream()
+        self.copies = Stream()
         self._mapped: dict[int, tuple[mmap.mmap, torch.Tensor]] = {}
 
     def check(self, key, tensor, link):
@@ -116,7 +137,7 @@ class StandInDevice:
         return tensor.data_ptr()
 
     def unmap(self, address):
-        self._copies.finish()
+        self.copies.finish()
         del self._mapped[address]
 
     def event(self):
@@ -130,29 +151,10 @@ class StandInDevice:
         base, (_, memory) = max(item for item in self._mapped.items() if item[0] <= to)
         target = memory[to - base : to - base + tensor.nbytes]
         source = tensor.reshape(-1).view(torch.uint8)
-        self._copies.give(lambda: target.copy_(source))
+        self.copies.give(lambda: target.copy_(source))
 
-    def hold_copies(self, event):
-        record = event.recorded()
-        self._copies.give(lambda: event.wait(record))
-
-    def mark_copies(self, event):
-        record = event.record()
-        self._copies.give(lambda: event.come_true(record))
-
-    def wait_for_copies(self):
-        self._copies.finish()
-
-    def wait(self, event):
-        event.wait(event.recorded())
-
-    def mark(self, event):
-        event.come_true(event.record())
-
-    def mark_now(self):
-        event = Event(mmap.mmap(-1, _COUNTS.size))
-        self.mark(event)
-        return event
+    def now(self):
+        return Now()
 
 
 def use() -> None:

@@ -6,19 +6,19 @@ buffer at any time: the sender until a frame's header is sent, then the receiver
 the frame. Both pass through a socket, and the system calls order memory.
 """
 
-import mmap
 from typing import Any
 
 import torch
 
-from sipipe.ipc.link.schema import TensorSchema, align
+from sipipe.ipc.link.schema import TensorSchema
+from sipipe.ipc.memory import PAGE, round_up
 
 _REMEMBERED = 4096
 
 
 def buffer_bytes(schema: TensorSchema, max_tokens: int) -> int:
     """Bytes of a buffer for ``schema``."""
-    return align(max(1, schema.offsets(max_tokens)[-1]), mmap.PAGESIZE)
+    return round_up(max(1, schema.offsets(max_tokens)[-1]), PAGE)
 
 
 class Buffers:

@@ -23,17 +23,17 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 class CudaDevice:
     """The current CUDA device of the thread that makes it.
 
-    "Copies" are those of :meth:`copy`, in a stream of their own; "now" is the calling thread's
-    current stream. No method waits for the device, but for :meth:`unmap`.
+    No method waits for the device, but for :meth:`unmap`.
     """
 
     def __init__(self) -> None:
         self._index = torch.cuda.current_device()
         self.uuid = str(torch.cuda.get_device_properties(self._index).uuid)
-        self._copies = torch.cuda.Stream(self._index)
+        self.copies = torch.cuda.Stream(self._index)
+        """The stream of :meth:`copy`."""
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._context = ctypes.c_void_p()
-        self._copies.synchronize()  # makes the context this thread's current one
+        self.copies.synchronize()  # makes the context this thread's current one
         self._call("cuCtxGetCurrent", ctypes.byref(self._context))
 
     def check(self, key: str, tensor: torch.Tensor, link: str) -> None:
@@ -66,7 +66,7 @@ class CudaDevice:
 
     def unmap(self, address: int) -> None:
         """Undo :meth:`map`, when the copies so far are done."""
-        self._copies.synchronize()
+        self.copies.synchronize()
         self._driver_call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def event(self) -> tuple[Any, bytes]:
@@ -81,40 +81,17 @@ class CudaDevice:
 
     def copy(self, to: int, tensor: torch.Tensor) -> None:
         """Copy a contiguous tensor; its memory is kept until that is done."""
-        tensor.record_stream(self._copies)  # torch's allocator gives it to nobody until then
+        tensor.record_stream(self.copies)  # torch's allocator gives it to nobody until then
         self._driver_call(
             "cuMemcpyAsync",
             ctypes.c_uint64(to),
             ctypes.c_uint64(tensor.data_ptr()),
             ctypes.c_size_t(tensor.nbytes),
-            ctypes.c_void_p(self._copies.cuda_stream),
+            ctypes.c_void_p(self.copies.cuda_stream),
         )
 
-    def hold_copies(self, event: Any) -> None:
-        """Copies from now on wait for ``event``."""
-        self._copies.wait_event(event)
-
-    def mark_copies(self, event: Any) -> None:
-        """Let ``event`` stand for the copies so far."""
-        event.record(self._copies)
-
-    def wait_for_copies(self) -> None:
-        """What is queued now waits for the copies so far."""
-        self._now().wait_stream(self._copies)
-
-    def wait(self, event: Any) -> None:
-        """What is queued now waits for ``event``."""
-        self._now().wait_event(event)
-
-    def mark(self, event: Any) -> None:
-        """Let ``event`` stand for what is queued now."""
-        event.record(self._now())
-
-    def mark_now(self) -> Any:
-        """A new event that stands for what is queued now."""
-        return self._now().record_event()
-
-    def _now(self) -> Any:
+    def now(self) -> Any:
+        """The calling thread's current stream."""
         return torch.cuda.current_stream(self._index)
 
     def _check_peer(self, uuid: str) -> None:

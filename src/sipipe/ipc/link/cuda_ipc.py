@@ -64,7 +64,7 @@ class CudaIpcSending(ShmSending):
         for index, (key, part) in enumerate(zip(schema.keys, parts, strict=True)):
             self._device.check(key, part, self._endpoint.describe())
             parts[index] = part.contiguous()
-        return self._device.mark_now()
+        return self._device.now().record_event()
 
     def is_quick(self, nbytes: int, after: Any) -> bool:  # noqa: ARG002
         return True  # nothing is copied by the caller, only queued
@@ -109,18 +109,18 @@ class CudaIpcSending(ShmSending):
     ) -> None:
         assert self._base, "announce comes first"
         device, buffer = self._device, header.frame % self._endpoint.depth
-        device.hold_copies(after)
-        device.hold_copies(self._freed[buffer])
+        device.copies.wait_event(after)
+        device.copies.wait_event(self._freed[buffer])
         start = self._base + buffer * self._size
         offsets = schema.offsets(self._endpoint.max_tokens)
         for part, offset in zip(parts, offsets, strict=False):  # the last offset is the end
             if part.nbytes:
                 device.copy(start + offset, part)
-        device.mark_copies(self._filled[buffer])
+        self._filled[buffer].record(device.copies)
         self._connection.send(pack(header))
 
     def order_after_copies(self) -> None:
-        self._device.wait_for_copies()
+        self._device.now().wait_stream(self._device.copies)
 
     def interrupt(self) -> None:
         self._closed = True
@@ -151,11 +151,11 @@ class CudaIpcReceiving(ShmReceiving):
 
     def tensors(self, header: Header) -> dict[str, torch.Tensor]:
         tensors = super().tensors(header)
-        self._device.wait(self._filled[header.frame % self._endpoint.depth])
+        self._device.now().wait_event(self._filled[header.frame % self._endpoint.depth])
         return tensors
 
     def release(self, frame: int) -> None:
-        self._device.mark(self._freed[frame % self._endpoint.depth])
+        self._freed[frame % self._endpoint.depth].record(self._device.now())
         super().release(frame)
 
     def _open_room(self, descriptor: int, size: int) -> Buffers:

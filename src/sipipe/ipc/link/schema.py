@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from sipipe.ipc.memory import round_up
+
 TOKENS = -1
 """Stands in a shape for the dimension that counts tokens."""
 
@@ -24,11 +26,6 @@ ALIGNMENT = 64
 """Bytes; every tensor of a buffer starts on a cache line (and an AVX-512 register)."""
 
 _REMEMBERED = 4096
-
-
-def align(nbytes: int, to: int = ALIGNMENT) -> int:
-    """``nbytes`` rounded up to a multiple of ``to``."""
-    return -(-nbytes // to) * to
 
 
 class FrameShape(NamedTuple):
@@ -147,5 +144,5 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """
         offsets = [0]
         for size in self.at(max_tokens).sizes:
-            offsets.append(offsets[-1] + align(size))
+            offsets.append(offsets[-1] + round_up(size, ALIGNMENT))
         return tuple(offsets)

@@ -36,23 +36,14 @@ class DispatchProducer:
     """The one writer of a dispatch channel, and its owner. Any thread; publishing and adding a
     reader take turns, removing one does not wait for a publish that is stuck."""
 
-    def __init__(self, ring: Ring) -> None:
-        """Use :meth:`create`."""
-        self._ring = ring
-        self._writer = RingWriter(ring)
-        self._turns = threading.Lock()  # a new reader's first message is known only between two
-        self._sequence = 0
-        self._closed = False
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         name: str,
         entries: int = 16,
         entry_bytes: int = 1 << 16,
         readers: Sequence[str] = (),
         directory: str | None = None,
-    ) -> DispatchProducer:
+    ) -> None:
         """Make a channel on this host.
 
         Args:
@@ -65,7 +56,11 @@ class DispatchProducer:
         Raises:
             ResourceError: not enough memory.
         """
-        return cls(Ring.create(name, Layout(entries, entry_bytes), readers, directory))
+        self._ring = Ring.create(name, Layout(entries, entry_bytes), readers, directory)
+        self._writer = RingWriter(self._ring)
+        self._turns = threading.Lock()  # a new reader's first message is known only between two
+        self._sequence = 0
+        self._closed = False
 
     @staticmethod
     def required_bytes(*, entries: int, entry_bytes: int) -> int:
@@ -134,21 +129,16 @@ class DispatchProducer:
 class DispatchReader:
     """One named reader of a dispatch channel. Not for two threads at once."""
 
-    def __init__(self, ring: RingReader) -> None:
-        """Use :meth:`open`."""
-        self._ring = ring
-        self._partial: bytearray | None = None
-        self._expected = -1
-
-    @classmethod
-    def open(cls, endpoint: RingEndpoint, name: str) -> DispatchReader:
+    def __init__(self, endpoint: RingEndpoint, name: str) -> None:
         """Attach as the declared reader ``name``.
 
         Raises:
             ChannelPeerDied: the producer is gone. ChannelError: ``name`` is not declared, or
                 somebody else has attached as it.
         """
-        return cls(RingReader(Ring.attach(endpoint), name))
+        self._ring = RingReader(Ring.attach(endpoint), name)
+        self._partial: bytearray | None = None
+        self._expected = -1
 
     def receive(self) -> Message:
         """Wait for the next message, asleep; use it in a ``with`` statement.

@@ -39,22 +39,15 @@ class LogitsEndpoint(msgspec.Struct, frozen=True):
 class LogitsChannel:
     """The owner of a logits channel. It need not write or read."""
 
-    def __init__(self, ring: Ring, shape: LogitsShape) -> None:
-        """Use :meth:`create`."""
-        self._ring = ring
-        self.endpoint = LogitsEndpoint(ring.endpoint, shape)
-        """What writers and readers need, while this process lives."""
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         name: str,
         shape: LogitsShape,
         *,
         entries: int,
         readers: Sequence[str] = (),
         directory: str | None = None,
-    ) -> LogitsChannel:
+    ) -> None:
         """Make the memory: ``entries`` arrays of ``shape``.
 
         Args:
@@ -67,7 +60,9 @@ class LogitsChannel:
         Raises:
             ResourceError: not enough memory.
         """
-        return cls(Ring.create(name, _ring_layout(entries, shape), readers, directory), shape)
+        self._ring = Ring.create(name, _ring_layout(entries, shape), readers, directory)
+        self.endpoint = LogitsEndpoint(self._ring.endpoint, shape)
+        """What writers and readers need, while this process lives."""
 
     @staticmethod
     def required_bytes(entries: int, shape: LogitsShape) -> int:
@@ -99,15 +94,10 @@ class LogitsChannel:
 class LogitsWriter:
     """One rank's writer. Not for two threads at once."""
 
-    def __init__(self, ring: RingWriter, shape: LogitsShape) -> None:
-        """Use :meth:`open`."""
-        self._ring = ring
-        self._shape = shape
-
-    @classmethod
-    def open(cls, endpoint: LogitsEndpoint, rank: int = 0) -> LogitsWriter:
+    def __init__(self, endpoint: LogitsEndpoint, rank: int = 0) -> None:
         """Attach as the writer of ``rank``; one per rank and channel."""
-        return cls(RingWriter(Ring.attach(endpoint.ring), rank), endpoint.shape)
+        self._ring = RingWriter(Ring.attach(endpoint.ring), rank)
+        self._shape = endpoint.shape
 
     @property
     def buffer(self) -> memoryview:
@@ -168,20 +158,15 @@ class ReceivedLogits:
 class LogitsReader:
     """One sampler's side. Not for two threads at once."""
 
-    def __init__(self, ring: RingReader, shape: LogitsShape) -> None:
-        """Use :meth:`open`."""
-        self._ring = ring
-        self._shape = shape
-
-    @classmethod
-    def open(cls, endpoint: LogitsEndpoint, name: str) -> LogitsReader:
+    def __init__(self, endpoint: LogitsEndpoint, name: str) -> None:
         """Attach as the declared reader ``name``.
 
         Raises:
             ChannelPeerDied: the owner is gone. ChannelError: ``name`` is not declared, or
                 somebody else has attached as it.
         """
-        return cls(RingReader(Ring.attach(endpoint.ring), name), endpoint.shape)
+        self._ring = RingReader(Ring.attach(endpoint.ring), name)
+        self._shape = endpoint.shape
 
     def receive(self) -> ReceivedLogits:
         """Wait, asleep, until every rank has published the next iteration. The writers have come.
