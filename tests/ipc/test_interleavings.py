@@ -258,8 +258,8 @@ class Logits:
         writer.close()
 
     def read(self, owner, name, who):
-        while len(self.came) < len(self.written):  # an engine opens the samplers' ends last
-            if any(self.sequencer.actors[f"rank {rank}"].done for rank in self.written):
+        while to_come := self.written.keys() - self.came:  # an engine opens samplers' ends last
+            if any(self.sequencer.actors[f"rank {rank}"].done for rank in to_come):
                 return
             self.sequencer.step(block=True, deadline=self.sequencer.now + 1)
         reader = LogitsReader(owner.endpoint, name)
