@@ -22,10 +22,12 @@ import torch
 from vllm.distributed import parallel_state
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
-from sipipe.ipc.link.endpoint import create_link
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
+from sipipe.messages.link import LinkEndpoint
+from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
-from sipipe.observe.recorder import Recorder
+from sipipe.observe.format import Header
+from sipipe.observe.recorder import open_recorder
 from sipipe.worker.loop import StageLoop
 from sipipe.worker.second_runner import feedback_of
 from sipipe.worker.vllm_workers import GPUStageWorker
@@ -61,13 +63,16 @@ class Rig:
             prefill_len=SimpleNamespace(np=np.array([len(r.prompt) for r in self.requests])),
         )
         self.depth = depth
-        link = create_link("cuda_ipc", max_tokens=MAX_TOKENS, depth=depth, device="cuda")
+        link = LinkEndpoint(kind="cuda_ipc", max_tokens=MAX_TOKENS, depth=depth, device="cuda")
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.channel = LogitsChannel.create(
-            "logits", entries=INFLIGHT + 2, vocab=VOCAB, batch=ROWS, layout=layout, readers=["a"]
+        self.channel = LogitsChannel(
+            "logits",
+            LogitsShape(vocab=VOCAB, batch=ROWS, layout=layout),
+            entries=INFLIGHT + 2,
+            readers=["a"],
         )
         self.layout = layout
-        self.reader = LogitsReader.open(self.channel.endpoint, "a")
+        self.reader = LogitsReader(self.channel.endpoint, "a")
         self.committed = 0
         self.expected, self.reports, self.waits_for = {}, {}, {}
         self.launched = [0, 0]
@@ -96,7 +101,7 @@ class Rig:
                     SimpleNamespace(worker=worker, execute_model=worker.execute_model),
                     [pair[stage]],
                     self.reported,
-                    Recorder(),
+                    open_recorder(None, Header(role="stage")),
                     self.failed,
                 )
                 self.loops.append(loop)

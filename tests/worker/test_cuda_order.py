@@ -117,20 +117,22 @@ HAZARDS = {
         "torch.from_numpy(table).to(self._device)",
     ),
     "hidden states are sent before they are computed": (
-        CudaIpcSending, "transmit", "device.hold_copies(after)", "pass",
+        CudaIpcSending, "transmit", "device.copies.wait_event(after)", "pass",
     ),
     "hidden states are sent into memory that the receiver still reads": (
-        CudaIpcSending, "transmit", "device.hold_copies(self._freed[buffer])", "pass",
+        CudaIpcSending, "transmit", "device.copies.wait_event(self._freed[buffer])", "pass",
     ),
     "hidden states are used before they have come": (
         CudaIpcReceiving, "tensors",
-        "self._device.wait(self._filled[header.frame % self._endpoint.depth])", "pass",
+        "self._device.now().wait_event(self._filled[header.frame % self._endpoint.depth])",
+        "pass",
     ),
     "hidden states being sent are given back to the allocator": (
-        CudaDevice, "copy", "tensor.record_stream(self._copies)", "pass",
+        CudaDevice, "copy", "tensor.record_stream(self.copies)", "pass",
     ),
     "the sender's copies do not hold up what overwrites their source": (
-        CudaDevice, "wait_for_copies", "self._now().wait_stream(self._copies)", "pass",
+        CudaIpcSending, "order_after_copies",
+        "self._device.now().wait_stream(self._device.copies)", "pass",
     ),
     "staging is reused one iteration too early": (
         Runner, "__init__", "torch.int64, INFLIGHT)", "torch.int64, INFLIGHT - 1)",

@@ -31,18 +31,22 @@ def test_spans(batch):
     computed = np.array([c for c, _ in batch], np.int32)
     scheduled = np.array([s for _, s in batch], np.int32)
     total = int(scheduled.sum())
-    query_start = np.full(len(batch) + 3, -7, np.int32)
+    query_start_loc = np.full(len(batch) + 3, -7, np.int32)
     positions = np.full(total + 3, -7, np.int64)
     seq_lens = np.full(len(batch) + 3, -7, np.int32)
     longest = spans(
-        computed, scheduled, query_start_loc=query_start, positions=positions, seq_lens=seq_lens
+        computed, scheduled, query_start_loc=query_start_loc, positions=positions, seq_lens=seq_lens
     )
     starts, expected_positions, lens = naive_spans(computed.tolist(), scheduled.tolist())
     assert longest == (max(scheduled), max(lens))
-    assert query_start[: len(batch) + 1].tolist() == starts
+    assert query_start_loc[: len(batch) + 1].tolist() == starts
     assert positions[:total].tolist() == expected_positions
     assert seq_lens[: len(batch)].tolist() == lens
-    for array, used in ((query_start, len(batch) + 1), (positions, total), (seq_lens, len(batch))):
+    for array, used in (
+        (query_start_loc, len(batch) + 1),
+        (positions, total),
+        (seq_lens, len(batch)),
+    ):
         assert (array[used:] == -7).all(), "wrote past its part"
 
 

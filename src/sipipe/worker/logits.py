@@ -1,11 +1,11 @@
-"""Logits of the last stage: this rank's columns of the vocabulary, into their BIC-L slot.
+"""Logits of the last stage: this rank's columns of the vocabulary, into their BIC-L entry.
 
 vLLM gathers the tensor-parallel shards of the logits on every rank (or on one) so that its own
 sampler sees whole rows. SiPipe's samplers read shards from shared memory, where rank r's columns
 stand beside the others' (paper section 4.1: shards are concatenated by being written). The seam
 is one method of vLLM's ``LogitsProcessor``, ``_gather_logits``, replaced on the model's instance;
 scaling and soft caps, which are element-wise, stay vLLM's. The projection writes its result into
-the slot itself where vLLM lets its memory be chosen, else it is copied there.
+the entry itself where vLLM lets its memory be chosen, else it is copied there.
 
 Who runs here: the device thread, alone.
 """
@@ -94,7 +94,7 @@ class LogitsHandover:
 
     Args:
         writer: the channel's end; closed with this.
-        layout: ``"rows"`` for slots [B, V], ``"columns"`` for [V, B].
+        layout: ``"rows"`` for entries [B, V], ``"columns"`` for [V, B].
     """
 
     def __init__(self, writer: LogitsWriter, layout: str) -> None:
@@ -107,10 +107,10 @@ class LogitsHandover:
         return self._tensor(self._writer.ahead(rows))
 
     def store(self, iteration: int, logits: torch.Tensor, timeout: float) -> None:
-        """``logits`` [n, V of this rank] into the slot of ``iteration``; done on return.
+        """``logits`` [n, V of this rank] into the entry of ``iteration``; done on return.
 
         Raises:
-            ChannelTimeout: a late sampler still reads the slot after ``timeout`` seconds.
+            ChannelTimeout: a late sampler still reads the entry after ``timeout`` seconds.
         """
         with self.entry(iteration, logits.shape[0], timeout) as target:
             if logits.data_ptr() != target.data_ptr():
@@ -122,7 +122,7 @@ class LogitsHandover:
         block ends well.
 
         Raises:
-            ChannelTimeout: a late sampler still reads the slot after ``timeout`` seconds.
+            ChannelTimeout: a late sampler still reads the entry after ``timeout`` seconds.
         """
         with self._writer.acquire(iteration, rows, timeout) as region:
             yield self._tensor(region)

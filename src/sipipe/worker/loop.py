@@ -8,7 +8,7 @@ control call.
 Who runs here: the preparing thread in :meth:`StageLoop.prepare`, the device thread in ``receive``,
 ``forward`` and ``send``; control calls (``describe``, ``open``, ``run_vllm``) with both idle.
 
-Invariant: rows of a BIC-L slot are the sampled requests in the order of
+Invariant: rows of a BIC-L entry are the sampled requests in the order of
 ``SchedulerOutput.num_scheduled_tokens``, which is also the order in which the engine tells the
 samplers whose rows they are.
 """
