@@ -44,6 +44,8 @@ def test_version(capsys):
         (["make-model", "lama", "x"], 'did you mean "llama"'),
         (["serve", "m", "--samplers", "0"], '"samplers" must be a whole number'),
         (["serve", "m", "--samplers", "many"], "not 'many'"),
+        (["make-model", "llama", "d", "--layers", "0"], "--layers: must be a whole number of 1"),
+        (["make-model", "llama", "d", "--seed", "-1"], "--seed: must be a whole number of 0"),
         (["serve", "m", "--inflight", "-1"], '"inflight"'),
         (["serve", "m", "--layers", "7,0"], ' "layers[1]" must be a whole number of 1 or more'),
         (["serve", "m", "--layers", "evn"], "not 'evn'"),

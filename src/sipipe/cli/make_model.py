@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sipipe.cli.parser import make_parser
+from sipipe.cli.parser import adder, at_least, make_parser
 
 EPILOG = """\
 families: llama, qwen2, qwen3-moe, mixtral, deepseek-v3
@@ -22,12 +22,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("family", metavar="FAMILY", help="llama, qwen2, qwen3-moe, …")
     parser.add_argument("directory", metavar="DIR", type=Path, help="new or empty directory")
     parser.add_argument("--size", default="tiny", help="tiny (default), bench or qwen2.5-0.5b")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    add = adder(parser)
+    add("--seed", at_least(0, int), 0, "N", "seed of the weights (default: 0)")
     parser.add_argument(
         "--dtype", help="float32, float16 or bfloat16 (default: tiny float32, others bfloat16)"
     )
-    parser.add_argument("--vocab-size", type=int, metavar="V", help="rows of the vocabulary")
-    parser.add_argument("--layers", type=int, metavar="L", help="number of layers")
+    add("--vocab-size", at_least(1, int), None, "V", "rows of the vocabulary")
+    add("--layers", at_least(1, int), None, "L", "number of layers")
     parser.add_argument(
         "--force", action="store_true", help="replace a model made there with other arguments"
     )

@@ -184,21 +184,14 @@ class Pipeline:
         assert self._tracker is not None
         self._gather.replace(index, tokens)
         with self._bus.order:
-            self._last.admit(index, _snapshot(self.iterations, self._tracker, index))
+            undrawn = self.iterations.undrawn(index)
+            steps = [iteration.work.step for iteration in undrawn]
+            grammars = [one.grammar for one in undrawn if one.grammar is not None]
+            self._last.admit(index, Snapshot(self._tracker.added_of(index), steps, grammars))
         self.telemetry.live.add(Word.RESTARTS)
 
     def turn(self) -> float:
         return LONGEST_SLEEP if self._stall is None else self._stall.turn()
-
-
-def _snapshot(iterations: Iterations, tracker: RequestTracker, sampler: int) -> Snapshot:
-    """What a new ``sampler`` has to know; called under the order of BIC-I."""
-    undrawn = iterations.undrawn(sampler)
-    return Snapshot(
-        tracker.added_of(sampler),
-        [iteration.work.step for iteration in undrawn],
-        [iteration.grammar for iteration in undrawn if iteration.grammar is not None],
-    )
 
 
 def _make_links(setup: Setup, addresses: dict[int, str]) -> list[LinkEndpoint]:

@@ -53,7 +53,8 @@ def facts_from_config(
         dense = projections * hidden * dense_width
         width = min(width, dense_width) if width else dense_width
     fields.finish()
-    activation = 4 if _dtype(config) == "float32" else 2
+    dtype = str(config.get("dtype") or config.get("torch_dtype")).lower()
+    activation = 4 if dtype == "float32" else 2
     bits, block = _weight_bits(config, source, activation, weight_bits)
     return ModelFacts(
         name=name,
@@ -82,28 +83,23 @@ class _Fields:
         self.source = source
         self._missing: list[str] = []
 
-    def _value(self, name: str, least: int, allowed: str) -> int | None:
-        """The field ``name``; None where it is missing or null."""
-        value = self.config.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"MODEL: {self.source}: {name} must be {allowed}, not {value!r}")
-        return value
-
-    def number(self, *names: str, default: int | None = None) -> int:
+    def number(self, *names: str, default: int | None = None, least: int = 1) -> int:
         """The first of ``names`` that is present; a placeholder of 1 once it is noted missing."""
         for name in names:
-            value = self._value(name, 1, "a positive whole number")
-            if value is not None:
-                return value
+            value = self.config.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                allowed = "a positive whole number" if least else "a whole number of 0 or more"
+                raise ConfigError(f"MODEL: {self.source}: {name} must be {allowed}, not {value!r}")
+            return value
         if default is None:
             self._missing.append(" or ".join(names))
-        return default or 1
+        return 1 if default is None else default
 
     def optional(self, name: str) -> int:
         """A whole number of 0 or more; 0 where the field is missing or null."""
-        return self._value(name, 0, "a whole number of 0 or more") or 0
+        return self.number(name, default=0, least=0)
 
     def finish(self) -> None:
         """Name everything that was missing."""
@@ -205,10 +201,6 @@ def _mixture(
         shared_parameters=3 * hidden * shared + hidden * experts,
     )
     return (moe, sparse, width) if sparse else (None, [], 0)
-
-
-def _dtype(config: Mapping[str, Any]) -> str:
-    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").lower()
 
 
 def _weight_bits(

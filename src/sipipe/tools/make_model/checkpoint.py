@@ -64,7 +64,7 @@ def make_model(
         seed: of the weights, 0 or more.
         dtype: ``float32``, ``float16`` or ``bfloat16``; None: the size's own.
         vocab_size: rows of the vocabulary; None: the size's own.
-        layers: number of layers; None: the size's own.
+        layers: number of layers, 1 or more; None: the size's own.
 
     Raises:
         ConfigError: an argument has a bad value, or ``directory`` holds something else.
@@ -74,8 +74,6 @@ def make_model(
     shape = _shape(family, size, vocab_size, layers)
     dtype = shape.dtype if dtype is None else dtype
     _choose("--dtype", dtype, DTYPES)
-    if seed < 0:
-        raise ConfigError(f"make-model: --seed must be 0 or more, not {seed}")
     recipe = {
         "recipe": RECIPE_VERSION,
         "family": family,
@@ -157,8 +155,6 @@ def _shape(family: str, size: str, vocab_size: int | None, layers: int | None) -
             )
         shape = dataclasses.replace(shape, vocab=vocab_size)
     if layers is not None:
-        if layers < 1:
-            raise ConfigError(f"make-model: --layers must be 1 or more, not {layers}")
         shape = dataclasses.replace(shape, layers=layers)
     return shape
 

@@ -99,28 +99,6 @@ def _base(model_type: str, shape: Shape, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def _qwen3_moe(shape: Shape) -> dict[str, Any]:
-    return _base(
-        "qwen3_moe",
-        shape,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.experts_per_token,
-        moe_intermediate_size=shape.moe_intermediate,
-        norm_topk_prob=True,
-    )
-
-
-def _mixtral(shape: Shape) -> dict[str, Any]:
-    return _base(
-        "mixtral",
-        shape,
-        intermediate_size=shape.moe_intermediate,
-        num_local_experts=shape.experts,
-        num_experts_per_tok=shape.experts_per_token,
-        sliding_window=None,
-    )
-
-
 def _deepseek_v3(shape: Shape) -> dict[str, Any]:
     config = _base(
         "deepseek_v3",
@@ -152,8 +130,22 @@ def _deepseek_v3(shape: Shape) -> dict[str, Any]:
 FAMILIES: Mapping[str, Callable[[Shape], dict[str, Any]]] = {
     "llama": functools.partial(_base, "llama"),
     "qwen2": functools.partial(_base, "qwen2"),
-    "qwen3-moe": _qwen3_moe,
-    "mixtral": _mixtral,
+    "qwen3-moe": lambda shape: _base(
+        "qwen3_moe",
+        shape,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.experts_per_token,
+        moe_intermediate_size=shape.moe_intermediate,
+        norm_topk_prob=True,
+    ),
+    "mixtral": lambda shape: _base(
+        "mixtral",
+        shape,
+        intermediate_size=shape.moe_intermediate,
+        num_local_experts=shape.experts,
+        num_experts_per_tok=shape.experts_per_token,
+        sliding_window=None,
+    ),
     "deepseek-v3": _deepseek_v3,
 }
 """The fields of config.json, by the name of the family."""
