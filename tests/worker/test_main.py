@@ -137,7 +137,7 @@ def process(monkeypatch):
         main = run.main = worker_main.Main(boot, parent, [])
         main._call, main._wrapper = "", Worker(stage, main)
         reader = run.reader = Reader(messages, end or ChannelClosed("closed"))
-        monkeypatch.setattr(worker_main.DispatchReader, "open", lambda *_: reader)
+        monkeypatch.setattr(worker_main, "DispatchReader", lambda *_: reader)
         main._loop = Loop(stage, opened=opened)
         try:
             main.serve(main._loop)
