@@ -143,6 +143,7 @@ class SteppedQueue:
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.actor = Actor(self.items)
+        self.actor.free = not Machine.current.stepped
         Machine.current.actors.append(self.actor)
 
     def put(self, item: Any) -> None:
@@ -181,6 +182,8 @@ class Machine:
         self.device = 0
         self.launching = threading.current_thread()
         self.own = [Stream(index) for index in range(2)]
+        self.stepped = True
+        """Whether threads take turns; else they run as they like, as does the test's own."""
         self.calm = True
         """Everything runs at once, as long as a test sets up."""
 

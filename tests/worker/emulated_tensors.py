@@ -31,7 +31,15 @@ from .emulated_cuda import (
 )
 
 aten = torch.ops.aten
-_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.tensor}
+_FACTORIES = {
+    torch.empty,
+    torch.zeros,
+    torch.ones,
+    torch.randn,
+    torch.full,
+    torch.arange,
+    torch.tensor,
+}
 _COPIES = {aten._to_copy.default, aten.to.dtype_layout, aten.to.device, aten.to.dtype}
 
 
@@ -247,6 +255,7 @@ def install(monkeypatch: Any, seed: int) -> Machine:
         "device_count": lambda: 2,
         "get_device_properties": lambda index: SimpleNamespace(uuid=f"gpu-{index}"),
         "can_device_access_peer": lambda *_: True,
+        "set_sync_debug_mode": lambda _: None,
         "cudart": lambda: SimpleNamespace(
             cudaHostRegister=lambda start, nbytes, _: machine.lock_pages(start, nbytes) or 0
         ),

@@ -23,8 +23,10 @@ from sipipe.worker.second_runner import SecondRunner  # noqa: E402
 from sipipe.worker.token_feedback import TokenFeedback  # noqa: E402
 
 from .cuda_stages import Rig  # noqa: E402
-from .emulated_tensors import install  # noqa: E402
+from .emulated_cuda import PAGEABLE  # noqa: E402
+from .emulated_tensors import Factories, install  # noqa: E402
 from .integer_runner import Model, Runner  # noqa: E402
+from .test_gpu import hand_over  # noqa: E402
 
 SEEDS = 24
 
@@ -71,6 +73,18 @@ def test_results_are_right_and_nothing_waits_for_the_device(monkeypatch, seed):
 def test_a_seed_is_one_schedule(monkeypatch):
     hazard = HAZARDS["hidden states are sent before they are computed"]
     assert run(monkeypatch, 0, plant=hazard) == run(monkeypatch, 0, plant=hazard)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_to_run_on_a_gpu_runs(monkeypatch, layout, ranks, seed):
+    machine = install(monkeypatch, seed)
+    machine.stepped = machine.calm = False
+    with Factories():
+        hand_over(layout, ranks, work=8)
+    assert not machine.errors
+    assert machine.waits.count(PAGEABLE) == 3, "the test itself looks at three iterations' logits"
 
 
 HAZARDS = {

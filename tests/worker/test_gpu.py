@@ -1,6 +1,7 @@
 """Handing on from a real device: page-locked memory, copies behind the head, no waits.
 
-Never run where this was written: no GPU there.
+Never run on a GPU where this was written: none there. :func:`hand_over` also runs on the emulated
+device, in ``test_cuda_order.py``.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from sipipe.worker.device import CudaStageDevice  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Launched, Publisher  # noqa: E402
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 VOCAB, BATCH = 4097, 16
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_logits_come_from_the_device_while_it_goes_on(layout, ranks):
+    hand_over(layout, ranks, work=4096)
+
+
+def hand_over(layout, ranks, work):
+    """Three iterations; ``work``: the size of what keeps the device busy."""
     shard = -(-VOCAB // ranks)
     channel = LogitsChannel(
         "logits",
@@ -46,8 +49,7 @@ def test_logits_come_from_the_device_while_it_goes_on(layout, ranks):
     publishers, phases = [], []
     for rank in range(ranks):
         writer = LogitsWriter(channel.endpoint, rank)
-        if not rank:
-            device.lock_pages(writer.buffer)
+        device.lock_pages(writer.buffer)
         handover = LogitsHandover(writer, layout)
         publishers.append(
             Publisher(
@@ -59,7 +61,7 @@ def test_logits_come_from_the_device_while_it_goes_on(layout, ranks):
                 stall_timeout=60,
             )
         )
-    big = torch.randn(4096, 4096, device="cuda:0")
+    big = torch.randn(work, work, device="cuda:0")
     expected = []
     for iteration in range(3):
         logits = torch.randn(BATCH, VOCAB, device="cuda:0", dtype=torch.float16)
