@@ -29,6 +29,10 @@ Values = Mapping[str, float]
 """What a metric says of one process, by the value of the metric's own label."""
 
 
+INTERVAL = 1.0
+"""Seconds between two publications to files."""
+
+
 class Metric(NamedTuple):
     """One metric of the processes of a role (None: of all)."""
 
@@ -144,9 +148,7 @@ class Reader:
 class Collector:
     """What prometheus_client asks at each scrape."""
 
-    def __init__(self, run: str | None = None) -> None:
-        """Collect the pages of one server, by default of this process's."""
-        self._run = run
+    def __init__(self) -> None:
         self._readers: list[Reader] = []
         self._lock = threading.Lock()
 
@@ -175,7 +177,7 @@ class Collector:
         if not pages or not all(page.alive() for page in pages):
             for page in pages:
                 page.close()
-            self._readers = [Reader(page) for page in find(self._run or run_id())]
+            self._readers = [Reader(page) for page in find(run_id())]
 
 
 _registered: Collector | None = None
@@ -204,9 +206,8 @@ class Publisher:
     otherwise. The thread is a daemon that sleeps but for about 0.1 ms a second.
     """
 
-    def __init__(self, page: LivePage, interval: float = 1.0) -> None:
+    def __init__(self, page: LivePage) -> None:
         """Publish ``page``; call :meth:`start`."""
-        self._interval = interval
         self._reader = Reader(page)
         self._metrics: dict[str, Any] = {}
         self._seen: dict[tuple[str, Labels], float] = {}
@@ -250,6 +251,6 @@ class Publisher:
         return self._metrics[name]
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval):
+        while not self._stop.wait(INTERVAL):
             with contextlib.suppress(ValueError):  # the page was closed under us: the end
                 self.publish()
