@@ -7,11 +7,12 @@ file exclude each other even within a process. When the process ends, however it
 frees its locks and wakes whoever waits for them. A plain :meth:`Locks.wait_lock` sleeps in the
 kernel and uses no CPU.
 
-Relies on: ``F_OFD_SETLK`` and ``F_OFD_SETLKW`` (Linux 3.15), the same ``struct flock`` on all 64-bit Linux; that nobody else holds the same description: it is opened anew,
-never duplicated, close-on-exec, and closed in a forked child. The file that is mapped is a
-second description, because a mapping keeps its description, and with it the locks, alive.
-Taking and freeing a lock passes through the kernel's spinlock of the file, which orders memory:
-what was written before a lock was freed is read by whoever takes it afterwards, on any CPU.
+Relies on: ``F_OFD_SETLK`` and ``F_OFD_SETLKW`` (Linux 3.15), the same ``struct flock`` on all
+64-bit Linux; that nobody else holds the same description: it is opened anew, never duplicated,
+close-on-exec, and closed in a forked child. The file that is mapped is a second description,
+because a mapping keeps its description, and with it the locks, alive. Taking and freeing a lock
+passes through the kernel's spinlock of the file, which orders memory: what was written before a
+lock was freed is read by whoever takes it afterwards, on any CPU.
 
 The kernel has no time-out for these locks. A wait without a bound is still safe, as the peer's
 death or close ends it. Who needs a bound tries again and again (:mod:`sipipe.ipc.ring.writer`).
