@@ -186,13 +186,13 @@ def _logits(count: int) -> dict[str, Any]:
     channel = LogitsChannel(
         "bench", LogitsShape(vocab=vocab, batch=batch), entries=3, readers=["sampler"]
     )
+    writer = LogitsWriter(channel.endpoint)
     here, there = SPAWN.Pipe()
     child = SPAWN.Process(target=_logits_reader, args=(channel.endpoint, count, there))
     child.start()
     here.recv()
     sent = np.empty(count, np.int64)
     fill = np.empty(count)
-    writer = LogitsWriter(channel.endpoint)
     for i in range(count):
         with writer.acquire(i, batch, 10) as region:
             began = time.perf_counter()
