@@ -99,6 +99,16 @@ METHODS = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample": (
         "self hidden_states input_batch grammar_output"
     ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run": "self num_tokens uniform_decode",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner._set_active_loras": (
+        "self prompt_lora_mapping token_lora_mapping lora_requests"
+    ),
+    "vllm.v1.worker.gpu.states:RequestState.add_request": (
+        "self req_id prompt_len all_token_ids num_computed_tokens max_tokens"
+    ),
+    "vllm.v1.worker.gpu.states:RequestState.apply_staged_writes": "self",
+    "vllm.v1.worker.gpu.states:RequestState.remove_request": "self req_id",
+    "vllm.v1.worker.gpu.input_batch:InputBatch.make_dummy": "num_reqs num_tokens input_buffers",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.postprocess_sampled": (
         "self idx_mapping sampled_tokens num_sampled num_rejected"
     ),
@@ -165,12 +175,13 @@ ATTRIBUTES = {
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
         "pp_handler req_states sampler prompt_logprobs_worker intermediate_tensors max_num_reqs "
-        "max_num_tokens lora_config is_last_pp_rank device model vllm_config model_config"
+        "max_num_tokens lora_config is_last_pp_rank device model vllm_config model_config "
+        "input_buffers"
     ),
     "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index prefill_len",
     "vllm.v1.worker.gpu.input_batch:InputBatch": (
         "req_ids num_reqs num_computed_tokens_np num_scheduled_tokens prefill_len_np "
-        "logits_indices idx_mapping_np is_prefilling_np"
+        "logits_indices idx_mapping_np is_prefilling_np idx_mapping expanded_idx_mapping"
     ),
     "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker": "uses_prompt_logprobs",
     "vllm.v1.worker.gpu.sample.output:SamplerOutput": (

@@ -103,6 +103,15 @@ def test_bench_names_its_mistakes(argv, word):
         bench.main(argv)
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_bench_says_whether_stages_may_share_a_gpu(monkeypatch, asked):
+    jobs = []
+    monkeypatch.setattr(bench, "require_vllm", lambda: None)
+    monkeypatch.setattr(bench, "measure_sides", lambda job, *_, **__: jobs.append(job) or {})
+    bench.main(["m", "--pp", "2", "--json", *["--shared-devices"] * asked])
+    assert jobs[0]["shared_devices"] is asked
+
+
 def test_bench_prints_both_sides(capsys):
     results = {
         "stock": {"tokens_per_second": {"greedy": [10.0, 20.0, 30.0]}},

@@ -9,8 +9,9 @@ import ctypes
 from functools import partial
 
 import numpy as np
+import torch
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
-from vllm.v1.worker.gpu.sample import logprob, prompt_logprob, sampler
+from vllm.v1.worker.gpu.sample import logprob, penalties, prompt_logprob, sampler, states
 
 
 class Twins:
@@ -260,10 +261,44 @@ def get_num_sampled_and_rejected(grid, sampled, rejected, seq_lens, first_logits
         rejected[batch] = 0 if chunk else logits - sampled[batch]
 
 
-def greedy(logits, index, temperature, *_, **__):
-    """vLLM's own sampler, where nothing is drawn by chance."""
-    assert not temperature[index].any(), "the twins are greedy"
-    return logits.argmax(-1)
+def gumbel_sample(logits, index, temperature, *_, **__):
+    """As vLLM's, but for the random numbers: only greedy tokens can be compared."""
+    noise = -torch.empty_like(logits).exponential_().log()
+    return torch.where(temperature[index].unsqueeze(1) > 0, logits + noise, logits).argmax(-1)
 
 
-sampler.gumbel_sample = greedy
+def apply_temperature(logits, index, temperature):
+    asked = temperature[index].unsqueeze(1)
+    logits.div_(torch.where(asked == 0, 1.0, asked))
+
+
+def apply_min_p(logits, index, min_p):
+    least = logits.max(-1, keepdim=True).values + min_p[index].unsqueeze(1).log()
+    logits.masked_fill_(logits < least, -torch.inf)
+
+
+def count_tokens(index, all_tokens, prompt_len, prefill_len, in_prompt, in_output, longest):
+    """Which tokens a prompt has, as bits, and how often an output has each."""
+    for row in index.tolist():
+        prompt = all_tokens[row, : prompt_len[row]].numpy()
+        bits = np.zeros(in_prompt.shape[1] * 32, bool)
+        bits[prompt] = True
+        in_prompt[row] = torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+        output = all_tokens[row, prompt_len[row] : prefill_len[row]]
+        in_output[row] = torch.bincount(output, minlength=in_output.shape[1])
+
+
+def apply_penalties(logits, index, _ids, _at, repetition, frequency, presence, prompt, output):
+    counts = output[index]
+    words = np.ascontiguousarray(prompt[index].numpy()).view(np.uint8)
+    bits = np.unpackbits(words, axis=1, bitorder="little")[:, : logits.shape[1]]
+    seen = torch.from_numpy(bits).bool() | (counts > 0)
+    scale = torch.where(seen, repetition[index].unsqueeze(1), 1.0)
+    logits.copy_(torch.where(logits > 0, logits / scale, logits * scale))
+    logits -= frequency[index].unsqueeze(1) * counts
+    logits -= presence[index].unsqueeze(1) * (counts > 0)
+
+
+sampler.gumbel_sample = gumbel_sample
+states.apply_temperature, states.apply_min_p = apply_temperature, apply_min_p
+penalties.bincount, penalties.apply_penalties = count_tokens, apply_penalties

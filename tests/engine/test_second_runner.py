@@ -12,6 +12,7 @@ import pytest
 from tests.engine import test_features as features
 from tests.engine import test_parity as parity
 from tests.engine.engines import (
+    Engine,
     assert_stock,
     greedy,
     model,
@@ -32,11 +33,17 @@ SECOND_RUNNER = {
 }
 
 
+def slow(part):
+    """Settings of an engine in which what is measured at its start is known."""
+    env = SECOND_RUNNER["env"] | {"SLOW_PART": part}
+    return {"env": env, "worker_extension_cls": "slow_twins.Twins"}
+
+
 def run(path, batches, *, stages=2, sipipe=None, **engine):
     return run_engine(
         path,
         batches,
-        sipipe={"samplers": 2, **(sipipe or {})},
+        sipipe={"samplers": 2, "cpu_sampling": "on", **(sipipe or {})},
         pipeline_parallel_size=stages,
         **{**SECOND_RUNNER, **engine},
     )
@@ -45,7 +52,8 @@ def run(path, batches, *, stages=2, sipipe=None, **engine):
 @pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_chunked_prefills_and_aborts_equal_stock(models, stages):
     """Sequences join and leave, prompts take several iterations, text stops end requests that are
-    in flight; and each feature that is the samplers' or a prompt's."""
+    in flight; and each feature that is the samplers' or a prompt's. That samplers draw is measured
+    at start: vLLM's own is slow."""
     path = model(models)
     params = features.deterministic()
     batches = parity.mixed_batches()
@@ -55,7 +63,10 @@ def test_chunked_prefills_and_aborts_equal_stock(models, stages):
     ]
     chosen = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logprobs": 3}
     alone = {"prompts": prompts(2), "params": [chosen | {"logprob_token_ids": [5, 6, 7]}] * 2}
-    found = run(path, [*batches, *asked], stages=stages, max_logprobs=-1)
+    measured = {"cpu_sampling": "auto"}
+    found = run(
+        path, [*batches, *asked], sipipe=measured, stages=stages, max_logprobs=-1, **slow("sampler")
+    )
 
     def same(ours, theirs):
         for a, b in zip(ours, theirs[: len(ours)], strict=True):
@@ -107,6 +118,27 @@ def test_stages_that_pad_differently_equal_stock(models):
     """CUDA graphs pad batches, each stage as its own graphs want it; real rows alone travel."""
     path, batches = model(models), parity.mixed_batches()
     found = run(path, batches, stages=3, worker_extension_cls="padded_twins.Twins")
+    assert_stock(found, path, batches, parity.same_tokens)
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks"),
+    [
+        (2, 1),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_vllms_sampler_draws_where_that_is_measured_to_be_better(models, stages, ranks):
+    """Both are there until then. Logits come late to the host here."""
+    path, batches = model(models), parity.mixed_batches()
+    degrees = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
+    with Engine(path, sipipe={"samplers": 2}, **degrees, **slow("copy")) as engine:
+        found = engine.run(batches)
+        said = engine.log.read_text()
+        assert "cpu_sampling auto: vLLM's sampler draws on the last stage's device." in said
+        assert "vLLM's own path: CPU samplers would not be worth it here" in said
+        assert not engine.find(r"sipipe\.sampler")
     assert_stock(found, path, batches, parity.same_tokens)
 
 

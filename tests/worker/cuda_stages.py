@@ -93,6 +93,7 @@ class Rig:
                     SimpleNamespace(
                         place=place,
                         path="sipipe",
+                        measures=False,
                         config=SimpleNamespace(
                             transport="auto", stall_timeout=30, logits_layout=layout
                         ),

@@ -6,6 +6,8 @@ device, in ``test_cuda_order.py``.
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -96,3 +98,12 @@ def hand_over(layout, ranks, work):
     assert all(took > 0 for _, took in phases)
     reader.close()
     channel.close()
+
+
+def test_pages_are_unlocked_where_the_device_draws():
+    """So that the memory can be given back, and locked again."""
+    memory = memoryview(mmap.mmap(-1, 1 << 20))
+    device = CudaStageDevice(torch.device("cuda:0"))
+    for _ in range(2):
+        device.lock_pages(memory)
+        device.unlock_pages(memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
+from tests.worker.test_publisher import VOCAB, LateDevice, Rig  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
 
 from sipipe.messages.places import StagePlace  # noqa: E402
@@ -133,6 +136,71 @@ def test_a_warm_up_hands_nothing_on(last_stage):
     assert drawn.sampled_token_ids.shape == (1, 1)
     assert sampled.tolist() == rejected.tolist() == [0]
     assert last_stage.launched is None
+
+
+class WaitingOperators(TorchDispatchMode):
+    """Operators that would wait for a GPU: their results, or their shapes, are the host's."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in (
+            *("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique_dim"),
+            *("_unique2", "equal", "repeat_interleave"),
+        ):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_launching_thread_never_waits_for_the_device(monkeypatch, feedback):
+    """Steady iterations, all launched before the device has run one. Who waits is the publisher."""
+    monkeypatch.setattr(second_runner, "StageLogits", Head)
+    monkeypatch.setattr(second_runner, "feedback_of", lambda *_, **__: feedback)
+    device, waits = LateDevice(), []
+    monkeypatch.setattr(
+        LateDevice,
+        "wait",
+        lambda self, mark, wait=LateDevice.wait: (
+            waits.append(threading.current_thread().name),
+            wait(self, mark),
+        ),
+    )
+    rig = Rig(device)
+    runner = SimpleNamespace(
+        is_last_pp_rank=True,
+        max_num_reqs=8,
+        device=torch.device("cpu"),
+        lora_config=None,
+        prompt_logprobs_worker=SimpleNamespace(uses_prompt_logprobs=np.zeros(8, bool)),
+    )
+    sorted_batch = batch(["c", "a"], [12, 9], [1, 1], [7, 4])
+
+    def execute_model(_):
+        assert feedback.get_prev_sampled_outputs() is not None
+        stage.received()
+
+    worker = SimpleNamespace(model_runner=runner, feedback=None)
+    worker.sample_tokens = lambda _: runner.sample(torch.zeros(2, VOCAB), sorted_batch, None)[0]
+    stage = SecondRunner(worker, device)
+    stage.take_over()
+    stage.open(rig.publisher, writes=True, reports=True)
+    with WaitingOperators() as operators:
+        for iteration in range(3):
+            scheduled = output(["a", "c"], [9, 12], [[11], [13]])
+            scheduled.num_scheduled_tokens = {"a": 1, "c": 1}  # the runner has them as c, a
+            feedback.output = scheduled
+            stage.run(iteration, 0, scheduled, execute_model)
+    assert operators.found == []
+    device.run(SimpleNamespace(at=device.launched))
+    for iteration in range(3):
+        with rig.reader.receive() as slot:
+            assert slot.iteration == iteration
+    rig.publisher.drain()
+    assert set(waits) == {"SiPipePublisher"}
+    assert len(waits) == 6, "for the iteration and for its copy"
+    rig.close()
 
 
 def test_the_stand_in_sampler_keeps_nothing():

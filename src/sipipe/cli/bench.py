@@ -62,14 +62,8 @@ def main(argv: Sequence[str]) -> int:
     unknown = [way for way in ways if way not in SAMPLING]
     if unknown:
         raise ConfigError(f'bench: --sampling "{unknown[0]}" is none of {", ".join(SAMPLING)}')
-    devices = settings.get("devices") or ()
-    if len(set(devices)) < len(devices) and not own.shared_devices:
-        raise ConfigError(
-            f'bench: "devices" {list(devices)} puts stages on one GPU, which runs them in turn, so '
-            "their speed says nothing of a pipeline's; --shared-devices measures it all the same"
-        )
     load = {name: getattr(own, name) for name in ("requests", "prompt_tokens", "tokens", "repeat")}
-    job = {"argv": rest, "sampling": ways, **load}
+    job = {"argv": rest, "sampling": ways, "shared_devices": own.shared_devices, **load}
     require_vllm()
     results = measure_sides(job, settings, sides=(own.only,) if own.only else SIDES)
     if own.json:

@@ -94,7 +94,7 @@ class Children:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._children: dict[str, Child] = {}
-        self._ready: set[str] = set()
+        self._ready: dict[str, Ready] = {}
         self._error: BaseException | None = None
         self._ending = False
         self._wake_read, self._wake_write = os.pipe()
@@ -162,8 +162,8 @@ class Children:
             self._wake()
         return child
 
-    def wait_ready(self, names: Sequence[str], deadline: float) -> None:
-        """Return when all of ``names`` have said that they are ready.
+    def wait_ready(self, names: Sequence[str], deadline: float) -> list[Ready]:
+        """Return what they said when all of ``names`` have said that they are ready.
 
         Raises:
             BaseException: what :meth:`fail` was called with.
@@ -180,6 +180,7 @@ class Children:
                         '"start_timeout" in the sipipe config if the model takes longer to load'
                     )
                 self._changed.wait(left)
+            return [self._ready[name] for name in names]
 
     def fail(self, error: BaseException) -> None:
         """Whoever waits in :meth:`wait_ready` gets ``error``."""
@@ -253,7 +254,7 @@ class Children:
         message = child.hear()
         if isinstance(message, Ready):
             with self._changed:
-                self._ready.add(child.name)
+                self._ready[child.name] = message
                 self._changed.notify_all()
         elif message is not None:
             self._heard(child, message)
@@ -264,7 +265,7 @@ class Children:
                 return
             if self._children.get(child.name) is child:
                 del self._children[child.name]
-                self._ready.discard(child.name)
+                self._ready.pop(child.name, None)
         # Its last words, if it had any, explain more than its exit code.
         while child.pipe is not None and child.pipe.poll(0):
             self._hear(child)

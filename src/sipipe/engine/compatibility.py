@@ -83,11 +83,21 @@ def why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         ConfigError: ``stage_runner: "sipipe"`` was asked for and cannot be had.
     """
     reason = _reason(vllm_config, config)
-    if reason and (config.stage_runner == "sipipe" or config.cpu_sampling == "on"):
+    if reason:
+        check_asked(config, reason)
+    return reason
+
+
+def check_asked(config: SiPipeConfig, reason: str) -> None:
+    """Refuse vLLM's own path where the user insists on SiPipe's.
+
+    Raises:
+        ConfigError: one line that names the setting, and ``reason``.
+    """
+    if config.stage_runner == "sipipe" or config.cpu_sampling == "on":
         option = "stage_runner" if config.stage_runner == "sipipe" else "cpu_sampling"
         value = getattr(config, option)
         raise ConfigError(f'sipipe config: "{option}" is "{value}", but {reason}; set it to "auto"')
-    return reason
 
 
 def uses_second_runner(vllm_config: VllmConfig) -> bool:

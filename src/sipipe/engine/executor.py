@@ -105,10 +105,17 @@ class Executor(VllmExecutor):
         ranks = pipeline.describe()
         reason = min((rank.unsupported for rank in ranks if rank.unsupported), default="")
         if reason and self._draws:
-            self._setup.fall_back(reason)
+            self._setup.fall_back(f"the stage runner does not take {reason}")
             pipeline.fall_back()
         transport = pipeline.open(ranks)
+        if self._setup.measures:
+            choice = pipeline.measure()
+            logger.info("%s", choice)
+            if not choice.on_cpus:
+                self._setup.fall_back("CPU samplers would not be worth it here, as was measured")
+                pipeline.fall_back()
         if self._draws:
+            pipeline.serve()
             self.scheduler_config.scheduler_cls = pipeline.observed(
                 self.scheduler_config.get_scheduler_cls()
             )

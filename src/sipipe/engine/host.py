@@ -53,6 +53,7 @@ class Host:
         self._children = Children()
         self._samplers: Samplers | None = None
         self._ring: DispatchProducer | None = None
+        self._logits: LogitsChannel | None = None
         self._loaded = False
 
     def start(self) -> list[socket.socket]:
@@ -112,25 +113,31 @@ class Host:
         self._closing.callback(self._logits.close)
         return self._logits.endpoint
 
-    def open_samplers(self) -> None:
-        """Return when all samplers have opened their channels.
+    def open_samplers(self) -> dict[str, float]:
+        """Return when all samplers have opened their channels; what :meth:`Samplers.open` does.
 
         Raises:
             WorkerDiedError: a sampler ended instead. StallError: not within the start timeout.
         """
         assert self._samplers is not None
         assert self._ring is not None
+        assert self._logits is not None
         deadline = time.monotonic() + self._setup.config.start_timeout
-        self._samplers.open(self._ring, self._logits, deadline)
+        measure = self._setup.microbatch if self._setup.measures else 0
+        return self._samplers.open(self._ring, self._logits, deadline, measure)
 
     def end_samplers(self) -> None:
         """Go on without: the loaded model is vLLM's runner's to run."""
-        assert self._samplers is not None
+        samplers = self._samplers
+        assert samplers is not None
         assert self._ring is not None
-        self._children.end(self._samplers.names)
-        for name in self._samplers.names:
+        self._children.end(samplers.names)
+        for name in samplers.names:
             self._ring.remove_reader(name)
         self._samplers = None
+        samplers.let_go()
+        if self._logits is not None:
+            self._logits.close()
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
         """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
@@ -163,8 +170,8 @@ class Host:
     # ---- the events thread --------------------------------------------------------------------
 
     def _turn(self) -> float:
-        sleep = self._events.turn()
-        return sleep if self._samplers is None else min(sleep, self._samplers.end_stuck())
+        sleep, samplers = self._events.turn(), self._samplers
+        return sleep if samplers is None else min(sleep, samplers.end_stuck())
 
     def _died(self, child: Child, how: str) -> None:
         if self._samplers is None or child.name not in self._samplers.names:

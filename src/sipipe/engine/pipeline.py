@@ -19,10 +19,12 @@ from vllm.platforms import current_platform
 
 from sipipe.engine.balance import Balancer
 from sipipe.engine.bus import Bus
+from sipipe.engine.cpu_sampling import Choice, Costs, choose
 from sipipe.engine.dispatch import Dispatcher
 from sipipe.engine.host import Host
 from sipipe.engine.hosts import link_port
 from sipipe.engine.iterations import Iterations
+from sipipe.engine.layers.choose import is_free
 from sipipe.engine.remote import RemoteHost
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.resolve import Resolver
@@ -34,6 +36,7 @@ from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.gather import GatherReceiver
 from sipipe.messages.boots import StageDescription
 from sipipe.messages.link import LinkEndpoint, TransportKind
+from sipipe.messages.measured import MIXES, Measured
 from sipipe.messages.places import StagePlace
 from sipipe.messages.replies import IterationReport, Reply, Status
 from sipipe.messages.step import Snapshot
@@ -64,7 +67,10 @@ class Pipeline:
         """The last stage's host, which has the samplers."""
         self._resolving = [self.iterations.fail, *(host.fail for host in self._hosts)]
         self._stall: StallWatch | None = None
+        self._model = setup.vllm_config.model_config
         self._tracker: RequestTracker | None = None
+        self._draws: dict[str, float] = {}
+        """What the samplers have measured, if they were asked to."""
         self._loaded = False
 
     def load(self) -> None:
@@ -107,7 +113,7 @@ class Pipeline:
         self._last.end_samplers()
 
     def open(self, ranks: list[StageDescription]) -> str:
-        """Make the channels between the processes; iterations can be published from now on.
+        """Make the channels between the processes.
 
         Returns what the links are, for the log.
         """
@@ -119,16 +125,38 @@ class Pipeline:
             logits = ranks[-setup.ranks].logits
             assert logits is not None, "the first rank of the last stage writes logits"
             self._answer("sipipe:open", links=links, logits=self._last.make_logits(logits))
-            self._serve()
+            self._tracker = RequestTracker(
+                engine_seed=self._model.seed or 0,
+                balancer=Balancer(setup.samplers, vocab_size=self._model.get_vocab_size()),
+            )
+            self._draws = self._last.open_samplers()
         return ", ".join(dict.fromkeys(link.transport for link in links)) or "none"
 
-    def _serve(self) -> None:
-        model = self._setup.vllm_config.model_config
-        self._tracker = RequestTracker(
-            engine_seed=model.seed or 0,
-            balancer=Balancer(self._setup.samplers, vocab_size=model.get_vocab_size()),
+    def measure(self) -> Choice:
+        """Measure who should draw, and tell the workers."""
+        setup = self._setup
+        ranks: list[Measured] = self._answer("sipipe:measure", sequences=setup.microbatch)
+        stages = [ranks[at : at + setup.ranks] for at in range(0, len(ranks), setup.ranks)]
+        last = stages[-1]
+        copied = max(last, key=lambda rank: rank.copy)
+        costs = Costs(
+            sequences=setup.microbatch,
+            inflight=setup.slots,
+            layers=setup.layers,
+            stages=tuple(max(rank.layers for rank in stage) for stage in stages),
+            head=max(rank.head for rank in last),
+            device={mix: max(rank.device[mix] for rank in last) for mix in MIXES},
+            copy=copied.copy,
+            copied=copied.copied,
+            draws=self._draws,
         )
-        self._last.open_samplers()
+        choice = choose(costs, recut=is_free(setup.config))
+        self._answer("sipipe:settle", on_cpus=choice.on_cpus)
+        return choice
+
+    def serve(self) -> None:
+        """Iterations can be published from now on."""
+        assert self._tracker is not None
         shared = (self.iterations, self._tracker, self._gather, self.telemetry)
         self._resolver = Resolver(*shared, self.failed)
         self._closing.callback(self._resolver.close)

@@ -151,8 +151,9 @@ class RemoteHost:
         endpoint: LogitsEndpoint = self._wait("make_logits", shape)
         return endpoint
 
-    def open_samplers(self) -> None:
-        self._wait("open_samplers")
+    def open_samplers(self) -> dict[str, float]:
+        measured: dict[str, float] = self._wait("open_samplers")
+        return measured
 
     def end_samplers(self) -> None:
         self._wait("end_samplers")

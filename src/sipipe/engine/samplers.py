@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
@@ -80,6 +80,8 @@ class Samplers:
         """Of a sampler that is behind: its process, place and CPU time, and since when it is so."""
         self._patience = [STUCK_SECONDS] * len(cores)
         self._channels: tuple[DispatchProducer, LogitsChannel] | None = None
+        self._looking = threading.Lock()
+        """Held while the events thread reads BIC-L, so that it is not closed just then."""
         self.names = [sampler_name(index) for index in range(len(cores))]
         """As readers of BIC-I and BIC-L."""
         started = [self._start(index) for index in range(len(cores))]
@@ -87,16 +89,23 @@ class Samplers:
         self.sockets = [sock for _, sock in started]
         """The receiving ends of BIC-O, which are the receiver's to close."""
 
-    def open(self, ring: DispatchProducer, logits: LogitsChannel, deadline: float) -> None:
+    def open(
+        self, ring: DispatchProducer, logits: LogitsChannel, deadline: float, measure: int = 0
+    ) -> dict[str, float]:
         """Tell all where their channels are, and wait until they have opened them.
+
+        Returns, if ``measure`` is the size of a microbatch, the seconds in which all of them at
+        once draw one, by mix.
 
         Raises:
             WorkerDiedError: a sampler ended instead. StallError: ``deadline`` passed.
         """
         self._channels = ring, logits
+        rows = -(-measure // len(self._started))
         for index, child in enumerate(self._started):
-            child.say(self._boot(index, None))
-        self._children.wait_ready(self.names, deadline)
+            child.say(self._boot(index, measure=rows))
+        ready = self._children.wait_ready(self.names, deadline)
+        return {mix: max(one.measured[mix] for one in ready) for mix in ready[0].measured}
 
     def replace(self, name: str, reason: str) -> None:
         """Start a successor, in a thread of its own; from the events thread.
@@ -124,9 +133,9 @@ class Samplers:
 
     def end_stuck(self) -> float:
         """Kill who is stuck; from the events thread. Returns the seconds to the next look."""
-        if self._channels is None:
-            return STUCK_SECONDS
-        now, behind = time.monotonic(), self._channels[1].behind()
+        with self._looking:
+            behind = self._channels[1].behind() if self._channels is not None else {}
+        now = time.monotonic()
         for index, name in enumerate(self.names):
             process = self._started[index].process
             if name not in behind or process.returncode is not None:
@@ -146,6 +155,11 @@ class Samplers:
                     process.kill()
         return LOOK_SECONDS if behind else STUCK_SECONDS
 
+    def let_go(self) -> None:
+        """Let go of the channels, which are closed now: all samplers end."""
+        with self._looking:
+            self._channels = None
+
     def admit(self, index: int, snapshot: Snapshot) -> None:
         """Let the successor of sampler ``index`` begin, with all that it needs, behind the message
         of BIC-I that was published last; nothing is published meanwhile."""
@@ -153,7 +167,7 @@ class Samplers:
         ring, logits = self._channels
         ring.add_reader(self.names[index])
         logits.add_reader(self.names[index])
-        self._started[index].say(self._boot(index, snapshot))
+        self._started[index].say(self._boot(index, snapshot=snapshot))
 
     def _start(self, index: int) -> tuple[Child, socket.socket]:
         ours, theirs = socket.socketpair()
@@ -169,7 +183,7 @@ class Samplers:
                 os.sched_setaffinity(child.process.pid, self._cores[index])
         return child, ours
 
-    def _boot(self, index: int, snapshot: Snapshot | None) -> SamplerBoot:
+    def _boot(self, index: int, **more: Any) -> SamplerBoot:
         assert self._channels is not None
         ring, logits = self._channels
         return SamplerBoot(
@@ -177,7 +191,7 @@ class Samplers:
             settings=self._settings,
             bic_i=ring.endpoint,
             bic_l=logits.endpoint,
-            snapshot=snapshot,
+            **more,
         )
 
     def _replace(self, index: int) -> None:

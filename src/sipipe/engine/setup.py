@@ -24,6 +24,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan, plan_cores, this_machine
 from sipipe.engine.compatibility import (
     STOCK_WORKERS,
+    check_asked,
     check_features,
     uses_second_runner,
     why_not_sipipe,
@@ -170,6 +171,20 @@ class Setup:
         """Microbatches in flight, m."""
         return self.stages if self.reason else self.config.resolved_inflight(self.stages)
 
+    @property
+    def measures(self) -> bool:
+        """Whether it is measured, once the model is loaded, if CPU samplers draw. On CPUs it is
+        known that they should (docs/configuration.md)."""
+        settings = {self.config.cpu_sampling, self.config.stage_runner}
+        return not self.reason and settings == {"auto"} and uses_second_runner(self.vllm_config)
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences of a microbatch when as many as may run are spread over all in flight."""
+        scheduler = self.vllm_config.scheduler_config
+        even = -(-int(scheduler.max_num_seqs) // self.slots)
+        return min(even, int(scheduler.max_num_batched_tokens))
+
     def has(self) -> str:
         """What this host has, for messages."""
         first, last = self.here[0], self.here[-1]
@@ -186,17 +201,13 @@ class Setup:
         return str(self.vllm_config.model_config.dtype).removeprefix("torch.")
 
     def fall_back(self, reason: str) -> None:
-        """The loaded model turned out to be one that the stage runner does not take.
+        """The loaded model turned out to be better, or only, run by vLLM itself.
 
         Raises:
             ConfigError: the user insists on SiPipe's path.
         """
-        if self.config.stage_runner == "sipipe":
-            raise ConfigError(
-                f'sipipe config: "stage_runner" is "sipipe", but it does not take {reason}; '
-                'set it to "auto"'
-            )
-        self.reason = f"the stage runner does not take {reason}"
+        check_asked(self.config, reason)
+        self.reason = reason
         self.apply()
 
     def apply(self) -> None:

@@ -65,6 +65,7 @@ class Workers:
                 watched=watched,
                 layers=layers,
                 cut_evenly=layers == layer_split(sum(layers), len(layers)),
+                measures=setup.measures,
                 cpus=() if on_cpu else setup.cores.workers[local_rank // tp][place.tp_rank],
             )
             worker.say(_preparation(f"SiPipeWorker-{place.name}", spawned))

@@ -57,6 +57,9 @@ class WorkerBoot:
     """Decoder layers of each stage."""
     cut_evenly: bool
     """Whether ``layers`` is what vLLM gives the stages by itself."""
+    measures: bool = False
+    """Whether it is measured, on the loaded model, if CPU samplers draw; until then vLLM's own
+    sampler is there."""
     cpus: tuple[int, ...] = ()
     """What a GPU's worker is bound to; empty: to nothing. vLLM binds a CPU's worker itself."""
 
@@ -93,6 +96,8 @@ class SamplerBoot:
     """Endpoint of the ring."""
     bic_l: Any
     """Endpoint of the ring."""
+    measure: int = 0
+    """Rows of a microbatch to measure drawing with, before the first one comes."""
     snapshot: Snapshot | None = None
     """Where the sampler takes the place of one that died: what that one knew and owed."""
 

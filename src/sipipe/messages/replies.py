@@ -5,7 +5,7 @@ A child that fails sends the exception itself.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 ASK_STATUS = b"what are you doing"
@@ -15,6 +15,9 @@ ASK_STATUS = b"what are you doing"
 @dataclass(frozen=True, slots=True)
 class Ready:
     """A worker has loaded its model; a sampler has opened its channels."""
+
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a sampler's rows, for each mix, where it was asked to measure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
 from sipipe.sampler.layout import Layout
 from sipipe.sampler.state import SequenceColumns
-from sipipe.sampler.warmup import warm_up
+from sipipe.sampler.warmup import measure, warm_up
 
 
 class Sampler:
@@ -224,7 +224,10 @@ def main() -> int:
     sampler = None
     try:
         sampler = Sampler(boot, sender)
-        parent.say(Ready())
+        measured = {}
+        if boot.measure:
+            measured = measure(boot.measure, boot.settings, boot.bic_l.shape.dtype)
+        parent.say(Ready(measured))
         sampler.run(boot.snapshot)
     except (ChannelClosed, SystemExit):
         pass

@@ -18,23 +18,12 @@ import sys
 import time
 from typing import Any
 
+from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError
 from sipipe.ipc.parent import end_group_with
+from sipipe.messages.measured import MIXES
 
-SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "temperature": {"temperature": 0.8},
-    "top-p": {"temperature": 0.8, "top_p": 0.95},
-    "all": {
-        "temperature": 0.8,
-        "top_k": 50,
-        "top_p": 0.95,
-        "min_p": 0.01,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.1,
-    },
-}
+SAMPLING = MIXES | {"top-p": {"temperature": 0.8, "top_p": 0.95}}
 """Ways of sampling by name; ``all`` is every strategy at once."""
 
 
@@ -53,6 +42,8 @@ class Job:
     tokens: int
     """New tokens of each request."""
     repeat: int = 3
+    shared_devices: bool = False
+    """Whether stages that share a GPU are measured all the same."""
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -69,6 +60,7 @@ def measure(job: Job) -> dict[str, Any]:
 
     began = time.perf_counter()
     args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
+    _check_devices(args.additional_config, job)
     engine_args = EngineArgs.from_cli_args(args)
     config = checked(engine_args.create_engine_config, args.model)
     if job.settings is None:  # the cores that SiPipe would give its stages
@@ -110,6 +102,20 @@ def measure(job: Job) -> dict[str, Any]:
         for name in job.sampling:
             figures[name].append(run(name, job.tokens))
     return {"startup_seconds": startup, "tokens_per_second": figures}
+
+
+def _check_devices(additional_config: Any, job: Job) -> None:
+    """Refuse figures that would say nothing, on either side.
+
+    Raises:
+        ConfigError: stages share a GPU, and nobody asked for it to be measured.
+    """
+    devices = SiPipeConfig.from_additional_config(additional_config).devices or ()
+    if len(set(devices)) < len(devices) and not job.shared_devices:
+        raise ConfigError(
+            f'"devices" {list(devices)} puts stages on one GPU, which runs them in turn, so '
+            "their speed says nothing of a pipeline's; --shared-devices measures it all the same"
+        )
 
 
 def main() -> None:

@@ -45,6 +45,9 @@ class Device(Protocol):
             ResourceError: the system does not let the process lock that much.
         """
 
+    def unlock_pages(self, memory: memoryview) -> None:
+        """What :meth:`lock_pages` locked is about to be given back."""
+
 
 class HostDevice:
     """Everything is done when the call returns."""
@@ -63,6 +66,9 @@ class HostDevice:
         return self.mark()
 
     def lock_pages(self, memory: memoryview) -> None:
+        pass
+
+    def unlock_pages(self, memory: memoryview) -> None:
         pass
 
 
@@ -102,14 +108,20 @@ class CudaStageDevice:
             return event
 
     def lock_pages(self, memory: memoryview) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        error = torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)
+        error = torch.cuda.cudart().cudaHostRegister(_address(memory), memory.nbytes, 0)
         if int(error):
             raise ResourceError(
                 f"CUDA could not lock {memory.nbytes / 2**20:,.0f} MiB of the logits' memory "
                 f"(error {int(error)}): raise the limit on locked memory (ulimit -l), or lower "
                 "--max-num-seqs"
             )
+
+    def unlock_pages(self, memory: memoryview) -> None:
+        torch.cuda.cudart().cudaHostUnregister(_address(memory))
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def stage_device(device: torch.device) -> Device:

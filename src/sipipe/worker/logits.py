@@ -101,6 +101,11 @@ class LogitsHandover:
         self._writer = writer
         self._layout = layout
 
+    @property
+    def buffer(self) -> memoryview:
+        """All of the channel's memory."""
+        return self._writer.buffer
+
     def ahead(self, rows: int) -> torch.Tensor:
         """Where the next :meth:`store` puts logits [rows, V of this rank]: compute them in there,
         and it has nothing to copy."""

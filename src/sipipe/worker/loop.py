@@ -35,6 +35,7 @@ from sipipe.ipc.ring.logits import LogitsEndpoint, LogitsWriter
 from sipipe.messages.boots import StageDescription, WorkerBoot
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.logits import LogitsShape
+from sipipe.messages.measured import Measured
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.device import stage_device
@@ -105,7 +106,10 @@ class StageLoop:
         from sipipe.worker.second_runner import SecondRunner  # other CPU workers do without it
 
         self._device = stage_device(self._worker.model_runner.device)
-        return SecondRunner(self._worker, self._device)
+        second = SecondRunner(self._worker, self._device)
+        if not self._boot.measures:
+            second.take_over()
+        return second
 
     def _arena_bytes(self) -> int:
         """What the link from the previous stage will take of this stage's GPU."""
@@ -186,7 +190,7 @@ class StageLoop:
             writer = LogitsWriter(logits, rank=place.tp_rank)
             self._logits = LogitsHandover(writer, config.logits_layout)
             if self._second is not None:
-                self._device.lock_pages(writer.buffer)
+                self._device.lock_pages(self._logits.buffer)
         if self._second is not None:
             self._publisher = Publisher(
                 self._device,
@@ -205,6 +209,28 @@ class StageLoop:
         self.double_buffer = DoubleBuffer(
             self, sets=self._sets, stall_timeout=config.stall_timeout, interrupt=self._interrupt
         )
+
+    def measure(self, *, sequences: int) -> Measured:
+        """How long the parts of a microbatch take, drawn on this device and by CPU samplers."""
+        from sipipe.worker.measure import measure_stage  # as above
+
+        assert self._second is not None
+        with set_current_vllm_config(self._boot.vllm_config):
+            return measure_stage(
+                self._worker.model_runner, self._device, sequences, self._second.head, self._logits
+            )
+
+    def settle(self, *, on_cpus: bool) -> None:
+        """Who draws, now that it was measured; no iteration has run yet."""
+        if on_cpus and self._second is not None:
+            self._second.take_over()
+            return
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._logits is not None:
+            self._device.unlock_pages(self._logits.buffer)
+            self._logits.close()
+        self._second = self._publisher = self._logits = None
 
     @property
     def _sets(self) -> int:
@@ -363,8 +389,6 @@ class StageLoop:
         """End the threads; release links and channels."""
         if self.double_buffer is not None:
             self.double_buffer.close()
-        if self._publisher is not None:
-            self._publisher.close()
-        for end in (self._receiver, self._sender, self._logits):
+        for end in (self._publisher, self._receiver, self._sender, self._logits):
             if end is not None:
                 end.close()

@@ -135,7 +135,10 @@ class Main:
                 }
             ]
         )
-        wrapper.worker.place, wrapper.worker.draws = place, boot.path == "sipipe"
+        wrapper.worker.place, wrapper.worker.draws = (
+            place,
+            boot.path == "sipipe" and not boot.measures,
+        )
         wrapper.init_device()
         # Only now: vLLM's CPU platform looks through every module loaded so far for Triton
         # kernels, and stumbles over llvmlite, which Numba brings.

@@ -86,11 +86,17 @@ class SecondRunner:
         """Computes this rank's columns of the logits, on the last stage."""
         if runner.is_last_pp_rank:
             self.head = StageLogits(runner)
-            runner.sample = self._sample
             self._no_tokens = torch.zeros(
                 runner.max_num_reqs, 1, dtype=torch.int64, device=runner.device
             )
             self._none = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=runner.device)
+
+    def take_over(self) -> None:
+        """From now on CPU samplers draw, and nothing of vLLM's sampler is kept."""
+        self._worker.feedback = feedback_of(self._runner, draws=True)
+        if self.head is not None:
+            self._runner.sample = self._sample
+            self._runner.sampler = StandInSampler()
 
     def open(self, publisher: Publisher, *, writes: bool, reports: bool) -> None:
         """Iterations can run. ``writes``: this rank writes logits. ``reports``: it reports."""

@@ -49,8 +49,12 @@ def choose_layers(
                 f"{total} layers together, not {list(config.layers)}"
             )
         return config.layers
-    free = config.layers == "auto" and envs.VLLM_PP_LAYER_PARTITION is None
-    if free and by_cost and 1 < stages <= total and (facts := model_facts(vllm_config)) is not None:
+    if (
+        is_free(config)
+        and by_cost
+        and 1 < stages <= total
+        and (facts := model_facts(vllm_config)) is not None
+    ):
         tp = vllm_config.parallel_config.tensor_parallel_size
         return cut_layers(facts, stages, tp, device="cpu" if current_platform.is_cpu() else "gpu")
     try:
@@ -58,6 +62,11 @@ def choose_layers(
     except ValueError as error:
         raise ConfigError(f"{VARIABLE}: {error}") from None
     return tuple(end - first for first, end in bounds)
+
+
+def is_free(config: SiPipeConfig) -> bool:
+    """Whether the user leaves the cut to SiPipe."""
+    return config.layers == "auto" and envs.VLLM_PP_LAYER_PARTITION is None
 
 
 def describe_layers(layers: tuple[int, ...]) -> str:

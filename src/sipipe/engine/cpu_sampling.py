@@ -1,0 +1,141 @@
+"""Where tokens are drawn, on CPUs or on the last stage's device: ``"cpu_sampling": "auto"``.
+
+Both ways are set up and measured on the loaded model, with max_num_seqs / m sequences a microbatch,
+and the times between two microbatches compared. The pipeline is a closed loop of m microbatches, so
+that time is that of its slowest part, or a whole round over m (docs/gpu.md has the model). vLLM's
+own path, which draws on the device, has as many microbatches in flight as stages; its round over
+that is never above its slowest stage.
+
+What both ways have alike is left out: attention over a context, scheduling, links.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sipipe.engine.layers.cut import layer_split
+from sipipe.messages.measured import MIXES
+
+WORTH_IT = 0.03
+"""Part of the time between two microbatches that CPU samplers have to save."""
+
+Layers = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds of one microbatch."""
+
+    sequences: int
+    """Of the microbatch."""
+    inflight: int
+    """Microbatches in flight with CPU samplers, m."""
+    layers: Layers
+    """Decoder layers of each stage, as they are loaded."""
+    stages: tuple[float, ...]
+    """Each stage's layers."""
+    head: float
+    """The output projection as samplers need it, each rank its columns."""
+    device: Mapping[str, float]
+    """The output projection, gathered, and vLLM's sampler, by mix of parameters."""
+    copy: float
+    """Logits to where the samplers read them."""
+    copied: int
+    """Bytes of the logits."""
+    draws: Mapping[str, float]
+    """All samplers at once, by mix."""
+
+    def on_cpus(self, layers: Layers, mix: str) -> float:
+        """Seconds between two microbatches, with CPU samplers and this cut."""
+        stages, draw = self._stages(layers, self.head), self.draws[mix]
+        return max(*stages, self.copy, draw, (sum(stages) + self.copy + draw) / self.inflight)
+
+    def on_device(self, layers: Layers, mix: str) -> float:
+        """The same with vLLM's sampler on the last stage."""
+        return max(self._stages(layers, self.device[mix]))
+
+    def _stages(self, layers: Layers, ending: float) -> list[float]:
+        """Stage times if the layers were cut like this, at each stage's own speed."""
+        moved = zip(self.stages, layers, self.layers, strict=True)
+        stages = [seconds * here / loaded for seconds, here, loaded in moved]
+        stages[-1] += ending
+        return stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """Where tokens are drawn, under the cut that suits it best."""
+
+    layers: Layers
+    periods: dict[str, float]
+    """Seconds between two microbatches, by mix."""
+    loaded: float
+    """Their mean under the cut that is loaded."""
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.periods.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was measured, and what follows."""
+
+    costs: Costs
+    cpus: Way
+    device: Way
+
+    @property
+    def on_cpus(self) -> bool:
+        """Whether CPU samplers draw: they save 3 % in the mean, and cost as much with no mix."""
+        return self.cpus.mean <= self.device.mean * (1 - WORTH_IT) and all(
+            self.cpus.periods[mix] <= self.device.periods[mix] * (1 + WORTH_IT) for mix in MIXES
+        )
+
+    def __str__(self) -> str:
+        """One line with the numbers and the choice."""
+        costs, cpus, device = self.costs, self.cpus, self.device
+        way = cpus if self.on_cpus else device
+        who = (
+            "CPU samplers draw"
+            if way is cpus
+            else "vLLM's sampler draws on the last stage's device"
+        )
+        periods = [f"{m} {_ms(cpus.periods[m])} against {_ms(device.periods[m])} ms" for m in MIXES]
+        rows = ", ".join(f"{costs.draws[mix] / costs.sequences * 1e6:.3g}" for mix in MIXES)
+        line = (
+            f"cpu_sampling auto: {who}. Measured at {costs.sequences} sequences a microbatch, CPU "
+            f"samplers against the device, time between microbatches with layers "
+            f"{list(cpus.layers)} and {list(device.layers)}: {', '.join(periods)}. "
+            f"Stages {_ms(*costs.stages)} ms, projection {_ms(costs.head)} ms; projection with "
+            f"vLLM's sampler {_ms(*costs.device.values())} ms; logits to the host "
+            f"{_ms(costs.copy)} ms ({costs.copied / costs.copy / 1e9:.3g} GB/s); all samplers at "
+            f"once {rows} us a row"
+        )
+        if way.mean > way.loaded * (1 - WORTH_IT):
+            return line
+        saved = f"{1 - way.mean / way.loaded:.0%}"
+        return f'{line}; "layers": {list(way.layers)} would save {saved} of that (KV cache aside)'
+
+
+def choose(costs: Costs, *, recut: bool) -> Choice:
+    """Compare both ways, each under its best cut; ``recut``: the user has not fixed the cut."""
+    cuts, stages, total = [costs.layers], len(costs.layers), sum(costs.layers)
+    if recut and stages > 1:
+        # Of equally good ones the first counts: the one that is loaded, then those like it.
+        lasts = sorted(range(1, total - stages + 2), key=lambda last: abs(last - costs.layers[-1]))
+        cuts += [(*layer_split(total - last, stages - 1), last) for last in lasts]
+
+    def best(period: Callable[[Layers, str], float]) -> Way:
+        loaded = statistics.fmean(period(costs.layers, mix) for mix in MIXES)
+        ways = (
+            Way(layers=cut, periods={mix: period(cut, mix) for mix in MIXES}, loaded=loaded)
+            for cut in cuts
+        )
+        return min(ways, key=lambda way: way.mean)
+
+    return Choice(costs=costs, cpus=best(costs.on_cpus), device=best(costs.on_device))
+
+
+def _ms(*seconds: float) -> str:
+    return ", ".join(f"{each * 1e3:.3g}" for each in seconds)

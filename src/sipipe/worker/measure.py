@@ -1,0 +1,109 @@
+"""How long a second-runner stage's parts take, for ``"cpu_sampling": "auto"``.
+
+Before the first iteration, on the loaded and warmed-up model: the stage's layers by the runner's own
+dummy run, which replays the graphs that serving replays; on the last stage vLLM's ``sample`` as it
+is, the projection as samplers need it, and the copy into an entry of BIC-L that nobody reads yet.
+Every rank of a stage does the same in the same order, because some of it is collective.
+
+Who runs here: the worker's main thread, in a control call.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from sipipe.messages.measured import MIXES, TIMES, Measured
+from sipipe.worker.device import Device
+from sipipe.worker.logits import LogitsHandover, StageLogits
+
+_PROMPT = list(range(1, 65))
+
+
+def measure_stage(
+    runner: Any,
+    device: Device,
+    sequences: int,
+    head: StageLogits | None,
+    logits: LogitsHandover | None,
+) -> Measured:
+    """Seconds of a microbatch of ``sequences`` decoding ones.
+
+    Args:
+        runner: vLLM's second runner, with its own sampler on the last stage.
+        head: on the last stage.
+        logits: where this rank writes any.
+    """
+
+    def layers() -> Any:
+        return runner._dummy_run(sequences, uniform_decode=True)[1]
+
+    measured = Measured(layers=_seconds(device, layers))
+    if head is None:
+        return measured
+    hidden = layers().clone()  # the next run of a graph overwrites it
+    if runner.lora_config is not None:
+        runner._set_active_loras((0,) * sequences, (0,) * sequences, set())
+    with torch.inference_mode():
+        drawn = {}
+        for mix, params in MIXES.items():
+            with _requests(runner, sequences, SamplingParams(**params)) as batch:
+                drawn[mix] = _seconds(device, lambda: runner.sample(hidden, batch, None))
+        measured = dataclasses.replace(
+            measured, head=_seconds(device, lambda: head.compute(hidden)), device=drawn
+        )
+        columns = head.compute(hidden)
+    if logits is None or columns is None:
+        return measured
+    target = logits.ahead(sequences)
+
+    def copy() -> None:
+        device.wait(device.fetch(columns, target, device.mark()))
+
+    return dataclasses.replace(measured, copy=_seconds(device, copy), copied=columns.nbytes)
+
+
+@contextmanager
+def _requests(runner: Any, count: int, params: SamplingParams) -> Iterator[InputBatch]:
+    """While active, the runner has ``count`` requests with these parameters: a batch of them."""
+    states, names = runner.req_states, [f"_sipipe_measure_{row}" for row in range(count)]
+    for name in names:
+        states.add_request(
+            req_id=name,
+            prompt_len=len(_PROMPT) // 2,
+            all_token_ids=_PROMPT,
+            num_computed_tokens=len(_PROMPT),
+            max_tokens=1,
+        )
+    states.apply_staged_writes()
+    rows = np.array([states.req_id_to_index[name] for name in names], np.intp)
+    for row in rows.tolist():
+        runner.sampler.add_request(row, params)
+    runner.sampler.apply_staged_writes()
+    here = torch.from_numpy(rows).to(runner.device)
+    batch = InputBatch.make_dummy(count, count, runner.input_buffers)
+    try:
+        yield dataclasses.replace(
+            batch, idx_mapping=here, idx_mapping_np=rows, expanded_idx_mapping=here
+        )
+    finally:
+        for name in names:
+            states.remove_request(name)
+
+
+def _seconds(device: Device, call: Callable[[], Any]) -> float:
+    """The median of some calls, each from the end of the one before; the first does not count."""
+    call()
+    marks = [device.mark()]
+    for _ in range(TIMES):
+        call()
+        marks.append(device.mark())
+    device.wait(marks[-1])
+    return statistics.median(device.nanoseconds(*pair) for pair in pairwise(marks)) * 1e-9

@@ -1,0 +1,34 @@
+"""What a sampler measures when the engine asks how long a microbatch takes to draw."""
+
+import pytest
+
+from sipipe.messages.boots import SamplerSettings, Watched
+from sipipe.messages.measured import MIXES
+from sipipe.sampler import warmup
+
+
+@pytest.mark.parametrize("dtype", warmup.DTYPES)
+@pytest.mark.parametrize("layout", warmup.LAYOUTS)
+def test_every_mix_is_drawn_and_timed(monkeypatch, dtype, layout):
+    drawn = []
+
+    class Columns(warmup.SequenceColumns):
+        def sample(self, handles, logits, **how):
+            drawn.append(super().sample(handles, logits, **how))
+            assert logits.shape == ((11, 500) if layout == "rows" else (500, 11))
+            return drawn[-1]
+
+    monkeypatch.setattr(warmup, "SequenceColumns", Columns)
+    settings = SamplerSettings(
+        vocab_size=500,
+        layout=layout,
+        logprobs_mode="raw_logprobs",
+        reasoning=([], []),
+        watched=Watched(stages=1, inflight=2, model="m", run="r"),
+    )
+    found = warmup.measure(11, settings, dtype)
+    assert list(found) == list(MIXES)
+    assert all(seconds > 0 for seconds in found.values())
+    assert not any(result.errors for result in drawn)
+    assert {len(result.token_ids) for result in drawn} == {11}
+    assert len(drawn) == len(MIXES) * (1 + warmup.TIMES)
