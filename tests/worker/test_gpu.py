@@ -100,6 +100,8 @@ def hand_over(layout, ranks, work):
     channel.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pages_are_unlocked_where_the_device_draws():
     """So that the memory can be given back, and locked again."""
     memory = memoryview(mmap.mmap(-1, 1 << 20))
