@@ -125,6 +125,10 @@ METHODS = {
         "slot_mapping is_padding"
     ),
     "vllm.model_executor.layers.logits_processor:LogitsProcessor._gather_logits": "self logits",
+    # Ray's nodes.
+    "vllm.ray.ray_env:get_env_vars_to_copy": "exclude_vars additional_vars destination",
+    "vllm.logger:configure_logging": "config",
+    "vllm.platforms.interface:Platform.device_control_id_to_physical_device_id": "device_id",
 }
 """Functions and methods: parameters that we pass by name or override; None: only that it is there.
 
@@ -192,13 +196,17 @@ ATTRIBUTES = {
     "vllm.config:VllmConfig": (
         "model_config parallel_config scheduler_config cache_config additional_config lora_config "
         "speculative_config kv_transfer_config ec_transfer_config reasoning_config "
-        "watermark_config use_v2_model_runner"
+        "watermark_config use_v2_model_runner logging_config"
     ),
     "vllm.config:ParallelConfig": (
         "pipeline_parallel_size tensor_parallel_size world_size worker_cls data_parallel_size "
         "data_parallel_rank prefill_context_parallel_size decode_context_parallel_size nnodes "
         "enable_eplb enable_elastic_ep disable_custom_all_reduce distributed_timeout_seconds "
-        "use_ubatching assigned_physical_gpu_ids"
+        "use_ubatching assigned_physical_gpu_ids placement_group ray_runtime_env"
+    ),
+    "vllm.envs": "VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES VLLM_RAY_PER_WORKER_GPUS",
+    "vllm.platforms.interface:Platform": (
+        "ray_device_key ray_noset_device_env_vars device_control_env_var additional_env_vars"
     ),
     "vllm.config:ModelConfig": (
         "model dtype seed runner_type logits_processors is_multimodal_model is_encoder_decoder "

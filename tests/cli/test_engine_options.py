@@ -154,6 +154,8 @@ def test_hosts_are_told_by_vllms_own_flags():
         {"count": 2, "address": "head"},
     )
     assert hosts("m", "--nnodes", "1")[:2] == (0, {})
+    # With Ray, which says how many hosts there are.
+    assert hosts("m", "--master-port", "1234")[:2] == (0, {"port": 1234})
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,10 @@ On two hosts, with SIPIPE_SECRET set to the same secret on both:
 
   sipipe serve MODEL --pp 2 --nnodes 2 --master-addr 10.0.0.1
   sipipe serve MODEL --pp 2 --nnodes 2 --master-addr 10.0.0.1 --node-rank 1 --headless
+
+On a Ray cluster, started on one of its nodes:
+
+  sipipe serve MODEL --pp 4 --tp 2 --distributed-executor-backend ray
 """
 
 
@@ -76,9 +80,10 @@ def hosts_of(own: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         raise ConfigError(
             "--headless is for the other hosts (--node-rank 1 and up): host 0, the head, serves"
         )
-    if count == 1:
-        return 0, {}
-    given = {"count": count, "address": own.master_addr, "port": own.master_port}
+    # With Ray, which has a count of its own, the address and the port may be given alone.
+    given = {"address": own.master_addr, "port": own.master_port}
     hosts = {key: value for key, value in given.items() if value is not None}
+    if count > 1:
+        hosts["count"] = count
     SiPipeConfig.from_dict({"hosts": hosts})
     return node, hosts

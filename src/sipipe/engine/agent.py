@@ -1,4 +1,5 @@
-"""The host agent: the foreground of ``sipipe serve ... --node-rank N --headless``.
+"""The host agent: the foreground of ``sipipe serve ... --node-rank N --headless``, or of a child of
+a Ray actor.
 
 Who runs here
     The main thread follows the head: what it publishes goes to this host's ring at once, in order.
@@ -20,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -47,12 +49,15 @@ CHUNK = 1 << 18
 CLOCK_QUESTIONS = 5
 
 
-def run_agent(setup: Setup, kv_cache_memory_bytes: int | None) -> int:
+def run_agent(
+    setup: Setup, kv_cache_memory_bytes: int | None, ready: Callable[[], object] = lambda: None
+) -> int:
     """Serve this host's stages until the engine ends; returns the exit status.
 
     Args:
         setup: decided here, from this host's own command line.
         kv_cache_memory_bytes: what the KV caches of this host's workers get; None: vLLM decides.
+        ready: called when only the head is missing.
 
     Raises:
         ConfigError: no head can be reached, or it refuses this host. StallError: it never came.
@@ -66,6 +71,7 @@ def run_agent(setup: Setup, kv_cache_memory_bytes: int | None) -> int:
         check_port(address, listens, OTHER_PORT)
     head = f"the head ({hosts.address}:{port})"
     _print(f"{setup.has()}; connects to {head}; links on {address}: {_listed(ports)}")
+    ready()
     connection = Connection(resolve(hosts.address, "--master-addr"), port, listens=False, who=head)
     try:
         plan, clock_offset_ns = _introduce(setup, connection, address, head)
@@ -159,7 +165,7 @@ class Agent:
         except PeerDiedError as error:
             _print(f"{error}; this host's stages end")
         except SystemExit:
-            reason = "it was told to (SIGTERM or SIGINT)"
+            reason = "it was told to (SIGTERM, SIGINT, or the end of its Ray actor)"
             status = 143
         except Exception as error:
             reason = str(error)

@@ -103,7 +103,7 @@ def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     if backend is not None and backend not in EXECUTOR_NAMES:
         raise ConfigError(
             f"--distributed-executor-backend is {backend}, but sipipe runs {EXECUTOR}: leave the "
-            "option out (stock vLLM is started by its own command)"
+            "option out (sipipe serve takes ray; stock vLLM is started by its own command)"
         )
     args.distributed_executor_backend = EXECUTOR
     additional = _additional_config(args)

@@ -57,6 +57,12 @@ class Executor(VllmExecutor):
         from sipipe.engine.remote import meet
 
         check_version()
+        self._placement: object = None
+        if self.parallel_config.placement_group is not None:
+            from sipipe.engine.ray_placement import place
+
+            self._placement = placement = place(self.vllm_config)
+            placement.start(self.vllm_config)
         self._setup = Setup.of(self.vllm_config)
         self._setup.apply()
         for line in self._setup.describe():
@@ -182,6 +188,7 @@ class Executor(VllmExecutor):
             return
         self._closed = True
         self._finalizer()
+        self._placement = None
 
     # ---- inside -----------------------------------------------------------------------------
 

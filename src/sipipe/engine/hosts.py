@@ -112,15 +112,27 @@ def check_head(hosts: HostSettings) -> None:
             check_port(address, control_port(hosts, node), OTHER_PORT)
 
 
+def ports_used(hosts: int, ranks: int) -> int:
+    """How many ports follow the first one, with it."""
+    return (hosts - 1) * (1 + ranks)
+
+
+def versions() -> dict[str, str]:
+    """Of this host, as a part of what all must have the same."""
+    return {
+        "SiPipe": __version__,
+        "vLLM": vllm.__version__,
+        "torch": torch.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
 def agreed(setup: Setup) -> dict[str, str]:
     """What all hosts must have the same, by the names that a user knows."""
     config = setup.vllm_config
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     values = {
-        "SiPipe": __version__,
-        "vLLM": vllm.__version__,
-        "torch": torch.__version__,
-        "Python": ".".join(platform.python_version_tuple()[:2]),
+        **versions(),
         "the model": model.model,
         "--revision": model.revision,
         "--dtype": model.dtype,

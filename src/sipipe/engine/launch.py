@@ -29,6 +29,7 @@ from sipipe.engine.arguments import OneLineParser, checked, use_sipipe
 from sipipe.engine.compatibility import check_version
 from sipipe.engine.hosts import check_head
 from sipipe.engine.layers.choose import model_facts
+from sipipe.engine.ray_placement import place
 from sipipe.engine.setup import Setup
 from sipipe.errors import ConfigError, ResourceError
 from sipipe.ipc.connection import check_port
@@ -62,6 +63,9 @@ def serve(
         args.model = args.model_tag
     elif not any(word.split("=")[0] in ("--model", "--config") for word in argv):
         raise ConfigError("serve: name the MODEL, a directory or a name on the Hugging Face hub")
+    by_ray = args.distributed_executor_backend == "ray"
+    if by_ray:
+        args.distributed_executor_backend = None
     use_sipipe(args, settings)
     configure_logging_from_args(args)
     command.validate(args)
@@ -71,7 +75,10 @@ def serve(
         ),
         args.model,
     )
-    share_kv_memory(args, vllm_config, announce(vllm_config, node))
+    if by_ray:
+        placement = place(vllm_config)
+        args.additional_config = vllm_config.additional_config
+    shares = share_kv_memory(args, vllm_config, announce(vllm_config, node))
     if node:
         from sipipe.engine.agent import run_agent
 
@@ -79,6 +86,8 @@ def serve(
     if not (args.uds or args.headless):  # vLLM looks too, but shares a port that allows it
         check_port(args.host or "", args.port, "choose another --port")
     check_head(SiPipeConfig.from_additional_config(vllm_config.additional_config).hosts)
+    if by_ray:
+        placement.start(vllm_config, shares_memory=shares)
     started(args)
     command.cmd(args)
     return 0
@@ -108,8 +117,10 @@ processes themselves, activations, and shared memory."""
 
 def share_kv_memory(
     args: argparse.Namespace | AsyncEngineArgs, vllm_config: VllmConfig, plan: CorePlan
-) -> None:
+) -> bool:
     """Set ``args.kv_cache_memory_bytes`` where the CPU engine would otherwise take too much.
+
+    Returns whether it was set; what the user has said counts.
 
     Stock vLLM lets each worker claim nearly all memory of its NUMA node; the second worker on a
     node then finds too little and stops. Here each node's memory is shared by the workers that are
@@ -121,11 +132,17 @@ def share_kv_memory(
         or args.gpu_memory_utilization != AsyncEngineArgs.gpu_memory_utilization
     )
     if not current_platform.is_cpu() or chosen:
-        return
+        return False
+    args.kv_cache_memory_bytes = shared_kv_bytes(vllm_config, plan)
+    return True
+
+
+def shared_kv_bytes(vllm_config: VllmConfig, plan: CorePlan) -> int:
+    """What the KV cache of each worker on this host gets."""
     facts = model_facts(vllm_config)
     weights = int(facts.parameters * facts.weight_bytes) if facts is not None else 0
     weights = weights * len(plan.workers) // vllm_config.parallel_config.pipeline_parallel_size
-    args.kv_cache_memory_bytes = kv_cache_bytes(worker_nodes(plan), weights)
+    return kv_cache_bytes(worker_nodes(plan), weights)
 
 
 def kv_cache_bytes(nodes: list[int], weights: int) -> int:

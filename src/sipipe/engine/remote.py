@@ -109,8 +109,8 @@ class RemoteHost:
         while not connection.wait_for_peer(max(0.0, deadline - time.monotonic())):
             if time.monotonic() > deadline:
                 raise StallError(
-                    f"host {self.node} did not come within {setup.config.start_timeout:g} s: start "
-                    f"the same command there with --node-rank {self.node} --headless"
+                    f"host {self.node} did not come within {setup.config.start_timeout:g} s: was it "
+                    f"started (--node-rank {self.node} --headless), and can it reach this address?"
                 )
             if connection.refused:
                 connection.refused = False

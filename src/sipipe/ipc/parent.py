@@ -88,12 +88,18 @@ class Parent:
         os._exit(1)
 
 
-def end_group_with(other: socket.socket) -> None:
-    """Kill this process group as soon as the other end of this socket is closed."""
+def end_group_with(other: socket.socket, grace: float = 0.0) -> None:
+    """Kill this process group as soon as the other end of this socket is closed.
+
+    With a ``grace``, so many seconds after this process was told to end (SIGTERM).
+    """
 
     def watch() -> None:
         while other.recv(1):
             pass
+        if grace:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(grace)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="EndWithParent", daemon=True).start()

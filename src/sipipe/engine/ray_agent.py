@@ -1,0 +1,55 @@
+"""``python -m sipipe.engine.ray_agent FD``: a host agent, as the child of a Ray actor.
+
+FD is its end of a socket pair: the order comes on it, and the agent says on it that only the head
+is missing, or why it cannot be one. When the actor ends, the agent ends in good order, or else with
+all its processes after a grace time. The main thread becomes :mod:`sipipe.engine.agent`'s.
+"""
+
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable
+
+from vllm.logger import configure_logging
+from vllm.plugins import load_general_plugins
+
+from sipipe.engine.agent import run_agent
+from sipipe.engine.hosts import difference, versions
+from sipipe.engine.launch import announce, shared_kv_bytes
+from sipipe.engine.ray_claim import Order
+from sipipe.engine.ray_placement import config_of
+from sipipe.engine.setup import Setup
+from sipipe.errors import ConfigError, SiPipeError
+from sipipe.ipc.parent import end_group_with
+from sipipe.messages.boots import GRACE_SECONDS
+
+
+def main() -> int:
+    """Take the order and be the agent."""
+    claim = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(claim.fileno(), False)
+    with claim.makefile("rb") as actor:
+        order: Order = pickle.load(actor)  # from our parent, through a socket of its own
+    end_group_with(claim, GRACE_SECONDS)
+    try:
+        return _run(order, lambda: claim.sendall(b"ready\n"))
+    except SiPipeError as error:
+        print(f"sipipe: {error}", file=sys.stderr)
+        claim.sendall(f"{error}\n".encode())
+        return 1
+
+
+def _run(order: Order, ready: Callable[[], object]) -> int:
+    if different := difference(order.versions, versions()):
+        raise ConfigError(f"does not fit: {different}")
+    load_general_plugins()
+    config = config_of(order)
+    configure_logging(config.logging_config)
+    cores = announce(config, order.node)
+    memory = shared_kv_bytes(config, cores) if order.shares_memory else None
+    return run_agent(Setup.of(config, order.node), memory, ready)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""A bundle of Ray as an actor; the first one on a node starts the host agent there.
+
+Who runs here
+    A worker process of Ray's, which imports no vLLM; the agent (:mod:`sipipe.engine.ray_agent`) is
+    its child.
+Guarantees
+    The actor ends with its raylet, which Ray alone does not see to, and the agent with the actor.
+"""
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from sipipe.errors import ConfigError
+from sipipe.ipc.connection import check_port
+from sipipe.ipc.secret import SECRET
+from sipipe.messages.boots import GRACE_SECONDS
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What an agent is to be, before it meets the head."""
+
+    node: int
+    versions: dict[str, str]
+    """The head's; compared before anything of vLLM is unpickled."""
+    config: bytes
+    """The pickled ``VllmConfig``."""
+    devices: list[str]
+    """The GPUs that Ray gave, as it names them."""
+    shares_memory: bool
+    """Whether the KV caches get a share of the memory, as nobody has said how much."""
+
+
+class Claim:
+    """The actor of one bundle."""
+
+    def __init__(self) -> None:
+        # Ray leaves an actor running whose raylet has died. The raylet forks in its main thread.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def devices(self, key: str) -> list[str]:
+        """The accelerators of this bundle."""
+        import ray
+
+        return list(ray.get_runtime_context().get_accelerator_ids().get(key, []))
+
+    def free(self, first: int, count: int) -> bool:
+        """Whether nobody here listens on ``count`` ports from ``first`` on."""
+        try:
+            for port in range(first, first + count):
+                check_port("", port, "")
+        except ConfigError:
+            return False
+        return True
+
+    def start(self, order: Order, environment: dict[str, str], directory: str) -> str:
+        """Start the agent; returns when it is about to meet the head, or why it cannot.
+
+        Args:
+            environment: what the node has not set itself; the secret in any case.
+            directory: the head's; the agent's too, where there is one of this name.
+        """
+        # Ray sets OMP_NUM_THREADS, to what the actor has reserved: nothing.
+        own = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        self._ours, theirs = socket.socketpair()
+        with theirs:
+            self._agent = subprocess.Popen(
+                [sys.executable, "-P", "-m", "sipipe.engine.ray_agent", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                process_group=0,
+                cwd=directory if Path(directory).is_dir() else None,
+                env={**environment, **own, SECRET: environment[SECRET]},
+            )
+        with self._ours.makefile("rwb") as agent:
+            pickle.dump(order, agent)
+            agent.flush()
+            said = agent.readline().decode().strip()
+        if not said:
+            status = self._agent.wait(GRACE_SECONDS)
+            return f"the host agent ended (status {status}); its own log says why"
+        return "" if said == "ready" else said
