@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -136,3 +137,32 @@ def test_directories_of_the_living_stay(tmp_path, monkeypatch):
         assert Path(directory).is_dir()
     assert not Path(directory).exists()
     assert "VLLM_RPC_BASE_PATH" not in os.environ
+
+
+FAILS = """
+import sys, threading, types
+launch = types.ModuleType("sipipe.engine.launch")
+def serve(*_, started):
+    threading.Thread(target=threading.Event().wait).start()
+    raise RuntimeError("no start")
+launch.serve = serve
+sys.modules["sipipe.engine.launch"] = launch
+from sipipe.engine import server
+sys.exit(server.main())
+"""
+
+
+def test_a_start_that_fails_ends_the_server_whatever_it_leaves_behind():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        done = subprocess.run(
+            [sys.executable, "-c", FAILS, str(theirs.fileno()), "[]"],
+            pass_fds=[theirs.fileno()],
+            process_group=0,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.endswith("RuntimeError: no start\n")

@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -53,6 +54,10 @@ def main() -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
+    except Exception:
+        # vLLM's start failed. The interpreter's own end would wait for what that left behind.
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _started(supervisor: socket.socket, args: Any) -> None:
