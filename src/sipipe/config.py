@@ -204,6 +204,12 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trace: Directory = None
     """Directory that receives trace files, made if missing. None: no tracing."""
 
+    emulate: Annotated[
+        Annotated[str, Meta(min_length=1)] | None, Meta(description="a profile's path, or null")
+    ] = None
+    """A profile (JSON) of stages whose devices only take time, in place of the model's: what
+    ``sipipe emulate`` sets. None: the real ones."""
+
     check_token_safety: Flag = False
     """Debug check: stamp every set of input buffers with its writer and reader, and raise at the
     first overlap. Costs a few microseconds an iteration."""

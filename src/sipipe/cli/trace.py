@@ -106,11 +106,12 @@ def _report(args: argparse.Namespace) -> None:
     except OSError as error:
         raise ConfigError(f"--output {path}: {error.strerror}") from None
     for run in runs:
-        Console().print(_bubbles(run))
+        Console().print(bubbles(run))
     print(f"written to {path} ({len(page) / 1e6:.1f} MB)")
 
 
-def _bubbles(run: Run) -> Table:
+def bubbles(run: Run) -> Table:
+    """What each stage's time went to."""
     summary = run.summary
     table = Table(
         "stage",

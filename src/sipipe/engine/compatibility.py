@@ -28,6 +28,7 @@ STOCK_WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "sipipe.worker.vllm_workers.GPUStageWorker",
 }
 """Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
+EMULATED_WORKER = "sipipe.tools.emulation.worker.EmulatedWorker"
 
 
 def check_version() -> None:

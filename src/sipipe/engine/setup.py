@@ -23,6 +23,7 @@ from vllm.utils.numa_utils import get_auto_numa_nodes
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan, plan_cores, this_machine
 from sipipe.engine.compatibility import (
+    EMULATED_WORKER,
     STOCK_WORKERS,
     check_asked,
     check_features,
@@ -123,7 +124,7 @@ class Setup:
         """
         budget = self.budget()
         check_budget(budget)
-        runner = ""
+        runner = "" if self.config.emulate is None else f"devices emulated: {self.config.emulate}"
         if uses_second_runner(self.vllm_config):
             runner = "stages host vLLM's second model runner"
             if not current_platform.is_cpu():
@@ -148,7 +149,7 @@ class Setup:
             sequences=scheduler.max_num_seqs,
             tokens=scheduler.max_num_batched_tokens,
             hidden=model.get_hidden_size(),
-            on_gpu=on_gpu and self.config.transport != "shm",
+            on_gpu=(on_gpu and self.config.transport != "shm") or self.config.emulate is not None,
             directory=self.config.shm_dir,
         )
 
@@ -225,6 +226,10 @@ class Setup:
                 "option out (this platform may not be supported)"
             )
         parallel.worker_cls = ours or parallel.worker_cls
+        if self.config.emulate is not None:
+            if self.reason:
+                raise ConfigError(f'sipipe config: "emulate" needs CPU samplers, but {self.reason}')
+            parallel.worker_cls = EMULATED_WORKER
         if self.config.devices is not None:
             parallel.assigned_physical_gpu_ids = list(self.config.devices)
         scheduler = vllm_config.scheduler_config

@@ -18,6 +18,8 @@ import sys
 import time
 from typing import Any
 
+import psutil
+
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError
 from sipipe.ipc.parent import end_group_with
@@ -49,8 +51,9 @@ class Job:
 def measure(job: Job) -> dict[str, Any]:
     """Start the engine, warm it up, and run the job's requests.
 
-    Returns ``startup_seconds``, and ``tokens_per_second``: for each way of sampling a list with
-    one figure per repetition.
+    Returns ``startup_seconds``, and ``tokens_per_second`` and ``busy``, which share of the machine's
+    CPU time was spent by anybody meanwhile: for each way of sampling a list with one figure per
+    repetition.
     """
     from vllm import LLM, EngineArgs, SamplingParams
 
@@ -98,10 +101,15 @@ def measure(job: Job) -> dict[str, Any]:
     # Once as it will be measured: SiPipe's scheduler learns from it how many microbatches pay.
     run(job.sampling[0], min(job.tokens, 16))
     figures: dict[str, list[float]] = {name: [] for name in job.sampling}
+    busy: dict[str, list[float]] = {name: [] for name in job.sampling}
     for _ in range(job.repeat):
         for name in job.sampling:
+            before = psutil.cpu_times()
             figures[name].append(run(name, job.tokens))
-    return {"startup_seconds": startup, "tokens_per_second": figures}
+            spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
+            free = psutil.cpu_times()._make(spent)
+            busy[name].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
+    return {"startup_seconds": startup, "tokens_per_second": figures, "busy": busy}
 
 
 def _check_devices(additional_config: Any, job: Job) -> None:

@@ -105,7 +105,8 @@ class StageLoop:
             return None
         from sipipe.worker.second_runner import SecondRunner  # other CPU workers do without it
 
-        self._device = stage_device(self._worker.model_runner.device)
+        device = self._worker.model_runner.device
+        self._device = getattr(self._worker, "emulated", None) or stage_device(device)
         second = SecondRunner(self._worker, self._device)
         if not self._boot.measures:
             second.take_over()

@@ -174,6 +174,27 @@ def _values(entry: Any) -> Any:
     return entry[0] if isinstance(entry, list) else entry
 
 
+def sources(key: str) -> dict[str, str]:
+    """Where the numbers of device ``key``, its links, the network and the efficiencies are from, by name."""
+    table = tomllib.loads(
+        files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8")
+    )
+    parts: list[tuple[str, Any]] = [(part, table[part]) for part in ("efficiency", "network")]
+    names = [("device", key.lower())]
+    while names:
+        kind, name = names.pop()
+        entry = table[kind].get(name, {})
+        parts.append((f"{kind}.{name}", entry))
+        names += [(kind, entry["like"])] if "like" in entry else []
+        names += [("link", entry[side]) for side in ("link", "host_link") if side in entry]
+    return {
+        f"{part}.{field}": f"{value[0]:g}: {value[1]}"
+        for part, entry in parts
+        for field, value in entry.items()
+        if isinstance(value, list)
+    }
+
+
 def devices() -> tuple[str, ...]:
     """Names that :func:`device` takes."""
     return tuple(_table()["device"])

@@ -1,0 +1,192 @@
+"""``sipipe emulate``: a pipeline of GPUs, emulated, with SiPipe's own processes around it."""
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from sipipe.cli.bench import measure_sides
+from sipipe.cli.parser import at_least, fraction, make_parser, parse_engine_command
+from sipipe.cli.trace import bubbles
+from sipipe.errors import ConfigError
+from sipipe.observe.phases import Phase
+from sipipe.tools.emulation.emulate import Emulation, emulation
+from sipipe.tools.measure import SAMPLING
+from sipipe.tools.report.reader import Trace, read_trace
+from sipipe.tools.report.summary import Run
+from sipipe.versions import require_vllm
+
+EPILOG = """\
+vLLM's scheduler, SiPipe's executor, channels, links and samplers run as they do with GPUs; a device
+only takes the time that the data sheets' model (sipipe plan) gives. So it says what SiPipe itself
+adds to a pipeline, and nothing of a GPU's speed or of a gain over another engine (docs/emulation.md).
+
+  sipipe emulate --profile llama-70b-8xh100 --pp 4 --trace traces/emulated
+  sipipe trace report traces/emulated
+"""
+BUSY = 0.85
+"""Share of the machine's CPU time above which emulated devices are late by themselves."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: measured. 1: the machine was too busy for it."""
+    parser = make_parser(
+        "emulate",
+        "Run a pipeline whose GPUs are emulated, and account for its stages' time.",
+        usage="sipipe emulate --profile MODEL-NxGPU --pp N [options]",
+        epilog=EPILOG,
+        add_help=False,
+    )
+    group = parser.add_argument_group("pipeline and load")
+    group.add_argument(
+        "--profile",
+        metavar="NAME",
+        help="MODEL-NxGPU, such as llama-70b-8xh100 (sipipe plan --list)",
+    )
+    for name, default, what in (
+        ("requests", 128, "at once (default: 128)"),
+        ("prompt-tokens", 128, "default: 128"),
+        ("tokens", 200, "new ones (default: 200)"),
+    ):
+        group.add_argument(
+            f"--{name}", type=at_least(1, int), default=default, metavar="N", help=what
+        )
+    group.add_argument("--sampling", choices=SAMPLING, default="greedy", help="default: greedy")
+    group.add_argument(
+        "--jitter",
+        type=fraction,
+        metavar="SHARE",
+        help="deviation of forward passes (default: none)",
+    )
+    group.add_argument("--json", action="store_true", help="the figures as JSON")
+    own, settings, rest = parse_engine_command(parser, argv)
+    if own.profile is None:
+        raise ConfigError("emulate: --profile is missing, such as --profile llama-70b-8xh100")
+    if own.tp is not None:
+        raise ConfigError("emulate: --tp follows from --profile and --pp")
+    layers = settings.get("layers")
+    made = emulation(
+        own.profile,
+        int(own.pp or 1),
+        cut=tuple(layers) if isinstance(layers, list) else None,
+        jitter=own.jitter or 0.0,
+    )
+    require_vllm()
+    with tempfile.TemporaryDirectory(prefix="sipipe-emulate-") as scratch:
+        trace = Path(settings.get("trace") or Path(scratch) / "trace")
+        result = _run(made, own, settings | {"trace": str(trace)}, rest, Path(scratch))
+        found = _figures(made, read_trace(str(trace)), result)
+        if own.json:
+            print(json.dumps({"job": vars(own), "result": found["json"]}, indent=1))
+        else:
+            _show(made, found)
+    return 1 if found["json"]["busy"] > BUSY else 0
+
+
+def _run(
+    made: Emulation,
+    own: argparse.Namespace,
+    settings: dict[str, Any],
+    rest: Sequence[str],
+    scratch: Path,
+) -> dict[str, Any]:
+    """Start the engine and run the load; what :func:`sipipe.tools.measure.measure` returns."""
+    # To vLLM every model is a dense one of the same size: nothing of it is loaded.
+    heads = max(1, made.facts.hidden // 128)
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": heads * 128,
+        "num_hidden_layers": made.facts.layers,
+        "num_attention_heads": heads,
+        "intermediate_size": heads * 128,
+        "vocab_size": made.facts.vocabulary,
+        "max_position_embeddings": made.facts.context_length,
+        "torch_dtype": "bfloat16",
+    }
+    (scratch / "config.json").write_text(json.dumps(config))
+    profile = scratch / "profile.json"
+    profile.write_bytes(msgspec.json.format(msgspec.json.encode(made.profile)))
+    longest = own.prompt_tokens + own.tokens
+    cut = [stage.layers for stage in made.placement.stages]
+    options = {
+        "--load-format": "dummy",
+        "--max-num-seqs": own.requests,
+        "--max-model-len": longest,
+        "--max-num-batched-tokens": max(longest, 2048, own.requests),
+    }
+    words = [str(word) for option in options.items() for word in option]
+    job = {
+        "argv": [str(scratch), *words, "--skip-tokenizer-init", "--enforce-eager", *rest],
+        "sampling": [own.sampling],
+        "requests": own.requests,
+        "prompt_tokens": own.prompt_tokens,
+        "tokens": own.tokens,
+        "repeat": 1,
+    }
+    more = {
+        "emulate": str(profile),
+        "layers": cut,
+        "cpu_sampling": "on",
+        "cores": settings.get("cores", "off"),
+    }
+    found: dict[str, Any] = measure_sides(job, settings | more, sides=("sipipe",))["sipipe"]
+    return found
+
+
+def _figures(made: Emulation, trace: Trace, result: dict[str, Any]) -> dict[str, Any]:
+    """Of the part in which all requests decode."""
+    records = trace.of("stage")[0].phase(Phase.FORWARD)
+    prompts = (records["tokens"] > records["batch"]).nonzero()[0]
+    decoding = records[prompts.max(initial=-1) + 1 :]
+    if len(decoding) < 2 * trace.inflight:
+        raise ConfigError("emulate: nothing steady to look at: raise --tokens")
+    decoding = decoding[decoding["batch"] >= 0.9 * decoding["batch"].max()]
+    start = trace.window()[0]
+    begin, end = int(decoding["end_ns"][0]), int(decoding["end_ns"][-1])
+    run = Run(trace, (begin - start) / 1e9, (end - start) / 1e9)
+    stages = run.summary["stage_table"]
+    return {
+        "run": run,
+        "json": {
+            "profile": msgspec.to_builtins(made.profile),
+            "stages": len(stages),
+            "iterations_per_s": run.summary["iterations"] / run.summary["wall_s"],
+            "tokens_per_s": run.summary["tokens_per_s"],
+            "busy_share": [stage["share"]["busy"] for stage in stages],
+            "batch": float(decoding["batch"].mean()),
+            "busy": result["busy"][next(iter(result["busy"]))][0],
+            "cores": os.cpu_count(),
+        },
+    }
+
+
+def _show(made: Emulation, found: dict[str, Any]) -> None:
+    figures, placement = found["json"], made.placement
+    layers = ", ".join(str(stage.layers) for stage in placement.stages)
+    print(
+        f"emulated: {made.facts.name} on {made.cluster.devices} x {made.cluster.device.name}, "
+        f"{placement.p} stages of {placement.t}, layers {layers}"
+    )
+    Console().print(bubbles(found["run"]))
+    shares = figures["busy_share"]
+    print(
+        f"while all requests decode: {figures['iterations_per_s']:.1f} iterations/s of "
+        f"{figures['batch']:.0f} sequences; busiest stage {max(shares):.1%} busy"
+    )
+    print(f"{figures['busy']:.0%} of this machine's {figures['cores']} cores were busy")
+    if figures["busy"] > BUSY:
+        print(
+            f"VOID: above {BUSY:.0%} emulated devices are late by themselves; use a machine with "
+            "more cores, fewer stages or larger --profile"
+        )
+    print(
+        "This is SiPipe's own share of the time. Nothing of it was measured on a GPU, and it says "
+        "nothing of a gain over another engine."
+    )

@@ -1,0 +1,1 @@
+"""Pipelines whose devices only take time."""

@@ -1,0 +1,123 @@
+"""Profiles of emulated devices, from the planner's costs."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+from sipipe.engine.layers.cut import cut_layers
+from sipipe.engine.layers.facts import ModelFacts
+from sipipe.errors import ConfigError
+from sipipe.tools.emulation.profile import Curve, Profile, StageProfile
+from sipipe.tools.planner import hardware
+from sipipe.tools.planner.costs import DatasheetCosts, datasheet_costs
+from sipipe.tools.planner.hardware import Cluster
+from sipipe.tools.planner.models import builtin_models, load_model
+from sipipe.tools.planner.placement import Placement, Stage, place
+from sipipe.tools.planner.workload import Microbatch, Workload
+
+_HOST = 8  # devices of a host
+_NAME = re.compile(r"(.+)-(\d+)x([a-z0-9-]+)")
+_POINTS = tuple(2**i for i in range(15))
+_FAR = 4096  # tokens of context at which attention's share is taken; it is proportional
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Emulation:
+    """A model on a cluster, and what its devices take."""
+
+    facts: ModelFacts
+    cluster: Cluster
+    placement: Placement
+    profile: Profile
+
+
+def emulation(
+    name: str, pp: int, *, cut: tuple[int, ...] | None = None, jitter: float
+) -> Emulation:
+    """What ``name``, such as ``llama-70b-8xh100``, stands for with ``pp`` stages.
+
+    Args:
+        cut: layers of each stage; None: as SiPipe would cut them.
+        jitter: standard deviation of forward passes, as a share.
+
+    Raises:
+        ConfigError: a name or number that does not fit.
+    """
+    found = _NAME.fullmatch(name.lower())
+    if found is None:
+        raise ConfigError(
+            f'--profile "{name}" is not of the form MODEL-NxGPU such as llama-70b-8xh100 '
+            "(sipipe plan --list shows the names)"
+        )
+    model, count = _model(found[1]), int(found[2])
+    if not 1 <= pp <= count or count % pp:
+        raise ConfigError(f"--pp {pp}: {count} devices do not make {pp} equal stages")
+    cluster = Cluster(
+        device=hardware.device(found[3]),
+        hosts=-(-count // _HOST),
+        devices_per_host=min(count, _HOST),
+        network=hardware.network(400.0),
+        cores_per_host=96,
+    )
+    facts = load_model(model)
+    if pp > facts.layers:
+        raise ConfigError(f"--pp {pp}: {model} has {facts.layers} layers, a stage needs one")
+    cut = cut or cut_layers(facts, pp, count // pp)
+    if len(cut) != pp or sum(cut) != facts.layers:
+        raise ConfigError(f"--layers: {pp} numbers, {facts.layers} together, not {list(cut)}")
+    placement = place(facts.layers, pp, count // pp, cluster.devices_per_host, cut)
+    workload = Workload()
+    costs = datasheet_costs(facts, cluster, workload)
+    memory = costs.memory(placement, workload.memory_utilization)
+    if memory.kv_tokens < 1:
+        raise ConfigError(f"--profile {name}: {model} does not fit into its devices' memory")
+    last = placement.stages[-1]
+    profile = Profile(
+        name=name,
+        stages=tuple(_stage(costs, stage) for stage in placement.stages),
+        copy=_curve(lambda rows: costs.logits_copy(last, _work(rows))),
+        kv_tokens=memory.kv_tokens,
+        jitter=jitter,
+        sources={"model": facts.source, **hardware.sources(found[3])},
+    )
+    return Emulation(facts=facts, cluster=cluster, placement=placement, profile=profile)
+
+
+def _model(name: str) -> str:
+    """The built-in model of that name; also ``llama-70b`` for one of ``llama-3.1-70b``."""
+    family, _, size = name.rpartition("-")
+    close = [
+        known
+        for known in builtin_models()
+        if known == name or (family and known.startswith(family) and known.endswith(f"-{size}"))
+    ]
+    if name in close or len(close) == 1:
+        return name if name in close else close[0]
+    known = ", ".join(close or builtin_models())
+    raise ConfigError(f'--profile: model "{name}" is none of {known}')
+
+
+def _stage(costs: DatasheetCosts, stage: Stage) -> StageProfile:
+    def layers(tokens: int) -> float:
+        parts = costs.forward(stage, _work(tokens), gather=False)
+        return sum(parts.values()) - parts["logits"] - parts["attention"]
+
+    def attention(batch: int, tokens: int) -> float:
+        work = Microbatch(batch=batch, tokens=tokens, context=_FAR, prompt_context=_FAR)
+        return costs.forward(stage, work, gather=False)["attention"] / _FAR
+
+    return StageProfile(
+        layers=_curve(layers),
+        head=_curve(lambda rows: costs.forward(stage, _work(rows), gather=False)["logits"]),
+        hop=_curve(lambda tokens: costs.hop(stage, _work(tokens))),
+        decode_context=attention(1, 1),
+        prompt_context=attention(0, 1),
+    )
+
+
+def _work(tokens: int) -> Microbatch:
+    return Microbatch(batch=tokens, tokens=tokens, context=0)
+
+
+def _curve(seconds: Callable[[int], float]) -> Curve:
+    return Curve(at=_POINTS, seconds=tuple(seconds(point) for point in _POINTS))

@@ -1,0 +1,65 @@
+"""What an emulated engine's devices take for their work: data, made by ``sipipe emulate``."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """Seconds over a number of tokens or rows: straight between the points and beyond the last."""
+
+    at: tuple[float, ...]
+    """Ascending, two or more."""
+    seconds: tuple[float, ...]
+
+    def __call__(self, number: float) -> float:
+        last = len(self.at) - 1
+        place = next((i for i in range(1, last) if number < self.at[i]), last)
+        (x0, x1), (y0, y1) = self.at[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
+        return max(0.0, y0 + (number - x0) * (y1 - y0) / (x1 - x0)) if number else 0.0
+
+
+class StageProfile(msgspec.Struct, frozen=True):
+    """One stage's device."""
+
+    layers: Curve
+    """Over the tokens of the microbatch: everything but attention and head."""
+    head: Curve
+    """Over the rows that sample; on the last stage."""
+    hop: Curve
+    """Over tokens: to the next stage."""
+    decode_context: float
+    """Seconds for each token of context of each decoding sequence."""
+    prompt_context: float
+    """Seconds for each earlier token that each prompt token attends to."""
+
+    def seconds(self, requests: Sequence[tuple[int, int, bool]]) -> float:
+        """``requests``: of each the tokens computed before, the tokens scheduled, and whether it
+        samples."""
+        attention = 0.0
+        for computed, scheduled, _ in requests:
+            each = self.decode_context if scheduled == 1 else self.prompt_context
+            attention += each * scheduled * (computed + scheduled / 2)
+        rows = sum(samples for *_, samples in requests)
+        return self.layers(sum(s for _, s, _ in requests)) + self.head(rows) + attention
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """All devices of a pipeline, and what lies between them."""
+
+    name: str
+    stages: tuple[StageProfile, ...]
+    copy: Curve
+    """Over rows: logits to the host's memory."""
+    kv_tokens: int
+    """What the KV cache of the tightest stage holds."""
+    jitter: float = 0.0
+    """Standard deviation of a forward pass's time, as a share of it."""
+    sources: dict[str, str] = {}
+    """Where the numbers are from."""
+
+
+def read_profile(path: str) -> Profile:
+    """The profile in a JSON file."""
+    with open(path, "rb") as file:
+        return msgspec.json.decode(file.read(), type=Profile)

@@ -1,0 +1,212 @@
+"""A stage whose device only takes time, for ``sipipe emulate``.
+
+Scheduler, executor, channels, links, publisher and samplers are the engine's own, as on a GPU with
+vLLM's second runner (:mod:`sipipe.worker.second_runner`); the worker's model and device are replaced. Work on the device is a span of
+time that :mod:`sipipe.tools.emulation.profile` gives, so a stream is the time at which it will be free and
+a mark the time at which it will be reached: nothing computes, and no thread is needed for it. What
+travels between stages is that time, in place of the hidden states. The places of the logits are
+filled once, and then published as they are.
+
+Who runs here: the worker's main thread; ``wait`` and ``fetch`` are the publisher's.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed import get_pp_group, parallel_state
+from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from sipipe.messages.places import StagePlace
+from sipipe.tools.emulation.profile import Profile, read_profile
+from sipipe.worker.world import PipelineStandIn
+
+_PATTERN = 1_000_003  # elements: no multiple of a vocabulary, so that rows differ
+_READY = "ready"
+
+
+class EmulatedDevice:
+    """A stream of work and one of copies, each the time (monotonic ns) at which it will be free.
+
+    Args:
+        profile: has the time of a copy.
+        logits: their type.
+        ready: its first element is when the hidden states that were received last will be there;
+            the stream waits for them.
+    """
+
+    def __init__(self, profile: Profile, logits: torch.dtype, ready: torch.Tensor) -> None:
+        self._profile = profile
+        self._dtype = logits
+        self._ready = ready
+        self._free = self._copied = 0
+
+    def launch(self, seconds: float) -> None:
+        """Work that takes ``seconds``, behind what was launched before."""
+        self._free = self.mark() + round(seconds * 1e9)
+
+    def mark(self) -> int:
+        return max(self._free, time.monotonic_ns(), int(self._ready[0]))
+
+    def wait(self, mark: int) -> None:
+        while (left := mark - time.monotonic_ns()) > 0:
+            time.sleep(left / 1e9)
+
+    def nanoseconds(self, first: int, last: int) -> int:
+        return last - first
+
+    def fetch(self, source: torch.Tensor, target: torch.Tensor, after: int) -> int:  # noqa: ARG002
+        began = max(self._copied, after, time.monotonic_ns())
+        self._copied = began + round(self._profile.copy(len(source)) * 1e9)
+        return self._copied
+
+    def unlock_pages(self, memory: memoryview) -> None:
+        """Nothing was locked."""
+
+    def lock_pages(self, memory: memoryview) -> None:
+        """Fill all places of the logits."""
+        pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
+        tile = pattern.to(self._dtype).view(torch.uint8).numpy()
+        flat = np.frombuffer(memory, np.uint8)
+        for start in range(0, len(flat), len(tile)):
+            flat[start : start + len(tile)] = tile[: len(flat) - start]
+
+
+class _Head(torch.nn.Module):
+    """Logits of a true shape, which are nowhere."""
+
+    def __init__(self, vocabulary: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._shape = {"vocabulary": vocabulary, "dtype": dtype}
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        vocabulary, dtype = self._shape.values()
+        return torch.empty(len(hidden), vocabulary, dtype=dtype, device="meta")
+
+
+class EmulatedWorker(WorkerBase):
+    """One stage, whatever ranks it has: their time is in the profile."""
+
+    use_v2_model_runner = True
+    place: StagePlace
+    draws = True
+    reserved = 0
+
+    def init_device(self) -> None:
+        parallel_state._PP = PipelineStandIn(self.place)
+        self.device = torch.device("cpu")
+        torch.set_num_threads(1)
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        profile = read_profile(self.vllm_config.additional_config["sipipe"]["emulate"])
+        self._profile, self._stage = profile, profile.stages[self.place.stage]
+        self._lengths: dict[str, int] = {}  # of each request's prompt
+        self._random = random.Random(self.place.rank)
+        dtype, tokens = self.model_config.dtype, self.scheduler_config.max_num_batched_tokens
+        requests = self.scheduler_config.max_num_seqs
+        self._hidden = torch.zeros(requests, 1)
+        self._rows = np.arange(requests)
+        ready = torch.zeros(tokens, dtype=torch.int64)
+        self.emulated = EmulatedDevice(profile, dtype, ready)
+        self.model_runner: Any = SimpleNamespace(
+            device=self.device,
+            is_last_pp_rank=self.place.is_last,
+            max_num_reqs=requests,
+            max_num_tokens=tokens,
+            lora_config=None,
+            pp_handler=None,
+            req_states=None,  # no token is looked at
+            model_config=self.model_config,
+            model=_Head(self.model_config.get_vocab_size(), dtype),
+            prompt_logprobs_worker=SimpleNamespace(uses_prompt_logprobs=np.zeros(requests, bool)),
+            intermediate_tensors=IntermediateTensors({_READY: ready}),
+        )
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return {f"stage{self.place.stage}": self._cache()}
+
+    def _cache(self) -> FullAttentionSpec:
+        """For one layer of any shape: what counts is how many tokens fit."""
+        size = self.cache_config.block_size
+        return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=8, dtype=torch.int8)
+
+    def determine_available_memory(self) -> int:
+        cache = self._cache()
+        return int(self._profile.kv_tokens // cache.block_size * cache.page_size_bytes)
+
+    def initialize_from_config(self, *_: Any) -> None:
+        """There is no cache."""
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(0.0, 0.0)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def update_max_model_len(self, length: int) -> None:
+        self.model_config.max_model_len = length
+
+    def get_kv_connector_handshake_metadata(self) -> None:
+        return None
+
+    def execute_model(self, output: SchedulerOutput) -> None:
+        """Launch an iteration; as vLLM's worker, it receives and sends through the group."""
+        group: Any = get_pp_group()
+        requests = self._follow(output)
+        if not self.place.is_first:
+            group.receive()
+        usual = self._stage.seconds(list(requests.values()))
+        self.emulated.launch(usual * max(0.0, self._random.gauss(1.0, self._profile.jitter)))
+        computed, scheduled, samples = np.array(list(requests.values())).T
+        self._batch = SimpleNamespace(
+            req_ids=list(requests),
+            num_reqs=len(requests),
+            num_computed_tokens_np=computed,
+            num_scheduled_tokens=scheduled,
+            # Reached exactly where the request samples.
+            prefill_len_np=computed + scheduled + (samples == 0),
+            logits_indices=torch.arange(len(requests)),
+            idx_mapping_np=self._rows[: len(requests)],
+            is_prefilling_np=samples == 0,
+        )
+        if not self.place.is_last:
+            tokens = output.total_num_scheduled_tokens
+            ready = torch.empty(tokens, dtype=torch.int64)
+            ready[0] = self.emulated.mark() + round(self._stage.hop(tokens) * 1e9)
+            group.send({_READY: ready})()
+
+    def sample_tokens(self, _: Any) -> Any:
+        if self.place.is_last:
+            self.model_runner.sample(self._hidden[: self._batch.num_reqs], self._batch, None)
+        nothing = SimpleNamespace(prompt_logprobs_dict={})
+        return SimpleNamespace(get_output=lambda: nothing)
+
+    def _follow(self, output: SchedulerOutput) -> dict[str, tuple[int, int, bool]]:
+        """Of each request in order: tokens computed before, tokens scheduled, whether it samples."""
+        for req_id in output.finished_req_ids:
+            self._lengths.pop(req_id, None)
+        known = {}
+        for new in output.scheduled_new_reqs:
+            self._lengths[new.req_id] = len(new.prompt_token_ids)
+            known[new.req_id] = (new.num_computed_tokens, 0)
+        cached = output.scheduled_cached_reqs
+        known |= {
+            req_id: (computed, drawn)
+            for req_id, computed, drawn in zip(
+                cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+            )
+        }
+        found = {}
+        for req_id, scheduled in output.num_scheduled_tokens.items():
+            computed, drawn = known[req_id]
+            samples = computed + scheduled >= self._lengths[req_id] + drawn
+            found[req_id] = (computed, scheduled, samples)
+        return found

@@ -1,0 +1,63 @@
+"""`sipipe emulate` as people run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+
+import pytest
+
+from sipipe.cli import main
+from sipipe.observe.format import Header
+from sipipe.tools.report.example import Example, write_example
+from sipipe.tools.report.reader import read_trace
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--profile is missing"),
+        (["--profile", "llama-70b"], "is not of the form MODEL-NxGPU"),
+        (["--profile", "llama-70b-8xh100", "--pp", "3"], "8 devices do not make 3 equal stages"),
+        (["--profile", "llama-70b-8xh100", "--tp", "2"], "--tp follows from"),
+        (["--profile", "llama-70b-8xh100", "--requests", "0"], "--requests"),
+        (["--profile", "llama-70b-8xh100", "--jitter", "2"], "--jitter"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, words, capsys):
+    assert main(["emulate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_the_steady_part_is_what_counts(tmp_path):
+    from sipipe.cli.emulate import _figures
+    from sipipe.tools.emulation.emulate import emulation
+
+    write_example(tmp_path / "made", Example(stages=4, iterations=400, stock=False, inflight=5))
+    made = emulation("llama-70b-8xh100", 4, jitter=0.0)
+    figures = _figures(made, read_trace(str(tmp_path / "made")), {"busy": {"greedy": [0.25]}})
+    found = json.loads(json.dumps(figures["json"]))
+    assert found["busy"] == 0.25
+    assert len(found["busy_share"]) == 4
+    assert all(0.5 < share <= 1 for share in found["busy_share"])
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_pipeline_of_emulated_gpus(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    trace = str(tmp_path / "trace")
+    load = ["--requests", "12", "--tokens", "40", "--prompt-tokens", "20"]
+    status = main(["emulate", "--profile", "qwen3-4b-2xl40s", "--pp", "2", *load, "--trace", trace])
+    printed = capfd.readouterr().out
+    assert status in (0, 1), "1: this machine was too busy, and the command says so"
+    assert ("VOID" in printed) == (status == 1)
+    assert re.search(r"iterations/s of [34] sequences", printed), "12 requests in 3 microbatches"
+    assert "2 stages of 1" in printed
+    header: Header = read_trace(trace).of("stage")[1].header
+    assert header.model
+    assert main(["trace", "report", trace]) == 0

@@ -1,0 +1,47 @@
+"""Profiles of emulated devices say what the planner says."""
+
+import pytest
+
+from sipipe.errors import ConfigError
+from sipipe.tools.emulation.emulate import emulation
+from sipipe.tools.planner.costs import datasheet_costs
+from sipipe.tools.planner.workload import Microbatch, Workload
+
+
+@pytest.mark.parametrize("name", ["llama-70b-8xh100", "deepseek-v3-16xh100"])
+@pytest.mark.parametrize("pp", [4, 8])
+@pytest.mark.parametrize("batch", [16, 64, 512])
+def test_stage_times_are_the_planners(name, pp, batch):
+    made = emulation(name, pp, jitter=0.0)
+    costs = datasheet_costs(made.facts, made.cluster, Workload())
+    for stage, profile in zip(made.placement.stages, made.profile.stages, strict=True):
+        work = Microbatch(batch=batch, tokens=batch, context=1000)
+        predicted = sum(costs.forward(stage, work, gather=False).values())
+        emulated = profile.seconds([(1000, 1, True)] * batch)
+        assert emulated == pytest.approx(predicted, rel=0.01)
+
+
+def test_every_number_has_a_source():
+    sources = emulation("llama-70b-8xh100", 4, jitter=0.0).profile.sources
+    assert "Llama 3.1 model card" in sources["model"]
+    assert "data sheet" in sources["device.h100.memory_gbs"]
+    for part in ("efficiency.memory", "link.nvlink4.bandwidth_gbs", "link.pcie4.hop_us"):
+        assert sources[part]
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "cut", "words"),
+    [
+        ("llama-70b", 4, None, "is not of the form MODEL-NxGPU"),
+        ("lama-70b-8xh100", 4, None, 'model "lama-70b" is none of'),
+        ("qwen3-8b-8xh999", 4, None, "unknown device"),
+        ("llama-70b-8xh100", 3, None, "do not make 3 equal stages"),
+        ("llama-70b-8xh100", 16, None, "do not make 16 equal stages"),
+        ("llama-70b-8xh100", 2, (1, 2), "2 numbers, 80 together"),
+        ("llama-405b-4xh100", 4, None, "does not fit into its devices' memory"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(name, pp, cut, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        emulation(name, pp, cut=cut, jitter=0.0)
+    assert "\n" not in str(error.value)

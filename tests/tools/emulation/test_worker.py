@@ -1,0 +1,226 @@
+"""The emulated device on a clock of the test's own, and what an emulated worker makes of a step."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm", reason="stands for vLLM's worker")
+
+import numpy as np  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
+
+from sipipe.config import SiPipeConfig  # noqa: E402
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader  # noqa: E402
+from sipipe.messages.link import LinkEndpoint  # noqa: E402
+from sipipe.messages.logits import LogitsShape  # noqa: E402
+from sipipe.messages.places import StagePlace  # noqa: E402
+from sipipe.observe.format import Header  # noqa: E402
+from sipipe.observe.recorder import open_recorder  # noqa: E402
+from sipipe.tools.emulation import worker as emulated  # noqa: E402
+from sipipe.tools.emulation.profile import Curve, Profile, StageProfile  # noqa: E402
+from sipipe.tools.emulation.worker import EmulatedDevice, EmulatedWorker  # noqa: E402
+from sipipe.worker.loop import StageLoop  # noqa: E402
+from sipipe.worker.world import PipelineStandIn  # noqa: E402
+
+MS = 1_000_000
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time passes only where somebody sleeps."""
+    found = SimpleNamespace(now=0)
+    found.monotonic_ns = lambda: found.now
+    found.sleep = lambda seconds: setattr(found, "now", found.now + round(seconds * 1e9))
+    monkeypatch.setattr(emulated, "time", found)
+    return found
+
+
+def profile(*milliseconds, copy=0.0):
+    nothing = Curve((0, 1), (0.0, 0.0))
+    stages = (
+        StageProfile(Curve((0, 1), (ms / 1e3, ms / 1e3)), nothing, nothing, 0.0, 0.0)
+        for ms in milliseconds
+    )
+    return Profile(
+        name="a", stages=tuple(stages), copy=Curve((0, 1), (copy / 1e3, copy / 1e3)), kv_tokens=1
+    )
+
+
+def ready():
+    return torch.zeros(1, dtype=torch.int64)
+
+
+def test_work_is_in_order_and_takes_its_time(clock):
+    hidden = ready()
+    device = EmulatedDevice(profile(1), torch.float32, hidden)
+    first = device.mark()
+    device.launch(0.002)
+    middle = device.mark()
+    device.launch(0.003)
+    last = device.mark()
+    assert clock.now == 0, "who launches does not wait"
+    assert device.nanoseconds(first, middle) == 2 * MS
+    device.wait(last)
+    assert clock.now == 5 * MS
+    clock.now = 9 * MS
+    assert device.mark() == 9 * MS, "an idle stream is where the clock is"
+    hidden[0] = 12 * MS  # when hidden states will be there
+    device.launch(0.001)
+    assert device.mark() == 13 * MS
+
+
+def test_copies_come_after_their_source_and_one_another(clock):
+    device = EmulatedDevice(profile(1, copy=4), torch.float32, ready())
+    logits = torch.empty(3, 5, device="meta")
+    device.launch(0.010)
+    first = device.fetch(logits, torch.empty(3, 5), device.mark())
+    second = device.fetch(logits, torch.empty(3, 5), 0)
+    assert (first, second) == (14 * MS, 18 * MS)
+
+
+@pytest.mark.parametrize("stages", [(10, 10, 10, 10), (7, 9, 8, 10), (5,) * 8])
+def test_a_bare_loop_is_as_long_as_its_slowest_stage(clock, stages):
+    """p + 1 microbatches, sampled in a tenth of a stage's time: nothing is lost but the filling."""
+    hidden = [ready() for _ in stages]
+    devices = [
+        EmulatedDevice(profile(ms), torch.float32, ready)
+        for ms, ready in zip(stages, hidden, strict=True)
+    ]
+    inflight, rounds = len(stages) + 1, 400
+    drawn = [0] * inflight
+    for iteration in range(rounds):
+        slot = iteration % inflight
+        there = drawn[slot]
+        for device, came, ms in zip(devices, hidden, stages, strict=True):
+            came[0] = there
+            device.launch(ms / 1e3)
+            there = device.mark()
+        drawn[slot] = there + max(stages) * MS // 10
+    ideal = rounds * max(stages) * MS
+    assert ideal <= max(drawn) <= 1.01 * ideal + sum(stages) * MS
+
+
+def test_the_places_of_the_logits_are_filled():
+    memory = bytearray(3_000_000)
+    EmulatedDevice(profile(1), torch.bfloat16, ready()).lock_pages(memoryview(memory))
+    logits = torch.frombuffer(memory, dtype=torch.bfloat16).float()
+    assert torch.isfinite(logits).all()
+    assert 0.9 < logits.std() < 1.1
+
+
+def test_a_worker_knows_who_samples():
+    worker = EmulatedWorker.__new__(EmulatedWorker)
+    worker._lengths = {}
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [
+        SimpleNamespace(req_id=name, prompt_token_ids=[0] * 5, num_computed_tokens=0)
+        for name in "ab"
+    ]
+    output.num_scheduled_tokens = {"a": 5, "b": 3}
+    assert worker._follow(output) == {"a": (0, 5, True), "b": (0, 3, False)}
+    output.scheduled_new_reqs = []
+    output.scheduled_cached_reqs = cached = CachedRequestData.make_empty()
+    cached.req_ids, cached.num_computed_tokens = ["b", "a"], [3, 5]
+    cached.num_output_tokens = [0, 1]
+    output.num_scheduled_tokens = {"b": 2, "a": 1}
+    assert worker._follow(output) == {"b": (3, 2, True), "a": (5, 1, True)}
+    # Preempted, and computed anew: its tokens are not drawn again.
+    cached.num_computed_tokens, cached.num_output_tokens = [0, 6], [4, 2]
+    output.num_scheduled_tokens = {"b": 8, "a": 1}
+    assert worker._follow(output) == {"b": (0, 8, False), "a": (6, 1, True)}
+    output.finished_req_ids = {"a", "b"}
+    output.num_scheduled_tokens = {}
+    assert not worker._follow(output)
+    assert not worker._lengths
+
+
+def test_a_stage_takes_longer_for_more():
+    stage = StageProfile(
+        layers=Curve((1, 2, 4), (1.0, 1.5, 3.5)),
+        head=Curve((1, 2), (0.25, 0.5)),
+        hop=Curve((1, 2), (0.0, 0.0)),
+        decode_context=0.001,
+        prompt_context=0.0001,
+    )
+    assert stage.seconds([(10, 1, True)]) == pytest.approx(1.0 + 0.25 + 0.001 * 10.5)
+    assert stage.seconds([(10, 3, False)]) == pytest.approx(2.5 + 0.0001 * 3 * 11.5)
+    assert np.isclose(stage.layers(8), 7.5), "beyond the last point as before it"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_stages_publish_what_samples(monkeypatch, tmp_path, stages):
+    """Real links, publishers and BIC-L; one thread launches all stages, and never waits."""
+    path = tmp_path / "profile.json"
+    path.write_bytes(msgspec.json.encode(profile(*range(1, stages + 1), copy=0.5)))
+    link = LinkEndpoint(kind="shm", max_tokens=16, depth=3, device="cpu")
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(stages - 1)]
+    shape = LogitsShape(vocab=7, batch=4, dtype="bfloat16")
+    channel = LogitsChannel("logits", shape, entries=5, readers=["a"])
+    reader = LogitsReader(channel.endpoint, "a")
+    reports, loops, groups = [], [], []
+    for stage in range(stages):
+        place = StagePlace(stage=stage, stages=stages, tp_rank=0, tp_size=1)
+        worker = EmulatedWorker.__new__(EmulatedWorker)
+        worker.place = place
+        worker.vllm_config = SimpleNamespace(
+            additional_config={"sipipe": {"emulate": str(path)}}, lora_config=None
+        )
+        worker.device = torch.device("cpu")
+        worker.model_config = SimpleNamespace(
+            dtype=torch.bfloat16, get_vocab_size=lambda: 7, get_hidden_size=lambda: 3
+        )
+        worker.scheduler_config = SimpleNamespace(max_num_batched_tokens=16, max_num_seqs=4)
+        groups.append(PipelineStandIn(place))
+        monkeypatch.setattr(parallel_state, "_PP", groups[stage])
+        worker.load_model()
+        loop = StageLoop(
+            SimpleNamespace(
+                place=place,
+                path="sipipe",
+                measures=False,
+                config=SiPipeConfig(emulate=str(path), stall_timeout=30),
+                watched=SimpleNamespace(inflight=3),
+            ),
+            SimpleNamespace(worker=worker, execute_model=worker.execute_model),
+            [ends[1] for ends in pairs[stage - 1 : stage]]
+            + [ends[0] for ends in pairs[stage:][:1]],
+            lambda *what: reports.append(what),
+            open_recorder(None, Header(role="stage")),
+            reports.append,
+        )
+        loop.open(links=[link] * (stages - 1), logits=channel.endpoint)
+        loops.append(loop)
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [
+        SimpleNamespace(req_id=name, prompt_token_ids=[0] * 5, num_computed_tokens=0)
+        for name in "ab"
+    ]
+    cached = CachedRequestData.make_empty()
+    cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens = ["b"], [3], [0]
+    steps = [({"a": 5, "b": 3}, 1), ({"b": 1}, 0), ({"b": 1}, 1)]
+    for iteration, (scheduled, _) in enumerate(steps):
+        output.num_scheduled_tokens = scheduled
+        output.total_num_scheduled_tokens = sum(scheduled.values())
+        for loop, group in zip(loops, groups, strict=True):
+            monkeypatch.setattr(parallel_state, "_PP", group)
+            loop.run(iteration, iteration % 3, output)
+        output.scheduled_new_reqs, output.scheduled_cached_reqs = [], cached
+        cached.num_computed_tokens = [3 + iteration]
+    for iteration, (_, rows) in enumerate(steps):
+        if rows:
+            with reader.receive() as entry:
+                assert (entry.iteration, entry.batch) == (iteration, rows)
+                assert len(np.unique(entry.array)) > 1
+    for loop in loops:
+        loop.drain()
+    assert reports == [(1, {})], "the engine hears of the iteration that samples nothing"
+    for loop in loops:
+        loop.close()
+    reader.close()
+    channel.close()
