@@ -4,6 +4,7 @@ import pytest
 
 from sipipe.messages.boots import SamplerSettings, Watched
 from sipipe.messages.measured import MIXES
+from sipipe.sampler import measure as module
 from sipipe.sampler import warmup
 
 
@@ -12,13 +13,13 @@ from sipipe.sampler import warmup
 def test_every_mix_is_drawn_and_timed(monkeypatch, dtype, layout):
     drawn = []
 
-    class Columns(warmup.SequenceColumns):
+    class Columns(module.SequenceColumns):
         def sample(self, handles, logits, **how):
             drawn.append(super().sample(handles, logits, **how))
             assert logits.shape == ((11, 500) if layout == "rows" else (500, 11))
             return drawn[-1]
 
-    monkeypatch.setattr(warmup, "SequenceColumns", Columns)
+    monkeypatch.setattr(module, "SequenceColumns", Columns)
     settings = SamplerSettings(
         vocab_size=500,
         layout=layout,
@@ -26,9 +27,9 @@ def test_every_mix_is_drawn_and_timed(monkeypatch, dtype, layout):
         reasoning=([], []),
         watched=Watched(stages=1, inflight=2, model="m", run="r"),
     )
-    found = warmup.measure(11, settings, dtype)
+    found = module.measure(11, settings, dtype)
     assert list(found) == list(MIXES)
     assert all(seconds > 0 for seconds in found.values())
     assert not any(result.errors for result in drawn)
     assert {len(result.token_ids) for result in drawn} == {11}
-    assert len(drawn) == len(MIXES) * (1 + warmup.TIMES)
+    assert len(drawn) == len(MIXES) * (1 + module.TIMES)

@@ -48,8 +48,9 @@ from sipipe.messages.step import (
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
 from sipipe.sampler.layout import Layout
+from sipipe.sampler.measure import measure
 from sipipe.sampler.state import SequenceColumns
-from sipipe.sampler.warmup import measure, warm_up
+from sipipe.sampler.warmup import warm_up
 
 
 class Sampler:
