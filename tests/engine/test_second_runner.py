@@ -121,7 +121,8 @@ def test_stages_that_pad_differently_equal_stock(models):
     assert_stock(found, path, batches, parity.same_tokens)
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 1])
 def test_vllms_sampler_draws_where_that_is_measured_to_be_better(models, stages):
     """Both are there until then. Logits come late to the host here."""
     path, batches = model(models), parity.mixed_batches()
