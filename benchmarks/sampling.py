@@ -22,27 +22,20 @@ import numpy as np
 
 from benchmarks.harness import median_seconds, report
 from sipipe.messages.cost import WEIGHTS
+from sipipe.messages.measured import MIXES
 from sipipe.messages.params import SequenceParams
 from sipipe.sampler.state import SequenceColumns
 from sipipe.sampler.warmup import warm_up
 from sipipe.sampling import sample
 
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "temperature": {"temperature": 0.8},
+    "greedy": MIXES["greedy"],
+    "temperature": MIXES["temperature"],
     "top-k": {"top_k": 50},
     "top-p": {"top_p": 0.95},
     "min-p": {"min_p": 0.01},
     "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
-    "all": {
-        "temperature": 0.8,
-        "top_k": 50,
-        "top_p": 0.95,
-        "min_p": 0.01,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.1,
-    },
+    "all": MIXES["all"],
 }
 V, B = 151_936, 64
 

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from sipipe.messages.measured import MIXES
+
 MODEL = Path("build/models/llama-bench")
 STAGES = "2"
 PROMPTS = (
@@ -25,16 +27,7 @@ PROMPTS = (
     (
         "all strategies",
         "Once upon a time there was",
-        {
-            "temperature": 0.8,
-            "top_k": 50,
-            "top_p": 0.95,
-            "min_p": 0.01,
-            "repetition_penalty": 1.1,
-            "presence_penalty": 0.1,
-            "frequency_penalty": 0.1,
-            "seed": 1,
-        },
+        MIXES["all"] | {"seed": 1},
     ),
 )
 START_SECONDS = 300.0

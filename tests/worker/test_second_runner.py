@@ -79,16 +79,21 @@ class Head:
         return hidden.clone()
 
 
-@pytest.fixture
-def last_stage(monkeypatch):
-    monkeypatch.setattr(second_runner, "StageLogits", Head)
-    runner = SimpleNamespace(
+def last_runner():
+    """What a last stage reads of vLLM's second runner."""
+    return SimpleNamespace(
         is_last_pp_rank=True,
         max_num_reqs=8,
         device=torch.device("cpu"),
         lora_config=None,
         prompt_logprobs_worker=SimpleNamespace(uses_prompt_logprobs=np.zeros(8, bool)),
     )
+
+
+@pytest.fixture
+def last_stage(monkeypatch):
+    monkeypatch.setattr(second_runner, "StageLogits", Head)
+    runner = last_runner()
     return SecondRunner(SimpleNamespace(model_runner=runner), HostDevice())
 
 
@@ -168,13 +173,7 @@ def test_the_launching_thread_never_waits_for_the_device(monkeypatch, feedback):
         ),
     )
     rig = Rig(device)
-    runner = SimpleNamespace(
-        is_last_pp_rank=True,
-        max_num_reqs=8,
-        device=torch.device("cpu"),
-        lora_config=None,
-        prompt_logprobs_worker=SimpleNamespace(uses_prompt_logprobs=np.zeros(8, bool)),
-    )
+    runner = last_runner()
     sorted_batch = batch(["c", "a"], [12, 9], [1, 1], [7, 4])
 
     def execute_model(_):
