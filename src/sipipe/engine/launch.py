@@ -25,6 +25,7 @@ except ImportError:  # vLLM 0.33
 
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
+from sipipe.engine.agent import run_agent
 from sipipe.engine.arguments import OneLineParser, checked, use_sipipe
 from sipipe.engine.compatibility import check_version
 from sipipe.engine.hosts import check_head
@@ -80,8 +81,6 @@ def serve(
         args.additional_config = vllm_config.additional_config
     shares = share_kv_memory(args, vllm_config, announce(vllm_config, node))
     if node:
-        from sipipe.engine.agent import run_agent
-
         return run_agent(Setup.of(vllm_config, node), args.kv_cache_memory_bytes)
     if not (args.uds or args.headless):  # vLLM looks too, but shares a port that allows it
         check_port(args.host or "", args.port, "choose another --port")
