@@ -27,6 +27,12 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         if path and path not in sys.path:  # this process was forked, and its workers take this over
             sys.path.append(path)
 
+if not os.environ.get("TRITON_INTERPRET"):  # Triton has to be told before vLLM is imported
+    sys.path.append(os.path.dirname(__file__))
+    from forked_children import start_by_fork
+
+    start_by_fork()
+
 
 def end_with_the_test() -> None:
     """A pytest that was killed leaves no engine behind: this process has a group of its own."""

@@ -1,8 +1,8 @@
 """A process that has imported vLLM, and forks one that goes on from there whenever it is asked.
 
 Importing vLLM takes a core 7 to 10 seconds, most of the start of a tiny engine; the tests' front
-ends (``engine_run.py``) and one-process engines begin where that is done (:mod:`.forks`). What
-they start themselves, vLLM's core and SiPipe's children, starts as it does for a user.
+ends (``engine_run.py``) and one-process engines begin where that is done (:mod:`.forks`), and so
+do the processes that they start (:mod:`.forked_children`).
 
 Each request on the socket is JSON with ``file``, ``arguments``, ``environment`` and ``host`` (a
 process in whose namespaces to run, or null), and brings the new process's standard input, its
@@ -23,7 +23,10 @@ from contextlib import suppress
 
 def main() -> None:
     gc.disable()
+    import setproctitle
     import vllm
+
+    setproctitle.getproctitle()  # it finds the place of the title now; environments change later
 
     vllm.LLM  # noqa: B018, which imports the rest
     for name in ("vllm.v1.engine.core_client", "vllm.v1.engine.core", "vllm.transformers_utils"):

@@ -1,0 +1,92 @@
+"""Engines of tests start their processes by fork: vLLM's core and SiPipe's workers begin with vLLM
+imported, as the process that starts them has it already (:mod:`.fork_server`).
+
+A new interpreter for each is what vLLM has on CPUs, and what SiPipe has everywhere; importing
+vLLM then takes a core 7 to 10 seconds in each process, which is most of a tiny engine's start.
+Everything else is as a user has it: the same main functions, arguments, descriptors, environment.
+Started anew like a user's: samplers, and all processes of commands, of the server's tests, of
+hosts' agents and of stages in Triton's interpreter (``engine_run.py``).
+
+vLLM forks at the same two places on GPUs.
+"""
+
+import multiprocessing.spawn
+import multiprocessing.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+
+WORKER = "sipipe.worker"
+
+
+def start_by_fork() -> None:
+    """From now on, in this process and those that it starts."""
+    multiprocessing.util.spawnv_passfds = _spawn
+    subprocess.Popen = _Popen
+
+
+def _spawn(path: str, args: list, descriptors: Iterable[int]) -> int:
+    """``multiprocessing.util.spawnv_passfds``."""
+    code = " ".join(map(str, args))
+    if not (main := re.search(r"spawn_main\((.*?)\)", code)):  # the resource tracker
+        return _spawn_anew(path, args, descriptors)
+    numbers = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", main[1])}
+
+    def run() -> None:
+        sys.argv = ["-c", "--multiprocessing-fork"]
+        multiprocessing.spawn.spawn_main(**numbers)
+
+    return _fork(run, descriptors, os.environ)
+
+
+_spawn_anew = multiprocessing.util.spawnv_passfds
+
+
+class _Popen(subprocess.Popen):
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
+        if WORKER not in args:
+            super()._execute_child(
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others
+            )
+            return
+
+        def run() -> None:
+            sys.argv = [WORKER, *args[args.index(WORKER) + 1 :]]
+            runpy.run_module(WORKER, run_name="__main__", alter_sys=True)
+
+        self.pid = _fork(run, pass_fds, env)
+        self._child_created = True
+
+
+def _fork(run: Callable[[], None], descriptors: Iterable[int], environment: Mapping) -> int:
+    """The number of a child that runs ``run`` with these descriptors only, and ends."""
+    environment = dict(environment)
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        kept = {0, 1, 2, nothing, *descriptors}
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number not in kept and os.path.exists(f"/proc/self/fd/{number}"):
+                # Not closed: objects that this process has of its parent's will close the number.
+                os.dup2(nothing, number, inheritable=False)
+        os.dup2(nothing, 0)
+        for number in descriptors:
+            os.set_inheritable(number, True)
+        os.environ.clear()
+        os.environ.update(environment)
+        run()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        multiprocessing.util._exit_function()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
