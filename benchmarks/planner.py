@@ -32,7 +32,8 @@ from sipipe.tools.planner.calibration import calibrate
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.hardware import Cluster, device, network
 from sipipe.tools.planner.models import load_model
-from sipipe.tools.planner.plan import Search
+from sipipe.tools.planner.plan import OURS, Choice
+from sipipe.tools.planner.search import Search
 from sipipe.tools.planner.traces import check_loop, run_of
 from sipipe.tools.planner.workload import Workload
 from sipipe.tools.report.reader import Trace, read_trace
@@ -49,15 +50,30 @@ SECONDS = 600
 # --- the paper's findings ----------------------------------------------------------------------
 
 
-def by_degree(model: str, *, gpu: str, hosts: int, batch: int) -> dict[tuple[int, int], Any]:
-    """The paper's workload: ShareGPT lengths, all sampling strategies, a fixed batch."""
+Side = dict[tuple[int, int], Choice]
+
+
+def sides(model: str, *, gpu: str, hosts: int, batch: int) -> tuple[Side, Side]:
+    """The paper's workload: ShareGPT lengths, all sampling strategies, a fixed batch.
+
+    SiPipe's choices and those of the paper's baseline, by (p, t)."""
     cluster = Cluster(
         device=device(gpu), hosts=hosts, devices_per_host=8, network=network(400), cores_per_host=96
     )
-    workload = Workload(input=161, output=338, fixed_batch=batch, max_num_seqs=batch)
+    workload = Workload(
+        input=161, output=338, fixed_batch=batch, max_num_seqs=batch, sampling="all"
+    )
     costs = datasheet_costs(load_model(model), cluster, workload)
-    plan = Search(costs=costs, workload=workload).plan()
-    return {(choice.p, choice.t): choice for choice in plan.choices}
+    plan = Search(costs=costs, workload=workload, baseline="vllm").plan()
+    ours: Side = {}
+    stock: Side = {}
+    for choice in plan.choices:
+        (ours if choice.engine.key == OURS else stock)[choice.p, choice.t] = choice
+    return ours, stock
+
+
+def most(side: Side) -> float:
+    return max(choice.throughput for choice in side.values())
 
 
 def findings() -> list[dict[str, Any]]:
@@ -69,35 +85,27 @@ def findings() -> list[dict[str, Any]]:
 
     large = ("llama-3.1-70b", "qwen2.5-72b", "mixtral-8x7b")
     ultra = ("llama-3.1-405b", "deepseek-v2.5", "deepseek-v3")
-    on16 = {name: by_degree(name, gpu="h100", hosts=2, batch=1024) for name in ultra}
-    on8 = {name: by_degree(name, gpu="h100", hosts=1, batch=512) for name in large}
-    a100 = {name: by_degree(name, gpu="a100", hosts=1, batch=512) for name in large}
+    on16 = {name: sides(name, gpu="h100", hosts=2, batch=1024) for name in ultra}
+    on8 = {name: sides(name, gpu="h100", hosts=1, batch=512) for name in large}
+    a100 = {name: sides(name, gpu="a100", hosts=1, batch=512) for name in large}
     peaks = {
-        name: max(found, key=lambda degree: found[degree].baseline.throughput)[0]
-        for name, found in on16.items()
+        name: max(stock, key=lambda degree: stock[degree].throughput)[0]
+        for name, (_, stock) in on16.items()
     }
     add("16 H100, stock: p of the peak", "2 or 4", ", ".join(f"{n} {p}" for n, p in peaks.items()))
-    v3 = on16["deepseek-v3"]
-    pure = v3[1, 16].baseline.throughput
-    stock = max(choice.baseline.throughput for choice in v3.values())
-    ours = max(choice.best.throughput for choice in v3.values())
-    add("DeepSeek-V3, best stock pipeline / pure TP", "3.2 x", f"{stock / pure:.1f} x")
-    add("DeepSeek-V3, best SiPipe / pure TP", "4.5 x", f"{ours / pure:.1f} x")
-    gains = [
-        max(c.best.throughput for c in found.values())
-        / max(c.baseline.throughput for c in found.values())
-        for found in on16.values()
-    ]
+    ours, stock = on16["deepseek-v3"]
+    pure = stock[1, 16].throughput
+    add("DeepSeek-V3, best stock pipeline / pure TP", "3.2 x", f"{most(stock) / pure:.1f} x")
+    add("DeepSeek-V3, best SiPipe / pure TP", "4.5 x", f"{most(ours) / pure:.1f} x")
+    gains = [most(ours) / most(stock) for ours, stock in on16.values()]
     add("16 H100, best SiPipe / best stock", "1.4-1.7 x", f"{min(gains):.1f}-{max(gains):.1f} x")
-    ahead = [
-        found[1, 8].baseline.throughput / found[2, 4].baseline.throughput for found in on8.values()
-    ]
+    ahead = [stock[1, 8].throughput / stock[2, 4].throughput for _, stock in on8.values()]
     add("8 H100, stock TP 8 / stock P2T4", "above 1", f"{min(ahead):.2f}-{max(ahead):.2f} x")
     for name, found in (("H100", on8), ("A100", a100)):
-        gain = [choices[2, 4].gain for choices in found.values()]
+        gain = [ours[2, 4].throughput / stock[2, 4].throughput for ours, stock in found.values()]
         paper = "1.6-2.1 x" if name == "H100" else "smaller"
         add(f"8 {name}, SiPipe / stock at P2T4", paper, f"{min(gain):.1f}-{max(gain):.1f} x")
-    stages = on8["qwen2.5-72b"][4, 2].baseline.iteration.stages
+    stages = on8["qwen2.5-72b"][1][4, 2].iteration.stages
     surplus = stages[-1].occupancy / stages[-2].occupancy - 1
     add("Qwen2.5-72B P4T2 stock, last stage longer by", "22-40 %", f"{surplus:.0%}")
     share = stages[-1].preparation / stages[-1].occupancy

@@ -2,11 +2,13 @@
 
 import argparse
 import dataclasses
+import difflib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sipipe.cli.parser import (
     adder,
@@ -18,16 +20,17 @@ from sipipe.cli.parser import (
     positive,
     seconds,
 )
-from sipipe.cli.plan_tables import print_tables
+from sipipe.cli.plan_tables import print_assumptions, print_tables
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner.calibration import Calibration
 from sipipe.tools.planner.chart import draw
-from sipipe.tools.planner.costs import datasheet_costs
-from sipipe.tools.planner.hardware import Cluster, device, devices, network
+from sipipe.tools.planner.costs import DatasheetCosts, datasheet_costs
+from sipipe.tools.planner.hardware import Cluster, assumptions, device, devices, network
 from sipipe.tools.planner.models import builtin_models, load_model
-from sipipe.tools.planner.plan import Plan, Search
+from sipipe.tools.planner.plan import Plan
 from sipipe.tools.planner.report import plan_to_dict
+from sipipe.tools.planner.search import Search
 from sipipe.tools.planner.traces import LoopCheck, calibrate_from_traces
 from sipipe.tools.planner.workload import Workload
 
@@ -63,21 +66,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--tpot-slo", seconds, math.inf, "TIME", budget)
     add("--input", at_least(0, int), 1000, "TOKENS", "prompt tokens (default: 1000)")
     add("--output", count, 300, "TOKENS", "output tokens (default: 300)")
-    kinds = "greedy, temperature, top-p, or all: with top-k, min-p and penalties (default: all)"
-    add("--sampling", str, "all", "KIND", kinds)
+    kinds = "of greedy, temperature, top-p, all (with top-k, min-p, penalties); default: greedy,all"
+    add("--sampling", _kinds, ("greedy", "all"), "KIND,KIND", kinds)
     add("--batch", count, None, "N", "running sequences; default: the best number within limits")
     add("--max-num-seqs", count, 1024, "N", "most running sequences (1024)")
     add("--max-num-batched-tokens", count, 8192, "N", "of a microbatch (8192)")
     add("--gpu-memory-utilization", fraction, 0.9, "SHARE", "default: 0.9")
-    bits = "bits per weight instead of what the config says"
+    least = "rule out what caches fewer tokens"
+    add("--min-kv-tokens", at_least(0, int), 0, "N", least)
+    bits = "bits per weight instead of what the config says: 8 is FP8, fewer are stored ones"
     add("--weight-bits", positive, None, "BITS", bits)
     add("--kv-cache-dtype", cache_type, "auto", "auto|fp8", "default: auto")
     add = adder(parser.add_argument_group("engine"))
     better = "microbatches in flight (default: the better of p, p + 1)"
     add("--inflight", count, None, "N", better)
     add("--samplers", count, None, "N", "CPU samplers (default: as many as pay and are free)")
-    other = "compared with: vllm (synchronous, the paper's) or vllm-async (default: vllm)"
-    add("--baseline", str, "vllm", "NAME", other)
+    other = "compared with: vllm-async (the default on GPUs) or vllm, without async scheduling"
+    add("--baseline", str, None, "NAME", other)
+    flag = parser.add_argument_group("inputs that nobody has measured on your cluster").add_argument
+    flag("--assumptions", action="store_true", help="list them with their ranges, and stop")
+    stated = "one of them, such as engine.sipipe.transfer_us=250; may be repeated"
+    flag("--assume", metavar="INPUT=VALUE", action="append", default=[], help=stated)
     flag = parser.add_argument_group("calibration").add_argument
     flag("--calibrate", metavar="DIR", action="append", help="fit to the trace of a run of MODEL")
     flag("--extrapolate", action="store_true", help="predict outside the trace's range, marked")
@@ -91,39 +100,82 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """0: a deployment was found. 1: nothing fits or meets the budget; the table says why."""
     args = _parser().parse_args(argv)
-    if args.list:
-        _list()
+    if args.list or args.assumptions:
+        (_list if args.list else print_assumptions)()
         return 0
     for option, value in (("MODEL", args.model), ("--gpu", args.gpu)):
         if value is None:
             raise ConfigError(f"plan: {option} is missing (sipipe plan --list shows the names)")
     facts = load_model(args.model, weight_bits=args.weight_bits)
-    cluster, workload = _cluster(args), _workload(args, facts)
+    cluster, given = _cluster(args), _given(args.assume)
+    workloads = [_workload(args, facts, sampling) for sampling in args.sampling]
     calibration: Calibration | None = None
     checks: list[LoopCheck] = []
     if args.calibrate:
-        calibration, checks = calibrate_from_traces(args.calibrate, facts, cluster, workload)
-    plan = Search(
-        costs=calibration or datasheet_costs(facts, cluster, workload),
-        workload=workload,
-        baseline=args.baseline,
-        inflight=args.inflight,
-        samplers=args.samplers,
-        extrapolate=args.extrapolate,
-    ).plan()
+        calibration, checks = calibrate_from_traces(args.calibrate, facts, cluster, workloads[0])
+    plans = [
+        Search(
+            costs=_costs(calibration, facts, cluster, workload, given),
+            workload=workload,
+            baseline=args.baseline,
+            inflight=args.inflight,
+            samplers=args.samplers,
+            extrapolate=args.extrapolate,
+            given=given,
+        ).plan()
+        for workload in workloads
+    ]
     if args.plot is not None:
-        _draw(args.plot, plan)
+        _draw(args.plot, plans[0])
     if args.json:
-        found = plan_to_dict(plan)
+        found: dict[str, Any] = {plan.workload.sampling: plan_to_dict(plan) for plan in plans}
         if calibration is not None:
             loop = [dataclasses.asdict(check) for check in checks]
             found["calibration"] = {**calibration.to_dict(), "loop": loop}
         print(json.dumps(found, indent=2))
     else:
-        print_tables(plan, calibration, checks, details=args.details)
+        print_tables(plans, calibration, checks, details=args.details)
         if args.plot is not None:
             print(f"drawn: {args.plot}")
-    return 0 if plan.best else 1
+    return 0 if all(plan.choices for plan in plans) else 1
+
+
+def _costs(
+    calibration: Calibration | None,
+    facts: ModelFacts,
+    cluster: Cluster,
+    workload: Workload,
+    given: Mapping[str, float],
+) -> DatasheetCosts:
+    sheet = datasheet_costs(facts, cluster, workload, given)
+    if calibration is None:
+        return sheet
+    return dataclasses.replace(calibration, sampling=sheet.sampling, efficiency=sheet.efficiency)
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(kind.strip() for kind in text.split(",")))
+
+
+def _given(stated: Sequence[str]) -> dict[str, float]:
+    """The inputs of ``--assume``, by name."""
+    known, given = assumptions(), {}
+    for text in stated:
+        name, _, number = text.partition("=")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else " (--assumptions lists them)"
+            raise ConfigError(f'--assume: unknown input "{name}"{hint}')
+        try:
+            given[name] = float(number)
+        except ValueError:
+            given[name] = math.nan
+        _, quickest, slowest, _ = known[name]
+        rate = quickest > slowest  # of which there is more than none
+        if not 0 <= given[name] < math.inf or (rate and not given[name]):
+            least = "above 0" if rate else "of 0 or more"
+            raise ConfigError(f'--assume {name}: must be a number {least}, not "{number}"')
+    return given
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
@@ -141,10 +193,12 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     )
 
 
-def _workload(args: argparse.Namespace, facts: ModelFacts) -> Workload:
-    same = ("input", "output", "tpot_slo", "max_num_seqs", "max_num_batched_tokens", "sampling")
+def _workload(args: argparse.Namespace, facts: ModelFacts, sampling: str) -> Workload:
+    same = ("input", "output", "tpot_slo", "max_num_seqs", "max_num_batched_tokens")
+    also = ("min_kv_tokens", "weight_bits")
     workload = Workload(
-        **{name: getattr(args, name) for name in same},
+        **{name: getattr(args, name) for name in (*same, *also)},
+        sampling=sampling,
         memory_utilization=args.gpu_memory_utilization,
         kv_element_bytes=args.kv_cache_dtype,
         fixed_batch=args.batch,

@@ -6,21 +6,29 @@ from rich.console import Console
 from rich.table import Table
 
 from sipipe.tools.planner.calibration import Calibration
+from sipipe.tools.planner.hardware import assumptions
 from sipipe.tools.planner.placement import kv_bytes_per_token
-from sipipe.tools.planner.plan import Choice, Plan, Prediction
-from sipipe.tools.planner.report import SEVERAL_HOSTS, serve_commands
+from sipipe.tools.planner.plan import Choice, Plan
+from sipipe.tools.planner.report import notes, serve_commands
 from sipipe.tools.planner.traces import LoopCheck
 
 _NO_LOOP = "the traces hold no steady decoding to compare a whole prediction with"
+_KINDS = {"greedy": "greedy", "all": "top-k, top-p, min-p and penalties"}
 
 
 def print_tables(
-    plan: Plan, calibration: Calibration | None, checks: Sequence[LoopCheck], *, details: bool
+    plans: Sequence[Plan],
+    calibration: Calibration | None,
+    checks: Sequence[LoopCheck],
+    *,
+    details: bool,
 ) -> None:
-    """The ranking, what was ruled out, notes, and the serve command."""
+    """For each plan, which differ in the sampling alone, the ranking, what was ruled out, which
+    engine is fastest, and the commands that start it."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=140)
+    plan = plans[0]
     facts, cluster = plan.facts, plan.cluster
     kv = kv_bytes_per_token(facts, plan.workload.kv_element_bytes) / 1024
     between = (
@@ -39,38 +47,67 @@ def print_tables(
     if calibration is not None:
         console.print(_fit_table(calibration))
         console.print(_loop_table(checks) if checks else _NO_LOOP)
+    for plan in plans:
+        _print_plan(console, plan, details=details)
+    for note in sorted({note for plan in plans for c in plan.choices for note in c.unmeasured}):
+        console.print(f"* {note}")
+    if calibration is None and any(plan.choices for plan in plans):
+        console.print(
+            "computed from data sheets and assumed inputs (--assumptions lists them): ranges are "
+            "between their ends; compare rows, and calibrate (--calibrate DIR) before relying on "
+            "a number"
+        )
+
+
+def _print_plan(console: Console, plan: Plan, *, details: bool) -> None:
+    console.print()
+    console.print(f"sampling: {_KINDS.get(plan.workload.sampling, plan.workload.sampling)}")
     if plan.choices:
         console.print(_choice_table(plan, console.width))
         if details:
             console.print(_detail_table(plan))
-    if plan.rejected:
-        console.print("ruled out:")
-        for reject in plan.rejected:
-            console.print(f"  P{reject.p}T{reject.t}  {reject.reason}")
+    ruled_out: dict[tuple[int, int, str], list[str]] = {}
+    for reject in plan.rejected:
+        ruled_out.setdefault((reject.p, reject.t, reject.reason), []).append(reject.engine)
+    for (p, t, reason), engines in sorted(ruled_out.items()):
+        console.print(f"ruled out: P{p}T{t} {' and '.join(engines)}: {reason}")
     if plan.best is None:
         console.print("no (p, t) of this cluster serves this workload")
         return
-    for note in sorted({note for c in plan.choices for note in c.best.unmeasured}):
-        console.print(f"* {note}")
-    if calibration is None:
-        console.print(
-            "predicted from data sheets, checked against nothing of yours: compare rows, and "
-            "calibrate (--calibrate DIR) before relying on a number"
-        )
-    console.print()
+    console.print(_recommendation(plan, plan.best))
     for command in serve_commands(plan, plan.best):
-        print(command)
-    if cluster.hosts > 1:
-        console.print(SEVERAL_HOSTS)
+        print(f"  {command}")
+    for note in notes(plan, plan.best):
+        console.print(f"  {note}")
+
+
+def _recommendation(plan: Plan, best: Choice) -> str:
+    """Which engine is fastest within the budget, and what the other one's best is worth."""
+    ours, other = plan.fastest(True), plan.fastest(False)
+    name = "SiPipe" if best is ours else f"stock vLLM ({best.engine.key})"
+    text = f"fastest: {name}, P{best.p}T{best.t}"
+    if ours is None or other is None or plan.gain is None:
+        return f"{text}; {'SiPipe' if ours is None else 'stock vLLM'} has no row here"
+    gain = plan.gain
+    text += (
+        f". SiPipe's best row (P{ours.p}T{ours.t}) / stock's (P{other.p}T{other.t}): "
+        f"{gain.stated:.2f}x, from {gain.low:.2f} to {gain.high:.2f} with what is assumed of either"
+    )
+    close = gain.low < 1.0 < gain.high
+    return text + (": the model cannot tell which is faster, measure both" if close else "")
 
 
 def _table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: str, title: str | None = None
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Sequence[str],
+    title: str | None = None,
 ) -> Table:
-    """``rows`` under ``columns``, numbers to the right and the column ``left`` to the left."""
+    """``rows`` under ``columns``, numbers to the right and the columns ``left`` to the left."""
     table = Table(box=None, pad_edge=False, header_style="bold", title=title)
     for name in columns:
-        table.add_column(name, justify="left" if name == left else "right")
+        table.add_column(name, justify="left" if name in left else "right")
     for row in rows:
         table.add_row(*row)
     return table
@@ -78,59 +115,57 @@ def _table(
 
 def _choice_table(plan: Plan, width: int) -> Table:
     """The ranking; in a narrow terminal without what can be left out."""
-    columns = ["p", "t", "tok/s", "TPOT ms", "running", "KV tokens", "idle", "limited by"]
-    columns += ["baseline tok/s", "TPOT ms", "idle", "gain"]
-    shown = [index for index in range(len(columns)) if width >= 118 or index not in (5, 9, 10)]
+    columns = ["engine", "p", "t", "tok/s", "range", "TPOT ms", "range", "running"]
+    columns += ["KV tokens", "idle", "limited by"]
+    shown = [index for index in range(len(columns)) if width >= 110 or index not in (6, 7, 9)]
     rows = [_cells(choice) for choice in plan.choices]
     return _table(
         [columns[index] for index in shown],
         [[row[index] for index in shown] for row in rows],
-        left="limited by",
+        left=("engine", "limited by"),
     )
 
 
 def _cells(choice: Choice) -> list[str]:
-    def shown(prediction: Prediction | None) -> list[str]:
-        if prediction is None:
-            return ["over budget" if "budget" in choice.baseline_reason else "none", "", ""]
-        idle = prediction.iteration.idle
-        return [f"{prediction.throughput:,.0f}", f"{prediction.tpot * 1e3:.1f}", f"{idle:.0%}"]
-
-    rate, delay, idle = shown(choice.best)
-    best, mark = choice.best, " *" if choice.best.unmeasured else ""
+    (low, high), mark = choice.range, " *" if choice.unmeasured else ""
+    quickest, slowest = choice.quickest.delay * 1e3, choice.slowest.delay * 1e3
     return [
-        *(str(choice.p), str(choice.t), rate, delay),
-        f"{choice.best.batch:,}",
-        f"{choice.memory.kv_tokens:,}",
-        idle,
-        f"{best.iteration.limit}; {best.capped_by}{mark}",
-        *shown(choice.baseline),
-        "" if choice.gain is None else f"{choice.gain:.2f}x",
+        *(choice.engine.key, str(choice.p), str(choice.t)),
+        *(f"{choice.throughput:,.0f}", f"{low:,.0f}-{high:,.0f}"),
+        *(f"{choice.tpot * 1e3:.1f}", f"{quickest:.1f}-{slowest:.1f}"),
+        *(f"{choice.batch:,}", f"{choice.memory.kv_tokens:,}", f"{choice.iteration.idle:.0%}"),
+        f"{choice.iteration.limit}; {choice.capped_by}{mark}",
     ]
 
 
 def _detail_table(plan: Plan) -> Table:
-    """Memory and communication per device, and both engines' bubbles by kind."""
-    columns = ["p", "t", "weights GB", "KV GB", "sent MB a token of all", "hops between hosts"]
-    columns += ["idle: imbalance", "intra-stage", "inter-stage", "starved"]
+    """Memory and communication per device, and bubbles by kind."""
+    columns = ["engine", "p", "t", "weights GB", "KV GB", "sent MB a token of all"]
+    columns += ["hops between hosts", "idle: imbalance", "intra-stage", "inter-stage", "starved"]
     rows = []
     for choice in plan.choices:
         memory = choice.memory
         cache = memory.available - memory.weights - memory.workspace
-        device = [
-            *(str(choice.p), str(choice.t)),
-            *(f"{memory.weights / 1e9:.1f}", f"{cache / 1e9:.1f}"),
-            f"{choice.communication_bytes / 1e6:,.1f}",
-            str(choice.placement.crossings),
-        ]
-        rows.append(device + _idle(choice.best))
-        if choice.baseline is not None:
-            rows.append([*[""] * 5, choice.baseline.engine.key, *_idle(choice.baseline)])
-    return _table(columns, rows, left="", title="per device")
+        rows.append(
+            [
+                *(choice.engine.key, str(choice.p), str(choice.t)),
+                *(f"{memory.weights / 1e9:.1f}", f"{cache / 1e9:.1f}"),
+                f"{choice.communication_bytes / 1e6:,.1f}",
+                str(choice.placement.crossings),
+                *(f"{share:.0%}" for share in choice.iteration.bubbles.values()),
+            ]
+        )
+    return _table(columns, rows, left=("engine",), title="per device")
 
 
-def _idle(prediction: Prediction) -> list[str]:
-    return [f"{share:.0%}" for share in prediction.iteration.bubbles.values()]
+def print_assumptions() -> None:
+    """Every input that ``--assume`` takes."""
+    columns = ["input", "value", "quickest", "slowest", "source"]
+    rows = [
+        [name, *(f"{number:g}" for number in numbers), source]
+        for name, (*numbers, source) in assumptions().items()
+    ]
+    Console(highlight=False, markup=False).print(_table(columns, rows, left=("input", "source")))
 
 
 def _loop_table(checks: Sequence[LoopCheck]) -> Table:
@@ -145,7 +180,7 @@ def _loop_table(checks: Sequence[LoopCheck]) -> Table:
         ]
         for check in checks
     ]
-    return _table([*columns, "error"], rows, left="engine", title="the traced runs themselves")
+    return _table([*columns, "error"], rows, left=("engine",), title="the traced runs themselves")
 
 
 def _fit_table(calibration: Calibration) -> Table:
@@ -161,4 +196,4 @@ def _fit_table(calibration: Calibration) -> Table:
         ]
         for fit in calibration.fits.values()
     ]
-    return _table(columns, rows, left="phase", title="calibration")
+    return _table(columns, rows, left=("phase",), title="calibration")

@@ -25,7 +25,7 @@ def test_every_number_has_a_source():
     sources = emulation("llama-70b-8xh100", 4, jitter=0.0).profile.sources
     assert "Llama 3.1 model card" in sources["model"]
     assert "data sheet" in sources["device.h100.memory_gbs"]
-    for part in ("efficiency.memory", "link.nvlink4.bandwidth_gbs", "link.pcie4.hop_us"):
+    for part in ("efficiency.memory", "link.nvlink4.bandwidth_gbs", "link.pcie5.hop_us"):
         assert sources[part]
 
 

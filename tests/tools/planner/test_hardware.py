@@ -21,9 +21,13 @@ def test_every_number_has_a_source():
     found = dict(walk("", tomllib.loads(table)))
     assert len(found) > 100
     for name, entry in found.items():
-        number, source = entry
+        number, source, *ends = entry
         assert isinstance(number, int | float), name
         assert len(source) > 5, name
+        if ends:  # what nobody has measured on the cluster in question
+            assert min(ends) <= number <= max(ends), name
+        if "assumption" in source and name.split(".")[0] in ("engine", "loop"):
+            assert ends, f"{name} is assumed and has no range"
 
 
 @pytest.mark.parametrize("name", sorted(set(hardware.devices()) - {"cpu"}))
@@ -31,7 +35,7 @@ def test_devices_are_complete_and_plausible(name):
     device = hardware.device(name)
     assert 10 < device.memory_gib < 2000
     assert 100 <= device.memory_gbs <= 10_000
-    assert device.flops(1.0) >= device.flops(2.0)
+    assert device.flops(4) >= device.flops(16) <= device.flops(8)
     assert device.link.bytes_per_second > 0
     assert (device.kind == "cpu") == (device.cores > 0)
 
@@ -55,10 +59,27 @@ def test_unknown_names(find, option):
         find("gtx-9")
 
 
-def test_fp8_weights_take_the_fp8_units_and_four_bits_do_not():
-    device = hardware.device("h100")
-    assert device.flops(1.0) == 1979e12 > device.flops(2.0) == 989e12
-    assert device.flops(0.5) == device.flops(2.0)
+def test_narrow_products_take_the_units_that_the_device_has():
+    h100, b200, a100 = map(hardware.device, ("h100", "b200", "a100"))
+    assert h100.flops(8) == 1979e12 > h100.flops(16) == h100.flops(4) == 989e12
+    assert b200.flops(4) == 9000e12
+    assert a100.flops(8) == a100.flops(16)
+
+
+def test_what_is_assumed_has_ends_and_can_be_given():
+    assumed = hardware.assumptions()
+    name = "engine.vllm-async.transfer_us"
+    value, quickest, slowest, source = assumed[name]
+    assert quickest < value < slowest
+    assert source.startswith("assumption")
+
+    def transfer(case, **given):
+        return hardware.engine("vllm-async", hardware.Assumed(case, given)).transfer_us
+
+    assert [transfer(c) for c in ("quickest", "stated", "slowest")] == [quickest, value, slowest]
+    assert {transfer(c, **{name: 7.0}) for c in ("quickest", "stated", "slowest")} == {7.0}
+    ends = [hardware.engine(key, hardware.Assumed("slowest")).uneven for key in ("vllm", "sipipe")]
+    assert ends[0] == ends[1] == assumed["loop.uneven"][2]
 
 
 def test_this_machines_cpu_is_divided_over_its_devices():

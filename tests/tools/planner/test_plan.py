@@ -6,14 +6,15 @@ import xml.etree.ElementTree as ET
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tools.planner.planned import make_plan
+from tests.tools.planner.planned import by_degree, make_plan
 
 from sipipe.engine.layers.hf_config import facts_from_config
+from sipipe.errors import ConfigError
 from sipipe.tools.planner.chart import draw
-from sipipe.tools.planner.hardware import Cluster, device
+from sipipe.tools.planner.hardware import Cluster, assumptions, device
 from sipipe.tools.planner.hardware import network as between
 from sipipe.tools.planner.models import load_model
-from sipipe.tools.planner.report import plan_to_dict, serve_commands
+from sipipe.tools.planner.report import notes, plan_to_dict, serve_commands
 from sipipe.tools.planner.workload import Workload
 
 
@@ -28,27 +29,31 @@ def cluster(gpu="h100", hosts=1, per_host=8, cores=96, network=400):
 
 
 def plan(model="llama-3.1-8b", workload=None, **more):
-    options = {key: more.pop(key) for key in ("inflight", "samplers", "baseline") if key in more}
-    return make_plan(load_model(model), cluster(**more), workload or Workload(), **options)
+    names = ("inflight", "samplers", "baseline", "given")
+    options = {key: more.pop(key) for key in names if key in more}
+    facts = load_model(model, weight_bits=(workload or Workload()).weight_bits)
+    return make_plan(facts, cluster(**more), workload or Workload(), **options)
 
 
 def reasons(found):
-    return {(reject.p, reject.t): reject.reason for reject in found.rejected}
+    return {(r.p, r.t): r.reason for r in found.rejected if r.engine != "sipipe"}
 
 
-def test_every_degree_is_either_ranked_or_ruled_out():
+def test_every_degree_is_either_ranked_or_ruled_out_for_both_engines():
     found = plan(hosts=2)
-    degrees = [(c.p, c.t) for c in found.choices] + [(r.p, r.t) for r in found.rejected]
-    assert sorted(degrees) == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
-    rates = [choice.best.throughput for choice in found.choices]
+    degrees = [(c.engine.key, c.p, c.t) for c in found.choices]
+    degrees += [(r.engine, r.p, r.t) for r in found.rejected]
+    every = [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
+    assert sorted(degrees) == [(key, *each) for key in ("sipipe", "vllm-async") for each in every]
+    rates = [choice.throughput for choice in found.choices]
     assert rates == sorted(rates, reverse=True)
 
 
 def test_one_device():
-    (only,) = plan(per_host=1).choices
-    assert (only.p, only.t) == (1, 1)
-    assert only.communication_bytes == 0
-    assert only.best.iteration.stages[0].forward["all-reduce"] == 0
+    for only in plan(per_host=1).choices:
+        assert (only.p, only.t) == (1, 1)
+        assert only.communication_bytes == 0
+        assert only.iteration.stages[0].forward["all-reduce"] == 0
 
 
 def test_a_model_that_does_not_fit_says_by_how_much():
@@ -99,8 +104,7 @@ def test_heads_experts_and_blocks_that_do_not_divide():
 
 def test_fewer_sequences_than_microbatches():
     found = plan("llama-3.1-70b", Workload(fixed_batch=3), hosts=1)
-    deep = next(choice for choice in found.choices if choice.p == 8)
-    iteration = deep.best.iteration
+    iteration = by_degree(found)[8, 1].ours.iteration
     assert iteration.inflight == 3
     assert iteration.microbatch.batch == 1
     assert iteration.bubbles["starved"] > 0.5
@@ -123,8 +127,10 @@ def test_budget_that_nothing_meets():
 def test_choices_keep_every_bound(model, prompt, output, budget, most):
     workload = Workload(input=prompt, output=output, tpot_slo=budget, max_num_seqs=most)
     for choice in plan(model, workload).choices:
-        best = choice.best
+        best = choice
         assert best.tpot <= budget
+        assert choice.range[0] <= choice.throughput * 1.01
+        assert choice.throughput <= choice.range[1] * 1.01
         assert best.lowest_tpot <= best.tpot * 1.0001
         assert 1 <= best.batch <= most
         assert best.batch == 1 or best.batch * workload.context <= choice.memory.kv_tokens
@@ -132,44 +138,118 @@ def test_choices_keep_every_bound(model, prompt, output, budget, most):
         assert microbatch.tokens <= 8192 + workload.tokens_per_sequence or microbatch.batch == 1
         assert best.throughput == pytest.approx(best.batch / best.tpot)
         assert 0 <= best.iteration.idle < 1
-        assert 1 <= choice.samplers <= 86
+        assert (choice.samplers >= 1) == (choice.engine.key == "sipipe")
+        assert choice.samplers <= 86
 
 
 def test_more_of_anything_does_not_hurt():
-    base = plan("llama-3.1-70b").best.best.throughput
-    assert plan("llama-3.1-70b", gpu="h200").best.best.throughput > base
-    assert plan("llama-3.1-70b", Workload(sampling="greedy")).best.best.throughput >= base
-    assert plan("llama-3.1-70b", Workload(max_num_seqs=4096)).best.best.throughput >= base
-    slow = plan("llama-3.1-70b", hosts=2, network=100).best.best.throughput
-    assert plan("llama-3.1-70b", hosts=2).best.best.throughput >= slow
+    base = plan("llama-3.1-70b").best.throughput
+    assert plan("llama-3.1-70b", gpu="h200").best.throughput > base
+    assert plan("llama-3.1-70b", Workload(sampling="all")).best.throughput <= base
+    assert plan("llama-3.1-70b", Workload(max_num_seqs=4096)).best.throughput >= base
+    slow = plan("llama-3.1-70b", hosts=2, network=100).best.throughput
+    assert plan("llama-3.1-70b", hosts=2).best.throughput >= slow
 
 
 def test_too_few_sampler_cores_are_named():
-    found = plan("mixtral-8x7b", Workload(input=10, output=300), samplers=1)
-    assert any(choice.best.iteration.limit == "CPU sampling" for choice in found.choices)
+    found = plan("mixtral-8x7b", Workload(input=10, output=300, sampling="top-p"), samplers=1)
+    assert any(choice.iteration.limit == "CPU sampling" for choice in found.choices)
 
 
-def test_async_baseline_lies_between():
-    def rates(name):
-        choices = plan("llama-3.1-70b", baseline=name).choices
-        return {choice.p: choice.baseline.throughput for choice in choices}, choices
+def test_more_samplers_than_cores_are_refused():
+    with pytest.raises(ConfigError, match="--samplers 1000: a host of 96 cores has 86 left"):
+        plan(samplers=1000)
 
-    (stock, _), (newer, choices) = rates("vllm"), rates("vllm-async")
-    assert newer[1] > stock[1]
-    assert all(choice.gain > 1 for choice in choices if choice.p > 1)
+
+def test_what_is_recommended_is_the_fastest_row_whose_ever_it_is():
+    """Mixtral on two H100: tensor parallelism of stock vLLM."""
+    found = plan("mixtral-8x7b", per_host=2)
+    assert found.best.engine.key == "vllm-async"
+    assert found.best.throughput == max(choice.throughput for choice in found.choices)
+    assert found.gain.stated < 1
+    deep = plan("llama-3.1-70b", hosts=2, workload=Workload(tpot_slo=0.05, sampling="all"))
+    assert deep.best.engine.key == "sipipe"
+    assert deep.gain.low < deep.gain.stated < deep.gain.high
+    assert deep.gain.low < 1  # with other plausible inputs nothing is gained
+
+
+def test_unevenness_is_charged_to_both_sides():
+    even, uneven = (plan("llama-3.1-70b", given={"loop.uneven": x}) for x in (0.0, 0.2))
+    for degree, both in by_degree(even).items():
+        other = by_degree(uneven)[degree]
+        for side in ("ours", "stock"):
+            before, after = getattr(both, side), getattr(other, side)
+            slower = before.throughput / before.batch / (after.throughput / after.batch)
+            assert slower == pytest.approx(1.2 if degree[0] > 1 else 1.0, rel=0.01)
+
+
+def test_a_given_input_has_no_range():
+    given = {name: value for name, (value, *_) in assumptions().items()}
+    for choice in plan("llama-3.1-8b", per_host=2, given=given).choices:
+        low, high = choice.range
+        assert low == pytest.approx(high)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b", "mixtral-8x7b"])
+@pytest.mark.parametrize("batch", [None, 1, 64])
+def test_fewer_bits_are_never_slower(model, batch):
+    rates = [
+        plan(model, Workload(weight_bits=bits, fixed_batch=batch)).best.throughput
+        for bits in (4.25, None)
+    ]
+    assert rates[0] >= rates[1]
+
+
+def test_an_uneven_cut_that_leaves_too_little_cache_gives_way_to_the_even_one():
+    def ours(**more):
+        found = plan("qwen3-1.7b", Workload(max_num_seqs=256, **more), per_host=4)
+        return found, by_degree(found)[4, 1].ours
+
+    _, free = ours()
+    found, even = ours(min_kv_tokens=free.memory.kv_tokens + 1)
+    assert even.memory.kv_tokens > free.memory.kv_tokens
+    assert len({stage.layers for stage in even.placement.stages}) == 1
+    (command,) = serve_commands(found, even)
+    assert "--layers 7,7,7,7" in command
+    found = plan("qwen3-1.7b", Workload(min_kv_tokens=10**9), per_host=4)
+    assert "under --min-kv-tokens 1,000,000,000" in reasons(found)[4, 1]
+
+
+def test_sipipe_keeps_a_stage_on_one_host():
+    found = plan("llama-3.1-405b", hosts=2)
+    (reject,) = [r for r in found.rejected if (r.engine, r.t) == ("sipipe", 16)]
+    assert "on one host" in reject.reason
 
 
 def test_commands_start_every_host_and_round_trip_through_a_shell():
     import shlex
 
     found = plan("llama-3.1-405b", hosts=2)
-    first, second = serve_commands(found, found.best)
-    assert shlex.split(first)[:3] == ["sipipe", "serve", "meta-llama/Llama-3.1-405B-Instruct"]
-    assert "--headless" in second
-    assert "--headless" not in first
-    assert f"--pp {found.best.p} --tp {found.best.t}" in first
+    for choice in found.choices:
+        program = "sipipe" if choice.engine.key == "sipipe" else "vllm"
+        first, second = serve_commands(found, choice)
+        assert shlex.split(first)[:3] == [program, "serve", "meta-llama/Llama-3.1-405B-Instruct"]
+        assert "--headless" in second
+        assert "--headless" not in first
+        assert f"-pp {choice.p} -tp {choice.t}" in first
+        assert ("--samplers" in first) == (program == "sipipe")
     (only,) = serve_commands(single := plan("llama-3.1-8b"), single.best)
     assert "--nnodes" not in only
+
+
+def test_a_command_asks_for_what_there_is():
+    """A cache too small for the model's context, and weights that are not the checkpoint's."""
+    tight = plan("llama-3.1-8b", gpu="4090", per_host=1)
+    (command,) = serve_commands(tight, tight.best)
+    length = int(command.split("--max-model-len ")[1].split()[0])
+    assert 1300 <= length < tight.best.memory.kv_tokens
+    (roomy,) = serve_commands(plan("llama-3.1-8b"), plan("llama-3.1-8b").best)
+    assert "--max-model-len" not in roomy
+    narrow = plan("llama-3.1-8b", Workload(weight_bits=8))
+    assert "--quantization fp8" in serve_commands(narrow, narrow.best)[0]
+    stored = plan("llama-3.1-8b", Workload(weight_bits=4.25))
+    assert "serve CHECKPOINT" in serve_commands(stored, stored.best)[0]
+    assert any("with 4.25 bits per weight" in note for note in notes(stored, stored.best))
 
 
 def test_json_is_plain_and_complete():
@@ -177,8 +257,8 @@ def test_json_is_plain_and_complete():
 
     found = plan("llama-3.1-70b", hosts=2)
     back = json.loads(json.dumps(plan_to_dict(found), allow_nan=False))
-    assert len(back["choices"]) + len(back["rejected"]) == 5
-    bubbles = back["choices"][0]["sipipe"]["bubbles"]
+    assert len(back["choices"]) + len(back["rejected"]) == 10
+    bubbles = back["choices"][0]["bubbles"]
     assert bubbles["total"] == pytest.approx(sum(v for k, v in bubbles.items() if k != "total"))
 
 

@@ -89,6 +89,9 @@ class ModelFacts:
     """Columns of the narrowest feed-forward projection that tensor parallelism splits."""
     weight_bytes: float = 2.0
     """Bytes per weight of the transformer layers (1 for FP8, about 0.5 for 4-bit)."""
+    arithmetic_bits: int = 16
+    """Width of the layers' products, where the device has units for it: 8 for FP8 checkpoints, 4
+    for FP4. Checkpoints that only store narrow weights (AWQ, GPTQ, MXFP4) compute in 16."""
     activation_bytes: int = 2
     """Bytes per element of activations, embeddings and the output projection."""
     block: int = 1

@@ -16,7 +16,8 @@ _NOT_DESCRIBED = ("ssm", "mamba", "linear_attn", "linear_num", "linear_conv", "r
 _UNGATED = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "phi"} | {
     "starcoder2"
 }
-_BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "awq": 4.25, "gptq": 4.25, "mxfp4": 4.25}
+_BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "awq": 4.25, "gptq": 4.25, "mxfp4": 4.25, "nvfp4": 4.5}
+_ARITHMETIC = {"fp8": 8, "fbgemm_fp8": 8, "nvfp4": 4}
 
 
 def facts_from_config(
@@ -55,7 +56,7 @@ def facts_from_config(
     fields.finish()
     dtype = str(config.get("dtype") or config.get("torch_dtype")).lower()
     activation = 4 if dtype == "float32" else 2
-    bits, block = _weight_bits(config, source, activation, weight_bits)
+    bits, block, arithmetic = _weight_bits(config, source, activation, weight_bits)
     return ModelFacts(
         name=name,
         layers=layers,
@@ -68,6 +69,7 @@ def facts_from_config(
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         intermediate=width,
         weight_bytes=bits / 8,
+        arithmetic_bits=arithmetic,
         activation_bytes=activation,
         block=block,
         context_length=fields.optional("max_position_embeddings"),
@@ -205,14 +207,16 @@ def _mixture(
 
 def _weight_bits(
     config: Mapping[str, Any], source: str, activation: int, override: float | None
-) -> tuple[float, int]:
-    """Bits per weight and the columns of one quantization block."""
+) -> tuple[float, int, int]:
+    """Bits per weight, the columns of one quantization block, and the width of the products."""
     if override is not None:
-        return override, 1
+        return override, 1, 8 if override == 8 else 16
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping):
-        return 8.0 * activation, 1
+        return 8.0 * activation, 1, 16
     method = str(quantization.get("quant_method", ""))
+    if method == "modelopt":
+        method = str(quantization.get("quant_algo", "")).lower()
     sizes = quantization.get("weight_block_size")
     block = sizes[0] if isinstance(sizes, list) and sizes and isinstance(sizes[0], int) else 1
     block = max(1, block)
@@ -220,9 +224,9 @@ def _weight_bits(
     if isinstance(bits, int) and bits > 0:
         group = quantization.get("group_size", quantization.get("q_group_size")) or 0
         overhead = 16 / group if isinstance(group, int) and group > 0 else 0.0
-        return bits + overhead, block
+        return bits + overhead, block, 16
     if method in _BITS:
-        return _BITS[method], block
+        return _BITS[method], block, _ARITHMETIC.get(method, 16)
     raise ConfigError(
         f"MODEL: {source}: cannot tell the bits per weight from "
         f"quantization_config.quant_method {method!r}; give them with --weight-bits"

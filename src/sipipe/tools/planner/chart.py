@@ -7,7 +7,7 @@ axes. Colours are a colour-blind-safe pair, readable on light and dark pages.
 
 from html import escape
 
-from sipipe.tools.planner.plan import Plan, Prediction
+from sipipe.tools.planner.plan import OURS, Choice, Plan
 
 _COLOURS, _BUDGET = ("#0072b2", "#e69f00"), "#d55e00"
 _LEFT, _TOP, _ROW, _BAR = 84, 118, 52, 20
@@ -29,19 +29,23 @@ def draw(plan: Plan) -> str:
     Degrees stand in order of p; those ruled out keep their place with a dash, so that the shape
     over (p, t) stays readable. The latency budget is a dashed line.
     """
-    found: dict[tuple[int, int], tuple[Prediction | None, ...]] = {
-        (choice.p, choice.t): (choice.best, choice.baseline) for choice in plan.choices
+    rows: dict[tuple[int, int], list[Choice | None]] = {
+        degree: [None, None]
+        for degree in sorted(
+            {(one.p, one.t) for one in plan.choices} | {(one.p, one.t) for one in plan.rejected}
+        )
     }
-    rows = dict(sorted(({(r.p, r.t): (None, None) for r in plan.rejected} | found).items()))
-    every = [prediction for pair in rows.values() for prediction in pair if prediction]
-    fastest = max((one.throughput for one in every), default=1.0)
-    slowest = max((one.tpot for one in every), default=1.0)
+    for choice in plan.choices:
+        rows[choice.p, choice.t][choice.engine.key != OURS] = choice
+    fastest = max((one.throughput for one in plan.choices), default=1.0)
+    slowest = max((one.tpot for one in plan.choices), default=1.0)
     cluster, workload = plan.cluster, plan.workload
     caption = (
         f"{cluster.devices} x {cluster.device.name}, {cluster.hosts} host"
         f"{'s' if cluster.hosts > 1 else ''}, {workload.input} tokens in, {workload.output} out"
     )
-    other = next((c.baseline.engine.name for c in plan.choices if c.baseline), "baseline")
+    stock = plan.fastest(False)
+    other = stock.engine.name if stock else "baseline"
     parts = [
         _text(_LEFT, 26, plan.facts.name, "title"),
         _text(_LEFT, 46, caption, "faint"),
@@ -76,12 +80,12 @@ def draw(plan: Plan) -> str:
         parts += [line, _text(end, bottom + 14, f"budget {workload.tpot_slo * 1e3:g} ms", "value")]
     if best := plan.best:
         text = (
-            f"Best: P{best.p}T{best.t}, {best.best.batch} sequences, "
-            f"{best.best.iteration.inflight} microbatches in flight, {best.samplers} samplers"
+            f"Fastest: {best.engine.name}, P{best.p}T{best.t}, {best.batch} sequences, "
+            f"{best.iteration.inflight} microbatches in flight"
         )
         parts.append(_text(_LEFT, bottom + 32, text, "faint"))
     if plan.rejected:
-        text = f"– : ruled out ({len(plan.rejected)} of {len(rows)}); the table says why"
+        text = f"– : ruled out ({len(plan.rejected)} of {2 * len(rows)}); the table says why"
         parts.append(_text(_LEFT, bottom + 50, text, "faint"))
     size = f'width="{_SECOND + _WIDTH + 100}" height="{bottom + 66}"'
     label = escape(f"{plan.facts.name} on {caption}")

@@ -6,11 +6,12 @@ model (:mod:`sipipe.tools.planner.calibration`) overrides what a trace has shown
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from sipipe.engine.layers.facts import Attention, ModelFacts
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.communication import all_reduce_seconds, hop_seconds
-from sipipe.tools.planner.hardware import Cluster, Efficiency, Engine, Sampling
+from sipipe.tools.planner.hardware import Assumed, Cluster, Efficiency, Engine, Sampling
 from sipipe.tools.planner.placement import Memory, Placement, Stage, kv_bytes, weight_bytes
 from sipipe.tools.planner.workload import Microbatch, Workload
 
@@ -56,7 +57,10 @@ class DatasheetCosts:
 
     @property
     def _flops(self) -> float:
-        return self.cluster.device.flops(self.facts.weight_bytes) * self.efficiency.compute
+        device, efficiency = self.cluster.device, self.efficiency
+        peak = device.flops(self.facts.arithmetic_bits)
+        wide = peak == device.flops(16)
+        return peak * (efficiency.compute if wide else efficiency.compute_narrow)
 
     @property
     def _bandwidth(self) -> float:
@@ -92,7 +96,7 @@ class DatasheetCosts:
             "compute": compute,
             "weight reads": weights,
             "attention": self._attention(stage, work),
-            "kernel overhead": stage.layers * self.efficiency.layer_us * _MICRO,
+            "kernel overhead": self._overhead(stage, compute + weights),
             "all-reduce": self._all_reduce(stage, work),
             "logits": self._logits(stage, work, gather=gather) if stage.is_last else 0.0,
         }
@@ -117,11 +121,20 @@ class DatasheetCosts:
         add(dense, work.tokens)
         return total[0], total[1]
 
+    def _overhead(self, stage: Stage, products: float) -> float:
+        """What layers cost besides their ``products``; the kernels of sparse layers and of latent
+        attention hide behind these at large batches."""
+        sparse = sum(layer in self.facts.sparse_layers for layer in stage.layer_range)
+        latent = stage.layers if self.facts.attention.kind == "mla" else 0
+        least = sparse * self.efficiency.moe_us + latent * self.efficiency.mla_us
+        hidden = roofline(least * _MICRO, products, self.efficiency.sharpness) - products
+        return stage.layers * self.efficiency.layer_us * _MICRO + hidden
+
     def _attention(self, stage: Stage, work: Microbatch) -> float:
         attention = self.facts.attention
         read = work.batch * work.context * kv_bytes(self.facts, stage, self.kv_element_bytes)
         heads = stage.layers / min(stage.t, attention.heads)
-        peak = self.cluster.device.flops(2.0) * self.efficiency.compute
+        peak = self.cluster.device.flops(16) * self.efficiency.compute
         decode = roofline(
             work.batch * _decode_flops(attention, work.context) * heads / peak,
             read / self._bandwidth,
@@ -138,7 +151,7 @@ class DatasheetCosts:
     def _logits(self, stage: Stage, work: Microbatch, *, gather: bool) -> float:
         facts = self.facts
         parameters = facts.embedding_parameters / stage.t
-        peak = self.cluster.device.flops(2.0) * self.efficiency.compute
+        peak = self.cluster.device.flops(16) * self.efficiency.compute
         seconds = roofline(
             2.0 * parameters * work.batch / peak,
             parameters * facts.activation_bytes / self._bandwidth,
@@ -208,16 +221,22 @@ class DatasheetCosts:
         return ()
 
 
-def datasheet_costs(facts: ModelFacts, cluster: Cluster, workload: Workload) -> DatasheetCosts:
-    """The data sheets' costs of ``workload``.
+def datasheet_costs(
+    facts: ModelFacts,
+    cluster: Cluster,
+    workload: Workload,
+    given: Mapping[str, float] | None = None,
+) -> DatasheetCosts:
+    """The data sheets' costs of ``workload``; ``given`` are assumed inputs by name.
 
     Raises:
         ConfigError: ``workload.sampling`` is unknown.
     """
+    assumed = Assumed(given=given or {})
     return DatasheetCosts(
         facts=facts,
         cluster=cluster,
-        efficiency=hardware.efficiency(),
-        sampling=hardware.sampling(workload.sampling),
+        efficiency=hardware.efficiency(assumed),
+        sampling=hardware.sampling(workload.sampling, assumed),
         kv_element_bytes=workload.kv_element_bytes or float(facts.activation_bytes),
     )

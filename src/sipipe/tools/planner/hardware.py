@@ -69,15 +69,16 @@ class Device:
     """CPU sockets: physical cores."""
     fp8_tflops: float = 0.0
     """0: there are no FP8 units, and weights are widened to BF16."""
+    fp4_tflops: float = 0.0
 
     @property
     def memory_bytes(self) -> float:
         return self.memory_gib * _GIB
 
-    def flops(self, weight_bytes: float) -> float:
-        """Dense peak for weights of this width, FLOP/s; below 8 bits weights are widened."""
-        fp8 = self.fp8_tflops if weight_bytes == 1.0 else 0.0
-        return (fp8 or self.bf16_tflops) * 1e12
+    def flops(self, bits: int) -> float:
+        """Dense peak of products of this width, FLOP/s: BF16's where there are no such units."""
+        narrow = {8: self.fp8_tflops, 4: self.fp4_tflops}.get(bits, 0.0)
+        return (narrow or self.bf16_tflops) * 1e12
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +87,13 @@ class Efficiency:
 
     memory: float
     compute: float
+    compute_narrow: float
+    """Of products of 8 and 4 bits, where the device has units for them."""
     sharpness: float
     """Exponent of the soft roofline; larger is closer to the maximum of the two."""
     layer_us: float
+    moe_us: float
+    mla_us: float
     workspace_gib: float
 
 
@@ -150,15 +155,41 @@ class Cluster:
         return max(1, self.cores_per_host - self.devices_per_host - 2)
 
 
+Case = Literal["stated", "quickest", "slowest"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assumed:
+    """Which values the inputs have that nobody measured on the cluster in question."""
+
+    case: Case = "stated"
+    given: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What the user says, by names of :func:`assumptions`: has no range."""
+
+    def values(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """``entry`` with every ``[value, source, ...]`` reduced to its value."""
+        place = {"stated": 0, "quickest": 2, "slowest": 3}[self.case]
+
+        def value(field: str, found: Any) -> Any:
+            if not isinstance(found, list):
+                return found
+            return self.given.get(f"{name}.{field}", found[place if len(found) > 2 else 0])
+
+        return {field: value(field, found) for field, found in entry.items()}
+
+
+STATED = Assumed()
+
+
 @functools.cache
 def _table() -> Mapping[str, Any]:
-    """``hardware.toml`` by kind and name, without the sources.
+    """``hardware.toml`` by kind and name.
 
     An entry that is ``like`` another one, which stands before it, has that one's values but for
     those of its own.
     """
-    table: dict[str, Any] = _values(
-        tomllib.loads(files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8"))
+    table: dict[str, Any] = tomllib.loads(
+        files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8")
     )
     for kind in ("device", "link", "engine"):
         for key, entry in table[kind].items():
@@ -167,29 +198,32 @@ def _table() -> Mapping[str, Any]:
     return table
 
 
-def _values(entry: Any) -> Any:
-    """``entry`` with every ``[value, source]`` pair reduced to its value."""
-    if isinstance(entry, dict):
-        return {key: _values(value) for key, value in entry.items()}
-    return entry[0] if isinstance(entry, list) else entry
+def assumptions() -> dict[str, tuple[float, float, float, str]]:
+    """What :attr:`Assumed.given` may name: value, quickest, slowest, source."""
+    table = _table()
+    parts = {kind: table[kind] for kind in ("efficiency", "loop", "sampling-host")}
+    parts |= {f"sampling.{key}": entry for key, entry in table["sampling"].items()}
+    parts |= {f"engine.{key}": entry for key, entry in table["engine"].items()}
+    return {
+        f"{part}.{field}": (found[0], found[2], found[3], found[1])
+        for part, entry in parts.items()
+        for field, found in entry.items()
+        if isinstance(found, list) and len(found) > 2
+    }
 
 
 def sources(key: str) -> dict[str, str]:
     """Where the numbers of device ``key``, its links, the network and the efficiencies are from, by name."""
-    table = tomllib.loads(
-        files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8")
-    )
-    parts: list[tuple[str, Any]] = [(part, table[part]) for part in ("efficiency", "network")]
-    names = [("device", key.lower())]
-    while names:
-        kind, name = names.pop()
-        entry = table[kind].get(name, {})
-        parts.append((f"{kind}.{name}", entry))
-        names += [(kind, entry["like"])] if "like" in entry else []
-        names += [("link", entry[side]) for side in ("link", "host_link") if side in entry]
+    table = _table()
+    device = table["device"][key.lower()]
+    parts = {part: table[part] for part in ("efficiency", "network")}
+    parts[f"device.{key.lower()}"] = device
+    for side in ("link", "host_link"):
+        if side in device:
+            parts[f"link.{device[side]}"] = table["link"][device[side]]
     return {
         f"{part}.{field}": f"{value[0]:g}: {value[1]}"
-        for part, entry in parts
+        for part, entry in parts.items()
         for field, value in entry.items()
         if isinstance(value, list)
     }
@@ -216,7 +250,7 @@ def device(key: str, *, memory_gib: float | None = None, parts: int = 1) -> Devi
     Raises:
         ConfigError: an unknown name.
     """
-    entry = dict(_pick("--gpu", "device", key))
+    entry = STATED.values("device", _pick("--gpu", "device", key))
     if key.lower() == "cpu":
         cores = len(os.sched_getaffinity(0))
         entry["cores"] = max(1, cores // parts)
@@ -227,25 +261,32 @@ def device(key: str, *, memory_gib: float | None = None, parts: int = 1) -> Devi
     if memory_gib is not None:
         entry["memory_gib"] = memory_gib
     names = {"host_link": entry["link"]} | entry
-    links = {side: Link(**_table()["link"][names[side]]) for side in ("link", "host_link")}
+    links = {
+        side: Link(**STATED.values("link", _table()["link"][names[side]]))
+        for side in ("link", "host_link")
+    }
     return Device(**entry | links)
 
 
 def network(gigabits: float, adapters: int = 1) -> Network:
     """``adapters`` network adapters of ``gigabits`` Gb/s in each host."""
-    return Network(**_table()["network"], gigabits=gigabits, adapters=adapters)
+    return Network(
+        **STATED.values("network", _table()["network"]), gigabits=gigabits, adapters=adapters
+    )
 
 
-def efficiency() -> Efficiency:
+def efficiency(assumed: Assumed = STATED) -> Efficiency:
     """What kernels reach of a device's peak."""
-    return Efficiency(**_table()["efficiency"])
+    return Efficiency(**assumed.values("efficiency", _table()["efficiency"]))
 
 
-def engine(key: str) -> Engine:
+def engine(key: str, assumed: Assumed = STATED) -> Engine:
     """An engine by name; ConfigError for an unknown one."""
-    return Engine(**_pick("--baseline", "engine", key), key=key.lower())
+    own = assumed.values(f"engine.{key.lower()}", _pick("--baseline", "engine", key))
+    return Engine(**own, **assumed.values("loop", _table()["loop"]), key=key.lower())
 
 
-def sampling(key: str) -> Sampling:
+def sampling(key: str, assumed: Assumed = STATED) -> Sampling:
     """The cost of one combination of sampling parameters; ConfigError for an unknown one."""
-    return Sampling(**_pick("--sampling", "sampling", key), **_table()["sampling-host"])
+    own = assumed.values(f"sampling.{key.lower()}", _pick("--sampling", "sampling", key))
+    return Sampling(**own, **assumed.values("sampling-host", _table()["sampling-host"]))

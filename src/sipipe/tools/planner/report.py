@@ -6,29 +6,50 @@ import shlex
 from typing import Any
 
 from sipipe.tools.planner.placement import kv_bytes_per_token
-from sipipe.tools.planner.plan import Choice, Plan, Prediction
+from sipipe.tools.planner.plan import OURS, Choice, Plan
 
-SEVERAL_HOSTS = (
-    "HOST0 is the first host's address; every host needs the same secret in SIPIPE_SECRET "
-    "(docs/multi-host.md)"
-)
-"""What to know about the serve commands of more than one host."""
+_ROOM = 0.9
+"""Part of the predicted KV cache that one sequence may ask for: memory is predicted, not measured."""
 
 
 def serve_commands(plan: Plan, choice: Choice) -> list[str]:
-    """The exact commands that start ``choice``: one per host, the first host's first."""
-    workload, best = plan.workload, choice.best
-    words = ["sipipe", "serve", plan.facts.name, "--pp", str(choice.p), "--tp", str(choice.t)]
-    words += [f"--samplers={choice.samplers}", f"--inflight={best.iteration.inflight}"]
-    words += ["--max-num-seqs", str(best.batch)]
-    words += ["--max-num-batched-tokens", str(workload.max_num_batched_tokens)]
-    if plan.cluster.device.kind == "gpu":
+    """The exact commands that start ``choice``: one per host, the first host's first.
+
+    ``CHECKPOINT`` stands for the model where ``--weight-bits`` asks for one that it is not.
+    """
+    facts, workload, gpu = plan.facts, plan.workload, plan.cluster.device.kind == "gpu"
+    ours = choice.engine.key == OURS
+    quantize = gpu and workload.weight_bits == 8
+    name = facts.name if quantize or workload.weight_bits is None else "CHECKPOINT"
+    words = [
+        "sipipe" if ours else "vllm",
+        "serve",
+        name,
+        "-pp",
+        str(choice.p),
+        "-tp",
+        str(choice.t),
+    ]
+    if quantize:
+        words += ["--quantization", "fp8"]
+    if ours:
+        words += [f"--samplers={choice.samplers}"]
+        if choice.inflight != choice.p + 1:
+            words += [f"--inflight={choice.inflight}"]
+        layers = tuple(stage.layers for stage in choice.placement.stages)
+        if layers != choice.cut:
+            words += ["--layers", ",".join(map(str, layers))]
+    words += ["--max-num-seqs", str(choice.batch)]
+    words += ["--max-num-batched-tokens", str(max(workload.max_num_batched_tokens, choice.batch))]
+    room = int(choice.memory.kv_tokens * _ROOM)
+    if facts.context_length > room:  # vLLM refuses lengths that its cache cannot hold
+        words += ["--max-model-len", str(max(workload.longest, room))]
+    if gpu:
         words += ["--gpu-memory-utilization", f"{workload.memory_utilization:g}"]
     if workload.kv_element_bytes == 1.0:
         words += ["--kv-cache-dtype", "fp8"]
-    layers = tuple(stage.layers for stage in choice.placement.stages)
-    if layers != choice.cut:
-        words += ["--layers", ",".join(map(str, layers))]
+    if gpu and choice.engine.key == "vllm":
+        words += ["--no-async-scheduling"]
     hosts = plan.cluster.hosts
     if hosts == 1:
         return [shlex.join(words)]
@@ -37,6 +58,20 @@ def serve_commands(plan: Plan, choice: Choice) -> list[str]:
         more = ["--nnodes", str(hosts), "--node-rank", str(rank), "--master-addr", "HOST0"]
         commands.append(shlex.join(words + more + (["--headless"] if rank else [])))
     return commands
+
+
+def notes(plan: Plan, choice: Choice) -> list[str]:
+    """What to know before the commands of ``choice`` are typed."""
+    ours, found = choice.engine.key == OURS, []
+    if plan.cluster.hosts > 1:
+        secret = "; every host needs the same secret in SIPIPE_SECRET (docs/multi-host.md)"
+        found.append("HOST0 is the first host's address" + (secret if ours else ""))
+    bits = plan.workload.weight_bits
+    if bits is not None and not (bits == 8 and plan.cluster.device.kind == "gpu"):
+        found.append(f"CHECKPOINT is one of {plan.facts.name} with {bits:g} bits per weight")
+    if ours and plan.cluster.device.kind == "gpu":
+        found.append("nothing of SiPipe has run on a GPU yet (docs/gpu.md)")
+    return found
 
 
 def _fields(thing: Any, *names: str) -> dict[str, Any]:
@@ -71,34 +106,26 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         },
         "choices": [_choice(plan, choice) for choice in plan.choices],
         "rejected": [dataclasses.asdict(reject) for reject in plan.rejected],
+        "gain": dataclasses.asdict(plan.gain) if plan.gain else None,
         "serve": serve_commands(plan, plan.best) if plan.best else [],
-        "serve_note": SEVERAL_HOSTS if cluster.hosts > 1 else None,
+        "notes": notes(plan, plan.best) if plan.best else [],
     }
 
 
 def _choice(plan: Plan, choice: Choice) -> dict[str, Any]:
+    low, high = choice.range
     return {
-        "p": choice.p,
-        "t": choice.t,
-        "sipipe": _prediction(choice.best),
-        "baseline": _prediction(choice.baseline) if choice.baseline else None,
-        "baseline_reason": choice.baseline_reason or None,
-        "gain": choice.gain,
-        "samplers": choice.samplers,
+        "engine": choice.engine.key,
+        **_fields(choice, "p", "t", "throughput", "tpot", "lowest_tpot", "batch", "samplers"),
+        "throughput_range": [low, high],
+        "tpot_range": [choice.quickest.delay, choice.slowest.delay],
+        **_fields(choice.iteration, "inflight", "period", "limit"),
+        "capped_by": choice.capped_by,
+        "bubbles": {"total": choice.iteration.idle, **choice.iteration.bubbles},
+        "unmeasured": list(choice.unmeasured),
         "kv_tokens": choice.memory.kv_tokens,
         "weights_per_device": choice.memory.weights,
         "communication_per_device": choice.communication_bytes,
         "hops_between_hosts": choice.placement.crossings,
         "serve": serve_commands(plan, choice),
-    }
-
-
-def _prediction(prediction: Prediction) -> dict[str, Any]:
-    return {
-        "engine": prediction.engine.name,
-        **_fields(prediction, "throughput", "tpot", "lowest_tpot", "batch"),
-        **_fields(prediction.iteration, "inflight", "period", "limit"),
-        "capped_by": prediction.capped_by,
-        "bubbles": {"total": prediction.iteration.idle, **prediction.iteration.bubbles},
-        "unmeasured": list(prediction.unmeasured),
     }

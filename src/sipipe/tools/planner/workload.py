@@ -20,7 +20,7 @@ class Workload:
     """Sequences running at once, over all microbatches."""
     max_num_batched_tokens: int = 8192
     """Tokens of one microbatch, prompt chunks included."""
-    sampling: str = "all"
+    sampling: str = "greedy"
     """Sampling parameters in use: a name that :func:`sipipe.tools.planner.hardware.sampling` takes."""
     memory_utilization: float = 0.9
     """Share of device memory that weights, workspace and KV cache may take."""
@@ -28,6 +28,10 @@ class Workload:
     """Bytes per cached element; None: as the activations."""
     fixed_batch: int | None = None
     """Run exactly this many sequences instead of searching for the best number."""
+    min_kv_tokens: int = 0
+    """Tokens that the KV cache has to hold at least."""
+    weight_bits: float | None = None
+    """Bits per weight; None: the checkpoint's own."""
 
     @property
     def context(self) -> float:
