@@ -184,7 +184,7 @@ def _logits_reader(handle: Any, count: int, back: Connection) -> None:
 def _logits(count: int) -> dict[str, Any]:
     vocab, batch = 151_936, 66
     channel = LogitsChannel(
-        "bench", LogitsShape(vocab=vocab, batch=batch), entries=3, readers=["sampler"]
+        "bench", LogitsShape(vocab=vocab), rows=2 * batch, entries=3, readers=["sampler"]
     )
     writer = LogitsWriter(channel.endpoint)
     here, there = SPAWN.Pipe()
@@ -194,7 +194,7 @@ def _logits(count: int) -> dict[str, Any]:
     sent = np.empty(count, np.int64)
     fill = np.empty(count)
     for i in range(count):
-        with writer.acquire(i, batch, 10) as region:
+        with writer.acquire(i, batch, i % 2 * batch, 10) as region:
             began = time.perf_counter()
             region[...] = i
             fill[i] = time.perf_counter() - began

@@ -14,7 +14,7 @@ def test_everything_of_empty_outputs_is_carried():
     published = []
     dispatcher = Dispatcher(
         SimpleNamespace(order=nullcontext(), publish=lambda *_, **__: None),
-        Iterations(2),
+        Iterations(2, 99),
         Tracker(published),
         None,
         SimpleNamespace(record=lambda *_, **__: None, live=SimpleNamespace(set=lambda *_: None)),

@@ -29,13 +29,13 @@ def sampled(row, token, errors=()):
 
 
 def test_a_scheduler_of_the_users_own_takes_slots_in_turn():
-    iterations = Iterations(3)
+    iterations = Iterations(3, 99)
     assert [begin(iterations).slot for _ in range(4)] == [0, 1, 2, 0]
     assert iterations.finish(SchedulerOutput.make_empty()) is None
 
 
 def test_our_scheduler_names_the_slot_and_finds_the_record_again():
-    iterations = Iterations(3)
+    iterations = Iterations(3, 99)
     output = SchedulerOutput.make_empty()
     iterations.scheduled(output, 2, 10, 20)
     iteration = begin(iterations, output=output)
@@ -45,7 +45,7 @@ def test_our_scheduler_names_the_slot_and_finds_the_record_again():
 
 
 def test_an_iteration_is_complete_when_all_is_in_that_it_waits_for():
-    iterations = Iterations(3)
+    iterations = Iterations(3, 99)
     drawn = begin(iterations)
     assert drawn.late == "samplers 0, 1"
     both = begin(iterations, replace(DRAWN, prompt_logprobs=("a",)))
@@ -61,7 +61,7 @@ def test_an_iteration_is_complete_when_all_is_in_that_it_waits_for():
 
 
 def test_requests_without_a_token_are_errors_of_their_own():
-    iterations = Iterations(3)
+    iterations = Iterations(3, 99)
     iteration = begin(iterations, replace(DRAWN, errors={"a": "bad"}))
     iterations.deliver(0, tokens={0: sampled(0, 5), 1: sampled(1, -1, [(1, "NaN")])})
     output = build_output(iteration)
@@ -70,7 +70,7 @@ def test_requests_without_a_token_are_errors_of_their_own():
 
 
 def test_what_stops_the_engine_resolves_every_future():
-    iterations = Iterations(3)
+    iterations = Iterations(3, 99)
     iteration = begin(iterations)
     iterations.fail(RuntimeError("stage0.0 died"))
     with pytest.raises(RuntimeError, match=r"iteration 0 failed: stage0\.0 died"):
@@ -83,7 +83,7 @@ class Watched:
     """A stall watch of 100 s over two workers that answer when the test says so."""
 
     def __init__(self):
-        self.iterations, self.errors, self.asked = Iterations(3), [], 0
+        self.iterations, self.errors, self.asked = Iterations(3, 99), [], 0
         self.calls = Calls(SimpleNamespace(publish=lambda *_: None), WORKERS)
         self.watch = StallWatch(
             self.iterations, self.calls, WORKERS, self.ask, 100.0, self.errors.append

@@ -14,6 +14,7 @@ import pytest
 
 from sipipe.engine import memory_budget
 from sipipe.engine.bus import ring_sizes
+from sipipe.engine.logits_room import rows_needed
 from sipipe.errors import ResourceError
 from sipipe.ipc import memory
 from sipipe.ipc.ring.dispatch import DispatchProducer
@@ -63,7 +64,8 @@ def test_the_budget_is_what_the_channels_map():
     made, size = opened(
         lambda: LogitsChannel(
             "bic-l",
-            LogitsShape(vocab=SIZES["vocabulary"], batch=SIZES["sequences"], dtype=SIZES["dtype"]),
+            LogitsShape(vocab=SIZES["vocabulary"], dtype=SIZES["dtype"]),
+            rows=rows_needed(SIZES["sequences"], inflight),
             entries=memory_budget.logits_entries(inflight),
             readers=readers,
         )
@@ -124,9 +126,9 @@ assert info.f_bavail * info.f_frsize <= 1 << 20
 sizes = dict(stages=2, ranks=1, samplers=1, inflight=3, vocabulary=32_000, dtype="bfloat16",
              sequences=64, tokens=256, hidden=256)
 budget = memory_budget.memory_budget(**sizes)
-assert sum(part.size for part in budget) > 16 << 20
+assert sum(part.size for part in budget) > 8 << 20
 memory_budget.check_budget(budget)
-LogitsChannel("bic-l", LogitsShape(vocab=32_000, batch=64, dtype="bfloat16"), entries=5).close()
+LogitsChannel("bic-l", LogitsShape(vocab=32_000, dtype="bfloat16"), rows=128, entries=5).close()
 print("fits")
 """
 

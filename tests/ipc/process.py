@@ -81,7 +81,7 @@ def engine(directory, samplers):
     names = [f"sampler{i}" for i in range(samplers)]
     producer = DispatchProducer("bic-i", readers=names, directory=directory)
     logits = LogitsChannel(
-        "bic-l", LogitsShape(vocab=1000, batch=4), entries=4, readers=names, directory=directory
+        "bic-l", LogitsShape(vocab=1000), rows=2, entries=4, readers=names, directory=directory
     )
     pairs = [socket.socketpair() for _ in names]
     receiver = GatherReceiver([here for here, _ in pairs])
@@ -105,7 +105,7 @@ def engine(directory, samplers):
     while True:
         receiver.expect(iteration, range(samplers))
         producer.publish([b"schedule"], 60)
-        with writer.acquire(iteration, 2, 60) as region:
+        with writer.acquire(iteration, 2, 0, 60) as region:
             region[...] = iteration
         assert receiver.collect(60)[0] == iteration
         iteration += 1

@@ -219,12 +219,12 @@ class Logits:
         self.written = {0: 0, 1: 0}
         self.end = {}
         self.came = set()
-        sequencer.watch(Layout(3, 4 * 2 * 4, ranks=2))
+        sequencer.watch(Layout(3, 0, ranks=2, arena=6 * 64))
         sequencer.spawn("owner", self.own)
 
     def own(self):
         owner = LogitsChannel(
-            "t", LogitsShape(vocab=4, batch=2, ranks=2), entries=3, readers=list(self.received)
+            "t", LogitsShape(vocab=4, ranks=2), rows=6, entries=3, readers=list(self.received)
         )
         for rank in self.written:
             self.sequencer.spawn(f"rank {rank}", lambda rank=rank: self.write(owner, rank))
@@ -247,7 +247,7 @@ class Logits:
         self.came.add(rank)
         for iteration in range(self.iterations):
             try:
-                with writer.acquire(iteration, 2, timeout=5) as region:
+                with writer.acquire(iteration, 2, iteration % 3 * 2, timeout=5) as region:
                     region[...] = iteration
             except ChannelTimeout as late:
                 actors = self.sequencer.actors

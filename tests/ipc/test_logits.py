@@ -23,8 +23,8 @@ def make():
 
     def channel(**options):
         names, entries = options.pop("readers", ["s"]), options.pop("entries", 4)
-        shape = LogitsShape(**{"vocab": 101, "batch": 8, **options})
-        owner = LogitsChannel("test", shape, entries=entries, readers=names)
+        rows, shape = options.pop("rows", 20), LogitsShape(**{"vocab": 101, **options})
+        owner = LogitsChannel("test", shape, rows=rows, entries=entries, readers=names)
         writers = [LogitsWriter(owner.endpoint, rank) for rank in range(shape.ranks)]
         readers = [LogitsReader(owner.endpoint, name) for name in names]
         opened.extend([owner, *writers, *readers])
@@ -36,10 +36,10 @@ def make():
         one.close()
 
 
-def write(writers, iteration, logits, columns, vocab=101):
+def write(writers, iteration, logits, columns, row, vocab=101):
     for rank, writer in enumerate(writers):
         part = slice(rank * vocab // len(writers), (rank + 1) * vocab // len(writers))
-        with writer.acquire(iteration, logits.shape[1 if columns else 0], 1) as region:
+        with writer.acquire(iteration, logits.shape[1 if columns else 0], row, 1) as region:
             region[...] = logits[part] if columns else logits[:, part]
 
 
@@ -52,7 +52,7 @@ def test_ranks_write_one_array(make, ranks, layout, dtype):
     for iteration, batch in enumerate([8, 1, 5, 8, 0, 2, 7]):
         shape = (101, batch) if layout == "columns" else (batch, 101)
         logits = (rng.normal(size=shape) * 100).astype(DTYPES[dtype])
-        write(writers, iteration, logits, layout == "columns")
+        write(writers, iteration, logits, layout == "columns", row=3 * iteration % 11)
         for reader in readers:
             with reader.receive() as received:
                 assert (received.iteration, received.batch) == (iteration, batch)
@@ -70,7 +70,7 @@ def test_ranks_write_uneven_shards(make, layout):
     _, writers, (reader,) = make(ranks=3, shard=60, layout=layout)
     widths = []
     for rank, writer in enumerate(writers):
-        with writer.acquire(0, 2, 1) as region:
+        with writer.acquire(0, 2, 0, 1) as region:
             widths.append(region.shape[0 if columns else 1])
             region[...] = rank + 1
     assert widths == [60, 41, 0]  # of a vocabulary of 101
@@ -83,7 +83,7 @@ def test_ranks_write_uneven_shards(make, layout):
 
 def test_complete_only_with_the_last_rank(make):
     _, (first, second), (reader,) = make(ranks=2)
-    with first.acquire(0, 2) as region:
+    with first.acquire(0, 2, 0) as region:
         region[...] = 1
     got = []
 
@@ -93,7 +93,7 @@ def test_complete_only_with_the_last_rank(make):
 
     thread = threading.Thread(target=receive)
     thread.start()
-    with second.acquire(0, 2) as region:
+    with second.acquire(0, 2, 0) as region:
         region[...] = 2
     thread.join(30)
     assert got == [[1] * 50 + [2] * 51]
@@ -101,9 +101,9 @@ def test_complete_only_with_the_last_rank(make):
 
 def test_nothing_is_published_after_an_exception(make):
     _, (writer,), (reader,) = make()
-    with pytest.raises(RuntimeError), writer.acquire(0, 1):
+    with pytest.raises(RuntimeError), writer.acquire(0, 1, 0):
         raise RuntimeError
-    with writer.acquire(0, 1) as region:
+    with writer.acquire(0, 1, 0) as region:
         region[...] = 3
     assert reader.receive().array[0, 0] == 3
 
@@ -111,13 +111,13 @@ def test_nothing_is_published_after_an_exception(make):
 def test_a_late_sampler_is_named(make):
     _, (writer,), (reader,) = make()
     for i in range(2):
-        with writer.acquire(i, 1, 0):
+        with writer.acquire(i, 1, i, 0):
             pass
-    with pytest.raises(ChannelTimeout) as late, writer.acquire(2, 1, 0.02):
+    with pytest.raises(ChannelTimeout) as late, writer.acquire(2, 1, 2, 0.02):
         pass
     assert late.value.late == ("s",)
     assert [reader.receive().iteration for _ in range(2)] == [0, 1]
-    with writer.acquire(2, 1, 1):
+    with writer.acquire(2, 1, 2, 1):
         pass
     assert reader.receive().iteration == 2
 
@@ -125,7 +125,7 @@ def test_a_late_sampler_is_named(make):
 def test_a_restarted_sampler_begins_with_the_oldest_iteration_still_there(make):
     owner, (writer,), (reader,) = make(entries=6)
     for i in range(3):
-        with writer.acquire(10 + i, 1, 0) as region:
+        with writer.acquire(10 + i, 1, i, 0) as region:
             region[...] = i
     assert reader.receive().iteration == 10
     crash(reader)
@@ -139,7 +139,7 @@ def test_a_restarted_sampler_begins_with_the_oldest_iteration_still_there(make):
     ]
     assert got == [(10, 0), (11, 1), (12, 2)]
     for i in range(3, 20):
-        with writer.acquire(10 + i, 1, 1) as region:
+        with writer.acquire(10 + i, 1, i, 1) as region:
             region[...] = i
         assert again.receive().iteration == 10 + i
 
@@ -147,7 +147,7 @@ def test_a_restarted_sampler_begins_with_the_oldest_iteration_still_there(make):
 def test_death_and_close_of_a_writer(make):
     _, (first, second), (reader,) = make(ranks=2)
     for writer in (first, second):
-        with writer.acquire(0, 1):
+        with writer.acquire(0, 1, 0):
             pass
     assert reader.receive().iteration == 0
     crash(second)
@@ -162,25 +162,25 @@ def test_death_and_close_of_a_writer(make):
 
 def test_sizes_and_ranks(make):
     owner, (writer,), _ = make()
-    with pytest.raises(AssertionError), writer.acquire(0, 9):
+    with pytest.raises(AssertionError), writer.acquire(0, 9, 12):
         pass
     with pytest.raises(ChannelError, match="has a writer already"):
         LogitsWriter(owner.endpoint, 0)
-    for bad in ({"batch": 0}, {"ranks": 0}, {"entries": 2}, {"dtype": "int8"}, {"layout": "x"}):
+    for bad in ({"rows": 0}, {"ranks": 0}, {"entries": 2}, {"dtype": "int8"}, {"layout": "x"}):
         with pytest.raises(AssertionError):
             make(**bad)
 
 
 def test_a_restarted_sampler_joins_while_the_ranks_are_amid_the_first_entry(make):
     owner, (first, second), (reader,) = make(ranks=2)
-    with first.acquire(0, 1):
+    with first.acquire(0, 1, 0):
         pass
     crash(reader)
     owner.remove_reader("s")
     owner.add_reader("s")
     again = LogitsReader(owner.endpoint, "s")
     make.opened.append(again)
-    with second.acquire(0, 1):
+    with second.acquire(0, 1, 0):
         pass
     assert again.receive().iteration == 0
 
@@ -189,14 +189,14 @@ def test_a_restarted_sampler_begins_no_later_than_it_must(make):
     """All entries are in use: the oldest is held by another sampler."""
     owner, (writer,), (late, gone) = make(entries=4, readers=["late", "gone"])
     for iteration in range(4):
-        with writer.acquire(iteration, 1, 0):
+        with writer.acquire(iteration, 1, iteration, 0):
             pass
         for reader in (late, gone):
             with reader.receive() as received:
                 assert received.iteration == iteration
     crash(gone)
     for iteration in (4, 5):
-        with writer.acquire(iteration, 1, 0):
+        with writer.acquire(iteration, 1, iteration, 0):
             pass
     owner.remove_reader("gone")
     owner.add_reader("gone")
@@ -213,7 +213,7 @@ def test_a_restarted_sampler_waits_while_one_rank_is_a_lap_ahead_of_the_first(ma
 
     def write(writer):
         for iteration in range(4):
-            with writer.acquire(iteration, 1, 0) as region:
+            with writer.acquire(iteration, 1, iteration, 0) as region:
                 region[...] = iteration
 
     write(first)  # of the second rank there is nothing
@@ -233,7 +233,7 @@ def test_a_restarted_sampler_is_not_misled_by_an_old_count(make, monkeypatch):
     crash(reader)
     owner.remove_reader("s")
     for iteration in range(7):
-        with writer.acquire(iteration, 1, 0):
+        with writer.acquire(iteration, 1, iteration, 0):
             pass
     owner.add_reader("s")
     counts = iter([3, 7])

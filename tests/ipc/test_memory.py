@@ -49,18 +49,19 @@ def test_a_dispatch_channel_takes_the_bytes_that_were_computed(entries, entry_by
 @given(
     entries=st.integers(3, 5),
     vocab=st.integers(4, 1000),
-    batch=st.integers(1, 9),
+    rows=st.integers(1, 30),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     ranks=st.integers(1, 4),
 )
 @settings(deadline=None, max_examples=30)
-def test_a_logits_channel_takes_the_bytes_that_were_computed(entries, **sizes):
+def test_a_logits_channel_takes_the_bytes_that_were_computed(entries, rows, **sizes):
     for layout, shard in (("rows", None), ("columns", sizes["vocab"])):
         shape = LogitsShape(layout=layout, shard=shard, **sizes)
-        with closing(LogitsChannel("test", shape, entries=entries)) as channel:
+        with closing(LogitsChannel("test", shape, rows=rows, entries=entries)) as channel:
             memory = channel.endpoint.ring.memory
-            assert memory.size == LogitsChannel.required_bytes(entries, shape) == mapped(memory)
-            assert memory.size > entries * shape.vocab * shape.batch * 2
+            size = LogitsChannel.required_bytes(shape, rows=rows, entries=entries)
+            assert memory.size == size == mapped(memory)
+            assert memory.size > rows * shape.vocab * 2
 
 
 def test_too_little_room_is_said_before_the_start(tmp_path):

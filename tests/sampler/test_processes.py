@@ -63,7 +63,7 @@ class Service:
         self.ring = DispatchProducer("bic-i", readers=NAMES)
         self.bus = Bus([self.ring])
         self.logits = LogitsChannel(
-            "bic-l", LogitsShape(vocab=VOCAB, batch=8), entries=5, readers=NAMES
+            "bic-l", LogitsShape(vocab=VOCAB), rows=40, entries=5, readers=NAMES
         )
         self.writer = LogitsWriter(self.logits.endpoint)
         self.children.watch(
@@ -102,7 +102,7 @@ class Service:
         self.bus.publish(Kind.SCHEDULE, step.iteration, [encode(step)])
 
     def write(self, iteration, logits):
-        with self.writer.acquire(iteration, len(logits), 30) as region:
+        with self.writer.acquire(iteration, len(logits), iteration % 5 * 8, 30) as region:
             region[:] = logits
 
     def collect(self, iteration):

@@ -67,7 +67,8 @@ class Rig:
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel = LogitsChannel(
             "logits",
-            LogitsShape(vocab=VOCAB, batch=ROWS, layout=layout),
+            LogitsShape(vocab=VOCAB, layout=layout),
+            rows=INFLIGHT * ROWS,
             entries=INFLIGHT + 2,
             readers=["a"],
         )
@@ -182,7 +183,9 @@ class Rig:
             self.outputs.append(self.schedule(iteration))
         self.launched[stage] += 1
         with self.on(stage):
-            self.loops[stage].run(iteration, iteration % INFLIGHT, self.outputs[iteration])
+            slot, logits = iteration % INFLIGHT, "logits" in self.waits_for[iteration]
+            row = slot * ROWS if logits else -1
+            self.loops[stage].run(iteration, slot, self.outputs[iteration], row)
 
     def draw(self):
         """Stands for a sampler: it reads as soon as there is something."""

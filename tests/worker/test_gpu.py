@@ -37,12 +37,12 @@ def hand_over(layout, ranks, work):
         "logits",
         LogitsShape(
             vocab=VOCAB,
-            batch=BATCH,
             dtype="float16",
             layout=layout,
             ranks=ranks,
             shard=None if ranks == 1 else shard,
         ),
+        rows=3 * BATCH,
         entries=4,
         readers=["a"],
     )
@@ -74,6 +74,7 @@ def hand_over(layout, ranks, work):
         logits += 1
         last = device.mark()
         for rank, publisher in enumerate(publishers):
+            publisher._logits.expect(iteration, iteration * BATCH)
             publisher.put(
                 Launched(
                     iteration=iteration,

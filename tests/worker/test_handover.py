@@ -20,7 +20,8 @@ VOCAB, BATCH = 37, 5
 def test_readers_see_the_logits(layout, dtype):
     channel = LogitsChannel(
         "logits",
-        LogitsShape(vocab=VOCAB, batch=BATCH, dtype=dtype, layout=layout),
+        LogitsShape(vocab=VOCAB, dtype=dtype, layout=layout),
+        rows=BATCH,
         entries=3,
         readers=["a"],
     )
@@ -28,6 +29,7 @@ def test_readers_see_the_logits(layout, dtype):
     writer = LogitsWriter(channel.endpoint, rank=0)
     handover = LogitsHandover(writer, layout)
     logits = torch.randn(4, VOCAB, dtype=getattr(torch, dtype))
+    handover.expect(0, 1)
     handover.store(0, logits, 5.0)
     with reader.receive() as slot:
         found = slot.array if layout == "rows" else slot.array.T
@@ -40,12 +42,13 @@ def test_readers_see_the_logits(layout, dtype):
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_what_was_computed_in_the_slot_is_not_copied(layout):
     channel = LogitsChannel(
-        "logits", LogitsShape(vocab=VOCAB, batch=BATCH, layout=layout), entries=3, readers=["a"]
+        "logits", LogitsShape(vocab=VOCAB, layout=layout), rows=BATCH, entries=3, readers=["a"]
     )
     reader = LogitsReader(channel.endpoint, "a")
     handover = LogitsHandover(LogitsWriter(channel.endpoint), layout)
     for iteration in range(7):
-        place = handover.ahead(3)
+        handover.expect(iteration, iteration % 3)
+        place = handover.ahead(iteration, 3)
         place.copy_(torch.full((3, VOCAB), float(iteration)))
         handover.store(iteration, place, 5.0)
         with reader.receive() as slot:

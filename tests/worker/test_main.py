@@ -86,7 +86,7 @@ class Loop:
         )
         return "open"
 
-    def run(self, iteration, slot, output):
+    def run(self, iteration, slot, output, logits_row):
         self.double_buffer.prepare(iteration, slot, output)
 
     def doing(self):

@@ -17,7 +17,7 @@ from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Launched, Publisher  # noqa: E402
 
-VOCAB, BATCH = 37, 5
+VOCAB, BATCH, ENTRIES = 37, 5, 4
 
 
 class LateDevice:
@@ -80,17 +80,19 @@ class Rig:
             "logits",
             LogitsShape(
                 vocab=VOCAB,
-                batch=BATCH,
                 layout=layout,
                 ranks=ranks,
                 shard=None if ranks == 1 else shard,
             ),
-            entries=4,
+            rows=ENTRIES * BATCH,
+            entries=ENTRIES,
             readers=["a"],
         )
         self.reader = LogitsReader(self.channel.endpoint, "a") if channel is None else None
         self.said, self.phases, self.failed = [], [], []
         handover = LogitsHandover(LogitsWriter(self.channel.endpoint, rank), layout)
+        for iteration in range(9):
+            handover.expect(iteration, iteration % ENTRIES * BATCH)
         self.ends = [handover]
         self.publisher = Publisher(
             device,
@@ -192,10 +194,10 @@ def test_ranks_write_their_columns(layout):
 def test_an_error_ends_it_and_is_said():
     device = HostDevice()
     rig = Rig(device)
-    rig.publisher.put(launched(device, 0, torch.zeros(BATCH + 1, VOCAB)))
-    with pytest.raises(Exception, match="6, LogitsShape"):
+    rig.publisher.put(launched(device, 0, torch.zeros(ENTRIES * BATCH + 1, VOCAB)))
+    with pytest.raises(Exception, match="21, LogitsShape"):
         rig.publisher.drain()
-    with pytest.raises(Exception, match="6, LogitsShape"):
+    with pytest.raises(Exception, match="21, LogitsShape"):
         rig.publisher.put(launched(device, 1))
     rig.publisher.close()
     assert len(rig.failed) == 1

@@ -40,14 +40,16 @@ class Bus:
         self.order = threading.RLock()
         self._hosts = hosts
 
-    def publish(self, kind: Kind, number: int, parts: Sequence[Any], *, slot: int = 0) -> None:
+    def publish(
+        self, kind: Kind, number: int, parts: Sequence[Any], *, slot: int = 0, logits_row: int = -1
+    ) -> None:
         """Publish one message; ``number`` is that of the iteration or call.
 
         Raises:
             ChannelTimeout: a reader did not free an entry of its ring in time; names it.
             ChannelClosed: the engine is shutting down. PeerDiedError: a host is gone.
         """
-        message = [encode_header(kind, slot, number), *parts]
+        message = [encode_header(kind, slot, number, logits_row), *parts]
         with self.order:
             for host in self._hosts:
                 host.publish(message)

@@ -53,6 +53,7 @@ class Dispatcher:
             self._empty.append(output)
             self._last = None
             return False
+        self._iterations.wait_for_room(len(output.num_scheduled_tokens))
         with self._bus.order:
             if self._empty:
                 _carry(self._empty, output)
@@ -66,6 +67,7 @@ class Dispatcher:
                 iteration.number,
                 [encode(iteration.work.step), *out_of_band(output)],
                 slot=iteration.slot or 0,
+                logits_row=iteration.logits_row,
             )
         iteration.published = time.monotonic_ns()
         if iteration.scheduled is not None:

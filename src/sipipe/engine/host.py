@@ -106,6 +106,7 @@ class Host:
         self._logits = LogitsChannel(
             "bic-l",
             shape,
+            rows=self._setup.logits_rows,
             entries=logits_entries(self._setup.slots),
             readers=self._samplers.names,
             directory=self._setup.config.shm_dir,

@@ -4,6 +4,8 @@ Who runs here
     The engine thread schedules, begins and finishes iterations; the gather thread and the events
     thread deliver what samplers and the last stage say of them. All under one lock.
 Guarantees
+    The logits of iterations in flight have rows of BIC-L of their own
+    (:mod:`sipipe.engine.logits_room`).
     A future is resolved once: with the output when all is in that the iteration waits for, or with
     what stopped the engine. After :meth:`Iterations.fail` no iteration begins.
 Relies on
@@ -22,6 +24,7 @@ from typing import Any, ClassVar
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from sipipe.engine.logits_room import LogitsRoom
 from sipipe.engine.requests import Work
 from sipipe.messages.step import Grammar, Sampled
 
@@ -38,6 +41,8 @@ class Iteration:
     number: int = -1
     """Counted from 0 as iterations are published; -1 before."""
     work: Work = field(default_factory=Work)
+    logits_row: int = -1
+    """Where its rows of BIC-L begin; -1: it has none."""
     began: float = 0.0
     """When it was numbered, in monotonic seconds; the stall bound counts from here."""
     published: int = 0
@@ -70,12 +75,15 @@ class Iteration:
 class Iterations:
     """The iterations of one engine, shared by its scheduler and its executor.
 
-    ``slots``: microbatches in flight, m.
+    ``slots``: microbatches in flight, m. ``rows``: of BIC-L.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, rows: int) -> None:
         self._slots = slots
+        self._room = LogitsRoom(rows)
         self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        """Notified when an iteration has left its rows, or the engine has failed."""
         # By identity of the scheduling output, which the record keeps alive: from schedule() to
         # update_from_output(). Empty where the scheduler is not ours.
         self._scheduled: dict[int, Iteration] = {}
@@ -92,10 +100,23 @@ class Iterations:
         with self._lock:
             self._scheduled[id(output)] = Iteration(output, slot, (began, ended))
 
+    def wait_for_room(self, requests: int) -> None:
+        """Return when the logits of an iteration of so many ``requests`` have a place.
+
+        It waits where requests were aborted in flight and others took their places, and hardly
+        ever otherwise. The bound is that of the iterations that it waits for (the stall bound). Called
+        without ``bus.order``, which who replaces a sampler needs: the wait may be for its tokens.
+        """
+        with self._lock:
+            self._freed.wait_for(
+                lambda: self._failure is not None or self._room.find(requests) is not None
+            )
+
     def begin(
         self, output: SchedulerOutput, follow: Callable[[int, SchedulerOutput], Work]
     ) -> Iteration:
-        """Number an iteration; ``follow`` says what it asks of samplers."""
+        """Number an iteration, after :meth:`wait_for_room`; ``follow`` says what it asks of
+        samplers."""
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(f"SiPipe's executor has failed: {self._failure}")
@@ -105,6 +126,7 @@ class Iterations:
                 iteration.slot = iteration.number % self._slots
             iteration.began = time.monotonic()
             iteration.work = follow(iteration.number, output)
+            iteration.logits_row = self._room.take(iteration.number, len(iteration.work.sampled))
             self._in_flight[iteration.number] = iteration
         return iteration
 
@@ -125,6 +147,8 @@ class Iterations:
                 iteration.prompt_logprobs = prompt_logprobs
             if iteration.late:
                 return None
+            self._room.give_back(number)
+            self._freed.notify_all()
             return self._in_flight.pop(number)
 
     def finish(self, output: SchedulerOutput) -> Iteration | None:
@@ -151,6 +175,7 @@ class Iterations:
         with self._lock:
             self._failure = error
             failed, self._in_flight = list(self._in_flight.values()), {}
+            self._freed.notify_all()
         for iteration in failed:
             with suppress(InvalidStateError):
                 iteration.future.set_exception(

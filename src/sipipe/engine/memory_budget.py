@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sipipe.engine.bus import ring_sizes
+from sipipe.engine.logits_room import rows_needed
 from sipipe.ipc.link.buffers import buffer_bytes
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
 from sipipe.ipc.memory import check_room
@@ -58,15 +59,18 @@ def memory_budget(
         ranks: tensor-parallel ranks of each stage.
         samplers: 0 on vLLM's own path, which has no BIC-L.
         dtype: of activations and logits, such as ``"bfloat16"``.
-        sequences: most sequences of a microbatch.
+        sequences: most running requests.
         tokens: most tokens of a microbatch.
         on_gpu: whether hidden states stay on devices.
     """
     itemsize = 4 if dtype == "float32" else 2
     parts = [Part("BIC-I", DispatchProducer.required_bytes(**ring_sizes(inflight)), directory)]
     if samplers:
-        shape = LogitsShape(vocab=vocabulary, batch=sequences, dtype=dtype)
-        size = LogitsChannel.required_bytes(logits_entries(inflight), shape)
+        size = LogitsChannel.required_bytes(
+            LogitsShape(vocab=vocabulary, dtype=dtype),
+            rows=rows_needed(sequences, inflight),
+            entries=logits_entries(inflight),
+        )
         parts.append(Part("logits", size, directory))
     if not on_gpu and stages > 1:
         tensors = (

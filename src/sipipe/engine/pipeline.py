@@ -59,7 +59,7 @@ class Pipeline:
             self._closing.callback(remote.close)
         self.telemetry = Telemetry(setup)
         self._closing.callback(self.telemetry.close)
-        self.iterations = Iterations(setup.slots)
+        self.iterations = Iterations(setup.slots, setup.logits_rows)
         self._remotes = remotes
         self._host = Host(setup, self.telemetry.watched, self)
         self._hosts: list[Host | RemoteHost] = [*remotes, self._host]  # far ones hear first

@@ -32,6 +32,7 @@ from sipipe.engine.compatibility import (
 )
 from sipipe.engine.hosts import check_hosts, stages_of_hosts
 from sipipe.engine.layers.choose import choose_layers, describe_layers
+from sipipe.engine.logits_room import rows_needed
 from sipipe.engine.memory_budget import Part, check_budget, describe, memory_budget
 from sipipe.errors import ConfigError
 from sipipe.messages.boots import Path
@@ -171,6 +172,11 @@ class Setup:
     def slots(self) -> int:
         """Microbatches in flight, m."""
         return self.stages if self.reason else self.config.resolved_inflight(self.stages)
+
+    @property
+    def logits_rows(self) -> int:
+        """Of BIC-L."""
+        return rows_needed(self.vllm_config.scheduler_config.max_num_seqs, self.slots)
 
     @property
     def measures(self) -> bool:

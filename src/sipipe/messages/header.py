@@ -4,7 +4,7 @@ import enum
 import struct
 from typing import NamedTuple
 
-_HEADER = struct.Struct("<BxxxIq")
+_HEADER = struct.Struct("<BxxxIqq")
 
 
 class Kind(enum.IntEnum):
@@ -19,17 +19,19 @@ class Kind(enum.IntEnum):
 
 
 class Header(NamedTuple):
-    """First part of each message. ``number`` is the iteration, or the call of a CONTROL."""
+    """First part of each message. ``number`` is the iteration, or the call of a CONTROL;
+    ``logits_row`` where the iteration's rows of BIC-L begin, -1 if nothing samples."""
 
     kind: Kind
     slot: int
     number: int
+    logits_row: int = -1
 
 
-def encode_header(kind: Kind, slot: int, number: int) -> bytes:
-    return _HEADER.pack(kind, slot, number)
+def encode_header(kind: Kind, slot: int, number: int, logits_row: int = -1) -> bytes:
+    return _HEADER.pack(kind, slot, number, logits_row)
 
 
 def decode_header(part: memoryview | bytes) -> Header:
-    kind, slot, number = _HEADER.unpack(part)
-    return Header(Kind(kind), slot, number)
+    kind, *fields = _HEADER.unpack(part)
+    return Header(Kind(kind), *fields)

@@ -1,4 +1,4 @@
-"""What an entry of BIC-L holds: decided by the last stage's ranks, and told to all who read it."""
+"""What the rows of BIC-L hold: decided by the last stage's ranks, and told to all who read it."""
 
 from typing import Any
 
@@ -11,13 +11,10 @@ LAYOUTS = ("columns", "rows")
 
 
 class LogitsShape(msgspec.Struct, frozen=True):
-    """The array of an entry: small, picklable, JSON-able with msgspec."""
+    """An iteration's array: small, picklable, JSON-able with msgspec."""
 
     vocab: int
     """V."""
-
-    batch: int
-    """Sequences at most."""
 
     dtype: str = "float32"
     """float32, float16 or bfloat16, which NumPy has not: its bits are uint16."""
@@ -36,17 +33,18 @@ class LogitsShape(msgspec.Struct, frozen=True):
         assert self.dtype in DTYPES, self
         assert self.layout in LAYOUTS, self
         assert self.vocab >= self.ranks >= 1, self
-        assert self.batch >= 1, self
         assert self.shard is None or self.shard * self.ranks >= self.vocab, self
 
     @property
-    def entry_bytes(self) -> int:
-        """Bytes of a full batch."""
-        return self.vocab * self.batch * np.dtype(DTYPES[self.dtype]).itemsize
+    def row_bytes(self) -> int:
+        """Bytes from where an iteration may begin to the next such place: whole cache lines."""
+        return -(-self.vocab * np.dtype(DTYPES[self.dtype]).itemsize // 64) * 64
 
-    def array(self, entry: memoryview, batch: int) -> npt.NDArray[Any]:
-        """``[V, batch]`` or ``[batch, V]`` at the start of an entry."""
-        flat = np.frombuffer(entry, DTYPES[self.dtype], self.vocab * batch)
+    def array(self, memory: memoryview, row: int, batch: int) -> npt.NDArray[Any]:
+        """``[V, batch]`` or ``[batch, V]``, contiguous, in the rows from ``row`` on."""
+        flat = np.frombuffer(
+            memory, DTYPES[self.dtype], self.vocab * batch, offset=row * self.row_bytes
+        )
         columns = self.layout == "columns"
         return flat.reshape((self.vocab, batch) if columns else (batch, self.vocab))
 

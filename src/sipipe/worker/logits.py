@@ -94,22 +94,31 @@ class LogitsHandover:
 
     Args:
         writer: the channel's end; closed with this.
-        layout: ``"rows"`` for entries [B, V], ``"columns"`` for [V, B].
+        layout: ``"rows"`` for logits [B, V], ``"columns"`` for [V, B].
     """
 
     def __init__(self, writer: LogitsWriter, layout: str) -> None:
         self._writer = writer
         self._layout = layout
+        self._rows: dict[int, int] = {}
 
     @property
     def buffer(self) -> memoryview:
         """All of the channel's memory."""
         return self._writer.buffer
 
-    def ahead(self, rows: int) -> torch.Tensor:
-        """Where the next :meth:`store` puts logits [rows, V of this rank]: compute them in there,
-        and it has nothing to copy."""
-        return self._tensor(self._writer.ahead(rows))
+    def expect(self, iteration: int, row: int) -> None:
+        """Logits of ``iteration`` will come, and have the rows from ``row`` on."""
+        self._rows[iteration] = row
+
+    def ahead(self, iteration: int, rows: int) -> torch.Tensor:
+        """Where :meth:`store` puts the iteration's logits [rows, V of this rank]: compute them in
+        there, and it has nothing to copy."""
+        return self.part(self._rows[iteration], rows)
+
+    def part(self, row: int, rows: int) -> torch.Tensor:
+        """The channel's memory for logits [rows, V of this rank] from ``row`` on."""
+        return self._tensor(self._writer.part(row, rows))
 
     def store(self, iteration: int, logits: torch.Tensor, timeout: float) -> None:
         """``logits`` [n, V of this rank] into the entry of ``iteration``; done on return.
@@ -129,7 +138,8 @@ class LogitsHandover:
         Raises:
             ChannelTimeout: a late sampler still reads the entry after ``timeout`` seconds.
         """
-        with self._writer.acquire(iteration, rows, timeout) as region:
+        row = self._rows.pop(iteration)
+        with self._writer.acquire(iteration, rows, row, timeout) as region:
             yield self._tensor(region)
 
     def _tensor(self, region: npt.NDArray[Any]) -> torch.Tensor:

@@ -8,7 +8,7 @@ control call.
 Who runs here: the preparing thread in :meth:`StageLoop.prepare`, the device thread in ``receive``,
 ``forward`` and ``send``; control calls (``describe``, ``open``, ``run_vllm``) with both idle.
 
-Invariant: rows of a BIC-L entry are the sampled requests in the order of
+Invariant: an iteration's rows of BIC-L are the sampled requests in the order of
 ``SchedulerOutput.num_scheduled_tokens``, which is also the order in which the engine tells the
 samplers whose rows they are.
 """
@@ -158,7 +158,6 @@ class StageLoop:
         # Every rank writes its columns, or the first one whole rows where vLLM has to gather them.
         return LogitsShape(
             vocab=head.vocab_size if head.shard else logits.shape[1],
-            batch=self._boot.vllm_config.scheduler_config.max_num_seqs,
             dtype=str(logits.dtype).removeprefix("torch."),
             layout=self._boot.config.logits_layout,
             ranks=self._place.tp_size if head.shard else 1,
@@ -284,7 +283,7 @@ class StageLoop:
         extras = self._runner.prompt_logprobs(inputs, hidden) if inputs.prompt_chunks else {}
         rows = len(inputs.sampled)
         if rows:
-            into = self._logits.ahead(rows) if self._logits is not None else None
+            into = self._logits.ahead(inputs.iteration, rows) if self._logits is not None else None
             began = time.monotonic_ns()
             logits = self._runner.logits(inputs, hidden, into)
             self._record(Phase.LOGITS, inputs, began)
@@ -326,8 +325,10 @@ class StageLoop:
 
     # ---- vLLM's runners, on either path ---------------------------------------------------------
 
-    def run(self, iteration: int, slot: int, output: SchedulerOutput) -> None:
+    def run(self, iteration: int, slot: int, output: SchedulerOutput, logits_row: int = -1) -> None:
         """Run an iteration of BIC-I, or prepare it for the device thread."""
+        if self._logits is not None and logits_row >= 0:
+            self._logits.expect(iteration, logits_row)
         if self._second is not None:
             self._iteration, self._tokens = iteration, output.total_num_scheduled_tokens
             self._second.run(iteration, slot, output, self._execute_model)

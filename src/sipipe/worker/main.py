@@ -199,7 +199,7 @@ class Main:
         self._recorder.record(
             Phase.WAIT_SCHEDULING, header.number, header.slot, began, time.monotonic_ns()
         )
-        loop.run(header.number, header.slot, output)
+        loop.run(header.number, header.slot, output, header.logits_row)
 
     def _run_call(self, loop: StageLoop, number: int, content: Callable[[], Any]) -> None:
         """Run one control call, and answer it where an answer is wanted.

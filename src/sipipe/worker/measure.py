@@ -62,7 +62,7 @@ def measure_stage(
         columns = head.compute(hidden)
     if logits is None or columns is None:
         return measured
-    target = logits.ahead(sequences)
+    target = logits.part(0, sequences)
 
     def copy() -> None:
         device.wait(device.fetch(columns, target, device.mark()))

@@ -160,8 +160,8 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages):
     path.write_bytes(msgspec.json.encode(profile(*range(1, stages + 1), copy=0.5)))
     link = LinkEndpoint(kind="shm", max_tokens=16, depth=3, device="cpu")
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(stages - 1)]
-    shape = LogitsShape(vocab=7, batch=4, dtype="bfloat16")
-    channel = LogitsChannel("logits", shape, entries=5, readers=["a"])
+    shape = LogitsShape(vocab=7, dtype="bfloat16")
+    channel = LogitsChannel("logits", shape, rows=8, entries=5, readers=["a"])
     reader = LogitsReader(channel.endpoint, "a")
     reports, loops, groups = [], [], []
     for stage in range(stages):
@@ -204,12 +204,12 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages):
     cached = CachedRequestData.make_empty()
     cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens = ["b"], [3], [0]
     steps = [({"a": 5, "b": 3}, 1), ({"b": 1}, 0), ({"b": 1}, 1)]
-    for iteration, (scheduled, _) in enumerate(steps):
+    for iteration, (scheduled, rows) in enumerate(steps):
         output.num_scheduled_tokens = scheduled
         output.total_num_scheduled_tokens = sum(scheduled.values())
         for loop, group in zip(loops, groups, strict=True):
             monkeypatch.setattr(parallel_state, "_PP", group)
-            loop.run(iteration, iteration % 3, output)
+            loop.run(iteration, iteration % 3, output, iteration if rows else -1)
         output.scheduled_new_reqs, output.scheduled_cached_reqs = [], cached
         cached.num_computed_tokens = [3 + iteration]
     for iteration, (_, rows) in enumerate(steps):

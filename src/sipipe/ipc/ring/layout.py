@@ -18,7 +18,9 @@
     │           5 header words     │  holds the entry's lock
     ├──────────────────────────────┤
     │ payload of entry e           │  the same                   entries x entry bytes,
-    └──────────────────────────────┘                             page aligned
+    ├──────────────────────────────┤                             page aligned
+    │ payload of all entries       │  as the channel says        arena bytes
+    └──────────────────────────────┘
 
     lock byte e * ranks + r    entry e, region of rank r: exclusive while it is written or next in
                                turn, shared by each reader that is at it
@@ -49,7 +51,7 @@ READ_WORDS = E_HEADER + HEADER_WORDS
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """The offsets that follow from a ring's three sizes."""
+    """The offsets that follow from a ring's sizes."""
 
     entries: int
     """N, at least 3: with two, a reader at one entry and a writer at the other would each wait
@@ -61,9 +63,12 @@ class Layout(msgspec.Struct, frozen=True):
     ranks: int = 1
     """Writers; each writes its own region of every entry."""
 
+    arena: int = 0
+    """Payload bytes that belong to no entry: an entry's header says what of it is its own."""
+
     def __post_init__(self) -> None:
         assert self.entries >= 3, self
-        assert min(self.entry_bytes, self.ranks) >= 1, self
+        assert min(self.entry_bytes + self.arena, self.ranks) >= 1, self
 
     def writer_word(self, rank: int) -> int:
         return _WRITERS + rank * WRITER_WORDS
@@ -90,9 +95,14 @@ class Layout(msgspec.Struct, frozen=True):
         return round_up(self.entry_bytes, PAGE if self.entry_bytes >= PAGE else 64)
 
     @property
+    def payload_bytes(self) -> int:
+        """Bytes of all payload."""
+        return self.entries * self.stride + self.arena
+
+    @property
     def size(self) -> int:
         """Bytes of shared memory that the ring takes, a multiple of the page size."""
-        return round_up(self.payload + self.entries * self.stride, PAGE)
+        return round_up(self.payload + self.payload_bytes, PAGE)
 
 
 class RingEndpoint(msgspec.Struct, frozen=True):

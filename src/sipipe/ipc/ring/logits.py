@@ -4,10 +4,13 @@ Who runs here
     One writer process per tensor-parallel rank, any number of reader processes, and the owner,
     who made the memory (one of them or another).
 Guarantees
-    An entry is one contiguous array, ``[V, batch]`` (layout ``columns``, the paper's) or
-    ``[batch, V]`` (``rows``), for ``batch`` up to the maximum. Each rank writes its part of the
-    vocabulary, so that tensor-parallel shards are concatenated by being written.
+    An iteration's logits are one contiguous array, ``[V, batch]`` (layout ``columns``, the
+    paper's) or ``[batch, V]`` (``rows``). Each rank writes its part of the vocabulary, so that
+    tensor-parallel shards are concatenated by being written.
 Relies on
+    The engine, which gives iterations in flight rows that do not overlap, and rows to another only
+    when nobody reads them any more (:mod:`sipipe.engine.logits_room`); all ranks are told the
+    same. An entry of the ring is a header, which says where the iteration's rows are.
     The ring (:mod:`sipipe.ipc.ring.ring`) does all synchronization: rank r holds lock r of an
     entry, and a reader takes the locks of all ranks in one system call, so it sleeps until the
     last rank has published.
@@ -44,14 +47,16 @@ class LogitsChannel:
         name: str,
         shape: LogitsShape,
         *,
+        rows: int,
         entries: int,
         readers: Sequence[str] = (),
         directory: str | None = None,
     ) -> None:
-        """Make the memory: ``entries`` arrays of ``shape``.
+        """Make the memory.
 
         Args:
             name: for messages, such as ``bic-l``.
+            rows: of all iterations that are in it at once, gaps between them included.
             entries: N, 3 or more; microbatches in flight + 2 keeps every undrawn iteration for a
                 sampler that is restarted.
             readers: names of the samplers.
@@ -60,14 +65,14 @@ class LogitsChannel:
         Raises:
             ResourceError: not enough memory.
         """
-        self._ring = Ring.create(name, _ring_layout(entries, shape), readers, directory)
+        self._ring = Ring.create(name, _ring_layout(shape, rows, entries), readers, directory)
         self.endpoint = LogitsEndpoint(self._ring.endpoint, shape)
         """What writers and readers need, while this process lives."""
 
     @staticmethod
-    def required_bytes(entries: int, shape: LogitsShape) -> int:
+    def required_bytes(shape: LogitsShape, *, rows: int, entries: int) -> int:
         """Shared memory that such a channel takes."""
-        return _ring_layout(entries, shape).size
+        return _ring_layout(shape, rows, entries).size
 
     def add_reader(self, name: str) -> None:
         """Declare a reader, for example a restarted sampler. It begins with the oldest iteration
@@ -101,32 +106,35 @@ class LogitsWriter:
 
     @property
     def buffer(self) -> memoryview:
-        """All entries, page-aligned and contiguous: what is page-locked once for a device."""
+        """All rows, page-aligned and contiguous: what is page-locked once for a device."""
         return self._ring.ring.payload
 
-    def ahead(self, batch: int) -> npt.NDArray[Any]:
-        """The part that the next :meth:`acquire` of ``batch`` sequences gives, without a wait.
+    def part(self, row: int, batch: int) -> npt.NDArray[Any]:
+        """This rank's part of ``batch`` rows from ``row`` on: what :meth:`acquire` gives.
 
-        It may be written already: nobody reads it before it is published.
+        The rows of an iteration may be written before that: nobody reads them before they are
+        published.
         """
-        return self._shape.part(self._shape.array(self._ring.ahead, batch), self._ring.rank)
+        assert (row + batch) * self._shape.row_bytes <= len(self.buffer), (row, batch, self._shape)
+        return self._shape.part(self._shape.array(self.buffer, row, batch), self._ring.rank)
 
     @contextlib.contextmanager
     def acquire(
-        self, iteration: int, batch: int, timeout: float | None = None
+        self, iteration: int, batch: int, row: int, timeout: float | None = None
     ) -> Iterator[npt.NDArray[Any]]:
-        """This rank's part of the next entry, writable; published when the block ends well.
+        """This rank's part of the iteration's rows, which begin with ``row``, writable; published
+        when the block ends well.
 
         Yields ``[V/t, batch]`` (columns) or ``[batch, V/t]`` (rows). After an exception in the
-        block nothing is published, and the next call gives the same entry again.
+        block nothing is published, and the next call takes the same entry again.
 
         Raises:
             ChannelTimeout: a late sampler still reads the entry after ``timeout`` seconds.
         """
-        assert 0 <= batch <= self._shape.batch, (batch, self._shape)
+        part = self.part(row, batch)
         self._ring.reserve(timeout)
-        yield self.ahead(batch)
-        self._ring.publish((iteration, batch, 0, 0, 0))
+        yield part
+        self._ring.publish((iteration, batch, row, 0, 0))
         self._ring.claim_nowait()
 
     def close(self) -> None:
@@ -167,6 +175,7 @@ class LogitsReader:
         """
         self._ring = RingReader(Ring.attach(endpoint.ring), name)
         self._shape = endpoint.shape
+        self._rows = self._ring.ring.payload.toreadonly()
 
     def receive(self) -> ReceivedLogits:
         """Wait, asleep, until every rank has published the next iteration. The writers have come.
@@ -174,11 +183,11 @@ class LogitsReader:
         Returns its ``iteration``, ``batch`` and ``array``: ``[V, batch]`` or ``[batch, V]``,
         read-only, in place. Errors are those of :meth:`DispatchReader.receive`.
         """
-        _, iteration, batch, *_ = self._ring.receive()
+        _, iteration, batch, row, *_ = self._ring.receive()
         for rank in range(1, self._shape.ranks):
-            other = self._ring.header(rank)[1:3]
-            assert other == [iteration, batch], f"ranks disagree: {other}, rank {rank}"
-        array = self._shape.array(self._ring.view, batch)
+            other = self._ring.header(rank)[1:4]
+            assert other == [iteration, batch, row], f"ranks disagree: {other}, rank {rank}"
+        array = self._shape.array(self._rows, row, batch)
         return ReceivedLogits(iteration, batch, array, self._ring)
 
     def close(self) -> None:
@@ -186,6 +195,6 @@ class LogitsReader:
         self._ring.close()
 
 
-def _ring_layout(entries: int, shape: LogitsShape) -> Layout:
+def _ring_layout(shape: LogitsShape, rows: int, entries: int) -> Layout:
     """The one place that knows the ring of a logits channel."""
-    return Layout(entries, shape.entry_bytes, shape.ranks)
+    return Layout(entries, 0, shape.ranks, arena=rows * shape.row_bytes)

@@ -71,7 +71,7 @@ class Ring:
         self.locks = Locks(memory.endpoint.path)
         self._memory = memory
         entries, ranks, stride = range(layout.entries), layout.ranks, layout.stride
-        self.payload = memoryview(memory.map)[layout.payload :][: layout.entries * stride]
+        self.payload = memoryview(memory.map)[layout.payload :][: layout.payload_bytes]
         # Computed once, because every message asks for them: by entry, and by rank.
         self.headers = [[layout.entry_word(e, rank) for rank in range(ranks)] for e in entries]
         self.views = [self.payload[e * stride :][: layout.entry_bytes] for e in entries]

@@ -38,12 +38,6 @@ class RingWriter:
             raise ChannelError(f"channel {ring.channel}: rank {rank} has a writer already")
         self._words[self._own + at.W_ATTACHED] = 1
 
-    @property
-    def ahead(self) -> memoryview:
-        """The payload that the next message will have: by the invariant this writer's alone, so
-        that it may be written before :meth:`reserve`."""
-        return self.ring.views[self.next % self._entries]
-
     def reserve(self, timeout: float | None) -> memoryview:
         """Claim the entry after next; returns the payload of the one that may be written now.
 
@@ -58,7 +52,7 @@ class RingWriter:
             pause = min(2 * pause, ATTACH_POLL)
             if self.ring.closed:
                 raise ChannelClosed(f"channel {self.ring.channel}: closed by its producer")
-        return self.ahead
+        return self.ring.views[self.next % self._entries]
 
     def publish(self, header: tuple[int, int, int, int, int]) -> None:
         """Make the reserved entry visible."""

@@ -1,0 +1,59 @@
+"""Which rows of BIC-L's memory the logits of an iteration get.
+
+An iteration takes as many rows as sample in it, side by side, and keeps them until its result is
+complete: all samplers have drawn, and none would draw it again. A request is in at most one
+iteration in flight, so together they have at most ``max_num_seqs`` rows, however the scheduler
+shares them out: all in one microbatch where one slot is open, a few in each where many are. With
+twice that there is a gap for an iteration wherever the others lie (but 4 of 1,200,000 of random
+sizes). Where there is none, and where requests were aborted or preempted in flight and others took
+their places, the next iteration waits until an older one is complete
+(:meth:`sipipe.engine.iterations.Iterations.wait_for_room`), whatever scheduler made it.
+
+Rejected: an entry of ``max_num_seqs`` rows for each microbatch in flight and two for the protocol
+(2.5 times the memory at two stages, 3.5 at four); smaller ones by a bound on a microbatch's rows
+(7 to 8 tenths of this, but the scheduler could no longer put all requests in one microbatch, which
+is quicker where one stage is much longer than the others);
+punching holes (page-locked memory has none); memory mapped twice in a row, so that logits need no
+gap (half of this, but what a device does with pages that are locked twice is not known here).
+
+Runs under the lock of :class:`sipipe.engine.iterations.Iterations`.
+"""
+
+
+def rows_needed(sequences: int, inflight: int) -> int:
+    """Rows for at most ``sequences`` running requests and ``inflight`` microbatches."""
+    return sequences if inflight == 1 else 2 * sequences
+
+
+class LogitsRoom:
+    """Rows 0 to ``rows`` - 1, and who has them."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._taken: dict[int, tuple[int, int]] = {}
+        """First row and the one after the last, by iteration. No two overlap."""
+
+    def find(self, count: int) -> int | None:
+        """The lowest row with ``count`` free ones from it on; None: not now.
+
+        The lowest, so that with few requests few pages are ever used, and stay in the caches.
+        """
+        first = 0
+        for start, end in sorted(self._taken.values()):
+            if first + count <= start:
+                break
+            first = end
+        return first if first + count <= self._rows else None
+
+    def take(self, iteration: int, count: int) -> int:
+        """Give ``iteration`` its rows, for which there is room; returns the first, -1 if none."""
+        if not count:
+            return -1
+        first = self.find(count)
+        assert first is not None, f"{count} rows in one iteration, of {self._rows} at most"
+        self._taken[iteration] = first, first + count
+        return first
+
+    def give_back(self, iteration: int) -> None:
+        """Nobody reads the rows of ``iteration`` any more."""
+        self._taken.pop(iteration, None)
