@@ -9,7 +9,7 @@ BENCHMARKS := $(filter-out harness engine_process delayed_cable %_recorders,$(pa
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all goldens mutants lint format bench release clean
+.PHONY: help setup demo test test-all goldens mutants waits lint format bench release clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ goldens: setup ## record anew what stock vLLM gives for the tests' requests
 
 mutants: setup ## which small mistakes do the tests notice? Takes an hour
 	@$(BIN)/python scripts/mutate.py
+
+waits: setup ## write the table of waits in docs/reliability.md anew
+	@$(BIN)/python scripts/waits.py
 
 lint: setup ## formatting, lint, types, layers
 	@$(BIN)/ruff format --check --quiet $(CODE)

@@ -156,5 +156,6 @@ def compiling(package: str) -> Iterator[None]:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
+            # wait: `PATIENCE`, then it compiles for itself; who compiles, or its death
             time.sleep(0.05)
         yield

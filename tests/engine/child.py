@@ -22,6 +22,12 @@ def main():
             return
         case "echo":
             parent.say(parent.receive())
+        case "half":  # stops amid a message
+            os.write(int(sys.argv[1]), b"\0\0\1\0begun")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "deaf":
+            parent.say(Ready())
+            os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(1000)  # as if it loaded a model
 
 

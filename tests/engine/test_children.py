@@ -85,6 +85,24 @@ def test_messages_go_both_ways_and_a_question_is_answered(watched):
     assert watched.heard.get(timeout=30) == ("two", Status("waits for its test"))
 
 
+def test_one_that_stops_amid_a_message_is_killed_and_holds_nobody_up(watched, monkeypatch):
+    monkeypatch.setattr(module, "PIPE_SECONDS", 1)
+    watched.deadly = False
+    watched.start("half", "half")
+    watched.start("other", "echo").say("heard")
+    found = {watched.heard.get(timeout=30), watched.deaths.get(timeout=30)}
+    assert found == {("other", "heard"), ("half", "exit code -9")}
+
+
+def test_one_that_does_not_read_is_killed_and_holds_nobody_up(watched, monkeypatch):
+    monkeypatch.setattr(module, "PIPE_SECONDS", 1)
+    watched.deadly = False
+    deaf = watched.start("deaf", "deaf")
+    watched.wait_ready("deaf")
+    deaf.say(bytes(1 << 22))  # returns
+    assert watched.deaths.get(timeout=30) == ("deaf", "exit code -9")
+
+
 def test_a_name_is_used_again_and_an_asked_end_is_not_a_death(watched):
     watched.deadly = False
     first = watched.start("one", "ready")

@@ -144,6 +144,51 @@ def test_a_restarted_sampler_begins_with_the_oldest_iteration_still_there(make):
         assert again.receive().iteration == 10 + i
 
 
+def test_who_is_behind(make):
+    """Whoever has not done with what is there, so that one that hangs at it is found: also one that
+    is to take a dead one's place, before it attaches and with the first that it draws again."""
+    owner, (writer,), (reader,) = make()
+    assert owner.behind() == {}
+    with writer.acquire(0, 1, 0):
+        pass
+    assert owner.behind() == {"s": 0}
+    with reader.receive():
+        assert owner.behind() == {"s": 0}
+    assert owner.behind() == {}
+    crash(reader)
+    owner.remove_reader("s")
+    assert owner.behind() == {}
+    owner.add_reader("s")
+    assert owner.behind() == {"s": -1}
+    again = LogitsReader(owner.endpoint, "s")
+    make.opened.append(again)
+    assert owner.behind() == {"s": 0}
+    with again.receive() as received:
+        assert received.iteration == 0
+        assert owner.behind() == {"s": 0}
+    assert owner.behind() == {}
+
+
+def test_one_that_passes_the_first_over_is_not_behind(make):
+    owner, (writer,), (reader,) = make()
+    with writer.acquire(0, 1, 0):
+        pass
+    crash(reader)
+    owner.remove_reader("s")
+    owner.add_reader("s")
+    again = LogitsReader(owner.endpoint, "s")
+    make.opened.append(again)
+    again.receive()  # and not told that it is done with it
+    waiting = threading.Thread(target=again.receive)
+    waiting.start()
+    while owner.behind():
+        threading.Event().wait(0.001)
+    with writer.acquire(1, 1, 0):
+        pass
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
 def test_death_and_close_of_a_writer(make):
     _, (first, second), (reader,) = make(ranks=2)
     for writer in (first, second):

@@ -19,7 +19,7 @@ from . import process
 
 def absent(producer):
     """The readers that are declared and have not come yet."""
-    return list(producer._ring.readers(attached=False))
+    return list(producer._ring.readers(absent=True))
 
 
 def stress(messages, kills, readers, directory):

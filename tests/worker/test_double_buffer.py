@@ -153,6 +153,18 @@ def test_no_more_is_prepared_than_there_are_sets():
         running.drain()
 
 
+def test_a_wait_for_buffers_that_nobody_ends_has_a_bound():
+    stage = FakeStage(gates=["forward"])
+    running = TwoThreads(stage, stall_timeout=0.01)
+    futures = [running.submit(iteration) for iteration in range(3)]
+    with pytest.raises(
+        StallError, match=r"waits for free input buffers for iteration 2.*runs itera"
+    ):
+        futures[2].result(HAND_OVER)
+    running.close()
+    assert isinstance(running.raised["device"], StallError)
+
+
 def test_a_stalled_drain_names_what_both_threads_do():
     stage = FakeStage(gates=["receive"])
     with TwoThreads(stage) as running:

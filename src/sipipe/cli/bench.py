@@ -139,7 +139,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             return
         os.killpg(process.pid, number)
         try:
-            process.wait(seconds)
+            process.wait(seconds)  # wait: 15 s, then SIGKILL and 5 s; the engine's end
         except subprocess.TimeoutExpired:
             continue
 

@@ -61,6 +61,7 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
                     file=sys.stderr,
                     flush=True,
                 )
+                # wait: the break, 60 s at most; SIGTERM or SIGINT
                 if (got := signal.sigtimedwait(WATCHED[:2], pause)) is not None:
                     return 128 + got.si_signo
                 pause = min(2 * pause, LONGEST_BREAK)
@@ -84,14 +85,16 @@ def _run(arguments: list[Any], mask: set[int]) -> tuple[int, bool]:
         asked = 0
         while server.poll() is None:
             if deadline is None:
+                # wait: none, while it serves; SIGCHLD at the server's end, SIGTERM or SIGINT
                 got: Any = signal.sigwaitinfo(WATCHED)
             else:
+                # wait: `--shutdown-timeout` and 8 s, then SIGKILL; as above
                 got = signal.sigtimedwait(WATCHED, max(0.0, deadline - time.monotonic()))
             if got is not None and got.si_signo == signal.SIGCHLD:
                 continue
             if got is None or asked:  # out of time, or asked twice
                 os.killpg(server.pid, signal.SIGKILL)
-                server.wait()
+                server.wait()  # wait: none: it has just been killed; its end
                 break
             asked = got.si_signo
             server.send_signal(asked)
@@ -108,7 +111,7 @@ def _end_group(group: int) -> None:
         os.killpg(group, signal.SIGCONT)
         deadline = time.monotonic() + GRACE
         while _lives(group) and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.05)  # wait: 8 s, then SIGKILL; the end of the server's processes
         os.killpg(group, signal.SIGKILL)
 
 

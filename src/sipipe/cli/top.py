@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     rates(poll)  # rates need two polls
 
     def after_interval() -> dict[str, Any]:
-        time.sleep(args.interval)
+        time.sleep(args.interval)  # wait: `--interval`; Ctrl-C
         return rates(poll)
 
     by_load = False
@@ -80,7 +80,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
     if not sys.stdin.isatty():
 
         def no_key(seconds: float) -> str:
-            time.sleep(seconds)
+            time.sleep(seconds)  # wait: `--interval`; Ctrl-C
             return ""
 
         yield no_key
@@ -90,7 +90,8 @@ def _keys() -> Iterator[Callable[[float], str]]:
     tty.setcbreak(descriptor)
 
     def key(seconds: float) -> str:
-        ready, _, _ = select.select([descriptor], [], [], seconds)
+        ready, _, _ = select.select([descriptor], [], [], seconds)  # wait: `--interval`; a key
+        # wait: none: a key is there
         return os.read(descriptor, 1).decode(errors="replace").lower() if ready else ""
 
     try:

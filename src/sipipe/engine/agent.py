@@ -209,6 +209,7 @@ class Agent:
     def started_again(self, index: int, tokens: socket.socket) -> None:
         # What the predecessor sent is on its way. The thread reads to the end of its socket, which
         # was the predecessor's alone and closed with it, and never waits for the network.
+        # wait: none: its socket's only writer is dead; the end of that socket
         self._forwarding[index].join()
         self._send(say.SUCCESSOR, str(index).encode())
         self._forward(index, tokens)
@@ -220,6 +221,7 @@ class Agent:
 
     def _make_calls(self) -> None:
         while True:
+            # wait: none, for the head's next call; a daemon, it ends with the process
             method, arguments = self._calls.get()
             try:
                 result = getattr(self._host, method)(*arguments)
@@ -241,6 +243,7 @@ class Agent:
         data = b"all"
         while data:
             try:
+                # wait: none, while nothing is drawn; the sampler's death, which closes its end
                 data = tokens.recv(CHUNK)
             except OSError:
                 data = b""

@@ -37,6 +37,7 @@ class Bus:
     """BIC-I of an engine: the same messages on every one of its ``hosts``."""
 
     def __init__(self, hosts: Sequence[Publisher]) -> None:
+        # wait: held for a publish, at most `stall_timeout` for each host; its end
         self.order = threading.RLock()
         self._hosts = hosts
 

@@ -5,7 +5,7 @@ Who runs here
     process descriptors of all children at once and calls the handlers.
 Guarantees
     A death is reported at once, whichever child it is and whatever it was doing, after its last
-    words. A child that was asked to end is not reported. When :meth:`Children.close` returns, all
+    words. A child that is stopped amid a message holds nobody up: it is killed. A child that was asked to end is not reported. When :meth:`Children.close` returns, all
     children are gone. A child whose engine is killed ends with its pipe
     (:class:`sipipe.ipc.parent.Parent`).
 Relies on
@@ -22,12 +22,13 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
@@ -36,6 +37,9 @@ from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import Ready
 
 logger = logging.getLogger(f"vllm.{__name__}")
+
+PIPE_SECONDS = 10
+"""For which a child may stop amid a message: its thread on the pipe does nothing else."""
 
 
 class Child:
@@ -57,17 +61,28 @@ class Child:
         """Send a message, or bytes as they are; one that is gone is reported by its death."""
         data = message if isinstance(message, bytes) else pickle.dumps(message)
         if self.pipe is not None:
-            with suppress(OSError):
+            with suppress(OSError), self._bounded():
+                # wait: 10 s (`PIPE_SECONDS`), then the child is killed; the child reads, or dies
                 self.pipe.send_bytes(data)
 
     def hear(self) -> Any:
         """The next message, which has to be there; None when there will be no more."""
         assert self.pipe is not None
-        try:
+        with suppress(EOFError, OSError), self._bounded():
+            # wait: 10 s (`PIPE_SECONDS`) for the rest of a message, then the child is killed; the
+            # child, or its death
             return self.pipe.recv()
-        except (EOFError, OSError):
-            self.hang_up()
-            return None
+        self.hang_up()
+        return None
+
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Kill a child that stops amid a message: what follows would be no message."""
+        try:
+            yield
+        except BlockingIOError:
+            logger.warning("%s has stopped amid a message for %g s; killed", self, PIPE_SECONDS)
+            self.process.kill()
 
     def ask_to_end(self) -> None:
         """End the conversation: a child that lives ends itself. From any thread."""
@@ -92,7 +107,7 @@ class Children:
     """See the module's text. Nothing is watched before :meth:`watch`."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # wait: held for moments; nobody waits under it
         self._children: dict[str, Child] = {}
         self._ready: dict[str, Ready] = {}
         self._error: BaseException | None = None
@@ -135,6 +150,8 @@ class Children:
         ``ends``. A name may be used again when its child has died.
         """
         ours, theirs = socket.socketpair()
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", PIPE_SECONDS, 0))
         given = [theirs, *ends]
         descriptors = [end.fileno() for end in given]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -179,6 +196,7 @@ class Children:
                         f"not ready in time: {', '.join(late)}. Raise "
                         '"start_timeout" in the sipipe config if the model takes longer to load'
                     )
+                # wait: `start_timeout`; each child's READY, the first death of any (`fail`)
                 self._changed.wait(left)
             return [self._ready[name] for name in names]
 
@@ -215,6 +233,7 @@ class Children:
 
     def _wake(self) -> None:
         if self._wake_write >= 0:
+            # wait: none: one byte for each child and close; the events thread, which reads them
             os.write(self._wake_write, b"x")
 
     # ---- the events thread ------------------------------------------------------------------
@@ -231,6 +250,8 @@ class Children:
                 handles: list[Any] = [*pipes, *processes, self._wake_read]
                 if parent is not None:
                     handles.append(parent.sentinel)
+                # wait: 5 s, then it looks at all bounds; any child's word or death, a new child,
+                # the end of the engine's parent
                 ready = wait(handles, patience)
                 if parent is not None and parent.sentinel in ready:
                     # vLLM's engine process does not watch its front end: a killed one would
@@ -239,7 +260,7 @@ class Children:
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
                 if self._wake_read in ready:
-                    os.read(self._wake_read, 1024)
+                    os.read(self._wake_read, 1024)  # wait: none: it is readable
                 for handle in ready:
                     if handle in pipes:
                         self._hear(pipes[handle])
@@ -269,7 +290,7 @@ class Children:
         # Its last words, if it had any, explain more than its exit code.
         while child.pipe is not None and child.pipe.poll(0):
             self._hear(child)
-        code = child.process.wait()
+        code = child.process.wait()  # wait: none: its descriptor says that it has ended; its end
         child.release()
         if not child.asked:
             self._died(child, f"exit code {code}")
@@ -289,6 +310,7 @@ def _end(children: Sequence[Child]) -> None:
         deadline = time.monotonic() + GRACE_SECONDS
         for child in list(alive):
             with suppress(subprocess.TimeoutExpired):
+                # wait: 10 s (`GRACE_SECONDS`), then SIGTERM, then SIGKILL; the child's end
                 child.process.wait(max(0.0, deadline - time.monotonic()))
                 alive.remove(child)
                 child.release()

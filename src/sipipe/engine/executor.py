@@ -67,7 +67,7 @@ class Executor(VllmExecutor):
         self._setup.apply()
         for line in self._setup.describe():
             logger.info("%s", line)
-        self._failing = threading.Lock()
+        self._failing = threading.Lock()  # wait: held for moments; nobody waits under it
         self._failure: BaseException | None = None
         self._failure_callback: Callable[[], None] | None = None
         self._started = self._closed = False
@@ -100,6 +100,8 @@ class Executor(VllmExecutor):
         if non_block:
             return future
         try:
+            # wait: the caller's, and `stall_timeout` while a worker does not answer; all replies,
+            # or what fails the engine
             return future.result(timeout)
         except TimeoutError:
             raise TimeoutError(f"RPC call to {method} timed out.") from None
@@ -170,6 +172,7 @@ class Executor(VllmExecutor):
                 unique_reply_rank=self._output_rank,
             )
         future = self._usable().dispatcher.publish_grammar(grammar_output)
+        # wait: `stall_timeout`; the samplers' tokens, or what fails the engine
         return future if non_block else future.result()
 
     def check_health(self) -> None:

@@ -89,6 +89,7 @@ async def _run(
                 tasks.create_task(_complete(engine, completion, params, queue))
             for completion, queue in zip(completions, queues, strict=True):
                 show("begin", completion, "")
+                # wait: none: vLLM's own for the request; its last piece, its error
                 while (piece := await queue.get()) is not None:
                     show("text", completion, piece)
                 show("end", completion, "")

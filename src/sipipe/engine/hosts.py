@@ -67,7 +67,7 @@ def check_hosts(hosts: HostSettings, node: int = 0) -> None:
             except ConfigError:
                 if time.monotonic() >= deadline:
                     raise
-            time.sleep(1.0)
+            time.sleep(1.0)  # wait: 30 s (`NAME_SECONDS`); the head's name
 
 
 def control_port(hosts: HostSettings, node: int) -> int:

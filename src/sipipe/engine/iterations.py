@@ -80,10 +80,14 @@ class Iterations:
 
     def __init__(self, slots: int, rows: int) -> None:
         self._slots = slots
+<<<<<<< HEAD
         self._room = LogitsRoom(rows)
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
         """Notified when an iteration has left its rows, or the engine has failed."""
+=======
+        self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
+>>>>>>> 429390c (Every wait says what bounds it and who ends it: a table, and a test for one that does not; pipes to children, buffers and successors have a bound)
         # By identity of the scheduling output, which the record keeps alive: from schedule() to
         # update_from_output(). Empty where the scheduler is not ours.
         self._scheduled: dict[int, Iteration] = {}

@@ -28,7 +28,7 @@ from sipipe.engine.layers.choose import is_free
 from sipipe.engine.remote import RemoteHost
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.resolve import Resolver
-from sipipe.engine.rpc import Calls
+from sipipe.engine.rpc import Calls, result_of
 from sipipe.engine.scheduling.observed_scheduler import observed
 from sipipe.engine.setup import Setup
 from sipipe.engine.stall import ANSWER_SECONDS, LONGEST_SLEEP, StallWatch
@@ -163,7 +163,8 @@ class Pipeline:
         self.dispatcher = Dispatcher(self._bus, *shared)
 
     def _answer(self, method: str, **kwargs: Any) -> Any:
-        return self.calls.call(method, kwargs=kwargs).result(self._setup.config.start_timeout)
+        called = self.calls.call(method, kwargs=kwargs)
+        return result_of(called, method, self._setup.config.start_timeout)
 
     def _ask(self) -> None:
         for host in self._hosts:

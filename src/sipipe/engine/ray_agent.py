@@ -30,12 +30,15 @@ def main() -> int:
     claim = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(claim.fileno(), False)
     with claim.makefile("rb") as actor:
+        # wait: none; the actor, whose death closes its end
         order: Order = pickle.load(actor)  # from our parent, through a socket of its own
     end_group_with(claim, GRACE_SECONDS)
     try:
+        # wait: none: a line; the actor, whose death closes its end
         return _run(order, lambda: claim.sendall(b"ready\n"))
     except SiPipeError as error:
         print(f"sipipe: {error}", file=sys.stderr)
+        # wait: none: a line; the actor, whose death closes its end
         claim.sendall(f"{error}\n".encode())
         return 1
 

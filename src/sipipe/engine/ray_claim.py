@@ -83,6 +83,7 @@ class Claim:
         with self._ours.makefile("rwb") as agent:
             pickle.dump(order, agent)
             agent.flush()
+            # wait: the head's for the call; the agent's word, or its death, which closes its end
             said = agent.readline().decode().strip()
         if not said:
             status = self._agent.wait(GRACE_SECONDS)

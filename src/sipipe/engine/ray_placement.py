@@ -297,6 +297,7 @@ def _reserve(ray: Any, device: str, stages: int, ranks: int, address: str) -> An
 
 def _wait(group: Any, seconds: float) -> None:
     began, told = time.monotonic(), False
+    # wait: `start_timeout`; room in the cluster
     while not group.wait(1):  # second by second, as Ray lets no signal through meanwhile
         waited = time.monotonic() - began
         if waited > seconds:
@@ -336,6 +337,7 @@ def _bundles(ray: Any, group: Any, device: str, workers: int) -> list[Bundle]:
 
 def _get(ray: Any, answers: list[Any], seconds: float, what: str) -> list[Any]:
     try:
+        # wait: what the caller gives; the actors' answers, or the loss of one
         return list(ray.get(answers, timeout=seconds))
     except ray.exceptions.GetTimeoutError:
         raise StallError(f"Ray: {what} took more than {seconds:g} s") from None

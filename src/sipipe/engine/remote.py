@@ -27,6 +27,7 @@ from vllm.logger import init_logger
 
 from sipipe.engine.host import Events
 from sipipe.engine.hosts import agreed, control_port, difference, stages_of_hosts
+from sipipe.engine.rpc import result_of
 from sipipe.engine.setup import Setup
 from sipipe.engine.telemetry import Telemetry
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
@@ -84,6 +85,7 @@ class RemoteHost:
         self._setup = setup
         self._connection = connection
         self._calls: deque[Future[Any]] = deque()
+        # wait: held for moments; nobody waits under it, as sending over ZeroMQ does not
         self._calling = threading.Lock()
         self._feeds: dict[int, socket.socket] = {}
         """Our ends of socket pairs, by sampler: what an agent's sampler sent goes in here."""
@@ -205,7 +207,8 @@ class RemoteHost:
         return future
 
     def _wait(self, method: str, *arguments: Any) -> Any:
-        return self._call(method, *arguments).result(self._setup.config.start_timeout)
+        called = self._call(method, *arguments)
+        return result_of(called, method, self._setup.config.start_timeout)
 
     def _feed(self, index: int) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -230,6 +233,7 @@ class RemoteHost:
             self._telemetry.take_times(parts[2])
             feed = self._feeds[int(parts[0])]
             with suppress(OSError):  # the engine is shutting down
+                # wait: none; the gather thread, which always reads, or `close`
                 feed.sendall(parts[1]) if parts[1] else feed.shutdown(socket.SHUT_WR)
         elif kind == say.HEARD:
             self._events.heard(parts[0].decode(), pickle.loads(parts[1]))

@@ -83,7 +83,7 @@ class RequestTracker:
         self._balancer = balancer
         self._requests: dict[str, TrackedRequest] = {}
         self._next_handle = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
 
     def __len__(self) -> int:
         return len(self._requests)

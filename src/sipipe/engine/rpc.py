@@ -20,6 +20,7 @@ from typing import Any
 import cloudpickle
 
 from sipipe.engine.bus import Bus, out_of_band
+from sipipe.errors import StallError
 from sipipe.messages.header import Kind
 from sipipe.messages.replies import Reply
 
@@ -49,13 +50,25 @@ class _Call:
         return f"a call of {self.method} waits for {late}"
 
 
+def result_of(future: Future[Any], method: str, seconds: float) -> Any:
+    """What a call while the engine starts gives. Raises StallError when that takes too long."""
+    try:
+        # wait: `start_timeout`; the answers, or what fails the engine
+        return future.result(seconds)
+    except TimeoutError:
+        raise StallError(
+            f"{method.removeprefix('sipipe:')} was not done within {seconds:g} s. Raise "
+            '"start_timeout" in the sipipe config if it may take so long'
+        ) from None
+
+
 class Calls:
     """The calls that are out. ``workers``: the workers' names, by rank."""
 
     def __init__(self, bus: Bus, workers: Sequence[str]) -> None:
         self._bus = bus
         self._workers = workers
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
         self._calls: dict[int, _Call] = {}
         self._next = 0
         self._failure: BaseException | None = None

@@ -80,7 +80,7 @@ class Samplers:
         """Of a sampler that is behind: its process, place and CPU time, and since when it is so."""
         self._patience = [STUCK_SECONDS] * len(cores)
         self._channels: tuple[DispatchProducer, LogitsChannel] | None = None
-        self._looking = threading.Lock()
+        self._looking = threading.Lock()  # wait: held for moments; nobody waits under it
         """Held while the events thread reads BIC-L, so that it is not closed just then."""
         self.names = [sampler_name(index) for index in range(len(cores))]
         """As readers of BIC-I and BIC-L."""

@@ -64,6 +64,7 @@ def _started(supervisor: socket.socket, args: Any) -> None:
     """All checks have passed: tell how long a shutdown may take, and watch the engine's start."""
     from vllm import envs
 
+    # wait: none: a line; the supervisor, whose death ends this process
     supervisor.sendall(f"{args.shutdown_timeout}\n".encode())
     if args.api_server_count in (None, 1) and not envs.VLLM_USE_RUST_FRONTEND:
         threading.Thread(target=_watch_start, name="SiPipeStart", daemon=True).start()
@@ -80,8 +81,10 @@ def _watch_start() -> None:
         children = multiprocessing.active_children()
         seen |= {c.sentinel: c for c in children if c.name.startswith("EngineCore")}
         # A tenth of a second: children that start later have to be found.
+        # wait: 0.1 s, again and again while the engine starts; the engine's death, or vLLM's own
+        # watch, which takes over
         for sentinel in wait(list(seen), 0.1) if seen else ():
-            time.sleep(LAST_WORDS)
+            time.sleep(LAST_WORDS)  # wait: 3 s (`LAST_WORDS`), once; nobody
             status = seen[sentinel].exitcode  # type: ignore[index]
             print(
                 f"sipipe: the engine ended while it started (exit code {status}): the reason is "
@@ -91,6 +94,7 @@ def _watch_start() -> None:
             )
             os._exit(1)
         if not seen:
+            # wait: 0.1 s, again and again; the engine's process, or the end of this one
             time.sleep(0.1)
 
 

@@ -56,6 +56,7 @@ Place = Callable[[bytes], Sequence[memoryview]]
 def resolve(host: str, option: str) -> str:
     """The address of ``host``. Raises ConfigError, which names ``option``."""
     try:
+        # wait: the resolver's (30 s on most systems); its answer
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError(f"{option} {host}: no such host ({error.strerror})") from None
@@ -93,6 +94,7 @@ class Connection:
 
     def __init__(self, address: str, port: int, *, listens: bool, who: str) -> None:
         self._who = who
+        # wait: held for moments; nobody waits under it but `close`, for a second
         self._turn = threading.Lock()
         # Descriptors until the peer is met. ZeroMQ does not say which one it came by: a stranger
         # who was there too is thrown out within the handshake's bound, and then it is the last.
@@ -214,7 +216,7 @@ class Connection:
             self._socket.disable_monitor()
             self._monitor.close()
             self._socket.close()
-            self._context.term()
+            self._context.term()  # wait: 1 s (`_LINGER_MS`); what was sent has gone out
             os.close(self._wake)
 
     # ---- the receiving thread -------------------------------------------------------------------
@@ -225,9 +227,10 @@ class Connection:
         came: list[int] = []
         while self._socket.getsockopt(zmq.RCVMORE):
             if len(came) < len(targets):
+                # wait: none: messages come whole
                 came.append(self._socket.recv_into(targets[len(came)]))
             else:
-                parts.append(self._socket.recv())
+                parts.append(self._socket.recv())  # wait: none: messages come whole
         if came != [len(target) for target in targets]:
             raise TransferMismatchError(f"{self._who} sent another size than it announced")
         return parts
@@ -249,6 +252,8 @@ class Connection:
                     self._gone = self._gone or (self._met and not self._open)
 
     def _sleep(self, seconds: float | None) -> None:
+        # wait: the caller's or none; news, the peer's death or silence (3 s, `TIMEOUT_MS`),
+        # `interrupt`
         for descriptor, _ in self._poll.poll(None if seconds is None else seconds * 1e3):
             if descriptor == self._wake:
                 with suppress(BlockingIOError):

@@ -69,7 +69,9 @@ class GatherReceiver:
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         """``sockets[i]`` is the receiver's end of sampler i; this object closes it."""
         self._count = len(sockets)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
+        # wait: held while the one that collects sleeps; `close`, the other one who takes it, has
+        # woken that
         self._collecting = threading.Lock()
         self._samplers: dict[int, _Sampler] = {}  # by descriptor
         self._pending: dict[int, _Pending] = {}  # Invariant: ascending iterations
@@ -133,6 +135,8 @@ class GatherReceiver:
                         return complete
                     if self._errors:
                         raise self._errors.popleft()[1]
+                # wait: none, for the engine has one for each iteration; tokens, a sampler's
+                # death, an iteration without samplers, `close`
                 ready = self._epoll.poll(remaining(deadline))
                 if not ready:
                     raise self._late(timeout)
@@ -182,7 +186,7 @@ class GatherReceiver:
                     os.eventfd_read(self._wake)
             return
         try:
-            chunk = sampler.sock.recv(_RECEIVE_BYTES)
+            chunk = sampler.sock.recv(_RECEIVE_BYTES)  # wait: none: does not block
         except BlockingIOError:  # of the sampler that had this descriptor before
             return
         except OSError:
@@ -262,6 +266,7 @@ class GatherSender:
         try:
             while views:
                 self._sock.settimeout(remaining(deadline))
+                # wait: 60 s; the executor, or its death
                 sent = self._sock.sendmsg(views[:_BUFFERS])
                 while views and sent >= len(views[0]):
                     sent -= len(views.pop(0))

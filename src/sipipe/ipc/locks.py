@@ -64,6 +64,8 @@ class Locks:
 
     def wait_lock(self, kind: int, first: int, count: int = 1) -> None:
         """Sleep in the kernel until the bytes are ours. All of them at once, or none yet."""
+        # wait: none, as an idle engine publishes nothing; the writer's next message, its death or
+        # close, for which the kernel frees its lock
         fcntl.fcntl(self.fd, _SETLKW, _flock(kind, first, count))
 
     def unlock(self, first: int, count: int = 1) -> None:

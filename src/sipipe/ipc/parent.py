@@ -38,7 +38,7 @@ class Parent:
         self.on_gone: Callable[[], None] = lambda: None
         """What to clean up when the engine is gone."""
         self._pipe = Connection(descriptor)
-        self._saying = threading.Lock()
+        self._saying = threading.Lock()  # wait: held while a message is sent; as that is
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._ending = False
         signal.signal(signal.SIGTERM, self._end_on_signal)
@@ -48,6 +48,7 @@ class Parent:
 
     def receive(self) -> Any:
         """The next message, unpickled here."""
+        # wait: none; the engine, whose death ends this process
         return pickle.loads(self._inbox.get())  # from our parent, through a pipe of its own
 
     def say(self, message: Any) -> None:
@@ -58,6 +59,7 @@ class Parent:
         """
         data = pickle.dumps(message)
         with self._saying, suppress(OSError):
+            # wait: none; the engine, whose events thread always reads, or its death
             self._pipe.send_bytes(data)
 
     def let_end(self) -> bool:
@@ -72,6 +74,7 @@ class Parent:
     def _listen(self) -> None:
         with suppress(EOFError, OSError):
             while True:
+                # wait: none, between messages; the engine, or its death
                 data = self._pipe.recv_bytes()
                 if data == ASK_STATUS:
                     self.say(Status(self.doing()))
@@ -83,7 +86,10 @@ class Parent:
         # does not wake it up; the handler runs when the next one interrupts the call.
         while not self._ending and time.monotonic() < deadline:
             os.kill(os.getpid(), signal.SIGTERM)
+            # wait: 5 s (half of `GRACE_SECONDS`), then the process ends; the main thread's
+            # `finally` clauses
             time.sleep(0.1)
+        # wait: the rest of these 5 s; the process's end
         time.sleep(max(0.0, deadline - time.monotonic()))
         os._exit(1)
 
@@ -95,11 +101,11 @@ def end_group_with(other: socket.socket, grace: float = 0.0) -> None:
     """
 
     def watch() -> None:
-        while other.recv(1):
+        while other.recv(1):  # wait: none; the death of the process at the other end
             pass
         if grace:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(grace)
+            time.sleep(grace)  # wait: 10 s (`GRACE_SECONDS`), then SIGKILL; the process's end
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="EndWithParent", daemon=True).start()

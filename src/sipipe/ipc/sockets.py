@@ -26,7 +26,7 @@ def own_sockets() -> Iterator[None]:
     remove_dead()
     new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
     with open(new / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # wait: none: nobody else knows the file
         # Named so that remove_dead() finds it only now that the lock is held.
         directory = new.rename(new.with_name(new.name[1:]))
         os.environ[VARIABLE] = str(directory)

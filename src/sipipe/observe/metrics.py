@@ -150,7 +150,7 @@ class Collector:
 
     def __init__(self) -> None:
         self._readers: list[Reader] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
 
     def describe(self) -> list[Any]:
         """Nothing: so that registering does not look for pages."""

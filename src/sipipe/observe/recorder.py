@@ -98,13 +98,14 @@ class Recorder:
             self._descriptor = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644
             )
-            os.write(self._descriptor, encode_header(header))
+            os.write(self._descriptor, encode_header(header))  # wait: the disk's
         except OSError as error:
             raise _cannot_write(path.parent, error) from None
         self._records: deque[bytes] = deque()
         self._dropped = self._reported = 0
         self._threads: dict[int, int] = {}  # number of each recording thread, by identity
         self._numbers = itertools.count()
+        # wait: held while the disk writes; `close` waits a second for it
         self._file = threading.Lock()
         self._stop = threading.Event()
         self._cpu = (time.monotonic_ns(), time.process_time_ns())
@@ -185,11 +186,13 @@ class Recorder:
             view = memoryview(data)
             try:
                 while view:
+                    # wait: the disk's, of the spilling thread alone
                     view = view[os.write(self._descriptor, view) :]
             except OSError as error:
                 self._over = True
                 os.close(self._descriptor)
                 with contextlib.suppress(Exception):
+                    # wait: none; who reads the log
                     os.write(
                         2, f"sipipe: trace {self._path}: {error.strerror}; ends here\n".encode()
                     )

@@ -214,11 +214,8 @@ class Sampler:
         return self._entry if self._entry.iteration == iteration else None
 
 
-def main() -> int:
-    """Entry point of ``python -m sipipe.sampler PIPE TOKENS DTYPE LAYOUT``: descriptors of the
-    control pipe and of BIC-O, and what to compile for while the workers load the model."""
-    pipe, tokens, dtype, layout = sys.argv[1:]
-    parent = Parent(int(pipe))
+def main(parent: Parent, tokens: str, dtype: str, layout: str) -> int:
+    """Be a sampler; the arguments are those of :mod:`sipipe.sampler.__main__`."""
     sender = GatherSender(socket.socket(fileno=int(tokens)))
     warm_up([dtype], [cast(Layout, layout)])
     boot: SamplerBoot = parent.receive()

@@ -86,7 +86,7 @@ class CudaStageDevice:
         return event
 
     def wait(self, mark: Any) -> None:
-        mark.synchronize()
+        mark.synchronize()  # wait: none of its own, `stall_timeout` for the iteration; the device
 
     def nanoseconds(self, first: Any, last: Any) -> int:
         return int(first.elapsed_time(last) * 1e6)

@@ -117,7 +117,7 @@ class DoubleBuffer:
     Args:
         stage: what is run.
         sets: input buffer sets, 1 or more; 1 prepares and runs in turn.
-        stall_timeout: seconds that :meth:`drain` waits.
+        stall_timeout: seconds that :meth:`drain` waits; :meth:`prepare` twice as long.
         interrupt: ends a ``receive`` or ``send`` that waits for another process; called once, by
             the thread that ends both.
     """
@@ -136,6 +136,7 @@ class DoubleBuffer:
         self._stall_timeout = stall_timeout
         self._interrupt = interrupt
         # One lock for all that follows; a wake-up costs a few tens of microseconds.
+        # wait: held for moments; nobody waits under it but on its conditions, which let it go
         self._lock = threading.Lock()
         self._finished = threading.Condition(self._lock)
         self._prepared = threading.Condition(self._lock)
@@ -152,17 +153,15 @@ class DoubleBuffer:
     def prepare(self, iteration: int, slot: int, output: SchedulerOutput) -> None:
         """Prepare one iteration; waits until a set is free.
 
-        No bound on the wait: the device's own waits have one, and the engine's for the iteration.
-
         Raises:
-            StageStoppedError: after ``close``.
+            StageStoppedError: after ``close``. StallError: no set was free in time.
             BaseException: the one that ended either thread, itself.
         """
         self._preparing = f"waits for free input buffers for iteration {iteration}"
         try:
             with self._lock:
-                self._finished.wait_for(lambda: self._end or self._turns.may_write)
-                self._check()
+                # The engine's bound comes first, and says more.
+                self._wait(lambda: self._turns.may_write, 2 * self._stall_timeout)
                 buffer_set = self._turns.start_write()
             self._preparing = f"prepares iteration {iteration}"
             inputs = self._stage.prepare(iteration, slot, buffer_set, output)
@@ -192,7 +191,7 @@ class DoubleBuffer:
         stage = self._stage
         self._running = "waits for inputs"
         with self._lock:
-            # No bound: an idle engine waits here for its next request.
+            # wait: none, as an idle engine has nothing to run; `prepare`, `close`, `fail`
             self._prepared.wait_for(lambda: self._end or self._turns.may_read)
             self._check()
             self._turns.start_read()
@@ -219,15 +218,20 @@ class DoubleBuffer:
         seconds = self._stall_timeout if timeout is None else timeout
         turns = self._turns
         with self._lock:
-            self._finished.wait_for(
-                lambda: self._end or turns.finished == turns.prepared, timeout=seconds
+            self._wait(lambda: turns.finished == turns.prepared, seconds)
+
+    def _wait(self, until: Callable[[], bool], seconds: float) -> None:
+        """Sleep until the device thread has made it so; the lock is held."""
+        # wait: `stall_timeout` for an idle worker, twice that for free buffers; the device thread,
+        # `close`, `fail`
+        done = self._finished.wait_for(lambda: self._end or until(), seconds)
+        self._check()
+        if not done:
+            raise StallError(
+                f"waited {seconds:g} s for the device thread: {self.doing()} "
+                f"({self._turns.prepared - self._turns.finished} iterations prepared and not "
+                "finished)"
             )
-            self._check()
-            if turns.finished < turns.prepared:
-                raise StallError(
-                    f"waited {seconds:g} s for the worker to run empty: {self.doing()} "
-                    f"({turns.prepared - turns.finished} iterations prepared and not finished)"
-                )
 
     def fail(self, error: BaseException) -> None:
         """End both threads with ``error``, unless something has ended them already."""

@@ -172,7 +172,7 @@ class Main:
         )
         self._preparing.start()
         loop.double_buffer.run()
-        self._preparing.join()
+        self._preparing.join()  # wait: none: it has closed the double buffer, its last act; its end
 
     def _follow(self, reader: DispatchReader, loop: StageLoop, double_buffer: DoubleBuffer) -> None:
         """The preparing thread."""

@@ -83,7 +83,7 @@ class Publisher:
         self._fail = fail
         self._stall_timeout = stall_timeout
         self._queue: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
-        self._progress = threading.Condition()
+        self._progress = threading.Condition()  # wait: held for moments; nobody waits under it
         self._put = self._done = 0
         self._error: Exception | None = None
         self._doing = _IDLE
@@ -104,6 +104,7 @@ class Publisher:
             StallError: not within the stall time-out. Exception: the one that ended the publisher.
         """
         with self._progress:
+            # wait: `stall_timeout`; the publisher's thread, its error
             done = self._progress.wait_for(
                 lambda: self._error is not None or self._done == self._put, self._stall_timeout
             )
@@ -123,6 +124,7 @@ class Publisher:
 
     def _run(self) -> None:
         try:
+            # wait: none, between iterations; `put`, `close`
             while (launched := self._queue.get()) is not None:
                 self._publish(launched)
                 del launched  # its tensors go back to the device now, not with the next one

@@ -33,6 +33,7 @@ class CudaDevice:
         """The stream of :meth:`copy`."""
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._context = ctypes.c_void_p()
+        # wait: none: nothing is queued
         self.copies.synchronize()  # makes the context this thread's current one
         self._call("cuCtxGetCurrent", ctypes.byref(self._context))
 
@@ -66,6 +67,7 @@ class CudaDevice:
 
     def unmap(self, address: int) -> None:
         """Undo :meth:`map`, when the copies so far are done."""
+        # wait: none of its own, `stall_timeout` for the iteration; the device
         self.copies.synchronize()
         self._driver_call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 

@@ -86,7 +86,9 @@ class CudaIpcSending(ShmSending):
                 raise LinkClosedError(f"{endpoint.describe()}: closed")
             ours.settimeout(endpoint.stall_timeout)
             try:
+                # wait: the link's `stall_timeout`; the next stage, its death, `interrupt`
                 ours.send(msgspec.msgpack.encode([handle for _, handle in events]))
+                # wait: the link's `stall_timeout`; the next stage, its death, `interrupt`
                 answer = ours.recv(_MAX_MESSAGE)
             except TimeoutError:
                 raise StallError(
@@ -163,6 +165,7 @@ class CudaIpcReceiving(ShmReceiving):
         with socket.socket(fileno=socket.dup(descriptor)) as talk:
             talk.settimeout(endpoint.stall_timeout)
             try:
+                # wait: the link's `stall_timeout`; the previous stage or its death
                 message = talk.recv(_MAX_MESSAGE)
             except OSError:
                 message = b""
@@ -175,5 +178,6 @@ class CudaIpcReceiving(ShmReceiving):
             self._freed = [event for event, _ in events]
             room = _Room(self._device.uuid, handle, [handle for _, handle in events])
             with contextlib.suppress(OSError):  # the next receive says that it is gone
+                # wait: the link's `stall_timeout`; the previous stage or its death
                 talk.send(msgspec.msgpack.encode(room))
         return Buffers(memory, size, endpoint.max_tokens)

@@ -38,8 +38,12 @@ class PacketConnection:
         """
         try:
             if descriptor is None:
+                # wait: none: there is room for the packets of all frames that may be on their
+                # way; the peer's death, `interrupt`
                 self._sock.send(packet)
             else:
+                # wait: none: there is room for the packets of all frames that may be on their
+                # way; the peer's death, `interrupt`
                 socket.send_fds(self._sock, [packet], [descriptor])
         except OSError:
             raise self.died() from None
@@ -67,6 +71,7 @@ class PacketConnection:
             except OSError:
                 break
             waited = True
+            # wait: the link's `stall_timeout`; a packet, the peer's death, `interrupt`
             gone = any(fd == self._pidfd for fd, _ in self._poll.poll(timeout * 1e3))
         raise self.died()
 
@@ -77,6 +82,8 @@ class PacketConnection:
             PeerDiedError: it did not come.
         """
         with contextlib.suppress(OSError):
+            # wait: none of its own, `stall_timeout` for the iteration: the peer sends it with the
+            # packet before; it, the peer's death, `interrupt`
             _, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1)
             if descriptors:
                 return descriptors[0]

@@ -60,8 +60,10 @@ class Sender:
         self._completed = 0  # written by send() while both are equal, else by our thread
         self._error: Exception | None = None
         self._closed = False
+        # wait: held while a buffer is awaited; `close`, the other one who takes it, has ended
+        # that
         self._sending = threading.Lock()
-        self._progress = threading.Condition()
+        self._progress = threading.Condition()  # wait: held for moments; nobody waits under it
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, name=f"sipipe-send-{endpoint.name}", daemon=True
@@ -144,6 +146,7 @@ class Sender:
         if self._completed < frames:
             bound = self._endpoint.stall_timeout if timeout is None else timeout
             with self._progress:
+                # wait: the link's `stall_timeout`; the copying thread, its error, `close`
                 done = self._progress.wait_for(
                     lambda: self._completed >= frames or self._error is not None or self._closed,
                     bound,
@@ -163,12 +166,12 @@ class Sender:
         self._closed = True
         self._jobs.put(None)
         if self._submitted != self._completed and self._error is None:
-            self._thread.join(timeout)
+            self._thread.join(timeout)  # wait: the caller's, 1 s; the copying thread
         # A send() that waits for a buffer and our thread, whatever it waits for, end now.
         self._transport.interrupt()
         with self._progress:
             self._progress.notify_all()
-        self._thread.join()
+        self._thread.join()  # wait: none; the copying thread, which `interrupt` has let go
         with self._sending:
             self._transport.close()
 
@@ -227,7 +230,7 @@ class Sender:
 
     def _transmit_next(self) -> bool:
         """In a function of its own, so that a frame's tensors are let go when it is sent."""
-        job = self._jobs.get()
+        job = self._jobs.get()  # wait: none, between frames; `send`, `close`
         if job is None:
             return False
         if job.announce:

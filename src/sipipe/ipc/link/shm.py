@@ -150,6 +150,7 @@ class ShmSending:
         """
         assert self._buffers is not None, "announce comes first"
         if after is not None:
+            # wait: none of its own, `stall_timeout` for the iteration; the device
             after.synchronize()
         shape = schema.at(header.num_tokens)
         buffer = header.frame % self._endpoint.depth

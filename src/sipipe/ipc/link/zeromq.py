@@ -61,6 +61,7 @@ class ZeromqSending(ShmSending):
         self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
     ) -> None:
         if after is not None:
+            # wait: none of its own, `stall_timeout` for the iteration; the device
             after.synchronize()
         here = [part.cpu().contiguous() for part in parts]
         views = [

@@ -58,6 +58,7 @@ class DispatchProducer:
         """
         self._ring = Ring.create(name, Layout(entries, entry_bytes), readers, directory)
         self._writer = RingWriter(self._ring)
+        # wait: held for a publish, at most its bound; its end
         self._turns = threading.Lock()  # a new reader's first message is known only between two
         self._sequence = 0
         self._closed = False

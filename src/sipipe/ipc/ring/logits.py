@@ -84,9 +84,10 @@ class LogitsChannel:
         self._ring.remove_reader(name)
 
     def behind(self) -> dict[str, int]:
-        """Of each reader that has not done with all that is complete: which use it is at."""
+        """Of each reader that has not done with all that is complete: which use it is at; -1 of one
+        that takes another's place and has not attached."""
         end = min(self._ring.published(rank) for rank in range(self.endpoint.shape.ranks))
-        at = {name: self._ring.cursor(k) for k, name in self._ring.readers(attached=True)}
+        at = {name: self._ring.cursor(k) for k, name in self._ring.readers()}
         return {name: use for name, use in at.items() if use < end}
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class RingReader:
             self.next = start
         else:
             self._lock_oldest()
-        self._words[base + at.R_CURSOR] = self.next
+        self._words[base + at.R_CURSOR] = self.next - self._again
         self._words[base + at.R_ATTACHED] = self._generation
         self._check_declared()
 
@@ -79,6 +79,8 @@ class RingReader:
                     self.next = 0
                     return
                 self._unlock(-1)
+            # wait: 1 ms, again and again; the ranks that write: one that dies ends the engine,
+            # and this process with it
             time.sleep(ATTACH_POLL)  # the ranks are amid an entry
 
     def _incomplete(self, use: int) -> int | None:
@@ -97,11 +99,10 @@ class RingReader:
         Raises:
             ChannelClosed: nothing more comes. ChannelPeerDied: the writer is gone.
         """
-        if self._holds_previous:
-            self.unlock_previous()
         if self._again:
             self._again = False
             return self.header(0)
+        self.unlock_previous()
         self._check_declared()
         use = self.next
         entry = use % self._entries
@@ -121,9 +122,9 @@ class RingReader:
     def unlock_previous(self) -> None:
         """Unlock the entry before the one that was received last, which could wait until its
         message was read. Idempotent."""
+        self._words[self._base + at.R_CURSOR] = self.next
         if self._holds_previous:
             self._holds_previous = False
-            self._words[self._base + at.R_CURSOR] = self.next
             if not self.ring.closed:
                 self._unlock(self.next - 2)
 

@@ -105,16 +105,15 @@ class Ring:
     def closed(self) -> bool:
         return self.locks.fd < 0
 
-    def readers(self, *, attached: bool | None = None) -> Iterator[tuple[int, str]]:
-        """Index and name of each declared reader that has not left."""
+    def readers(self, *, absent: bool = False) -> Iterator[tuple[int, str]]:
+        """Index and name of each declared reader that has not left, or only of those absent yet."""
         for k, name in enumerate(self.endpoint.readers):
             base = self.layout.reader_word(k)
             generation = self.words[base + at.R_GENERATION]
             left = self.words[base + at.R_LEFT] == generation
             if left or not self.words[base + at.R_DECLARED]:
                 continue
-            here = self.words[base + at.R_ATTACHED] == generation
-            if attached is None or attached is here:
+            if not absent or self.words[base + at.R_ATTACHED] != generation:
                 yield k, name
 
     def cursor(self, reader: int) -> int:

@@ -48,6 +48,8 @@ class RingWriter:
         while not self._claim():
             if deadline is not None and time.monotonic() >= deadline:
                 raise self._late(timeout)
+            # wait: the caller's `stall_timeout`, looking every millisecond; the late reader, its
+            # removal when it dies, `close`
             time.sleep(pause)
             pause = min(2 * pause, ATTACH_POLL)
             if self.ring.closed:
@@ -80,7 +82,7 @@ class RingWriter:
         if self._absent or self._version != self._words[at.VERSION]:
             # The version first: a reader that is declared later is found at the next message.
             self._version = self._words[at.VERSION]
-            absent = [k for k, _ in self.ring.readers(attached=False)]
+            absent = [k for k, _ in self.ring.readers(absent=True)]
             self._absent = bool(absent)
             if any(0 <= self.ring.cursor(k) <= self._oldest for k in absent):
                 return False

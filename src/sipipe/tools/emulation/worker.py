@@ -58,7 +58,7 @@ class EmulatedDevice:
 
     def wait(self, mark: int) -> None:
         while (left := mark - time.monotonic_ns()) > 0:
-            time.sleep(left / 1e9)
+            time.sleep(left / 1e9)  # wait: the emulated kernel's time; nobody
 
     def nanoseconds(self, first: int, last: int) -> int:
         return last - first

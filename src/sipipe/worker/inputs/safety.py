@@ -28,7 +28,7 @@ class TokenSafety:
 
     def __init__(self, sets: int) -> None:
         self._held = ["nothing new"] * sets
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
 
     def begin_write(self, buffer_set: int, iteration: int) -> None:
         """The preparing thread starts to write the inputs of ``iteration``."""
