@@ -204,6 +204,12 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trace: Directory = None
     """Directory that receives trace files, made if missing. None: no tracing."""
 
+    trace_limit: Annotated[
+        Count | None, Meta(description="a whole number of MiB of 1 or more, or null")
+    ] = 1024
+    """MiB that a trace may take on each host; the oldest records give way to new ones. The
+    processes have equal parts of it. None: no limit."""
+
     emulate: Annotated[
         Annotated[str, Meta(min_length=1)] | None, Meta(description="a profile's path, or null")
     ] = None

@@ -30,9 +30,10 @@ def test_what_is_not_ours_is_left_as_it_is(argv):
 
 def test_ours_are_taken_from_anywhere():
     settings, rest = split(
-        "--samplers", "2", "model", "--trace=t", "--port", "1", "--inflight", "auto", "--tp", "4"
-    )
-    assert settings == {"samplers": 2, "inflight": "auto", "trace": "t"}
+        "--samplers", "2", "model", "--trace=t", "--port", "1", "--inflight", "auto", "--tp", "4",
+        "--trace-limit", "64",
+    )  # fmt: skip
+    assert settings == {"samplers": 2, "inflight": "auto", "trace": "t", "trace_limit": 64}
     assert rest == ["model", "--port", "1", "-tp", "4"]
 
 

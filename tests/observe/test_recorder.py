@@ -6,15 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sipipe.observe import recorder as recorder_module
 from sipipe.observe.format import (
     CPU,
+    OLDER,
     PACK,
     RECORD,
     SUFFIX,
@@ -122,6 +128,76 @@ def test_a_full_queue_drops_and_says_so(tmp_path, monkeypatch):
     assert process.records["iteration"].tolist() == [*range(64), *range(100, 130)]
     assert process.dropped == 36
     assert "36 records dropped" in trace.warnings[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(3000, 20_000),
+    st.lists(st.integers(0, 30), min_size=1, max_size=60),
+    st.integers(0, 5),
+)
+def test_a_trace_has_its_limit_and_the_newest_records(limit, spills, torn):
+    """Whatever is recorded between two spills; ``torn`` bytes of a killed process's last record."""
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder_module, "INTERVAL", 3600)
+        header = Header(role="stage", stages=1, run="r", model="m")
+        recorder = open_recorder(directory, header, limit=limit)
+        recorded, now = 0, time.monotonic_ns()
+        for count in spills:
+            for _ in range(count):
+                now = max(now + 1, time.monotonic_ns())
+                recorder.record(Phase.FORWARD, recorded, 0, now - 1, now, 1, 1)
+                recorded += 1
+            recorder._spill()
+            assert sum(f.stat().st_size for f in Path(directory).iterdir()) <= limit
+        recorder.close()
+        if torn:
+            (current,) = (f for f in Path(directory).iterdir() if not f.name.endswith(OLDER))
+            with current.open("ab") as file:
+                file.write(bytes(torn))
+        files = len(list(Path(directory).iterdir()))
+        assert files <= 2
+        trace = read_trace(directory)
+        (process,) = trace.processes
+        kept = process.records["iteration"].tolist()
+        assert kept == list(range(recorded - len(kept), recorded))
+        # Half of the limit at least, less the header and what one spill brings.
+        assert len(kept) >= min(recorded, (limit // 2 - 600) // RECORD.itemsize - max(spills) - 1)
+        assert any("gave way" in warning for warning in trace.warnings) == bool(process.since_ns)
+        if len(kept) < recorded:
+            assert process.since_ns is not None
+            assert files == 2
+
+
+def test_the_window_begins_where_every_process_has_its_records(tmp_path):
+    """Also where the records of one give way sooner than those of another."""
+    header = Header(role="stage", stages=2, monotonic_ns=0)
+    rows = [(Phase.FORWARD, i, 10 * i, 10 * i + 9) for i in range(20)]
+    write(tmp_path / f"a{SUFFIX}", header, rows)
+    later = msgspec.structs.replace(header, index=1, since_ns=60)
+    write(tmp_path / f"b{OLDER}", later, rows[6:12])
+    write(tmp_path / f"b{SUFFIX}", msgspec.structs.replace(later, since_ns=120), rows[12:])
+    trace = read_trace(tmp_path)
+    assert [len(process.records) for process in trace.processes] == [20, 14]
+    assert trace.window() == (60, 199)
+    assert [w for w in trace.warnings if "the begin gave way" in w]
+    (tmp_path / f"b{OLDER}").unlink()
+    assert read_trace(tmp_path).window() == (120, 199)
+
+
+def test_a_disk_that_is_full_when_a_file_is_begun_ends_the_recording(tmp_path, monkeypatch, capfd):
+    recorder = open_recorder(tmp_path, Header(role="stage"), limit=4096)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recorder, "_begin", full)
+    for i in range(200):
+        recorder.record(Phase.FORWARD, i, 0, i, i + 1)
+    recorder._spill()
+    recorder.record(Phase.FORWARD, 200, 0, 200, 201)  # without effect
+    recorder.close()
+    assert "No space left" in capfd.readouterr().err
 
 
 def test_a_killed_process_leaves_a_usable_file(tmp_path):

@@ -21,7 +21,7 @@ from sipipe.ipc.secret import read_secret
 if TYPE_CHECKING:
     from sipipe.engine.setup import Setup
 
-OWN_SETTINGS = {"cores", "devices", "samplers", "shm_dir", "trace"}
+OWN_SETTINGS = {"cores", "devices", "samplers", "shm_dir", "trace", "trace_limit"}
 """Settings that each host may have its own value of."""
 
 

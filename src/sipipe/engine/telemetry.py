@@ -46,20 +46,22 @@ class Figures:
         self._times = StageTimes.create(
             stages=setup.stages, samplers=setup.samplers, directory=setup.config.shm_dir
         )
+        self._here: list[Key] = [
+            ("stage", index, rank) for index in setup.here for rank in range(setup.ranks)
+        ]
+        self._here += [("sampler", index, 0) for index in range(len(setup.cores.samplers))]
+        limit = setup.config.trace_limit
         self.watched = Watched(
             stages=setup.stages,
             inflight=setup.slots,
             model=model,
             run=run,
             trace=setup.config.trace,
+            trace_bytes=limit and (limit << 20) // (1 + len(self._here)),
             live=self._page.path,
             times=self._times.endpoint,
             clock_offset_ns=clock_offset_ns,
         )
-        self._here: list[Key] = [
-            ("stage", index, rank) for index in setup.here for rank in range(setup.ranks)
-        ]
-        self._here += [("sampler", index, 0) for index in range(len(setup.cores.samplers))]
 
     def times_here(self) -> bytes:
         """The stage times of this host's processes, for the head's :meth:`take_times`."""

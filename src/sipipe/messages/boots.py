@@ -33,6 +33,8 @@ class Watched:
     """The same in all processes of an engine, different between engines."""
     trace: str | None = None
     """Directory of trace files."""
+    trace_bytes: int | None = None
+    """That the trace of one process may take; None: no limit."""
     live: str | None = None
     """Where the page of live figures is."""
     times: Any = None

@@ -6,7 +6,7 @@
           16              the header as JSON, padded with spaces
     ... then records of 32 bytes (RECORD), in the order in which each thread ended them
 
-There is one file per process and no index: appending is the only operation, so a file that ends
+There is one file per process, or the last two where its size is limited, and no index: appending is the only operation, so a file that ends
 in the middle of a record (a killed process, a full disk) is good up to there.
 """
 
@@ -23,6 +23,8 @@ from sipipe.observe.phases import ROLES, Phase
 MAGIC = b"SIPTRACE"
 VERSION = 1
 SUFFIX = ".siptrace"
+OLDER = f".older{SUFFIX}"
+"""Of the file before, where a process has begun another because of its size."""
 RECORD = np.dtype(
     [
         ("start_ns", "<i8"),
@@ -82,6 +84,8 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
     """The monotonic clock when the file was opened ..."""
     realtime_ns: _Time = 0
     """... and the wall clock at the same moment: aligns hosts, whose monotonic clocks differ."""
+    since_ns: _Time = 0
+    """From when on, on the monotonic clock, nothing is in an earlier file; 0: this is the first."""
 
     @property
     def name(self) -> str:

@@ -6,7 +6,8 @@ recorder that writes what they recorded to the file.
 Guarantees: ``record`` takes no lock and makes no system call, and never waits: when 32,768 records
 wait (the disk is slower than the engine) the record is dropped and counted, and the file says so.
 What a thread recorded is in the file after ``close``, at normal exit, and, but for the last
-``INTERVAL`` seconds, after a kill.
+``INTERVAL`` seconds, after a kill. Where there is a limit, the file is begun anew when it has half
+of it; the one before it is kept until then, so that at least the last half of the limit is there.
 
 Relies on: ``deque.append`` and ``popleft``, which are atomic; only the spiller takes records out.
 A count of dropped records that two threads raise at once may miss one of them.
@@ -35,6 +36,7 @@ from sipipe.messages.boots import Watched
 from sipipe.observe.format import (
     CPU,
     DROPPED,
+    OLDER,
     PACK,
     SUFFIX,
     Header,
@@ -81,9 +83,15 @@ class Recorder:
     one. Made by :func:`open_recorder`."""
 
     def __init__(
-        self, header: Header, path: Path | None = None, sinks: Sequence[PhaseSink] = ()
+        self,
+        header: Header,
+        path: Path | None = None,
+        sinks: Sequence[PhaseSink] = (),
+        limit: int | None = None,
     ) -> None:
         """Create ``path`` (it must not exist), write ``header`` and start the spiller.
+
+        ``limit``: bytes on the disk at most, the oldest records giving way; None: no limit.
 
         Raises:
             TraceError: the file cannot be created.
@@ -93,12 +101,10 @@ class Recorder:
         self._over = path is None  # no file, closed, or the disk is full
         if path is None:
             return
+        self._header, self._limit = header, limit
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(
-                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644
-            )
-            os.write(self._descriptor, encode_header(header))  # wait: the disk's
+            self._descriptor = self._begin(path)
         except OSError as error:
             raise _cannot_write(path.parent, error) from None
         self._records: deque[bytes] = deque()
@@ -158,6 +164,22 @@ class Recorder:
             finally:
                 self._file.release()
 
+    def _begin(self, path: Path) -> int:
+        descriptor = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
+        # wait: the disk's
+        self._size = os.write(descriptor, encode_header(self._header))
+        return descriptor
+
+    def _begin_anew(self) -> None:
+        """Keep the file that is full, in the place of the one before it."""
+        assert self._path is not None
+        self._path.rename(self._path.with_suffix(OLDER))
+        self._header = msgspec.structs.replace(self._header, since_ns=time.monotonic_ns())
+        full, self._descriptor = self._descriptor, self._begin(self._path)
+        os.close(full)
+
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
             self._spill()
@@ -185,6 +207,9 @@ class Recorder:
                 return
             view = memoryview(data)
             try:
+                if self._limit is not None and self._size + len(data) > self._limit // 2:
+                    self._begin_anew()
+                self._size += len(data)
                 while view:
                     # wait: the disk's, of the spilling thread alone
                     view = view[os.write(self._descriptor, view) :]
@@ -199,7 +224,10 @@ class Recorder:
 
 
 def open_recorder(
-    directory: str | os.PathLike[str] | None, header: Header, sinks: Sequence[PhaseSink] = ()
+    directory: str | os.PathLike[str] | None,
+    header: Header,
+    sinks: Sequence[PhaseSink] = (),
+    limit: int | None = None,
 ) -> Recorder:
     """A recorder for this process.
 
@@ -208,6 +236,7 @@ def open_recorder(
         header: who records, in which pipeline; process, host and times are filled in here.
             ``realtime_ns`` is what to add to this host's wall clock.
         sinks: what gets each phase too.
+        limit: bytes that the file may have with the one before it; None: no limit.
 
     Raises:
         TraceError: the directory cannot be written to.
@@ -227,7 +256,7 @@ def open_recorder(
     while name.exists():  # the same process opened one before, or a reused process id
         again += 1
         name = path / f"{stem}-{again}{SUFFIX}"
-    return Recorder(header, name, sinks)
+    return Recorder(header, name, sinks, limit)
 
 
 def record_process(
@@ -258,4 +287,4 @@ def record_process(
         model=watched.model,
         realtime_ns=watched.clock_offset_ns,
     )
-    return open_recorder(watched.trace, header, sinks)
+    return open_recorder(watched.trace, header, sinks, watched.trace_bytes)

@@ -27,7 +27,6 @@ Only on CPUs, where a call returns when its work is done: the host's clock says 
 accelerator did what was launched.
 """
 
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError
 from sipipe.observe.format import Header
 from sipipe.observe.phases import Phase, Role
@@ -57,16 +57,15 @@ _now = time.monotonic_ns
 def _open(vllm_config: Any, role: Role, index: int = 0, rank: int = 0) -> Recorder:
     if not current_platform.is_cpu():
         raise ConfigError("stock vLLM can be recorded on CPUs only")
-    settings = vllm_config.additional_config or {}
-    settings = settings.get("sipipe", {}) if isinstance(settings, dict) else {}
-    directory = settings.get("trace")
-    if not directory:
+    settings = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    if settings.trace is None:
         raise ConfigError(
             "recording stock vLLM needs a directory: "
             """--additional-config '{"sipipe": {"trace": "DIR"}}'"""
         )
+    limit, ranks = settings.trace_limit, vllm_config.parallel_config.world_size
     return open_recorder(
-        os.fspath(directory),
+        settings.trace,
         Header(
             role=role,
             index=index,
@@ -77,6 +76,7 @@ def _open(vllm_config: Any, role: Role, index: int = 0, rank: int = 0) -> Record
             label="stock vLLM",
             model=str(vllm_config.model_config.model),
         ),
+        limit=limit and (limit << 20) // (1 + ranks),
     )
 
 

@@ -8,17 +8,19 @@ import re
 import zlib
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tools.report.browser import Browser, find_chromium
 
-from sipipe.observe.format import RECORD
+from sipipe.observe.format import OLDER, RECORD, SUFFIX, encode_header, read_file
 from sipipe.observe.phases import Phase
 from sipipe.tools.report.accounting import KINDS, SEGMENT
 from sipipe.tools.report.encode import QUANTUM_NS, column, lanes, record_lane, segment_lane
 from sipipe.tools.report.example import Example, write_example
+from sipipe.tools.report.export import write_perfetto
 from sipipe.tools.report.reader import Trace, read_trace
 from sipipe.tools.report.render import page_data, render
 from sipipe.tools.report.summary import Run
@@ -212,6 +214,22 @@ def test_wrong_bytes_anywhere_cost_neither_memory_nor_the_report(small, wrong):
     for stage in run.account.stages:
         assert sum(stage.by_cause) == run.account.wall_ns
     assert run.bubble_rows()
+
+
+def test_a_trace_whose_files_were_begun_anew_is_the_same_report(small, tmp_path):
+    base, _ = small
+    for file in base.glob(f"*{SUFFIX}"):
+        header, records, _ = read_file(file)
+        cut = len(records) // 3
+        later = msgspec.structs.replace(header, since_ns=int(records["end_ns"][cut]))
+        older = (tmp_path / file.name).with_suffix(OLDER)
+        older.write_bytes(encode_header(header) + records[:cut].tobytes())
+        (tmp_path / file.name).write_bytes(encode_header(later) + records[cut:].tobytes())
+    whole, parts = Run(read_trace(base)), Run(read_trace(tmp_path))
+    assert parts.summary | {"directory": ""} == whole.summary | {"directory": ""}
+    assert write_perfetto(parts, tmp_path / "p.json") == write_perfetto(whole, tmp_path / "w.json")
+    for one, other in zip(whole.account.stages, parts.account.stages, strict=True):
+        assert one.by_cause == other.by_cause
 
 
 def pause(trace, span):

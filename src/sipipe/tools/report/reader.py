@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +27,8 @@ class ProcessTrace:
     """CPU time used between two instants, in ns."""
     dropped: int = 0
     """Records lost because the disk did not keep up."""
+    since_ns: int | None = None
+    """From when on all records are there, where older ones gave way; None: from the begin on."""
 
     def phase(self, *phases: int, window: tuple[int, int] | None = None) -> Records:
         """The records of these phases (of all, where none is named), sorted by start.
@@ -79,7 +82,7 @@ class Trace:
         """The trace's wall time in ns: from the first work of any stage to the last tokens.
 
         That is the last record of a stage or the last gather, whichever ends later. Waiting before
-        there is anything to do is not part of it.
+        there is anything to do is not part of it, nor is what a process has no records of any more.
         """
         spans = []
         for process in self.of("stage"):
@@ -94,7 +97,8 @@ class Trace:
         if self.executor is not None:
             gathered = self.executor.phase(Phase.GATHER)["end_ns"]
             end = max(end, int(gathered.max(initial=end)))
-        return min(s for s, _ in spans), end
+        start = max([min(s for s, _ in spans), *filter(None, (p.since_ns for p in self.processes))])
+        return (start if start < end else min(s for s, _ in spans)), end
 
 
 def read_trace(directory: str | os.PathLike[str]) -> Trace:
@@ -132,7 +136,13 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
     if len(kept) < len(found):
         warnings.append(f"{directory}: {len(found) - len(kept)} files of earlier runs left out")
     reference = next((h for h, _ in kept if h.role == "executor"), kept[0][0])
-    processes = [_process(header, records, reference) for header, records in kept]
+    parts: dict[bytes, list[tuple[Header, Records]]] = {}
+    for header, records in sorted(kept, key=lambda one: one[0].since_ns):
+        whose = msgspec.json.encode(msgspec.structs.replace(header, since_ns=0))
+        parts.setdefault(whose, []).append((header, records))
+    processes = [_process(files, reference) for files in parts.values()]
+    if any(p.since_ns for p in processes):
+        warnings.append(f"{directory}: the begin gave way to newer records (trace_limit)")
     warnings.extend(
         f"{p.header.name}: {p.dropped} records dropped, the disk did not keep up"
         for p in processes
@@ -143,17 +153,19 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
     return Trace(tuple(processes), tuple(warnings), str(directory))
 
 
-def _process(header: Header, raw: Records, reference: Header) -> ProcessTrace:
-    """Put one file on the clock of ``reference``'s host.
+def _process(files: list[tuple[Header, Records]], reference: Header) -> ProcessTrace:
+    """Put a process's files, the older one first, on the clock of ``reference``'s host.
 
     Processes of a host share its monotonic clock. Of two hosts only the wall clocks can be
     compared, as both files noted them when they were opened, each as the head's clock.
     """
+    header, raw = files[0][0], np.concatenate([records for _, records in files])
     offset = 0
     if header.host != reference.host:
         offset = (header.realtime_ns - header.monotonic_ns) - (
             reference.realtime_ns - reference.monotonic_ns
         )
+    since = header.since_ns + offset if header.since_ns else None
     samples = raw[raw["phase"] == CPU]
     cpu = np.zeros(len(samples), CPU_SAMPLE)
     cpu["cpu_ns"] = samples["iteration"].astype(np.int64) * 1000
@@ -162,4 +174,5 @@ def _process(header: Header, raw: Records, reference: Header) -> ProcessTrace:
         cpu[name] = samples[name] + offset
         records[name] += offset
     records = records[np.argsort(records["start_ns"], kind="stable")]
-    return ProcessTrace(header, records, cpu, int(raw["iteration"][raw["phase"] == DROPPED].sum()))
+    dropped = int(raw["iteration"][raw["phase"] == DROPPED].sum())
+    return ProcessTrace(header, records, cpu, dropped, since)
