@@ -53,9 +53,7 @@ def one():
         failed=engine.failures.append,
     )
     ring = DispatchProducer("bic-i", readers=samplers.names)
-    logits = LogitsChannel(
-        "bic-l", LogitsShape(vocab=8, batch=1), entries=3, readers=samplers.names
-    )
+    logits = LogitsChannel("bic-l", LogitsShape(vocab=8), rows=3, entries=3, readers=samplers.names)
     samplers.open(ring, logits, time.monotonic() + 60)
     yield samplers
     children.close()

@@ -80,14 +80,11 @@ class Iterations:
 
     def __init__(self, slots: int, rows: int) -> None:
         self._slots = slots
-<<<<<<< HEAD
         self._room = LogitsRoom(rows)
+        # wait: held for moments; nobody waits under it but on its condition, which lets it go
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
         """Notified when an iteration has left its rows, or the engine has failed."""
-=======
-        self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
->>>>>>> 429390c (Every wait says what bounds it and who ends it: a table, and a test for one that does not; pipes to children, buffers and successors have a bound)
         # By identity of the scheduling output, which the record keeps alive: from schedule() to
         # update_from_output(). Empty where the scheduler is not ours.
         self._scheduled: dict[int, Iteration] = {}
@@ -112,6 +109,8 @@ class Iterations:
         without ``bus.order``, which who replaces a sampler needs: the wait may be for its tokens.
         """
         with self._lock:
+            # wait: that of the iterations which have the rows, `stall_timeout`; the tokens of one,
+            # what fails the engine
             self._freed.wait_for(
                 lambda: self._failure is not None or self._room.find(requests) is not None
             )
