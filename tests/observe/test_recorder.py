@@ -335,5 +335,6 @@ def test_record_layout_is_fixed():
         "SAMPLE",
         "GATHER",
         "UPDATE",
+        "IDLE",
     ]
-    assert [p.value for p in Phase] == list(range(13))
+    assert [p.value for p in Phase] == list(range(14))

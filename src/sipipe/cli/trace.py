@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from sipipe.cli.parser import adder, at_least, make_parser
 from sipipe.errors import ConfigError
-from sipipe.tools.report.accounting import KINDS
+from sipipe.tools.report.accounting import WORKING
 from sipipe.tools.report.encode import DETAIL
 from sipipe.tools.report.example import Example, write_example
 from sipipe.tools.report.export import write_csv, write_perfetto
@@ -113,18 +113,19 @@ def _report(args: argparse.Namespace) -> None:
 def bubbles(run: Run) -> Table:
     """What each stage's time went to."""
     summary = run.summary
+    idle = f", {summary['idle_s']:.2f} s of them without requests" if summary["idle_s"] else ""
     table = Table(
         "stage",
-        *(Column(kind.replace("_", " "), justify="right") for kind in KINDS),
+        *(Column(kind.replace("_", " "), justify="right") for kind in WORKING),
         title=f"{summary['label']}: {summary['iterations']:,} iterations in "
-        f"{summary['wall_s']:.2f} s, {summary['tokens_per_s']:,.0f} tokens/s",
+        f"{summary['wall_s']:.2f} s{idle}, {summary['tokens_per_s']:,.0f} tokens/s",
     )
     rows = [
         (f"{s['stage']}" + (f".{s['rank']}" if s["rank"] else ""), s["share"])
         for s in summary["stage_table"]
     ]
     for name, share in [*rows, ("all", summary["share"])]:
-        table.add_row(name, *(f"{share[kind]:.1%}" for kind in KINDS))
+        table.add_row(name, *(f"{share[kind]:.1%}" for kind in WORKING))
     return table
 
 

@@ -18,7 +18,7 @@ from sipipe.engine.scheduling.concurrency import ConcurrencyController, Measured
 from sipipe.engine.setup import Setup
 from sipipe.ipc.stage_times import StageTimes
 from sipipe.messages.boots import Watched
-from sipipe.observe.live import Key, LivePage, PageHeader
+from sipipe.observe.live import Key, LivePage, PageHeader, Word
 from sipipe.observe.metrics import Publisher
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
@@ -115,6 +115,12 @@ class Telemetry(Figures):
             batch=len(iteration.work.request_ids),
             tokens=tokens,
         )
+
+    def idle(self, began: int, ended: int) -> None:
+        """There was no request, in monotonic nanoseconds."""
+        self.live.set(Word.IDLE_TO, ended)
+        self.live.add(Word.IDLE_NS, ended - began)
+        self._recorder.record(Phase.IDLE, 0, 0, began, ended)
 
     def ready(self) -> None:
         """The engine can serve: say on the page how it does."""

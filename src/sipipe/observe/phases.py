@@ -42,6 +42,8 @@ class Phase(IntEnum):
     """Executor: waiting for the tokens of the iteration."""
     UPDATE = 12
     """Executor: vLLM's scheduler took the tokens in."""
+    IDLE = 13
+    """Executor: there was no request. Of no iteration."""
 
 
 DEVICE_PHASES = (Phase.FORWARD, Phase.LOGITS)
@@ -62,5 +64,7 @@ MAIN_PHASE: dict[Role, Phase] = {
 }
 """The phase of a role that ends a batch; its record brings the batch's sequences and tokens."""
 
-WAIT_PHASES = (Phase.WAIT_SCHEDULING, Phase.WAIT_HIDDEN, Phase.WAIT_LOGITS, Phase.GATHER)
+WAIT_PHASES = (
+    Phase.WAIT_SCHEDULING, Phase.WAIT_HIDDEN, Phase.WAIT_LOGITS, Phase.GATHER, Phase.IDLE,
+)  # fmt: skip
 """Phases in which a process sleeps until something arrives."""

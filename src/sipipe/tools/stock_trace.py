@@ -81,7 +81,7 @@ def _open(vllm_config: Any, role: Role, index: int = 0, rank: int = 0) -> Record
 
 
 class TracedScheduler(Scheduler):
-    """vLLM's scheduler; records SCHEDULE, DISPATCH, GATHER and UPDATE.
+    """vLLM's scheduler; records SCHEDULE, DISPATCH, GATHER, UPDATE and IDLE.
 
     Iterations are numbered from 0; outputs with nothing to run are not counted.
     """
@@ -91,10 +91,13 @@ class TracedScheduler(Scheduler):
         self.sipipe_recorder: Recorder = _open(self.vllm_config, "executor")
         self._sipipe_count = 0
         self._sipipe_slots = self.vllm_config.max_concurrent_batches
-        self._sipipe_since = _now()
+        self._sipipe_since = self._sipipe_idle = _now()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         start = _now()
+        if self._sipipe_idle:
+            self.sipipe_recorder.record(Phase.IDLE, 0, 0, self._sipipe_idle, start)
+            self._sipipe_idle = 0
         output = super().schedule(*args, **kwargs)
         self._sipipe_since = end = _now()
         tokens = output.total_num_scheduled_tokens
@@ -118,6 +121,8 @@ class TracedScheduler(Scheduler):
             record(Phase.GATHER, number, slot, self._sipipe_since, start, batch, drawn)
             self._sipipe_since = end = _now()
             record(Phase.UPDATE, number, slot, start, end, batch, drawn)
+            if not any(self.get_request_counts()):
+                self._sipipe_idle = end
         return result
 
     def shutdown(self) -> None:

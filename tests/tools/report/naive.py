@@ -32,6 +32,8 @@ def cause(trace: Trace, index: int, t: int, end: int) -> Cause:
         return Cause.SAMPLING
     if inside(t, rows(stage, Phase.HANDOVER)):
         return Cause.HANDOVER
+    if inside(t, rows(trace.executor, Phase.IDLE)):
+        return Cause.IDLE
     following = [r for r in device if r[0] > t]
     i = following[0][2] if following else None
     dispatches = rows(trace.executor, Phase.DISPATCH)
@@ -53,7 +55,7 @@ def cause(trace: Trace, index: int, t: int, end: int) -> Cause:
             t, rows(trace.executor, Phase.SCHEDULE, Phase.DISPATCH, Phase.UPDATE)
         ):
             return Cause.SCHEDULER
-        return Cause.NO_REQUESTS
+        return Cause.NOTHING
     if waiting:
         return Cause.DISPATCHED
     made = latest(rows(before, Phase.FORWARD), i, 1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tools.report import naive
 from tests.tools.report.timeline import pipeline, process
 
 from sipipe.observe.phases import Phase as P
-from sipipe.tools.report.accounting import KINDS, Cause, account
+from sipipe.tools.report.accounting import KINDS, Cause, account, shares
 from sipipe.tools.report.reader import Trace
 
 # The worked example of docs/tracing.md: two stages, two microbatches in flight, times in ms.
@@ -53,7 +54,7 @@ def test_worked_example():
         Cause.SENDING: 1,  # 13-14; at 25 and 43 nothing waited behind the sender
         Cause.SCHEDULER: 3,  # 28-31: the pipeline had room
         Cause.DISPATCHED: 1,  # 31-32
-        Cause.NO_REQUESTS: 14,
+        Cause.NOTHING: 14,
     }
     assert spent(last) == {
         Cause.BUSY: 29,
@@ -70,6 +71,7 @@ def test_worked_example():
         "intra_stage": 6,
         "inter_stage": 3,
         "unscheduled": 21,
+        "idle": 0,
     }
     assert sum(result.total()) == 2 * 55
 
@@ -81,8 +83,8 @@ def test_an_even_pipeline_without_gaps_is_busy():
     last = [(P.FORWARD, i, 5 * i + 5, 5 * i + 10) for i in range(n)]
     result = account(pipeline([first, last], inflight=2))
     assert result.wall_ns == 5 * n + 5
-    assert result.total() == (2 * 5 * n, 0, 0, 0, 10)
-    assert spent(result.stages[0])[Cause.NO_REQUESTS] == 5  # draining
+    assert result.total() == (2 * 5 * n, 0, 0, 0, 10, 0)
+    assert spent(result.stages[0])[Cause.NOTHING] == 5  # draining
     assert spent(result.stages[1])[Cause.FILLING] == 5
 
 
@@ -121,6 +123,18 @@ def test_no_records_after_a_stage_died():
     assert all(sum(stage.by_cause) == 10 for stage in result.stages)
 
 
+def test_time_without_requests_is_no_bubble():
+    idle = [*EXECUTOR, (P.IDLE, 0, 0, 1), (P.IDLE, 0, 46, 57)]
+    first, last = account(pipeline([STAGE_0, STAGE_1], idle, inflight=2)).stages
+    assert spent(first)[Cause.IDLE] == 11
+    assert spent(first)[Cause.NOTHING] == 3  # 43-46
+    assert Cause.IDLE not in spent(last)  # the device works, and the stage samples
+    found = shares(first.by_kind)
+    assert found.pop("idle") == 11 / 55
+    assert sum(found.values()) == pytest.approx(1)
+    assert found["busy"] == 30 / 44
+
+
 def test_window_cuts_records():
     trace = pipeline([STAGE_0, STAGE_1], EXECUTOR, inflight=2)
     result = account(trace, (5, 27))
@@ -151,7 +165,7 @@ def timelines(draw):
     ]  # fmt: skip
     stages = [rows(on_stage) for _ in range(draw(st.integers(1, 3)))]
     stages[0].append((P.FORWARD, 0, 0, draw(st.integers(1, 40))))
-    on_executor = [P.SCHEDULE, P.DISPATCH, P.DISPATCH, P.GATHER, P.UPDATE]
+    on_executor = [P.SCHEDULE, P.DISPATCH, P.DISPATCH, P.GATHER, P.UPDATE, P.IDLE]
     executor = draw(st.one_of(st.none(), st.just(0)))
     inflight = draw(st.integers(1, 3))
     return pipeline(stages, None if executor is None else rows(on_executor), inflight=inflight)

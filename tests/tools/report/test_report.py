@@ -14,15 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tools.report.browser import Browser, find_chromium
+from tests.tools.report.timeline import pipeline
 
 from sipipe.observe.format import OLDER, RECORD, SUFFIX, encode_header, read_file
 from sipipe.observe.phases import Phase
-from sipipe.tools.report.accounting import KINDS, SEGMENT
+from sipipe.tools.report.accounting import KINDS, SEGMENT, Cause
 from sipipe.tools.report.encode import QUANTUM_NS, column, lanes, record_lane, segment_lane
 from sipipe.tools.report.example import Example, write_example
 from sipipe.tools.report.export import write_perfetto
 from sipipe.tools.report.reader import Trace, read_trace
 from sipipe.tools.report.render import page_data, render
+from sipipe.tools.report.statistics import busiest
 from sipipe.tools.report.summary import Run
 
 
@@ -158,6 +160,7 @@ def test_summary_adds_up(runs):
     for run in runs:
         summary = run.summary
         assert sum(summary["share"].values()) == pytest.approx(1, abs=1e-12)
+        assert summary["idle_s"] == summary["share"]["idle"] == 0
         for stage in summary["stage_table"]:
             assert sum(stage["ns"].values()) == sum(stage["cause_ns"].values()) == stage["wall_ns"]
         rows = run.bubble_rows()
@@ -254,6 +257,42 @@ def test_tpot_is_a_slots_step_and_pauses_are_left_out(runs):
     assert paused.summary["share"]["unscheduled"] > 0.5
 
 
+def test_an_idle_night_changes_no_figure_and_is_not_where_the_page_opens(runs):
+    """The pause as an engine records it: no requests in ten seconds before iteration 150."""
+    run, night = runs[0], 10**10
+    paused = pause(run.trace, night)
+    executor = paused.executor
+    began = executor.phase(Phase.UPDATE)["end_ns"]
+    late = executor.records[executor.records["iteration"] >= 150]["start_ns"].min()
+    row = np.zeros(1, RECORD)
+    row["phase"], row["start_ns"], row["end_ns"] = Phase.IDLE, began[began < late].max(), late
+    records = np.sort(np.append(executor.records, row), order="start_ns", kind="stable")
+    others = tuple(p for p in paused.processes if p is not executor)
+    idle = Run(Trace((replace(executor, records=records), *others)))
+    before, after = run.summary, idle.summary
+    assert after["idle_s"] == pytest.approx(10, abs=0.1)
+    assert after["share"]["idle"] > 0.7
+    for kind in ("busy", "load_imbalance", "intra_stage", "inter_stage", "unscheduled"):
+        assert after["share"][kind] == pytest.approx(before["share"][kind], abs=0.02)
+    assert after["tokens_per_s"] == pytest.approx(before["tokens_per_s"], rel=0.02)
+    first, last = idle.busiest()
+    ends = idle.account.stages[0].segments
+    seen = ends[(ends["end_ns"] > idle.window[0] + first * 1e9)
+                & (ends["start_ns"] < idle.window[0] + last * 1e9)]  # fmt: skip
+    assert Cause.IDLE not in seen["cause"]
+    assert len(np.unique(seen["iteration"])) >= 8
+
+
+def test_the_page_opens_where_the_devices_are_busiest():
+    """A burst of ten iterations in a minute with one now and then, away from the middle."""
+    begins = [*range(0, 40_000, 1000), *range(50_000, 50_100, 10), *range(55_000, 60_000, 1000)]
+    rows = [(Phase.FORWARD, i, begin, begin + 8) for i, begin in enumerate(begins)]
+    trace = pipeline([rows, rows], inflight=2)
+    assert busiest(trace, trace.window(), 100) == 50_000
+    assert busiest(trace, trace.window(), 50) in range(50_000, 50_051)
+    assert busiest(trace, trace.window(), 59_008) == 0
+
+
 def test_curves_end_at_the_slowest(runs):
     data = page_data(runs)["runs"][0]
     curve = data["cdf"]["iteration"]
@@ -292,7 +331,7 @@ def test_browser_opens_zooms_and_takes_a_picture(browser, runs, tmp_path):
     # What the page decoded is what was accounted.
     totals = browser.run(
         """sipipe.lanes()[0].filter(l => l.kind === "device").map(l => {
-             const sums = Array(13).fill(0);
+             const sums = Array(14).fill(0);
              for (let i = 0; i < l.count; i++) sums[l.what[i]] += l.end[i] - l.start[i];
              return sums; })"""
     )
@@ -407,7 +446,9 @@ def test_browser_says_what_was_left_out(browser, runs, tmp_path):
 
 
 def test_kinds_are_the_documented_ones():
-    assert KINDS == ("busy", "load_imbalance", "intra_stage", "inter_stage", "unscheduled")
+    assert KINDS == (
+        "busy", "load_imbalance", "intra_stage", "inter_stage", "unscheduled", "idle",
+    )  # fmt: skip
 
 
 @pytest.mark.slow

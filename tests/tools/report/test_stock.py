@@ -218,6 +218,7 @@ def test_trace_of_stock_is_complete_and_adds_up(recorded):
     for process in trace.processes:
         assert (process.records["end_ns"] >= process.records["start_ns"]).all()
     # The order of an iteration's phases, across processes: clocks and numbers agree.
+    assert len(executor.phase(Phase.IDLE))
     dispatched = executor.phase(Phase.DISPATCH)["end_ns"]
     gathered = executor.phase(Phase.GATHER)["end_ns"]
     assert (dispatched <= first.phase(Phase.PREPARE)["start_ns"]).all()

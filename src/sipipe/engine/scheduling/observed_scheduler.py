@@ -93,8 +93,7 @@ class ObservedScheduler:
             return
         self._busy = not self._busy
         if self._busy:
-            live.set(Word.IDLE_TO, now)
-            live.add(Word.IDLE_NS, now - self._idle_from)
+            self.telemetry.idle(self._idle_from, now)
         else:
             self._idle_from = now
             live.set(Word.IDLE_FROM, now)

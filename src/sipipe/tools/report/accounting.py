@@ -3,7 +3,8 @@
 The definitions, and a worked example, are in docs/tracing.md. In short: an instant at which the
 device does the model's work is busy; every other instant belongs to what the *next* microbatch of
 this stage was waiting for then. The paper names the three kinds (section "Observations of PP
-Inefficiencies"); the fourth is time in which there was nothing to run.
+Inefficiencies"); the fourth is time in which there was nothing to run. Time without any request is
+no bubble.
 
 All instants of a stage between which nothing changes form a piece; each piece gets one cause, so
 that the parts of a stage add up to the wall time exactly.
@@ -11,7 +12,7 @@ that the parts of a stage add up to the wall time exactly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -54,6 +55,10 @@ class Pipeline:
         """When each iteration's tokens were there."""
         self.at_work = Intervals.of(at_work)
         """When the scheduler or the executor worked."""
+        self.idle = Intervals.of(
+            executor.phase(Phase.IDLE) if executor is not None else drained[:0]
+        )
+        """When there was no request."""
         gone = np.maximum(self.left.at(iterations, missing=_STILL), entered)
         self.flying = Intervals(entered, gone)
         """The iterations in flight."""
@@ -70,12 +75,14 @@ class Pipeline:
         """All instants at which an answer of this object may change."""
         return [
             self.flying.starts, self.flying.ends, self.at_work.starts, self.at_work.ends,
-            self.dispatched.values,
+            self.dispatched.values, self.idle.starts, self.idle.ends,
         ]  # fmt: skip
 
 
-KINDS = ("busy", *BUBBLES)
-"""What an instant of a stage can be; a kind's number is its place here."""
+WORKING = ("busy", *BUBBLES)
+"""What an instant of a stage can be while there are requests."""
+KINDS = (*WORKING, "idle")
+"""What it can be; a kind's number is its place here."""
 
 
 class Cause(IntEnum):
@@ -101,7 +108,8 @@ class Cause(IntEnum):
     SCHEDULER = 9, "unscheduled", "scheduler at work"
     DISPATCHED = 10, "unscheduled", "scheduling output under way"
     FILLING = 11, "unscheduled", "too few microbatches"
-    NO_REQUESTS = 12, "unscheduled", "nothing to schedule"
+    NOTHING = 12, "unscheduled", "nothing to schedule"
+    IDLE = 13, "idle", "no requests"
 
 
 KIND_OF = np.array([KINDS.index(cause.kind) for cause in Cause], np.uint8)
@@ -130,6 +138,13 @@ class StageAccount:
         for kind, spent in zip(KIND_OF, self.by_cause, strict=True):
             sums[kind] += spent
         return tuple(sums)
+
+
+def shares(spent: Sequence[int]) -> dict[str, float]:
+    """Of nanoseconds by kind: what each is of the time with requests, and ``idle`` of all."""
+    found, idle = dict(zip(KINDS, spent, strict=True)), spent[-1]
+    working = {kind: found[kind] / max(1, sum(spent) - idle) for kind in WORKING}
+    return working | {"idle": idle / sum(spent)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +227,10 @@ def _stage(
         (busy.covers(at), Cause.BUSY),
         (sampling.covers(at), Cause.SAMPLING),
         (handover.covers(at), Cause.HANDOVER),
+        (pipeline.idle.covers(at), Cause.IDLE),
         (undispatched & full, Cause.LATER_STAGE),
         (undispatched & pipeline.at_work.covers(at), Cause.SCHEDULER),
-        (undispatched, Cause.NO_REQUESTS),
+        (undispatched, Cause.NOTHING),
         (on_its_way, Cause.DISPATCHED),
         (unfinished & full, Cause.EARLIER_STAGE),
         (unfinished, Cause.FILLING),

@@ -42,6 +42,7 @@ def _run_data(run: Run, detail: int) -> dict[str, Any]:
         forwards[process.header.name] = statistics.cdf(spans, 200)
     return {
         "summary": run.summary,
+        "busiest": run.busiest(),
         "lanes": timeline,
         "left_out": dropped,
         "cdf": {

@@ -129,12 +129,32 @@ def utilization(trace: Trace, window: Window) -> dict[str, list[float] | dict[st
     return {"t": middle.round(5).tolist(), "device": device, "cores": cores}
 
 
+def busiest(trace: Trace, window: Window, span: int) -> int:
+    """When the ``span`` ns begin in which the devices work most; of equals, those in the middle."""
+    start, end = window
+    devices = [Intervals.of(p.phase(*DEVICE_PHASES)).merged() for p in trace.of("stage")]
+    middle = (start + end - span) // 2
+    begins = np.concatenate([[middle], *(starts for starts, _ in devices)])
+    begins = np.clip(begins, start, end - span)
+    worked = np.zeros(len(begins))
+    for starts, ends in devices:
+        until = _until(starts, ends, ends - starts, np.append(begins, begins + span))
+        worked += until[len(begins) :] - until[: len(begins)]
+    most = begins[worked >= 0.99 * worked.max()]
+    return int(most[np.abs(most - middle).argmin()])
+
+
 def _rate(starts: Array, ends: Array, amount: Array, edges: Floats) -> list[float]:
     """Amount per ns in each bin, each interval's amount spread evenly over it."""
+    at = _until(starts, ends, amount, edges)
+    return [round(float(rate), 4) for rate in np.diff(at) / np.diff(edges)]
+
+
+def _until(starts: Array, ends: Array, amount: Array, times: Array | Floats) -> Floats:
+    """The amount up to each time, each interval's spread evenly over it."""
     if not len(starts):
-        return [0.0] * (len(edges) - 1)
-    times = np.column_stack([starts, ends]).ravel().astype(np.float64)
+        return np.zeros(len(times))
+    edges = np.column_stack([starts, ends]).ravel().astype(np.float64)
     total = np.concatenate([[0], np.cumsum(amount)]).astype(np.float64)
     heights = np.column_stack([total[:-1], total[1:]]).ravel()
-    at = np.interp(edges, np.maximum.accumulate(times), heights)
-    return [round(float(rate), 4) for rate in np.diff(at) / np.diff(edges)]
+    return np.asarray(np.interp(times, np.maximum.accumulate(edges), heights))

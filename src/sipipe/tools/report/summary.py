@@ -6,7 +6,7 @@ from typing import Any
 from sipipe.observe.format import TraceError
 from sipipe.observe.phases import Phase
 from sipipe.tools.report import statistics
-from sipipe.tools.report.accounting import KINDS, Cause, Pipeline, account
+from sipipe.tools.report.accounting import KINDS, Cause, Pipeline, account, shares
 from sipipe.tools.report.reader import Trace
 
 
@@ -41,7 +41,8 @@ class Run:
         """Everything but the curves; times in the units that the names end with."""
         trace, window, wall = self.trace, self.window, self.account.wall_ns
         tokens = statistics.tokens_drawn(trace, window)
-        devices = wall * len(self.account.stages)
+        # That of each stage, but for the end of what it did for the last request.
+        idle = max(stage.by_cause[Cause.IDLE] for stage in self.account.stages)
         return {
             "directory": trace.directory,
             "label": trace.label,
@@ -54,11 +55,9 @@ class Run:
             "wall_s": wall / 1e9,
             "iterations": int(((self._ends > window[0]) & (self._ends <= window[1])).sum()),
             "tokens": tokens,
-            "tokens_per_s": tokens / (wall / 1e9),
-            "share": {
-                kind: spent / devices
-                for kind, spent in zip(KINDS, self.account.total(), strict=True)
-            },
+            "idle_s": idle / 1e9,
+            "tokens_per_s": tokens / (max(1, wall - idle) / 1e9),
+            "share": shares(self.account.total()),
             "iteration_ms": statistics.quantiles(self.iteration_ms),
             "tpot_ms": statistics.quantiles(self.tpot_ms),
             "sampler_ms_per_sequence": statistics.sampler_ms_per_sequence(trace, window),
@@ -79,13 +78,23 @@ class Run:
             "iterations": len(process.phase(Phase.FORWARD, window=self.window)),
             "wall_ns": wall,
             "ns": by_kind,
-            "share": {kind: ns / wall for kind, ns in by_kind.items()},
+            "share": shares(stage.by_kind),
             "cause_ns": {
                 cause.name.lower(): stage.by_cause[cause]
                 for cause in Cause
                 if stage.by_cause[cause]
             },
         }
+
+    def busiest(self, iterations: int = 12) -> tuple[float, float]:
+        """The part in which the devices are busiest, as long as so many iterations, in seconds."""
+        start, end = self.window
+        each = (end - start - self.summary["idle_s"] * 1e9) / max(
+            iterations, self.summary["iterations"]
+        )
+        span = max(1, min(end - start, round(iterations * each)))
+        begin = statistics.busiest(self.trace, self.window, span) - start
+        return begin / 1e9, (begin + span) / 1e9
 
     def bubble_rows(self) -> list[dict[str, Any]]:
         """One row per stage process and cause, for tables."""

@@ -16,7 +16,7 @@ function readColours() {
   colours.category = [...colours.slot, ...colours.kind, ...colours.phase];
 }
 
-const isWait = data.phases.map((name) => name.startsWith("wait_") || name === "gather");
+const isWait = data.phases.map((name) => name.startsWith("wait_") || name === "gather" || name === "idle");
 
 // What an interval is painted with, but for boxes of a busy device, which have their slot's colour.
 function category(lane, i) {

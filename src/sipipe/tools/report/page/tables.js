@@ -12,7 +12,8 @@ function nameRun(host, run, tag, className) {
   if (compared) host.append(element(tag, { className, textContent: run.summary.label }));
 }
 const stageName = (s) => `stage ${s.stage}` + (s.rank ? `.${s.rank}` : "");
-const title = (kind) => ({ busy: "Busy", load_imbalance: "Load imbalance", intra_stage: "Intra-stage", inter_stage: "Inter-stage", unscheduled: "Unscheduled" }[kind] || kind);
+const title = (kind) => ({ busy: "Busy", load_imbalance: "Load imbalance", intra_stage: "Intra-stage", inter_stage: "Inter-stage", unscheduled: "Unscheduled", idle: "No requests" }[kind] || kind);
+const working = data.kinds.slice(0, -1); // what time with requests is made of; the last kind is time without
 const number = (v, digits = 3) => (v == null ? "–" : v >= 1000 ? Math.round(v).toLocaleString("en") : Number(v.toPrecision(digits)).toString());
 const share = (v) => (v * 100).toFixed(v < 0.0995 ? 1 : 0) + "%";
 
@@ -30,8 +31,8 @@ function tile(name, values, { unit = "", better = 0, format = number } = {}) {
 }
 
 function stack(shares, scale = 1) {
-  const bar = element("div", { className: "stack", role: "img", ariaLabel: data.kinds.map((k) => `${title(k)} ${share(shares[k])}`).join(", ") });
-  for (const kind of data.kinds) {
+  const bar = element("div", { className: "stack", role: "img", ariaLabel: working.map((k) => `${title(k)} ${share(shares[k])}`).join(", ") });
+  for (const kind of working) {
     const part = element("i", { title: `${title(kind)}: ${share(shares[kind])}` });
     part.style.width = shares[kind] * scale * 100 + "%";
     part.style.background = `var(--${kind})`;
@@ -53,13 +54,13 @@ function drawTiles(host) {
   );
   if (all[0].sampler_ms_per_sequence != null)
     host.append(tile("Sampler per sequence", pick((s) => s.sampler_ms_per_sequence && s.sampler_ms_per_sequence * 1e3).slice(0, 1), { unit: "µs" }));
-  const wide = element("div", { className: "tile wide" }, element("div", { className: "name", textContent: "Time of all devices" }));
+  const wide = element("div", { className: "tile wide" }, element("div", { className: "name", textContent: "Time of all devices" + (all.some((s) => s.idle_s) ? ", while there were requests" : "") }));
   const runs = element("div", { className: "runs" });
   for (const run of data.runs) {
     nameRun(runs, run, "div", "label");
     runs.append(stack(run.summary.share));
   }
-  wide.append(runs, legendKeys(data.kinds.map((k) => [title(k), `var(--${k})`])));
+  wide.append(runs, legendKeys(working.map((k) => [title(k), `var(--${k})`])));
   host.append(wide);
 }
 
@@ -78,13 +79,13 @@ function drawLegend(host) {
   const hosts = [["schedule, update", "schedule"], ["dispatch", "dispatch"], ["prepare", "prepare"], ["send", "send"], ["sample, hand over", "sample"], ["waiting", "wait"]];
   for (const [name, pairs] of [
     ["Microbatches", Array.from({ length: slots }, (_, s) => [`slot ${s}`, `slot${s}`])],
-    ["Bubbles", data.kinds.slice(1).map((k) => [title(k), k])],
+    ["Bubbles", working.slice(1).map((k) => [title(k), k])],
     ["Host", hosts],
   ]) host.append(element("div", {}, element("b", { textContent: name }), ...legendKeys(pairs.map(([text, colour]) => [text, `var(--${colour})`])).childNodes));
 }
 
 function drawBreakdown(host) {
-  const perIteration = (s) => (s.iterations ? s.wall_ns / s.iterations / 1e6 : 0);
+  const perIteration = (s) => (s.iterations ? (s.wall_ns - s.ns.idle) / s.iterations / 1e6 : 0);
   const longest = Math.max(...data.runs.flatMap((run) => run.summary.stage_table.map(perIteration)), 1e-9);
   for (const run of data.runs) {
     nameRun(host, run, "div", "group");
@@ -110,12 +111,13 @@ function table(columns, rows) {
 
 function drawBubbles(host) {
   for (const run of data.runs) {
-    const stages = run.summary.stage_table, wall = stages[0]?.wall_ns || 1;
+    const stages = run.summary.stage_table, sum = (f) => stages.reduce((total, s) => total + f(s), 0);
     const rows = [];
     const add = (name, values, extra) => rows.push({ name, values, total: values.reduce((a, b) => a + b, 0), ...extra });
     data.kinds.forEach((kind, k) => {
+      if (kind === "idle" && !sum((s) => s.ns.idle)) return;
       add(title(kind), stages.map((s) => s.ns[kind]), { className: "kind", colour: `var(--${kind})` });
-      if (k) data.causes.forEach((cause, c) => {
+      if (k && kind !== "idle") data.causes.forEach((cause, c) => {
         const values = stages.map((s) => s.cause_ns[cause] || 0);
         if (data.kind_of[c] === k && values.some(Boolean)) add(data.cause_text[c], values, { className: "cause" });
       });
@@ -128,7 +130,7 @@ function drawBubbles(host) {
       ...stages.map((s, i) => ({ name: stageName(s), cell: (r) => number(ms(r.values[i], s)) })),
       { name: "mean", cell: (r) => number(r.values.reduce((sum, ns, i) => sum + ms(ns, stages[i]), 0) / stages.length) },
       { name: "seconds", cell: (r) => number(r.total / 1e9, 4) },
-      { name: "share", cell: (r) => share(r.total / (wall * stages.length)) },
+      { name: "share", cell: (r) => share(r.total / sum((s) => s.wall_ns)) },
     ], rows));
   }
 }
@@ -142,7 +144,7 @@ function findLongest(count = 8) {
       if (lane.kind !== "device") continue;
       for (let i = 0; i < lane.count; i++) {
         const kind = data.kind_of[lane.what[i]];
-        if (kind === 0 || kind === 4 || lane.iteration[i] < 0) continue;
+        if (kind === 0 || kind >= 4 || lane.iteration[i] < 0) continue;
         const span = lane.end[i] - lane.start[i];
         if (own.length === count && span <= own[count - 1].span) continue;
         own.push({ run: index, lane, i, span, kind, start: lane.start[i] });

@@ -205,9 +205,9 @@ function showTip(u, timeline) {
   const busy = lane.kind === "device" && data.kind_of[lane.what[hit]] === 0;
   const name = lane.kind === "device" ? (busy ? "forward" : data.cause_text[lane.what[hit]]) : data.phases[lane.what[hit]].replaceAll("_", " ");
   const lines = [`${lane.group || lane.name} · ${duration(lane.end[hit] - lane.start[hit])}`];
-  if (lane.iteration[hit] >= 0) lines.push(`${busy || lane.kind !== "device" ? "iteration" : "before iteration"} ${lane.iteration[hit]} · slot ${lane.slot[hit]}`);
+  if (lane.iteration[hit] >= 0 && name !== "idle") lines.push(`${busy || lane.kind !== "device" ? "iteration" : "before iteration"} ${lane.iteration[hit]} · slot ${lane.slot[hit]}`);
   if (lane.batch?.[hit]) lines.push(`${lane.batch[hit]} sequences · ${lane.tokens[hit]} tokens`);
-  if (lane.kind === "device" && !busy) lines.unshift(title(data.kinds[data.kind_of[lane.what[hit]]]) + " bubble");
+  if (lane.kind === "device" && !busy) lines.unshift(title(data.kinds[data.kind_of[lane.what[hit]]]) + (data.kind_of[lane.what[hit]] < working.length ? " bubble" : ""));
   lines.push(`from ${lane.start[hit].toFixed(6)} s`);
   tip.replaceChildren(element("b", { textContent: name }), ...lines.map((text) => element("div", { textContent: text })));
   tip.hidden = false;
