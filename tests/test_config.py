@@ -83,7 +83,7 @@ def test_inflight_auto_is_stages_plus_one():
         ({"samplers": True}, ['"samplers"', "not True"]),
         ({"samplers": "2"}, ['"samplers"', "not '2'"]),
         ({"inflight": 1.5}, ['"inflight"', "not 1.5"]),
-        ({"cpu_sampling": True}, ['"cpu_sampling"', '"auto", "off", "on"']),
+        ({"cpu_sampling": True}, ['"cpu_sampling"', '"auto", "off", "on", "per_row"']),
         ({"transport": "shmem"}, ['"transport"', 'did you mean "shm"']),
         ({"transport": "nccl"}, ['"transport"', "between hosts links are always ZeroMQ"]),
         ({"overlap": "yes"}, ['"overlap"', "true or false"]),

@@ -113,6 +113,10 @@ METHODS = {
         "self idx_mapping sampled_tokens num_sampled num_rejected"
     ),
     "vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output": "self",
+    "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample": (
+        "logits expanded_idx_mapping temperature seed pos apply_temperature is_drafting use_fp64"
+    ),
+    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva": "self",
     "vllm.v1.worker.gpu_worker:Worker.execute_model": "self scheduler_output",
     "vllm.v1.worker.gpu_worker:Worker.sample_tokens": "self grammar_output",
     "vllm.v1.worker.gpu_worker:Worker.load_model": "self",
@@ -182,10 +186,12 @@ ATTRIBUTES = {
         "max_num_tokens lora_config is_last_pp_rank device model vllm_config model_config "
         "input_buffers"
     ),
-    "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index prefill_len",
+    "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index index_to_req_id prefill_len",
+    "vllm.v1.worker.gpu.async_utils:AsyncOutput": "sampled_token_ids",
+    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor": "np gpu",
     "vllm.v1.worker.gpu.input_batch:InputBatch": (
         "req_ids num_reqs num_computed_tokens_np num_scheduled_tokens prefill_len_np "
-        "logits_indices idx_mapping_np is_prefilling_np idx_mapping expanded_idx_mapping"
+        "logits_indices idx_mapping_np is_prefilling_np idx_mapping expanded_idx_mapping positions"
     ),
     "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker": "uses_prompt_logprobs",
     "vllm.v1.worker.gpu.sample.output:SamplerOutput": (
@@ -211,11 +217,13 @@ ATTRIBUTES = {
     "vllm.config:ModelConfig": (
         "model dtype seed runner_type logits_processors is_multimodal_model is_encoder_decoder "
         "is_hybrid is_attention_free return_sampling_mask enable_prompt_embeds logprobs_mode "
+        "use_fp64_gumbel "
         "hf_text_config get_vocab_size get_hidden_size get_total_num_hidden_layers"
     ),
     "vllm.sampling_params:SamplingParams": (
         "temperature top_k top_p min_p seed logprobs prompt_logprobs logit_bias bad_words "
-        "allowed_token_ids min_tokens repetition_penalty presence_penalty frequency_penalty"
+        "allowed_token_ids min_tokens repetition_penalty presence_penalty frequency_penalty "
+        "structured_outputs"
     ),
 }
 

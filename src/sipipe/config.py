@@ -135,11 +135,13 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Microbatches in flight, 1 or more. ``"auto"``: the number of stages + 1, so that sampling
     and scheduling are a pipeline stage of their own. The paper's value is the number of stages."""
 
-    cpu_sampling: Literal["auto", "on", "off"] = "auto"
+    cpu_sampling: Literal["auto", "on", "off", "per_row"] = "auto"
     """Whether tokens are drawn by CPU sampler processes. ``"off"``: by vLLM's own sampler on the
-    last stage. ``"on"``: by samplers, or an error where SiPipe's path cannot be taken. ``"auto"``:
-    by samplers where it can; on stages on vLLM's second runner (GPUs) only if it is measured at
-    start that they save 3 % of the time between two microbatches."""
+    last stage. ``"on"``: by samplers, or an error where SiPipe's path cannot be taken.
+    ``"per_row"``, on stages on vLLM's second runner (GPUs): requests that ask for no more than a
+    temperature on the last stage's device, all others by samplers. ``"auto"``: by samplers where it
+    can; on stages on vLLM's second runner what is measured at start to save 3 % of the time between
+    two microbatches."""
 
     stage_runner: Literal["auto", "sipipe", "vllm"] = "auto"
     """Who turns a scheduling output into hidden states. ``"sipipe"``: SiPipe's stage runner, or

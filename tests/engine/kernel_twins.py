@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
-from vllm.v1.worker.gpu.sample import logprob, penalties, prompt_logprob, sampler, states
+from vllm.v1.worker.gpu.sample import gumbel, logprob, penalties, prompt_logprob, states
 
 
 class Twins:
@@ -43,6 +43,7 @@ def at(address, start, count):
 
 for _module in (input_batch, logprob):
     _module.triton.next_power_of_2 = lambda n: 1 << (int(n) - 1).bit_length()
+gumbel.triton.cdiv = lambda n, by: -(-n // by)
 
 
 @twin_of(buffer_utils, "_apply_write_kernel")
@@ -261,10 +262,65 @@ def get_num_sampled_and_rejected(grid, sampled, rejected, seq_lens, first_logits
         rejected[batch] = 0 if chunk else logits - sampled[batch]
 
 
-def gumbel_sample(logits, index, temperature, *_, **__):
-    """As vLLM's, but for the random numbers: only greedy tokens can be compared."""
-    noise = -torch.empty_like(logits).exponential_().log()
-    return torch.where(temperature[index].unsqueeze(1) > 0, logits + noise, logits).argmax(-1)
+def murmur3(seed, position, tokens):
+    """uint32 for each of ``tokens``, of (seed, position, token): MurmurHash3 of four words."""
+
+    def rotated(value, by):
+        return (value << np.uint32(by)) | (value >> np.uint32(32 - by))
+
+    found = np.zeros(len(tokens), np.uint32)
+    for word in (seed, seed >> 32, position, tokens):
+        word = np.asarray(word & 0xFFFFFFFF, np.int64).astype(np.uint32) * np.uint32(0xCC9E2D51)
+        found = rotated(found ^ (rotated(word, 15) * np.uint32(0x1B873593)), 13)
+        found = found * np.uint32(5) + np.uint32(0xE6546B64)
+    found ^= np.uint32(16)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        found = (found ^ (found >> np.uint32(shift))) * np.uint32(factor)
+    return found
+
+
+@twin_of(gumbel, "_gumbel_sample_kernel")
+def gumbel_sample(
+    grid,
+    tokens,
+    tokens_stride,
+    values,
+    values_stride,
+    _cache,
+    _cache_stride,
+    _cache_column_stride,
+    _cache_column,
+    _cache_source,
+    _cache_source_stride,
+    logits,
+    logits_stride,
+    index,
+    seeds,
+    positions,
+    temperatures,
+    vocab,
+    *,
+    BLOCK_SIZE,
+    IS_DRAFTING,
+    APPLY_TEMPERATURE,
+    USE_FP64,
+    PER_TOKEN_COL,
+):
+    assert not (IS_DRAFTING or USE_FP64)
+    assert not PER_TOKEN_COL
+    for row in range(grid[0]):
+        request = int(index[row])
+        scores, temperature = logits[row, :vocab].float().numpy(), float(temperatures[request])
+        if temperature and APPLY_TEMPERATURE:
+            scores = scores / np.float32(temperature)
+        if temperature:
+            drawn = murmur3(int(seeds[request]), int(positions[row]), np.arange(vocab))
+            uniform = ((drawn.astype(np.float64) + 0.5) * 2.0**-32).astype(np.float32)
+            scores = scores - np.log(-np.log1p(-uniform))
+        for block in range(grid[1]):
+            here = scores[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+            tokens[row, block] = block * BLOCK_SIZE + int(here.argmax())
+            values[row, block] = float(here.max())
 
 
 def apply_temperature(logits, index, temperature):
@@ -299,6 +355,5 @@ def apply_penalties(logits, index, _ids, _at, repetition, frequency, presence, p
     logits -= presence[index].unsqueeze(1) * (counts > 0)
 
 
-sampler.gumbel_sample = gumbel_sample
 states.apply_temperature, states.apply_min_p = apply_temperature, apply_min_p
 penalties.bincount, penalties.apply_penalties = count_tokens, apply_penalties

@@ -153,12 +153,22 @@ def test_what_samplers_or_stage_runner_cannot_serve_takes_vllms_path(changes, se
 
 
 @pytest.mark.parametrize(
-    "settings", [{"stage_runner": "sipipe"}, {"cpu_sampling": "on"}], ids=lambda s: next(iter(s))
+    "settings",
+    [{"stage_runner": "sipipe"}, {"cpu_sampling": "on"}, {"cpu_sampling": "per_row"}],
+    ids=lambda s: next(iter(s.values())),
 )
 def test_insisting_on_sipipes_path_is_an_error_where_it_cannot_be_had(settings):
     config = vllm_config(model_config__runner_type="pooling")
     with pytest.raises(ConfigError, match=next(iter(settings))):
         compat.why_not_sipipe(config, SiPipeConfig.from_dict(settings))
+
+
+def test_a_choice_per_row_is_for_second_runner_stages(monkeypatch):
+    settings = SiPipeConfig(cpu_sampling="per_row")
+    with pytest.raises(ConfigError, match=r'"cpu_sampling" is "per_row".*set it to "auto"'):
+        compat.why_not_sipipe(vllm_config(), settings)
+    monkeypatch.setattr(compat, "uses_second_runner", lambda _: True)
+    assert not compat.why_not_sipipe(vllm_config(), settings)
 
 
 def test_another_vllm_is_refused_with_both_versions(monkeypatch):

@@ -16,8 +16,9 @@ from sipipe.messages.measured import MIXES
 MS = 1e-3
 
 
-def costs(*, device=(4.0, 4.0, 4.0), draws=(1.0, 1.0, 1.0), **more):
-    """Two stages of 10 ms and 8 layers each, a projection of 2 ms, times in ms."""
+def costs(*, device=(4.0, 4.0, 4.0), draws=(1.0, 1.0, 1.0), plain=None, **more):
+    """Two stages of 10 ms and 8 layers each, a projection of 2 ms, times in ms; rows that are drawn
+    on the device take what vLLM's sampler takes."""
     values = {"stages": (10.0, 10.0), "head": 2.0, "copy": 0.5, **more}
     return Costs(
         sequences=64,
@@ -26,6 +27,10 @@ def costs(*, device=(4.0, 4.0, 4.0), draws=(1.0, 1.0, 1.0), **more):
         stages=tuple(seconds * MS for seconds in values["stages"]),
         head=values["head"] * MS,
         device={mix: seconds * MS for mix, seconds in zip(MIXES, device, strict=True)},
+        plain={
+            mix: seconds * MS
+            for mix, seconds in zip(["greedy", "temperature"], plain or device[:2], strict=True)
+        },
         copy=values["copy"] * MS,
         copied=64 * 1000,
         draws={mix: seconds * MS for mix, seconds in zip(MIXES, draws, strict=True)},
@@ -60,7 +65,30 @@ def test_the_slowest_part_bounds_the_period():
 )
 def test_cpus_draw_where_they_save_three_percent_and_cost_nobody_as_much(device, on_cpus):
     found = choose(costs(device=device), recut=False)
-    assert found.on_cpus is on_cpus
+    assert (found.draws == "on") is on_cpus
+
+
+@pytest.mark.parametrize(
+    ("device", "draws", "plain", "chosen"),
+    [
+        # Samplers are late with everything, the device with all strategies: each row its place.
+        ((2.3, 2.3, 9.0), (13.5, 13.5, 13.5), (2.3, 2.3), "per_row"),
+        # Samplers are in time: nothing is saved by drawing on the device.
+        ((2.3, 2.3, 9.0), (1.0, 1.0, 1.0), (2.0, 2.0), "on"),
+        # Samplers are late, the device with nothing.
+        ((2.1, 2.1, 2.4), (13.5, 13.5, 13.5), (2.1, 2.1), "off"),
+        # They are late with plain rows alone, and not by 3 % of the mean.
+        ((9.0, 9.0, 9.0), (12.5, 12.5, 12.0), (2.2, 2.2), "on"),
+        ((9.0, 9.0, 9.0), (13.0, 13.0, 12.0), (2.2, 2.2), "per_row"),
+        # The device would hold up greedy rows by more than 3 %.
+        ((9.0, 9.0, 9.0), (12.0, 15.0, 12.0), (2.5, 2.0), "on"),
+    ],
+)
+def test_each_row_has_its_place_where_that_saves_three_percent(device, draws, plain, chosen):
+    found = choose(costs(device=device, draws=draws, plain=plain), recut=False)
+    assert found.draws == chosen
+    assert found.rows.periods["all"] == found.cpus.periods["all"]
+    assert periods(found.rows)[:2] == [10.0 + seconds for seconds in plain]
 
 
 def test_each_way_has_its_best_cut():
@@ -84,7 +112,7 @@ def test_one_stage_has_one_cut():
     assert found.cpus.layers == (16,)
     assert periods(found.cpus) == [22.0] * 3
     assert periods(found.device) == [24.0] * 3
-    assert found.on_cpus
+    assert found.draws == "on"
 
 
 def test_four_stages_share_what_the_last_gives_up():
@@ -101,9 +129,10 @@ def test_the_line_has_the_numbers_and_the_choice():
     assert "\n" not in line
     assert line.startswith("cpu_sampling auto: CPU samplers draw.")
     assert "64 sequences a microbatch" in line
-    assert "with layers [8, 8] and [8, 8]: " in line
-    assert "greedy 12 against 12.1 ms, temperature 12 against 13 ms, all 12 against 19 ms" in line
+    assert "with layers [8, 8], [8, 8], [8, 8]: " in line
+    assert "greedy 12, 12.1, 12.1; temperature 12, 13, 13; all 12, 12, 19. " in line
     assert "Stages 10, 10 ms, projection 2 ms" in line
+    assert "rows of no more than a temperature 2.1, 3 ms" in line
     assert "vLLM's sampler 2.1, 3, 9 ms" in line
     assert "logits to the host 0.5 ms (0.128 GB/s)" in line
     assert "15.6, 50, 100 us a row" in line

@@ -12,7 +12,7 @@ from sipipe.engine.resolve import build_output
 from sipipe.engine.rpc import Calls
 from sipipe.engine.stall import StallWatch
 from sipipe.errors import StallError
-from sipipe.messages.replies import Status
+from sipipe.messages.replies import IterationReport, Status
 from sipipe.messages.step import Sampled, int32_bytes
 
 WORKERS = ["stage0.0", "stage1.0"]
@@ -22,6 +22,10 @@ DRAWN = Work(request_ids=["a", "b", "c"], sampled=["a", "c"], samplers=(0, 1))
 def begin(iterations, work=DRAWN, output=None):
     output = output or SchedulerOutput.make_empty()
     return iterations.begin(output, lambda number, output: work)
+
+
+def said(number, tokens=()):
+    return IterationReport(iteration=number, prompt_logprobs={}, tokens=tokens)
 
 
 def sampled(row, token, errors=()):
@@ -54,10 +58,27 @@ def test_an_iteration_is_complete_when_all_is_in_that_it_waits_for():
     assert [i.number for i in iterations.undrawn(1)] == [0, 1]
     assert iterations.deliver(0, tokens={}) is drawn
     assert iterations.deliver(0, tokens={}) is None  # once
-    assert iterations.deliver(1, prompt_logprobs={}) is None
+    assert iterations.deliver(1, report=said(1)) is None
     assert iterations.deliver(1, tokens={}) is both
-    assert iterations.deliver(2, prompt_logprobs={}) is nothing
+    assert iterations.deliver(2, report=said(2)) is nothing
     assert len(iterations) == 0
+
+
+def test_rows_of_both_places_are_waited_for_and_put_together():
+    iterations = Iterations(3)
+    work = Work(
+        request_ids=["a", "b", "c", "d"], sampled=["c"], on_device=["d", "a"], samplers=(0,)
+    )
+    mixed = begin(iterations, work)
+    assert mixed.late == "the last stage and samplers 0"
+    assert iterations.deliver(0, report=said(0, [7, 8])) is None
+    assert mixed.late == "samplers 0"
+    assert [i.number for i in iterations.undrawn(0)] == [0]
+    assert iterations.deliver(0, tokens={0: sampled(0, 5)}) is mixed
+    assert build_output(mixed).sampled_token_ids == [[8], [], [5], [7]]
+    alone = begin(iterations, replace(work, sampled=[], samplers=()))
+    assert iterations.deliver(1, report=said(1, [7, 8])) is alone
+    assert build_output(alone).sampled_token_ids == [[8], [], [], [7]]
 
 
 def test_requests_without_a_token_are_errors_of_their_own():

@@ -6,11 +6,12 @@ from collections import defaultdict
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from sipipe.engine.balance import Balancer
 from sipipe.engine.requests import RequestTracker
+from sipipe.messages.params import is_plain
 from sipipe.messages.step import int32_view
 
 
@@ -22,6 +23,7 @@ class Sequences:
         self.prompt, self.outputs, self.computed = {}, {}, {}
         self.started, self.preempted, self.finished = set(), set(), set()
         self.logprobs = set()  # requests whose prompt is still to be scored
+        self.plain = set()  # requests that ask for no more than a temperature
         self.busy = {}  # request -> iteration that it is in
         self.count = 0
 
@@ -34,6 +36,8 @@ class Sequences:
             name = f"r{self.count}"
             self.prompt[name] = [rng.randrange(100) for _ in range(rng.randint(1, 9))]
             self.outputs[name], self.computed[name] = [], 0
+            if rng.random() < 0.5:
+                self.plain.add(name)
         for name in list(self.prompt):
             if name in self.busy or rng.random() < 0.3:
                 continue
@@ -54,7 +58,9 @@ class Sequences:
                         req_id=name,
                         prompt_token_ids=self.prompt[name],
                         mm_features=[],
-                        sampling_params=SamplingParams(prompt_logprobs=scored),
+                        sampling_params=SamplingParams(
+                            prompt_logprobs=scored, top_k=0 if name in self.plain else 5
+                        ),
                         pooling_params=None,
                         block_ids=([0],),
                         num_computed_tokens=self.computed[name],
@@ -97,12 +103,14 @@ class Sequences:
                 self.finished.add(name)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.booleans())
-def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, second_runner):
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.booleans())
+def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, second_runner, per_row):
+    """And nothing of requests that are drawn on the device."""
     rng = random.Random(seed)
     scheduler = Sequences(rng, stages=stages, second_runner=second_runner)
     balancer = Balancer(samplers, vocab_size=1000)
     tracker = RequestTracker(engine_seed=0, balancer=balancer)
+    tracker.per_row = per_row
     held = defaultdict(dict)  # sampler -> handle -> tokens
     flying = []
     for iteration in range(40):
@@ -115,7 +123,10 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, second_r
         }
         work = tracker.advance(iteration, output)
         apply(held, work.step)
-        assert work.sampled == [name for name, wants in asked.items() if wants]
+        here = scheduler.plain if per_row else set()
+        assert work.sampled == [n for n, wants in asked.items() if wants and n not in here]
+        assert work.on_device == [n for n, wants in asked.items() if wants and n in here]
+        assert set().union(*held.values()) <= {tracker[n].handle for n in alive(tracker) - here}
         scored = [
             name
             for name in output.num_scheduled_tokens
@@ -135,7 +146,8 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, second_r
         ):
             whole = scheduler.prompt[name] + scheduler.outputs[name]
             assert tokens == whole[start : start + output.num_scheduled_tokens[name]]
-        flying.append((iteration, output, {n: rng.randrange(100) for n in work.sampled}))
+        drawn = {n: rng.randrange(100) for n in work.sampled + work.on_device}
+        flying.append((iteration, output, drawn))
         while len(flying) > stages or (flying and rng.random() < 0.3):
             number, done, drawn = flying.pop(0)
             for name, token in drawn.items():
@@ -149,6 +161,10 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, second_r
                 held[sampler].pop(handle, None)
             if handles:
                 apply_added(held, tracker.added_of(sampler))
+
+
+def alive(tracker):
+    return set(tracker._requests)
 
 
 def sum_of(scheduler, output, name):
@@ -200,6 +216,33 @@ def test_parameters_that_no_sampler_takes_fail_their_request_alone():
     assert work.errors.keys() == {"bad"}
     assert "temperature" in work.errors["bad"]
     assert work.sampled == ["good", "bad"]
+
+
+@pytest.mark.parametrize(
+    ("params", "plain"),
+    [
+        ({}, True),
+        ({"temperature": 0.0, "top_p": 0.5, "top_k": 7}, True),  # vLLM takes these back
+        ({"temperature": 0.3, "seed": 2**63 + 1, "stop": ["a"], "max_tokens": 3}, True),
+        ({"prompt_logprobs": 2, "top_k": -1}, True),
+        ({"top_k": 7}, False),
+        ({"top_p": 0.5}, False),
+        ({"min_p": 0.1}, False),
+        ({"temperature": 0.0, "repetition_penalty": 1.1}, False),
+        ({"temperature": 0.0, "logprobs": 0}, False),
+        ({"temperature": 0.0, "min_tokens": 2}, False),
+        ({"logit_bias": {3: 1.0}}, False),
+        ({"structured_outputs": StructuredOutputsParams(choice=["a"])}, False),
+    ],
+)
+def test_a_requests_place_follows_from_its_own_parameters(params, plain):
+    assert is_plain(SamplingParams(**params)) is plain
+
+
+def test_a_request_that_is_refused_is_a_samplers():
+    wrong = SamplingParams()
+    wrong.temperature = 7.0
+    assert not is_plain(wrong)
 
 
 @pytest.mark.parametrize("seed", [None, 5])

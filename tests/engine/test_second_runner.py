@@ -65,7 +65,7 @@ def test_chunked_prefills_and_aborts_equal_stock(models, stages):
     alone = {"prompts": prompts(2), "params": [chosen | {"logprob_token_ids": [5, 6, 7]}] * 2}
     measured = {"cpu_sampling": "auto"}
     found = run(
-        path, [*batches, *asked], sipipe=measured, stages=stages, max_logprobs=-1, **slow("sampler")
+        path, [*batches, *asked], sipipe=measured, stages=stages, max_logprobs=-1, **slow("device")
     )
 
     def same(ours, theirs):
@@ -83,20 +83,43 @@ def test_chunked_prefills_and_aborts_equal_stock(models, stages):
     assert_stock(found[len(batches) :], path, [*asked, alone], same, max_logprobs=-1)
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_preemption_and_prefix_caching_equal_stock(models, stages):
-    """The second runner gets a request that was preempted as a new one, with its tokens so far."""
+def in_both_places(params):
+    """Every other request asks for what samplers alone do, and gets the same tokens by it."""
+    return [p | {"logprobs": 1} if i % 2 else p for i, p in enumerate(params)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "drawing"),
+    [
+        (2, "per_row"),
+        pytest.param(1, "per_row", marks=pytest.mark.slow),
+        pytest.param(2, "on", marks=pytest.mark.slow),
+    ],
+)
+def test_preemption_and_prefix_caching_equal_stock(models, stages, drawing):
+    """The second runner gets a request that was preempted as a new one, with its tokens so far.
+
+    A seed gives the same tokens beside others, in another order, preempted or not, wherever they
+    are drawn; the device's random numbers are not the samplers'.
+    """
     path = model(models)
     shared = prompts(1, longest=60, seed=9)[0] * 2
     many = [shared[:70] + p for p in prompts(20, longest=20, seed=11)]
+    seeded = {"temperature": 1.5, "seed": 2**63 + 5, "max_tokens": 30, "ignore_eos": True}
     batches = [
         {"prompts": many, "params": greedy(20, shortest=30, longest=60)},
         {"prompts": many[:4], "params": [{"temperature": 1.0, "n": 3, "max_tokens": 8}] * 4},
+        {"prompts": [many[i - i % 2] for i in range(20)], "params": in_both_places([seeded] * 20)},
+        {"prompts": many[8:0:-2], "params": [seeded] * 4},
     ]
+    asked = [{**batches[0], "params": in_both_places(batches[0]["params"])}, *batches[1:]]
     small = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
-    said = run(path, batches, stages=stages, **small)
+    said = run(path, asked, sipipe={"cpu_sampling": drawing}, stages=stages, **small)
     assert_stock(said[:1], path, batches[:1], features.same_tokens)
     assert all(len(request["outputs"]) == 3 for request in said[1])
+    assert tokens(said[3]) == tokens(said[2])[8:0:-2]
+    for one, other in zip(said[2][::2], said[2][1::2], strict=True):
+        assert (tokens([one]) == tokens([other])) is (drawing == "on")
 
 
 @pytest.mark.slow

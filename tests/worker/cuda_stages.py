@@ -20,7 +20,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from vllm.distributed import parallel_state
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.sample import gumbel
 
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
 from sipipe.messages.link import LinkEndpoint
@@ -34,7 +37,16 @@ from sipipe.worker.vllm_workers import GPUStageWorker
 from sipipe.worker.world import PipelineStandIn
 
 from .emulated_tensors import Factories
-from .integer_runner import HEAD, INFLIGHT, MAX_TOKENS, ROWS, VOCAB, Runner, expected_hidden
+from .integer_runner import (
+    HEAD,
+    INFLIGHT,
+    MAX_TOKENS,
+    ROWS,
+    VOCAB,
+    Runner,
+    expected_hidden,
+    gumbel_sample,
+)
 
 _WHO = ("launch 0", "launch 1", "publish 0", "publish 1")
 
@@ -44,6 +56,11 @@ class Request:
         self.id, self.row = f"r{row}", row
         self.prompt = [choose.randrange(50) for _ in range(choose.randint(1, 9))]
         self.computed = 0
+        self.params = SamplingParams(
+            temperature=choose.choice((0.0, 0.5, 1.0)),
+            seed=choose.randrange(1000),
+            top_k=choose.randint(0, 1),  # 1: a sampler draws
+        )
         self.token = None
         """The last one drawn."""
 
@@ -75,7 +92,9 @@ class Rig:
         self.layout = layout
         self.reader = LogitsReader(self.channel.endpoint, "a")
         self.committed = 0
-        self.expected, self.reports, self.waits_for = {}, {}, {}
+        self.expected, self.reports, self.tokens, self.waits_for = {}, {}, {}, {}
+        monkeypatch.setattr(gumbel, "gumbel_sample", gumbel_sample)
+        monkeypatch.setattr(buffer_utils, "_DEFAULT_MAX_CONCURRENCY", INFLIGHT)
         self.launched = [0, 0]
         self.outputs = []
         self.groups, self.loops = [], []
@@ -96,7 +115,10 @@ class Rig:
                         path="sipipe",
                         measures=False,
                         config=SimpleNamespace(
-                            transport="auto", stall_timeout=30, logits_layout=layout
+                            transport="auto",
+                            stall_timeout=30,
+                            logits_layout=layout,
+                            cpu_sampling="per_row",
                         ),
                         watched=SimpleNamespace(inflight=INFLIGHT),
                     ),
@@ -121,9 +143,11 @@ class Rig:
         ):
             yield
 
-    def reported(self, iteration, prompt_logprobs):
+    def reported(self, iteration, prompt_logprobs, tokens):
         """Stands for the engine, which hears of an iteration from the last stage's publisher."""
         expected = self.reports.get(iteration)
+        if tokens != self.tokens.get(iteration, []):
+            self.wrong.append(f"tokens of iteration {iteration}")
         if expected is None or sorted(prompt_logprobs) != sorted(expected):
             self.wrong.append(f"iteration {iteration} reported {sorted(prompt_logprobs)}")
             return
@@ -147,7 +171,8 @@ class Rig:
         output = SchedulerOutput.make_empty()
         output.computed, output.prompt_tokens = {}, {}
         output.scheduled_cached_reqs = cached = CachedRequestData.make_empty()
-        logits, scores = [], {}
+        output.params = {}
+        logits, scores, tokens_here = [], {}, []
         for request in requests:
             start, left = request.computed, len(request.prompt) - request.computed
             if left > 0:
@@ -158,6 +183,8 @@ class Rig:
                 cached.req_ids.append(request.id)
                 cached.num_computed_tokens.append(start)
                 cached.new_token_ids.append(tokens)
+            if start == 0:
+                output.params[request.id] = request.params
             request.computed += len(tokens)
             output.num_scheduled_tokens[request.id] = len(tokens)
             output.computed[request.id] = start
@@ -165,14 +192,21 @@ class Rig:
             if left > 0 and self.asked[request.row]:
                 scores[request.id] = hidden + 1
             if request.computed >= len(request.prompt):
-                logits.append(hidden[-1] @ HEAD)
-                request.token = int(logits[-1].sum()) % 50
+                row = hidden[-1] @ HEAD
+                request.token = int(row.sum()) % 50
+                if request.params.top_k:
+                    logits.append(row)
+                else:
+                    given = request.params.temperature * 10 + request.params.seed
+                    tokens_here.append(int(row.sum() + given) + 100 * (request.computed - 1))
         output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
         self.waits_for[iteration] = set()
         if logits:
             self.expected[iteration] = torch.stack(logits)
             self.waits_for[iteration].add("logits")
-        if scores or not logits:
+        if tokens_here:
+            self.tokens[iteration] = tokens_here
+        if scores or tokens_here or not logits:
             self.reports[iteration] = scores
             self.waits_for[iteration].add("report")
         return output

@@ -36,6 +36,11 @@ def last_layers(hidden, residual, positions, rows):
     return 2 * hidden + residual + (positions + 5 * rows).unsqueeze(1)
 
 
+def gumbel_sample(logits, rows, temperatures, seeds, positions, **_):
+    """In place of vLLM's kernel: every number that it is given counts."""
+    return (logits.sum(1) + 10 * temperatures[rows] + seeds[rows] + 100 * positions).long()
+
+
 def expected_hidden(tokens, positions, row):
     tokens, positions = torch.tensor(tokens), torch.tensor(positions)
     rows = torch.full_like(tokens, row)
@@ -69,7 +74,9 @@ class Runner:
         self.req_states = states
         self.pp_handler = TokenFeedback(self.rows, 0, device=device)
         self.model = Model(device)
-        self.model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
+        self.model_config = SimpleNamespace(
+            get_vocab_size=lambda: VOCAB, seed=0, use_fp64_gumbel=False
+        )
         self.lora_config = None
         self.is_pooling_model = False
         self.prompt_logprobs_worker = SimpleNamespace(uses_prompt_logprobs=asked)
@@ -89,6 +96,10 @@ class Runner:
         found = self.pp_handler.get_prev_sampled_outputs(None)
         if found is not None:
             self.last_sampled[found["idx_mapping"]] = found["sampled_tokens"].squeeze(1)
+        if self.is_last_pp_rank:
+            for req_id, params in output.params.items():
+                self.sampler.add_request(self.req_states.req_id_to_index[req_id], params)
+            self.sampler.apply_staged_writes()
         batch = self.batch = self.sorted_batch(output)
         n = batch.num_tokens
         staged = self.staging.copy_to_uva(batch.table).memory
@@ -176,5 +187,7 @@ class Runner:
             prefill_len_np=states.prefill_len.np[rows],
             logits_indices=torch_utils.async_tensor_h2d(ends - 1, device=self.device),
             idx_mapping_np=rows,
+            idx_mapping=torch_utils.async_tensor_h2d(rows, device=self.device),
+            positions=self.inputs[1],
             is_prefilling_np=starts < states.prefill_len.np[rows],
         )

@@ -151,6 +151,16 @@ HAZARDS = {
     "staging is reused one iteration too early": (
         Runner, "__init__", "torch.int64, INFLIGHT)", "torch.int64, INFLIGHT - 1)",
     ),
+    "tokens drawn on the device are told before they have come": (
+        Publisher, "_publish", "launched.output.get_output()", "launched.output.model_runner_output",
+    ),
+    "tokens drawn on the device are read by who launches": (
+        SecondRunner, "_draw", "positions).unsqueeze(1)", "positions).unsqueeze(1).cpu().to(logits.device)",
+    ),
+    "which rows are drawn is copied with a wait": (
+        SecondRunner, "_logits", "torch_utils.async_tensor_h2d(rows, device=hidden.device)",
+        "torch.from_numpy(rows).to(hidden.device)",
+    ),
     "samplers get the graph's output instead of a copy": (
         Model, "compute_logits",
         "return hidden @ self.head",

@@ -13,6 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
+from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
+from vllm.v1.worker.gpu.sample import gumbel  # noqa: E402
+
 from sipipe.messages.measured import MIXES  # noqa: E402
 from sipipe.worker import measure  # noqa: E402
 
@@ -50,6 +53,8 @@ class Batch:
     idx_mapping: object = None
     idx_mapping_np: object = None
     expanded_idx_mapping: object = None
+    positions: object = torch.arange(ROWS)
+    logits_indices: object = torch.arange(ROWS)
 
     @classmethod
     def make_dummy(cls, reqs, tokens, buffers):
@@ -61,6 +66,7 @@ class Batch:
 class States:
     def __init__(self):
         self.req_id_to_index, self.most = {}, 0
+        self.index_to_req_id = {row: str(row) for row in range(10)}
 
     def add_request(self, *, req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens):
         assert num_computed_tokens == len(all_token_ids) > prompt_len
@@ -78,6 +84,7 @@ class Runner:
     """A first call that compiles, and one in five that is disturbed, count for nothing."""
 
     lora_config, device, input_buffers = None, torch.device("cpu"), "buffers"
+    max_num_reqs, model_config = 10, SimpleNamespace(seed=0, use_fp64_gumbel=False)
 
     def __init__(self, device):
         self.clock, self.calls, self.req_states, self.params = device, 0, States(), {}
@@ -106,11 +113,22 @@ class Head:
         self.clock.spend(3)
         return torch.zeros(ROWS, VOCAB)
 
+    def whole(self, columns):
+        self.clock.spend(2)
+        return columns
+
 
 @pytest.fixture
 def device(monkeypatch):
+    def gumbel_sample(logits, rows, temperatures, *_, **__):
+        assert rows.tolist() == [9, 8, 7, 6, 5, 4]
+        found.spend(20 + 4 * int(temperatures[9] > 0))
+
+    found = ScriptedDevice()
     monkeypatch.setattr(measure, "InputBatch", Batch)
-    return ScriptedDevice()
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
+    monkeypatch.setattr(gumbel, "gumbel_sample", gumbel_sample)
+    return found
 
 
 def test_a_last_stage(device):
@@ -121,6 +139,7 @@ def test_a_last_stage(device):
     assert found.layers == pytest.approx(100e-6)
     assert found.head == pytest.approx(3e-6)
     assert [found.device[mix] for mix in MIXES] == pytest.approx([10e-6, 15e-6, 40e-6])
+    assert found.plain == pytest.approx({"greedy": 25e-6, "temperature": 29e-6})
     assert found.copy == pytest.approx(70e-6)
     assert found.copied == ROWS * VOCAB * 4
     assert not runner.req_states.req_id_to_index, "nothing is left of the requests"

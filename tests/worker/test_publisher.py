@@ -146,7 +146,8 @@ def test_the_launching_thread_does_not_wait_and_nothing_is_said_too_early():
     device = LateDevice()
     rig = Rig(device)
     first = launched(device, 0, torch.zeros(2, VOCAB))
-    silent = launched(device, 1, reports=True, output=output({"asked": "scores", "not": None}))
+    said = output({"asked": "scores", "not": None}, [[5], [9]])
+    silent = launched(device, 1, reports=True, draws=True, output=said)
     last = launched(device, 2, torch.zeros(2, VOCAB))
     for one in (first, silent, last):
         rig.publisher.put(one)
@@ -164,14 +165,17 @@ def test_the_launching_thread_does_not_wait_and_nothing_is_said_too_early():
     with rig.reader.receive() as slot:
         assert (slot.iteration, slot.array.min()) == (2, 2.0)
     rig.publisher.drain()
-    assert rig.said == [(1, {"asked": "scores"})]
+    assert rig.said == [(1, {"asked": "scores"}, [5, 9])]
     assert [iteration for phase, iteration, _ in rig.phases if phase == "FORWARD"] == [0, 1, 2]
     assert all(took == 1000 for phase, _, took in rig.phases if phase == "FORWARD")
     rig.close()
 
 
-def output(prompt_logprobs):
-    return SimpleNamespace(get_output=lambda: SimpleNamespace(prompt_logprobs_dict=prompt_logprobs))
+def output(prompt_logprobs, tokens):
+    return SimpleNamespace(
+        get_output=lambda: SimpleNamespace(prompt_logprobs_dict=prompt_logprobs),
+        sampled_token_ids=np.array(tokens),
+    )
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])

@@ -13,11 +13,16 @@ pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from tests.worker.test_publisher import VOCAB, LateDevice, Rig  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
+from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
 
+from sipipe.messages.params import derive_seed  # noqa: E402
 from sipipe.messages.places import StagePlace  # noqa: E402
-from sipipe.worker import second_runner, token_feedback  # noqa: E402
+from sipipe.worker import device_sampler, second_runner, token_feedback  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
+from sipipe.worker.device_sampler import DeviceSampler  # noqa: E402
+from sipipe.worker.publisher import Launched  # noqa: E402
 from sipipe.worker.second_runner import SecondRunner  # noqa: E402
 from sipipe.worker.token_feedback import StandInSampler, TokenFeedback  # noqa: E402
 from sipipe.worker.world import PipelineStandIn  # noqa: E402
@@ -78,6 +83,9 @@ class Head:
         self.rows.append(len(hidden))
         return hidden.clone()
 
+    def whole(self, columns):
+        return columns
+
 
 def last_runner():
     """What a last stage reads of vLLM's second runner."""
@@ -86,7 +94,10 @@ def last_runner():
         max_num_reqs=8,
         device=torch.device("cpu"),
         lora_config=None,
+        pp_handler=SimpleNamespace(embeds=False),
         prompt_logprobs_worker=SimpleNamespace(uses_prompt_logprobs=np.zeros(8, bool)),
+        req_states=SimpleNamespace(index_to_req_id={row: f"request {row}" for row in range(8)}),
+        model_config=SimpleNamespace(seed=3, use_fp64_gumbel=False),
     )
 
 
@@ -108,8 +119,16 @@ def batch(req_ids, computed, scheduled, prefill):
         prefill_len_np=np.array(prefill),
         logits_indices=torch.from_numpy(ends - 1),
         idx_mapping_np=np.arange(len(req_ids)),
+        idx_mapping=torch.arange(len(req_ids)),
+        positions=torch.arange(ends[-1]) * 10,
         is_prefilling_np=np.array(computed) < np.array(prefill),
     )
+
+
+def logits_of(stage, hidden, sorted_batch):
+    rows, sent = stage._rows(sorted_batch)
+    assert sent == len(rows)
+    return stage._logits(hidden, sorted_batch, rows)[0]
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -120,7 +139,7 @@ def test_rows_are_in_the_samplers_order(last_stage, lora):
     asked = SimpleNamespace(num_scheduled_tokens={"p": 4, "d2": 1, "chunk": 3, "d1": 1})
     last_stage._output = asked
     hidden = torch.arange(9.0).unsqueeze(1)
-    logits = last_stage._logits(hidden, sorted_batch)
+    logits = logits_of(last_stage, hidden, sorted_batch)
     assert logits.flatten().tolist() == [8.0, 1.0, 0.0], "p, d2, d1; chunk gets no token"
     assert last_stage.head.rows == [4 if lora else 3]
 
@@ -129,10 +148,105 @@ def test_all_rows_and_none(last_stage):
     hidden = torch.arange(2.0).unsqueeze(1)
     both = batch(["a", "b"], [9, 5], [1, 1], [9, 2])
     last_stage._output = SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1})
-    assert last_stage._logits(hidden, both).flatten().tolist() == [0.0, 1.0]
+    assert logits_of(last_stage, hidden, both).flatten().tolist() == [0.0, 1.0]
     chunks = batch(["a"], [0], [2], [9])
     last_stage._output = SimpleNamespace(num_scheduled_tokens={"a": 2})
-    assert last_stage._logits(hidden, chunks) is None
+    assert logits_of(last_stage, hidden, chunks) is None
+
+
+PLAIN, ASKS_MORE = SamplingParams(temperature=0.5, seed=-1 << 40), SamplingParams(top_p=0.9, seed=1)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What vLLM's kernel is asked to draw; it gives its rows' first logits."""
+    asked = []
+
+    def gumbel_sample(logits, rows, temperatures, seeds, positions, **how):
+        assert how == {"apply_temperature": True, "is_drafting": False, "use_fp64": False}
+        of = [(temperatures[row].item(), seeds[row].item()) for row in rows]
+        asked.append((rows.tolist(), of, positions.tolist()))
+        return logits[:, 0].long()
+
+    monkeypatch.setattr(device_sampler.gumbel, "gumbel_sample", gumbel_sample)
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
+    return asked
+
+
+def sample(stage, hidden, batch, asked, *, reports=True):
+    """One iteration's ``sample``: what was launched, and the tokens on their way to the host."""
+    stage._writes, stage._reports = True, reports
+    stage._output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(asked, 1))
+    stage.launched = Launched(iteration=0, slot=0, num_reqs=1, num_tokens=1)
+    result, sampled, _ = stage._sample(hidden, batch, None)
+    assert not sampled.any(), "the runner is told of no token"
+    return stage.launched, result.sampled_token_ids
+
+
+def row_values(logits):
+    return [] if logits is None else logits.flatten().tolist()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_each_row_has_its_place(last_stage, drawn, lora):
+    last_stage._runner.lora_config = object() if lora else None
+    last_stage.take_over(per_row=True)
+    sampler = last_stage._runner.sampler
+    for row, params in enumerate([PLAIN, ASKS_MORE, PLAIN, ASKS_MORE, PLAIN]):
+        sampler.add_request(row, params)
+    sampler.apply_staged_writes()
+    ids = ["here", "there", "chunk", "p_there", "p_here"]
+    mixed = batch(ids, [9, 5, 0, 0, 0], [1, 1, 3, 4, 2], [9, 2, 8, 4, 2])
+    hidden = torch.arange(11.0).unsqueeze(1)
+    launched, tokens = sample(
+        last_stage, hidden, mixed, ["p_there", "p_here", "chunk", "there", "here"]
+    )
+    assert row_values(launched.logits) == [8.0, 1.0], "what samplers draw, in their order"
+    assert tokens.tolist() == [[10], [0]], "p_here and here, in that order too"
+    assert drawn == [([4, 0], [(0.5, -1 << 40)] * 2, [100, 0])]
+    assert launched.reports
+    assert launched.draws
+
+    drawn.clear()
+    launched, _ = sample(
+        last_stage, hidden, mixed, ["p_there", "p_here", "chunk", "there", "here"], reports=False
+    )
+    assert row_values(launched.logits) == [8.0, 1.0]
+    assert not drawn, "one rank says the tokens"
+    assert not launched.reports
+
+
+def test_batches_of_one_place(last_stage, drawn):
+    last_stage.take_over(per_row=True)
+    sampler = last_stage._runner.sampler
+    both, hidden = batch(["a", "b"], [9, 5], [1, 1], [9, 2]), torch.arange(2.0).unsqueeze(1)
+    for params, here in ((PLAIN, True), (ASKS_MORE, False)):
+        for row in range(2):
+            sampler.add_request(row, params)
+        sampler.apply_staged_writes()
+        launched, tokens = sample(last_stage, hidden, both, ["a", "b"])
+        assert (launched.draws, launched.reports, len(drawn)) == (here, here, int(here))
+        assert row_values(launched.logits) == ([] if here else [0.0, 1.0])
+        assert tokens.tolist() == ([[0], [1]] if here else [[0], [0]])
+        drawn.clear()
+
+
+def test_a_request_without_a_seed_gets_its_own_wherever_it_is_drawn(drawn):
+    """Of the engine's seed and its name, and so the same after it was preempted."""
+    sampler = DeviceSampler(last_runner())
+    for row, seed in ((2, None), (5, None), (6, 2**64 + 5)):
+        sampler.add_request(row, SamplingParams(seed=seed))
+    sampler.apply_staged_writes()
+    sampler.draw(torch.zeros(3, 4), torch.tensor([2, 5, 6]), torch.zeros(3))
+    [(_, of, _)] = drawn
+    seeds = [derive_seed(3, "request 2"), derive_seed(3, "request 5"), 5]
+    assert [seed % 2**64 for _, seed in of] == seeds
+
+
+def test_the_kernel_is_compiled_while_memory_is_profiled(drawn):
+    sampler = DeviceSampler(last_runner())
+    sampler(torch.zeros(2, 4), batch(["a", "b"], [9, 5], [1, 1], [9, 2]))
+    assert drawn == [([0, 1], [(0.0, 0)] * 2, [0, 10])]
 
 
 def test_a_warm_up_hands_nothing_on(last_stage):

@@ -81,11 +81,17 @@ def why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     (:func:`sipipe.worker.support.unsupported_reason`).
 
     Raises:
-        ConfigError: ``stage_runner: "sipipe"`` was asked for and cannot be had.
+        ConfigError: ``stage_runner: "sipipe"``, or a ``cpu_sampling``, was asked for and cannot be
+            had.
     """
     reason = _reason(vllm_config, config)
     if reason:
         check_asked(config, reason)
+    elif config.cpu_sampling == "per_row" and not uses_second_runner(vllm_config):
+        raise ConfigError(
+            'sipipe config: "cpu_sampling" is "per_row", which is for stages on vLLM\'s second '
+            'runner (GPUs), and SiPipe\'s own run here: set it to "auto"'
+        )
     return reason
 
 
@@ -95,7 +101,7 @@ def check_asked(config: SiPipeConfig, reason: str) -> None:
     Raises:
         ConfigError: one line that names the setting, and ``reason``.
     """
-    if config.stage_runner == "sipipe" or config.cpu_sampling == "on":
+    if config.stage_runner == "sipipe" or config.cpu_sampling in ("on", "per_row"):
         option = "stage_runner" if config.stage_runner == "sipipe" else "cpu_sampling"
         value = getattr(config, option)
         raise ConfigError(f'sipipe config: "{option}" is "{value}", but {reason}; set it to "auto"')

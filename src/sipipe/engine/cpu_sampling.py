@@ -1,12 +1,12 @@
 """Where tokens are drawn, on CPUs or on the last stage's device: ``"cpu_sampling": "auto"``.
 
-Both ways are set up and measured on the loaded model, with max_num_seqs / m sequences a microbatch,
+Every way is set up and measured on the loaded model, with max_num_seqs / m sequences a microbatch,
 and the times between two microbatches compared. The pipeline is a closed loop of m microbatches, so
-that time is that of its slowest part, or a whole round over m (docs/gpu.md has the model). vLLM's
-own path, which draws on the device, has as many microbatches in flight as stages; its round over
-that is never above its slowest stage.
+that time is that of its slowest part, or a whole round over m (docs/gpu.md has the model). Where
+nothing comes after the last stage, a round over m is never above the slowest stage: on vLLM's own
+path, which has as many microbatches in flight as stages, and where the device draws all rows.
 
-What both ways have alike is left out: attention over a context, scheduling, links.
+What all ways have alike is left out: attention over a context, scheduling, links.
 """
 
 import statistics
@@ -17,7 +17,7 @@ from sipipe.engine.layers.cut import layer_split
 from sipipe.messages.measured import MIXES
 
 WORTH_IT = 0.03
-"""Part of the time between two microbatches that CPU samplers have to save."""
+"""Part of the time between two microbatches that a way has to save to be taken."""
 
 Layers = tuple[int, ...]
 
@@ -38,6 +38,9 @@ class Costs:
     """The output projection as samplers need it, each rank its columns."""
     device: Mapping[str, float]
     """The output projection, gathered, and vLLM's sampler, by mix of parameters."""
+    plain: Mapping[str, float]
+    """The output projection, gathered, and the kernel that draws, by mixes of rows that ask for no
+    more than a temperature: those that are drawn on the device where each row has its place."""
     copy: float
     """Logits to where the samplers read them."""
     copied: int
@@ -49,6 +52,12 @@ class Costs:
         """Seconds between two microbatches, with CPU samplers and this cut."""
         stages, draw = self._stages(layers, self.head), self.draws[mix]
         return max(*stages, self.copy, draw, (sum(stages) + self.copy + draw) / self.inflight)
+
+    def per_row(self, layers: Layers, mix: str) -> float:
+        """The same where each row has its place."""
+        if mix not in self.plain:
+            return self.on_cpus(layers, mix)
+        return max(self._stages(layers, self.plain[mix]))
 
     def on_device(self, layers: Layers, mix: str) -> float:
         """The same with vLLM's sampler on the last stage."""
@@ -77,41 +86,56 @@ class Way:
         return statistics.fmean(self.periods.values())
 
 
+WAYS = {
+    "off": "vLLM's sampler draws on the last stage's device",
+    "on": "CPU samplers draw",
+    "per_row": "each row has its place, CPU samplers or the last stage's device",
+}
+"""What each setting of ``cpu_sampling`` means, the one that asks for least first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """What was measured, and what follows."""
 
     costs: Costs
     cpus: Way
+    rows: Way
     device: Way
 
     @property
-    def on_cpus(self) -> bool:
-        """Whether CPU samplers draw: they save 3 % in the mean, and cost as much with no mix."""
-        return self.cpus.mean <= self.device.mean * (1 - WORTH_IT) and all(
-            self.cpus.periods[mix] <= self.device.periods[mix] * (1 + WORTH_IT) for mix in MIXES
-        )
+    def draws(self) -> str:
+        """The setting to go on with: of :data:`WAYS` the next one where it saves 3 % in the mean
+        and costs as much with no mix."""
+        found = "off"
+        for name in ("on", "per_row"):
+            way, other = self._way(name), self._way(found)
+            if way.mean <= other.mean * (1 - WORTH_IT) and all(
+                way.periods[mix] <= other.periods[mix] * (1 + WORTH_IT) for mix in MIXES
+            ):
+                found = name
+        return found
+
+    def _way(self, name: str) -> Way:
+        return {"off": self.device, "on": self.cpus, "per_row": self.rows}[name]
 
     def __str__(self) -> str:
         """One line with the numbers and the choice."""
-        costs, cpus, device = self.costs, self.cpus, self.device
-        way = cpus if self.on_cpus else device
-        who = (
-            "CPU samplers draw"
-            if way is cpus
-            else "vLLM's sampler draws on the last stage's device"
-        )
-        periods = [f"{m} {_ms(cpus.periods[m])} against {_ms(device.periods[m])} ms" for m in MIXES]
+        costs, ways = self.costs, (self.cpus, self.rows, self.device)
+        draws = self.draws
+        periods = "; ".join(f"{m} {_ms(*(way.periods[m] for way in ways))}" for m in MIXES)
         rows = ", ".join(f"{costs.draws[mix] / costs.sequences * 1e6:.3g}" for mix in MIXES)
         line = (
-            f"cpu_sampling auto: {who}. Measured at {costs.sequences} sequences a microbatch, CPU "
-            f"samplers against the device, time between microbatches with layers "
-            f"{list(cpus.layers)} and {list(device.layers)}: {', '.join(periods)}. "
-            f"Stages {_ms(*costs.stages)} ms, projection {_ms(costs.head)} ms; projection with "
+            f"cpu_sampling auto: {WAYS[draws]}. Measured at {costs.sequences} sequences a "
+            "microbatch, ms between microbatches with CPU samplers, by row, and with vLLM's "
+            f"sampler, with layers {', '.join(str(list(way.layers)) for way in ways)}: {periods}. "
+            f"Stages {_ms(*costs.stages)} ms, projection {_ms(costs.head)} ms; projection and "
+            f"rows of no more than a temperature {_ms(*costs.plain.values())} ms; projection with "
             f"vLLM's sampler {_ms(*costs.device.values())} ms; logits to the host "
             f"{_ms(costs.copy)} ms ({costs.copied / costs.copy / 1e9:.3g} GB/s); all samplers at "
             f"once {rows} us a row"
         )
+        way = self._way(draws)
         if way.mean > way.loaded * (1 - WORTH_IT):
             return line
         saved = f"{1 - way.mean / way.loaded:.0%}"
@@ -119,7 +143,7 @@ class Choice:
 
 
 def choose(costs: Costs, *, recut: bool) -> Choice:
-    """Compare both ways, each under its best cut; ``recut``: the user has not fixed the cut."""
+    """Compare the ways, each under its best cut; ``recut``: the user has not fixed the cut."""
     cuts, stages, total = [costs.layers], len(costs.layers), sum(costs.layers)
     if recut and stages > 1:
         # Of equally good ones the first counts: the one that is loaded, then those like it.
@@ -134,7 +158,12 @@ def choose(costs: Costs, *, recut: bool) -> Choice:
         )
         return min(ways, key=lambda way: way.mean)
 
-    return Choice(costs=costs, cpus=best(costs.on_cpus), device=best(costs.on_device))
+    return Choice(
+        costs=costs,
+        cpus=best(costs.on_cpus),
+        rows=best(costs.per_row),
+        device=best(costs.on_device),
+    )
 
 
 def _ms(*seconds: float) -> str:

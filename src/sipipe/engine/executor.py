@@ -119,7 +119,7 @@ class Executor(VllmExecutor):
         if self._setup.measures:
             choice = pipeline.measure()
             logger.info("%s", choice)
-            if not choice.on_cpus:
+            if choice.draws == "off":
                 self._setup.fall_back("CPU samplers would not be worth it here, as was measured")
                 pipeline.fall_back()
         if self._draws:

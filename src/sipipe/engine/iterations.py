@@ -19,13 +19,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from sipipe.engine.logits_room import LogitsRoom
 from sipipe.engine.requests import Work
+from sipipe.messages.replies import IterationReport
 from sipipe.messages.step import Grammar, Sampled
 
 
@@ -50,8 +51,8 @@ class Iteration:
     grammar: Grammar | None = None
     tokens: Mapping[int, Sampled] | None = None
     """What was drawn, by sampler; None while it is out."""
-    prompt_logprobs: Mapping[str, Any] | None = None
-    """By request id, from the last stage; None while they are out."""
+    report: IterationReport | None = None
+    """What the last stage says; None while that is out."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that fail with this iteration, and why."""
     future: Future[ModelRunnerOutput] = field(default_factory=Future)
@@ -65,10 +66,11 @@ class Iteration:
     def late(self) -> str:
         """What the iteration waits for; empty when it is complete."""
         missing = []
-        if self.prompt_logprobs is None and (self.work.prompt_logprobs or not self.work.samplers):
+        work = self.work
+        if self.report is None and (work.prompt_logprobs or work.on_device or not work.samplers):
             missing.append("the last stage")
-        if self.tokens is None and self.work.samplers:
-            missing.append("samplers " + ", ".join(map(str, self.work.samplers)))
+        if self.tokens is None and work.samplers:
+            missing.append("samplers " + ", ".join(map(str, work.samplers)))
         return " and ".join(missing)
 
 
@@ -138,7 +140,7 @@ class Iterations:
         number: int,
         *,
         tokens: Mapping[int, Sampled] | None = None,
-        prompt_logprobs: Mapping[str, Any] | None = None,
+        report: IterationReport | None = None,
     ) -> Iteration | None:
         """Take in what came; returns the iteration if it is complete with that."""
         with self._lock:
@@ -146,8 +148,7 @@ class Iterations:
             if iteration is None:
                 return None  # failed meanwhile
             iteration.tokens = tokens if tokens is not None else iteration.tokens
-            if prompt_logprobs is not None:
-                iteration.prompt_logprobs = prompt_logprobs
+            iteration.report = report if report is not None else iteration.report
             if iteration.late:
                 return None
             self._room.give_back(number)

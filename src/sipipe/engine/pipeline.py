@@ -129,6 +129,7 @@ class Pipeline:
                 engine_seed=self._model.seed or 0,
                 balancer=Balancer(setup.samplers, vocab_size=self._model.get_vocab_size()),
             )
+            self._tracker.per_row = setup.config.cpu_sampling == "per_row"
             self._draws = self._last.open_samplers()
         return ", ".join(dict.fromkeys(link.transport for link in links)) or "none"
 
@@ -146,12 +147,15 @@ class Pipeline:
             stages=tuple(max(rank.layers for rank in stage) for stage in stages),
             head=max(rank.head for rank in last),
             device={mix: max(rank.device[mix] for rank in last) for mix in MIXES},
+            plain={mix: max(rank.plain[mix] for rank in last) for mix in last[0].plain},
             copy=copied.copy,
             copied=copied.copied,
             draws=self._draws,
         )
         choice = choose(costs, recut=is_free(setup.config))
-        self._answer("sipipe:settle", on_cpus=choice.on_cpus)
+        self._answer("sipipe:settle", draws=choice.draws)
+        assert self._tracker is not None
+        self._tracker.per_row = choice.draws == "per_row"
         return choice
 
     def serve(self) -> None:

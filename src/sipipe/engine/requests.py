@@ -20,11 +20,14 @@ import msgspec
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
-from sipipe.messages.params import SequenceParams, derive_seed, unsupported
+from sipipe.messages.params import SequenceParams, derive_seed, is_plain, unsupported
 from sipipe.messages.step import Added, Grammar, Step, int32_bytes
 
 if TYPE_CHECKING:
     from sipipe.engine.balance import Balancer
+
+ON_DEVICE = -1
+"""In place of a sampler's number: the last stage's device draws, and no sampler hears of it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +65,9 @@ class Work:
     step: Step = field(default_factory=lambda: Step(-1))
     request_ids: list[str] = field(default_factory=list)
     sampled: list[str] = field(default_factory=list)
-    """Requests that get a token, in the order of the rows of the logits."""
+    """Requests that get a token of a sampler, in the order of the rows of the logits."""
+    on_device: list[str] = field(default_factory=list)
+    """Requests that get a token of the last stage's device, in the order in which it says them."""
     samplers: tuple[int, ...] = ()
     """The samplers that own a row."""
     errors: dict[str, str] = field(default_factory=dict)
@@ -79,6 +84,8 @@ class RequestTracker:
     """
 
     def __init__(self, *, engine_seed: int, balancer: Balancer) -> None:
+        self.per_row = False
+        """Whether requests that ask for no more than a temperature are drawn on the device."""
         self._engine_seed = engine_seed
         self._balancer = balancer
         self._requests: dict[str, TrackedRequest] = {}
@@ -118,18 +125,23 @@ class RequestTracker:
         rows: list[int] = []
         owners: list[int] = []
         sampled: list[str] = []
+        on_device: list[str] = []
         complete: list[str] = []
         # Requests that have been here, and how many output tokens the scheduler holds of each.
         held: list[tuple[TrackedRequest, int]] = []
         beside: list[float] = []
         if output.scheduled_new_reqs:
             others = (self._requests[r] for r in output.scheduled_cached_reqs.req_ids)
-            beside = self._balancer.loads((other.sampler, other.params) for other in others)
+            beside = self._balancer.loads(
+                (other.sampler, other.params) for other in others if other.sampler != ON_DEVICE
+            )
         for new in output.scheduled_new_reqs:
             resumed = self._requests.get(new.req_id)
             if resumed is None:
                 prompt = new.prompt_token_ids or []
-                added.append(self._add(new.req_id, prompt, new.sampling_params, beside))
+                request = self._add(new.req_id, prompt, new.sampling_params, beside)
+                if request.sampler != ON_DEVICE:
+                    added.append(request.added())
             else:  # preempted: for the second runner it begins anew, with its tokens so far
                 assert new.prefill_token_ids is not None, "what the first runner calls new, is new"
                 held.append((resumed, len(new.prefill_token_ids) - len(resumed.prompt)))
@@ -149,6 +161,8 @@ class RequestTracker:
         for request, count in held:
             if len(request.outputs) > count:  # the scheduler dropped a token: draw it again
                 del request.outputs[count:]
+            if request.sampler == ON_DEVICE:
+                continue
             if request.sent > count:
                 removed.append(request.handle)
                 added.append(request.added())
@@ -163,7 +177,11 @@ class RequestTracker:
             if request.prompt_logprobs and end >= len(request.prompt):
                 request.prompt_logprobs = False
                 complete.append(request_id)
-            if end == len(request.prompt) + len(request.outputs):
+            if end != len(request.prompt) + len(request.outputs):
+                continue
+            if request.sampler == ON_DEVICE:
+                on_device.append(request_id)
+            else:
                 sampled.append(request_id)
                 rows.append(request.handle)
                 owners.append(request.sampler)
@@ -181,6 +199,7 @@ class RequestTracker:
             step=step,
             request_ids=list(output.num_scheduled_tokens),
             sampled=sampled,
+            on_device=on_device,
             samplers=tuple(sorted(set(owners))),
             errors={r: self._requests[r].error for r in sampled if self._requests[r].error},
             prompt_logprobs=tuple(complete),
@@ -205,7 +224,7 @@ class RequestTracker:
         handles = []
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
-            if request is not None:
+            if request is not None and request.sampler != ON_DEVICE:
                 self._balancer.remove(request.sampler, request.params)
                 handles.append(request.handle)
         return handles
@@ -216,7 +235,7 @@ class RequestTracker:
         prompt: Sequence[int],
         sampling_params: SamplingParams | None,
         beside: list[float],
-    ) -> Added:
+    ) -> TrackedRequest:
         assert sampling_params is not None, "pooling requests do not reach the samplers"
         error = ""
         try:
@@ -225,7 +244,9 @@ class RequestTracker:
             params, error = SequenceParams(temperature=0.0), str(problem)
         request = TrackedRequest(
             handle=self._next_handle,
-            sampler=self._balancer.place(params, beside),
+            sampler=ON_DEVICE
+            if self.per_row and is_plain(sampling_params)
+            else self._balancer.place(params, beside),
             params=params,
             prompt=prompt,
             error=error,
@@ -233,7 +254,7 @@ class RequestTracker:
         )
         self._next_handle += 1
         self._requests[request_id] = request
-        return request.added()
+        return request
 
 
 def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:

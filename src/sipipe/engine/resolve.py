@@ -51,9 +51,7 @@ class Resolver:
 
     def report(self, report: IterationReport) -> None:
         """The last stage has run an iteration that waits for its word."""
-        self._resolve(
-            self._iterations.deliver(report.iteration, prompt_logprobs=report.prompt_logprobs)
-        )
+        self._resolve(self._iterations.deliver(report.iteration, report=report))
 
     def close(self) -> None:
         """Close BIC-O, and wait for the thread on it."""
@@ -131,12 +129,15 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
             )
         for row, reason in part.errors:
             iteration.errors.setdefault(work.sampled[row], reason)
+    report = iteration.report
+    for request_id, token in zip(work.on_device, report.tokens if report else (), strict=True):
+        tokens[index[request_id]].append(token)
     return ModelRunnerOutput(
         req_ids=work.request_ids,
         req_id_to_index=index,
         sampled_token_ids=tokens,
         logprobs=SampledLogprobs(logprobs) if logprobs else None,
-        prompt_logprobs_dict=dict(iteration.prompt_logprobs or {}),
+        prompt_logprobs_dict=dict(report.prompt_logprobs) if report else {},
     )
 
 

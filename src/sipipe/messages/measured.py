@@ -33,6 +33,9 @@ class Measured:
     """Last stage: its columns of the logits."""
     device: Mapping[str, float] = field(default_factory=dict)
     """Last stage: the logits, gathered, and vLLM's sampler, for each of :data:`MIXES`."""
+    plain: Mapping[str, float] = field(default_factory=dict)
+    """Last stage: its columns, gathered, and the kernel that draws rows of no more than a
+    temperature, for each of :data:`MIXES` that is of such rows."""
     copy: float = 0.0
     """Its logits into their BIC-L entry, where it writes any."""
     copied: int = 0

@@ -151,6 +151,22 @@ def unsupported(source: Any) -> str | None:
     return None
 
 
+def is_plain(source: Any) -> bool:
+    """Whether a ``SamplingParams`` asks for no more than a temperature, 0 included, and a seed.
+
+    With ``"cpu_sampling": "per_row"`` such a request is drawn on the last stage's device, by this
+    alone. Engine and worker both ask, and must find the same.
+    """
+    if unsupported(source) or source.structured_outputs is not None:
+        return False
+    try:
+        found = SequenceParams.of(source)
+    except ValueError:
+        return False
+    off = min(found.top_k, 0)  # 0 or -1
+    return found == SequenceParams(temperature=found.temperature, seed=found.seed, top_k=off)
+
+
 def derive_seed(engine_seed: int, request_id: str) -> int:
     """The seed (unsigned, 64 bits) of a request that names none, from the engine's and its id."""
     text = f"{engine_seed}\0{request_id}".encode()

@@ -4,7 +4,7 @@ Everything else that an engine tells a running child travels on BIC-I, in order 
 A child that fails sends the exception itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,3 +45,5 @@ class IterationReport:
     iteration: int
     prompt_logprobs: Mapping[str, Any]
     """vLLM's ``LogprobsTensors`` by request id, of prompts that are complete now."""
+    tokens: Sequence[int] = ()
+    """What was drawn on the device, in the order of its rows."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -61,7 +62,7 @@ class StageLogits:
             min(head.tp_rank * self.shard, self.vocab_size),
             min((head.tp_rank + 1) * self.shard, self.vocab_size),
         )
-        gather = processors[0]._gather_logits
+        self._gather = gather = processors[0]._gather_logits
         processors[0]._gather_logits = lambda logits: gather(logits) if self._whole_rows else logits
 
     def compute(
@@ -87,6 +88,18 @@ class StageLogits:
         assert logits is not None
         start, stop = self.columns
         return logits[:, : stop - start]  # the rest is padding of the shard
+
+    def whole(self, columns: torch.Tensor) -> torch.Tensor | None:
+        """Whole rows, from what :meth:`compute` gave each rank; every rank calls it.
+
+        None on a rank that vLLM's gather leaves without logits.
+        """
+        if self.shard is None:
+            return columns
+        if missing := self.shard - columns.shape[1]:
+            columns = functional.pad(columns, (0, missing))
+        rows = self._gather(columns)
+        return None if rows is None else rows[:, : self.vocab_size]
 
 
 class LogitsHandover:

@@ -50,7 +50,7 @@ from sipipe.worker.support import unsupported_reason
 if TYPE_CHECKING:
     from sipipe.worker.second_runner import SecondRunner
 
-Report = Callable[[int, dict[str, Any]], None]
+Report = Callable[..., None]
 
 
 class StageLoop:
@@ -109,7 +109,7 @@ class StageLoop:
         self._device = getattr(self._worker, "emulated", None) or stage_device(device)
         second = SecondRunner(self._worker, self._device)
         if not self._boot.measures:
-            second.take_over()
+            second.take_over(per_row=self._boot.config.cpu_sampling == "per_row")
         return second
 
     def _arena_bytes(self) -> int:
@@ -220,10 +220,10 @@ class StageLoop:
                 self._worker.model_runner, self._device, sequences, self._second.head, self._logits
             )
 
-    def settle(self, *, on_cpus: bool) -> None:
-        """Who draws, now that it was measured; no iteration has run yet."""
-        if on_cpus and self._second is not None:
-            self._second.take_over()
+    def settle(self, *, draws: str) -> None:
+        """Who draws, as ``cpu_sampling`` says it, now that it was measured; no iteration has run."""
+        if draws != "off" and self._second is not None:
+            self._second.take_over(per_row=draws == "per_row")
             return
         if self._publisher is not None:
             self._publisher.close()

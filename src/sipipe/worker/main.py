@@ -237,8 +237,12 @@ class Main:
         found: Callable[..., Any] = getattr(self._wrapper, method)
         return found
 
-    def _report(self, iteration: int, prompt_logprobs: dict[str, Any]) -> None:
-        self._parent.say(IterationReport(iteration=iteration, prompt_logprobs=prompt_logprobs))
+    def _report(
+        self, iteration: int, prompt_logprobs: dict[str, Any], tokens: Sequence[int] = ()
+    ) -> None:
+        self._parent.say(
+            IterationReport(iteration=iteration, prompt_logprobs=prompt_logprobs, tokens=tokens)
+        )
 
     def _doing(self) -> str:
         parts = [self._call, self._loop.doing() if self._loop is not None else ""]

@@ -21,7 +21,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from sipipe.messages.measured import MIXES, TIMES, Measured
+from sipipe.messages.params import is_plain
 from sipipe.worker.device import Device
+from sipipe.worker.device_sampler import DeviceSampler
 from sipipe.worker.logits import LogitsHandover, StageLogits
 
 _PROMPT = list(range(1, 65))
@@ -52,14 +54,19 @@ def measure_stage(
     if runner.lora_config is not None:
         runner._set_active_loras((0,) * sequences, (0,) * sequences, set())
     with torch.inference_mode():
-        drawn = {}
-        for mix, params in MIXES.items():
-            with _requests(runner, sequences, SamplingParams(**params)) as batch:
+        drawn, plain, ours = {}, {}, DeviceSampler(runner)
+        for mix, params in ((mix, SamplingParams(**given)) for mix, given in MIXES.items()):
+            with _requests(runner, sequences, params, ours) as batch:
                 drawn[mix] = _seconds(device, lambda: runner.sample(hidden, batch, None))
-        measured = dataclasses.replace(
-            measured, head=_seconds(device, lambda: head.compute(hidden)), device=drawn
-        )
+                if is_plain(params):
+                    plain[mix] = _seconds(device, lambda: _draw(ours, head, hidden, batch))
         columns = head.compute(hidden)
+        measured = dataclasses.replace(
+            measured,
+            head=_seconds(device, lambda: head.compute(hidden)),
+            device=drawn,
+            plain=plain,
+        )
     if logits is None or columns is None:
         return measured
     target = logits.part(0, sequences)
@@ -70,8 +77,16 @@ def measure_stage(
     return dataclasses.replace(measured, copy=_seconds(device, copy), copied=columns.nbytes)
 
 
+def _draw(sampler: DeviceSampler, head: StageLogits, hidden: torch.Tensor, batch: Any) -> None:
+    columns = head.compute(hidden)
+    if columns is not None and (rows := head.whole(columns)) is not None:
+        sampler.draw(rows, batch.idx_mapping, batch.positions[batch.logits_indices])
+
+
 @contextmanager
-def _requests(runner: Any, count: int, params: SamplingParams) -> Iterator[InputBatch]:
+def _requests(
+    runner: Any, count: int, params: SamplingParams, ours: DeviceSampler
+) -> Iterator[InputBatch]:
     """While active, the runner has ``count`` requests with these parameters: a batch of them."""
     states, names = runner.req_states, [f"_sipipe_measure_{row}" for row in range(count)]
     for name in names:
@@ -84,9 +99,10 @@ def _requests(runner: Any, count: int, params: SamplingParams) -> Iterator[Input
         )
     states.apply_staged_writes()
     rows = np.array([states.req_id_to_index[name] for name in names], np.intp)
-    for row in rows.tolist():
-        runner.sampler.add_request(row, params)
-    runner.sampler.apply_staged_writes()
+    for sampler in (runner.sampler, ours):
+        for row in rows.tolist():
+            sampler.add_request(row, params)
+        sampler.apply_staged_writes()
     here = torch.from_numpy(rows).to(runner.device)
     batch = InputBatch.make_dummy(count, count, runner.input_buffers)
     try:

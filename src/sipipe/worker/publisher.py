@@ -49,9 +49,11 @@ class Launched:
     """[rows, V of this rank], where this rank writes logits and anything samples."""
     output: Any = None
     """What vLLM's ``sample_tokens`` returned."""
+    draws: bool = False
+    """Whether ``output`` has tokens that were drawn on the device, which are to be reported."""
     reports: bool = False
-    """Whether the engine may wait for this rank's word: for prompt log-probabilities, or because no
-    sampler will say anything."""
+    """Whether the engine may wait for this rank's word: for those tokens, for prompt
+    log-probabilities, or because no sampler will say anything."""
 
 
 class Publisher:
@@ -60,7 +62,8 @@ class Publisher:
     Args:
         device: the one it runs on.
         logits: this rank's writer of BIC-L, if it has one.
-        report: tells the engine that an iteration has run.
+        report: tells the engine that an iteration has run, its prompt log-probabilities, and the
+            tokens that were drawn on the device.
         record: takes a phase: its iteration, when it began and when it ended.
         fail: told, from the publisher's thread, what ended it.
         stall_timeout: seconds for which a late sampler may hold an entry.
@@ -71,7 +74,7 @@ class Publisher:
         device: Device,
         logits: LogitsHandover | None,
         *,
-        report: Callable[[int, dict[str, Any]], None],
+        report: Callable[[int, dict[str, Any], list[int]], None],
         record: Callable[[Phase, Launched, int, int], None],
         fail: Callable[[Exception], None],
         stall_timeout: float,
@@ -160,5 +163,8 @@ class Publisher:
                 # Not a phase of the stage: its device runs the next iteration meanwhile.
                 device.wait(copied)
         if launched.reports:
+            # Waits for vLLM's copies to the host, which have a stream of their own.
             found = launched.output.get_output().prompt_logprobs_dict
-            self._report(launched.iteration, {r: t for r, t in found.items() if t is not None})
+            tokens = launched.output.sampled_token_ids.ravel().tolist() if launched.draws else []
+            scores = {r: t for r, t in found.items() if t is not None}
+            self._report(launched.iteration, scores, tokens)

@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from sipipe.worker.device import Device
+from sipipe.worker.device_sampler import DeviceSampler
 from sipipe.worker.logits import StageLogits
 from sipipe.worker.publisher import Launched, Publisher
 from sipipe.worker.token_feedback import StandInSampler, TokenFeedback
@@ -80,6 +81,7 @@ class SecondRunner:
         self._publisher: Publisher | None = None
         self._writes = self._reports = False
         self._output: SchedulerOutput | None = None
+        self._drawing: DeviceSampler | None = None
         self.launched: Launched | None = None
         """The iteration that is being launched."""
         self.head: StageLogits | None = None
@@ -91,12 +93,16 @@ class SecondRunner:
             )
             self._none = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=runner.device)
 
-    def take_over(self) -> None:
-        """From now on CPU samplers draw, and nothing of vLLM's sampler is kept."""
+    def take_over(self, *, per_row: bool = False) -> None:
+        """From now on CPU samplers draw, and nothing of vLLM's sampler is kept.
+
+        ``per_row``: not the rows that ask for no more than a temperature, which are drawn here.
+        """
         self._worker.feedback = feedback_of(self._runner, draws=True)
         if self.head is not None:
+            self._drawing = DeviceSampler(self._runner) if per_row else None
             self._runner.sample = self._sample
-            self._runner.sampler = StandInSampler()
+            self._runner.sampler = self._drawing or StandInSampler()
 
     def open(self, publisher: Publisher, *, writes: bool, reports: bool) -> None:
         """Iterations can run. ``writes``: this rank writes logits. ``reports``: it reports."""
@@ -145,16 +151,30 @@ class SecondRunner:
         batch: Any,
         grammar_output: Any,  # noqa: ARG002 - the samplers have the bitmask
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
-        """In place of the runner's ``sample``: no request gets a token here."""
-        logits = self._logits(hidden, batch)
-        if self.launched is not None:
-            self.launched.logits = logits if self._writes else None
+        """In place of the runner's ``sample``: no request gets a token here.
+
+        Tokens that are drawn on the device go to the engine, which accepts them as a sampler's.
+        """
+        rows, sent = self._rows(batch)
+        logits, chosen = self._logits(hidden, batch, rows)
+        tokens = self._no_tokens[: batch.num_reqs]
+        if logits is not None and sent < len(rows):
+            assert self.head is not None
+            whole = self.head.whole(logits[sent:])
+            # One rank says the tokens; a warm-up compiles on all.
+            if whole is not None and (self._reports or self.launched is None):
+                here = slice(sent, None) if chosen is None else chosen[sent:]
+                tokens = self._draw(whole, batch, here)
+        if (launched := self.launched) is not None:
+            if logits is not None and sent and self._writes:
+                launched.logits = logits[:sent]
+            launched.draws = sent < len(rows)
             asked = self._runner.prompt_logprobs_worker.uses_prompt_logprobs[batch.idx_mapping_np]
-            if self._reports and (logits is None or (asked & batch.is_prefilling_np).any()):
-                self.launched.reports = True
+            scores = (asked & batch.is_prefilling_np).any()
+            launched.reports = self._reports and bool(launched.draws or not sent or scores)
         none = self._none[: batch.num_reqs]
         drawn = SamplerOutput(
-            sampled_token_ids=self._no_tokens[: batch.num_reqs],
+            sampled_token_ids=tokens,
             logprobs_tensors=None,
             num_nans=None,
             num_sampled=none,
@@ -162,28 +182,41 @@ class SecondRunner:
         )
         return drawn, none, none
 
-    def _logits(self, hidden: torch.Tensor, batch: Any) -> torch.Tensor | None:
-        """Logits of the requests that get a token, in the order in which samplers know them."""
+    def _draw(self, logits: torch.Tensor, batch: Any, rows: Any) -> torch.Tensor:
+        """[n, 1], tokens of the requests in ``rows`` of ``batch``, of which these are the logits."""
+        assert self._drawing is not None
+        positions = batch.positions[batch.logits_indices[rows]]
+        return self._drawing.draw(logits, batch.idx_mapping[rows], positions).unsqueeze(1)
+
+    def _logits(
+        self, hidden: torch.Tensor, batch: Any, rows: npt.NDArray[np.int64]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Logits of ``rows`` of the batch, and the rows on the device; None: all, in order."""
         assert self.head is not None
-        rows = self._rows(batch)
         if not len(rows):
-            return None
+            return None, None
         if len(rows) == batch.num_reqs and (np.diff(rows) == 1).all():
-            return self.head.compute(hidden[batch.logits_indices])
+            return self.head.compute(hidden[batch.logits_indices]), None
         chosen = torch_utils.async_tensor_h2d(rows, device=hidden.device)
         if self._runner.lora_config is None:
-            return self.head.compute(hidden[batch.logits_indices[chosen]])
+            return self.head.compute(hidden[batch.logits_indices[chosen]]), chosen
         # An adapter on the head is looked up by the row of the batch: all of them go through it.
         logits = self.head.compute(hidden[batch.logits_indices])
-        return None if logits is None else logits[chosen]
+        return None if logits is None else logits[chosen], chosen
 
-    def _rows(self, batch: Any) -> npt.NDArray[np.int64]:
-        """Rows of ``batch``, which vLLM has sorted, in the order of ``num_scheduled_tokens``."""
+    def _rows(self, batch: Any) -> tuple[npt.NDArray[np.int64], int]:
+        """Rows of ``batch``, which vLLM has sorted, whose requests get a token, in the order of
+        ``num_scheduled_tokens``: first the samplers', then those drawn here. And how many of the
+        former."""
         samples = batch.num_computed_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
         asked = self._output.num_scheduled_tokens if self._output is not None else batch.req_ids
         if list(asked) == batch.req_ids:
-            return np.flatnonzero(samples)
-        row = {req_id: index for index, req_id in enumerate(batch.req_ids)}
-        order = np.fromiter((row[req_id] for req_id in asked), np.int64, len(row))
-        rows: npt.NDArray[np.int64] = order[samples[order]]
-        return rows
+            rows = np.flatnonzero(samples)
+        else:
+            row = {req_id: index for index, req_id in enumerate(batch.req_ids)}
+            order = np.fromiter((row[req_id] for req_id in asked), np.int64, len(row))
+            rows = order[samples[order]]
+        if self._drawing is None:
+            return rows, len(rows)
+        here = self._drawing.plain[batch.idx_mapping_np[rows]]
+        return np.concatenate((rows[~here], rows[here])), len(rows) - int(here.sum())
