@@ -306,8 +306,7 @@ def gumbel_sample(
     USE_FP64,
     PER_TOKEN_COL,
 ):
-    assert not (IS_DRAFTING or USE_FP64)
-    assert not PER_TOKEN_COL
+    assert (IS_DRAFTING, USE_FP64, PER_TOKEN_COL) == (False, False, False)
     for row in range(grid[0]):
         request = int(index[row])
         scores, temperature = logits[row, :vocab].float().numpy(), float(temperatures[request])

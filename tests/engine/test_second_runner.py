@@ -144,10 +144,39 @@ def test_stages_that_pad_differently_equal_stock(models):
     assert_stock(found, path, batches, parity.same_tokens)
 
 
+def with_both_places(batches):
+    return [{**batch, "params": in_both_places(batch["params"])} for batch in batches]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_rows_of_both_places_in_a_batch_equal_stock_with_tensor_parallelism(models, layout):
+    """Ranks write their columns of the samplers' rows, and gather those of the device's."""
+    path, batches = model(models), parity.mixed_batches()
+    settings = {"cpu_sampling": "per_row", "logits_layout": layout}
+    found = run(path, with_both_places(batches), sipipe=settings, tensor_parallel_size=2)
+    assert_stock(found, path, batches, parity.same_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 1])
+def test_each_row_has_its_place_where_that_is_measured_to_be_better(models, stages):
+    """Logits come late to the host here, and vLLM's sampler is late with all."""
+    path, batches = model(models), parity.mixed_batches()
+    with Engine(
+        path, sipipe={"samplers": 2}, pipeline_parallel_size=stages, **slow("whole")
+    ) as engine:
+        found = engine.run(with_both_places(batches))
+        said = engine.log.read_text()
+        assert "cpu_sampling auto: each row has its place" in said
+        assert len(engine.find(r"sipipe\.sampler")) == 2
+    assert_stock(found, path, batches, parity.same_tokens)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 1])
 def test_vllms_sampler_draws_where_that_is_measured_to_be_better(models, stages):
-    """Both are there until then. Logits come late to the host here."""
+    """All ways are there until then. Logits come late to the host here."""
     path, batches = model(models), parity.mixed_batches()
     with Engine(
         path, sipipe={"samplers": 2}, pipeline_parallel_size=stages, **slow("copy")
@@ -184,7 +213,7 @@ def test_lora_adapters_equal_stock(models):
     plain = {"prompts": prompts(6, seed=3), "params": greedy(6)}
     batches = [{**plain, "lora": [["a", 1, str(adapter)]] * 6}, {**plain, "lora": [None] * 6}]
     engine = {"enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": 1}
-    said = run(path, batches, **engine)
+    said = run(path, with_both_places(batches), sipipe={"cpu_sampling": "per_row"}, **engine)
     assert_stock(said, path, batches, features.same_tokens, **engine)
     with_it, without = stock_results(path, batches, **engine)
     assert tokens(with_it) != tokens(without), "the adapter must make a difference"
