@@ -65,7 +65,7 @@ def test_an_iteration_is_complete_when_all_is_in_that_it_waits_for():
 
 
 def test_rows_of_both_places_are_waited_for_and_put_together():
-    iterations = Iterations(3)
+    iterations = Iterations(3, 24)
     work = Work(
         request_ids=["a", "b", "c", "d"], sampled=["c"], on_device=["d", "a"], samplers=(0,)
     )
