@@ -74,3 +74,17 @@ def test_only_one_result_lies_there():
     into = torch.empty(3, VOCAB)
     stage_logits(two).compute(torch.randn(3, HIDDEN), into)
     assert [place.data_ptr() == into.data_ptr() for place in places] == [True, False]
+
+
+def test_ranks_gather_whole_rows_of_their_columns():
+    """Of equal parts, so that the last one is padded again."""
+    whole, parts = torch.randn(3, VOCAB), []
+    for start in (0, 192):
+        logits = stage_logits(None)
+        logits.shard = 192
+        logits._gather = lambda columns: parts.append(columns) or torch.cat(parts, 1)
+        found = logits.whole(whole[:, start : start + 192])
+    assert [part.shape for part in parts] == [(3, 192)] * 2
+    assert torch.equal(found, whole)
+    logits._gather = lambda _: None
+    assert logits.whole(whole[:, 192:]) is None, "as vLLM leaves a rank"
