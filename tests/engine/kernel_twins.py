@@ -270,7 +270,7 @@ def murmur3(seed, position, tokens):
 
     found = np.zeros(len(tokens), np.uint32)
     for word in (seed, seed >> 32, position, tokens):
-        word = np.asarray(word & 0xFFFFFFFF, np.int64).astype(np.uint32) * np.uint32(0xCC9E2D51)
+        word = np.atleast_1d(word & 0xFFFFFFFF).astype(np.uint32) * np.uint32(0xCC9E2D51)
         found = rotated(found ^ (rotated(word, 15) * np.uint32(0x1B873593)), 13)
         found = found * np.uint32(5) + np.uint32(0xE6546B64)
     found ^= np.uint32(16)
@@ -315,7 +315,7 @@ def gumbel_sample(
         if temperature:
             drawn = murmur3(int(seeds[request]), int(positions[row]), np.arange(vocab))
             uniform = ((drawn.astype(np.float64) + 0.5) * 2.0**-32).astype(np.float32)
-            scores = scores - np.log(-np.log1p(-uniform))
+            scores = scores - np.log(-np.log1p(-np.minimum(uniform, 1 - 2.0**-24)))
         for block in range(grid[1]):
             here = scores[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
             tokens[row, block] = block * BLOCK_SIZE + int(here.argmax())
