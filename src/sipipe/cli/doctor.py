@@ -32,6 +32,12 @@ EXAMPLE: dict[str, Any] = {
 }
 """Sizes of the model whose channels the report counts: a large vocabulary, vLLM's usual batches."""
 
+MOST_WORKERS = 8
+"""Workers on one core beyond which no plan is shown."""
+
+LOADS = (1, 16, 256)
+"""Requests at once for which the best degrees are computed."""
+
 IMPORT_SECONDS = 120.0
 """How long an import of vLLM may take before it counts as broken."""
 
@@ -47,17 +53,22 @@ class Finding(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("doctor", "What this machine has, and what SiPipe would do on it.")
     count = at_least(1, int)
-    parser.add_argument("--pp", type=count, default=2, metavar="N", help="stages (default: 2)")
-    parser.add_argument("--tp", type=count, default=1, metavar="N", help="ranks (default: 1)")
+    best = "default: what suits the machine"
+    parser.add_argument("--pp", type=count, metavar="N", help=f"stages ({best})")
+    parser.add_argument("--tp", type=count, metavar="N", help="ranks of a stage")
     parser.add_argument("--quick", action="store_true", help="do not try to import vLLM")
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
     args = parser.parse_args(argv)
 
     vllm, gpus = installed_vllm(), _gpus()
+    device = vllm.device if vllm else "cpu"
+    suits, advice = _best_degrees(device, gpus)
+    pp, tp = (args.pp or 1, args.tp or 1) if args.pp or args.tp else suits
     findings = [
         *_software(vllm, try_import=not args.quick),
         *_hardware(gpus),
-        *_what_sipipe_does(args.pp, args.tp, vllm.device if vllm else "cpu", gpus),
+        advice,
+        *_what_sipipe_does(pp, tp, suits, device, gpus),
     ]
     if args.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=1))
@@ -154,19 +165,77 @@ def _gpus() -> list[str]:
     return [line.strip() for line in done.stdout.splitlines()]
 
 
+def _best_degrees(
+    device: Literal["cpu", "cuda"], gpus: Sequence[str]
+) -> tuple[tuple[int, int], Finding]:
+    """(stages, ranks) that suit this machine, and for which loads which are best.
+
+    Computed as ``sipipe plan`` does, for a model that nearly every machine can hold.
+    """
+    from sipipe.tools.planner.costs import datasheet_costs
+    from sipipe.tools.planner.hardware import Cluster, devices, network
+    from sipipe.tools.planner.hardware import device as known
+    from sipipe.tools.planner.models import load_model
+    from sipipe.tools.planner.plan import OURS, Choice
+    from sipipe.tools.planner.search import Search
+    from sipipe.tools.planner.workload import Workload
+
+    cores = this_machine()
+    nodes = len({core.node for core in cores})
+    names = [name for name in devices() if gpus and name.split("-")[0] in gpus[0].lower()]
+    every = (1, max(1, len(gpus)))
+    if device == "cpu" and nodes > 1:
+        text = f"--pp {nodes}, a stage for each NUMA node, whose memory it reads; one request at a "
+        return (nodes, 1), Finding("best degrees", "ok", text + "time is quickest with --pp 1")
+    if device == "cuda" and not names:
+        text = "sipipe plan MODEL --gpu NAME computes them (--list: the names it knows)"
+        return every, Finding("best degrees", "ok", text)
+    facts = load_model("llama-3.1-8b" if device == "cuda" else "qwen3-0.6b")
+    best: dict[int, tuple[int, int]] = {}
+    for load in LOADS:
+        workload = Workload(input=200, output=200, fixed_batch=load)
+        ours: list[Choice] = []
+        for count in (len(gpus),) if device == "cuda" else (1, 2):
+            cluster = Cluster(
+                device=known(names[0] if device == "cuda" else "cpu", parts=count),
+                hosts=1,
+                devices_per_host=count,
+                network=network(100),
+                cores_per_host=len(cores),
+            )
+            costs = datasheet_costs(facts, cluster, workload)
+            choices = Search(costs=costs, workload=workload).plan().choices
+            ours += [c for c in choices if c.engine.key == OURS and (device == "cuda" or c.t == 1)]
+        if ours:
+            top = max(ours, key=lambda choice: choice.throughput)
+            best[load] = (top.p, top.t)
+    if LOADS[-1] not in best:
+        text = f"{facts.name} does not fit these devices: sipipe plan MODEL computes them"
+        return every, Finding("best degrees", "warning", text)
+    told = ", ".join(f"{load}: --pp {p} --tp {t}" for load, (p, t) in best.items())
+    text = f"by requests at once, {told}; computed for {facts.name} as sipipe plan does, not "
+    return best[LOADS[-1]], Finding("best degrees", "ok", text + "measured (sipipe bench does)")
+
+
 def _what_sipipe_does(
-    stages: int, ranks: int, device: Literal["cpu", "cuda"], gpus: Sequence[str]
+    stages: int,
+    ranks: int,
+    suits: tuple[int, int],
+    device: Literal["cpu", "cuda"],
+    gpus: Sequence[str],
 ) -> Iterator[Finding]:
-    plan = plan_cores(this_machine(), stages=stages, tensor_parallel=ranks, device=device)
-    first, second = plan.describe()
     workers, cores = stages * ranks, len(this_machine())
     if device == "cpu" and workers > cores:
         yield Finding(
             "core plan",
             "warning",
             f"--pp {stages} --tp {ranks} are {workers} workers, here are {cores} cores: workers "
-            "that share a core wait for each other",
+            f"that share a core wait for each other, --pp {suits[0]} --tp {suits[1]} suits these",
         )
+        if workers > MOST_WORKERS * cores:
+            return
+    plan = plan_cores(this_machine(), stages=stages, tensor_parallel=ranks, device=device)
+    first, second = plan.describe()
     note = " (too few cores to overlap everything)" if plan.shared else ""
     yield Finding("core plan", "ok", first.removeprefix("core plan: ") + note)
     yield Finding("", "ok", second.strip().removesuffix(" (shared: fewer cores than processes)"))
