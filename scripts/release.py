@@ -16,8 +16,6 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-IN_SDIST = ["CHANGELOG.md", "CONTRIBUTING.md", "dashboards/sipipe.json", "deploy/cpu.Dockerfile"]
-IN_WHEEL = ["sipipe/py.typed", "sipipe/tools/report/page/report.html"]
 DRAW = """
 import sys
 import numpy as np
@@ -34,6 +32,8 @@ def main() -> None:
     newest = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     check("CHANGELOG.md begins with this version", newest is not None and newest[1] == version[1])
     check("CHANGELOG.md gives its date", newest is not None and "not released" not in newest[2])
+    tracked = run("git", "ls-files", cwd=ROOT).splitlines()
+    wanted = {name for name in tracked if not name.startswith((".ci", ".git"))}
     changed = run("git", "status", "--porcelain", cwd=ROOT)
     check("the tree is committed", changed == "")
     with tempfile.TemporaryDirectory() as name:
@@ -42,11 +42,12 @@ def main() -> None:
         with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
             files = {member.split("/", 1)[-1] for member in archive.getnames()}
             archive.extractall(folder / "source", filter="data")
-        check("the source distribution is complete", files.issuperset(IN_SDIST))
+        check("the source distribution is complete", wanted <= files)
         source = next((folder / "source").iterdir())
         run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", name, cwd=source)
         wheel = next(folder.glob("*.whl"))
-        check("the wheel is complete", set(zipfile.ZipFile(wheel).namelist()).issuperset(IN_WHEEL))
+        code = {name.removeprefix("src/") for name in wanted if name.startswith("src/")}
+        check("the wheel is complete", code <= set(zipfile.ZipFile(wheel).namelist()))
         venv.create(folder / "venv", with_pip=True)
         binaries = folder / "venv" / "bin"
         run(str(binaries / "pip"), "install", "--quiet", str(wheel), cwd=folder)

@@ -97,13 +97,42 @@ def test_a_part_is_exported_from_its_own_begin_and_slots_have_their_tracks(examp
     assert all(len(found) == 1 for found in slots.values())
 
 
+@pytest.mark.skipif(
+    "SIPIPE_TRACE_PROCESSOR" not in os.environ,
+    reason="needs Perfetto's trace_processor_shell, a download: SIPIPE_TRACE_PROCESSOR=PATH",
+)
+def test_perfettos_own_trace_processor_takes_every_slice(example, tmp_path):
+    perfetto = pytest.importorskip("perfetto.trace_processor")
+    file = tmp_path / "run.json"
+    assert main(["trace", "export", str(example / "sipipe"), "--perfetto", str(file)]) == 0
+    written = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    config = perfetto.TraceProcessorConfig(bin_path=os.environ["SIPIPE_TRACE_PROCESSOR"])
+    with perfetto.TraceProcessor(trace=str(file), config=config) as processor:
+
+        def number(query):
+            return next(iter(processor.query(f"select {query}"))).n
+
+        assert number("count(*) as n from slice") == len(written)
+        assert number("count(*) as n from slice where dur < 0") == 0
+        lost = "from stats where severity in ('error', 'data_loss') and name like '%json%'"
+        assert number(f"coalesce(sum(value), 0) as n {lost}") == 0
+        assert number("count(distinct track_id) as n from slice") == len(
+            {(e["pid"], e["tid"]) for e in written}
+        )
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         (["report", "/nowhere"], 1, "no such directory"),
         (["report", "DIR", "--from", "soon"], 2, "--from: must be a number"),
         (["report", "DIR", "--to", "inf"], 2, "--to: must be a number"),
+        (["report", "DIR", "--from", "nan"], 2, "--from: must be a number"),
+        (["report", "DIR", "--from", "inf"], 2, "--from: must be a number"),
         (["report", "DIR", "--detail", "-1"], 2, "--detail: must be a whole number of 0"),
+        (["report"], 2, "required: DIR"),
+        (["reprot", "DIR"], 2, "invalid choice: 'reprot'"),
+        (["export", "DIR", "--perfeto", "x"], 2, "required: --perfetto"),
         (["report", "DIR", "--from", "1e6"], 1, "nothing between --from and --to"),
         (["report", "DIR", "--json", "--csv"], 2, "--csv: not allowed with"),
         (["report", "DIR", "-o", "/nowhere/x.html"], 2, "--output"),
@@ -190,6 +219,9 @@ def test_top_json(server, capsys):
         (["--pid", "4194305"], 1, "no running SiPipe server"),
         (["--pid", "me"], 2, "--pid: invalid int value"),
         (["--interval", "0"], 2, "--interval: must be"),
+        (["--interval", "nan"], 2, "--interval: must be"),
+        (["--interval", "inf"], 2, "--interval: must be"),
+        (["--intervall", "2"], 2, "unrecognized arguments: --intervall"),
     ],
 )
 def test_top_mistakes_get_one_line(capsys, arguments, status, message):

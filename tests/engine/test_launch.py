@@ -275,6 +275,8 @@ def measured_here(side, job):
     [
         (["serve"], "serve: name the MODEL"),
         (["serve", "no/such-model"], 'MODEL "no/such-model" cannot be read'),
+        (["serve", "/no/such"], 'MODEL "/no/such" cannot be read: there is no such directory'),
+        (["generate", "./no-such", "hi"], 'MODEL "./no-such" cannot be read: there is no such'),
         (["serve", "MODEL", "--port", PORT], "Address already in use"),
         (["serve", "MODEL", "--trace", "/dev/null/traces"], "trace: cannot write to"),
         (["generate", "MODEL", "--trace", "/dev/null/traces", "hello"], "trace: cannot write to"),
@@ -293,4 +295,7 @@ def test_a_mistake_is_one_line_before_anything_starts(
         taken.listen()
         values = {"MODEL": model, PORT: str(taken.getsockname()[1])}
         assert main([values.get(word, word) for word in argv]) in (1, 2)
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    error = capsys.readouterr().err
+    assert said in error.splitlines()[-1]
+    if "--trace" in argv:
+        assert error.count("\n") == 1

@@ -5,6 +5,7 @@ vLLM's parser is called directly, so that what is wrong is one line and nothing 
 
 import argparse
 import difflib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -153,7 +154,9 @@ def checked(create: Callable[[], VllmConfig], model: str) -> VllmConfig:
     except (ValueError, VLLMError) as error:
         raise ConfigError(_first_line(error)) from error
     except OSError as error:
-        raise ConfigError(f'MODEL "{model}" cannot be read: {_first_line(error)}') from error
+        missing = model.startswith(("/", ".")) and not os.path.exists(model)
+        reason = "there is no such directory" if missing else _first_line(error)
+        raise ConfigError(f'MODEL "{model}" cannot be read: {reason}') from error
     stages = vllm_config.parallel_config.pipeline_parallel_size
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     if stages > layers:

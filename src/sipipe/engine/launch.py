@@ -101,11 +101,11 @@ def announce(vllm_config: VllmConfig, node: int = 0) -> CorePlan:
         ResourceError: too little shared memory.
     """
     setup = Setup.of(vllm_config, node)
+    if setup.config.trace is not None:
+        check_directory(setup.config.trace)
     print("\n".join(setup.describe()), file=sys.stderr, flush=True)
     if setup.reason:
         print(f"vLLM's own runner and sampler are used: {setup.reason}", file=sys.stderr)
-    if setup.config.trace is not None:
-        check_directory(setup.config.trace)
     return setup.cores
 
 
