@@ -121,17 +121,28 @@ def test_architectures_that_the_model_does_not_describe_are_refused(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "width"),
+    ("change", "width", "bits"),
     [
-        ({}, 2.0),
-        ({"torch_dtype": "float32"}, 4.0),
-        ({"quantization_config": {"quant_method": "fp8"}}, 1.0),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, 1.0),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, 4.125 / 8),
+        ({}, 2.0, 16),
+        ({"torch_dtype": "float32"}, 4.0, 16),
+        ({"quantization_config": {"quant_method": "fp8"}}, 1.0, 8),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, 1.0, 16),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
+            *(4.125 / 8, 16),
+        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, 4.25 / 8, 16),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+            *(4.5 / 8, 4),
+        ),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, 1.0, 8),
     ],
 )
-def test_weight_bytes(change, width):
-    assert facts_from_config(BASE | change, name="m").weight_bytes == width
+def test_width_of_weights_and_of_products(change, width, bits):
+    """Only checkpoints for narrow units compute in them; others are widened."""
+    facts = facts_from_config(BASE | change, name="m")
+    assert (facts.weight_bytes, facts.arithmetic_bits) == (width, bits)
 
 
 FIELDS = sorted(
