@@ -275,8 +275,10 @@ def measured_here(side, job):
     [
         (["serve"], "serve: name the MODEL"),
         (["serve", "no/such-model"], 'MODEL "no/such-model" cannot be read'),
-        (["serve", "/no/such"], 'MODEL "/no/such" cannot be read: there is no such directory'),
-        (["generate", "./no-such", "hi"], 'MODEL "./no-such" cannot be read: there is no such'),
+        (["serve", "/no/such"], 'MODEL "/no/such": there is no such directory'),
+        (["generate", "no/such-model", "hi"], 'MODEL "no/such-model" cannot be read'),
+        (["bench", "./no-such"], 'MODEL "./no-such": there is no such directory'),
+        (["generate", "./no-such", "hi"], 'MODEL "./no-such": there is no such directory'),
         (["serve", "MODEL", "--port", PORT], "Address already in use"),
         (["serve", "MODEL", "--trace", "/dev/null/traces"], "trace: cannot write to"),
         (["generate", "MODEL", "--trace", "/dev/null/traces", "hello"], "trace: cannot write to"),
@@ -290,6 +292,7 @@ def test_a_mistake_is_one_line_before_anything_starts(
     model, capsys, monkeypatch, offline, argv, said
 ):
     monkeypatch.setattr("sipipe.cli.serve.supervise", served_here)
+    monkeypatch.setattr("sipipe.cli.bench._measure", measured_here)
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

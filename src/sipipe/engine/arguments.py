@@ -147,6 +147,8 @@ def checked(create: Callable[[], VllmConfig], model: str) -> VllmConfig:
     """
     from pydantic import ValidationError
 
+    if model.startswith(("/", ".")) and not os.path.exists(model):
+        raise ConfigError(f'MODEL "{model}": there is no such directory')
     try:
         vllm_config = create()
     except ValidationError as error:
@@ -154,9 +156,7 @@ def checked(create: Callable[[], VllmConfig], model: str) -> VllmConfig:
     except (ValueError, VLLMError) as error:
         raise ConfigError(_first_line(error)) from error
     except OSError as error:
-        missing = model.startswith(("/", ".")) and not os.path.exists(model)
-        reason = "there is no such directory" if missing else _first_line(error)
-        raise ConfigError(f'MODEL "{model}" cannot be read: {reason}') from error
+        raise ConfigError(f'MODEL "{model}" cannot be read: {_first_line(error)}') from error
     stages = vllm_config.parallel_config.pipeline_parallel_size
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     if stages > layers:

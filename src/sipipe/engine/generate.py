@@ -54,8 +54,10 @@ def generate(
     """
     args = parse_engine_args(argv, settings)
     texts = prompts(args.words)
+    vllm_config = checked(
+        lambda: AsyncEngineArgs.from_cli_args(args).create_engine_config(), args.model
+    )
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    vllm_config = checked(engine_args.create_engine_config, args.model)
     try:
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
     except (ValueError, VLLMError) as error:

@@ -64,8 +64,7 @@ def measure(job: Job) -> dict[str, Any]:
     began = time.perf_counter()
     args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
     _check_devices(args.additional_config, job)
-    engine_args = EngineArgs.from_cli_args(args)
-    config = checked(engine_args.create_engine_config, args.model)
+    config = checked(lambda: EngineArgs.from_cli_args(args).create_engine_config(), args.model)
     if job.settings is None:  # the cores that SiPipe would give its stages
         plan = plan_cores(
             this_machine(),
@@ -74,7 +73,7 @@ def measure(job: Job) -> dict[str, Any]:
         )
         os.environ.setdefault(BIND, plan.omp_threads_bind())
     vocabulary = config.model_config.get_vocab_size()
-    llm = LLM.from_engine_args(engine_args)
+    llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
     startup = time.perf_counter() - began
 
     chooser = random.Random(0)
