@@ -175,7 +175,7 @@ def measure(path: str, plan: list[tuple[int, int]]) -> list[dict[str, float]]:
     else:
         from sipipe.messages.link import LinkEndpoint
 
-        link = LinkEndpoint(kind=path, max_tokens=max(t for t, _ in plan), name="stage0-1.r0")  # type: ignore[arg-type]
+        link = LinkEndpoint(kind=path, buffer_tokens=max(t for t, _ in plan), name="stage0-1.r0")  # type: ignore[arg-type]
         place = link, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []

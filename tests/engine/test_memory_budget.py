@@ -31,7 +31,7 @@ SIZES = {
     "vocabulary": 5_003,
     "dtype": "bfloat16",
     "sequences": 24,
-    "tokens": 100,
+    "tokens": 700,
     "hidden": 48,
 }
 
@@ -163,13 +163,13 @@ def _links() -> list:
     import torch
 
     from sipipe.ipc.link.endpoint import open_receiver, open_sender
-    from sipipe.messages.link import LinkEndpoint
+    from sipipe.messages.link import LinkEndpoint, buffer_tokens
 
     ends = []
     for stage in range(SIZES["stages"] - 1):
         link = LinkEndpoint(
             kind="shm",
-            max_tokens=SIZES["tokens"],
+            buffer_tokens=buffer_tokens(SIZES["sequences"], SIZES["tokens"]),
             depth=max(2, SIZES["inflight"]),
             name=f"stage{stage}-{stage + 1}.r0",
         )

@@ -40,7 +40,6 @@ from .emulated_tensors import Factories
 from .integer_runner import (
     HEAD,
     INFLIGHT,
-    MAX_TOKENS,
     ROWS,
     VOCAB,
     Runner,
@@ -49,6 +48,14 @@ from .integer_runner import (
 )
 
 _WHO = ("launch 0", "launch 1", "publish 0", "publish 1")
+
+
+BUFFER_TOKENS = 10
+"""Of the link: up to three rows of up to nine tokens come in up to three pieces."""
+
+
+def pieces(output):
+    return -(-output.total_num_scheduled_tokens // BUFFER_TOKENS)
 
 
 class Request:
@@ -80,7 +87,9 @@ class Rig:
             prefill_len=SimpleNamespace(np=np.array([len(r.prompt) for r in self.requests])),
         )
         self.depth = depth
-        link = LinkEndpoint(kind="cuda_ipc", max_tokens=MAX_TOKENS, depth=depth, device="cuda")
+        link = LinkEndpoint(
+            kind="cuda_ipc", buffer_tokens=BUFFER_TOKENS, depth=depth, device="cuda"
+        )
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel = LogitsChannel(
             "logits",
@@ -213,8 +222,6 @@ class Rig:
 
     def launch(self, stage):
         iteration = self.launched[stage]
-        if stage == 0:
-            self.outputs.append(self.schedule(iteration))
         self.launched[stage] += 1
         with self.on(stage):
             slot, logits = iteration % INFLIGHT, "logits" in self.waits_for[iteration]
@@ -239,9 +246,12 @@ class Rig:
     def choices(self, iterations):
         first, last = self.launched
         found = {}
-        room = first < last + self.depth  # else the sender waits, in the thread that is all stages'
-        if first < iterations and room and self.resolved(first - INFLIGHT):
-            found["launch 0"] = lambda: self.launch(0)
+        if first < iterations and self.resolved(first - INFLIGHT):
+            if first == len(self.outputs):
+                self.outputs.append(self.schedule(first))
+            # Else the sender waits for a buffer, in the thread that is all stages'.
+            if sum(map(pieces, self.outputs[last : first + 1])) <= self.depth:
+                found["launch 0"] = lambda: self.launch(0)
         if last < first:
             found["launch 1"] = lambda: self.launch(1)
         for stage, actor in enumerate(self.machine.actors):
@@ -260,9 +270,18 @@ class Rig:
 
         self.monkeypatch.setattr(real, "publish", count)
         # The first frame brings the link's memory, by a thread of the link.
+        self.outputs.append(self.schedule(0))
         self.launch(0)
         self.launch(1)
-        self.loops[0]._sender.wait_sent()
+        sender = self.loops[0]._sender
+        sender.wait_sent()
+
+        def transmit(job):  # pieces leave at once, and not by a thread that runs as it likes
+            sender._transmit(job)
+            sender._completed += 1
+
+        end = sender._jobs.put
+        sender._jobs = SimpleNamespace(put=lambda job: end(None) if job is None else transmit(job))
         self.machine.waits.clear()
         self.machine.calm = False
         drawn, burst = 0, 0

@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from sipipe.ipc.link.cuda_device import CudaDevice  # noqa: E402
 from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving, CudaIpcSending  # noqa: E402
+from sipipe.ipc.link.receiver import Receiver  # noqa: E402
 from sipipe.worker.device import CudaStageDevice  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
@@ -32,7 +33,7 @@ SEEDS = 24
 
 
 def run(monkeypatch, seed, iterations=12, plant=None):
-    """What went wrong in one schedule; with graphs and without, by rows and by columns, a link of 2 or 3."""
+    """What went wrong in one schedule; with graphs and without, by rows and by columns, a link of 3 or 4."""
     with monkeypatch.context() as patched:
         machine = install(patched, seed)
         if plant is not None:
@@ -43,7 +44,7 @@ def run(monkeypatch, seed, iterations=12, plant=None):
             seed,
             graphs=seed % 2 == 0,
             layout=("rows", "columns")[seed // 2 % 2],
-            depth=2 + seed // 4 % 2,
+            depth=3 + seed // 4 % 2,
         )
         try:
             return rig.run(iterations)
@@ -135,6 +136,11 @@ HAZARDS = {
     ),
     "hidden states are sent into memory that the receiver still reads": (
         CudaIpcSending, "transmit", "device.copies.wait_event(self._freed[buffer])", "pass",
+    ),
+    "a piece is given back before it is copied": (
+        Receiver, "_put_together",
+        "    if k:\n            self._transport.release(header.frame)", "    if k:",
+        "for place, tensor in", "self._transport.release(header.frame)\n        for place, tensor in",
     ),
     "hidden states are used before they have come": (
         CudaIpcReceiving, "tensors",

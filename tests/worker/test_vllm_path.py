@@ -21,7 +21,7 @@ WIDTH, MOST = 6, 16
 @pytest.fixture
 def loops():
     """The ends of a link, as two stages' loops have them."""
-    endpoint = LinkEndpoint(kind="shm", max_tokens=MOST, stall_timeout=10)
+    endpoint = LinkEndpoint(kind="shm", buffer_tokens=MOST, stall_timeout=10)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sender, receiver = StageLoop.__new__(StageLoop), StageLoop.__new__(StageLoop)
     sender._sender, receiver._receiver = (

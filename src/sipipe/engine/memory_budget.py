@@ -20,6 +20,7 @@ from sipipe.ipc.memory import check_room
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.ipc.stage_times import StageTimes
+from sipipe.messages.link import buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.observe.live import PageHeader
 
@@ -77,7 +78,9 @@ def memory_budget(
             TensorSpec(key, dtype, itemsize, (TOKENS, hidden))
             for key in ("hidden_states", "residual")
         )
-        link = max(2, inflight) * buffer_bytes(TensorSchema(tuple(tensors)), tokens)
+        link = max(2, inflight) * buffer_bytes(
+            TensorSchema(tuple(tensors)), buffer_tokens(sequences, tokens)
+        )
         parts.append(Part("hidden states", (stages - 1) * ranks * link))
     times = StageTimes.required_bytes(stages=stages, samplers=samplers)
     parts.append(Part("stage times", times, directory))

@@ -247,7 +247,7 @@ def _make_links(setup: Setup, addresses: dict[int, str]) -> list[LinkEndpoint]:
         links.append(
             LinkEndpoint(
                 kind="zeromq" if address else kind,
-                max_tokens=setup.vllm_config.scheduler_config.max_num_batched_tokens,
+                buffer_tokens=setup.link_tokens,
                 depth=max(2, setup.slots),
                 name=f"stage{stage}-{stage + 1}.r{tp_rank}",
                 device=device,

@@ -36,6 +36,7 @@ from sipipe.engine.logits_room import rows_needed
 from sipipe.engine.memory_budget import Part, check_budget, describe, memory_budget
 from sipipe.errors import ConfigError
 from sipipe.messages.boots import Path
+from sipipe.messages.link import buffer_tokens
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -177,6 +178,12 @@ class Setup:
     def logits_rows(self) -> int:
         """Of BIC-L."""
         return rows_needed(self.vllm_config.scheduler_config.max_num_seqs, self.slots)
+
+    @property
+    def link_tokens(self) -> int:
+        """Of a link's buffer."""
+        scheduler = self.vllm_config.scheduler_config
+        return buffer_tokens(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 
     @property
     def measures(self) -> bool:

@@ -6,6 +6,17 @@ from typing import Literal
 TransportKind = Literal["shm", "cuda_ipc", "zeromq"]
 
 
+LEAST_TOKENS = 512
+"""Of a buffer, whatever decodes: each piece of a prompt costs a hand-over (some 100 µs)."""
+
+
+def buffer_tokens(sequences: int, tokens: int) -> int:
+    """Tokens of a link's buffer, with so many sequences running and so many tokens in a microbatch
+    at most: what decodes crosses whole, even if all do in one microbatch; long prompts in pieces.
+    """
+    return min(tokens, max(sequences, LEAST_TOKENS))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEndpoint:
     """One link, from rank r of a stage to rank r of the next. Pickles; holds no descriptor."""
@@ -13,11 +24,11 @@ class LinkEndpoint:
     kind: TransportKind
     name: str = "link"
     """For messages, such as ``"stage0-1.r0"``."""
-    max_tokens: int
-    """Most tokens of a microbatch, padding included."""
+    buffer_tokens: int
+    """Tokens of a buffer; a microbatch with more crosses in pieces (:func:`buffer_tokens`)."""
     depth: int = 3
-    """Buffers: frames that may be sent and not yet released; one is received while another is
-    used."""
+    """Buffers, and iterations that may be sent and not yet released; one is received while another
+    is used."""
     stall_timeout: float = 300.0
     """Seconds that a wait takes at most where the call names no bound of its own."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -28,7 +39,7 @@ class LinkEndpoint:
     port: int = 0
 
     def __post_init__(self) -> None:
-        assert self.max_tokens >= 1, self
+        assert self.buffer_tokens >= 1, self
         assert self.depth >= 2, self
 
     @property

@@ -33,7 +33,7 @@ from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.sender import Sender
 from sipipe.ipc.ring.logits import LogitsEndpoint, LogitsWriter
 from sipipe.messages.boots import StageDescription, WorkerBoot
-from sipipe.messages.link import LinkEndpoint
+from sipipe.messages.link import LinkEndpoint, buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.measured import Measured
 from sipipe.observe.phases import Phase
@@ -119,7 +119,8 @@ class StageLoop:
         if kept is None or runner.device.type == "cpu" or config.transport == "shm":
             return 0
         schema = TensorSchema.capture(kept.tensors, runner.max_num_tokens)
-        return max(2, self._boot.watched.inflight) * buffer_bytes(schema, runner.max_num_tokens)
+        tokens = buffer_tokens(runner.max_num_reqs, runner.max_num_tokens)
+        return max(2, self._boot.watched.inflight) * buffer_bytes(schema, tokens)
 
     def describe(self) -> StageDescription:
         """What the engine needs to make this rank's channels; the KV cache is set up by now."""
@@ -347,10 +348,11 @@ class StageLoop:
         """Into the runner's own buffer, whose rows beyond the batch's are there when it pads."""
         assert self._receiver is not None
         began = time.monotonic_ns()
-        tensors = self._whole(self._receiver.take(self._iteration, self._tokens))
         kept: dict[str, torch.Tensor] = self._worker.model_runner.intermediate_tensors.tensors
+        tensors = self._whole(self._receiver.take(self._iteration, self._tokens, into=kept))
         for key, tensor in tensors.items():
-            kept[key][: self._tokens].copy_(tensor)
+            if tensor.data_ptr() != kept[key].data_ptr():  # else it came in pieces
+                kept[key][: self._tokens].copy_(tensor)
         self._receiver.release(self._iteration)
         if self._second is not None and self._second.launched is not None:
             self._record(Phase.WAIT_HIDDEN, self._second.launched, began)

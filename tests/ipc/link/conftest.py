@@ -28,7 +28,7 @@ def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(cuda_ipc, "CudaDevice", stand_in.StandInDevice)
     return LinkEndpoint(
         kind=request.param,
-        max_tokens=64,
+        buffer_tokens=64,
         depth=3,
         name="stage0-1.r0",
         device="cuda" if on_gpu else "cpu",

@@ -23,7 +23,7 @@ pytestmark = [
 def test_same_bits_as_stock(tmp_path: Path, pp: int, tp: int) -> None:
     links = {
         (stage, rank): LinkEndpoint(
-            kind="shm", max_tokens=512, name=f"stage{stage}-{stage + 1}.r{rank}"
+            kind="shm", buffer_tokens=128, name=f"stage{stage}-{stage + 1}.r{rank}"
         )
         for stage in range(pp - 1)
         for rank in range(tp)

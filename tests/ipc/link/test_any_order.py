@@ -34,6 +34,7 @@ from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.messages.link import LinkEndpoint
 
 MAX_TOKENS = 40
+BUFFER_TOKENS = 16  # more crosses in pieces
 BOUND = 60.0
 
 dtypes = st.sampled_from(
@@ -89,7 +90,7 @@ class Link(RuleBasedStateMachine):
             patch.start()
         endpoint = LinkEndpoint(
             kind=self.kind,  # type: ignore[arg-type]
-            max_tokens=MAX_TOKENS,
+            buffer_tokens=BUFFER_TOKENS,
             device="cuda" if on_gpu else "cpu",
             depth=self.depth,
             stall_timeout=BOUND,
@@ -127,7 +128,7 @@ class Link(RuleBasedStateMachine):
         with pytest.raises(StallError):
             self.sender.send(self.next_send, 1, fill(self.pool[0], 1, 0), timeout=0.0)
 
-    @precondition(lambda self: self.sent)
+    @precondition(lambda self: self.sent and (self.sent[0][1] <= BUFFER_TOKENS or not self.held))
     @rule()
     def take(self) -> None:
         iteration, size, tensors = self.sent.popleft()

@@ -16,7 +16,7 @@ from sipipe.errors import SiPipeError
 from sipipe.messages.link import LinkEndpoint
 from sipipe.ipc.link.endpoint import open_sender, open_receiver
 address = sys.argv[1]
-link = LinkEndpoint(kind="zeromq", max_tokens=512, address=address, port=29600, stall_timeout=60)
+link = LinkEndpoint(kind="zeromq", buffer_tokens=512, address=address, port=29600, stall_timeout=60)
 def hidden(i): return {"h": torch.full((1 + i * 37 % 512, 4096), i, dtype=torch.bfloat16)}
 def end(call):
     try:

@@ -200,7 +200,7 @@ def test_the_sender_dies_between_a_schema_and_its_memory(endpoint, pair, start):
 )
 def test_a_sender_that_is_killed_at_any_moment(pair, start, seconds):
     """8 MiB a frame: most of the time one is being copied. What is taken is whole."""
-    endpoint = LinkEndpoint(kind="shm", max_tokens=1024, stall_timeout=BOUND)
+    endpoint = LinkEndpoint(kind="shm", buffer_tokens=1024, stall_timeout=BOUND)
     stage = start(SENDS_FOR_EVER, endpoint, pair[0])
     with closing(open_receiver(endpoint, pair[1])) as receiver:
 
@@ -262,7 +262,7 @@ def test_the_receiver_dies_before_it_gives_memory(endpoint, pair):
 
 def test_a_sender_whose_death_a_forked_child_hides(pair, start):
     """The child keeps the socket open, so there is no end of it; the process is watched too."""
-    endpoint = LinkEndpoint(kind="shm", max_tokens=64, stall_timeout=BOUND)
+    endpoint = LinkEndpoint(kind="shm", buffer_tokens=64, stall_timeout=BOUND)
     stage = start(LEAVES_A_CHILD_BEHIND, endpoint, pair[0])
     with closing(open_receiver(endpoint, pair[1])) as receiver:
         receiver.take(0, 4, BOUND)
@@ -275,7 +275,7 @@ def test_a_sender_whose_death_a_forked_child_hides(pair, start):
 
 
 def test_a_receiver_whose_death_a_forked_child_hides(pair, start):
-    endpoint = LinkEndpoint(kind="shm", max_tokens=64, stall_timeout=BOUND, name="forks")
+    endpoint = LinkEndpoint(kind="shm", buffer_tokens=64, stall_timeout=BOUND, name="forks")
     stage = start(TAKES_ONE_THEN_WAITS, endpoint, pair[1])
     with closing(open_sender(endpoint, pair[0])) as sender:
         for iteration in range(endpoint.depth):

@@ -52,7 +52,7 @@ def later_stage(endpoint: LinkEndpoint, sock: socket.socket, answers: Any) -> No
 @pytest.mark.parametrize("kind", ["shm", "cuda_ipc"])
 def test_gpu_tensors_arrive_on_the_gpu(kind, pair):
     torch.cuda.set_device(0)
-    endpoint = LinkEndpoint(kind=kind, max_tokens=64, device="cuda", stall_timeout=BOUND)
+    endpoint = LinkEndpoint(kind=kind, buffer_tokens=64, device="cuda", stall_timeout=BOUND)
     context = multiprocessing.get_context("spawn")
     answers, theirs = context.Pipe()
     stage = context.Process(target=later_stage, args=(endpoint, pair[1], theirs))

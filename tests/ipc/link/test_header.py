@@ -17,7 +17,7 @@ from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.ipc.link.header import HEADER_BYTES, Header, Kind, pack, unpack
 from sipipe.messages.link import LinkEndpoint
 
-ENDPOINT = LinkEndpoint(kind="shm", max_tokens=8, name="stage0-1.r0", stall_timeout=5.0)
+ENDPOINT = LinkEndpoint(kind="shm", buffer_tokens=8, name="stage0-1.r0", stall_timeout=5.0)
 WORD = st.integers(0, 2**64 - 1)
 HEADERS = st.builds(Header, st.sampled_from([*Kind]), WORD, WORD, st.integers(0, 2**32 - 1), WORD)
 

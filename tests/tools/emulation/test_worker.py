@@ -158,7 +158,7 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages):
     """Real links, publishers and BIC-L; one thread launches all stages, and never waits."""
     path = tmp_path / "profile.json"
     path.write_bytes(msgspec.json.encode(profile(*range(1, stages + 1), copy=0.5)))
-    link = LinkEndpoint(kind="shm", max_tokens=16, depth=3, device="cpu")
+    link = LinkEndpoint(kind="shm", buffer_tokens=16, depth=3, device="cpu")
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(stages - 1)]
     shape = LogitsShape(vocab=7, dtype="bfloat16")
     channel = LogitsChannel("logits", shape, rows=8, entries=5, readers=["a"])

@@ -114,7 +114,7 @@ class CudaIpcSending(ShmSending):
         device.copies.wait_event(after)
         device.copies.wait_event(self._freed[buffer])
         start = self._base + buffer * self._size
-        offsets = schema.offsets(self._endpoint.max_tokens)
+        offsets = schema.offsets(self._endpoint.buffer_tokens)
         for part, offset in zip(parts, offsets, strict=False):  # the last offset is the end
             if part.nbytes:
                 device.copy(start + offset, part)
@@ -180,4 +180,4 @@ class CudaIpcReceiving(ShmReceiving):
             with contextlib.suppress(OSError):  # the next receive says that it is gone
                 # wait: the link's `stall_timeout`; the previous stage or its death
                 talk.send(msgspec.msgpack.encode(room))
-        return Buffers(memory, size, endpoint.max_tokens)
+        return Buffers(memory, size, endpoint.buffer_tokens)

@@ -4,13 +4,18 @@ Who runs here: threads of the stage worker; ``take`` by the thread that runs the
 time), ``release`` when the device has consumed the data. Guarantees: what ``take`` returns is the
 iteration that was asked for, with its number of tokens and the announced schema, or an error is
 raised; the views stay untouched until ``release``. Relies on: the sender, which writes a buffer
-again only after its release. Rejected: a thread of ours between the transport and ``take``, where
-the data need nobody to move them: it doubled the wake-ups on the critical path.
+again only after its release. A microbatch that comes in pieces is put together elsewhere, each
+piece's buffer given back as it is copied, the last one's by ``release``; nothing else may be held by
+then, because the next piece may need its buffer.
+
+Rejected: a thread of ours between the transport and ``take``, where the data need nobody to move
+them: it doubled the wake-ups on the critical path.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 import torch
 
@@ -38,7 +43,12 @@ class Receiver:
         self._closed = False
 
     def take(
-        self, iteration: int, num_tokens: int, timeout: float | None = None
+        self,
+        iteration: int,
+        num_tokens: int,
+        timeout: float | None = None,
+        *,
+        into: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
         """The hidden states of ``iteration``, in place (or on the GPU, if the link says so).
 
@@ -49,6 +59,8 @@ class Receiver:
             iteration: the one that the previous stage sends next.
             num_tokens: its tokens, padding included, as the scheduling output says.
             timeout: seconds to wait; None: the link's ``stall_timeout``.
+            into: where to put what comes in pieces, by key, with ``num_tokens`` or more tokens in
+                the first dimension; for other keys memory is made.
 
         Returns:
             Each key's tensor, [num_tokens, ...], in the sender's order.
@@ -64,30 +76,72 @@ class Receiver:
                 raise self._closed_error()
             if self._error is not None:
                 raise self._error
-            assert 0 <= num_tokens <= self._endpoint.max_tokens, (num_tokens, self._endpoint)
             bound = self._endpoint.stall_timeout if timeout is None else timeout
-            try:
-                header = self._transport.receive(bound)
-                if header is not None:
-                    self._verify(header, iteration, num_tokens)
-                    tensors = self._transport.tensors(header)
-            except Exception as error:
-                if self._closed:
-                    raise self._closed_error() from None
-                self._error = error
-                raise
-            if header is None:
-                raise StallError(
-                    f"{self._endpoint.describe()}: no hidden states of iteration {iteration} "
-                    f"within {bound:g} s; look at the previous stage's log"
-                )
-            with self._holding:
-                self._held[iteration] = header.frame
-            self._taken += 1
+            most = self._endpoint.buffer_tokens
+            header, tensors = self._next(iteration, min(num_tokens, most), bound)
+            if num_tokens > most:
+                try:
+                    return self._put_together(header, tensors, num_tokens, bound, into or {})
+                except Exception as error:  # what was taken of the iteration is gone
+                    self._error = self._error or error
+                    raise
+            self._hold(header)
             if self._to_device:
                 # From pageable memory: the copy is complete on return.
                 return {key: tensor.to("cuda") for key, tensor in tensors.items()}
             return tensors.copy()
+
+    def _next(
+        self, iteration: int, num_tokens: int, bound: float
+    ) -> tuple[Header, dict[str, torch.Tensor]]:
+        """The next frame, which is to be of ``iteration``, in place."""
+        try:
+            header = self._transport.receive(bound)
+            if header is not None:
+                self._verify(header, iteration, num_tokens)
+                self._taken += 1
+                return header, self._transport.tensors(header)
+        except Exception as error:
+            if self._closed:
+                raise self._closed_error() from None
+            self._error = error
+            raise
+        raise StallError(
+            f"{self._endpoint.describe()}: no hidden states of iteration {iteration} "
+            f"within {bound:g} s; look at the previous stage's log"
+        )
+
+    def _put_together(
+        self,
+        header: Header,
+        tensors: Mapping[str, torch.Tensor],
+        num_tokens: int,
+        bound: float,
+        into: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """The rest of an iteration whose first piece has come, and all of it."""
+        assert not self._held, "its pieces may need the buffers that are held"
+        schema, most = self._transport.schema(header), self._endpoint.buffer_tokens
+        assert schema is not None
+        device = "cuda" if self._to_device else next(iter(tensors.values())).device
+        whole = {
+            key: into[key][:num_tokens]
+            if key in into
+            else torch.empty(shape, dtype=dtype, device=device)
+            for key, dtype, shape in schema.at(num_tokens).expected
+        }
+        for k, (count, places) in enumerate(schema.pieces(list(whole.values()), num_tokens, most)):
+            if k:
+                self._transport.release(header.frame)
+                header, tensors = self._next(header.iteration, count, bound)
+            for place, tensor in zip(places, tensors.values(), strict=True):
+                place.copy_(tensor)
+        self._hold(header)
+        return whole
+
+    def _hold(self, header: Header) -> None:
+        with self._holding:
+            self._held[header.iteration] = header.frame
 
     def release(self, iteration: int) -> None:
         """Give the buffer of ``iteration`` back; its tensors must not be used any more."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -135,6 +135,22 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
                 shapes, sizes, sum(sizes), tuple(zip(self.keys, self.dtypes, shapes, strict=True))
             )
         return frame
+
+    def pieces(
+        self, parts: Sequence[torch.Tensor], num_tokens: int, most: int
+    ) -> list[tuple[int, list[torch.Tensor]]]:
+        """``parts`` cut after every ``most`` tokens: how many tokens, and views of them. What has
+        no tokens is whole in every piece."""
+        if num_tokens <= most:
+            return [(num_tokens, list(parts))]
+        found = []
+        for start in range(0, num_tokens, most):
+            count = min(most, num_tokens - start)
+            found.append((count, [
+                part.narrow(spec.shape.index(TOKENS), start, count) if TOKENS in spec.shape else part
+                for spec, part in zip(self.specs, parts, strict=True)
+            ]))  # fmt: skip
+        return found
 
     def offsets(self, max_tokens: int) -> tuple[int, ...]:
         """Byte offset of each tensor in a buffer made for ``max_tokens`` tokens, then the end.

@@ -112,7 +112,7 @@ class ShmSending:
 
     def announce(self, schema: TensorSchema) -> None:
         """Describe a schema to the receiver and make room for it; may wait for the receiver."""
-        need = buffer_bytes(schema, self._endpoint.max_tokens)
+        need = buffer_bytes(schema, self._endpoint.buffer_tokens)
         grow = need > self._size
         self._size = max(need, self._size)
         body = msgspec.msgpack.encode(Announcement(schema, self._size, grow))
@@ -131,12 +131,12 @@ class ShmSending:
         except OSError as error:
             raise ResourceError(
                 f"{endpoint.describe()}: no {total / 2**20:.0f} MiB of memory for "
-                f"{endpoint.depth} buffers of max_tokens={endpoint.max_tokens}: {error}"
+                f"{endpoint.depth} buffers of {endpoint.buffer_tokens} tokens: {error}"
             ) from error
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-        self._buffers = Buffers(memory, self._size, endpoint.max_tokens)
+        self._buffers = Buffers(memory, self._size, endpoint.buffer_tokens)
 
     def transmit(
         self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
@@ -221,9 +221,13 @@ class ShmReceiving:
             else:
                 self._learn(self._view[HEADER_BYTES:size])
 
+    def schema(self, header: Header) -> TensorSchema | None:
+        """What the frame's tensors are; None if that was never announced."""
+        return self._schemas.get(header.fingerprint)
+
     def tensors(self, header: Header) -> dict[str, torch.Tensor]:
         """The frame's tensors, complete and in place; the dictionary is not to be changed."""
-        schema = self._schemas.get(header.fingerprint)
+        schema = self.schema(header)
         if schema is None or self._buffers is None:
             raise TransferMismatchError(
                 f"{self._endpoint.describe()}: iteration {header.iteration} has a tensor schema "
@@ -260,7 +264,7 @@ class ShmReceiving:
 
     def _open_room(self, descriptor: int, size: int) -> Buffers:
         memory = torch.frombuffer(_map(descriptor, size * self._endpoint.depth), dtype=torch.uint8)
-        return Buffers(memory, size, self._endpoint.max_tokens)
+        return Buffers(memory, size, self._endpoint.buffer_tokens)
 
 
 def _greet(connection: PacketConnection) -> None:

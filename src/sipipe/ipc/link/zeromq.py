@@ -53,7 +53,7 @@ class ZeromqSending(ShmSending):
         self._connection: Any = _connect(endpoint, listens=False)
 
     def announce(self, schema: TensorSchema) -> None:
-        size = buffer_bytes(schema, self._endpoint.max_tokens)
+        size = buffer_bytes(schema, self._endpoint.buffer_tokens)
         body = msgspec.msgpack.encode(Announcement(schema, size, new_memory=False))
         self._connection.send(pack(Header(Kind.SCHEMA), body))
 
@@ -101,7 +101,7 @@ class ZeromqReceiving(ShmReceiving):
         if size > self._size:  # frames that are held keep the old ones alive
             self._size, depth = size, self._endpoint.depth
             memory = torch.empty(size * depth, dtype=torch.uint8)
-            self._buffers = Buffers(memory, size, self._endpoint.max_tokens)
+            self._buffers = Buffers(memory, size, self._endpoint.buffer_tokens)
 
 
 def _connect(endpoint: LinkEndpoint, *, listens: bool, place: Place | None = None) -> _Packets:
