@@ -50,6 +50,7 @@ from .integer_runner import (
 _WHO = ("launch 0", "launch 1", "publish 0", "publish 1")
 
 
+CHUNK = 9  # tokens of a prompt in an iteration, at most
 BUFFER_TOKENS = 10
 """Of the link: up to three rows of up to nine tokens come in up to three pieces."""
 
@@ -61,7 +62,8 @@ def pieces(output):
 class Request:
     def __init__(self, row, choose):
         self.id, self.row = f"r{row}", row
-        self.prompt = [choose.randrange(50) for _ in range(choose.randint(1, 9))]
+        length = choose.randint(1, choose.choice((CHUNK, 4 * CHUNK)))
+        self.prompt = [choose.randrange(50) for _ in range(length)]
         self.computed = 0
         self.params = SamplingParams(
             temperature=choose.choice((0.0, 0.5, 1.0)),
@@ -185,7 +187,7 @@ class Rig:
         for request in requests:
             start, left = request.computed, len(request.prompt) - request.computed
             if left > 0:
-                tokens = request.prompt[start : start + self.choose.randint(1, left)]
+                tokens = request.prompt[start : start + self.choose.randint(1, min(left, CHUNK))]
                 output.prompt_tokens[request.id] = tokens
             else:
                 tokens = [request.token]

@@ -226,6 +226,7 @@ class Sender:
             while self._released[buffer] <= before:
                 self._check()
                 if self._reading:
+                    # wait: the link's `stall_timeout`; the thread that reads releases, `close`
                     heard = self._progress.wait(bound)
                 else:
                     heard = self._read_release(bound)
@@ -246,7 +247,7 @@ class Sender:
             self._fail(error)  # the caller says which was first
             return True
         finally:
-            self._progress.acquire()
+            self._progress.acquire()  # wait: held for moments
             self._reading = False
             if released is not None:
                 self._released[released % self._depth] += 1
