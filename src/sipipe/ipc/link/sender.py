@@ -61,7 +61,7 @@ class Sender:
         self._last_iteration = -1
         self._depth = endpoint.depth
         self._tokens = endpoint.buffer_tokens
-        self._released = [0] * endpoint.depth  # how often the receiver has given each buffer back
+        self._given_back = [0] * endpoint.depth  # times the receiver has released each
         self._reading = False  # whether somebody reads releases; under _progress
         self._ends: deque[int] = deque(maxlen=endpoint.depth)  # last frames of iterations, in order
         # Invariant: _completed <= _submitted, but for the moment between their increments in
@@ -119,8 +119,9 @@ class Sender:
             if schema is None or parts is None:
                 schema, parts = self._other_schema(tensors, num_tokens)
                 new = schema.fingerprint not in self._schemas
-            if len(self._ends) == self._depth:
-                self._wait_released(self._ends[0], iteration, timeout)
+            bound = self._endpoint.stall_timeout if timeout is None else timeout
+            if len(self._ends) == self._depth and not self._released(self._ends[0], bound):
+                raise self._behind(iteration, bound)
             frame = self._submitted
             jobs = [
                 _Job(
@@ -133,10 +134,14 @@ class Sender:
                 for k, (count, piece) in enumerate(schema.pieces(parts, num_tokens, self._tokens))
             ]
             nbytes, after = schema.at(num_tokens).nbytes, jobs[0].after
-            idle = frame == self._completed and not new and len(jobs) == 1
-            quick = idle and self._transport.is_quick(nbytes, after)
+            quick = (
+                frame == self._completed
+                and not new
+                and len(jobs) == 1
+                and self._transport.is_quick(nbytes, after)
+                and self._released(frame - self._depth, 0.0)  # else pieces are in all buffers
+            )
             if quick:
-                self._wait_released(frame - self._depth, iteration, timeout)
                 try:
                     self._transport.transmit(jobs[0].header, schema, jobs[0].parts, after)
                 except Exception as error:
@@ -213,17 +218,17 @@ class Sender:
 
     # -- either thread ---------------------------------------------------------------------------
 
-    def _wait_released(self, frame: int, iteration: int, timeout: float | None) -> None:
-        """Return when the receiver has released ``frame``, or if there is no such frame.
+    def _released(self, frame: int, bound: float) -> bool:
+        """Whether the receiver has released ``frame``, or does before it releases nothing for
+        ``bound`` seconds; True if there is no such frame.
 
         One thread reads releases at a time; the other hears of them from it, and reads next.
         """
         buffer, before = frame % self._depth, frame // self._depth
-        if self._released[buffer] > before:
-            return
-        bound = self._endpoint.stall_timeout if timeout is None else timeout
+        if self._given_back[buffer] > before:
+            return True
         with self._progress:
-            while self._released[buffer] <= before:
+            while self._given_back[buffer] <= before:
                 self._check()
                 if self._reading:
                     # wait: the link's `stall_timeout`; the thread that reads releases, `close`
@@ -231,11 +236,14 @@ class Sender:
                 else:
                     heard = self._read_release(bound)
                 if not heard:
-                    raise StallError(
-                        f"{self._endpoint.describe()}: iteration {iteration} waited {bound:g} s for "
-                        f"the next stage, which is {self._depth} iterations behind and releases "
-                        "none; look at its log"
-                    )
+                    return False
+        return True
+
+    def _behind(self, iteration: int, bound: float) -> StallError:
+        return StallError(
+            f"{self._endpoint.describe()}: iteration {iteration} waited {bound:g} s for the next "
+            f"stage, which is {self._depth} iterations behind and releases none; look at its log"
+        )
 
     def _read_release(self, bound: float) -> bool:
         """Wait for a release, with ``_progress`` held but for the wait; False: none came."""
@@ -250,7 +258,7 @@ class Sender:
             self._progress.acquire()  # wait: held for moments
             self._reading = False
             if released is not None:
-                self._released[released % self._depth] += 1
+                self._given_back[released % self._depth] += 1
             self._progress.notify_all()
         return released is not None
 
@@ -283,5 +291,7 @@ class Sender:
     def _transmit(self, job: _Job) -> None:
         if job.announce:
             self._transport.announce(job.schema)
-        self._wait_released(job.header.frame - self._depth, job.header.iteration, None)
+        bound = self._endpoint.stall_timeout
+        if not self._released(job.header.frame - self._depth, bound):
+            raise self._behind(job.header.iteration, bound)
         self._transport.transmit(job.header, job.schema, job.parts, job.after)
