@@ -1,11 +1,13 @@
 """The table that scheduler and executor share: who names an iteration, when it is complete."""
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from sipipe.engine import stall
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.requests import Work
 from sipipe.engine.resolve import build_output
@@ -104,10 +106,16 @@ class Watched:
     """A stall watch of 100 s over two workers that answer when the test says so."""
 
     def __init__(self):
-        self.iterations, self.errors, self.asked = Iterations(3, 99), [], 0
+        self.iterations, self.errors, self.asked, self.shown = Iterations(3, 99), [], 0, []
         self.calls = Calls(SimpleNamespace(publish=lambda *_: None), WORKERS)
         self.watch = StallWatch(
-            self.iterations, self.calls, WORKERS, self.ask, 100.0, self.errors.append
+            self.iterations,
+            self.calls,
+            WORKERS,
+            self.ask,
+            100.0,
+            self.errors.append,
+            self.shown.append,
         )
 
     def ask(self):
@@ -123,6 +131,37 @@ def test_a_call_of_an_iteration_on_vllms_own_path_has_the_bound():
         watched.watch.heard(worker, Status("runs a call"))
     watched.watch.turn()
     assert "a call of execute_model waits for stage1.0. stage0.0 runs" in str(watched.errors[0])
+
+
+def test_a_stage_that_does_not_answer_while_work_is_late_is_a_stall(monkeypatch):
+    """1. Not late. 2. Late, and asked. 3. One does not answer. 4. It does again. 5. All is done."""
+    watched = Watched()
+    now = time.monotonic()
+    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def turn(*answering):
+        nonlocal now
+        for worker in answering:
+            watched.watch.heard(worker, Status("runs iteration 0"))
+        pause = watched.watch.turn()
+        now += 2.0
+        return pause, watched.asked, watched.shown[-1:]
+
+    assert turn() == (5.0, 0, [False])
+    iteration = begin(watched.iterations)
+    iteration.began = now
+    assert turn()[1:] == (0, [False])
+    now += 11.0
+    assert turn() == (2.0, 1, [False])
+    assert turn(*WORKERS) == (2.0, 2, [False])
+    assert turn(WORKERS[0]) == (2.0, 3, [True])
+    assert turn() == (2.0, 4, [True])
+    assert turn(*WORKERS) == (2.0, 5, [False])
+    assert turn(WORKERS[0]) == (2.0, 6, [True])
+    for sampler in (0, 1):
+        watched.iterations.deliver(0, tokens={sampler: sampled(sampler, 1)})
+    assert turn() == (5.0, 6, [False])
+    assert not watched.errors
 
 
 def test_any_other_call_may_take_as_long_as_its_workers_answer():
@@ -150,10 +189,10 @@ def test_a_stall_says_what_each_worker_does():
     assert watch.turn() > 0
     begin(iterations).began -= 99.0
     assert 0 < watch.turn() < 2
-    assert not watched.asked
     iterations.oldest().began -= 2.0
+    assert watched.asked == 1  # as it was late
     watch.turn()
-    assert watched.asked == 1
+    assert watched.asked == 2
     watch.heard("stage0.0", Status("waits for hidden states"))
     watch.turn()
     assert not errors

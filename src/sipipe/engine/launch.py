@@ -87,6 +87,7 @@ def serve(
     check_head(SiPipeConfig.from_additional_config(vllm_config.additional_config).hosts)
     if by_ray:
         placement.start(vllm_config, shares_memory=shares)
+    args.middleware = [*args.middleware, "sipipe.engine.health.Health"]
     started(args)
     command.cmd(args)
     return 0

@@ -97,7 +97,13 @@ class Pipeline:
         self._closing.callback(self._gather.close)
         timeout = setup.config.stall_timeout
         self._stall = StallWatch(
-            self.iterations, self.calls, workers, self._ask, timeout, self.failed
+            self.iterations,
+            self.calls,
+            workers,
+            self._ask,
+            timeout,
+            self.failed,
+            lambda stalled: self.telemetry.live.set(Word.STALLED, stalled),
         )
         for host in self._hosts:
             host.wait_loaded()

@@ -2,7 +2,8 @@
 
 Runs on the events thread only. An iteration has the bound itself, and so has one on vLLM's own
 path. Any other call of the workers may take as long as they live and answer: nobody knows how long
-a user's own method takes.
+a user's own method takes. While something is late, the workers are asked over and over whether they
+still answer: as long as one does not, the engine is stalled, and ``/health`` says so.
 """
 
 import time
@@ -14,13 +15,16 @@ from sipipe.errors import StallError
 from sipipe.messages.replies import Status
 
 ANSWER_SECONDS = 2.0
+LATE_SECONDS = 10.0
+"""After which the workers are asked for the first time."""
 LONGEST_SLEEP = 5.0
 
 
 class StallWatch:
     """Looks at the oldest iteration and the oldest call; ``timeout`` seconds are the bound.
 
-    ``ask`` asks all ``workers`` what they do; :meth:`heard` takes the answers.
+    ``ask`` asks all ``workers`` what they do; :meth:`heard` takes the answers. ``show`` is told
+    whether one that should answer does not.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class StallWatch:
         ask: Callable[[], None],
         timeout: float,
         fail: Callable[[BaseException], None],
+        show: Callable[[bool], None],
     ) -> None:
         self._iterations = iterations
         self._calls = calls
@@ -38,8 +43,11 @@ class StallWatch:
         self._ask = ask
         self._timeout = timeout
         self._fail = fail
+        self._show = show
         self._answers: dict[str, str] = {}
         self._answers_until: float | None = None
+        self._probed: float | None = None
+        """When the workers were asked last, before the bound is reached."""
 
     def heard(self, worker: str, status: Status) -> None:
         """A worker says what it does."""
@@ -56,8 +64,10 @@ class StallWatch:
         left = LONGEST_SLEEP if oldest is None else oldest.began + self._timeout - now
         if oldest is None or left > 0:
             self._answers_until = None
-            return max(0.05, min(LONGEST_SLEEP, left))
+            late = oldest is not None and now - oldest.began > LATE_SECONDS
+            return max(0.05, min(left, self._probe(late, now)))
         if self._answers_until is None:
+            self._probed = None
             self._answers.clear()
             self._answers_until = now + (self._timeout if oldest.may_be_long else ANSWER_SECONDS)
             self._ask()
@@ -78,3 +88,18 @@ class StallWatch:
             )
         )
         return LONGEST_SLEEP
+
+    def _probe(self, late: bool, now: float) -> float:
+        """Ask again and again while something is late. Returns the seconds to the next look."""
+        asked = self._probed
+        if not late:
+            self._probed = None
+            self._show(False)
+            return LONGEST_SLEEP
+        if asked is None or now - asked >= ANSWER_SECONDS:
+            if asked is not None:
+                self._show(len(self._answers) < len(self._workers))
+            self._answers.clear()
+            self._ask()
+            asked = self._probed = now
+        return asked + ANSWER_SECONDS - now

@@ -88,6 +88,8 @@ class Word(IntEnum):
     FIRST_TOKENS = 17
     """Executor, counter: requests that got their first token, and what they waited for it."""
     TTFT_NS = 18
+    STALLED = 19
+    """Executor, gauge: 1 while something is late and a worker does not answer."""
     PHASE_LAST = 32
     """First of the last iteration that each phase saw, plus 1: 0 before the first."""
     RING = 64

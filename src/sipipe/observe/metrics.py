@@ -97,6 +97,9 @@ METRICS: dict[str, Metric] = {
     "sipipe_fallbacks": Metric(
         "counter", "executor", Word.FALLBACKS, "Batches that took vLLM's own path"
     ),
+    "sipipe_stalled": Metric(
+        "gauge", "executor", Word.STALLED, "1 while work is late and a stage does not answer"
+    ),
     "sipipe_restarts": Metric(
         "counter", "executor", Word.RESTARTS, "Processes that died and were started again"
     ),
