@@ -173,7 +173,7 @@ def complete(address, prompt, asked):
     request = urllib.request.Request(
         f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=200) as answer:
         said = json.load(answer)["choices"][0]["logprobs"]
     chosen = [int(token.removeprefix("token_id:")) for token in said["tokens"]]
     return chosen, [sorted(at.values()) for at in said["top_logprobs"]]
