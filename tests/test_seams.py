@@ -41,6 +41,7 @@ METHODS = {
         "self scheduler_output model_runner_output"
     ),
     "vllm.v1.core.sched.scheduler:Scheduler.has_requests": "self",
+    "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts": "self",
     "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead": (
         "self request num_computed_tokens num_new_tokens"
     ),
@@ -210,6 +211,7 @@ ATTRIBUTES = {
         "enable_eplb enable_elastic_ep disable_custom_all_reduce distributed_timeout_seconds "
         "use_ubatching assigned_physical_gpu_ids placement_group ray_runtime_env"
     ),
+    "vllm.entrypoints.launchers.cli_args:FrontendArgs": "middleware",
     "vllm.envs": "VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES VLLM_RAY_PER_WORKER_GPUS",
     "vllm.platforms.interface:Platform": (
         "ray_device_key ray_noset_device_env_vars device_control_env_var additional_env_vars"
