@@ -3,9 +3,15 @@
 import asyncio
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.entrypoints.serve.instrumentator.health import router
+from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
 from sipipe.engine import health
 from sipipe.engine.health import Health
+from sipipe.engine.launch import MIDDLEWARE
 from sipipe.observe.live import LivePage, PageHeader, Word
 
 
@@ -50,3 +56,17 @@ def test_without_an_engine_it_is_vllms_word(monkeypatch, page):
     page.close()
     monkeypatch.setattr(health, "find", lambda _run: [])
     assert ask(app) == "app"
+
+
+def test_vllms_server_takes_it_by_its_name(page):
+    """In vLLM's own way of adding middleware, around its own route."""
+    app = FastAPI()
+    app.include_router(router)
+    app.state.engine_client = None  # vLLM's word is 200
+    arguments = FrontendArgs(middleware=[MIDDLEWARE])
+    init_entrypoints_middleware(arguments, app, ("generate",))
+    with TestClient(app) as client:
+        assert client.get("/health").status_code == 200
+        page.writer("executor").set(Word.STALLED, 1)
+        assert client.get("/health").status_code == 503
+        assert client.get("/other").status_code == 404

@@ -36,6 +36,8 @@ from sipipe.errors import ConfigError, ResourceError
 from sipipe.ipc.connection import check_port
 from sipipe.observe.recorder import check_directory
 
+MIDDLEWARE = "sipipe.engine.health.Health"
+
 
 def serve(
     argv: Sequence[str],
@@ -87,7 +89,7 @@ def serve(
     check_head(SiPipeConfig.from_additional_config(vllm_config.additional_config).hosts)
     if by_ray:
         placement.start(vllm_config, shares_memory=shares)
-    args.middleware = [*args.middleware, "sipipe.engine.health.Health"]
+    args.middleware = [*args.middleware, MIDDLEWARE]
     started(args)
     command.cmd(args)
     return 0
