@@ -89,7 +89,8 @@ def serve(
     check_head(SiPipeConfig.from_additional_config(vllm_config.additional_config).hosts)
     if by_ray:
         placement.start(vllm_config, shares_memory=shares)
-    args.middleware = [*args.middleware, MIDDLEWARE]
+    if not envs.VLLM_USE_RUST_FRONTEND:
+        args.middleware = [*args.middleware, MIDDLEWARE]
     started(args)
     command.cmd(args)
     return 0
