@@ -1,0 +1,147 @@
+"""One engine's life, with faults in it: runs in a process of its own, forked by the rig.
+
+vLLM's ``EngineCore`` in the main thread, driven as vLLM's own loop drives it, with SiPipe's
+executor. What comes of it is written to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import time
+import traceback
+
+import psutil
+
+from tests.faults import plan
+from tests.faults.processes import Forked, Nursery
+from tests.faults.stand_in import VOCAB
+
+
+current = {}
+"""The children of this engine, by name."""
+
+
+def live(scenario, configured, report, result):
+    """Run ``scenario`` to its end and write what happened to the file ``result``."""
+    os.setsid()
+    said = {"tokens": {}, "error": "", "steps": 0}
+    core = None
+    try:
+        nursery = Forked.nursery = Nursery(scenario.get("planned", {}), report)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        plan.arrange("engine", scenario.get("engine", ()), report)
+        core = _start(scenario, configured)
+        said["started"] = time.monotonic()
+        _serve(core, scenario, said, report)
+    except BaseException as error:
+        said["error"] = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = error.__cause__
+        while cause is not None:
+            said["error"] += " <- " + " ".join(f"{type(cause).__name__}: {cause}".split())
+            cause = cause.__cause__
+        said["trace"] = traceback.format_exc()[-3000:]
+    said["failed"] = time.monotonic()
+    current.update(_children(core))
+    _write(result, said)
+    try:
+        if core is not None:
+            core.shutdown()
+        nursery.close()
+    except BaseException:
+        said["shutdown"] = traceback.format_exc()[-3000:]
+    said["ended"] = time.monotonic()
+    _write(result, said)
+    os._exit(1 if said["error"] else 0)
+
+
+def _write(result, said):
+    with open(result + ".new", "w") as file:
+        json.dump(said, file)
+    os.replace(result + ".new", result)
+
+
+def _start(scenario, configured):
+    from vllm.v1.engine.core import EngineCore
+
+    from sipipe.engine.executor import Executor
+
+    vllm_config = pickle.loads(configured)
+    vllm_config.additional_config = {"sipipe": scenario["sipipe"]}
+    return EngineCore(vllm_config, Executor, log_stats=False)
+
+
+def requests(count, seed, sampling):
+    """``count`` requests for vLLM's scheduler: greedy ones and seeded ones in turn."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    rng = random.Random(seed)
+    for index in range(count):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
+        seeded = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": index}
+        params = SamplingParams(
+            max_tokens=rng.randint(8, 32),
+            ignore_eos=True,
+            detokenize=False,
+            **(seeded if sampling and index % 2 else {"temperature": 0.0}),
+        )
+        params.update_from_generation_config({}, None)
+        yield Request(str(index), prompt, params, pooling_params=None)
+
+
+def _serve(core, scenario, said, report):
+    """Add requests as the run goes on, step until all have ended; faults from outside by step."""
+    todo = list(requests(scenario["streams"], scenario["seed"], scenario["sampling"]))
+    tokens = said["tokens"] = {request.request_id: [] for request in todo}
+    ended = set()
+    outside = sorted(scenario.get("outside", ()), key=lambda fault: -fault["step"])
+    while len(ended) < len(tokens):
+        while outside and outside[-1]["step"] <= said["steps"]:
+            fault = outside.pop()
+            if not _outside(core, fault, report):
+                outside.append({**fault, "step": said["steps"] + 1})
+                outside.sort(key=lambda fault: -fault["step"])
+                break
+        if said["steps"] % 3 == 0:
+            for request in todo[:8]:
+                core.add_request(request)
+            del todo[:8]
+        outputs, _ = core.step_fn()
+        core.post_step(bool(outputs))
+        said["steps"] += 1
+        for one in (outputs or {}).values():
+            for output in one.outputs:
+                tokens[output.request_id] += output.new_token_ids
+                if output.finish_reason is not None:
+                    ended.add(output.request_id)
+    while outside:  # with nothing to do
+        if _outside(core, outside[-1], report):
+            outside.pop()
+        core.model_executor.check_health()
+        time.sleep(0.02)
+    if scenario.get("settle"):
+        time.sleep(scenario["settle"])
+        core.model_executor.check_health()
+
+
+def _children(core):
+    return core.model_executor._pipeline._host._children._children if core is not None else {}
+
+
+def _outside(core, fault, report):
+    """A fault that another process does to one of the engine's; False: it is not there now."""
+    if fault["what"] == "wait":
+        return True
+    child = _children(core).get(fault["name"])
+    if child is None or child.process.returncode is not None:
+        return False
+    process = psutil.Process(child.process.pid)
+    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[fault["what"]]
+    line = {"time": time.monotonic(), "pid": process.pid, **fault}
+    os.write(report, json.dumps(line).encode() + b"\n")
+    process.send_signal(number)
+    return True

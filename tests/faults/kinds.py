@@ -1,0 +1,389 @@
+"""What is done to engines: the kinds of faults, and a scenario of each from a random generator.
+
+A scenario is what :class:`tests.faults.rig.Run` runs: settings, faults planned in a process at a
+step of its life (:mod:`tests.faults.plan`), by name and by how often it was started again, and
+faults from outside after so many steps of the engine's loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from random import Random
+
+SAMPLERS, STAGES = ("sampler0", "sampler1"), ("stage0.0", "stage1.0")
+START_SAMPLER = ("born", "warm up", "boot", "attach to BIC-I", "attach to BIC-L", "say")
+BUSY_SAMPLER = ("hear", "let go", "apply", "draw", "answer")
+START_WORKER = ("born", "boot", "load", "say", "serve", "describe", "open")
+BUSY_WORKER = {
+    "stage0.0": ("hear", "let go", "prepare", "forward", "send"),
+    "stage1.0": ("hear", "let go", "prepare", "receive", "forward", "logits", "publish"),
+}
+OWN_WORKER = {
+    "stage0.0": ("hear", "let go", "prepare", "forward", "send"),
+    "stage1.0": ("hear", "let go", "prepare", "receive", "forward", "logits"),
+}
+START_ENGINE = ("start", "listen", "load models", "make channels", "open samplers")
+BUSY_ENGINE = ("schedule", "dispatch", "resolve", "record")
+FOR_EVER = 1e9
+
+
+def scenario(own=False, sampling=True, bound=60.0, **more):
+    """``own``: on vLLM's own path. Other settings of SiPipe's by ``sipipe``."""
+    sipipe = {"samplers": 2, "inflight": 3, "stall_timeout": 40, "start_timeout": 60}
+    sipipe |= {"cores": "off", **more.pop("sipipe", {})}
+    if own:
+        sipipe["cpu_sampling"] = "off"
+    return {"sipipe": sipipe, "own": own, "bound": bound, **more}
+
+
+def fault(at, what="kill", nth=0, **more):
+    return {"at": at, "what": what, "nth": nth, **more}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One row of the table."""
+
+    name: str
+    make: Callable[[Random], dict]
+    scenarios: int
+    """In a whole run."""
+    ends: str = ""
+    """Pattern of the error with which an engine may end; empty: none may."""
+    must_end: bool = False
+
+
+def steps(rng, count):
+    """Steps of the engine's loop, apart from each other."""
+    return sorted(rng.sample(range(3, 90, 6), count))
+
+
+# ---- kills -------------------------------------------------------------------------------------
+
+
+def busy_samplers(rng):
+    """Three deaths, then one that is left alone."""
+    return scenario(
+        planned={
+            name: [[fault(rng.choice(BUSY_SAMPLER), nth=rng.randrange(1, 25))] for _ in range(2)]
+            for name in SAMPLERS
+        }
+    )
+
+
+def idle_samplers(rng):
+    """One stream has its row with one of them; and both when nothing is asked."""
+    return scenario(
+        streams=1,
+        outside=[
+            {"name": rng.choice(SAMPLERS), "what": "kill", "step": step} for step in (2, 15, 1000)
+        ],
+        settle=0.5,
+    )
+
+
+def sampler_and_successor(rng):
+    name = rng.choice(SAMPLERS)
+    first = fault(rng.choice(BUSY_SAMPLER), nth=rng.randrange(1, 25))
+    return scenario(planned={name: [[first], [fault("born")]]})
+
+
+def restarting_sampler(rng):
+    name = rng.choice(SAMPLERS)
+    first = fault(rng.choice(BUSY_SAMPLER), nth=rng.randrange(1, 25))
+    then = [fault(rng.choice((*START_SAMPLER, "restore"))) for _ in range(2)]
+    return scenario(planned={name: [[first], [then[0]], [then[1]]]})
+
+
+def both_samplers(rng):
+    step = rng.randrange(3, 60)
+    return scenario(outside=[{"name": n, "what": "kill", "step": step} for n in SAMPLERS])
+
+
+def ended_samplers(rng):
+    at = steps(rng, 3)
+    return scenario(
+        outside=[{"name": rng.choice(SAMPLERS), "what": "term", "step": step} for step in at]
+    )
+
+
+def dying_sampler(rng):
+    """Five times is too often."""
+    name = rng.choice(SAMPLERS)
+    return scenario(planned={name: [[fault("hear", nth=rng.randrange(8))] for _ in range(8)]})
+
+
+def starting_samplers(rng):
+    return scenario(planned={rng.choice(SAMPLERS): [[fault(rng.choice(START_SAMPLER))]]})
+
+
+def busy_worker(own):
+    def make(rng):
+        name = rng.choice(STAGES)
+        at = rng.choice((OWN_WORKER if own else BUSY_WORKER)[name])
+        # A worker hears of calls before it hears of iterations.
+        first = 20 if at in ("hear", "let go") else 0
+        return scenario(own, planned={name: [[fault(at, nth=first + rng.randrange(40))]]})
+
+    return make
+
+
+def idle_worker(own):
+    def make(rng):
+        return scenario(
+            own, outside=[{"name": rng.choice(STAGES), "what": "kill", "step": 1000}], settle=5
+        )
+
+    return make
+
+
+def starting_worker(own):
+    def make(rng):
+        return scenario(own, planned={rng.choice(STAGES): [[fault(rng.choice(START_WORKER))]]})
+
+    return make
+
+
+def worker_and_sampler(rng):
+    step = rng.randrange(3, 60)
+    names = [rng.choice(SAMPLERS), rng.choice(STAGES)]
+    rng.shuffle(names)
+    return scenario(outside=[{"name": n, "what": "kill", "step": step} for n in names])
+
+
+def everybody(rng):
+    step = rng.randrange(3, 60)
+    names = [*SAMPLERS, *STAGES]
+    rng.shuffle(names)
+    return scenario(outside=[{"name": n, "what": "kill", "step": step} for n in names])
+
+
+def ending(rng):
+    """Somebody dies while the engine ends."""
+    return scenario(
+        streams=4,
+        engine=[fault("shut down", "pull", name=rng.choice((*SAMPLERS, *STAGES)))],
+    )
+
+
+def starting_engine(rng):
+    return scenario(engine=[fault(rng.choice(START_ENGINE))])
+
+
+def busy_engine(own):
+    def make(rng):
+        at = rng.choice(BUSY_ENGINE[:1] if own else BUSY_ENGINE)
+        return scenario(own, engine=[fault(at, nth=rng.randrange(1, 60))])
+
+    return make
+
+
+# ---- stops -------------------------------------------------------------------------------------
+
+
+def stopped_sampler(seconds):
+    def make(rng):
+        stop = fault(rng.choice(BUSY_SAMPLER), "stop", rng.randrange(1, 25), seconds=seconds)
+        return scenario(planned={rng.choice(SAMPLERS): [[stop]]})
+
+    return make
+
+
+def stopped_successor(rng):
+    name = rng.choice(SAMPLERS)
+    first = fault(rng.choice(BUSY_SAMPLER), nth=rng.randrange(1, 25))
+    then = fault(rng.choice((*START_SAMPLER, "restore")), "stop", seconds=FOR_EVER)
+    return scenario(planned={name: [[first], [then]]}, sipipe={"stall_timeout": 20})
+
+
+def stopped_worker(own, seconds, stall=40):
+    def make(rng):
+        name = rng.choice(STAGES)
+        at = rng.choice((OWN_WORKER if own else BUSY_WORKER)[name])
+        first = 20 if at in ("hear", "let go") else 0
+        stop = fault(at, "stop", first + rng.randrange(40), seconds=seconds)
+        return scenario(own, planned={name: [[stop]]}, sipipe={"stall_timeout": stall})
+
+    return make
+
+
+def stopped_at_start(names, points):
+    def make(rng):
+        stop = fault(rng.choice(points), "stop", seconds=FOR_EVER)
+        return scenario(planned={rng.choice(names): [[stop]]}, sipipe={"start_timeout": 8})
+
+    return make
+
+
+def stopped_engine(seconds):
+    def make(rng):
+        return scenario(
+            engine=[fault(rng.choice(BUSY_ENGINE), "stop", rng.randrange(1, 60), seconds=seconds)]
+        )
+
+    return make
+
+
+# ---- fills -------------------------------------------------------------------------------------
+
+
+def no_descriptors(rng):
+    """Of the engine's, which then has to replace a sampler."""
+    step = rng.randrange(10, 40)
+    return scenario(
+        engine=[fault("dispatch", "descriptors", step)],
+        outside=[{"name": rng.choice(SAMPLERS), "what": "kill", "step": step + 20}],
+    )
+
+
+def limited(what, own=False):
+    def make(rng):
+        names = STAGES if own else (*SAMPLERS, *STAGES)
+        name = rng.choice(names)
+        points = BUSY_SAMPLER if name in SAMPLERS else (OWN_WORKER if own else BUSY_WORKER)[name]
+        first = 20 if name in STAGES else 1
+        return scenario(
+            own, planned={name: [[fault(rng.choice(points), what, first + rng.randrange(20))]]}
+        )
+
+    return make
+
+
+def full_at_start(rng):
+    return scenario(
+        sipipe={"shm_dir": "/dev/shm"}, filled={"full": (4 << 20) - rng.randrange(1 << 20)}
+    )
+
+
+def filled_later(rng):
+    """Once all channels are there; then a sampler is started again."""
+    name = rng.choice(SAMPLERS)
+    return scenario(
+        sipipe={"shm_dir": "/dev/shm"},
+        engine=[fault("dispatch", "fill", rng.randrange(5, 20))],
+        planned={name: [[fault("draw", nth=rng.randrange(20, 30))]]},
+        filled={"nothing": 0},
+        shm="64m",
+    )
+
+
+# ---- damage, and mistakes ----------------------------------------------------------------------
+
+
+def damaged(where, channel, own=False):
+    """``where``: processes; ``channel``: what of it, see :mod:`tests.faults.plan`."""
+
+    def make(rng):
+        planted = fault(channel, "damage", rng.randrange(1, 40), bit=rng.randrange(1 << 16))
+        if where == "engine":
+            return scenario(own, engine=[planted])
+        return scenario(own, planned={rng.choice(where): [[planted]]})
+
+    return make
+
+
+def raising(names, points):
+    def make(rng):
+        name = rng.choice(names)
+        at = rng.choice(points[name] if isinstance(points, dict) else points)
+        return scenario(planned={name: [[fault(at, "raise", 1 + rng.randrange(20))]]})
+
+    return make
+
+
+STAGE_DIED = r"stage worker stage\d\.0 \(pid \d+\) (died|ended while starting)"
+NOT_READY = r"not ready in time: .*start_timeout"
+STALLED = r"no progress for .* s: .*stage\d\.0 does not answer"
+ANY = "."
+
+KINDS = [
+    Kind("a sampler that draws is killed", busy_samplers, 24),
+    Kind("a sampler with nothing to do is killed", idle_samplers, 10),
+    Kind("a sampler and at once its successor are killed", sampler_and_successor, 12),
+    Kind("a sampler is killed at each step of its restart", restarting_sampler, 12),
+    Kind("both samplers are killed at once", both_samplers, 8),
+    Kind("a sampler is told to end (SIGTERM)", ended_samplers, 6),
+    Kind("a sampler dies again and again", dying_sampler, 3, r"sampler\d keeps dying", True),
+    Kind(
+        "a sampler is killed while the engine starts",
+        starting_samplers,
+        8,
+        r"sampler\d ended while starting",
+    ),
+    Kind("a busy worker is killed", busy_worker(False), 24, STAGE_DIED, True),
+    Kind("a busy worker is killed (vLLM's path)", busy_worker(True), 16, STAGE_DIED, True),
+    Kind("an idle worker is killed", idle_worker(False), 6, STAGE_DIED, True),
+    Kind("an idle worker is killed (vLLM's path)", idle_worker(True), 6, STAGE_DIED, True),
+    Kind(
+        "a worker is killed while the engine starts", starting_worker(False), 12, STAGE_DIED, True
+    ),
+    Kind(
+        "a worker is killed while the engine starts (vLLM's path)",
+        starting_worker(True),
+        8,
+        STAGE_DIED,
+        True,
+    ),
+    Kind("a worker and a sampler are killed at once", worker_and_sampler, 8, STAGE_DIED, True),
+    Kind("all workers and samplers are killed at once", everybody, 6, STAGE_DIED, True),
+    Kind("somebody is killed while the engine ends", ending, 8),
+    Kind("the engine is killed while it starts", starting_engine, 8, "killed", True),
+    Kind("a busy engine is killed", busy_engine(False), 10, "killed", True),
+    Kind("a busy engine is killed (vLLM's path)", busy_engine(True), 6, "killed", True),
+    Kind("a sampler is stopped for 1 s", stopped_sampler(1), 8),
+    Kind("a sampler is stopped for 10 s", stopped_sampler(10), 6),
+    Kind("a sampler is stopped for ever", stopped_sampler(FOR_EVER), 8),
+    Kind(
+        "a sampler's successor is stopped for ever",
+        stopped_successor,
+        6,
+        r"no progress for .* s: .* waits for samplers",
+    ),
+    Kind("a worker is stopped for 1 s", stopped_worker(False, 1), 8),
+    Kind("a worker is stopped for 1 s (vLLM's path)", stopped_worker(True, 1), 6),
+    Kind("a worker is stopped for 10 s", stopped_worker(False, 10), 6),
+    Kind(
+        "a worker is stopped for ever", stopped_worker(False, FOR_EVER, stall=4), 10, STALLED, True
+    ),
+    Kind(
+        "a worker is stopped for ever (vLLM's path)",
+        stopped_worker(True, FOR_EVER, stall=4),
+        8,
+        STALLED,
+        True,
+    ),
+    Kind(
+        "a worker is stopped while the engine starts",
+        stopped_at_start(STAGES, START_WORKER),
+        6,
+        f"{NOT_READY}|TimeoutError|{STALLED}",
+        True,
+    ),
+    Kind(
+        "a sampler is stopped while the engine starts",
+        stopped_at_start(SAMPLERS, START_SAMPLER),
+        6,
+        NOT_READY,
+        True,
+    ),
+    Kind("the engine is stopped for 1 s", stopped_engine(1), 6),
+    Kind("the engine is stopped for 10 s", stopped_engine(10), 4),
+    Kind("the engine has no descriptors left", no_descriptors, 6, r"Too many open files"),
+    Kind("a process has no descriptors left", limited("descriptors"), 8),
+    Kind("a process gets no more memory", limited("memory"), 10, ANY),
+    Kind("a process gets no more memory (vLLM's path)", limited("memory", True), 6, ANY),
+    Kind("/dev/shm is full when the engine starts", full_at_start, 4, "too little for|set shm_dir", True),
+    Kind("/dev/shm is filled while the engine serves", filled_later, 6),
+    Kind("damage: the header of a message on BIC-I", damaged("engine", "BIC-I header"), 10, ANY),
+    Kind("damage: the place of a message on BIC-I", damaged("engine", "BIC-I place"), 10, ANY),
+    Kind("damage: a sampler's part of BIC-I", damaged("engine", "BIC-I step"), 8, ANY),
+    Kind("damage: a worker's part of BIC-I", damaged("engine", "BIC-I output"), 8, ANY),
+    Kind("damage: the header of logits on BIC-L", damaged(STAGES[1:], "BIC-L place"), 8, ANY),
+    Kind("damage: a frame on BIC-O", damaged(SAMPLERS, "BIC-O frame"), 8, ANY),
+    Kind("damage: an answer on BIC-O", damaged(SAMPLERS, "BIC-O answer"), 8, ANY),
+    Kind("damage: a header on a link", damaged(STAGES[:1], "link header"), 10, ANY),
+    Kind("damage: a message on a control pipe", damaged((*STAGES, *SAMPLERS), "pipe"), 6, ANY),
+    Kind("a worker raises an error", raising(STAGES, BUSY_WORKER), 8, "planted in", True),
+    Kind("a sampler raises an error", raising(SAMPLERS, BUSY_SAMPLER), 8),
+]

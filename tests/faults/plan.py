@@ -1,0 +1,199 @@
+"""Where a fault can be put into a process, and what it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from types import SimpleNamespace
+
+
+def arrange(name, faults, report):
+    """Put ``faults`` ([{"at", "nth", "what", ...}]) into this process, which is ``name``."""
+    for fault in faults:
+        _arm(name, fault, report)
+
+
+def _arm(name, fault, report):
+    at, left = fault["at"], [fault.get("nth", 0)]
+    if at == "born":
+        strike(name, fault, report)
+        return
+
+    def now():
+        left[0] -= 1
+        if left[0] != -1:
+            return False
+        strike(name, fault, report)
+        return True
+
+    if fault["what"] == "damage":
+        _arm_damage(at, fault["bit"], now)
+        return
+    owner, attribute = _place(at)
+    real = getattr(owner, attribute)
+
+    def armed(*args, **kwargs):
+        now()
+        return real(*args, **kwargs)
+
+    setattr(owner, attribute, armed)
+
+
+def _flipped(data, bit, first=0, count=None):
+    """``data`` with one bit changed, of ``count`` bytes from ``first`` on."""
+    changed = bytearray(data)
+    place = first * 8 + bit % (8 * (count or len(changed) - first))
+    changed[place // 8] ^= 1 << place % 8
+    return bytes(changed)
+
+
+def _arm_damage(channel, bit, now):
+    """Change one bit of what a channel carries, at the one who sends it."""
+    import sipipe.engine.bus as bus
+    import sipipe.engine.dispatch as dispatch
+    import sipipe.ipc.gather as gather
+    import sipipe.ipc.link.shm as link
+    import sipipe.ipc.parent as parent
+    import sipipe.ipc.ring.writer as writer
+    import sipipe.sampler.main as sampler
+
+    def results(module, name, change):
+        real = getattr(module, name)
+
+        def changed(*args, **kwargs):
+            found = real(*args, **kwargs)
+            return change(found) if now() else found
+
+        setattr(module, name, changed)
+
+    def first_bytes(data):
+        return _flipped(data, bit, 0, min(3, len(data)))
+
+    def pack(size, iteration, _real=gather._HEADER.pack):
+        data = _real(size, iteration)
+        return _flipped(data, bit) if now() else data
+
+    def publish(self, header, _real=writer.RingWriter.publish):
+        if now():
+            word = bit % len(header)
+            header = (*header[:word], header[word] ^ 1 << bit // 8 % 20, *header[word + 1 :])
+        return _real(self, header)
+
+    def say(self, message, _real=parent.Parent.say):
+        if now():
+            self._pipe.send_bytes(b"no pickle")
+        return _real(self, message)
+
+    match channel:
+        case "BIC-I header":
+            results(bus, "encode_header", lambda data: _flipped(data, bit))
+        case "BIC-I place" | "BIC-L place":
+            writer.RingWriter.publish = publish
+        case "BIC-I step":
+            results(dispatch, "encode", first_bytes)
+        case "BIC-I output":
+            results(dispatch, "out_of_band", lambda parts: [first_bytes(parts[0]), *parts[1:]])
+        case "BIC-O frame":
+            gather._HEADER = SimpleNamespace(pack=pack, size=gather._HEADER.size)
+        case "BIC-O answer":
+            results(sampler, "encode", first_bytes)
+        case "link header":
+            results(link, "pack", lambda data: _flipped(data, bit, 0, link.HEADER_BYTES))
+        case "pipe":
+            parent.Parent.say = say
+        case _:
+            raise AssertionError(channel)
+
+
+def strike(name, fault, report):
+    said = {"name": name, "pid": os.getpid(), "time": time.monotonic(), **fault}
+    os.write(report, json.dumps(said).encode() + b"\n")
+    match fault["what"]:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "pull":
+            from tests.faults.engine import current
+
+            os.kill(current[fault["name"]].process.pid, signal.SIGKILL)
+        case "raise":
+            raise RuntimeError(f"planted in {name}")
+        case "descriptors":
+            used = max(map(int, os.listdir("/proc/self/fd")))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, used + 1))
+        case "fill":
+            filler = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
+            try:
+                while os.write(filler, bytes(1 << 16)):
+                    pass
+            except OSError:
+                pass
+        case "memory":
+            pages = int(open("/proc/self/statm").read().split()[0])
+            limit = pages * resource.getpagesize() + (1 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _place(at):
+    """The function at which a step of a process's life begins."""
+    import sipipe.engine.dispatch
+    import sipipe.engine.executor
+    import sipipe.engine.host
+    import sipipe.engine.pipeline
+    import sipipe.engine.requests
+    import sipipe.engine.resolve
+    import sipipe.engine.scheduling.scheduler
+    import sipipe.ipc.gather
+    import sipipe.ipc.parent
+    import sipipe.ipc.ring.dispatch
+    import sipipe.ipc.ring.logits
+    import sipipe.ipc.ring.reader
+    import sipipe.ipc.ring.writer
+    import sipipe.sampler.main as sampler
+    import sipipe.worker.logits
+    import sipipe.worker.loop as loop
+    import sipipe.worker.main as worker
+    from tests.faults import stand_in
+
+    return {
+        # a sampler's life
+        "warm up": (sampler, "warm_up"),
+        "boot": (sipipe.ipc.parent.Parent, "receive"),
+        "attach to BIC-I": (sampler, "DispatchReader"),
+        "attach to BIC-L": (sampler, "LogitsReader"),
+        "say": (sipipe.ipc.parent.Parent, "say"),
+        "restore": (sampler.Sampler, "_restore"),
+        "apply": (sampler.Sampler, "_apply"),
+        "draw": (sampler.Sampler, "_draw"),
+        "answer": (sipipe.ipc.gather.GatherSender, "send"),
+        # a worker's
+        "load": (stand_in.StandInWorker, "load_model"),
+        "describe": (loop.StageLoop, "describe"),
+        "open": (loop.StageLoop, "open"),
+        "serve": (worker.Main, "serve"),
+        "prepare": (stand_in.Arithmetic, "prepare"),
+        "receive": (loop.Receiver, "take"),
+        "forward": (stand_in.Arithmetic, "forward"),
+        "send": (loop.Sender, "send"),
+        "logits": (stand_in.Arithmetic, "logits"),
+        "hand over": (sipipe.worker.logits.LogitsHandover, "store"),
+        # the engine's
+        "start": (sipipe.engine.host.Host, "start"),
+        "listen": (sipipe.engine.pipeline, "GatherReceiver"),
+        "load models": (sipipe.engine.host.Host, "wait_loaded"),
+        "make channels": (sipipe.engine.pipeline.Pipeline, "open"),
+        "open samplers": (sipipe.engine.host.Host, "open_samplers"),
+        "schedule": (sipipe.engine.executor.Executor, "execute_model"),
+        "dispatch": (sipipe.engine.dispatch.Dispatcher, "publish"),
+        "resolve": (sipipe.engine.resolve.Resolver, "_resolve"),
+        "record": (sipipe.engine.requests.RequestTracker, "record"),
+        "shut down": (sipipe.engine.children.Children, "close"),
+        # both
+        "hear": (sipipe.ipc.ring.reader.RingReader, "receive"),
+        "let go": (sipipe.ipc.ring.reader.RingReader, "unlock_previous"),
+        "publish": (sipipe.ipc.ring.writer.RingWriter, "publish"),
+    }[at]
