@@ -21,6 +21,10 @@ class ResourceError(SiPipeError):
     """This machine lacks something: shared memory, disk space, cores, a compiler, a package."""
 
 
+class DamagedError(SiPipeError):
+    """What came from another process cannot be read; names the message."""
+
+
 class StallError(SiPipeError, TimeoutError):
     """A wait reached its bound; names who waits, in which iteration, and for what."""
 

@@ -39,7 +39,7 @@ def _spawn(path: str, args: list, descriptors: Iterable[int]) -> int:
         sys.argv = ["-c", "--multiprocessing-fork"]
         multiprocessing.spawn.spawn_main(**numbers)
 
-    return _fork(run, descriptors, os.environ)
+    return fork(run, descriptors, os.environ)
 
 
 _spawn_anew = multiprocessing.util.spawnv_passfds
@@ -57,11 +57,11 @@ class _Popen(subprocess.Popen):
             sys.argv = [WORKER, *args[args.index(WORKER) + 1 :]]
             runpy.run_module(WORKER, run_name="__main__", alter_sys=True)
 
-        self.pid = _fork(run, pass_fds, env)
+        self.pid = fork(run, pass_fds, env)
         self._child_created = True
 
 
-def _fork(run: Callable[[], None], descriptors: Iterable[int], environment: Mapping) -> int:
+def fork(run: Callable[[], None], descriptors: Iterable[int], environment: Mapping) -> int:
     """The number of a child that runs ``run`` with these descriptors only, and ends."""
     environment = dict(environment)
     if pid := os.fork():

@@ -7,6 +7,7 @@ executor. What comes of it is written to a file.
 from __future__ import annotations
 
 import json
+import multiprocessing.util
 import os
 import pickle
 import random
@@ -15,11 +16,9 @@ import time
 import traceback
 
 import psutil
-
 from tests.faults import plan
 from tests.faults.processes import Forked, Nursery
 from tests.faults.stand_in import VOCAB
-
 
 current = {}
 """The children of this engine, by name."""
@@ -53,6 +52,7 @@ def live(scenario, configured, report, result):
         nursery.close()
     except BaseException:
         said["shutdown"] = traceback.format_exc()[-3000:]
+    multiprocessing.util._exit_function()  # as in the process that vLLM starts its core in
     said["ended"] = time.monotonic()
     _write(result, said)
     os._exit(1 if said["error"] else 0)
@@ -123,9 +123,10 @@ def _serve(core, scenario, said, report):
             outside.pop()
         core.model_executor.check_health()
         time.sleep(0.02)
-    if scenario.get("settle"):
-        time.sleep(scenario["settle"])
+    until = time.monotonic() + scenario.get("settle", 0)
+    while time.monotonic() < until:
         core.model_executor.check_health()
+        time.sleep(0.02)
 
 
 def _children(core):

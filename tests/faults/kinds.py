@@ -275,7 +275,10 @@ def damaged(where, channel, own=False):
     """``where``: processes; ``channel``: what of it, see :mod:`tests.faults.plan`."""
 
     def make(rng):
-        planted = fault(channel, "damage", rng.randrange(1, 40), bit=rng.randrange(1 << 16))
+        nth = rng.randrange(4) if channel == "pipe" else rng.randrange(1, 40)
+        if channel == "link structure":
+            nth = 0
+        planted = fault(channel, "damage", nth, bit=rng.randrange(1 << 24))
         if where == "engine":
             return scenario(own, engine=[planted])
         return scenario(own, planned={rng.choice(where): [[planted]]})
@@ -383,6 +386,7 @@ KINDS = [
     Kind("damage: a frame on BIC-O", damaged(SAMPLERS, "BIC-O frame"), 8, ANY),
     Kind("damage: an answer on BIC-O", damaged(SAMPLERS, "BIC-O answer"), 8, ANY),
     Kind("damage: a header on a link", damaged(STAGES[:1], "link header"), 10, ANY),
+    Kind("damage: the structure announced on a link", damaged(STAGES[:1], "link structure"), 8, ANY),
     Kind("damage: a message on a control pipe", damaged((*STAGES, *SAMPLERS), "pipe"), 6, ANY),
     Kind("a worker raises an error", raising(STAGES, BUSY_WORKER), 8, "planted in", True),
     Kind("a sampler raises an error", raising(SAMPLERS, BUSY_SAMPLER), 8),

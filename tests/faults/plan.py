@@ -9,6 +9,8 @@ import signal
 import time
 from types import SimpleNamespace
 
+import psutil
+
 
 def arrange(name, faults, report):
     """Put ``faults`` ([{"at", "nth", "what", ...}]) into this process, which is ``name``."""
@@ -32,7 +34,7 @@ def _arm(name, fault, report):
     if fault["what"] == "damage":
         _arm_damage(at, fault["bit"], now)
         return
-    owner, attribute = _place(at)
+    owner, attribute = load()[at]
     real = getattr(owner, attribute)
 
     def armed(*args, **kwargs):
@@ -79,7 +81,7 @@ def _arm_damage(channel, bit, now):
     def publish(self, header, _real=writer.RingWriter.publish):
         if now():
             word = bit % len(header)
-            header = (*header[:word], header[word] ^ 1 << bit // 8 % 20, *header[word + 1 :])
+            header = (*header[:word], header[word] ^ 1 << bit // 8 % 63, *header[word + 1 :])
         return _real(self, header)
 
     def say(self, message, _real=parent.Parent.say):
@@ -102,6 +104,13 @@ def _arm_damage(channel, bit, now):
             results(sampler, "encode", first_bytes)
         case "link header":
             results(link, "pack", lambda data: _flipped(data, bit, 0, link.HEADER_BYTES))
+        case "link structure":
+            real = link.pack
+
+            def described(header, body=b""):
+                return real(header, _flipped(body, bit) if body and now() else body)
+
+            link.pack = described
         case "pipe":
             parent.Parent.say = say
         case _:
@@ -133,13 +142,14 @@ def strike(name, fault, report):
             except OSError:
                 pass
         case "memory":
-            pages = int(open("/proc/self/statm").read().split()[0])
-            limit = pages * resource.getpagesize() + (1 << 20)
+            limit = psutil.Process().memory_info().vms + (1 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _place(at):
-    """The function at which a step of a process's life begins."""
+def load():
+    """The functions at which steps of processes' lives begin, by name; imports all of them."""
+    from tests.faults import stand_in
+
     import sipipe.engine.dispatch
     import sipipe.engine.executor
     import sipipe.engine.host
@@ -157,7 +167,6 @@ def _place(at):
     import sipipe.worker.logits
     import sipipe.worker.loop as loop
     import sipipe.worker.main as worker
-    from tests.faults import stand_in
 
     return {
         # a sampler's life
@@ -196,4 +205,4 @@ def _place(at):
         "hear": (sipipe.ipc.ring.reader.RingReader, "receive"),
         "let go": (sipipe.ipc.ring.reader.RingReader, "unlock_previous"),
         "publish": (sipipe.ipc.ring.writer.RingWriter, "publish"),
-    }[at]
+    }

@@ -2,7 +2,7 @@
 
 A child of the real engine is ``python -m sipipe.worker`` or ``sipipe.sampler``, and importing is
 all that it does for seconds. Here the engine forks a *nursery* before it opens anything; asked for
-a child, that forks twice, so that the child is the engine's own by ``PR_SET_CHILD_SUBREAPER``: its
+a child, it forks twice (the engine's own threads may hold locks at any moment), so that the child is the engine's own by ``PR_SET_CHILD_SUBREAPER``: its
 process id, its exit status, its descriptors and its death are what they are in reality.
 """
 
@@ -11,13 +11,17 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import traceback
+from contextlib import suppress
+from functools import partial
 
+from tests.engine.forked_children import fork
 from tests.faults import plan
 
 _SUBREAPER = 36
@@ -69,30 +73,17 @@ def _serve(requests, report):
     status = 0
     try:
         kept = {0, 1, 2, requests.fileno(), report}
-        for number in os.listdir("/proc/self/fd"):
-            if int(number) not in kept:
-                try:
-                    os.close(int(number))
-                except OSError:
-                    pass
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number not in kept:
+                with suppress(OSError):  # what lists them
+                    os.close(number)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         while True:
             data, given, _, _ = socket.recv_fds(requests, 1 << 20, 32)
             if not data:
                 break
-            reading, writing = os.pipe()
-            between = os.fork()
-            if not between:
-                os.close(reading)
-                child = os.fork()
-                if child:
-                    os.write(writing, str(child).encode())
-                    os._exit(0)
-                os.close(writing)
-                requests.close()
-                status = _become(json.loads(data), given, report)
-                break
-            os.close(writing)
+            asked = json.loads(data)
+            between, reading = _fork_between(partial(_become, asked, given, report), asked, [*given, report])
             for descriptor in given:
                 os.close(descriptor)
             os.waitpid(between, 0)
@@ -104,25 +95,21 @@ def _serve(requests, report):
     os._exit(status)
 
 
+def _fork_between(run, asked, descriptors):
+    """A process that starts the child, says its number and ends; its number, and where it says."""
+    reading, writing = os.pipe()
+    if between := os.fork():
+        os.close(writing)
+        return between, reading
+    child = fork(run, descriptors, asked["environment"])
+    os.write(writing, str(child).encode())
+    os._exit(0)
+
+
 def _become(asked, descriptors, report):
-    try:
-        os.environ.clear()
-        os.environ.update(asked["environment"])
-        sys.argv = [asked["module"], *map(str, descriptors), *asked["arguments"]]
-        plan.arrange(asked["name"], asked["faults"], report)
-        if asked["module"] == "sipipe.sampler":
-            from sipipe.sampler.main import main
-
-            return main()
-        from sipipe.worker.__main__ import main as worker
-
-        worker()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
+    sys.argv = [asked["module"], *map(str, descriptors), *asked["arguments"]]
+    plan.arrange(asked["name"], asked["faults"], report)
+    runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
 
 
 class Forked(subprocess.Popen):

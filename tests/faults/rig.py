@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import pickle
@@ -16,7 +17,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 
 import psutil
@@ -47,7 +47,7 @@ def prepare(scratch):
     from vllm.platforms import current_platform
 
     torch.set_num_threads(1)
-    from tests.faults import stand_in
+    from tests.faults import plan, stand_in
 
     (scratch / "config.json").write_text(
         json.dumps(
@@ -80,14 +80,13 @@ def prepare(scratch):
         additional_config={"sipipe": {}},
         async_scheduling=False,
     ).create_engine_config()
+    from tests.faults.processes import Forked
+
     import sipipe.engine.children as children
     import sipipe.engine.compatibility as compatibility
-    import sipipe.engine.pipeline
     import sipipe.engine.setup as setup
     import sipipe.worker.loop as loop
-    import sipipe.worker.main
     from sipipe.sampler.warmup import warm_up
-    from tests.faults.processes import Forked
 
     name = f"{stand_in.__name__}.StandInWorker"
     for module in (compatibility, setup):
@@ -107,6 +106,11 @@ def prepare(scratch):
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()
+    plan.load()
+    # What is here now stays, and looking through it again would copy it in every process.
+    gc.collect()
+    gc.freeze()
+    gc.collect = lambda *_: 0
     return pickle.dumps(configured)
 
 
@@ -165,11 +169,11 @@ class Run:
                 self.faults += [json.loads(line) for line in data.splitlines()]
         now = time.monotonic()
         for fault in self.faults:
-            if fault["what"] == "stop" and fault not in self.resumed:
-                if now >= fault["time"] + fault.get("seconds", 1e9):
-                    self.resumed.append(fault)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(fault["pid"], signal.SIGCONT)
+            over = now >= fault["time"] + fault.get("seconds", 1e9)
+            if fault["what"] == "stop" and over and fault not in self.resumed:
+                self.resumed.append(fault)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(fault["pid"], signal.SIGCONT)
         if self.exit is None:
             if not select.select([self.ended], [], [], 0)[0]:
                 return self._is_late(now)

@@ -144,4 +144,4 @@ class StandInWorker(EmulatedWorker):
 
 def unsupported_reason(_):
     """In place of :func:`sipipe.worker.support.unsupported_reason`: nothing is against it."""
-    return None
+    return

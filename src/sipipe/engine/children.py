@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
-from sipipe.errors import StallError
+from sipipe.errors import StallError, WorkerDiedError
 from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import Ready
 
@@ -40,6 +40,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 PIPE_SECONDS = 10
 """For which a child may stop amid a message: its thread on the pipe does nothing else."""
+
+
+NEIGHBOUR_SECONDS = 1.0
 
 
 class Child:
@@ -243,11 +246,9 @@ class Children:
         try:
             while not self._ending:
                 patience = self._turn()
-                with self._changed:
-                    children = list(self._children.values())
-                pipes = {child.pipe: child for child in children if child.pipe is not None}
-                processes = {child.descriptor: child for child in children}
-                handles: list[Any] = [*pipes, *processes, self._wake_read]
+                children = self._alive()
+                pipes = {child.pipe: child for child in children.values() if child.pipe is not None}
+                handles: list[Any] = [*pipes, *children, self._wake_read]
                 if parent is not None:
                     handles.append(parent.sentinel)
                 # wait: 5 s, then it looks at all bounds; any child's word or death, a new child,
@@ -262,14 +263,23 @@ class Children:
                 if self._wake_read in ready:
                     os.read(self._wake_read, 1024)  # wait: none: it is readable
                 for handle in ready:
-                    if handle in pipes:
+                    if handle in pipes and pipes[handle].pipe is handle:
                         self._hear(pipes[handle])
-                for handle in ready:
-                    if handle in processes:
-                        self._bury(processes[handle])
+                self._bury_of(ready)
         except Exception as error:
             if not self._ending:
                 self._failed(error)
+
+    def _alive(self) -> dict[int, Child]:
+        """By the descriptors of their processes."""
+        with self._changed:
+            return {child.descriptor: child for child in self._children.values()}
+
+    def _bury_of(self, ready: Sequence[Any]) -> None:
+        """Those that are not buried yet of whom a descriptor is among ``ready``."""
+        for descriptor, child in self._alive().items():
+            if descriptor in ready:
+                self._bury(child)
 
     def _hear(self, child: Child) -> None:
         message = child.hear()
@@ -278,6 +288,9 @@ class Children:
                 self._ready[child.name] = message
                 self._changed.notify_all()
         elif message is not None:
+            if isinstance(message, WorkerDiedError):
+                # Of a neighbour, whose own end is seen now or in a moment, and says who it was.
+                self._bury_of(wait(list(self._alive()), NEIGHBOUR_SECONDS))
             self._heard(child, message)
 
     def _bury(self, child: Child) -> None:

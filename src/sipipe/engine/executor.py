@@ -14,9 +14,9 @@ until all of its tokens are in, also for a restarted sampler.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -72,7 +72,9 @@ class Executor(VllmExecutor):
         self._failure_callback: Callable[[], None] | None = None
         self._started = self._closed = False
         self._pipeline: Pipeline = Pipeline(self._setup, meet(self._setup), self._fail)
-        self._finalizer = weakref.finalize(self, self._pipeline.close)
+        # Also where vLLM has forked this process, which ends without Python's own end: children
+        # that are stopped would otherwise stay when a later step of the start fails.
+        self._finalizer = Finalize(self, self._pipeline.close, exitpriority=10)
         try:
             self._pipeline.load()
         except BaseException:

@@ -2,9 +2,13 @@
 
 import enum
 import struct
+import zlib
 from typing import NamedTuple
 
-_HEADER = struct.Struct("<BxxxIqq")
+from sipipe.errors import DamagedError
+
+_FIELDS = struct.Struct("<BxxxIqq")
+_SUM = struct.Struct("<I")
 
 
 class Kind(enum.IntEnum):
@@ -29,9 +33,14 @@ class Header(NamedTuple):
 
 
 def encode_header(kind: Kind, slot: int, number: int, logits_row: int = -1) -> bytes:
-    return _HEADER.pack(kind, slot, number, logits_row)
+    fields = _FIELDS.pack(kind, slot, number, logits_row)
+    return fields + _SUM.pack(zlib.crc32(fields))
 
 
 def decode_header(part: memoryview | bytes) -> Header:
-    kind, *fields = _HEADER.unpack(part)
-    return Header(Kind(kind), *fields)
+    """Raises DamagedError: a wrong number here would have others' logits read."""
+    fields = part[: _FIELDS.size]
+    if bytes(part[_FIELDS.size :]) != _SUM.pack(zlib.crc32(fields)):
+        raise DamagedError("channel bic-i: the header of a message is damaged")
+    kind, slot, number, logits_row = _FIELDS.unpack(fields)
+    return Header(Kind(kind), slot, number, logits_row)

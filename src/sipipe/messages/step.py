@@ -9,14 +9,18 @@ Token ids and row numbers travel as little-endian int32 bytes: ``np.frombuffer``
 side, no list of Python integers.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sipipe.errors import DamagedError
 from sipipe.messages.params import SequenceParams
+
+T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
 
 
 class Added(msgspec.Struct, array_like=True, frozen=True):
@@ -88,9 +92,24 @@ class Sampled(msgspec.Struct, array_like=True, frozen=True):
     seconds: float = 0.0
 
 
-decode_step = msgspec.msgpack.Decoder(Step).decode
-decode_grammar = msgspec.msgpack.Decoder(Grammar).decode
-decode_sampled = msgspec.msgpack.Decoder(Sampled).decode
+
+
+def _decoder(kind: type[T], what: str) -> Callable[[Buffer], T]:
+    """Reads one ``kind``; raises DamagedError."""
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def read(data: Buffer) -> T:
+        try:
+            return decode(data)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise DamagedError(f"{what} is damaged: {error}") from None
+
+    return read
+
+
+decode_step = _decoder(Step, "channel bic-i: a sampler's part of an iteration")
+decode_grammar = _decoder(Grammar, "channel bic-i: a bitmask")
+decode_sampled = _decoder(Sampled, "channel bic-o: a sampler's answer")
 encode = msgspec.msgpack.Encoder().encode
 
 

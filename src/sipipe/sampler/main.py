@@ -23,7 +23,8 @@ from typing import cast
 
 import numpy as np
 
-from sipipe.ipc.errors import ChannelClosed, ChannelError
+from sipipe.errors import SiPipeError
+from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.gather import GatherSender
 from sipipe.ipc.parent import Parent
 from sipipe.ipc.ring.dispatch import DispatchReader
@@ -229,7 +230,7 @@ def main(parent: Parent, tokens: str, dtype: str, layout: str) -> int:
         sampler.run(boot.snapshot)
     except (ChannelClosed, SystemExit):
         pass
-    except ChannelError as error:
+    except SiPipeError as error:
         sys.stderr.write(f"SiPipe {sampler_name(boot.index)}: {error}\n")
         return 1
     finally:

@@ -42,6 +42,7 @@ from vllm.utils.system_utils import decorate_logs, set_process_title
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from sipipe.errors import DamagedError
 from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.parent import Parent
 from sipipe.ipc.rendezvous import remove_rendezvous
@@ -195,7 +196,13 @@ class Main:
         if header.kind is Kind.CONTROL:
             self._run_call(loop, header.number, partial(pickle.loads, body, buffers=buffers))
             return
-        output = pickle.loads(body, buffers=buffers)
+        try:
+            output = pickle.loads(body, buffers=buffers)
+        except Exception as error:
+            raise DamagedError(
+                f"channel bic-i: the scheduling output of iteration {header.number} is damaged: "
+                f"{error!r}"
+            ) from None
         self._recorder.record(
             Phase.WAIT_SCHEDULING, header.number, header.slot, began, time.monotonic_ns()
         )

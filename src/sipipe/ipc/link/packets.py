@@ -26,7 +26,8 @@ class PacketConnection:
     def watch(self, pid: int) -> None:
         """The peer is process ``pid``. Called by the thread that receives."""
         if pid != os.getpid() and self._pidfd < 0:
-            with contextlib.suppress(OSError):  # gone already, and so is its end of the socket
+            # Gone already, and so is its end of the socket; or no process's number at all.
+            with contextlib.suppress(OSError, OverflowError):
                 self._pidfd = os.pidfd_open(pid)
                 self._poll.register(self._pidfd, select.POLLIN)
 

@@ -116,7 +116,7 @@ class ShmSending:
         grow = need > self._size
         self._size = max(need, self._size)
         body = msgspec.msgpack.encode(Announcement(schema, self._size, grow))
-        self._connection.send(pack(Header(Kind.SCHEMA), body))
+        self._connection.send(pack(Header(Kind.SCHEMA, fingerprint=schema.fingerprint), body))
         if grow:
             self._make_room(self._size * self._endpoint.depth)
 
@@ -211,7 +211,7 @@ class ShmReceiving:
             size = self._connection.receive(self._packet, left)
             if size is None:
                 return None
-            header = unpack(self._view[:size])
+            header = unpack(self._view[: max(size, HEADER_BYTES)])
             if header.kind == Kind.DATA:
                 return header
             if header.kind == Kind.BYE:
@@ -219,7 +219,7 @@ class ShmReceiving:
             if header.kind == Kind.HELLO:
                 self._connection.watch(header.frame)
             else:
-                self._learn(self._view[HEADER_BYTES:size])
+                self._learn(header, self._view[HEADER_BYTES:size])
 
     def schema(self, header: Header) -> TensorSchema | None:
         """What the frame's tensors are; None if that was never announced."""
@@ -247,9 +247,20 @@ class ShmReceiving:
         self._connection.close()
         self._buffers = None
 
-    def _learn(self, body: memoryview) -> None:
-        """Take in a schema, which comes before its first frame, and the memory it brings."""
-        news = msgspec.msgpack.decode(body, type=Announcement)
+    def _learn(self, header: Header, body: memoryview) -> None:
+        """Take in a schema, which comes before its first frame, and the memory it brings.
+
+        Raises:
+            TransferMismatchError: it is damaged.
+        """
+        try:
+            news = msgspec.msgpack.decode(body, type=Announcement)
+        except msgspec.MsgspecError as error:
+            raise self._damaged(str(error)) from None
+        if header.kind != Kind.SCHEMA or header.fingerprint != news.schema.fingerprint:
+            raise self._damaged("it is not what it says that it is")
+        if news.buffer_bytes < buffer_bytes(news.schema, self._endpoint.max_tokens):
+            raise self._damaged(f"{news.buffer_bytes} bytes are too few for it")
         if news.new_memory:
             descriptor = self._connection.receive_descriptor()
             try:
@@ -262,7 +273,14 @@ class ShmReceiving:
         if len(self._schemas) > SCHEMAS_REMEMBERED:
             del self._schemas[next(iter(self._schemas))]
 
+    def _damaged(self, why: str) -> TransferMismatchError:
+        return TransferMismatchError(
+            f"{self._endpoint.describe()}: the description of a tensor schema is damaged: {why}"
+        )
+
     def _open_room(self, descriptor: int, size: int) -> Buffers:
+        if os.fstat(descriptor).st_size != size * self._endpoint.depth:
+            raise self._damaged(f"{size} bytes are not what its memory has")
         memory = torch.frombuffer(_map(descriptor, size * self._endpoint.depth), dtype=torch.uint8)
         return Buffers(memory, size, self._endpoint.buffer_tokens)
 

@@ -55,7 +55,7 @@ class ZeromqSending(ShmSending):
     def announce(self, schema: TensorSchema) -> None:
         size = buffer_bytes(schema, self._endpoint.buffer_tokens)
         body = msgspec.msgpack.encode(Announcement(schema, size, new_memory=False))
-        self._connection.send(pack(Header(Kind.SCHEMA), body))
+        self._connection.send(pack(Header(Kind.SCHEMA, fingerprint=schema.fingerprint), body))
 
     def transmit(
         self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
@@ -95,8 +95,8 @@ class ZeromqReceiving(ShmReceiving):
             for view, nbytes in zip(self.tensors(header).values(), sizes, strict=True)
         ]
 
-    def _learn(self, body: memoryview) -> None:
-        super()._learn(body)
+    def _learn(self, header: Header, body: memoryview) -> None:
+        super()._learn(header, body)
         size = msgspec.msgpack.decode(body, type=Announcement).buffer_bytes
         if size > self._size:  # frames that are held keep the old ones alive
             self._size, depth = size, self._endpoint.depth

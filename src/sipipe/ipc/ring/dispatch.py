@@ -31,6 +31,9 @@ from sipipe.ipc.ring.reader import RingReader
 from sipipe.ipc.ring.ring import Ring
 from sipipe.ipc.ring.writer import RingWriter
 
+MAX_BYTES = 1 << 32
+"""No message is larger."""
+
 
 class DispatchProducer:
     """The one writer of a dispatch channel, and its owner. Any thread; publishing and adding a
@@ -150,26 +153,43 @@ class DispatchReader:
             ChannelClosed: the producer closed. ChannelPeerDied: the producer died.
         """
         ring = self._ring
-        _, sequence, offset, size, count, total = ring.receive()
+        sequence, offset, size, count, total = self._receive()
         view = ring.view
         while size != total:  # a piece
             if offset == 0:
                 self._partial = bytearray(total)
-            assert self._partial is not None, "a message begins in its middle"
+            if self._partial is None or len(self._partial) != total:
+                raise self._damaged()
             self._partial[offset : offset + size] = view[:size]
             if offset + size == total:
                 view = memoryview(self._partial).toreadonly()
                 ring.unlock_previous()
                 break
-            _, sequence, offset, size, count, total = ring.receive()
+            sequence, offset, size, count, total = self._receive()
             view = ring.view
         self._partial = None
         if self._expected not in (sequence, -1):
             raise ChannelError(
-                f"message {sequence} came in place of {self._expected}; this is a bug of SiPipe"
+                f"channel {ring.ring.channel}: message {sequence} came in place of "
+                f"{self._expected}; this is a bug of SiPipe"
             )
         self._expected = sequence + 1
+        if not 0 <= 8 * count <= total:
+            raise self._damaged()
         return Message(sequence, parts_in(view, count), ring.unlock_previous)
+
+    def _receive(self) -> list[int]:
+        """The next entry's header: sequence, offset, size, parts and total."""
+        header = self._ring.receive()[1:]
+        _, offset, size, _, total = header
+        if not 0 <= offset <= offset + size <= total <= MAX_BYTES or size > len(self._ring.view):
+            raise self._damaged()
+        return header
+
+    def _damaged(self) -> ChannelError:
+        return ChannelError(
+            f"channel {self._ring.ring.channel}: the header of message {self._expected} is damaged"
+        )
 
     def close(self) -> None:
         """Leave; the producer no longer waits for this reader. Idempotent."""
