@@ -9,7 +9,7 @@ BENCHMARKS := $(filter-out harness engine_process delayed_cable %_recorders,$(pa
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all goldens mutants waits lint format bench release clean
+.PHONY: help setup demo test test-all test-faults goldens mutants waits lint format bench release clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test-all: setup ## all tests
 
 release: lint test-all ## is this tree ready to be released? Builds it and uses what was built
 	@$(BIN)/python scripts/release.py
+
+test-faults: setup ## hundreds of faults put into engines; writes docs/faults.json
+	@$(BIN)/python -m tests.faults --keep
 
 goldens: setup ## record anew what stock vLLM gives for the tests' requests
 	@rm -f tests/engine/goldens.json.gz

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 
+from sipipe.errors import WorkerDiedError
 from sipipe.ipc.parent import Parent
 from sipipe.messages.replies import Ready
 
@@ -20,6 +21,10 @@ def main():
         case "raise":
             parent.say(ValueError("no such model"))
             return
+        case "mourn":
+            parent.say(Ready())
+            parent.receive()
+            parent.say(WorkerDiedError("my neighbour died"))
         case "echo":
             parent.say(parent.receive())
         case "half":  # stops amid a message

@@ -5,6 +5,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -66,6 +67,33 @@ def test_what_one_raises_while_another_loads_is_raised(watched):
     watched.start("second", "raise")
     with pytest.raises(ValueError, match="no such model"):
         watched.wait_ready("first", "second")
+
+
+def test_who_died_is_named_before_who_missed_it(watched):
+    """The neighbour's word of it may come first: its connection ends before the process does."""
+    watched.deadly, told = False, []
+    watched.children._died = lambda child, how: told.append(f"{child.name} died")
+    watched.children._heard = lambda child, message: told.append(f"{child.name}: {message}")
+    dying = watched.start("dying", "ready")
+    mourner = watched.start("mourner", "mourn")
+    watched.wait_ready("dying", "mourner")
+    held, reached = threading.Event(), threading.Event()
+
+    def turn():
+        reached.set()
+        held.wait(60)
+        return 0.05
+
+    watched.children._turn = turn
+    watched.children._wake()
+    assert reached.wait(60)
+    mourner.say("it died")
+    assert mourner.pipe.poll(60)
+    dying.process.kill()
+    held.set()
+    while len(told) < 2:
+        time.sleep(0.01)
+    assert told == ["dying died", "mourner: my neighbour died"]
 
 
 def test_the_late_ones_are_named(watched):

@@ -1,11 +1,13 @@
 """How an engine is set up: the GPUs of its workers, and which of vLLM's runners it has."""
 
+import multiprocessing
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine import setup
+from sipipe.engine import executor, setup
 from sipipe.errors import ConfigError
 
 
@@ -50,3 +52,41 @@ def test_nodes_are_vllms_word(on_gpu, monkeypatch):
 def test_an_engine_on_cpus_asks_nobody_for_nodes(monkeypatch):
     monkeypatch.setattr(setup, "get_auto_numa_nodes", lambda: 1 / 0)
     assert setup._nodes(range(2)) == [None, None]
+
+
+def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
+    """In a process that vLLM forks: nobody calls the executor that vLLM has not got yet, and Python
+    ends without its own end."""
+    reading, writing = os.pipe()
+
+    class Pipeline:
+        def __init__(self, *_):
+            pass
+
+        def load(self):
+            pass
+
+        def close(self):
+            os.write(writing, b"closed")
+
+    monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", Pipeline)
+    monkeypatch.setattr("sipipe.engine.remote.meet", lambda _: [])
+    decided = SimpleNamespace(apply=lambda: None, describe=list)
+    monkeypatch.setattr(executor, "Setup", SimpleNamespace(of=lambda _: decided))
+    monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
+
+    def start():
+        made = executor.Executor.__new__(executor.Executor)
+        made.vllm_config = None
+        made.parallel_config = SimpleNamespace(placement_group=None)
+        made._init_executor()
+        kept.append(made)
+        raise SystemExit(1)
+
+    kept = []
+    core = multiprocessing.get_context("fork").Process(target=start)
+    core.start()
+    core.join(60)
+    os.close(writing)
+    assert os.read(reading, 100) == b"closed"
+    os.close(reading)

@@ -74,7 +74,7 @@ def _start(scenario, configured):
     return EngineCore(vllm_config, Executor, log_stats=False)
 
 
-def requests(count, seed, sampling):
+def requests(count, *, sampling, seed=1):
     """``count`` requests for vLLM's scheduler: greedy ones and seeded ones in turn."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
@@ -95,7 +95,7 @@ def requests(count, seed, sampling):
 
 def _serve(core, scenario, said, report):
     """Add requests as the run goes on, step until all have ended; faults from outside by step."""
-    todo = list(requests(scenario["streams"], scenario["seed"], scenario["sampling"]))
+    todo = list(requests(scenario["streams"], sampling=not scenario["own"]))
     tokens = said["tokens"] = {request.request_id: [] for request in todo}
     ended = set()
     outside = sorted(scenario.get("outside", ()), key=lambda fault: -fault["step"])

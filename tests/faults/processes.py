@@ -83,7 +83,9 @@ def _serve(requests, report):
             if not data:
                 break
             asked = json.loads(data)
-            between, reading = _fork_between(partial(_become, asked, given, report), asked, [*given, report])
+            between, reading = _fork_between(
+                partial(_become, asked, given, report), asked, [*given, report]
+            )
             for descriptor in given:
                 os.close(descriptor)
             os.waitpid(between, 0)

@@ -28,9 +28,7 @@ PRIVATE = 0x44000  # MS_REC | MS_PRIVATE
 
 def own_mount_namespace():
     """Whether this process has mounts of its own now."""
-    return not (
-        _libc.unshare(NEW_MOUNTS) or _libc.mount(b"none", b"/", None, PRIVATE, None)
-    )
+    return not (_libc.unshare(NEW_MOUNTS) or _libc.mount(b"none", b"/", None, PRIVATE, None))
 
 
 def prepare(scratch):

@@ -1,20 +1,27 @@
-"""``python -m tests.faults.suite``: the faults, and the table of what came of them.
+"""``python -m tests.faults``: puts faults into engines, and says what came of each.
 
-``make test-faults`` runs all of it and writes docs/faults.json; a test has a few of each.
+``make test-faults`` runs all kinds and writes docs/faults.json and the table in
+docs/reliability.md; :mod:`tests.faults.test_faults` runs a few in every ``make test``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import time
+from pathlib import Path
 from random import Random
 
+from tests.faults import clients
 from tests.faults.kinds import KINDS, scenario
 
 STREAMS = 32
+ROOT = Path(__file__).parents[2]
+BAD = ("hung", "wrong", "leaked", "unclear")
+BEGIN, END = "<!-- faults: generated -->", "<!-- /faults -->"
 
 
 def scenarios(kinds, seed, scale):
@@ -22,15 +29,14 @@ def scenarios(kinds, seed, scale):
     found = []
     for kind in kinds:
         rng = Random(f"{seed} {kind.name}")
-        count = max(1, round(kind.scenarios * scale))
-        found += [{"kind": kind.name, "seed": 1, "streams": STREAMS, "sampling": True}
-                  | kind.make(rng) for _ in range(count)]
+        for _ in range(max(1, round(kind.scenarios * scale))):
+            found.append({"kind": kind.name, "streams": STREAMS} | kind.make(rng))
     Random(seed).shuffle(found)
     return found
 
 
 def judge(kind, outcome, expected):
-    """What became of an engine, in one word, and why where it is bad."""
+    """What became of an engine, in one word, and why."""
     if outcome["hung"]:
         return "hung", "no end within the bound"
     for request, tokens in outcome["tokens"].items():
@@ -40,58 +46,47 @@ def judge(kind, outcome, expected):
         return "leaked", str(outcome["left"])
     if outcome["shutdown"]:
         return "unclear", outcome["shutdown"]
-    error = outcome["error"]
-    if not error and outcome["exit"] == -9:
-        error = "killed"
-    if not error:
-        if outcome["exit"]:
-            return "unclear", f"exit status {outcome['exit']} without a word"
-        if any(len(tokens) != len(expected[r]) for r, tokens in outcome["tokens"].items()):
-            return "wrong", "a request is short of tokens"
-        if kind.must_end and outcome["faults"]:
-            return "unclear", "the engine did not notice"
-        return "recovered", ""
-    if kind.ends and re.search(kind.ends, error):
-        return "error", error
-    return "unclear", error
-
-
-BAD = ("hung", "wrong", "leaked", "unclear")
+    error = outcome["error"] or ("killed" if outcome["exit"] == -9 else "")
+    if error:
+        clear = kind.ends and re.search(kind.ends, error)
+        return "error" if clear else "unclear", error
+    if outcome["exit"]:
+        return "unclear", f"exit status {outcome['exit']} without a word"
+    if any(len(tokens) != len(expected[r]) for r, tokens in outcome["tokens"].items()):
+        return "wrong", "a request is short of tokens"
+    if kind.must_end and outcome["injected"]:
+        return "unclear", "the engine did not notice"
+    return "recovered", ""
 
 
 def table(judged):
-    """A row for each kind that was run: counts by injected fault."""
+    """A row for each kind that was run; every fault that was put in counts as its engine did."""
     rows = {}
     for kind, outcome, verdict, why in judged:
-        row = rows.setdefault(
-            kind.name,
-            {"kind": kind.name, "injected": 0, "recovered": 0, "error": 0, "seconds": []}
-            | dict.fromkeys(BAD, 0) | {"why": []},
-        )
-        count = len(outcome["faults"]) or (kind.name.startswith("/dev/shm"))
-        row["injected"] += count
-        row[verdict] += count
-        if verdict == "error":
-            after = outcome["gone"] if outcome["failed"] is None else outcome["failed"]
-            row["seconds"].append(after)
+        empty = {"kind": kind.name, "injected": 0, "recovered": 0, "error": 0, "seconds": []}
+        row = rows.setdefault(kind.name, empty | dict.fromkeys(BAD, 0))
+        row["injected"] += outcome["injected"]
+        row[verdict] += outcome["injected"]
+        if verdict == "error" and outcome["injected"]:
+            row["seconds"].append(
+                outcome["gone"] if outcome["failed"] is None else outcome["failed"]
+            )
         if verdict in BAD:
-            row["why"].append(f"{why[:600]} [{outcome['log']}] {json.dumps(outcome['scenario'])}")
+            again = json.dumps(outcome["scenario"])
+            row.setdefault("why", []).append(f"{why[:600]} [{outcome['log']}] {again}")
     for row in rows.values():
         seconds = row.pop("seconds")
         row["median_s"] = round(statistics.median(seconds), 1) if seconds else None
         row["longest_s"] = round(max(seconds), 1) if seconds else None
-        if not row["why"]:
-            del row["why"]
     return [rows[kind.name] for kind in KINDS if kind.name in rows]
 
 
-def run(kinds, *, seed=1, scale=1.0, parallel=2, each=lambda *_: None):
-    """Run the scenarios of ``kinds``; (kind, outcome, verdict, why) of each."""
+def run(asked, *, parallel=2, each=lambda *_: None):
+    """Run scenarios; (kind, outcome, verdict, why) of each."""
     from tests.faults.rig import run_all
 
-    by_name = {kind.name: kind for kind in kinds}
-    plain = {"kind": "", "seed": 1, "streams": STREAMS, "sampling": True}
-    asked = [plain | scenario(), plain | scenario(own=True), *scenarios(kinds, seed, scale)]
+    by_name = {kind.name: kind for kind in KINDS}
+    faultless = [{"kind": "", "streams": STREAMS} | scenario(own) for own in (False, True)]
     expected, judged = {}, []
 
     def done(outcome):
@@ -100,40 +95,76 @@ def run(kinds, *, seed=1, scale=1.0, parallel=2, each=lambda *_: None):
             assert not outcome["error"], outcome
             expected[found["own"]] = outcome["tokens"]
             return
+        outcome["injected"] = len(outcome["faults"]) or ("filled" in found and 1)
         kind = by_name[found["kind"]]
         judged.append((kind, outcome, *judge(kind, outcome, expected[found["own"]])))
         each(*judged[-1])
 
-    run_all(asked, parallel=parallel, each=done)
+    run_all(faultless + asked, parallel=parallel, each=done)
     return judged
 
 
+def markdown(kept):
+    """The table of docs/reliability.md, of what docs/faults.json holds."""
+    rows = kept["rows"]
+    injected = sum(row["injected"] for row in rows)
+    found = f"{injected} faults of {len(rows)} kinds, seed {kept['seed']}; {kept['machine']}"
+    heads = ["what was done", "injected", "recovered", "clear error", "after, median / longest"]
+    heads += ["hung", "wrong", "leaked", "stock vLLM"]
+    rule = "| --- | " + "--: | " * (len(heads) - 2) + "--- |"
+    lines = [f"{found}, {kept['date']}.", "", f"| {' | '.join(heads)} |", rule]
+    stock = {kind.name: kind.stock for kind in KINDS}
+    for row in rows:
+        after = "" if row["median_s"] is None else f"{row['median_s']} / {row['longest_s']} s"
+        cells = (row["injected"], row["recovered"], row["error"], after)
+        counts = (*cells, row["hung"], row["wrong"], row["leaked"], stock.get(row["kind"], ""))
+        lines.append(f"| {row['kind']} | " + " | ".join(map(str, counts)) + " |")
+    return "\n".join(lines)
+
+
+def page(text, kept):
+    """docs/reliability.md with this table."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{markdown(kept)}\n\n{END}{rest.split(END)[1]}"
+
+
+def _machine():
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return f"{os.cpu_count()} cores, {model[1] if model else 'unknown processor'}"
+
+
 def main():
-    parser = argparse.ArgumentParser()
+    """0: no fault was hung, wrong, leaked or unclear."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--scale", type=float, default=1.0)
-    parser.add_argument("--parallel", type=int, default=2)
-    parser.add_argument("--only", default="", help="kinds whose name has this pattern")
-    parser.add_argument("--json")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of a whole run")
+    parser.add_argument("--parallel", type=int, default=4, help="engines at once")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="kinds of such names")
+    parser.add_argument("--scenarios", metavar="JSON", help="these instead, such as a failed one")
+    parser.add_argument("--keep", action="store_true", help="write docs/faults.json and the page")
     options = parser.parse_args()
     began = time.monotonic()
 
     def each(kind, outcome, verdict, why):
-        took = time.monotonic() - began
-        print(f"{took:7.1f} {verdict:9} x{len(outcome['faults'])} {kind.name}: {why[:300]}",
-              flush=True)
+        took = f"{time.monotonic() - began:7.1f} s {verdict:9} x{outcome['injected']}"
+        print(took, f"{kind.name}: {why[:300]}", flush=True)
 
     kinds = [kind for kind in KINDS if re.search(options.only, kind.name)]
-    judged = run(kinds, seed=options.seed, scale=options.scale, parallel=options.parallel,
-                 each=each)
-    rows = table(judged)
+    asked = scenarios(kinds, options.seed, options.scale)
+    if options.scenarios:
+        asked = json.loads(options.scenarios)
+    rows = table(run(asked, parallel=options.parallel, each=each)) if asked else []
+    if not options.scenarios and re.search(options.only, "client"):
+        rows += clients.run(options.seed, options.scale, lambda *said: print(*said, flush=True))
+    sums = {key: sum(row[key] for row in rows) for key in ("injected", "recovered", "error", *BAD)}
     for row in rows:
-        print(json.dumps(row))
-    print({key: sum(row[key] for row in rows) for key in ("injected", "recovered", "error", *BAD)})
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(rows, file, indent=1)
-
-
-if __name__ == "__main__":
-    main()
+        for why in row.pop("why", ()):
+            print(f"{row['kind']}: {why}")
+    print(f"SUMS {json.dumps(sums)}")
+    if options.keep:
+        today = time.strftime("%Y-%m-%d")
+        kept = {"seed": options.seed, "machine": _machine(), "date": today, "rows": rows}
+        (ROOT / "docs" / "faults.json").write_text(json.dumps(kept, indent=1) + "\n")
+        file = ROOT / "docs" / "reliability.md"
+        file.write_text(page(file.read_text(), kept))
+    return int(any(sums[key] for key in BAD))

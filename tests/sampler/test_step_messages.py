@@ -1,11 +1,14 @@
 """What is encoded comes back; loads are shared by cost."""
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sipipe.engine.balance import Balancer
+from sipipe.errors import DamagedError
 from sipipe.messages.cost import cost_estimate
 from sipipe.messages.header import Kind, decode_header, encode_header
 from sipipe.messages.params import SequenceParams
@@ -23,6 +26,7 @@ from sipipe.messages.step import (
     int32_view,
 )
 
+DAMAGED = settings(deadline=None)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
 
@@ -92,3 +96,27 @@ def test_every_microbatch_is_shared_out_evenly(microbatches, samplers):
             balancer.place(params, beside)
         dearest = max((cost_estimate(p, 151_936) for p in arrivals), default=0.0)
         assert max(beside) - min(beside) <= dearest * (1 + 1e-9)
+
+
+@DAMAGED
+@given(st.binary(min_size=14, max_size=18))
+def test_a_damaged_header_is_called_so(data):
+    with suppress(DamagedError):
+        assert encode_header(*decode_header(data))[:1] == data[:1]
+
+
+@DAMAGED
+@given(st.data(), st.sampled_from([decode_step, decode_grammar, decode_sampled]))
+def test_damaged_structures_are_called_so(data, decode):
+    join = Added(12, 1, SequenceParams(temperature=0.5, logit_bias={3: -1.0}), int32_bytes([1, 2]))
+    whole = encode(
+        {
+            decode_step: Step(iteration=7, added=[join], rows=int32_bytes([12])),
+            decode_grammar: Grammar(7, int32_bytes([12]), 4, bytes(16)),
+            decode_sampled: Sampled(7, int32_bytes([0]), int32_bytes([9]), errors=[(0, "why")]),
+        }[decode]
+    )
+    changed = bytearray(whole)
+    changed[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(DamagedError):
+        decode(bytes(changed[: data.draw(st.integers(0, len(whole)))]))

@@ -123,7 +123,7 @@ def _setting(text: str) -> Any:
     """JSON, or a word; whether that is allowed is :class:`~sipipe.config.SiPipeConfig`'s to say."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

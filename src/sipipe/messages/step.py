@@ -92,8 +92,6 @@ class Sampled(msgspec.Struct, array_like=True, frozen=True):
     seconds: float = 0.0
 
 
-
-
 def _decoder(kind: type[T], what: str) -> Callable[[Buffer], T]:
     """Reads one ``kind``; raises DamagedError."""
     decode = msgspec.msgpack.Decoder(kind).decode

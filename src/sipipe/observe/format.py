@@ -122,7 +122,7 @@ def read_file(path: Path) -> tuple[Header, np.ndarray, str]:
         )
     try:
         header = msgspec.json.decode(data[_PREFIX.size : size], type=Header)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         header = None
     if header is None or size > len(data):
         raise TraceError(f"{path}: the header is damaged or cut off, left out")

@@ -99,6 +99,8 @@ BASE = {
     [
         ({"hidden_size": "big"}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers must be a whole number from 1 to 10,000"),
+        ({"hidden_size": 10**400}, "hidden_size must be a whole number from 1 to"),
         ({"vocab_size": True}, "vocab_size"),
         ({"num_local_experts": 4}, "num_experts_per_tok"),
         ({"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
@@ -153,6 +155,7 @@ VALUES = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-3, 300),
+    st.integers(2**30, 2**70),
     st.floats(allow_nan=True),
     st.text(max_size=5),
     st.lists(st.integers(0, 3), max_size=2),
@@ -178,6 +181,9 @@ def test_nested_text_config_and_unreadable_files(tmp_path):
     nested = {"model_type": "some_vl", "text_config": BASE}
     assert facts_from_config(nested, name="m").layers == 2
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000)
     with pytest.raises(ConfigError, match="not JSON"):
         load_model(str(tmp_path))
     with pytest.raises(ConfigError, match="cannot read"):

@@ -5,6 +5,7 @@ attention layers, encoder-decoder), and a file without the fields it needs, whic
 once.
 """
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ _NOT_DESCRIBED = ("ssm", "mamba", "linear_attn", "linear_num", "linear_conv", "r
 _UNGATED = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "phi"} | {
     "starcoder2"
 }
+_MOST_LAYERS = 10_000
+_MOST = 1 << 40
 _BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "awq": 4.25, "gptq": 4.25, "mxfp4": 4.25, "nvfp4": 4.5}
 _ARITHMETIC = {"fp8": 8, "fbgemm_fp8": 8, "nvfp4": 4}
 
@@ -43,7 +46,8 @@ def facts_from_config(
         config = {**config, **config["text_config"]}
     _refuse_undescribed(config, source)
     fields = _Fields(config, source)
-    layers, hidden = fields.number("num_hidden_layers"), fields.number("hidden_size")
+    layers = fields.number("num_hidden_layers", most=_MOST_LAYERS)
+    hidden = fields.number("hidden_size")
     vocabulary = fields.number("vocab_size")
     attention = _attention(fields, hidden)
     moe, sparse, width = _mixture(fields, layers, hidden)
@@ -85,15 +89,19 @@ class _Fields:
         self.source = source
         self._missing: list[str] = []
 
-    def number(self, *names: str, default: int | None = None, least: int = 1) -> int:
+    def number(
+        self, *names: str, default: int | None = None, least: int = 1, most: int = _MOST
+    ) -> int:
         """The first of ``names`` that is present; a placeholder of 1 once it is noted missing."""
         for name in names:
             value = self.config.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                allowed = "a positive whole number" if least else "a whole number of 0 or more"
-                raise ConfigError(f"MODEL: {self.source}: {name} must be {allowed}, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ConfigError(
+                    f"MODEL: {self.source}: {name} must be a whole number from {least} to "
+                    f"{most:,}, not {reprlib.repr(value)}"
+                )
             return value
         if default is None:
             self._missing.append(" or ".join(names))

@@ -255,7 +255,7 @@ class ShmReceiving:
         """
         try:
             news = msgspec.msgpack.decode(body, type=Announcement)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             raise self._damaged(str(error)) from None
         if header.kind != Kind.SCHEMA or header.fingerprint != news.schema.fingerprint:
             raise self._damaged("it is not what it says that it is")

@@ -31,7 +31,7 @@ from sipipe.ipc.ring.reader import RingReader
 from sipipe.ipc.ring.ring import Ring
 from sipipe.ipc.ring.writer import RingWriter
 
-MAX_BYTES = 1 << 32
+MAX_BYTES = 1 << 30
 """No message is larger."""
 
 

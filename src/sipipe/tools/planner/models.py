@@ -56,7 +56,7 @@ def _from_file(path: Path, model: str, weight_bits: float | None) -> ModelFacts:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ConfigError(f"MODEL: cannot read {file}: {reason}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"MODEL: {file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"MODEL: {file} must hold a JSON object")

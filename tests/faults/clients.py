@@ -1,0 +1,146 @@
+"""What clients do to a server: they leave, never read, send half a request, or all come at once.
+
+One ``sipipe serve`` with a tiny model in two stages. While each fault lasts, and after it, other
+clients' tokens are those of a quiet server; in the end no request, connection or thread is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import psutil
+
+GOOD = 8
+"""Streams beside each fault that are looked at."""
+SECONDS = 60.0
+
+
+def disconnects(address, rng):
+    """A stream that is given up after its first piece."""
+    with _ask(address, {"stream": True, "max_tokens": 100}) as connection:
+        connection.recv(rng.randrange(1, 400))
+
+
+def never_reads(address, rng):
+    """A stream into a socket that takes a kilobyte, and nobody reads."""
+    return _ask(address, {"stream": True, "max_tokens": 150, "logprobs": 5}, small=True)
+
+
+def half_a_body(address, rng):
+    body = json.dumps({"model": "tiny", "prompt": [5] * 20, "max_tokens": 4}).encode()
+    connection = _connect(address)
+    connection.sendall(_head(len(body)) + body[: rng.randrange(len(body))])
+    return connection
+
+
+def all_at_once(address, rng):
+    """A thousand requests, each on a connection of its own."""
+    held = [_ask(address, {"max_tokens": 2}) for _ in range(1000)]
+    for connection in held:
+        answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
+    return held
+
+
+KINDS = {
+    "a client goes away amid its stream": (disconnects, 40),
+    "a client never reads its stream": (never_reads, 12),
+    "a client sends half of its request": (half_a_body, 24),
+    "1,000 clients come at once": (all_at_once, 1),
+}
+
+
+def run(seed, scale, each=lambda *_: None):
+    """A row of the table for each kind."""
+    from tests.engine.engines import model
+    from tests.engine.test_server import complete, metric, prompts, server
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    scratch = Path(tempfile.mkdtemp(prefix="f"))
+    options = ("--enforce-eager", "--max-model-len", "256", "--dtype", "float32")
+    rows = []
+    with server(model(scratch), scratch / "log", *options, temporary=str(scratch)) as (where, main):
+        asked = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 1}
+        given = prompts(GOOD, longest=40, seed=seed)
+        with ThreadPoolExecutor(GOOD) as pool:
+
+            def tokens():
+                return list(pool.map(lambda prompt: complete(where, prompt, asked)[0], given))
+
+            expected = tokens()
+            before = _held(main.pid)
+            for name, (fault, count) in KINDS.items():
+                rng, held = Random(f"{seed} {name}"), []
+                row = dict.fromkeys(("injected", "recovered", "error", "hung", "wrong"), 0)
+                row |= {"kind": name, "leaked": 0, "unclear": 0, "median_s": None}
+                row["longest_s"] = None
+                for _ in range(max(1, round(count * scale))):
+                    held.append(fault(where, rng))
+                    row["injected"] += 1
+                verdict = "recovered" if tokens() == expected else "wrong"
+                for connection in held:
+                    for one in connection if isinstance(connection, list) else [connection]:
+                        with contextlib.suppress(OSError, AttributeError):
+                            one.close()
+                deadline = time.monotonic() + SECONDS
+                while (busy := metric(where, "vllm:num_requests_running")) or _more(
+                    _held(main.pid), before
+                ):
+                    if time.monotonic() > deadline:
+                        verdict = "hung" if busy else "leaked"
+                        break
+                    time.sleep(0.2)
+                if tokens() != expected:
+                    verdict = "wrong"
+                row[verdict] += row["injected"]
+                rows.append(row)
+                each(name, row["injected"], verdict)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return rows
+
+
+def _held(pid):
+    """Descriptors and threads of all of the server's processes."""
+    everybody = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(p.num_fds() for p in everybody), sum(p.num_threads() for p in everybody)
+
+
+def _more(now, before):
+    """Some connections stay open for a while, and pools of threads fill up."""
+    return now[0] > before[0] + 2 * GOOD or now[1] > before[1] + 64
+
+
+def _connect(address, *, small=False):
+    host, port = re.search(r"//(.*):(\d+)", address).groups()
+    connection = socket.socket()
+    if small:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    connection.settimeout(SECONDS)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def _head(length):
+    return (
+        "POST /v1/completions HTTP/1.1\r\nHost: sipipe\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def _ask(address, asked, *, small=False):
+    body = {"model": "tiny", "prompt": [5, 6, 7], "ignore_eos": True, "temperature": 0.0} | asked
+    connection = _connect(address, small=small)
+    data = json.dumps(body).encode()
+    connection.sendall(_head(len(data)) + data)
+    return connection

@@ -1,0 +1,60 @@
+"""A few of the faults of ``make test-faults``, and that the documented table is what it found."""
+
+import json
+import os
+import re
+from random import Random
+
+import pytest
+from tests.engine.forks import Forked
+from tests.faults import clients
+from tests.faults.kinds import KINDS
+from tests.faults.suite import BAD, BEGIN, END, ROOT, STREAMS, page
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+FEW = (
+    "a sampler that draws is killed",
+    "a sampler is killed at each step of its restart",
+    "a busy worker is killed",
+    "a worker is killed while the engine starts (vLLM's path)",
+    "a busy engine is killed",
+    "a worker is stopped for ever",
+    "damage: the header of a message on BIC-I",
+)
+
+
+@pytest.mark.engine
+def test_a_few_faults_end_well(tmp_path):
+    kinds = {kind.name: kind for kind in KINDS}
+    asked = [
+        {"kind": name, "streams": STREAMS} | kinds[name].make(Random(f"few {name}")) for name in FEW
+    ]
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        rig = Forked(
+            ROOT / "tests" / "faults" / "__main__.py",
+            ["--scenarios", json.dumps(asked), "--parallel", "3"],
+            env=dict(os.environ),
+            out=out,
+        )
+        rig.wait(300)
+    said = log.read_text()
+    sums = json.loads(re.search(r"^SUMS (.*)$", said, re.MULTILINE)[1])
+    assert sums["injected"] >= len(FEW)
+    assert not any(sums[key] for key in BAD), said[-6000:]
+
+
+def test_the_documented_table_is_what_was_found():
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    kept = json.loads((ROOT / "docs" / "faults.json").read_text())
+    assert BEGIN in text
+    assert END in text
+    assert page(text, kept) == text
+    assert {row["kind"] for row in kept["rows"]} == {
+        *(kind.name for kind in KINDS),
+        *clients.KINDS,
+    }
+    assert len(kept["rows"]) >= 20
+    assert sum(row["injected"] for row in kept["rows"]) >= 500
+    assert not any(row[key] for row in kept["rows"] for key in BAD)
