@@ -290,6 +290,7 @@ class Children:
         elif message is not None:
             if isinstance(message, WorkerDiedError):
                 # Of a neighbour, whose own end is seen now or in a moment, and says who it was.
+                # wait: 1 s (`NEIGHBOUR_SECONDS`); that end
                 self._bury_of(wait(list(self._alive()), NEIGHBOUR_SECONDS))
             self._heard(child, message)
 
