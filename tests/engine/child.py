@@ -25,6 +25,8 @@ def main():
             parent.say(Ready())
             parent.receive()
             parent.say(WorkerDiedError("my neighbour died"))
+        case "mumble":
+            parent._pipe.send_bytes(b"no pickle")
         case "echo":
             parent.say(parent.receive())
         case "half":  # stops amid a message

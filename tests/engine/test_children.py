@@ -13,7 +13,7 @@ import pytest
 
 from sipipe.engine import children as module
 from sipipe.engine.children import Children
-from sipipe.errors import StallError, WorkerDiedError
+from sipipe.errors import DamagedError, StallError, WorkerDiedError
 from sipipe.messages.replies import ASK_STATUS, Status
 
 CHILD = "tests.engine.child"
@@ -94,6 +94,21 @@ def test_who_died_is_named_before_who_missed_it(watched):
     while len(told) < 2:
         time.sleep(0.01)
     assert told == ["dying died", "mourner: my neighbour died"]
+
+
+def test_what_cannot_be_read_is_the_word_of_the_child_that_said_it(watched):
+    child = watched.start("one", "mumble")
+    name, error = watched.heard.get(timeout=60)
+    assert name == "one"
+    assert isinstance(error, DamagedError)
+    assert str(error).startswith(f"one (pid {child.process.pid}) sent what cannot be read here")
+
+
+def test_one_that_is_started_while_all_end_is_ended_once(watched):
+    watched.children.expect_end()
+    child = watched.start("one", "ready")
+    assert child.process.returncode is not None
+    watched.children.close()
 
 
 def test_the_late_ones_are_named(watched):

@@ -300,7 +300,7 @@ def raising(names, points):
 STAGE_DIED = r"stage worker stage\d\.0 \(pid \d+\) (died|ended while starting)"
 NOT_READY = r"not ready in time: .*start_timeout"
 STALLED = r"no progress for .* s: .*stage\d\.0 does not answer"
-ANY = "."
+"link stage0-1" = "."
 
 KINDS = [
     Kind("a sampler that draws is killed", busy_samplers, 24),
@@ -386,18 +386,18 @@ KINDS = [
         True,
     ),
     Kind("/dev/shm is filled while the engine serves", filled_later, 6),
-    Kind("damage: the header of a message on BIC-I", damaged("engine", "BIC-I header"), 10, ANY),
-    Kind("damage: the place of a message on BIC-I", damaged("engine", "BIC-I place"), 10, ANY),
-    Kind("damage: a sampler's part of BIC-I", damaged("engine", "BIC-I step"), 8, ANY),
-    Kind("damage: a worker's part of BIC-I", damaged("engine", "BIC-I output"), 8, ANY),
-    Kind("damage: the header of logits on BIC-L", damaged(STAGES[1:], "BIC-L place"), 8, ANY),
-    Kind("damage: a frame on BIC-O", damaged(SAMPLERS, "BIC-O frame"), 8, ANY),
-    Kind("damage: an answer on BIC-O", damaged(SAMPLERS, "BIC-O answer"), 8, ANY),
-    Kind("damage: a header on a link", damaged(STAGES[:1], "link header"), 10, ANY),
+    Kind("damage: the header of a message on BIC-I", damaged("engine", "BIC-I header"), 10, DAMAGE),
+    Kind("damage: the place of a message on BIC-I", damaged("engine", "BIC-I place"), 10, DAMAGE),
+    Kind("damage: a sampler's part of BIC-I", damaged("engine", "BIC-I step"), 8, DAMAGE),
+    Kind("damage: a worker's part of BIC-I", damaged("engine", "BIC-I output"), 8, DAMAGE),
+    Kind("damage: the header of logits on BIC-L", damaged(STAGES[1:], "BIC-L place"), 8, DAMAGE),
+    Kind("damage: a frame on BIC-O", damaged(SAMPLERS, "BIC-O frame"), 8, DAMAGE),
+    Kind("damage: an answer on BIC-O", damaged(SAMPLERS, "BIC-O answer"), 8, DAMAGE),
+    Kind("damage: a header on a link", damaged(STAGES[:1], "link header"), 10, "link stage0-1"),
     Kind(
         "damage: the structure announced on a link", damaged(STAGES[:1], "link structure"), 8, ANY
     ),
-    Kind("damage: a message on a control pipe", damaged((*STAGES, *SAMPLERS), "pipe"), 6, ANY),
+    Kind("damage: a message on a control pipe", damaged((*STAGES, *SAMPLERS), "pipe"), 6, "sent what cannot be read"),
     Kind("a worker raises an error", raising(STAGES, BUSY_WORKER), 8, "planted in", True),
     Kind("a sampler raises an error", raising(SAMPLERS, BUSY_SAMPLER), 8),
 ]

@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
-from sipipe.errors import StallError, WorkerDiedError
+from sipipe.errors import DamagedError, StallError, WorkerDiedError
 from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import Ready
 
@@ -74,7 +74,11 @@ class Child:
         with suppress(EOFError, OSError), self._bounded():
             # wait: 10 s (`PIPE_SECONDS`) for the rest of a message, then the child is killed; the
             # child, or its death
-            return self.pipe.recv()
+            data = self.pipe.recv_bytes()
+            try:
+                return pickle.loads(data)  # from our child, through a pipe of its own
+            except Exception as error:
+                return DamagedError(f"{self} sent what cannot be read here: {error!r}")
         self.hang_up()
         return None
 
@@ -174,8 +178,9 @@ class Children:
                 end.close()
         child = Child(name, process, Connection(ours.detach()))
         with self._changed:
-            self._children[name] = child
             ending = self._ending
+            if not ending:
+                self._children[name] = child
         if ending:  # close() has not seen it
             _end([child])
         else:
