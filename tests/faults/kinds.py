@@ -300,7 +300,7 @@ def raising(names, points):
 STAGE_DIED = r"stage worker stage\d\.0 \(pid \d+\) (died|ended while starting)"
 NOT_READY = r"not ready in time: .*start_timeout"
 STALLED = r"no progress for .* s: .*stage\d\.0 does not answer"
-"link stage0-1" = "."
+ANY = "."
 
 KINDS = [
     Kind("a sampler that draws is killed", busy_samplers, 24),
@@ -395,9 +395,17 @@ KINDS = [
     Kind("damage: an answer on BIC-O", damaged(SAMPLERS, "BIC-O answer"), 8, DAMAGE),
     Kind("damage: a header on a link", damaged(STAGES[:1], "link header"), 10, "link stage0-1"),
     Kind(
-        "damage: the structure announced on a link", damaged(STAGES[:1], "link structure"), 8, ANY
+        "damage: the structure announced on a link",
+        damaged(STAGES[:1], "link structure"),
+        8,
+        "link stage0-1",
     ),
-    Kind("damage: a message on a control pipe", damaged((*STAGES, *SAMPLERS), "pipe"), 6, "sent what cannot be read"),
+    Kind(
+        "damage: a message on a control pipe",
+        damaged((*STAGES, *SAMPLERS), "pipe"),
+        6,
+        "sent what cannot be read",
+    ),
     Kind("a worker raises an error", raising(STAGES, BUSY_WORKER), 8, "planted in", True),
     Kind("a sampler raises an error", raising(SAMPLERS, BUSY_SAMPLER), 8),
 ]
