@@ -300,6 +300,7 @@ def raising(names, points):
 STAGE_DIED = r"stage worker stage\d\.0 \(pid \d+\) (died|ended while starting)"
 NOT_READY = r"not ready in time: .*start_timeout"
 STALLED = r"no progress for .* s: .*stage\d\.0 does not answer"
+DAMAGE = r"channel bic-|sampler\d keeps dying"
 ANY = "."
 
 KINDS = [
