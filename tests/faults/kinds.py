@@ -213,7 +213,8 @@ def stopped_worker(own, seconds, stall=60):
 def stopped_at_start(names, points):
     def make(rng):
         stop = fault(rng.choice(points), "stop", seconds=FOR_EVER)
-        return scenario(planned={rng.choice(names): [[stop]]}, sipipe={"start_timeout": 8})
+        settings = {"start_timeout": 8, "stall_timeout": 8}
+        return scenario(planned={rng.choice(names): [[stop]]}, sipipe=settings)
 
     return make
 
@@ -392,7 +393,9 @@ KINDS = [
     Kind("damage: a sampler's part of BIC-I", damaged("engine", "BIC-I step"), 8, DAMAGE),
     Kind("damage: a worker's part of BIC-I", damaged("engine", "BIC-I output"), 8, DAMAGE),
     Kind("damage: the header of logits on BIC-L", damaged(STAGES[1:], "BIC-L place"), 8, DAMAGE),
-    Kind("damage: a frame on BIC-O", damaged(SAMPLERS, "BIC-O frame"), 8, DAMAGE),
+    Kind(
+        "damage: a frame on BIC-O", damaged(SAMPLERS, "BIC-O frame"), 8, f"{DAMAGE}|no progress for"
+    ),
     Kind("damage: an answer on BIC-O", damaged(SAMPLERS, "BIC-O answer"), 8, DAMAGE),
     Kind("damage: a header on a link", damaged(STAGES[:1], "link header"), 10, "link stage0-1"),
     Kind(

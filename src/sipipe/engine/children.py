@@ -119,6 +119,8 @@ class Children:
         self._ready: dict[str, Ready] = {}
         self._error: BaseException | None = None
         self._ending = False
+        self._mourning: list[tuple[float, Child, WorkerDiedError]] = []
+        """Who said that another has died, and until when that one may say more."""
         self._wake_read, self._wake_write = os.pipe()
         self._thread: threading.Thread | None = None
 
@@ -251,9 +253,13 @@ class Children:
         try:
             while not self._ending:
                 patience = self._turn()
-                children = self._alive()
-                pipes = {child.pipe: child for child in children.values() if child.pipe is not None}
-                handles: list[Any] = [*pipes, *children, self._wake_read]
+                if self._mourning:
+                    patience = min(patience, NEIGHBOUR_SECONDS)
+                with self._changed:
+                    children = list(self._children.values())
+                pipes = {child.pipe: child for child in children if child.pipe is not None}
+                processes = {child.descriptor: child for child in children}
+                handles: list[Any] = [*pipes, *processes, self._wake_read]
                 if parent is not None:
                     handles.append(parent.sentinel)
                 # wait: 5 s, then it looks at all bounds; any child's word or death, a new child,
@@ -268,23 +274,16 @@ class Children:
                 if self._wake_read in ready:
                     os.read(self._wake_read, 1024)  # wait: none: it is readable
                 for handle in ready:
-                    if handle in pipes and pipes[handle].pipe is handle:
+                    if handle in pipes:
                         self._hear(pipes[handle])
-                self._bury_of(ready)
+                for handle in ready:
+                    if handle in processes:
+                        self._bury(processes[handle])
+                while self._mourning and self._mourning[0][0] <= time.monotonic():
+                    self._heard(*self._mourning.pop(0)[1:])
         except Exception as error:
             if not self._ending:
                 self._failed(error)
-
-    def _alive(self) -> dict[int, Child]:
-        """By the descriptors of their processes."""
-        with self._changed:
-            return {child.descriptor: child for child in self._children.values()}
-
-    def _bury_of(self, ready: Sequence[Any]) -> None:
-        """Those that are not buried yet of whom a descriptor is among ``ready``."""
-        for descriptor, child in self._alive().items():
-            if descriptor in ready:
-                self._bury(child)
 
     def _hear(self, child: Child) -> None:
         message = child.hear()
@@ -294,10 +293,10 @@ class Children:
                 self._changed.notify_all()
         elif message is not None:
             if isinstance(message, WorkerDiedError):
-                # Of a neighbour, whose own end is seen now or in a moment, and says who it was.
-                # wait: 1 s (`NEIGHBOUR_SECONDS`); that end
-                self._bury_of(wait(list(self._alive()), NEIGHBOUR_SECONDS))
-            self._heard(child, message)
+                # Of a neighbour, whose own word or end comes now or in a moment, and says more.
+                self._mourning.append((time.monotonic() + NEIGHBOUR_SECONDS, child, message))
+            else:
+                self._heard(child, message)
 
     def _bury(self, child: Child) -> None:
         with self._changed:
@@ -311,7 +310,7 @@ class Children:
             self._hear(child)
         code = child.process.wait()  # wait: none: its descriptor says that it has ended; its end
         child.release()
-        if not child.asked:
+        if not child.asked and all(child is not one for _, one, _ in self._mourning):
             self._died(child, f"exit code {code}")
 
 
