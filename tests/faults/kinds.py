@@ -390,7 +390,12 @@ KINDS = [
     Kind("/dev/shm is filled while the engine serves", filled_later, 6),
     Kind("damage: the header of a message on BIC-I", damaged("engine", "BIC-I header"), 10, DAMAGE),
     Kind("damage: the place of a message on BIC-I", damaged("engine", "BIC-I place"), 10, DAMAGE),
-    Kind("damage: a sampler's part of BIC-I", damaged("engine", "BIC-I step"), 8, DAMAGE),
+    Kind(
+        "damage: a sampler's part of BIC-I",
+        damaged("engine", "BIC-I step"),
+        8,
+        f"{DAMAGE}|no progress for",
+    ),
     Kind("damage: a worker's part of BIC-I", damaged("engine", "BIC-I output"), 8, DAMAGE),
     Kind("damage: the header of logits on BIC-L", damaged(STAGES[1:], "BIC-L place"), 8, DAMAGE),
     Kind(

@@ -153,9 +153,11 @@ def main():
     asked = scenarios(kinds, options.seed, options.scale)
     if options.scenarios:
         asked = json.loads(options.scenarios)
-    rows = table(run(asked, parallel=options.parallel, each=each)) if asked else []
+    served = []
     if not options.scenarios and re.search(options.only, "client"):
-        rows += clients.run(options.seed, options.scale, lambda *said: print(*said, flush=True))
+        served = clients.run(options.seed, options.scale, lambda *said: print(*said, flush=True))
+    rows = table(run(asked, parallel=options.parallel, each=each)) if asked else []
+    rows += served
     sums = {key: sum(row[key] for row in rows) for key in ("injected", "recovered", "error", *BAD)}
     for row in rows:
         for why in row.pop("why", ()):

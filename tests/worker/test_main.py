@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied
+from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.messages.boots import Watched
 from sipipe.messages.header import Kind, encode_header
 from sipipe.messages.places import StagePlace
@@ -116,6 +117,9 @@ class Worker:
     def lock(self):
         return threading.Lock()
 
+    def mourn(self):
+        raise PeerDiedError("the previous stage died")
+
     def broken(self):
         raise ValueError("no such adapter")
 
@@ -166,6 +170,11 @@ def test_a_call_that_fails_is_an_answer_and_not_the_end(process):
         Reply(call=1, error="no such adapter"),
         answer(2, [0]),
     ]
+
+
+def test_a_neighbours_death_in_a_call_is_the_end(process):
+    with pytest.raises(PeerDiedError):
+        process([call(1, "mourn"), call(2, "seen")])
 
 
 def test_a_call_that_cannot_be_read_is_an_answer_and_not_the_end(process):

@@ -42,7 +42,7 @@ from vllm.utils.system_utils import decorate_logs, set_process_title
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from sipipe.errors import DamagedError
+from sipipe.errors import DamagedError, WorkerDiedError
 from sipipe.ipc.errors import ChannelClosed
 from sipipe.ipc.parent import Parent
 from sipipe.ipc.rendezvous import remove_rendezvous
@@ -224,6 +224,8 @@ class Main:
             if isinstance(value, AsyncModelRunnerOutput):
                 value = value.get_output()
             reply = Reply(call=number, value=pickle.dumps(value) if answers else b"")
+        except WorkerDiedError:
+            raise  # another stage's worker: no fault of the call's, and the end of this one too
         except Exception as error:
             logger.exception("worker %s failed in a call", self._boot.place.name)
             reply = Reply(call=number, error=str(error) or repr(error))
