@@ -52,8 +52,6 @@ class Kind:
     ends: str = ""
     """Pattern of the error with which an engine may end; empty: none may."""
     must_end: bool = False
-    stock: str = ""
-    """What stock vLLM does, where that was measured."""
 
 
 def steps(rng, count):

@@ -110,14 +110,13 @@ def markdown(kept):
     injected = sum(row["injected"] for row in rows)
     found = f"{injected} faults of {len(rows)} kinds, seed {kept['seed']}; {kept['machine']}"
     heads = ["what was done", "injected", "recovered", "clear error", "after, median / longest"]
-    heads += ["hung", "wrong", "leaked", "stock vLLM"]
-    rule = "| --- | " + "--: | " * (len(heads) - 2) + "--- |"
+    heads += ["hung", "wrong", "leaked"]
+    rule = "| --- | " + "--: | " * (len(heads) - 2) + "--: |"
     lines = [f"{found}, {kept['date']}.", "", f"| {' | '.join(heads)} |", rule]
-    stock = {kind.name: kind.stock for kind in KINDS}
     for row in rows:
         after = "" if row["median_s"] is None else f"{row['median_s']} / {row['longest_s']} s"
         cells = (row["injected"], row["recovered"], row["error"], after)
-        counts = (*cells, row["hung"], row["wrong"], row["leaked"], stock.get(row["kind"], ""))
+        counts = (*cells, row["hung"], row["wrong"], row["leaked"])
         lines.append(f"| {row['kind']} | " + " | ".join(map(str, counts)) + " |")
     return "\n".join(lines)
 
