@@ -166,6 +166,12 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     the last stage the slowest by more than 5 %; it then gets fewer layers. ``"even"``: vLLM's cut.
     Else a list such as ``[7, 1]``. ``VLLM_PP_LAYER_PARTITION`` wins over ``"auto"``."""
 
+    vocabulary: Literal["auto", "shared", "last"] = "auto"
+    """Who multiplies by the output projection. ``"shared"``: every stage, by a part of its columns,
+    as many as even the stages' times; the layers are then cut evenly. ``"last"``: the last stage.
+    ``"auto"``: shared where it is expected to shorten the slowest stage by 3 %. Where it cannot be
+    shared out (docs/vocabulary.md), the last stage has it, with a line in the log."""
+
     overlap: Flag = True
     """Token-safe execution: prepare the next microbatch's inputs while the device runs this one.
     False: prepare and run in turn, with one set of input buffers."""

@@ -1,14 +1,18 @@
 """Which layers the stages get: SiPipe's cut, vLLM's, or the user's; no engine is started."""
 
 import os
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine import arguments
 from sipipe.engine.layers.choose import VARIABLE, choose_layers
+from sipipe.engine.layers.vocabulary import choose_vocabulary, columns
 from sipipe.errors import ConfigError
 from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.worker.world import cut_model
@@ -71,3 +75,76 @@ def test_a_worker_tells_vllm_the_cut(monkeypatch):
     monkeypatch.delenv(VARIABLE)
     cut_model((6, 2))
     assert os.environ[VARIABLE] == "6,2"
+
+
+# ---- who multiplies by the output projection -----------------------------------------------------
+
+
+def vocabulary(engine_config, cut=(7, 1), **settings):
+    chosen, layers = choose_vocabulary(engine_config, SiPipeConfig.from_dict(settings), cut)
+    return chosen.parts, layers, str(chosen)
+
+
+def test_the_projection_is_shared_out_where_that_is_quicker(engine_config):
+    parts, layers, said = vocabulary(engine_config)
+    assert (parts, layers) == ((0.5, 0.5), (4, 4))
+    assert "50%, 50% of its columns" in said
+    assert "with layers (4, 4), is 1.06 x quicker than with (7, 1)" in said
+
+
+def test_a_shorter_stage_takes_more_columns(engine_config):
+    (first, second), layers, _ = vocabulary(engine_config, (5, 3), layers=[5, 3])
+    assert layers == (5, 3)
+    assert first + second == pytest.approx(1)
+    assert 0.1 < first < second
+
+
+def test_the_last_stage_keeps_it_where_it_was_asked_to_or_alone(engine_config):
+    assert vocabulary(engine_config, vocabulary="last") == ((), (7, 1), "")
+    assert vocabulary(engine_config, (8,)) == ((), (8,), "")
+
+
+def test_auto_shares_only_what_is_worth_it(engine_config, monkeypatch):
+    monkeypatch.setattr("sipipe.engine.layers.vocabulary.WORTH_IT", 1.5)
+    parts, layers, said = vocabulary(engine_config)
+    assert (parts, layers) == ((), (7, 1))
+    assert said.startswith("Output projection on the last stage: shared out, the slowest stage")
+    assert vocabulary(engine_config, vocabulary="shared")[0] == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lora_config": object()}, "--enable-lora"),
+        ({"hosts": {"count": 2}}, "several hosts"),
+        ({"second": True}, "second model runner"),
+    ],
+)
+def test_what_cannot_be_shared_is_said(engine_config, monkeypatch, change, reason):
+    module = "sipipe.engine.layers.vocabulary"
+    settings = {key: value for key, value in change.items() if key == "hosts"}
+    monkeypatch.setattr(f"{module}.uses_second_runner", lambda _: "second" in change)
+    if "lora_config" in change:
+        monkeypatch.setattr(engine_config, "lora_config", change["lora_config"])
+    parts, layers, said = vocabulary(engine_config, vocabulary="shared", **settings)
+    assert (parts, layers) == ((), (7, 1))
+    assert reason in said
+
+
+@given(
+    ranks=st.integers(1, 4),
+    vocab=st.integers(1, 5000),
+    weights=st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
+)
+def test_columns_of_all_writers_cover_the_vocabulary(ranks, vocab, weights):
+    shard = -(-vocab // ranks)
+    own = [(min(r * shard, vocab), min((r + 1) * shard, vocab)) for r in range(ranks)]
+    parts = [weight / sum(weights) for weight in weights]
+    bounds = columns(own, parts)
+    assert len(bounds) == ranks * len(parts) + 1
+    assert (bounds[0], bounds[-1]) == (0, vocab)
+    for rank, (start, stop) in enumerate(own):
+        mine = bounds[rank * len(parts) : (rank + 1) * len(parts) + 1]
+        assert (mine[0], mine[-1]) == (start, stop), "of one rank's rows"
+        for (first, last), part in zip(pairwise(mine), parts, strict=True):
+            assert abs(last - first - part * (stop - start)) <= 64

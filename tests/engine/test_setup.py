@@ -8,6 +8,7 @@ import pytest
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine import executor, setup
+from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.errors import ConfigError
 
 
@@ -90,3 +91,10 @@ def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
     os.close(writing)
     assert os.read(reading, 100) == b"closed"
     os.close(reading)
+
+
+def test_weights_do_not_change_beside_a_shared_output_projection():
+    made = executor.Executor.__new__(executor.Executor)
+    made._setup = SimpleNamespace(vocabulary=Vocabulary((0.5, 0.5)))
+    with pytest.raises(ConfigError, match=r'reload_weights: .* set "vocabulary": "last"'):
+        made.collective_rpc("reload_weights")

@@ -224,7 +224,11 @@ class Logits:
 
     def own(self):
         owner = LogitsChannel(
-            "t", LogitsShape(vocab=4, ranks=2), rows=6, entries=3, readers=list(self.received)
+            "t",
+            LogitsShape(vocab=4, bounds=(0, 2, 4)),
+            rows=6,
+            entries=3,
+            readers=list(self.received),
         )
         for rank in self.written:
             self.sequencer.spawn(f"rank {rank}", lambda rank=rank: self.write(owner, rank))

@@ -23,6 +23,8 @@ def make():
 
     def channel(**options):
         names, entries = options.pop("readers", ["s"]), options.pop("entries", 4)
+        if ranks := options.pop("ranks", None):
+            options["bounds"] = tuple(rank * 101 // ranks for rank in range(ranks + 1))
         rows, shape = options.pop("rows", 20), LogitsShape(**{"vocab": 101, **options})
         owner = LogitsChannel("test", shape, rows=rows, entries=entries, readers=names)
         writers = [LogitsWriter(owner.endpoint, rank) for rank in range(shape.ranks)]
@@ -67,7 +69,7 @@ def test_ranks_write_one_array(make, ranks, layout, dtype):
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_ranks_write_uneven_shards(make, layout):
     columns = layout == "columns"
-    _, writers, (reader,) = make(ranks=3, shard=60, layout=layout)
+    _, writers, (reader,) = make(bounds=(0, 60, 101, 101), layout=layout)
     widths = []
     for rank, writer in enumerate(writers):
         with writer.acquire(0, 2, 0, 1) as region:
@@ -77,8 +79,9 @@ def test_ranks_write_uneven_shards(make, layout):
     with reader.receive() as received:
         row = (received.array.T if columns else received.array)[1]
         assert list(row) == [1] * 60 + [2] * 41
-    with pytest.raises(AssertionError):
-        make(ranks=3, shard=30)
+    for bounds in [(0, 30, 60, 90), (30, 101), (0, 60, 30, 101)]:
+        with pytest.raises(AssertionError):
+            make(bounds=bounds)
 
 
 def test_complete_only_with_the_last_rank(make):
@@ -211,7 +214,7 @@ def test_sizes_and_ranks(make):
         pass
     with pytest.raises(ChannelError, match="has a writer already"):
         LogitsWriter(owner.endpoint, 0)
-    for bad in ({"rows": 0}, {"ranks": 0}, {"entries": 2}, {"dtype": "int8"}, {"layout": "x"}):
+    for bad in ({"rows": 0}, {"vocab": 0}, {"entries": 2}, {"dtype": "int8"}, {"layout": "x"}):
         with pytest.raises(AssertionError):
             make(**bad)
 

@@ -55,8 +55,10 @@ def test_a_dispatch_channel_takes_the_bytes_that_were_computed(entries, entry_by
 )
 @settings(deadline=None, max_examples=30)
 def test_a_logits_channel_takes_the_bytes_that_were_computed(entries, rows, **sizes):
-    for layout, shard in (("rows", None), ("columns", sizes["vocab"])):
-        shape = LogitsShape(layout=layout, shard=shard, **sizes)
+    vocab, ranks = sizes["vocab"], sizes.pop("ranks")
+    even = tuple(rank * vocab // ranks for rank in range(ranks + 1))
+    for layout, bounds in (("rows", even), ("columns", (*[0] * ranks, vocab))):
+        shape = LogitsShape(layout=layout, bounds=bounds, **sizes)
         with closing(LogitsChannel("test", shape, rows=rows, entries=entries)) as channel:
             memory = channel.endpoint.ring.memory
             size = LogitsChannel.required_bytes(shape, rows=rows, entries=entries)

@@ -129,8 +129,8 @@ class StageTestWorker(CPUWorker):
             return
         tokens: list[list[int]] = [[] for _ in inputs.req_ids]
         if len(inputs.sampled):
-            logits = self.runner.logits(inputs, result)
             head = self.runner.head
+            logits = head.compute(self.runner.rows(inputs, result))
             assert (head.shard is None) == (get_tp_group().world_size == 1 or self.lora)
             assert logits.shape[1] == head.columns[1] - head.columns[0]
             if head.shard is not None:

@@ -75,14 +75,12 @@ class LateDevice:
 
 class Rig:
     def __init__(self, device, layout="rows", rank=0, ranks=1, channel=None):
-        shard = VOCAB if ranks == 1 else -(-VOCAB // ranks)
         self.channel = channel or LogitsChannel(
             "logits",
             LogitsShape(
                 vocab=VOCAB,
                 layout=layout,
-                ranks=ranks,
-                shard=None if ranks == 1 else shard,
+                bounds=tuple(min(VOCAB, rank * -(-VOCAB // ranks)) for rank in range(ranks + 1)),
             ),
             rows=ENTRIES * BATCH,
             entries=ENTRIES,

@@ -28,7 +28,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from sipipe._version import __version__
 from sipipe.engine.compatibility import check_version
 from sipipe.engine.setup import Setup
-from sipipe.errors import StallError, WorkerDiedError
+from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.ipc.sockets import leave_reason
 from sipipe.observe.live import Word
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 VLLMS_OWN = "vLLM's runner and sampler"
+CHANGE_WEIGHTS = ("reload_weights", "start_weight_update", "update_weights")
 
 
 class Executor(VllmExecutor):
@@ -98,6 +99,11 @@ class Executor(VllmExecutor):
         Returns the results by rank, or the one of ``unique_reply_rank``; a future of it with
         ``non_block``.
         """
+        if method in CHANGE_WEIGHTS and self._setup.vocabulary.parts:
+            raise ConfigError(
+                f"{method}: every stage has rows of the output projection, which would not change: "
+                'set "vocabulary": "last" in the sipipe config'
+            )
         future = self._usable().calls.call(method, args, kwargs, unique_reply_rank)
         if non_block:
             return future

@@ -51,6 +51,7 @@ def memory_budget(
     sequences: int,
     tokens: int,
     hidden: int,
+    shares_head: bool = False,
     on_gpu: bool = False,
     directory: str | None = None,
 ) -> list[Part]:
@@ -62,6 +63,7 @@ def memory_budget(
         dtype: of activations and logits, such as ``"bfloat16"``.
         sequences: most running requests.
         tokens: most tokens of a microbatch.
+        shares_head: whether final hidden states go from the last stage to all others.
         on_gpu: whether hidden states stay on devices.
     """
     itemsize = 4 if dtype == "float32" else 2
@@ -78,10 +80,11 @@ def memory_budget(
             TensorSpec(key, dtype, itemsize, (TOKENS, hidden))
             for key in ("hidden_states", "residual")
         )
-        link = max(2, inflight) * buffer_bytes(
-            TensorSchema(tuple(tensors)), buffer_tokens(sequences, tokens)
-        )
-        parts.append(Part("hidden states", (stages - 1) * ranks * link))
+        keys = tuple(tensors)
+        link = buffer_bytes(TensorSchema(keys), buffer_tokens(sequences, tokens))
+        if shares_head:
+            link += buffer_bytes(TensorSchema(keys[:1]), sequences)
+        parts.append(Part("hidden states", (stages - 1) * ranks * max(2, inflight) * link))
     times = StageTimes.required_bytes(stages=stages, samplers=samplers)
     parts.append(Part("stage times", times, directory))
     page = PageHeader(stages=stages, ranks=ranks, samplers=samplers)

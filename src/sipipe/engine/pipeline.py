@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
+import msgspec
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from sipipe.engine.balance import Balancer
@@ -25,6 +27,7 @@ from sipipe.engine.host import Host
 from sipipe.engine.hosts import link_port
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.layers.choose import is_free
+from sipipe.engine.layers.vocabulary import Vocabulary, columns
 from sipipe.engine.remote import RemoteHost
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.resolve import Resolver
@@ -34,13 +37,15 @@ from sipipe.engine.setup import Setup
 from sipipe.engine.stall import ANSWER_SECONDS, LONGEST_SLEEP, StallWatch
 from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.gather import GatherReceiver
-from sipipe.messages.boots import StageDescription
+from sipipe.messages.boots import HeadOffer, StageDescription
 from sipipe.messages.link import LinkEndpoint, TransportKind
 from sipipe.messages.measured import MIXES, Measured
 from sipipe.messages.places import StagePlace
 from sipipe.messages.replies import IterationReport, Reply, Status
 from sipipe.messages.step import Snapshot
 from sipipe.observe.live import Word
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class Pipeline:
@@ -130,7 +135,12 @@ class Pipeline:
         else:
             logits = ranks[-setup.ranks].logits
             assert logits is not None, "the first rank of the last stage writes logits"
-            self._answer("sipipe:open", links=links, logits=self._last.make_logits(logits))
+            heads = []
+            if bounds := self._share_head([rank.head for rank in ranks[-setup.ranks :]]):
+                logits = msgspec.structs.replace(logits, bounds=bounds)
+                heads = _make_head_links(setup)
+            entries = self._last.make_logits(logits)
+            self._answer("sipipe:open", links=links, heads=heads, logits=entries)
             self._tracker = RequestTracker(
                 engine_seed=self._model.seed or 0,
                 balancer=Balancer(setup.samplers, vocab_size=self._model.get_vocab_size()),
@@ -138,6 +148,24 @@ class Pipeline:
             self._tracker.per_row = setup.config.cpu_sampling == "per_row"
             self._draws = self._last.open_samplers()
         return ", ".join(dict.fromkeys(link.transport for link in links)) or "none"
+
+    def _share_head(self, offers: list[HeadOffer | str]) -> tuple[int, ...]:
+        """Have every stage take its rows of what the last stage's ranks offer.
+
+        Returns the columns of all writers of logits; empty where the last stage keeps them.
+        """
+        setup = self._setup
+        if not setup.vocabulary.parts:
+            return ()
+        rows = [offer.columns for offer in offers if isinstance(offer, HeadOffer)]
+        if len(rows) < len(offers):
+            why = next(offer for offer in offers if isinstance(offer, str))
+            setup.vocabulary = Vocabulary(why=why)
+            logger.warning("%s", setup.vocabulary)
+            return ()
+        bounds = columns(rows, setup.vocabulary.parts)
+        self._answer("sipipe:take_head", offers=offers, bounds=bounds)
+        return bounds
 
     def measure(self) -> Choice:
         """Measure who should draw, and tell the workers."""
@@ -231,6 +259,21 @@ class Pipeline:
 
     def turn(self) -> float:
         return LONGEST_SLEEP if self._stall is None else self._stall.turn()
+
+
+def _make_head_links(setup: Setup) -> list[LinkEndpoint]:
+    """One link from each rank of the last stage to the same rank of every other, by its receiver."""
+    return [
+        LinkEndpoint(
+            kind="shm",
+            buffer_tokens=setup.vllm_config.scheduler_config.max_num_seqs,
+            depth=max(2, setup.slots),
+            name=f"head{setup.stages - 1}-{stage}.r{rank}",
+            stall_timeout=setup.config.stall_timeout + 2 * ANSWER_SECONDS,
+        )
+        for stage in range(setup.stages - 1)
+        for rank in range(setup.ranks)
+    ]
 
 
 def _make_links(setup: Setup, addresses: dict[int, str]) -> list[LinkEndpoint]:

@@ -32,6 +32,7 @@ from sipipe.engine.compatibility import (
 )
 from sipipe.engine.hosts import check_hosts, stages_of_hosts
 from sipipe.engine.layers.choose import choose_layers, describe_layers
+from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary
 from sipipe.engine.logits_room import rows_needed
 from sipipe.engine.memory_budget import Part, check_budget, describe, memory_budget
 from sipipe.errors import ConfigError
@@ -72,6 +73,8 @@ class Setup:
     """Why vLLM's own runner and sampler are used; empty on SiPipe's path."""
     layers: tuple[int, ...]
     """Decoder layers of each stage."""
+    vocabulary: Vocabulary
+    """Who multiplies by the output projection."""
     cores: CorePlan
     """The cores of this host's processes. The last stage's host has the samplers, of which there
     are none on vLLM's own path."""
@@ -107,11 +110,15 @@ class Setup:
             device="cpu" if current_platform.is_cpu() else "cuda",
             nodes=_nodes(config.devices or range(len(here) * tp)),
         )
+        layers, vocabulary = choose_layers(vllm_config, config, by_cost=not reason), Vocabulary()
+        if not reason:
+            vocabulary, layers = choose_vocabulary(vllm_config, config, layers)
         return cls(
             vllm_config=vllm_config,
             config=config,
             reason=reason,
-            layers=choose_layers(vllm_config, config, by_cost=not reason),
+            layers=layers,
+            vocabulary=vocabulary,
             cores=cores,
             node=node,
             here=here,
@@ -132,7 +139,13 @@ class Setup:
             if not current_platform.is_cpu():
                 runner += ", which nobody has run on a GPU with SiPipe yet (docs/gpu.md)"
         cores = self.cores.describe(self.here[0], elsewhere=self.here[-1] < self.stages - 1)
-        lines = [*cores, describe(budget), describe_layers(self.layers), runner]
+        lines = [
+            *cores,
+            describe(budget),
+            describe_layers(self.layers),
+            str(self.vocabulary),
+            runner,
+        ]
         if self.config.hosts.count > 1:
             lines.insert(0, f"host {self.node} of {self.config.hosts.count}: {self.has()}")
         return [line for line in lines if line]
@@ -150,6 +163,7 @@ class Setup:
             dtype=self.dtype,
             sequences=scheduler.max_num_seqs,
             tokens=scheduler.max_num_batched_tokens,
+            shares_head=bool(self.vocabulary.parts),
             hidden=model.get_hidden_size(),
             on_gpu=(on_gpu and self.config.transport != "shm") or self.config.emulate is not None,
             directory=self.config.shm_dir,

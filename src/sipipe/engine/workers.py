@@ -46,9 +46,18 @@ class Workers:
         ]
         # Local rank r sends to local rank r + tp of the next stage, if that is on this host.
         links = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in places[tp:]]
+        # Where the output projection is shared out, each rank of the last stage, all of them being
+        # on this host, also sends to the same rank of every other.
+        shares = bool(setup.vocabulary.parts)
+        heads = [
+            socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for _ in (places[:-tp] if shares else ())
+        ]
         for local_rank, place in enumerate(places):
             ends = [links[local_rank - tp][1]] if local_rank >= tp else []
             ends += [links[local_rank][0]] if local_rank < len(links) else []
+            ends += [heads[local_rank][1]] if local_rank < len(heads) else []
+            ends += [pair[0] for pair in heads[place.tp_rank :: tp]] if place.is_last else []
             tracking = resource_tracker.getfd()
             assert tracking is not None, "it is started where there is none"
             tracker = os.fdopen(os.dup(tracking), "wb")
@@ -65,6 +74,7 @@ class Workers:
                 watched=watched,
                 layers=layers,
                 cut_evenly=layers == layer_split(sum(layers), len(layers)),
+                shares_head=shares,
                 measures=setup.measures,
                 cpus=() if on_cpu else setup.cores.workers[local_rank // tp][place.tp_rank],
             )

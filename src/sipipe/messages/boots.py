@@ -59,11 +59,28 @@ class WorkerBoot:
     """Decoder layers of each stage."""
     cut_evenly: bool
     """Whether ``layers`` is what vLLM gives the stages by itself."""
+    shares_head: bool = False
+    """Whether the output projection is to be shared out over all stages."""
     measures: bool = False
     """Whether it is measured, on the loaded model, if CPU samplers draw; until then vLLM's own
     sampler is there."""
     cpus: tuple[int, ...] = ()
     """What a GPU's worker is bound to; empty: to nothing. vLLM binds a CPU's worker itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOffer:
+    """A last stage's rank's rows of the output projection, for other stages to take theirs."""
+
+    memory: Any
+    """Endpoint of the shared memory. The rows [tokens, hidden] from its second page on, in the model's dtype."""
+    columns: tuple[int, int]
+    """The first of the tokens, and the one behind the last."""
+    hidden: int
+    """H."""
+    scale: float
+    soft_cap: float | None
+    """What is done to a product: vLLM's ``LogitsProcessor`` has both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +91,8 @@ class StageDescription:
     """Why SiPipe's stage runner does not take the loaded model; empty: it does."""
     logits: LogitsShape | None = None
     """What the stage writes to BIC-L; None on ranks that write no logits."""
+    head: HeadOffer | str = ""
+    """The last stage's rank's, where the output projection is to be shared out; or why not."""
 
 
 @dataclass(frozen=True, kw_only=True)

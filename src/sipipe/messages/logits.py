@@ -22,18 +22,21 @@ class LogitsShape(msgspec.Struct, frozen=True):
     layout: str = "rows"
     """``rows``: ``[batch, V]``; ``columns``: ``[V, batch]``, the paper's."""
 
-    ranks: int = 1
-    """t, the tensor-parallel writers; each writes its part of the vocabulary."""
-
-    shard: int | None = None
-    """Tokens of each rank's part, the last ranks having what is left of the vocabulary, which may
-    be none (vLLM pads its vocabulary); None: even parts."""
+    bounds: tuple[int, ...] = ()
+    """First token of each writer's part, and V at the end; a part may be empty (vLLM pads its
+    vocabulary). Empty: one writer of all."""
 
     def __post_init__(self) -> None:
         assert self.dtype in DTYPES, self
         assert self.layout in LAYOUTS, self
-        assert self.vocab >= self.ranks >= 1, self
-        assert self.shard is None or self.shard * self.ranks >= self.vocab, self
+        assert self.vocab >= 1, self
+        assert not self.bounds or (self.bounds[0], self.bounds[-1]) == (0, self.vocab), self
+        assert list(self.bounds) == sorted(self.bounds), self
+
+    @property
+    def ranks(self) -> int:
+        """Writers; each writes its part of the vocabulary."""
+        return max(1, len(self.bounds) - 1)
 
     @property
     def row_bytes(self) -> int:
@@ -49,9 +52,6 @@ class LogitsShape(msgspec.Struct, frozen=True):
         return flat.reshape((self.vocab, batch) if columns else (batch, self.vocab))
 
     def part(self, array: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
-        """What a rank writes of ``array``: ``[V/t, batch]`` or ``[batch, V/t]``."""
-        if self.shard is not None:
-            tokens = slice(rank * self.shard, (rank + 1) * self.shard)
-        else:
-            tokens = slice(rank * self.vocab // self.ranks, (rank + 1) * self.vocab // self.ranks)
+        """What writer ``rank`` writes of ``array``: ``[its tokens, batch]`` or transposed."""
+        tokens = slice(*(self.bounds[rank : rank + 2] or (0, self.vocab)))
         return array[tokens] if self.layout == "columns" else array[:, tokens]

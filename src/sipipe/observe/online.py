@@ -69,6 +69,8 @@ class Online:
         elif phase == _SEND:
             self._sent = (start_ns, end_ns)
         elif phase == _LOGITS and self._end:
+            # Where every stage has a part of the projection, it may wait for the last stage's rows.
+            self._surplus += max(0, start_ns - self._end)
             self._busy += end_ns - max(start_ns, self._end)
             self._end = max(end_ns, self._end)
         elif phase in (_SAMPLE, _HANDOVER) and self._end:

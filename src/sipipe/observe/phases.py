@@ -31,9 +31,10 @@ class Phase(IntEnum):
     SEND = 6
     """Stage: the sender was occupied with handing hidden states to the next stage."""
     LOGITS = 7
-    """Last stage: the device computed the vocabulary projection."""
+    """Last stage: the device computed the vocabulary projection; where that is shared out, every
+    stage: the device computed its part of it."""
     HANDOVER = 8
-    """Last stage: logits were written where the samplers read them."""
+    """The same stages: logits were written where the samplers read them."""
     WAIT_LOGITS = 9
     """Sampler: waiting for the logits of the next microbatch."""
     SAMPLE = 10

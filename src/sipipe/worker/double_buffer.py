@@ -12,7 +12,7 @@ Guarantees
     Iterations run in the order in which they were prepared. A set is not written while it is
     being read or holds inputs that were not read yet (:class:`Turns`). No more iterations than
     there are sets are prepared and not finished. An exception in either thread ends both, and is
-    what every later call of either raises, itself. An idle thread sleeps on a condition variable.
+    what every later call of either raises, itself. An idle thread sleeps in the kernel.
 Relies on
     The stage's steps spending their time outside the GIL where it matters (Numba ``nogil``, torch
     operators, blocking system calls). They run outside the lock.
@@ -24,9 +24,11 @@ Rejected
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -118,8 +120,10 @@ class DoubleBuffer:
         stage: what is run.
         sets: input buffer sets, 1 or more; 1 prepares and runs in turn.
         stall_timeout: seconds that :meth:`drain` waits; :meth:`prepare` twice as long.
-        interrupt: ends a ``receive`` or ``send`` that waits for another process; called once, by
-            the thread that ends both.
+        interrupt: ends a ``receive``, ``send`` or ``meanwhile`` that waits for another process;
+            called once, by the thread that ends both.
+        meanwhile: device thread: what else there is to do, until the descriptors that it gets are
+            readable or there is nothing.
     """
 
     def __init__(
@@ -129,17 +133,22 @@ class DoubleBuffer:
         sets: int,
         stall_timeout: float,
         interrupt: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> None:
         if sets < 1:
             raise ValueError("there must be 1 or more sets of input buffers")
         self._stage = stage
         self._stall_timeout = stall_timeout
         self._interrupt = interrupt
+        self._meanwhile = meanwhile
         # One lock for all that follows; a wake-up costs a few tens of microseconds.
         # wait: held for moments; nobody waits under it but on its conditions, which let it go
         self._lock = threading.Lock()
         self._finished = threading.Condition(self._lock)
-        self._prepared = threading.Condition(self._lock)
+        # Counts iterations that are prepared and not taken; one more when the threads have ended.
+        # A descriptor, so that the device thread can wait for it and for other work at once.
+        self._prepared = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        weakref.finalize(self, os.close, self._prepared)
         self._turns = Turns(sets)
         self._inputs: deque[ModelInput] = deque()
         """Invariant: ``len(_inputs) == _turns.prepared - _turns.taken``."""
@@ -169,7 +178,7 @@ class DoubleBuffer:
                 self._check()
                 self._turns.end_write()
                 self._inputs.append(inputs)
-                self._prepared.notify()
+            os.eventfd_write(self._prepared, 1)
         except BaseException as error:
             self.fail(error)
         self._check()
@@ -190,9 +199,10 @@ class DoubleBuffer:
     def _run_one(self) -> None:
         stage = self._stage
         self._running = "waits for inputs"
+        self._meanwhile((self._prepared,))
+        # wait: none, as an idle engine has nothing to run; `prepare`, `close`, `fail`
+        os.read(self._prepared, 8)
         with self._lock:
-            # wait: none, as an idle engine has nothing to run; `prepare`, `close`, `fail`
-            self._prepared.wait_for(lambda: self._end or self._turns.may_read)
             self._check()
             self._turns.start_read()
             inputs = self._inputs.popleft()
@@ -240,7 +250,7 @@ class DoubleBuffer:
                 return
             self._end = error
             self._finished.notify()
-            self._prepared.notify()
+        os.eventfd_write(self._prepared, 1)
         self._interrupt()
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ Who runs here: the device thread, alone.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy.typing as npt
@@ -42,10 +42,16 @@ class StageLogits:
         self.shard: int | None = None
         """Columns that each rank computes: rank r has r x shard and those that follow, as far as
         the vocabulary goes (it is padded to a multiple of 64 and more). None: whole rows."""
+        self.bounds: tuple[int, ...] = ()
+        """First column of each rank, and V at the end; empty: whole rows."""
         self.columns: tuple[int, int] = (0, self.vocab_size)
         """This rank's columns, first and last + 1. The ranks' ranges follow one another and cover
         the vocabulary; a range may be empty."""
         processors = [m for m in self._model.modules() if isinstance(m, LogitsProcessor)]
+        self.processor = (
+            processors[0] if [type(m) for m in processors] == [LogitsProcessor] else None
+        )
+        """vLLM's, which projects; None where the model has another or several."""
         head: Any = getattr(self._model, "lm_head", None)
         indices = getattr(head, "shard_indices", None)
         if (
@@ -58,10 +64,10 @@ class StageLogits:
         ):
             return
         self.shard = int(head.num_embeddings_per_partition)
-        self.columns = (
-            min(head.tp_rank * self.shard, self.vocab_size),
-            min((head.tp_rank + 1) * self.shard, self.vocab_size),
+        self.bounds = tuple(
+            min(rank * self.shard, self.vocab_size) for rank in range(head.tp_size + 1)
         )
+        self.columns = (self.bounds[head.tp_rank], self.bounds[head.tp_rank + 1])
         self._gather = gather = processors[0]._gather_logits
         processors[0]._gather_logits = lambda logits: gather(logits) if self._whole_rows else logits
 
@@ -79,7 +85,7 @@ class StageLogits:
         """
         self._whole_rows = self.shard is None
         try:
-            with _AllocatedIn(into) if _may_hold(into, hidden) else nullcontext():
+            with placed_in(into, hidden):
                 logits: torch.Tensor | None = self._model.compute_logits(hidden)
         finally:
             self._whole_rows = True
@@ -114,6 +120,7 @@ class LogitsHandover:
         self._writer = writer
         self._layout = layout
         self._rows: dict[int, int] = {}
+        self._apart = torch.empty(0)
 
     @property
     def buffer(self) -> memoryview:
@@ -125,9 +132,15 @@ class LogitsHandover:
         self._rows[iteration] = row
 
     def ahead(self, iteration: int, rows: int) -> torch.Tensor:
-        """Where :meth:`store` puts the iteration's logits [rows, V of this rank]: compute them in
-        there, and it has nothing to copy."""
-        return self.part(self._rows[iteration], rows)
+        """Where to compute the iteration's logits [rows, V of this rank]: where :meth:`store` puts
+        them, so that it has nothing to copy, or where those columns do not lie together, in memory
+        that is kept for them (fresh memory costs page faults)."""
+        place = self.part(self._rows[iteration], rows)
+        if place.is_contiguous() or not place.is_cpu:
+            return place
+        if self._apart.numel() < place.numel() or self._apart.dtype != place.dtype:
+            self._apart = torch.empty(place.numel(), dtype=place.dtype)
+        return self._apart[: place.numel()].view(place.shape)
 
     def part(self, row: int, rows: int) -> torch.Tensor:
         """The channel's memory for logits [rows, V of this rank] from ``row`` on."""
@@ -167,8 +180,11 @@ class LogitsHandover:
         self._writer.close()
 
 
-def _may_hold(into: torch.Tensor | None, hidden: torch.Tensor) -> bool:
-    return into is not None and into.device == hidden.device and into.is_contiguous()
+def placed_in(into: torch.Tensor | None, hidden: torch.Tensor) -> AbstractContextManager[Any]:
+    """While active, a product of ``hidden`` lies in ``into``, if that can be."""
+    if into is None or into.device != hidden.device or not into.is_contiguous():
+        return nullcontext()
+    return _AllocatedIn(into)
 
 
 class _AllocatedIn(TorchFunctionMode):

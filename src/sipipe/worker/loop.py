@@ -1,16 +1,13 @@
-"""One stage's part of an iteration: inputs, hidden states in, forward, hidden states or logits out.
+"""A stage's ends of the data plane, and what runs between them.
 
-The loop owns the stage's ends of the data plane: the link from the previous stage, the link to
-the next, and on the last stage the writer of BIC-L. :class:`DoubleBuffer` decides which thread
-runs which step and when; on vLLM's own path there is no double buffer, and ``execute_model`` is a
+The loop opens the link from the previous stage, the link to the next and, where logits are
+written, the writer of BIC-L; where the output projection is shared out, the links from the last
+stage too. On SiPipe's stage runner :class:`StageSteps` runs the iterations in the two threads of
+:class:`DoubleBuffer`; on vLLM's own path there is no double buffer, and ``execute_model`` is a
 control call.
 
-Who runs here: the preparing thread in :meth:`StageLoop.prepare`, the device thread in ``receive``,
-``forward`` and ``send``; control calls (``describe``, ``open``, ``run_vllm``) with both idle.
-
-Invariant: an iteration's rows of BIC-L are the sampled requests in the order of
-``SchedulerOutput.num_scheduled_tokens``, which is also the order in which the engine tells the
-samplers whose rows they are.
+Who runs here: whoever follows BIC-I, in control calls (``describe``, ``open``, ``run_vllm``) with
+no iteration in the worker; vLLM's own runners, in what they send and receive through.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.sender import Sender
 from sipipe.ipc.ring.logits import LogitsEndpoint, LogitsWriter
-from sipipe.messages.boots import StageDescription, WorkerBoot
+from sipipe.messages.boots import HeadOffer, StageDescription, WorkerBoot
 from sipipe.messages.link import LinkEndpoint, buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.measured import Measured
@@ -41,11 +38,13 @@ from sipipe.observe.recorder import Recorder
 from sipipe.worker.device import stage_device
 from sipipe.worker.double_buffer import DoubleBuffer
 from sipipe.worker.inputs.model_input import ModelInput
-from sipipe.worker.logits import LogitsHandover, StageLogits
+from sipipe.worker.logits import LogitsHandover
 from sipipe.worker.publisher import Launched, Publisher
 from sipipe.worker.runner import StageRunner
 from sipipe.worker.shards import cut, join
+from sipipe.worker.steps import StageSteps
 from sipipe.worker.support import unsupported_reason
+from sipipe.worker.vocabulary import HeadShard, OfferedHead, Project, SharedHead
 
 if TYPE_CHECKING:
     from sipipe.worker.second_runner import SecondRunner
@@ -86,6 +85,12 @@ class StageLoop:
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
         self._logits: LogitsHandover | None = None
+        self._writer = boot.place.tp_rank
+        """Which writer of BIC-L this rank is."""
+        self._offered: OfferedHead | None = None
+        # Where the output projection is shared out over all stages:
+        self._shard: HeadShard | None = None
+        self._shared: SharedHead | None = None
         self._second = self._host_second_runner()
         self._publisher: Publisher | None = None
         self._iteration = self._tokens = 0
@@ -138,37 +143,53 @@ class StageLoop:
                     sets=self._sets,
                     check_token_safety=self._boot.config.check_token_safety,
                 )
-            logits = self._logits_shape(runner.head, vllm_runner) if runner.head else None
-        return StageDescription(logits=logits)
-
-    def _logits_shape(self, head: StageLogits, vllm_runner: Any) -> LogitsShape | None:
-        """What this rank writes to BIC-L; None on ranks that vLLM's gather leaves without."""
-        model_config = self._boot.vllm_config.model_config
-        hidden = torch.zeros(
-            1,
-            model_config.get_hidden_size(),
-            dtype=model_config.dtype,
-            device=vllm_runner.device,
-        )
-        if self._boot.vllm_config.lora_config is not None:
-            vllm_runner._set_active_loras((0,), (0,), set())  # the projection looks for a mapping
-        with torch.inference_mode():
-            logits = head.compute(hidden)
+            if runner.head is None:
+                return StageDescription()
+            if self._boot.vllm_config.lora_config is not None:
+                # The projection looks for a mapping.
+                vllm_runner._set_active_loras((0,), (0,), set())
+            model = self._boot.vllm_config.model_config
+            hidden = torch.randn(3, model.get_hidden_size(), dtype=model.dtype)
+            hidden = hidden.to(vllm_runner.device)
+            with torch.inference_mode():
+                logits = runner.head.compute(hidden)
+                if self._boot.shares_head:
+                    self._offered = OfferedHead(runner.head, hidden)
+        offered = self._offered and (self._offered.reason or self._offered.offer)
         if logits is None:
-            return None
-        # Every rank writes its columns, or the first one whole rows where vLLM has to gather them.
-        return LogitsShape(
-            vocab=head.vocab_size if head.shard else logits.shape[1],
+            return StageDescription(head=offered or "")
+        shape = LogitsShape(
+            vocab=runner.head.vocab_size if runner.head.bounds else logits.shape[1],
             dtype=str(logits.dtype).removeprefix("torch."),
             layout=self._boot.config.logits_layout,
-            ranks=self._place.tp_size if head.shard else 1,
-            shard=head.shard,
+            # Every rank writes its columns, or the first one rows that vLLM has gathered.
+            bounds=runner.head.bounds,
         )
+        return StageDescription(logits=shape, head=offered or "")
 
-    def open(self, *, links: list[LinkEndpoint], logits: LogitsEndpoint | None) -> None:
-        """Open this rank's ends of the links and, on the last stage, the writer of BIC-L.
+    def take_head(self, *, offers: list[HeadOffer], bounds: tuple[int, ...]) -> None:
+        """Take this rank's rows of the output projection from the last stage, which offers them.
 
-        ``logits`` is None when the engine runs on vLLM's own path.
+        ``bounds``: as BIC-L has them; writer ``r * stages + s`` is rank r of stage s.
+        """
+        self._writer = self._place.tp_rank * self._place.stages + self._place.stage
+        start, stop = bounds[self._writer : self._writer + 2]
+        with set_current_vllm_config(self._boot.vllm_config):
+            dtype = self._boot.vllm_config.model_config.dtype
+            self._shard = HeadShard(offers, start, stop, dtype)
+
+    def open(
+        self,
+        *,
+        links: list[LinkEndpoint],
+        logits: LogitsEndpoint | None,
+        heads: Sequence[LinkEndpoint] = (),
+    ) -> None:
+        """Open this rank's ends of the links and, where it writes logits, the writer of BIC-L.
+
+        ``heads``: the links from the last stage to each other, where the output projection is
+        shared out; by rank of the receiver. ``logits`` is None when the engine runs on vLLM's own
+        path.
         """
         place, config = self._place, self._boot.config
         sockets = list(self._sockets)  # of links within this host
@@ -186,9 +207,9 @@ class StageLoop:
             return
         runner = self._second or self._runner
         assert runner is not None
-        head = runner.head
-        if head is not None and (place.tp_rank == 0 or head.shard):
-            writer = LogitsWriter(logits, rank=place.tp_rank)
+        head = self._shard or runner.head
+        if head is not None and self._writer < logits.shape.ranks:
+            writer = LogitsWriter(logits, rank=self._writer)
             self._logits = LogitsHandover(writer, config.logits_layout)
             if self._second is not None:
                 self._device.lock_pages(self._logits.buffer)
@@ -207,8 +228,41 @@ class StageLoop:
                 reports=place.is_last and place.tp_rank == 0,
             )
             return
+        assert self._runner is not None
+        steps = StageSteps(
+            self._runner,
+            head,
+            self._receiver,
+            self._sender,
+            self._logits,
+            report=self._report if place.is_last and place.tp_rank == 0 else None,
+            record=self._record,
+            stall_timeout=config.stall_timeout,
+        )
+        if self._shard is not None:
+            steps.shared = self._shared = self._open_heads(heads, sockets, steps.project)
+        if place.tp_size > 1:
+            steps.part, steps.whole = self._part, self._whole
         self.double_buffer = DoubleBuffer(
-            self, sets=self._sets, stall_timeout=config.stall_timeout, interrupt=self._interrupt
+            steps,
+            sets=self._sets,
+            stall_timeout=config.stall_timeout,
+            interrupt=steps.interrupt,
+            meanwhile=steps.meanwhile,
+        )
+
+    def _open_heads(
+        self, heads: Sequence[LinkEndpoint], sockets: list[socket.socket], project: Project
+    ) -> SharedHead:
+        """This rank's end of the links of final hidden states; all stages have their rows now."""
+        place, bound = self._place, heads[0].stall_timeout
+        if self._offered is None:
+            receiver = open_receiver(heads[place.rank], sockets.pop(0))
+            return SharedHead((), receiver, project, bound)
+        self._offered.close()
+        mine = heads[place.tp_rank :: place.tp_size]
+        return SharedHead(
+            [open_sender(link, sockets.pop(0)) for link in mine], None, project, bound
         )
 
     def measure(self, *, sequences: int) -> Measured:
@@ -237,78 +291,16 @@ class StageLoop:
     def _sets(self) -> int:
         return 2 if self._boot.config.overlap else 1
 
-    # ---- SiPipe's path: the steps of an iteration -----------------------------------------------
-
-    def prepare(
-        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput
-    ) -> ModelInput:
-        """Inputs of ``iteration`` into ``buffer_set``."""
-        assert self._runner is not None
-        began = time.monotonic_ns()
-        inputs = self._runner.prepare(output, slot, buffer_set, iteration)
-        self._record(Phase.PREPARE, inputs, began)
-        return inputs
-
-    def receive(self, inputs: ModelInput) -> dict[str, torch.Tensor] | None:
-        """The hidden states of the previous stage, in place."""
-        if self._receiver is None:
-            return None
-        began = time.monotonic_ns()
-        tensors = self._whole(self._receiver.take(inputs.iteration, inputs.num_tokens))
-        self._record(Phase.WAIT_HIDDEN, inputs, began)
-        return tensors
-
-    def forward(self, inputs: ModelInput, received: dict[str, torch.Tensor] | None) -> Any:
-        """Run the stage's layers."""
-        assert self._runner is not None
-        began = time.monotonic_ns()
-        result = self._runner.forward(inputs, received)
-        self._record(Phase.FORWARD, inputs, began)
-        if self._receiver is not None:
-            self._receiver.release(inputs.iteration)
-        return result
-
-    def send(self, inputs: ModelInput, result: Any) -> None:
-        """Hidden states to the next stage, or logits to the samplers."""
-        if self._place.is_last:
-            self._finish(inputs, result)
-            return
-        assert self._sender is not None
-        began = time.monotonic_ns()
-        self._sender.send(inputs.iteration, inputs.num_tokens, self._part(result))
-        self._record(Phase.SEND, inputs, began)
-
-    def _finish(self, inputs: ModelInput, hidden: torch.Tensor) -> None:
-        """Last stage: logits to the samplers, and a report where the engine waits for one."""
-        assert self._runner is not None
-        extras = self._runner.prompt_logprobs(inputs, hidden) if inputs.prompt_chunks else {}
-        rows = len(inputs.sampled)
-        if rows:
-            into = self._logits.ahead(inputs.iteration, rows) if self._logits is not None else None
-            began = time.monotonic_ns()
-            logits = self._runner.logits(inputs, hidden, into)
-            self._record(Phase.LOGITS, inputs, began)
-            if self._logits is not None:
-                assert logits is not None
-                began = time.monotonic_ns()
-                self._logits.store(inputs.iteration, logits, self._boot.config.stall_timeout)
-                self._record(Phase.HANDOVER, inputs, began)
-        if (extras or not rows) and self._place.tp_rank == 0:
-            self._report(inputs.iteration, extras)
-
     def drain(self) -> None:
         """Return when no iteration is in the worker; control calls run then."""
         if self.double_buffer is not None:
             self.double_buffer.drain()
+        if self._shared is not None:
+            self._shared.drain()
         if self._publisher is not None:
             self._publisher.drain()
         if self._sender is not None:
             self._sender.wait_sent()
-
-    def _interrupt(self) -> None:
-        """End the device thread's wait for the previous stage."""
-        if self._receiver is not None:
-            self._receiver.close()
 
     def _record(
         self, phase: Phase, inputs: ModelInput | Launched, began: int, ended: int = 0
@@ -375,7 +367,9 @@ class StageLoop:
             return (
                 f"(launching thread) {self._second.doing()}, (publisher) {self._publisher.doing()}"
             )
-        return self.double_buffer.doing() if self.double_buffer is not None else ""
+        due = self._shared.doing() if self._shared is not None else ""
+        said = self.double_buffer.doing() if self.double_buffer is not None else ""
+        return f"{said}, {due}" if due else said
 
     # ---- between hosts --------------------------------------------------------------------------
 
@@ -393,6 +387,6 @@ class StageLoop:
         """End the threads; release links and channels."""
         if self.double_buffer is not None:
             self.double_buffer.close()
-        for end in (self._publisher, self._receiver, self._sender, self._logits):
+        for end in (self._publisher, self._receiver, self._sender, self._shared, self._logits):
             if end is not None:
                 end.close()

@@ -5,7 +5,7 @@ the attention groups and LoRA. The steady path is SiPipe's, written against what
 runners share: the model's forward and ``compute_logits``, ``set_forward_context``, attention
 metadata builders fed with common attention metadata, and ``SchedulerOutput``. It runs on CPUs.
 
-Who runs here: ``prepare`` in the preparing thread; ``forward``, ``logits`` and
+Who runs here: ``prepare`` in the preparing thread; ``forward``, ``rows`` and
 ``prompt_logprobs`` in the device thread. Everything that changes state which a running forward
 pass reads (KV cache blocks to zero or copy, active LoRA adapters, attention metadata) is described
 by ``prepare`` and done by ``forward``.
@@ -125,18 +125,10 @@ class StageRunner:
         return result.tensors if isinstance(result, IntermediateTensors) else result
 
     @torch.inference_mode()
-    def logits(
-        self, inputs: ModelInput, hidden: torch.Tensor, into: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """Logits [n, columns] of the rows that sample, from ``forward``'s hidden states.
-
-        On the last stage, by all ranks of it, in the same order. Rows are in the order of the
-        scheduling output's ``num_scheduled_tokens``; columns, ``into`` and the result are as
-        :meth:`StageLogits.compute` has them.
-        """
-        assert self.head is not None, "only the last stage has logits"
-        rows = hidden if inputs.all_sample else hidden[inputs.logits_indices]
-        return self.head.compute(rows, into)
+    def rows(self, inputs: ModelInput, hidden: torch.Tensor) -> torch.Tensor:
+        """Last stage: the rows [n, H] of ``forward``'s hidden states that sample, in the order of
+        the scheduling output's ``num_scheduled_tokens``."""
+        return hidden if inputs.all_sample else hidden[inputs.logits_indices]
 
     @torch.inference_mode()
     def prompt_logprobs(self, inputs: ModelInput, hidden: torch.Tensor) -> dict[str, Any]:

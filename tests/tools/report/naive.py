@@ -58,8 +58,13 @@ def cause(trace: Trace, index: int, t: int, end: int) -> Cause:
         return Cause.NOTHING
     if waiting:
         return Cause.DISPATCHED
+    last = trace.of("stage")[-1]
+    waits_for_last = following[0][5] == Phase.LOGITS and index < last.header.index
+    before = last if waits_for_last else before
     made = latest(rows(before, Phase.FORWARD), i, 1)
     if made is not None and t < made:
+        if waits_for_last and full:
+            return Cause.LATER_STAGE
         return Cause.EARLIER_STAGE if full else Cause.FILLING
     sent = latest(rows(before, Phase.SEND), i, 1) if made is not None else None
     hidden = [r for r in rows(stage, Phase.WAIT_HIDDEN) if r[2] == i]

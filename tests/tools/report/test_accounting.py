@@ -117,6 +117,26 @@ def test_a_longer_first_stage_is_load_imbalance_at_the_second():
     assert stage_1.by_kind[0] == 5 * n
 
 
+def test_a_part_of_the_projection_waits_for_the_last_stage():
+    """Two stages, each with half of the projection, one microbatch in flight after the other."""
+    first = [(P.FORWARD, 0, 0, 10), (P.SEND, 0, 10, 11), (P.LOGITS, 0, 25, 32)]
+    last = [(P.FORWARD, 0, 12, 20), (P.SEND, 0, 20, 24), (P.LOGITS, 0, 24, 32)]
+    stage_0, stage_1 = account(pipeline([first, last], inflight=1)).stages
+    assert spent(stage_0) == {
+        Cause.BUSY: 17,
+        Cause.LATER_STAGE: 10,  # 10-20
+        Cause.HIDDEN_STATES: 4,  # 20-24
+        Cause.STARTING: 1,
+    }
+    assert spent(stage_1) == {
+        Cause.BUSY: 16,
+        Cause.EARLIER_STAGE: 10,
+        Cause.HIDDEN_STATES: 1,
+        Cause.STARTING: 1,
+        Cause.SENDING: 4,
+    }
+
+
 def test_no_records_after_a_stage_died():
     result = account(pipeline([[(P.FORWARD, 0, 0, 10)], [(P.WAIT_HIDDEN, 0, 0, 4)]], inflight=2))
     assert result.wall_ns == 10

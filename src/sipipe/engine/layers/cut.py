@@ -6,6 +6,7 @@ many layers, and every other stage waits for it: the paper's load imbalance, bef
 """
 
 import functools
+import itertools
 from typing import Literal
 
 from sipipe.engine.layers.facts import ModelFacts
@@ -33,18 +34,46 @@ def cut_layers(
     vLLM's even cut where that is not at least 5 % shorter: the more layers a stage has, the
     fewer tokens fit in its KV cache. Requires ``1 <= p <= facts.layers``.
     """
-    costs = [_layer_bytes(facts, layer) / t + _FIXED_BYTES[device] for layer in range(facts.layers)]
-    projection = facts.embedding_parameters * facts.activation_bytes / t * _DECODE_SHARE
+    costs, projection = _costs(facts, t, device)
 
     def slowest(layers: tuple[int, ...]) -> float:
-        ends = [sum(layers[: stage + 1]) for stage in range(p)]
-        times = [sum(costs[end - count : end]) for end, count in zip(ends, layers, strict=True)]
-        times[-1] += projection
-        return max(times)
+        times = _stage_costs(costs, layers)
+        return max(*times, times[-1] + projection)
 
     even = layer_split(facts.layers, p)
     best = _shortest(costs, projection, p)
     return best if slowest(best) < slowest(even) * (1 - _WORTH_IT) else even
+
+
+def share_projection(
+    facts: ModelFacts, cut: tuple[int, ...], even: tuple[int, ...], t: int = 1
+) -> tuple[tuple[float, ...], float]:
+    """The output projection of stages on CPUs with ``even`` layers, shared out over all of them.
+
+    Returns what part of the vocabulary each stage multiplies by, so that the slowest stage is as
+    short as can be, and how many times as long the slowest is with layers ``cut`` and all of the
+    projection on the last stage.
+    """
+    costs, projection = _costs(facts, t, "cpu")
+    times = _stage_costs(costs, even)
+    # Filled up like water: a stage that is longer than the level has nothing of it.
+    filled = itertools.accumulate(sorted(times))
+    level = min((below + projection) / n for n, below in enumerate(filled, 1))
+    parts = tuple(max(0.0, level - time) / projection for time in times)
+    before = _stage_costs(costs, cut)
+    return parts, max(*before, before[-1] + projection) / max(*times, level)
+
+
+def _costs(facts: ModelFacts, t: int, device: Literal["cpu", "gpu"]) -> tuple[list[float], float]:
+    """What each layer and the projection cost a rank, in bytes of weights."""
+    layers = range(facts.layers)
+    costs = [_layer_bytes(facts, layer) / t + _FIXED_BYTES[device] for layer in layers]
+    return costs, facts.embedding_parameters * facts.activation_bytes / t * _DECODE_SHARE
+
+
+def _stage_costs(costs: list[float], layers: tuple[int, ...]) -> list[float]:
+    ends = itertools.accumulate(layers)
+    return [sum(costs[end - count : end]) for end, count in zip(ends, layers, strict=True)]
 
 
 def _layer_bytes(facts: ModelFacts, layer: int) -> float:

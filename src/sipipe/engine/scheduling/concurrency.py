@@ -93,7 +93,8 @@ class ConcurrencyController:
         self.between = RunningRegression()
         """What sampling and scheduling take between the last stage and the first."""
         self.unseen = 0.0
-        """Seconds of a pipeline period that no phase has: wake-ups, messages. Seen with one
+        """Seconds of a pipeline period that no phase has: wake-ups, messages. Less than 0 where
+        stages work on a microbatch side by side (a shared output projection). Seen with one
         microbatch alone in the pipeline, and kept."""
         self.formed = slots
         """What :meth:`microbatches` said last."""
@@ -114,7 +115,7 @@ class ConcurrencyController:
 
         A pause between requests looks the same: what is much more than before is cut.
         """
-        seconds = min(max(seconds, 0.0), OUTLIER * self.unseen + 1e-3)
+        seconds = min(seconds, OUTLIER * max(self.unseen, 0.0) + 1e-3)
         self.unseen += 0.1 * (seconds - self.unseen)
 
     def microbatches(self, sequences: int) -> int:

@@ -197,11 +197,15 @@ def _stage(
     awaited = _Waits(process.phase(Phase.WAIT_SCHEDULING))
     hidden = _Waits(process.phase(Phase.WAIT_HIDDEN))
     made, sent = _handed_on(stages.get((index - 1, rank)) or stages.get((index - 1, 0)))
+    # Where every stage has a part of the output projection, it waits for the last one's rows.
+    last = max(stages)
+    final_made, final_sent = _handed_on(stages[last] if index < last[0] else None)
 
     marks = [np.array([start, end]), *pipeline.changes]
     for union in unions:
         marks += [union.starts, union.ends]
-    for times in (awaited.begun, awaited.ended, hidden.begun, hidden.ended, made, sent):
+    waits = (awaited.begun, awaited.ended, hidden.begun, hidden.ended)
+    for times in (*waits, made, sent, final_made, final_sent):
         marks.append(times.values)
     edges = np.unique(np.concatenate(marks))
     edges = edges[(edges >= start) & (edges <= end)]
@@ -219,8 +223,10 @@ def _stage(
         undispatched |= unknown
     else:  # without the executor's record, the stage's own wait says when nothing was scheduled
         undispatched, on_its_way = unknown | on_its_way, np.zeros(len(at), bool)
-    unfinished = at < made.at(iterations)
-    under_way = (at < sent.at(iterations)) | hidden.covers(iterations, at)
+    part = np.append(device["phase"] == Phase.LOGITS, False)[following] & (index < last[0])
+    unfinished = at < np.where(part, final_made.at(iterations), made.at(iterations))
+    under_way = at < np.where(part, final_sent.at(iterations), sent.at(iterations))
+    under_way |= hidden.covers(iterations, at)
 
     # The first that holds decides.
     rules: list[tuple[npt.NDArray[np.bool_], Cause]] = [
@@ -232,6 +238,7 @@ def _stage(
         (undispatched & pipeline.at_work.covers(at), Cause.SCHEDULER),
         (undispatched, Cause.NOTHING),
         (on_its_way, Cause.DISPATCHED),
+        (unfinished & full & part, Cause.LATER_STAGE),
         (unfinished & full, Cause.EARLIER_STAGE),
         (unfinished, Cause.FILLING),
         (under_way, Cause.HIDDEN_STATES),

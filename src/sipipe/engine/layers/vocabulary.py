@@ -1,0 +1,90 @@
+"""Whether the output projection is shared out over all stages, and who has which columns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from sipipe.config import SiPipeConfig
+from sipipe.engine.compatibility import uses_second_runner
+from sipipe.engine.layers.choose import choose_layers, model_facts
+from sipipe.engine.layers.cut import share_projection
+
+WORTH_IT = 1.03
+"""How many times as long the slowest stage has to be otherwise for ``"auto"`` to share."""
+_BLOCK = 64
+"""Columns that stay together: vLLM pads its vocabulary to as many, and kernels work on fewer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Who multiplies by the output projection."""
+
+    parts: tuple[float, ...] = ()
+    """Each stage's part of the columns, together 1; empty: the last stage has all."""
+    why: str = ""
+    """What decided, for the log."""
+
+    def __str__(self) -> str:
+        if not self.parts:
+            return f"Output projection on the last stage: {self.why}" if self.why else ""
+        parts = ", ".join(f"{part:.0%}" for part in self.parts)
+        return f"Output projection shared out over the stages: {parts} of its columns ({self.why})"
+
+
+def choose_vocabulary(
+    vllm_config: VllmConfig, config: SiPipeConfig, cut: tuple[int, ...]
+) -> tuple[Vocabulary, tuple[int, ...]]:
+    """Who multiplies by the output projection, and the layers of the stages then.
+
+    On SiPipe's path only. ``cut``: the layers where the last stage has the projection.
+    """
+    if config.vocabulary == "last" or len(cut) == 1:
+        return Vocabulary(), cut
+    why = _why_last(vllm_config, config)
+    facts = None if why else model_facts(vllm_config)
+    if facts is None:
+        return Vocabulary(why=why or "the sizes of the model's weights are not known"), cut
+    even = choose_layers(vllm_config, config, by_cost=False)
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    parts, gain = share_projection(facts, cut, even, tp)
+    said = f"the slowest stage, with layers {even}, is {gain:.2f} x quicker than with {cut} without"
+    if config.vocabulary == "auto" and gain < WORTH_IT:
+        return Vocabulary(why=f"shared out, {said}"), cut
+    return Vocabulary(parts, said), even
+
+
+def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
+    """What keeps the projection on the last stage, from the configuration alone; or nothing."""
+    if uses_second_runner(vllm_config) or not current_platform.is_cpu():
+        return "the stages stand on vLLM's second model runner"
+    if config.hosts.count > 1:
+        return "the stages are on several hosts"
+    if vllm_config.lora_config is not None:
+        return "adapters may change it (--enable-lora)"
+    return ""
+
+
+def columns(ranks: Sequence[tuple[int, int]], parts: Sequence[float]) -> tuple[int, ...]:
+    """First column of each writer and V at the end, for writers ``rank * stages + stage``.
+
+    Args:
+        ranks: the columns of the last stage's tensor-parallel ranks, first and last + 1, which
+            follow one another. A rank's are shared out over the same rank of all stages, whole
+            blocks of 64 but for its last part.
+        parts: of each stage, together 1.
+    """
+    bounds = [ranks[0][0]]
+    for start, stop in ranks:
+        below = 0.0
+        for part in parts:
+            below += part
+            blocks = round((stop - start) * below / _BLOCK)
+            bounds.append(min(stop, start + blocks * _BLOCK))
+        bounds[-1] = stop
+    assert all(first <= last for first, last in pairwise(bounds)), bounds
+    return tuple(bounds)

@@ -1,0 +1,368 @@
+"""The output projection shared out: whose rows, what is refused, and in which order it is done."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import socket
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
+
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers.logits_processor import LogitsProcessor  # noqa: E402
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: E402
+from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: E402
+    UnquantizedEmbeddingMethod,
+)
+
+from sipipe.errors import StallError  # noqa: E402
+from sipipe.ipc.link.endpoint import open_receiver, open_sender  # noqa: E402
+from sipipe.ipc.link.errors import LinkClosedError  # noqa: E402
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
+from sipipe.messages.link import LinkEndpoint  # noqa: E402
+from sipipe.messages.logits import LogitsShape  # noqa: E402
+from sipipe.worker.double_buffer import DoubleBuffer  # noqa: E402
+from sipipe.worker.logits import LogitsHandover, StageLogits  # noqa: E402
+from sipipe.worker.steps import StageSteps  # noqa: E402
+from sipipe.worker.vocabulary import HeadShard, OfferedHead, SharedHead  # noqa: E402
+
+VOCAB, HIDDEN, HAND_OVER = 1000, 32, 60
+
+
+@pytest.fixture(autouse=True)
+def _config():
+    with set_current_vllm_config(VllmConfig()), torch.inference_mode():
+        yield
+
+
+class Head(torch.nn.Module):
+    """What vLLM's ``ParallelLMHead`` has, of one rank."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        # As padded as vLLM's.
+        weight = torch.randn(1024, HIDDEN, dtype=dtype)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.quant_method, self.tp_size = UnquantizedEmbeddingMethod(), 1
+        self.shard_indices = SimpleNamespace(num_added_elements=0)
+        dispatch_cpu_unquantized_gemm(self, remove_weight=False)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, dtype=torch.float32, bias=None, after=lambda x: x, before=None, **options):
+        super().__init__()
+        self.lm_head = Head(dtype)
+        self.processor = LogitsProcessor(VOCAB, **options)
+        self.bias, self.after, self.before = bias, after, before or (lambda x: x)
+
+    def compute_logits(self, hidden):
+        return self.after(self.processor(self.lm_head, self.before(hidden), self.bias))
+
+
+def stage_logits(model):
+    config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
+    return StageLogits(SimpleNamespace(model=model, model_config=config, lora_config=None))
+
+
+def shards(model, bounds, dtype):
+    offered = OfferedHead(stage_logits(model), torch.randn(3, HIDDEN, dtype=dtype))
+    assert offered.reason == ""
+    made = [
+        HeadShard([offered.offer], start, stop, dtype) for start, stop in itertools.pairwise(bounds)
+    ]
+    offered.close()
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.25}, {"soft_cap": 3.0, "scale": 2.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_are_the_whole_bit_for_bit(dtype, options):
+    model = Model(dtype, **options)
+    hidden = torch.randn(5, HIDDEN, dtype=dtype) * 3
+    whole = model.compute_logits(hidden)
+    parts = [shard.compute(hidden) for shard in shards(model, (0, 192, 192, 704, VOCAB), dtype)]
+    assert [part.shape[1] for part in parts] == [192, 0, 512, 296]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    # The last stage has let go of its packed matrix, and packs it when prompts are scored.
+    assert torch.equal(model.compute_logits(hidden), whole)
+
+
+def test_a_product_lies_where_it_should():
+    model = Model()
+    (shard,) = shards(model, (0, VOCAB), torch.float32)
+    hidden, into = torch.randn(4, HIDDEN), torch.empty(4, VOCAB)
+    assert shard.compute(hidden, into).data_ptr() == into.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"bias": torch.randn(1024)}, "bias"),
+        ({"after": torch.tanh}, "more to its logits"),
+        ({"before": lambda x: x / 2}, "more to its logits"),
+        ({"quantized": True}, "quantized"),
+        ({"added": 3}, "added vocabulary"),
+        ({"twice": True}, "a way of its own"),
+        ({"own": True}, "a way of its own"),
+    ],
+)
+def test_what_is_more_than_a_product_stays_on_the_last_stage(change, reason):
+    quantized, added = change.pop("quantized", False), change.pop("added", 0)
+    twice, own = change.pop("twice", False), change.pop("own", False)
+    model = Model(**change)
+    if quantized:
+        model.lm_head.quant_method = type("Other", (UnquantizedEmbeddingMethod,), {})()
+    model.lm_head.shard_indices.num_added_elements = added
+    if twice:
+        once = model.compute_logits
+        model.compute_logits = lambda hidden: once(hidden) if once(hidden) is not None else None
+    if own:
+        model.processor = type("Own", (LogitsProcessor,), {})(VOCAB)
+    assert reason in OfferedHead(stage_logits(model), torch.randn(3, HIDDEN)).reason
+
+
+def link(bound=HAND_OVER):
+    endpoint = LinkEndpoint(kind="shm", buffer_tokens=16, depth=4, stall_timeout=bound)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return open_sender(endpoint, ours), open_receiver(endpoint, theirs)
+
+
+def inputs_of(iteration, rows=2):
+    return SimpleNamespace(
+        iteration=iteration,
+        sampled=np.arange(rows),
+        num_tokens=rows,
+        num_reqs=rows,
+        slot=0,
+        prompt_chunks=(),
+    )
+
+
+class Other:
+    """Another stage's end, and the last stage's."""
+
+    def __init__(self, bound=HAND_OVER):
+        self.done, self.bell = [], os.eventfd(0)
+        self.sender, receiver = link(bound)
+        self.shared = SharedHead((), receiver, self.project, bound)
+        self.last = SharedHead([self.sender], None, self.project, bound)
+
+    def project(self, inputs, rows):
+        assert (rows == inputs.iteration).all()
+        self.done.append(inputs.iteration)
+
+    def spread(self, iteration):
+        self.last.spread(inputs_of(iteration), torch.full((2, HIDDEN), float(iteration)))
+        self.sender.wait_sent()  # a schema and what comes with it leave from a thread
+
+    def close(self):
+        for end in (self.shared, self.last):
+            end.close()
+        os.close(self.bell)
+
+
+@pytest.fixture
+def other(request):
+    made = Other(**getattr(request, "param", {}))
+    yield made
+    made.close()
+
+
+def test_nothing_is_waited_for_where_nothing_is_due(other):
+    other.shared.expect(inputs_of(0, rows=0))  # only prompts: no row samples
+    other.shared.serve((other.bell,))
+    other.shared.drain()
+
+
+def test_the_oldest_comes_first_and_the_next_inputs_end_the_wait(other):
+    for iteration in range(3):
+        other.shared.expect(inputs_of(iteration))
+    for iteration in range(2):
+        other.spread(iteration)
+    os.eventfd_write(other.bell, 1)
+    other.shared.serve((other.bell,))
+    assert other.done == [0, 1], "what has come is done before anything newer begins"
+    other.shared.serve((other.bell,))
+    assert other.done == [0, 1], "what has not come holds nothing up"
+    assert "iteration 2" in other.shared.doing()
+    other.spread(2)
+    os.eventfd_read(other.bell)
+    other.shared.serve((other.bell,))
+    assert other.done == [0, 1, 2]
+    other.shared.drain()
+    assert other.shared.doing() == ""
+
+
+@pytest.mark.parametrize("other", [{"bound": 0.01}], indirect=True)
+def test_rows_that_do_not_come_are_said(other):
+    other.shared.expect(inputs_of(7))
+    with pytest.raises(StallError, match="iteration 7"):
+        other.shared.serve((other.bell,))
+    with pytest.raises(StallError, match="logits of iteration 7 are due"):
+        other.shared.drain()
+
+
+def test_the_end_of_the_last_stage_ends_the_wait(other):
+    other.shared.expect(inputs_of(0))
+    other.last.close()
+    with pytest.raises(LinkClosedError):
+        other.shared.serve((other.bell,))
+
+
+def test_an_end_from_another_thread_ends_the_wait(other):
+    other.shared.expect(inputs_of(0))
+    thread = threading.Thread(target=other.shared.close)
+    thread.start()
+    with pytest.raises(LinkClosedError):
+        other.shared.serve((other.bell,))
+    thread.join(HAND_OVER)
+    other.shared.drain()
+
+
+# ---- a whole pipeline in threads ---------------------------------------------------------------
+
+
+class Runner:
+    """Adds one to every hidden state; stops for a moment as its script says."""
+
+    def __init__(self, seed, first):
+        self.random, self.first = random.Random(seed), first
+
+    def pause(self):
+        if self.random.random() < 0.3:
+            threading.Event().wait(1e-4)  # others go first now; no result depends on it
+
+    def prepare(self, output, _slot, _buffer_set, iteration):
+        self.pause()
+        return inputs_of(iteration, output)
+
+    def forward(self, inputs, received):
+        self.pause()
+        if self.first:
+            rows = torch.full((inputs.num_tokens, HIDDEN), float(inputs.iteration))
+        else:
+            rows = received["hidden_states"].clone()
+        return {"hidden_states": rows + 1}
+
+    def rows(self, _inputs, hidden):
+        return hidden["hidden_states"]
+
+
+class Stage:
+    def __init__(self, pipeline, stage):
+        stages, seed = pipeline.stages, pipeline.seed
+        self.runner = Runner(f"{seed}/{stage}", stage == 0)
+        writer = LogitsWriter(pipeline.channel.endpoint, stage)
+        self.handover = LogitsHandover(writer, "rows")
+        receiver = pipeline.links[stage - 1][1] if stage else None
+        sender = pipeline.links[stage][0] if stage < stages - 1 else None
+        width = VOCAB // stages
+        head = SimpleNamespace(compute=lambda rows, into: self.compute(rows, stage, width))
+        self.steps = StageSteps(
+            self.runner, head, receiver, sender, self.handover,
+            report=None, record=lambda *_: None, stall_timeout=HAND_OVER,
+        )  # fmt: skip
+        final = [ends[0] for ends in pipeline.heads] if sender is None else []
+        mine = pipeline.heads[stage][1] if sender is not None else None
+        self.steps.shared = SharedHead(final, mine, self.steps.project, HAND_OVER)
+        self.buffer = DoubleBuffer(
+            self.steps, sets=2, stall_timeout=HAND_OVER,
+            interrupt=self.steps.interrupt, meanwhile=self.steps.meanwhile,
+        )  # fmt: skip
+        self.orders = pipeline.orders[stage]
+
+    def compute(self, rows, stage, width):
+        self.runner.pause()
+        return rows[:, :1] + torch.arange(stage * width, (stage + 1) * width)
+
+    def follow(self):
+        while (order := self.orders.get(HAND_OVER)) is not None:
+            iteration, rows, place = order
+            self.handover.expect(iteration, place)
+            self.buffer.prepare(iteration, 0, rows)
+        self.buffer.drain()
+        self.steps.shared.drain()
+
+
+class Pipeline:
+    """``stages`` stages, ``inflight`` iterations in flight, one sampler that checks every logit."""
+
+    def __init__(self, stages, inflight, seed):
+        from queue import Queue
+
+        self.stages, self.inflight, self.seed = stages, inflight, seed
+        bounds = (*tuple(stage * (VOCAB // stages) for stage in range(stages)), VOCAB)
+        shape = LogitsShape(vocab=VOCAB, bounds=bounds)
+        self.channel = LogitsChannel(
+            "t", shape, rows=3 * (inflight + 1), entries=inflight + 2, readers=["s"]
+        )
+        self.links = [link() for _ in range(stages - 1)]
+        self.heads = [link() for _ in range(stages - 1)]
+        self.orders = [Queue() for _ in range(stages)]
+        self.all = [Stage(self, stage) for stage in range(stages)]
+        self.failed = []
+
+    def run(self, iterations):
+        reader = LogitsReader(self.channel.endpoint, "s")
+        threads = [
+            threading.Thread(target=self.watched, args=(call,), daemon=True)
+            for stage in self.all
+            for call in (stage.follow, stage.buffer.run)
+        ]
+        for thread in threads:
+            thread.start()
+        chosen = random.Random(self.seed)
+        for iteration in range(iterations + self.inflight):
+            if iteration >= self.inflight:
+                with reader.receive() as received:
+                    done = iteration - self.inflight
+                    assert received.iteration == done
+                    expected = done + self.stages + np.arange(VOCAB)
+                    assert (received.array == expected).all()
+            if iteration < iterations:
+                order = iteration, chosen.randint(1, 3), iteration % (self.inflight + 1) * 3
+                for orders in self.orders:
+                    orders.put(order)
+        for orders in self.orders:
+            orders.put(None)
+        for thread in threads[::2]:
+            thread.join(HAND_OVER)
+            assert not thread.is_alive()
+        for stage in self.all:
+            stage.buffer.close()
+        for thread in threads[1::2]:
+            thread.join(HAND_OVER)
+            assert not thread.is_alive()
+        reader.close()
+
+    def watched(self, call):
+        try:
+            call()
+        except BaseException as error:
+            self.failed.append(error)
+
+    def close(self):
+        for sender, receiver in self.links + self.heads:
+            sender.close()
+            receiver.close()
+        for stage in self.all:
+            stage.handover.close()
+        self.channel.close()
+
+
+@pytest.mark.parametrize(("stages", "inflight"), [(2, 1), (2, 3), (4, 2), (4, 5), (8, 3), (8, 9)])
+def test_every_iteration_comes_out_whole_whoever_is_late(stages, inflight):
+    for seed in range(3):
+        pipeline = Pipeline(stages, inflight, seed)
+        try:
+            pipeline.run(20)
+        finally:
+            pipeline.close()
+        assert pipeline.failed == []
