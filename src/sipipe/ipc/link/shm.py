@@ -263,7 +263,7 @@ class ShmReceiving:
             raise self._damaged(str(error)) from None
         if header.kind != Kind.SCHEMA or header.fingerprint != news.schema.fingerprint:
             raise self._damaged("it is not what it says that it is")
-        if news.buffer_bytes < buffer_bytes(news.schema, self._endpoint.max_tokens):
+        if news.buffer_bytes < buffer_bytes(news.schema, self._endpoint.buffer_tokens):
             raise self._damaged(f"{news.buffer_bytes} bytes are too few for it")
         if news.new_memory:
             descriptor = self._connection.receive_descriptor()
