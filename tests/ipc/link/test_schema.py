@@ -93,7 +93,7 @@ def test_a_damaged_description_is_a_links_error_and_nobody_uses_it(data):
     packet[data.draw(st.integers(0, len(packet) - 1))] = data.draw(st.integers(0, 255))
     packet = packet[: data.draw(st.integers(HEADER_BYTES - 2, len(packet)))]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    endpoint = LinkEndpoint(kind="shm", max_tokens=64, depth=3, device="cpu")
+    endpoint = LinkEndpoint(kind="shm", buffer_tokens=64, depth=3, device="cpu")
     with ours, contextlib.closing(ShmReceiving(endpoint, theirs)) as receiving:
         ours.send(packet)
         ours.send(pack(Header(Kind.BYE)))
