@@ -290,10 +290,10 @@ def _gather(samplers: int, count: int) -> dict[str, Any]:
         cpu, began = _cpu(), time.perf_counter_ns()
         receiver.expect(i + 21, range(samplers))
         producer.publish([b"go"], 10)
-        _, payloads = receiver.collect(10)
+        _, answers = receiver.collect(10)
         now = time.perf_counter_ns()
         if i >= 0:
-            last = max(struct.unpack_from("<q", payload)[0] for payload in payloads.values())
+            last = max(struct.unpack_from("<q", frames[0])[0] for frames in answers.values())
             latency[i], loop[i] = (now - last) / 1e3, (now - began) / 1e3
             spent += _cpu() - cpu
     producer.close()

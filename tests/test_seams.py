@@ -42,6 +42,10 @@ METHODS = {
     ),
     "vllm.v1.core.sched.scheduler:Scheduler.has_requests": "self",
     "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts": "self",
+    "vllm.v1.core.sched.scheduler:Scheduler.add_request": "self request",
+    # What a client is told of a request that fails, and what its seed comes from.
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": None,
+    "vllm.v1.engine.input_processor:InputProcessor.assign_request_id": "request",
     "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead": (
         "self request num_computed_tokens num_new_tokens"
     ),
@@ -143,7 +147,7 @@ Parameters may be followed by others; an override's own signature is compared wi
 ATTRIBUTES = {
     "vllm.v1.executor.abstract:Executor": "vllm_config parallel_config scheduler_config supports_pp",
     "vllm.v1.core.sched.scheduler:Scheduler": (
-        "running waiting kv_holding_waiting max_num_scheduled_tokens max_num_active_reqs "
+        "grammar_compile_error_reqs running waiting kv_holding_waiting max_num_scheduled_tokens max_num_active_reqs "
         "kv_cache_manager lora_config need_mamba_block_aligned_split current_step "
         "scheduler_config cache_config is_encoder_decoder vllm_config"
     ),
@@ -169,6 +173,8 @@ ATTRIBUTES = {
     "vllm.v1.outputs:ModelRunnerOutput": (
         "req_ids req_id_to_index sampled_token_ids logprobs prompt_logprobs_dict"
     ),
+    "vllm.v1.engine:EngineCoreOutput": "request_id finish_reason stop_reason",
+    "vllm.outputs:CompletionOutput": "finish_reason stop_reason",
     "vllm.v1.outputs:LogprobsLists": "logprob_token_ids logprobs sampled_token_ranks",
     "vllm.v1.attention.backend:CommonAttentionMetadata": (
         "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs "
@@ -187,7 +193,7 @@ ATTRIBUTES = {
         "max_num_tokens lora_config is_last_pp_rank device model vllm_config model_config "
         "input_buffers"
     ),
-    "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index index_to_req_id prefill_len",
+    "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index prefill_len",
     "vllm.v1.worker.gpu.async_utils:AsyncOutput": "sampled_token_ids",
     "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor": "np gpu",
     "vllm.v1.worker.gpu.input_batch:InputBatch": (
@@ -212,7 +218,10 @@ ATTRIBUTES = {
         "use_ubatching assigned_physical_gpu_ids placement_group ray_runtime_env"
     ),
     "vllm.entrypoints.launchers.cli_args:FrontendArgs": "middleware",
-    "vllm.envs": "VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES VLLM_RAY_PER_WORKER_GPUS",
+    "vllm.envs": (
+        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES "
+        "VLLM_RAY_PER_WORKER_GPUS"
+    ),
     "vllm.platforms.interface:Platform": (
         "ray_device_key ray_noset_device_env_vars device_control_env_var additional_env_vars"
     ),

@@ -21,6 +21,7 @@ import importlib
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -119,6 +120,23 @@ class _Implementation(CompileResultCacheImpl):
 
 class _Cache(FunctionCache):
     _impl_class = _Implementation
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super().load_overload(sig, target_context)
+        if found is None:
+            _say_that_it_takes_time(self._py_func.__module__.rpartition(".")[0])
+        return found
+
+
+@cache
+def _say_that_it_takes_time(package: str) -> None:
+    """Once in a process: nobody should wonder why the first call does not return."""
+    print(
+        f"sipipe: compiling {package} for this processor, once: up to a minute "
+        "(`sipipe warm` does it ahead)",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 # Kernels allocate nothing, so they are compiled without Numba's reference counting (`_nrt`): it

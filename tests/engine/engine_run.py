@@ -23,9 +23,9 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     from vllm.config import vllm as checks
 
     checks.HAS_TRITON = True
-    for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        if path and path not in sys.path:  # this process was forked, and its workers take this over
-            sys.path.append(path)
+for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    if path and path not in sys.path:  # this process was forked, and its children take this over
+        sys.path.append(path)
 
 if not os.environ.get("TRITON_INTERPRET"):  # Triton has to be told before vLLM is imported
     sys.path.append(os.path.dirname(__file__))
@@ -95,6 +95,7 @@ def request(output):
                 "token_ids": list(sequence.token_ids),
                 "text": sequence.text,
                 "finish_reason": sequence.finish_reason,
+                "stop_reason": sequence.stop_reason,
                 "logprobs": positions(sequence.logprobs),
             }
             for sequence in output.outputs
@@ -103,9 +104,12 @@ def request(output):
 
 
 def positions(logprobs):
-    """[{token id: [logprob, rank]}] per position."""
+    """[{token id: [logprob, rank]}] per position; of flat ones, how many there are."""
     if logprobs is None:
         return None
+    if hasattr(logprobs, "start_indices"):
+        ends = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
+        return [end - start for start, end in ends]
     return [
         None if at is None else {str(t): [lp.logprob, lp.rank] for t, lp in at.items()}
         for at in logprobs

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,18 +49,49 @@ def broken(models):
 def engine(broken, tmp_path_factory):
     """An engine with two samplers, for tests that leave it running; the last one ends it."""
     log = tmp_path_factory.mktemp("killed") / "log"
-    with Engine(broken, sipipe={"samplers": 2}, log=log, **TWO_STAGES) as engine:
+    env = {"PYTHONPATH": str(Path(__file__).parents[1] / "sampler" / "poisoned")}
+    with Engine(broken, sipipe={"samplers": 2}, log=log, env=env, **TWO_STAGES) as engine:
         yield engine
 
 
 def test_logits_without_a_distribution_fail_their_own_request_only(models, engine):
-    """A prompt with the token whose embedding is NaN fails, the others go on."""
+    """A prompt with the token whose embedding is NaN, a request whose every token is ruled out, by
+    itself or by its grammar, fail and say why; the others go on."""
     good = [[token for token in p if token != 999] or [5] for p in prompts(6)]
-    batch = {"prompts": [*good[:3], [7, 999, 8], *good[3:]], "params": greedy(7)}
+    params = greedy(6)
+    stops = {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2}
+    grammar = {"allowed_token_ids": [7], "structured_outputs": {"choice": ["yes", "no"]}}
+    bad = [params[0], params[0] | stops, params[0] | grammar]
+    batch = {
+        "prompts": [*good[:3], [7, 999, 8], [7, 8], [8, 7], *good[3:]],
+        "params": [*params[:3], *bad, *params[3:]],
+    }
     said = engine.run([batch])[0]
-    assert said[3]["outputs"][0]["finish_reason"] == "error"
-    fine = {"prompts": good, "params": [*batch["params"][:3], *batch["params"][4:]]}
-    assert_stock([said[:3] + said[4:]], model(models), [fine], same_tokens)
+    fails = [request["outputs"][0] for request in said[3:6]]
+    assert [one["finish_reason"] for one in fails] == ["error"] * 3
+    nothing = "no token is left to sample: every logit is -inf or masked"
+    assert [one["stop_reason"] for one in fails] == [
+        "the model's logits hold NaN", nothing, nothing,
+    ]  # fmt: skip
+    fine = {"prompts": good, "params": params}
+    assert_stock([said[:3] + said[6:]], model(models), [fine], same_tokens)
+
+
+def test_a_request_that_ends_its_samplers_fails_alone(engine):
+    """It is planted: the third death is enough, and all that the samplers owed is drawn."""
+    params = {"temperature": 0.9, "ignore_eos": True, "max_tokens": 60} | WITHOUT
+    batch = {
+        "prompts": prompts(9, vocab=999),
+        "params": [{**params, "seed": seed} for seed in (1, 2, 3, 4, 666, 5, 6, 7, 8)],
+    }
+    said = engine.run([batch])[0]
+    [failed] = said.pop(4)["outputs"]
+    assert failed["finish_reason"] == "error"
+    assert re.search(
+        r"ended every sampler that drew for it \(exit code -11\)", failed["stop_reason"]
+    )
+    del batch["prompts"][4], batch["params"][4]
+    assert tokens(said) == tokens(engine.run([batch])[0])
 
 
 def test_a_killed_sampler_is_replaced_and_no_token_changes(engine):

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from tests.engine.engines import (
+    Engine,
     assert_stock,
     crowded,
     greedy,
@@ -124,6 +125,39 @@ def test_seeded_draws_do_not_depend_on_the_batch_or_the_samplers(models):
         drawn += [tokens(alone)[-1], tokens(crowd)[-1]]
     assert drawn.count(drawn[0]) == 4
     assert len(set(drawn[0])) > 4
+
+
+@pytest.mark.slow
+def test_the_engines_seed_decides_unseeded_requests(models):
+    """Two starts, the same requests in the same order: the same tokens, of any two requests others."""
+    params = {"temperature": 1.0, "max_tokens": 16, "ignore_eos": True}
+    batches = [
+        {"prompts": [prompts(1)[0]] * 6, "params": [{**params, "n": 1 + i % 2} for i in range(6)]},
+        {"prompts": prompts(6), "params": [params] * 6},
+    ]
+    drawn = []
+    for seed in (5, 5, 6):
+        with Engine(model(models), seed=seed, **shared(2)) as engine:
+            drawn.append([one["outputs"] for batch in engine.run(batches) for one in batch])
+    assert drawn[0] == drawn[1]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
+    alike = [sequence["token_ids"] for one in drawn[0][:6] for sequence in one]
+    assert len({tuple(ids) for ids in alike}) == 9
+
+
+@pytest.mark.slow
+def test_every_logprob_of_a_large_batch(models):
+    """70 requests, 151,936 tokens: 85 MB from the sampler in one iteration."""
+    plain = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
+    asked = plain | {"logprobs": -1, "flat_logprobs": True}
+    batches = [{"prompts": prompts(70, longest=1), "params": [p] * 70} for p in (asked, plain)]
+    settings = {"samplers": 1, "inflight": 1}
+    path = model(models, size="bench")
+    with Engine(path, sipipe=settings, max_logprobs=-1, max_num_seqs=80) as engine:
+        every, none = engine.run(batches)
+    assert tokens(every) == tokens(none)
+    # The drawn token, then all of the vocabulary.
+    assert [one["outputs"][0]["logprobs"] for one in every] == [[151_937]] * 70
 
 
 def test_preemption_prefix_caching_and_several_sequences_per_request(models):

@@ -58,10 +58,10 @@ def test_an_iteration_is_complete_when_all_is_in_that_it_waits_for():
     nothing = begin(iterations, Work(request_ids=["a"]))
     assert nothing.late == "the last stage"
     assert [i.number for i in iterations.undrawn(1)] == [0, 1]
-    assert iterations.deliver(0, tokens={}) is drawn
-    assert iterations.deliver(0, tokens={}) is None  # once
+    assert iterations.deliver(0, tokens=[]) is drawn
+    assert iterations.deliver(0, tokens=[]) is None  # once
     assert iterations.deliver(1, report=said(1)) is None
-    assert iterations.deliver(1, tokens={}) is both
+    assert iterations.deliver(1, tokens=[]) is both
     assert iterations.deliver(2, report=said(2)) is nothing
     assert len(iterations) == 0
 
@@ -76,7 +76,7 @@ def test_rows_of_both_places_are_waited_for_and_put_together():
     assert iterations.deliver(0, report=said(0, [7, 8])) is None
     assert mixed.late == "samplers 0"
     assert [i.number for i in iterations.undrawn(0)] == [0]
-    assert iterations.deliver(0, tokens={0: sampled(0, 5)}) is mixed
+    assert iterations.deliver(0, tokens=[sampled(0, 5)]) is mixed
     assert build_output(mixed).sampled_token_ids == [[8], [], [5], [7]]
     alone = begin(iterations, replace(work, sampled=[], samplers=()))
     assert iterations.deliver(1, report=said(1, [7, 8])) is alone
@@ -85,8 +85,9 @@ def test_rows_of_both_places_are_waited_for_and_put_together():
 
 def test_requests_without_a_token_are_errors_of_their_own():
     iterations = Iterations(3, 99)
-    iteration = begin(iterations, replace(DRAWN, errors={"a": "bad"}))
-    iterations.deliver(0, tokens={0: sampled(0, 5), 1: sampled(1, -1, [(1, "NaN")])})
+    iteration = begin(iterations, DRAWN)
+    bad = Sampled(0, b"", b"", errors=[(0, "bad")])
+    iterations.deliver(0, tokens=[bad, sampled(1, -1, [(1, "NaN")])])
     output = build_output(iteration)
     assert output.sampled_token_ids == [[], [], []]
     assert iteration.errors == {"a": "bad", "c": "NaN"}

@@ -2,12 +2,15 @@
 
 import random
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.utils import random_uuid
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.engine.input_processor import InputProcessor
 
 from sipipe.engine.balance import Balancer
 from sipipe.engine.requests import RequestTracker
@@ -213,9 +216,12 @@ def test_parameters_that_no_sampler_takes_fail_their_request_alone():
         )
         output.num_scheduled_tokens[name] = 2
     work = tracker.advance(0, output)
-    assert work.errors.keys() == {"bad"}
-    assert "temperature" in work.errors["bad"]
+    good, bad = work.step.added
+    assert not good.error
+    assert "temperature" in bad.error
     assert work.sampled == ["good", "bad"]
+    tracker.condemn(good.handle, "it ended its samplers")
+    assert [one.error for one in tracker.added_of(0)] == ["it ended its samplers", bad.error]
 
 
 @pytest.mark.parametrize(
@@ -251,3 +257,45 @@ def test_requests_without_a_seed_get_one_of_their_own(seed):
 
     found = sequence_params(SamplingParams(seed=seed), 77)
     assert found.seed == (77 if seed is None else seed)
+
+
+def arrive(client_ids, engine_seed=0, per_row=False):
+    """The seeds of requests that vLLM's front end was given with these ids, in this order."""
+    tracker = RequestTracker(engine_seed=engine_seed, balancer=Balancer(1, vocab_size=1000))
+    tracker.per_row = per_row
+    params = SamplingParams()
+    output = SchedulerOutput.make_empty()
+    for client_id in client_ids:
+        request = SimpleNamespace(request_id=client_id, external_req_id=None)
+        InputProcessor.assign_request_id(request)
+        tracker.arrived(request.request_id)
+        tracker.arrived(request.request_id)  # more of its prompt came
+        new = NewRequestData(
+            req_id=request.request_id,
+            prompt_token_ids=[1],
+            mm_features=[],
+            sampling_params=params,
+            pooling_params=None,
+            block_ids=([0],),
+            num_computed_tokens=0,
+            lora_request=None,
+        )
+        output.scheduled_new_reqs.insert(0, new)  # the order of scheduling does not matter
+        output.num_scheduled_tokens[new.req_id] = 1
+    step = tracker.advance(0, output).step
+    assert params.seed is None
+    told = [new.sampling_params for new in output.scheduled_new_reqs]
+    return [one.seed for one in reversed(told if per_row else [a.params for a in step.added])]
+
+
+def test_the_engines_seed_and_the_clients_ids_or_the_order_of_arrival_decide_seeds():
+    offline = ["0", "1", "2", "0_3", "1_3"]
+    assert arrive(offline) == arrive(offline) == arrive(offline, per_row=True)
+    assert set(arrive(offline)).isdisjoint(arrive(offline, engine_seed=1))
+    named = ["cmpl-mine-0", "chatcmpl-9b1deb4d-3b7d-4bad-9bdd-2b0d7b3dcb6d", "0_cmpl-mine-1"]
+    assert arrive(named) == arrive(named[::-1])[::-1]
+    seeds = [arrive([f"cmpl-{random_uuid()}-0", "cmpl-mine-0", f"0_chatcmpl-{random_uuid()}"])
+             for _ in range(3)]  # fmt: skip
+    assert seeds[0] == seeds[1] == seeds[2]
+    assert len(set(seeds[0] + arrive(offline))) == 8
+    assert seeds[0][1] == arrive(named)[0]

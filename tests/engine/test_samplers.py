@@ -33,7 +33,7 @@ class Engine:
     def __init__(self):
         self.started, self.failures = queue.SimpleQueue(), []
 
-    def started_again(self, index, tokens):
+    def started_again(self, index, tokens, poison):
         tokens.close()
         self.started.put(index)
 
@@ -44,7 +44,9 @@ class Engine:
 @pytest.fixture
 def one():
     engine, children = Engine(), Children()
-    samplers = StandIns(children, None, dtype="float32", cores=[()], succession=engine)
+    samplers = StandIns(
+        children, None, dtype="float32", cores=[()], succession=engine, stall_timeout=300.0
+    )
     samplers.engine = engine
     children.watch(
         heard=lambda *_: None,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -183,6 +184,27 @@ def same_in_bfloat16(found, stock):
         for ours, at in zip(named, theirs[0]["outputs"][0]["logprobs"], strict=True):
             # Tied logits are frequent in bfloat16, and which of them are named is anybody's.
             assert ours == pytest.approx(sorted(value for value, _ in at.values()), abs=1e-3)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_that_fails_tells_its_client_why(served, streamed):
+    """Its only token is ruled out until there are two; vLLM would say "Internal server error"."""
+    stops = {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2, "stream": streamed}
+    body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 4, **stops}
+    request = urllib.request.Request(
+        f"{served[0]}/v1/completions", json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )  # fmt: skip
+    if streamed:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            said = answer.read().split(b"data: ")[1]
+    else:
+        with pytest.raises(urllib.error.HTTPError) as failed:
+            urllib.request.urlopen(request, timeout=60)
+        assert failed.value.code == 500
+        said = failed.value.read()
+    message = json.loads(said)["error"]["message"]
+    assert message == "no token is left to sample: every logit is -inf or masked"
 
 
 def test_many_streams_with_aborts_end_and_nothing_is_left(served):

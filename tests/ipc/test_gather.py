@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -17,8 +16,8 @@ from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, Chan
 from sipipe.ipc.gather import GatherReceiver, GatherSender
 
 
-def frame(iteration, payload):
-    return struct.pack("<IQ", len(payload), iteration) + payload
+def frame(iteration, payload, more=False):
+    return gather._HEADER.pack(len(payload), more, iteration) + payload
 
 
 class Scene:
@@ -36,6 +35,11 @@ class Scene:
         self.ends[index].close()
         here, self.ends[index] = socket.socketpair()
         self.receiver.replace(index, here)
+
+    def collect(self, timeout=None):
+        """What the receiver collects, the frames of each answer joined."""
+        iteration, answers = self.receiver.collect(timeout)
+        return iteration, {index: b"+".join(frames) for index, frames in answers.items()}
 
     def close(self):
         self.receiver.close()
@@ -59,16 +63,16 @@ def test_complete_and_in_order(scene):
     a.send(6, [b"a", memoryview(b""), bytearray(b"6")])
     b.send(3, [b"b3"])
     b.send(6, [])
-    assert scene.receiver.collect(5) == (3, {0: b"a3", 1: b"b3"})
+    assert scene.collect(5) == (3, {0: b"a3", 1: b"b3"})
     with pytest.raises(ChannelTimeout, match="sampler1 sent nothing") as late:
-        scene.receiver.collect(0.01)
+        scene.collect(0.01)
     assert late.value.late == ("sampler1",)
     b.send(5, [b"b5"])
-    assert scene.receiver.collect(5) == (5, {1: b"b5"})
-    assert scene.receiver.collect(5) == (6, {0: b"a6", 1: b""})
-    assert scene.receiver.collect(5) == (7, {})
+    assert scene.collect(5) == (5, {1: b"b5"})
+    assert scene.collect(5) == (6, {0: b"a6", 1: b""})
+    assert scene.collect(5) == (7, {})
     with pytest.raises(ChannelTimeout, match=r"iteration 8 .* is not declared"):
-        scene.receiver.collect(0)
+        scene.collect(0)
 
 
 @pytest.mark.parametrize("unread", [False, True])
@@ -79,47 +83,63 @@ def test_a_death_is_reported_once_after_what_was_sent(scene, unread):
     b.send(0, [b"b"])
     a.send(0, [b"first"])
     if not unread:
-        assert scene.receiver.collect(5) == (0, {0: b"first", 1: b"b"})
+        assert scene.collect(5) == (0, {0: b"first", 1: b"b"})
     a.send(1, [b"first"])
     scene.ends[0].sendall(frame(2, b"first")[:-1])
     a.close()
     b.send(1, [b"b"])
     b.send(2, [b"b"])
     if unread:
-        assert scene.receiver.collect(5) == (0, {0: b"first", 1: b"b"})
-    assert scene.receiver.collect(5) == (1, {0: b"first", 1: b"b"})
+        assert scene.collect(5) == (0, {0: b"first", 1: b"b"})
+    assert scene.collect(5) == (1, {0: b"first", 1: b"b"})
     with pytest.raises(ChannelPeerDied) as died:
-        scene.receiver.collect(5)
+        scene.collect(5)
     assert "sampler0 is gone" in str(died.value)
     with pytest.raises(ChannelTimeout) as late:
-        scene.receiver.collect(0.01)
+        scene.collect(0.01)
     assert late.value.late == ("sampler0",)
     scene.replace(0)
     again = scene.sender(0)
     again.send(0, [b"again"])  # returned already
     again.send(1, [b"again"])
     again.send(2, [b"again"])
-    assert scene.receiver.collect(5) == (2, {0: b"again", 1: b"b"})
+    assert scene.collect(5) == (2, {0: b"again", 1: b"b"})
 
 
 def test_what_is_complete_comes_before_the_deaths_of_others(scene):
     scene.receiver.expect(0, [0])
     scene.ends[1].close()
     scene.sender(0).send(0, [b"x"])
-    assert scene.receiver.collect(5) == (0, {0: b"x"})
+    assert scene.collect(5) == (0, {0: b"x"})
     with pytest.raises(ChannelPeerDied):
-        scene.receiver.collect(5)
+        scene.collect(5)
 
 
 def test_a_predecessors_answer_is_kept_and_the_successors_dropped(scene):
     scene.receiver.expect(0, [0, 1])
     scene.sender(0).send(0, [b"first"])
     with pytest.raises(ChannelTimeout):
-        scene.receiver.collect(0)
+        scene.collect(0)
     scene.replace(0)
     scene.sender(0).send(0, [b"again"])
     scene.sender(1).send(0, [b"b"])
-    assert scene.receiver.collect(5) == (0, {0: b"first", 1: b"b"})
+    assert scene.collect(5) == (0, {0: b"first", 1: b"b"})
+
+
+def test_an_answer_in_frames_is_whole_or_not_there(scene):
+    """What a predecessor has sent of one is dropped: its successor sends all of it."""
+    scene.receiver.expect(0, [0, 1])
+    scene.sender(1).send(0, [b"b"], more=True)
+    scene.sender(1).send(0, [b"c"])
+    scene.sender(0).send(0, [b"x"], more=True)
+    with pytest.raises(ChannelTimeout) as late:
+        scene.collect(0.01)
+    assert late.value.late == ("sampler0",)
+    scene.replace(0)
+    for part in (b"x", b"y"):
+        scene.sender(0).send(0, [part], more=True)
+    scene.sender(0).send(0, [b"z"])
+    assert scene.collect(5) == (0, {0: b"x+y+z", 1: b"b+c"})
 
 
 def test_a_death_that_the_replacement_preceded_is_not_reported(scene):
@@ -127,31 +147,31 @@ def test_a_death_that_the_replacement_preceded_is_not_reported(scene):
     scene.ends[0].close()
     scene.ends[1].close()
     with pytest.raises(ChannelPeerDied):
-        scene.receiver.collect(5)  # of one of them; the other is noticed too
+        scene.collect(5)  # of one of them; the other is noticed too
     scene.replace(0)
     scene.replace(1)
     scene.sender(0).send(0, [b"x"])
-    assert scene.receiver.collect(5) == (0, {0: b"x"})
+    assert scene.collect(5) == (0, {0: b"x"})
     with pytest.raises(ChannelTimeout):
-        scene.receiver.collect(0)
+        scene.collect(0)
 
 
 def test_a_damaged_frame_cuts_its_sampler_off(scene, monkeypatch):
     monkeypatch.setattr(gather, "MAX_BYTES", 1000)
     scene.receiver.expect(0, [0, 1])
     scene.sender(1).send(0, [bytes(1000)])
-    scene.ends[0].sendall(struct.pack("<IQ", 1001, 0))
+    scene.ends[0].sendall(gather._HEADER.pack(1001, False, 0))
     with pytest.raises(ChannelError, match=r"sampler0 announced 1,001 bytes"):
-        scene.receiver.collect(5)
+        scene.collect(5)
     scene.replace(0)
     scene.ends[0].sendall(frame(1, b"nobody asked"))
     with pytest.raises(ChannelError, match=r"sampler0 announced .* the last iteration is 0"):
-        scene.receiver.collect(5)
+        scene.collect(5)
     scene.replace(0)
     with pytest.raises(ChannelError, match="1,001 bytes for iteration 0"):
         scene.sender(0).send(0, [bytes(1001)])
     scene.sender(0).send(0, [b"x"])
-    assert scene.receiver.collect(5) == (0, {0: b"x", 1: bytes(1000)})
+    assert scene.collect(5) == (0, {0: b"x", 1: bytes(1000)})
 
 
 def test_a_slow_executor_is_waited_for_up_to_the_bound(scene):
@@ -163,12 +183,12 @@ def test_a_slow_executor_is_waited_for_up_to_the_bound(scene):
     with pytest.raises(ChannelPeerDied):  # a part may be sent, so that nothing can follow
         sender.send(0, [b"x"])
     with pytest.raises(ChannelPeerDied):
-        scene.receiver.collect(5)
+        scene.collect(5)
     scene.replace(0)
     data = bytes(range(256)) * (1 << 13)
     thread = threading.Thread(target=scene.sender(0).send, args=(0, [data]))
     thread.start()
-    assert scene.receiver.collect(30) == (0, {0: data})
+    assert scene.collect(30) == (0, {0: data})
     thread.join(30)
 
 
@@ -176,7 +196,7 @@ def test_close_ends_both_ends(scene):
     scene.receiver.close()
     scene.receiver.close()
     with pytest.raises(ChannelClosed):
-        scene.receiver.collect(1)
+        scene.collect(1)
     scene.receiver.expect(0, [])  # the engine's thread may still be publishing
     sender = scene.sender(0)
     with pytest.raises(ChannelPeerDied):
@@ -196,7 +216,7 @@ def test_other_threads_wake_the_one_that_collects(scene):
     def collect():
         while not isinstance(got[-1] if got else None, ChannelClosed):
             try:
-                got.append(scene.receiver.collect())
+                got.append(scene.collect())
             except ChannelError as error:
                 got.append(error)
             came.release()
@@ -247,7 +267,7 @@ def test_any_order_in_any_pieces(answers, pieces, size):
                 scene.ends[index].sendall(piece)
             with contextlib.suppress(ChannelTimeout):
                 while True:
-                    collected.append(scene.receiver.collect(0))
+                    collected.append(scene.collect(0))
         assert [n for n, _ in collected] == [0, 1, 2, 3]
         for n, payloads in collected:
             for index, payload in payloads.items():
@@ -285,15 +305,17 @@ class Twin:
             return
         for iteration, missing, payloads in self.pending:
             if iteration == sent[0] and index in missing:
-                missing.remove(index)
-                payloads[index] = sent[1]
+                before = payloads.get(index)
+                payloads[index] = sent[1] if before is None else before + b"+" + sent[1]
+                if not sent[2]:
+                    missing.remove(index)
 
 
 INDEX = st.integers(0, 2)
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("expect"), st.frozensets(INDEX)),
-        st.tuples(st.just("send"), INDEX, st.integers(0, 3)),
+        st.tuples(st.just("send"), INDEX, st.integers(0, 3), st.booleans()),
         st.tuples(st.just("die"), INDEX, st.booleans()),
         st.tuples(st.just("replace"), INDEX),
         st.tuples(st.just("collect")),
@@ -313,15 +335,15 @@ def test_deaths_and_replacements_against_a_twin(operations):
             want = twin.collect()
             if isinstance(want, set):
                 with pytest.raises(ChannelPeerDied) as died:
-                    scene.receiver.collect(0)
+                    scene.collect(0)
                 name = str(died.value).split()[2]
                 assert name in want
                 twin.dead.remove(int(name[-1]))
             elif want is None:
                 with pytest.raises(ChannelTimeout):
-                    scene.receiver.collect(0)
+                    scene.collect(0)
             else:
-                assert scene.receiver.collect(0) == want
+                assert scene.collect(0) == want
             return want
 
         for number, (name, *arguments) in enumerate(operations):
@@ -335,6 +357,9 @@ def test_deaths_and_replacements_against_a_twin(operations):
                 index = arguments[0]
                 scene.replace(index)
                 twin.unread[index].clear()
+                for _, missing, payloads in twin.pending:
+                    if index in missing:
+                        payloads.pop(index, None)
                 twin.dead = [one for one in twin.dead if one != index]
                 twin.open[index] = True
             elif twin.open[index := arguments[0]]:
@@ -345,8 +370,8 @@ def test_deaths_and_replacements_against_a_twin(operations):
                     twin.unread[index].append(None)
                     twin.open[index] = False
                 elif declared:
-                    sent = (max(0, declared - 1 - arguments[1]), b"%d" % number)
-                    scene.sender(index).send(sent[0], [sent[1]])
+                    sent = (max(0, declared - 1 - arguments[1]), b"%d" % number, arguments[2])
+                    scene.sender(index).send(sent[0], [sent[1]], more=sent[2])
                     twin.unread[index].append(sent)
         while collect() is not None:
             pass
@@ -385,11 +410,11 @@ def test_a_killed_process_and_its_replacement(scene):
     scene.receiver.expect(0, [0])
     scene.receiver.expect(1, [0])
     first = start_sampler(scene.ends[0])
-    assert scene.receiver.collect(30) == (0, {0: b"zero"})
+    assert scene.collect(30) == (0, {0: b"zero"})
     first.kill()
     first.communicate(timeout=30)
     with pytest.raises(ChannelPeerDied) as died:
-        scene.receiver.collect(30)
+        scene.collect(30)
     assert "sampler0 is gone" in str(died.value)
     scene.replace(0)
     second = start_sampler(scene.ends[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from tests.sampler.support import processed
@@ -66,7 +68,7 @@ def by_vllm(steps, x: np.ndarray, p: SequenceParams, prompt: list, output: list)
         {"top_k": 3000},
         {"top_p": 0.9},
         {"top_k": 50, "top_p": 0.95, "min_p": 0.01},
-        {"logit_bias": {5: 3.0}, "bad_words_token_ids": [[6], [2, 3]]},
+        {"logit_bias": {5: 3.0, 9: -math.inf}, "bad_words_token_ids": [[6], [2, 3]]},
     ],
     ids=str,
 )

@@ -45,8 +45,8 @@ def copied(folder: Path) -> Path:
     return package
 
 
-def run(package: Path, code: str, **environment: str) -> str:
-    """What ``code`` prints with the copy of the package, and nothing of our environment."""
+def run(package: Path, code: str, **environment: str) -> tuple[str, str]:
+    """What ``code`` prints, and what it says beside, with the copy of the package, and nothing of our environment."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     found = subprocess.run(
         [sys.executable, "-B", "-c", code],
@@ -56,7 +56,7 @@ def run(package: Path, code: str, **environment: str) -> str:
         check=False,
     )
     assert found.returncode == 0, found.stderr
-    return found.stdout
+    return found.stdout, found.stderr
 
 
 # Kernels of both packages, of which the second is compiled when the worker's inputs are prepared.
@@ -115,10 +115,12 @@ def test_an_edited_helper_is_compiled_again(tmp_path: Path) -> None:
             1,
         )
     )
-    before = run(package, DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache"))
-    assert run(package, DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache")) == before
+    before, said = run(package, DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache"))
+    lines = {line.split(" for ")[0] for line in said.splitlines()}
+    assert lines == {f"sipipe: compiling {package}" for package in PACKAGES}
+    assert run(package, DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache")) == (before, "")
     helper.write_text("FIRST = 0xD2511F55\n")
-    assert run(package, DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache")) != before
+    assert run(package, DRAW, SIPIPE_CACHE_DIR=str(tmp_path / "cache"))[0] != before
 
 
 def test_a_read_only_installation_without_a_home(tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_a_read_only_installation_without_a_home(tmp_path: Path) -> None:
         {"HOME": str(blocked)},
         {"HOME": str(blocked), "SIPIPE_CACHE_DIR": str(blocked)},
     ):
-        printed = run(package, DRAW, TMPDIR=str(shared), XDG_CACHE_HOME=str(blocked), **home)
+        printed, _ = run(package, DRAW, TMPDIR=str(shared), XDG_CACHE_HOME=str(blocked), **home)
         assert 0.0 <= float(printed) < 1.0
     [ours] = shared.iterdir()
     assert ours.name == f"sipipe-cache-{os.getuid()}"

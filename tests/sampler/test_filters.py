@@ -129,6 +129,8 @@ EDGES = [
     {"repetition_penalty": 3.0, "temperature": 0.0},
     {"logit_bias": {0: 100.0}, "temperature": 0.0},
     {"logit_bias": {6: -100.0, 1: 3.0}},
+    {"logit_bias": {6: -np.inf, 1: 3.0}, "presence_penalty": 1.0, "repetition_penalty": 1.3},
+    {"logit_bias": {0: -np.inf, 1: -np.inf}, "temperature": 0.0},
     {"allowed_token_ids": [3]},
     {"allowed_token_ids": [5, 1, 3], "top_k": 2},
     {"min_tokens": 100, "all_stop_token_ids": [0, 2]},
@@ -240,7 +242,9 @@ def test_everything_equals_the_naive_twin(data: st.DataObject) -> None:
         repetition_penalty=data.draw(st.sampled_from([1.0, 1.2, 0.7])),
         presence_penalty=data.draw(st.sampled_from([0.0, 0.5, -1.0])),
         frequency_penalty=data.draw(st.sampled_from([0.0, 0.1, -0.3])),
-        logit_bias=data.draw(st.none() | st.dictionaries(token, st.sampled_from([-5.0, 2.5]))),
+        logit_bias=data.draw(
+            st.none() | st.dictionaries(token, st.sampled_from([-5.0, 2.5, -np.inf]))
+        ),
         bad_words_token_ids=data.draw(
             st.none() | st.lists(st.lists(token, min_size=1, max_size=3), max_size=2)
         ),

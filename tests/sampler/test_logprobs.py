@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from tests.sampler import naive
@@ -64,6 +66,26 @@ def test_modes(mode: str, shape: str, given: dict, size: int, wanted: int) -> No
         low = (rounded >= rounded[token] + slack).sum()
         high = (rounded >= rounded[token] - slack).sum()
         assert low <= row.rank <= high
+
+
+def test_one_wide_request_costs_the_others_no_memory() -> None:
+    """1,024 sequences, one of which asks for the whole vocabulary."""
+    vocab, rows = 20_000, 1024
+    columns = SequenceColumns(vocab)
+    for handle in range(rows):
+        columns.join(handle, SequenceParams(top_k=50, logprobs=-1 if handle == 7 else None))
+    x, where = logits("zipf", vocab).reshape(1, -1), np.zeros(rows, int)
+    columns.sample(range(rows), x, where)
+    tracemalloc.start()
+    found = columns.sample(range(rows), x, where)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.logprobs.keys() == {7}
+    assert found.logprobs[7].token_ids.size == 1 + vocab
+    assert peak < 8 * vocab + (1 << 18)
+    parts = columns.shares(np.arange(rows, dtype=np.int32), 1000)
+    assert np.concatenate(parts).tolist() == list(range(rows))
+    assert [len(part) for part in parts] == [7, rows - 7]
 
 
 def test_equal_scores_are_listed_by_token_id() -> None:

@@ -1,11 +1,16 @@
 """Real sampler processes over real channels, without vLLM: draws, errors, death, restart."""
 
 import contextlib
+import dataclasses
 import os
+import re
 import signal
 import threading
 import time
+from itertools import chain
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -22,6 +27,7 @@ from sipipe.messages.boots import SamplerSettings, Watched
 from sipipe.messages.header import Kind
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.params import SequenceParams
+from sipipe.messages.replies import Trying
 from sipipe.messages.step import (
     Added,
     Grammar,
@@ -32,11 +38,12 @@ from sipipe.messages.step import (
     int32_bytes,
     int32_view,
 )
-from sipipe.sampling import sample
+from sipipe.sampling import sample, sample_with_logprobs
 
 VOCAB = 500
 NAMES = ("sampler0", "sampler1")
 PROMPT = [1, 2, 3]
+POISONS = {"dies": 666, "hangs": 667, "cannot be added": 668}  # poisoned/sitecustomize.py
 PARAMS = SequenceParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=5)
 
 
@@ -49,38 +56,57 @@ SETTINGS = SamplerSettings(
 )
 
 
+def replace_poison(added, handle, reason):
+    return msgspec.structs.replace(added, error=reason) if added.handle == handle else added
+
+
 class Service:
     """The engine's side of two samplers, reduced to what the tests publish."""
 
-    def __init__(self):
+    def __init__(self, vocab=VOCAB, batch=8, stall_timeout=300.0):
         self.errors, self.deaths, self.replaced = [], [], threading.Event()
+        self.poison, self.batch = [], batch
         self.snapshots = {index: Snapshot([], [], []) for index in range(2)}
         self.children = Children()
         self.samplers = Samplers(
-            self.children, SETTINGS, dtype="float32", cores=[(), ()], succession=self
+            self.children,
+            dataclasses.replace(SETTINGS, vocab_size=vocab),
+            dtype="float32",
+            cores=[(), ()],
+            succession=self,
+            stall_timeout=stall_timeout,
         )
         self.tokens = GatherReceiver(self.samplers.sockets)
         self.ring = DispatchProducer("bic-i", readers=NAMES)
         self.bus = Bus([self.ring])
         self.logits = LogitsChannel(
-            "bic-l", LogitsShape(vocab=VOCAB), rows=40, entries=5, readers=NAMES
+            "bic-l", LogitsShape(vocab=vocab), rows=5 * batch, entries=5, readers=NAMES
         )
         self.writer = LogitsWriter(self.logits.endpoint)
         self.children.watch(
-            heard=lambda child, message: self.errors.append(message),
+            heard=self.heard,
             died=self.on_death,
-            turn=lambda: 5.0,
+            turn=self.samplers.end_stuck,
             failed=self.errors.append,
         )
         self.samplers.open(self.ring, self.logits, time.monotonic() + 300)
+
+    def heard(self, child, message):
+        assert isinstance(message, Trying)
+        self.samplers.tries(child.name, message)
 
     def on_death(self, child, how):
         self.deaths.append((child.name, how))
         self.samplers.replace(child.name, how)
 
-    def started_again(self, index, tokens):
+    def started_again(self, index, tokens, poison):
         self.tokens.replace(index, tokens)
         with self.bus.order:
+            if poison is not None:
+                self.poison.append(poison)
+                added, steps, grammars = msgspec.structs.astuple(self.snapshots[index])
+                added = [replace_poison(one, *poison) for one in added]
+                self.snapshots[index] = Snapshot(added, steps, grammars)
             self.samplers.admit(index, self.snapshots[index])
             self.replaced.set()
 
@@ -102,21 +128,25 @@ class Service:
         self.bus.publish(Kind.SCHEDULE, step.iteration, [encode(step)])
 
     def write(self, iteration, logits):
-        with self.writer.acquire(iteration, len(logits), iteration % 5 * 8, 30) as region:
+        with self.writer.acquire(iteration, len(logits), iteration % 5 * self.batch, 30) as region:
             region[:] = logits
 
-    def collect(self, iteration):
+    def answers(self, iteration):
+        """The frames of each sampler."""
         while True:
             with contextlib.suppress(ChannelPeerDied):
-                number, payloads = self.tokens.collect(30)
+                number, answers = self.tokens.collect(240)
                 break
         assert number == iteration
-        drawn, errors = {}, {}
-        for payload in payloads.values():
-            part = decode_sampled(payload)
+        return answers
+
+    def collect(self, iteration):
+        answers, drawn, errors = self.answers(iteration), {}, {}
+        for part in map(decode_sampled, chain.from_iterable(answers.values())):
             for row, token in zip(int32_view(part.rows), int32_view(part.tokens), strict=True):
                 drawn[int(row)] = int(token)
             errors |= dict(part.errors)
+            drawn |= dict.fromkeys(dict(part.errors), -1)
         return [drawn[row] for row in sorted(drawn)], errors
 
     def close(self):
@@ -204,6 +234,31 @@ def test_rows_without_a_distribution_and_bad_sequences_are_errors_of_their_own(s
     assert "allowed_token_ids" in errors[2]
 
 
+def test_a_batch_that_asks_for_every_logprob_is_answered_in_frames():
+    """70 sequences and 151,936 tokens: 85 MB."""
+    vocab, rows = 151_936, 70
+    with contextlib.closing(Service(vocab, rows)) as service:
+        params = SequenceParams(temperature=0.0, logprobs=-1)
+        added = [Added(row, row % 2, params, b"") for row in range(rows)]
+        owners = [one.sampler for one in added]
+        service.publish(step(0, range(rows), owners, added=added))
+        line = np.random.default_rng(1).normal(size=(1, vocab)).astype(np.float32)
+        service.write(0, np.roll(np.repeat(line, rows, 0), 1, axis=1))
+        answers = service.answers(0)
+    tokens, all_logprobs = sample_with_logprobs(np.roll(line, 1), params)
+    seen = []
+    for frame in chain.from_iterable(answers.values()):
+        assert len(frame) < (9 << 20) + 10 * vocab
+        part = decode_sampled(frame)
+        assert set(int32_view(part.tokens).tolist()) == {int(tokens[0])}
+        for found in part.logprobs:
+            seen.append(found.row)
+            assert found.rank == 1
+            assert found.token_ids == all_logprobs[0].token_ids.tobytes()
+            assert found.values == all_logprobs[0].logprobs.tobytes()
+    assert sorted(seen) == list(range(rows))
+
+
 @pytest.mark.parametrize("published_before_the_death", [False, True])
 def test_a_killed_sampler_is_replaced_from_a_snapshot(service, published_before_the_death):
     handles, owners = [1, 2], [0, 1]
@@ -281,6 +336,39 @@ def test_a_sampler_that_keeps_dying_is_not_replaced_for_ever(service):
     assert isinstance(error, WorkerDiedError)
     assert "sampler0 keeps dying (exit code -9, the 5th time" in str(error)
     service.errors.clear()
+
+
+@pytest.mark.parametrize(
+    "how", ["dies", "cannot be added", pytest.param("hangs", marks=pytest.mark.slow)]
+)
+def test_what_ends_its_samplers_fails_alone(how, monkeypatch):
+    """Whichever request it is, and whatever it does to the process that draws for it."""
+    monkeypatch.syspath_prepend(Path(__file__).with_name("poisoned"))
+    poisoned = msgspec.structs.replace(PARAMS, seed=POISONS[how])
+    with contextlib.closing(Service(stall_timeout=40.0 if how == "hangs" else 300.0)) as service:
+        handles, owners = [1, 2, 3, 4], [0, 1, 1, 1]
+        added = additions(handles, owners)
+        added[2] = msgspec.structs.replace(added[2], params=poisoned)
+        first = step(0, handles, owners, added=added)
+        service.snapshots[1] = Snapshot(added[1:], [first], [])
+        service.publish(first)
+        logits = logits_of(0, 4)
+        service.write(0, logits)
+        tokens, errors = service.collect(0)
+        fine = [0, 1, 3]
+        assert [tokens[row] for row in fine] == expected(logits[fine], [[], [], []])
+        assert errors.keys() == {2}
+        assert re.fullmatch(
+            r"it ended every sampler that drew for it \(exit code -\d+\)", errors[2]
+        )
+        assert service.poison == [(3, errors[2])]
+        assert [name for name, _ in service.deaths] == ["sampler1"] * 3
+        changes = {"removed": int32_bytes([3]), "appended": int32_bytes([1, 2, 4])}
+        drawn = [tokens[row] for row in fine]
+        service.publish(step(1, [1, 2, 4], [0, 1, 1], tokens=int32_bytes(drawn), **changes))
+        more = logits_of(1, 3)
+        service.write(1, more)
+        assert service.collect(1)[0] == expected(more, [[token] for token in drawn])
 
 
 def test_samplers_are_small_and_end_with_their_parent(service):

@@ -50,7 +50,7 @@ def test_a_step_comes_back(prompt, outputs, iteration, grammar):
 
 def test_tokens_with_logprobs_and_errors_come_back():
     logprobs = Logprobs(0, 3, int32_bytes([5, 6]), np.array([-1.5, -2.0], "<f4").tobytes())
-    sampled = Sampled(9, int32_bytes([0, 2]), int32_bytes([5, -1]), [logprobs], [(2, "NaN")], 0.25)
+    sampled = Sampled(9, int32_bytes([0, 2]), int32_bytes([5, -1]), [logprobs], [(2, "NaN")])
     assert decode_sampled(encode(sampled)) == sampled
     grammar = Grammar(9, int32_bytes([12]), 2, int32_bytes([-1, 7]))
     assert decode_grammar(memoryview(encode(grammar))) == grammar

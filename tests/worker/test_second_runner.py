@@ -17,7 +17,6 @@ from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
 from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
 
-from sipipe.messages.params import derive_seed  # noqa: E402
 from sipipe.messages.places import StagePlace  # noqa: E402
 from sipipe.worker import device_sampler, second_runner, token_feedback  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
@@ -96,8 +95,7 @@ def last_runner():
         lora_config=None,
         pp_handler=SimpleNamespace(embeds=False),
         prompt_logprobs_worker=SimpleNamespace(uses_prompt_logprobs=np.zeros(8, bool)),
-        req_states=SimpleNamespace(index_to_req_id={row: f"request {row}" for row in range(8)}),
-        model_config=SimpleNamespace(seed=3, use_fp64_gumbel=False),
+        model_config=SimpleNamespace(use_fp64_gumbel=False),
     )
 
 
@@ -231,16 +229,14 @@ def test_batches_of_one_place(last_stage, drawn):
         drawn.clear()
 
 
-def test_a_request_without_a_seed_gets_its_own_wherever_it_is_drawn(drawn):
-    """Of the engine's seed and its name, and so the same after it was preempted."""
+def test_a_seed_of_any_size_is_drawn_with(drawn):
     sampler = DeviceSampler(last_runner())
-    for row, seed in ((2, None), (5, None), (6, 2**64 + 5)):
+    for row, seed in ((2, 7), (5, 2**64 - 1), (6, 2**64 + 5)):
         sampler.add_request(row, SamplingParams(seed=seed))
     sampler.apply_staged_writes()
     sampler.draw(torch.zeros(3, 4), torch.tensor([2, 5, 6]), torch.zeros(3))
     [(_, of, _)] = drawn
-    seeds = [derive_seed(3, "request 2"), derive_seed(3, "request 5"), 5]
-    assert [seed % 2**64 for _, seed in of] == seeds
+    assert [seed % 2**64 for _, seed in of] == [7, 2**64 - 1, 5]
 
 
 def test_the_kernel_is_compiled_while_memory_is_profiled(drawn):

@@ -100,6 +100,8 @@ def _show_text(event: Event, completion: Completion, text: str) -> None:
         print(text, end="", flush=True)
     else:
         print("\n", flush=True)
+        if completion.error:
+            print(f"sipipe: this prompt failed: {completion.error}", file=sys.stderr, flush=True)
 
 
 def _show_json(event: Event, completion: Completion, _text: str) -> None:

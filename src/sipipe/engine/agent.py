@@ -36,6 +36,7 @@ from sipipe.engine.hosts import (
     link_port,
     own_address,
 )
+from sipipe.engine.samplers import Poison
 from sipipe.engine.setup import Setup
 from sipipe.engine.stall import LONGEST_SLEEP
 from sipipe.engine.telemetry import Figures
@@ -206,12 +207,12 @@ class Agent:
     def failed(self, error: BaseException) -> None:
         self._send(say.FAILED, _pickled(error))
 
-    def started_again(self, index: int, tokens: socket.socket) -> None:
+    def started_again(self, index: int, tokens: socket.socket, poison: Poison | None) -> None:
         # What the predecessor sent is on its way. The thread reads to the end of its socket, which
         # was the predecessor's alone and closed with it, and never waits for the network.
         # wait: none: its socket's only writer is dead; the end of that socket
         self._forwarding[index].join()
-        self._send(say.SUCCESSOR, str(index).encode())
+        self._send(say.SUCCESSOR, str(index).encode(), pickle.dumps(poison))
         self._forward(index, tokens)
 
     def turn(self) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.exceptions import VLLMError
+from vllm.exceptions import GenerationError, VLLMError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -36,6 +36,8 @@ class Completion:
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
+    """Why it was not finished."""
 
 
 def generate(
@@ -115,5 +117,7 @@ async def _complete(
             completion.finish_reason = piece.finish_reason
             if piece.text:
                 queue.put_nowait(piece.text)
+    except GenerationError as error:
+        completion.finish_reason, completion.error = "error", str(error)
     finally:
         queue.put_nowait(None)

@@ -28,7 +28,7 @@ from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint
 from sipipe.messages.boots import SamplerSettings, Watched
 from sipipe.messages.logits import LogitsShape
-from sipipe.messages.replies import ASK_STATUS
+from sipipe.messages.replies import ASK_STATUS, Trying
 from sipipe.messages.step import Snapshot
 
 
@@ -70,6 +70,7 @@ class Host:
                 dtype=setup.dtype,
                 cores=setup.cores.samplers,
                 succession=self._events,
+                stall_timeout=setup.config.stall_timeout,
             )
             names, sockets = names + self._samplers.names, self._samplers.sockets
         self._ring = DispatchProducer(
@@ -77,7 +78,7 @@ class Host:
         )
         self._closing.callback(self.say_end)
         self._children.watch(
-            heard=lambda child, message: self._events.heard(child.name, message),
+            heard=self._heard,
             died=self._died,
             turn=self._turn,
             failed=self._events.failed,
@@ -169,6 +170,13 @@ class Host:
         self._closing.close()
 
     # ---- the events thread --------------------------------------------------------------------
+
+    def _heard(self, child: Child, message: Any) -> None:
+        if isinstance(message, Trying):
+            if self._samplers is not None:
+                self._samplers.tries(child.name, message)
+        else:
+            self._events.heard(child.name, message)
 
     def _turn(self) -> float:
         sleep, samplers = self._events.turn(), self._samplers

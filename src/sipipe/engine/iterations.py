@@ -15,7 +15,7 @@ Relies on
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -49,8 +49,8 @@ class Iteration:
     published: int = 0
     """When it was on BIC-I, in monotonic nanoseconds; the wait for its tokens begins then."""
     grammar: Grammar | None = None
-    tokens: Mapping[int, Sampled] | None = None
-    """What was drawn, by sampler; None while it is out."""
+    tokens: Sequence[Sampled] | None = None
+    """What samplers drew, of all of them; None while it is out."""
     report: IterationReport | None = None
     """What the last stage says; None while that is out."""
     errors: dict[str, str] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Iterations:
         self,
         number: int,
         *,
-        tokens: Mapping[int, Sampled] | None = None,
+        tokens: Sequence[Sampled] | None = None,
         report: IterationReport | None = None,
     ) -> Iteration | None:
         """Take in what came; returns the iteration if it is complete with that."""

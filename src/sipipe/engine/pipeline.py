@@ -32,6 +32,7 @@ from sipipe.engine.remote import RemoteHost
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.resolve import Resolver
 from sipipe.engine.rpc import Calls, result_of
+from sipipe.engine.samplers import Poison
 from sipipe.engine.scheduling.observed_scheduler import observed
 from sipipe.engine.setup import Setup
 from sipipe.engine.stall import ANSWER_SECONDS, LONGEST_SLEEP, StallWatch
@@ -210,7 +211,8 @@ class Pipeline:
 
     def observed(self, scheduler: type) -> type:
         """The engine's scheduler class, with what makes it and the executor share their records."""
-        return observed(scheduler, self.iterations, self.telemetry)
+        assert self._tracker is not None
+        return observed(scheduler, self.iterations, self.telemetry, self._tracker)
 
     def fail(self, error: BaseException) -> None:
         """Resolve everything that is out with ``error``."""
@@ -247,10 +249,12 @@ class Pipeline:
             case _:
                 raise AssertionError(f"{name} sent {message!r}")
 
-    def started_again(self, index: int, tokens: socket.socket) -> None:
+    def started_again(self, index: int, tokens: socket.socket, poison: Poison | None) -> None:
         assert self._tracker is not None
         self._gather.replace(index, tokens)
         with self._bus.order:
+            if poison is not None:
+                self._tracker.condemn(*poison)
             undrawn = self.iterations.undrawn(index)
             steps = [iteration.work.step for iteration in undrawn]
             grammars = [one.grammar for one in undrawn if one.grammar is not None]

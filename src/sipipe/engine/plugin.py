@@ -1,12 +1,15 @@
 """The ``vllm.general_plugins`` entry point: what vLLM runs in each of its processes.
 
 It adds SiPipe's figures to ``/metrics`` (a collector that says nothing where no SiPipe engine
-runs), and one hook. vLLM refuses a custom executor given by name together with pipeline
+runs), and two hooks. vLLM refuses a custom executor given by name together with pipeline
 parallelism, because it asks the name for ``supports_pp``. :func:`register` lets ``EngineArgs``
-resolve our name to the class first. Nothing else of vLLM is touched, and nothing happens to engines
-that do not ask for SiPipe.
+resolve our name to the class first. And vLLM's server answers a request that fails with "Internal
+server error", whatever the reason; :func:`tell_clients_why` has it say the reason. Nothing else of
+vLLM is touched, and nothing happens to engines that do not ask for SiPipe.
 """
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from functools import wraps
 from typing import Any
 
@@ -36,9 +39,36 @@ def register() -> None:
 
             # Options are checked here too, in the process that the user sees.
             SiPipeConfig.from_additional_config(self.additional_config)
+            tell_clients_why()
             if named:
                 self.distributed_executor_backend = Executor
         return check(self, *args, **kwargs)
 
     resolve_then_check.__sipipe__ = True  # type: ignore[attr-defined]
     EngineArgs._check_feature_supported = resolve_then_check
+
+
+def tell_clients_why() -> None:
+    """Have ``AsyncLLM.generate`` raise why a request failed, as it raises what is wrong with one.
+
+    The scheduler puts the reason where vLLM has that of a stop (``ObservedScheduler``); the server
+    looks at the finish reason only, unless it is raised.
+    """
+    from vllm.exceptions import GenerationError
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    generate = AsyncLLM.generate
+    if getattr(generate, "__sipipe__", False):
+        return
+
+    @wraps(generate)
+    async def generate_or_raise(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async with aclosing(generate(self, *args, **kwargs)) as outputs:
+            async for output in outputs:
+                for sequence in output.outputs:
+                    if sequence.finish_reason == "error" and sequence.stop_reason:
+                        raise GenerationError(sequence.stop_reason)
+                yield output
+
+    generate_or_raise.__sipipe__ = True  # type: ignore[attr-defined]
+    AsyncLLM.generate = generate_or_raise

@@ -251,7 +251,7 @@ class RemoteHost:
                     call.set_result(result)
         elif kind == say.SUCCESSOR:
             index = int(parts[0])
-            self._events.started_again(index, self._feed(index))
+            self._events.started_again(index, self._feed(index), pickle.loads(parts[1]))
         elif kind == say.FAILED:
             self._events.failed(pickle.loads(parts[0]))
         elif kind == say.END and not self._ending:

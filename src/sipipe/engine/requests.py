@@ -11,14 +11,17 @@ restarted sampler's snapshot exact.
 
 from __future__ import annotations
 
+import copy
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
+from vllm import envs
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 
 from sipipe.messages.params import SequenceParams, derive_seed, is_plain, unsupported
 from sipipe.messages.step import Added, Grammar, Step, int32_bytes
@@ -45,10 +48,12 @@ class TrackedRequest:
     iteration: int = -1
     """The last iteration that the request is in."""
     error: str = ""
-    """Why no sampler can draw for it; it fails with its first token."""
+    """Why no sampler can draw for it; it fails with its next token."""
 
     def added(self) -> Added:
         self.sent = len(self.outputs)
+        if self.error:
+            return Added(self.handle, self.sampler, SequenceParams(), b"", error=self.error)
         return Added(
             self.handle,
             self.sampler,
@@ -70,8 +75,6 @@ class Work:
     """Requests that get a token of the last stage's device, in the order in which it says them."""
     samplers: tuple[int, ...] = ()
     """The samplers that own a row."""
-    errors: dict[str, str] = field(default_factory=dict)
-    """Requests that fail with this iteration, and why."""
     prompt_logprobs: tuple[str, ...] = ()
     """Requests whose prompt log-probabilities are complete after this iteration."""
 
@@ -90,6 +93,9 @@ class RequestTracker:
         self._balancer = balancer
         self._requests: dict[str, TrackedRequest] = {}
         self._next_handle = 0
+        self._names: dict[str, str] = {}
+        """What the seeds of requests come from that have arrived and are not scheduled yet."""
+        self._arrivals = 0
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
 
     def __len__(self) -> int:
@@ -97,6 +103,19 @@ class RequestTracker:
 
     def __getitem__(self, request_id: str) -> TrackedRequest:
         return self._requests[request_id]
+
+    def arrived(self, request_id: str) -> None:
+        """The scheduler was given a request; called in the order in which they came."""
+        with self._lock:
+            if request_id not in self._names and request_id not in self._requests:
+                self._names[request_id] = self._name(request_id)
+
+    def condemn(self, handle: int, reason: str) -> None:
+        """No sampler is to look at this request any more: it fails with its next token."""
+        with self._lock:
+            for request in self._requests.values():
+                if request.handle == handle:
+                    request.error = reason
 
     def record(self, iteration: int, request_id: str, token: int) -> None:
         """A sampler drew ``token``; the scheduler will say whether it took it.
@@ -142,9 +161,13 @@ class RequestTracker:
                 request = self._add(new.req_id, prompt, new.sampling_params, beside)
                 if request.sampler != ON_DEVICE:
                     added.append(request.added())
+                else:
+                    _give_seed(new, request)
             else:  # preempted: for the second runner it begins anew, with its tokens so far
                 assert new.prefill_token_ids is not None, "what the first runner calls new, is new"
                 held.append((resumed, len(new.prefill_token_ids) - len(resumed.prompt)))
+                if resumed.sampler == ON_DEVICE:
+                    _give_seed(new, resumed)
         cached = output.scheduled_cached_reqs
         cached.all_token_ids.clear()
         fill = len(cached.new_token_ids) != len(cached.req_ids)
@@ -201,7 +224,6 @@ class RequestTracker:
             sampled=sampled,
             on_device=on_device,
             samplers=tuple(sorted(set(owners))),
-            errors={r: self._requests[r].error for r in sampled if self._requests[r].error},
             prompt_logprobs=tuple(complete),
         )
 
@@ -223,6 +245,7 @@ class RequestTracker:
     def _remove(self, request_ids: Iterable[str]) -> list[int]:
         handles = []
         for request_id in request_ids:
+            self._names.pop(request_id, None)
             request = self._requests.pop(request_id, None)
             if request is not None and request.sampler != ON_DEVICE:
                 self._balancer.remove(request.sampler, request.params)
@@ -237,9 +260,9 @@ class RequestTracker:
         beside: list[float],
     ) -> TrackedRequest:
         assert sampling_params is not None, "pooling requests do not reach the samplers"
-        error = ""
+        error, name = "", self._names.pop(request_id, None) or self._name(request_id)
         try:
-            params = sequence_params(sampling_params, derive_seed(self._engine_seed, request_id))
+            params = sequence_params(sampling_params, derive_seed(self._engine_seed, name))
         except ValueError as problem:
             params, error = SequenceParams(temperature=0.0), str(problem)
         request = TrackedRequest(
@@ -255,6 +278,34 @@ class RequestTracker:
         self._next_handle += 1
         self._requests[request_id] = request
         return request
+
+    def _name(self, request_id: str) -> str:
+        name = client_id(request_id)
+        if name is None:
+            name, self._arrivals = f"arrival {self._arrivals}", self._arrivals + 1
+        return name
+
+
+_RANDOM = re.compile(r"(?<![0-9a-f])[0-9a-f]{16}(?![0-9a-f])")
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+
+
+def client_id(request_id: str) -> str | None:
+    """The id that the client gave, of the one that vLLM made of it; None where it gave none.
+
+    vLLM adds eight random characters to an id, and has one with 16 random hexadecimal digits for a
+    client that gives none. Offline the id is the number of the request.
+    """
+    if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+        request_id = _SUFFIX.sub("", request_id)
+    return None if _RANDOM.search(request_id) else request_id
+
+
+def _give_seed(new: NewRequestData, request: TrackedRequest) -> None:
+    """Tell the stage that draws for it the request's seed; the scheduler's parameters stay."""
+    assert new.sampling_params is not None
+    new.sampling_params = copy.copy(new.sampling_params)
+    new.sampling_params.seed = request.params.seed
 
 
 def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:

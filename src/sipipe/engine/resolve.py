@@ -7,11 +7,13 @@ Guarantees
     output that follows finds them.
 """
 
+import collections
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -63,10 +65,14 @@ class Resolver:
         try:
             while True:
                 try:
-                    number, payloads = self._gather.collect()
+                    number, answers = self._gather.collect()
                 except ChannelPeerDied:
                     continue  # its process's end is seen too, and a new sampler brought in
-                tokens = {index: decode_sampled(data) for index, data in payloads.items()}
+                frames = collections.deque(chain.from_iterable(answers.values()))
+                answers.clear()
+                tokens = []
+                while frames:  # each goes as it is taken in
+                    tokens.append(decode_sampled(frames.popleft()))
                 self._resolve(self._iterations.deliver(number, tokens=tokens))
         except ChannelClosed:
             return
@@ -109,26 +115,23 @@ class SampledLogprobs:
 def build_output(iteration: Iteration) -> ModelRunnerOutput:
     """The output of a complete iteration, and with it what fails: ``iteration.errors``.
 
-    A request whose logits have no distribution, or whose parameters no sampler takes, gets no
-    token.
+    A request whose logits have no distribution, or which no sampler can draw for, gets no token.
     """
     work = iteration.work
     index = {request_id: i for i, request_id in enumerate(work.request_ids)}
     tokens: list[list[int]] = [[] for _ in work.request_ids]
     logprobs: dict[int, LogprobsLists] = {}
-    iteration.errors.update(work.errors)
-    for part in (iteration.tokens or {}).values():
+    for part in iteration.tokens or ():
         rows = int32_view(part.rows).tolist()
         for row, token in zip(rows, int32_view(part.tokens).tolist(), strict=True):
-            request_id = work.sampled[row]
-            if token >= 0 and request_id not in work.errors:
-                tokens[index[request_id]].append(token)
+            if token >= 0:
+                tokens[index[work.sampled[row]]].append(token)
         for lp in part.logprobs:
             logprobs[index[work.sampled[lp.row]]] = _logprobs_lists(
                 int32_view(lp.token_ids), np.frombuffer(lp.values, dtype="<f4"), lp.rank
             )
         for row, reason in part.errors:
-            iteration.errors.setdefault(work.sampled[row], reason)
+            iteration.errors[work.sampled[row]] = reason
     report = iteration.report
     for request_id, token in zip(work.on_device, report.tokens if report else (), strict=True):
         tokens[index[request_id]].append(token)

@@ -8,7 +8,11 @@ Guarantees
     position) and logits only, so the tokens are the same. A sampler that dies ``DEATHS`` times
     within ``DEATHS_WINDOW`` seconds is not replaced any more.
     A sampler that does nothing for ``STUCK_SECONDS`` while logits wait for it, because it is
-    stopped or hangs, is killed, and so replaced. One that computes is left alone.
+    stopped or hangs, is killed, and so replaced; one that computes, after a part of the stall
+    timeout (:data:`BUSY_PART`) without getting on.
+    A successor adds and draws alone, one request after the other, what its predecessor left. A
+    request that ends ``STRIKES`` successors while they try it fails, and no other with it; such
+    deaths are not counted among the ``DEATHS``.
     Publishing never waits for a dead sampler: both rings forget it before a successor asks to be
     admitted, for which it needs the order that a publish which waits for the same sampler holds.
 Relies on
@@ -22,9 +26,10 @@ import os
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import psutil
@@ -34,6 +39,7 @@ from sipipe.errors import WorkerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.messages.boots import SamplerBoot, SamplerSettings, sampler_name
+from sipipe.messages.replies import Trying
 from sipipe.messages.step import Snapshot
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -43,13 +49,36 @@ DEATHS_WINDOW = 60.0
 STUCK_SECONDS = 5.0
 """Doubled each time for the same sampler: five such deaths are more than ``DEATHS_WINDOW``."""
 LOOK_SECONDS = 1.0
+STRIKES = 2
+"""One that ends by chance, just as it tries a request, is not that request's fault."""
+BUSY_PART, TRY_PART = 0.25, 0.1
+"""How long a sampler may compute for one iteration, and a successor for one request: parts of the
+stall timeout, within which a request that hangs its samplers has failed."""
+
+Poison = tuple[int, str]
+"""Handle of a request that no sampler survives, and what the client is told."""
+
+
+@dataclass(slots=True)
+class _Look:
+    """How a sampler that is behind was found."""
+
+    place: tuple[int, int]
+    """Its process, and the use of BIC-L that it is at."""
+    cpu: float
+    """CPU seconds that it has used."""
+    moved: float
+    """Since when it has been at that place, in monotonic seconds,"""
+    worked: float
+    """and since when it has used no CPU."""
 
 
 class Succession(Protocol):
     """Who is told of a sampler that takes another's place."""
 
-    def started_again(self, index: int, tokens: socket.socket) -> None:
-        """Sampler ``index`` has a successor, which sends on ``tokens`` and waits to be admitted."""
+    def started_again(self, index: int, tokens: socket.socket, poison: Poison | None) -> None:
+        """Sampler ``index`` has a successor, which sends on ``tokens`` and waits to be admitted;
+        it must not be asked for ``poison``."""
 
     def failed(self, error: BaseException) -> None:
         """There is none; the engine cannot go on."""
@@ -69,6 +98,7 @@ class Samplers:
         dtype: str,
         cores: Sequence[Sequence[int]],
         succession: Succession,
+        stall_timeout: float,
     ) -> None:
         self._children = children
         self._settings = settings
@@ -76,8 +106,13 @@ class Samplers:
         self._cores = cores
         self._succession = succession
         self._deaths: list[deque[float]] = [deque(maxlen=DEATHS) for _ in cores]
-        self._idle: dict[int, tuple[tuple[int, int, float], float]] = {}
-        """Of a sampler that is behind: its process, place and CPU time, and since when it is so."""
+        self._stall_timeout = stall_timeout
+        self._looks: dict[int, _Look] = {}
+        """Of samplers that are behind."""
+        self._tries: dict[int, tuple[int, float]] = {}
+        """The request that a successor adds or draws alone now, and since when."""
+        self._strikes: Counter[int] = Counter()
+        """How many have died of each such request."""
         self._patience = [STUCK_SECONDS] * len(cores)
         self._channels: tuple[DispatchProducer, LogitsChannel] | None = None
         self._looking = threading.Lock()  # wait: held for moments; nobody waits under it
@@ -119,8 +154,14 @@ class Samplers:
         ring.remove_reader(name)
         logits.remove_reader(name)
         index = self.names.index(name)
-        deaths = self._deaths[index]
-        deaths.append(time.monotonic())
+        deaths, poison = self._deaths[index], None
+        if index in self._tries:
+            handle, _ = self._tries.pop(index)
+            self._strikes[handle] += 1
+            if self._strikes[handle] == STRIKES:
+                poison = handle, f"it ended every sampler that drew for it ({reason})"
+        else:
+            deaths.append(time.monotonic())
         if len(deaths) == DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW:
             raise WorkerDiedError(
                 f"{name} keeps dying ({reason}, the {DEATHS}th time within {DEATHS_WINDOW:g} s); "
@@ -128,8 +169,16 @@ class Samplers:
             )
         logger.warning("%s died (%s); starting it again", name, reason)
         threading.Thread(
-            target=self._replace, args=(index,), name=f"SiPipe-{name}", daemon=True
+            target=self._replace, args=(index, poison), name=f"SiPipe-{name}", daemon=True
         ).start()
+
+    def tries(self, name: str, message: Trying) -> None:
+        """A successor says what it does; from the events thread."""
+        index = self.names.index(name)
+        if message.handle is None:
+            self._tries.pop(index, None)
+        else:
+            self._tries[index] = message.handle, time.monotonic()
 
     def end_stuck(self) -> float:
         """Kill who is stuck; from the events thread. Returns the seconds to the next look."""
@@ -139,21 +188,32 @@ class Samplers:
         for index, name in enumerate(self.names):
             process = self._started[index].process
             if name not in behind or process.returncode is not None:
-                self._idle.pop(index, None)
-                continue
-            with suppress(psutil.NoSuchProcess):
-                state = (process.pid, behind[name], sum(psutil.Process(process.pid).cpu_times()))
-                if self._idle.get(index, (None, 0.0))[0] != state:
-                    self._idle[index] = state, now
-                elif now - self._idle[index][1] > self._patience[index]:
-                    logger.warning(
-                        "%s has done nothing for %g s with logits before it; it is killed",
-                        self._started[index],
-                        now - self._idle.pop(index)[1],
-                    )
-                    self._patience[index] *= 2
-                    process.kill()
+                self._looks.pop(index, None)
+            elif why := self._stuck(index, process.pid, behind[name], now):
+                logger.warning("%s %s; it is killed", self._started[index], why)
+                self._looks.pop(index, None)
+                process.kill()
         return LOOK_SECONDS if behind else STUCK_SECONDS
+
+    def _stuck(self, index: int, pid: int, use: int, now: float) -> str:
+        """Why a sampler that is behind is to be killed; empty: not now."""
+        try:
+            cpu = sum(psutil.Process(pid).cpu_times())
+        except psutil.NoSuchProcess:
+            return ""
+        look = self._looks.setdefault(index, _Look((pid, use), cpu, now, now))
+        if look.place != (pid, use):
+            look = self._looks[index] = _Look((pid, use), cpu, now, now)
+        if look.cpu != cpu:
+            look.cpu, look.worked = cpu, now
+        if now - look.worked > self._patience[index]:
+            self._patience[index] *= 2
+            return f"has done nothing for {now - look.worked:.3g} s with logits before it"
+        since, part, at = look.moved, BUSY_PART, "one iteration"
+        if index in self._tries:
+            since, part, at = self._tries[index][1], TRY_PART, "one request"
+        late = use >= 0 and now - since > part * self._stall_timeout  # attached, so compiled too
+        return f"has been at {at} for {now - since:.3g} s" if late else ""
 
     def let_go(self) -> None:
         """Let go of the channels, which are closed now: all samplers end."""
@@ -194,9 +254,9 @@ class Samplers:
             **more,
         )
 
-    def _replace(self, index: int) -> None:
+    def _replace(self, index: int, poison: Poison | None) -> None:
         try:
             self._started[index], tokens = self._start(index)
-            self._succession.started_again(index, tokens)
+            self._succession.started_again(index, tokens, poison)
         except Exception as error:
             self._succession.failed(error)

@@ -9,8 +9,9 @@ Guarantees
     answer is in. An answer that came already, or that belongs to an iteration that was returned,
     is dropped: a sampler that was started again may repeat its predecessor's. When a sampler
     closes its end or dies, ``collect`` says so once, after all that it sent was taken, and goes on
-    for the others. Memory is bounded: a frame has a largest size, and an iteration that is not
-    declared is refused.
+    for the others. Memory is bounded by what is asked for: an answer travels in frames, so that
+    nothing but the answer itself is as large as an answer; a frame has a largest size, and an
+    iteration that is not declared is refused.
 Relies on
     The kernel closes the ends of a process that dies, and no other process has a copy of them
     (a socket is close-on-exec; only the sampler that it is made for inherits it).
@@ -18,7 +19,8 @@ Relies on
     descriptor that another has closed; ``_collecting`` is held wherever ``_epoll`` and ``_wake``
     are slept on or closed.
 
-A frame is a header (payload bytes, iteration) and the payload; nothing is unpickled here.
+A frame is a header (payload bytes, whether more frames of this answer follow, iteration) and the
+payload; nothing is unpickled here.
 
 Rejected: a listener and a handshake (a sampler is always a child, so its end can be handed to it,
 and nobody else can reach a socket pair); shared memory for the way back (an answer is some hundred
@@ -39,9 +41,9 @@ from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, Chan
 from sipipe.ipc.locks import deadline_after, remaining
 
 MAX_BYTES = 1 << 26
-"""No payload may be larger."""
+"""No frame's payload may be larger."""
 
-_HEADER = struct.Struct("<IQ")  # payload bytes, iteration
+_HEADER = struct.Struct("<I?xxxQ")  # payload bytes, more follows, iteration
 _RECEIVE_BYTES = 1 << 18
 _BUFFERS = 64  # of one sendmsg; the kernel takes up to 1,024
 
@@ -60,7 +62,8 @@ class _Pending:
     """An iteration that is declared and was not returned yet."""
 
     missing: set[int]
-    payloads: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    """Whose last frame is still to come."""
+    frames: dict[int, list[bytes]] = dataclasses.field(default_factory=dict)
 
 
 class GatherReceiver:
@@ -88,8 +91,8 @@ class GatherReceiver:
         """Listen to a new sampler ``index``; any thread may call.
 
         What its predecessor had sent and ``collect`` has not read is dropped. Iterations that it
-        had not answered are expected from the new sampler. A death that ``collect`` has not
-        reported yet is not reported any more.
+        had not answered, or in part, are expected from the new sampler. A death that ``collect``
+        has not reported yet is not reported any more.
         """
         with self._lock:
             if self._closed:
@@ -99,6 +102,9 @@ class GatherReceiver:
                 self._remove(old)
             for error in [one for one in self._errors if one[0] == index]:
                 self._errors.remove(error)
+            for pending in self._pending.values():
+                if index in pending.missing:
+                    pending.frames.pop(index, None)
             self._add(index, sock)
 
     def expect(self, iteration: int, indices: Iterable[int]) -> None:
@@ -116,8 +122,8 @@ class GatherReceiver:
             if not missing and not self._closed:
                 os.eventfd_write(self._wake, 1)
 
-    def collect(self, timeout: float | None = None) -> tuple[int, dict[int, bytes]]:
-        """Wait for the next iteration to be complete: its number, and each sampler's payload.
+    def collect(self, timeout: float | None = None) -> tuple[int, dict[int, list[bytes]]]:
+        """Wait for the next iteration to be complete: its number, and each sampler's frames.
 
         Raises:
             ChannelTimeout: not within ``timeout`` seconds; ``late`` names who has not answered.
@@ -159,12 +165,12 @@ class GatherReceiver:
 
     # The lock is held in all of these.
 
-    def _take(self) -> tuple[int, dict[int, bytes]] | None:
+    def _take(self) -> tuple[int, dict[int, list[bytes]]] | None:
         iteration, pending = next(iter(self._pending.items()), (-1, None))
         if pending is None or pending.missing:
             return None
         del self._pending[iteration]
-        return iteration, pending.payloads
+        return iteration, pending.frames
 
     def _add(self, index: int, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -205,7 +211,7 @@ class GatherReceiver:
         """Take the complete frames; returns what is wrong with one that is damaged."""
         data, start = sampler.data, 0
         while len(data) - start >= _HEADER.size:
-            size, iteration = _HEADER.unpack_from(data, start)
+            size, more, iteration = _HEADER.unpack_from(data, start)
             if size > MAX_BYTES or iteration > self._last:
                 return ChannelError(
                     f"channel bic-o: sampler{sampler.index} announced {size:,} bytes for iteration "
@@ -217,8 +223,10 @@ class GatherReceiver:
                 break
             pending = self._pending.get(iteration)
             if pending is not None and sampler.index in pending.missing:
-                pending.missing.remove(sampler.index)
-                pending.payloads[sampler.index] = bytes(data[start + _HEADER.size : end])
+                frames = pending.frames.setdefault(sampler.index, [])
+                frames.append(bytes(memoryview(data)[start + _HEADER.size : end]))
+                if not more:
+                    pending.missing.remove(sampler.index)
             start = end
         del data[:start]
         return None
@@ -245,8 +253,12 @@ class GatherSender:
         iteration: int,
         parts: Sequence[bytes | bytearray | memoryview],
         timeout: float = 60.0,
+        *,
+        more: bool = False,
     ) -> None:
-        """Answer ``iteration`` with the bytes of ``parts``, one after the other.
+        """Answer ``iteration`` with one frame, the bytes of ``parts`` one after the other.
+
+        With ``more``, other frames of the same answer follow.
 
         Raises:
             ChannelTimeout: the executor did not take it within ``timeout`` seconds. A part of it
@@ -261,7 +273,7 @@ class GatherSender:
                 f"channel bic-o: {size:,} bytes for iteration {iteration} are more than "
                 f"{MAX_BYTES:,}"
             )
-        views.insert(0, memoryview(_HEADER.pack(size, iteration)))
+        views.insert(0, memoryview(_HEADER.pack(size, more, iteration)))
         deadline = deadline_after(timeout)
         try:
             while views:

@@ -51,7 +51,7 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     logprob_token_ids: list[int] | None = None
     """Return the logprobs of exactly these tokens instead of the most likely ones."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of these tokens."""
+    """Added to the logits of these tokens; -inf masks a token."""
     bad_words_token_ids: list[list[int]] | None = None
     """Token sequences that must not be completed: their last token is masked."""
     allowed_token_ids: list[int] | None = None
@@ -87,8 +87,8 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             if not word:
                 raise ValueError("bad_words_token_ids must not hold an empty sequence")
         for token, bias in (self.logit_bias or {}).items():
-            if not math.isfinite(bias):
-                raise ValueError(f"logit_bias of token {token} must be finite, got {bias}")
+            if not bias < math.inf:
+                raise ValueError(f"logit_bias of token {token} must be below infinity, got {bias}")
 
     @property
     def greedy(self) -> bool:

@@ -27,6 +27,15 @@ class Status:
     doing: str
 
 
+@dataclass(frozen=True, slots=True)
+class Trying:
+    """A sampler that has taken another's place adds or draws one request alone. If it dies of it,
+    or hangs, the engine knows of which."""
+
+    handle: int | None
+    """None: it is done with it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """A worker's answer to a CONTROL call."""

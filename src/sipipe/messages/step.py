@@ -31,6 +31,8 @@ class Added(msgspec.Struct, array_like=True, frozen=True):
     params: SequenceParams
     prompt: bytes
     outputs: bytes = b""
+    error: str = ""
+    """Why no sampler can draw for it: each of its rows is this error."""
 
 
 class Step(msgspec.Struct, array_like=True, frozen=True):
@@ -78,10 +80,10 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Sampled(msgspec.Struct, array_like=True, frozen=True):
-    """One sampler's message on BIC-O: rows of the logits, and the tokens drawn for them.
+    """A frame of one sampler's answer on BIC-O: rows of the logits, and the tokens drawn for them.
 
     ``errors``: (row, reason) for rows that have no distribution, such as all NaN; their token
-    is -1. ``seconds``: time spent drawing, for the cost model and the metrics.
+    is -1.
     """
 
     iteration: int
@@ -89,7 +91,6 @@ class Sampled(msgspec.Struct, array_like=True, frozen=True):
     tokens: bytes
     logprobs: list[Logprobs] = msgspec.field(default_factory=list)
     errors: list[tuple[int, str]] = msgspec.field(default_factory=list)
-    seconds: float = 0.0
 
 
 def _decoder(kind: type[T], what: str) -> Callable[[Buffer], T]:

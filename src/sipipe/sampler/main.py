@@ -5,7 +5,7 @@ Who runs here
     the process with the engine.
 Guarantees
     State changes of an iteration are applied before its rows are drawn, and while its logits are
-    still being computed. One message on BIC-O per iteration that has rows of this sampler.
+    still being computed. One answer on BIC-O per iteration that has rows of this sampler.
 Relies on
     BIC-I's order. A drawn token is not appended here: it comes back with the scheduling output
     that accepts it, so that state is always what vLLM's scheduler says, also after a restart.
@@ -13,15 +13,20 @@ Relies on
     sampler has none are passed over, so that it never holds the writer up; after a restart BIC-L
     may begin later than BIC-I by such entries, which nobody kept.
 
+A sampler that takes another's place adds each request, and draws each row that is owed, alone, and
+says before which it is: if one ends it, or hangs it, the engine knows which.
+
 The process imports neither torch nor vLLM: it starts in a second and stays small.
 """
 
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from sipipe.errors import SiPipeError
 from sipipe.ipc.errors import ChannelClosed
@@ -31,8 +36,7 @@ from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.ipc.ring.logits import LogitsReader, ReceivedLogits
 from sipipe.messages.boots import SamplerBoot, sampler_name
 from sipipe.messages.header import Kind, decode_header
-from sipipe.messages.params import SequenceParams
-from sipipe.messages.replies import Ready
+from sipipe.messages.replies import Ready, Trying
 from sipipe.messages.step import (
     Added,
     Grammar,
@@ -50,14 +54,20 @@ from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
 from sipipe.sampler.layout import Layout
 from sipipe.sampler.measure import measure
-from sipipe.sampler.state import SequenceColumns
+from sipipe.sampler.state import SampleResult, SequenceColumns
 from sipipe.sampler.warmup import warm_up
+
+FRAME_LOGPROBS = 1 << 20
+"""Logprobs of one frame of an answer, 8 bytes each, and one row's more: what bounds a sampler's
+memory when many requests ask for the whole vocabulary."""
 
 
 class Sampler:
     """The loop of a sampler process."""
 
-    def __init__(self, boot: SamplerBoot, tokens: GatherSender) -> None:
+    def __init__(
+        self, boot: SamplerBoot, tokens: GatherSender, say: Callable[[Trying], None]
+    ) -> None:
         settings = boot.settings
         self._index = boot.index
         self._slot = 0
@@ -73,9 +83,12 @@ class Sampler:
             reasoning_start_token_ids=settings.reasoning[0],
             reasoning_end_token_ids=settings.reasoning[1],
         )
+        self._say = say
+        self._owed = -1
+        """The last iteration that a predecessor left."""
         self._waiting: Step | None = None
         self._broken: dict[int, str] = {}
-        """Requests that could not be added, and why: their rows are errors, the others go on."""
+        """Requests that no sampler can draw for, and why: their rows are errors, others go on."""
         self._recorder = record_process(settings.watched, "sampler", boot.index)
 
     def run(self, snapshot: Snapshot | None) -> None:
@@ -107,7 +120,10 @@ class Sampler:
 
     def _restore(self, snapshot: Snapshot) -> None:
         for added in snapshot.added:
+            self._say(Trying(added.handle))
             self._add(added)
+        self._say(Trying(None))
+        self._owed = max((step.iteration for step in snapshot.steps), default=-1)
         grammars = {grammar.iteration: grammar for grammar in snapshot.grammars}
         for step in snapshot.steps:
             if step.iteration in grammars:
@@ -142,53 +158,71 @@ class Sampler:
 
     def _add(self, added: Added) -> None:
         try:
+            if added.error:
+                raise ValueError(added.error)
             self._columns.join(
                 added.handle, added.params, int32_view(added.prompt), int32_view(added.outputs)
             )
         except ValueError as error:
             self._broken[added.handle] = str(error)
-            self._columns.join(added.handle, SequenceParams(temperature=0.0))
 
     def _draw(self, step: Step, grammar: Grammar | None) -> None:
         rows = np.flatnonzero(int32_view(step.owners) == self._index).astype(np.int32)
         handles = int32_view(step.rows)[rows]
-        bitmask = bitmask_rows = None
+        errors: list[tuple[int, str]] = []
+        if self._broken:
+            broken = np.asarray([handle in self._broken for handle in handles.tolist()], bool)
+            theirs = zip(rows[broken].tolist(), handles[broken].tolist(), strict=True)
+            errors = [(row, self._broken[handle]) for row, handle in theirs]
+            rows, handles = rows[~broken], handles[~broken]
+        bitmask, bitmask_rows = None, np.full(len(rows), -1, np.int32)
         if grammar is not None and grammar.words:
             bitmask = int32_view(grammar.bitmask).reshape(-1, grammar.words)
             found = {handle: i for i, handle in enumerate(int32_view(grammar.handles).tolist())}
-            bitmask_rows = np.asarray(
-                [found.get(handle, -1) for handle in handles.tolist()], np.int32
-            )
+            bitmask_rows[:] = [found.get(handle, -1) for handle in handles.tolist()]
         waited = time.monotonic_ns()
         entry = self._logits_of(step.iteration)
         began = time.monotonic_ns()
         self._record(Phase.WAIT_LOGITS, step, waited, began, len(rows))
-        if not len(rows):
+        if not len(rows) and not errors:
             if entry is not None:
                 with entry:  # pass it over
                     return
             return
         assert entry is not None, "logits of this sampler's rows were not kept"
+        alone = step.iteration <= self._owed
+        shares = self._columns.shares(handles, 0 if alone else FRAME_LOGPROBS)
         with entry:
-            drawn = self._columns.sample(
-                handles,
-                entry.array,
-                rows,
-                layout=self._layout,
-                bitmask=bitmask,
-                bitmask_rows=bitmask_rows,
-            )
-            ended = time.monotonic_ns()
-        self._record(Phase.SAMPLE, step, began, ended, len(rows))
-        errors, tokens = drawn.errors, drawn.token_ids
-        if self._broken:
-            for i, handle in enumerate(handles.tolist()):
-                if handle in self._broken:
-                    errors[i], tokens[i] = self._broken[handle], -1
+            for part in shares:
+                if alone and len(part):
+                    self._say(Trying(int(handles[part[0]])))
+                drawn = self._columns.sample(
+                    handles[part],
+                    entry.array,
+                    rows[part],
+                    layout=self._layout,
+                    bitmask=bitmask,
+                    bitmask_rows=bitmask_rows[part],
+                )
+                if more := part is not shares[-1]:
+                    self._send(step.iteration, rows[part], drawn, [], more)
+        if alone:
+            self._say(Trying(None))
+        self._record(Phase.SAMPLE, step, began, time.monotonic_ns(), len(rows))
+        self._send(step.iteration, rows[part], drawn, errors, more)
+
+    def _send(
+        self,
+        iteration: int,
+        rows: npt.NDArray[np.int32],
+        drawn: SampleResult,
+        errors: list[tuple[int, str]],
+        more: bool,
+    ) -> None:
         sampled = Sampled(
-            step.iteration,
+            iteration,
             int32_bytes(rows),
-            int32_bytes(tokens),
+            int32_bytes(drawn.token_ids),
             [
                 Logprobs(
                     int(rows[i]),
@@ -198,10 +232,9 @@ class Sampler:
                 )
                 for i, lp in drawn.logprobs.items()
             ],
-            [(int(rows[i]), reason) for i, reason in errors.items()],
-            (ended - began) * 1e-9,
+            errors + [(int(rows[i]), reason) for i, reason in drawn.errors.items()],
         )
-        self._tokens.send(step.iteration, [encode(sampled)])
+        self._tokens.send(iteration, [encode(sampled)], more=more)
 
     def _record(self, phase: Phase, step: Step, start: int, end: int, rows: int) -> None:
         self._recorder.record(
@@ -222,7 +255,7 @@ def main(parent: Parent, tokens: str, dtype: str, layout: str) -> int:
     boot: SamplerBoot = parent.receive()
     sampler = None
     try:
-        sampler = Sampler(boot, sender)
+        sampler = Sampler(boot, sender, parent.say)
         measured = {}
         if boot.measure:
             measured = measure(boot.measure, boot.settings, boot.bic_l.shape.dtype)

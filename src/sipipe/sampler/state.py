@@ -236,12 +236,16 @@ class SequenceColumns:
             options = row_options(n, given, self._position[requests], self._vocab_size, *masks)
         else:
             options = no_options(n)
-        width = 1 + int(options.wanted.max(initial=-1))
+        # Each row has as many places as it asks for: one that wants the whole vocabulary costs the
+        # others nothing.
+        ends = np.zeros(n + 1, np.int64)
+        np.cumsum(options.wanted + 1, out=ends[1:])
         out = Output(
             np.full(n, -1, np.int32),
             np.zeros(n, np.uint8),
-            np.zeros((n, width), np.int32),
-            np.full((n, width), -np.inf, np.float32),
+            ends,
+            np.empty(ends[-1], np.int32),
+            np.empty(ends[-1], np.float32),
             np.zeros(n, np.int32),
         )
         state = RequestState(**self._arrays, position=self._position, seen=self._seen.tables)
@@ -250,9 +254,24 @@ class SequenceColumns:
             sample_rows(flat, starts, which, vocab, requests, state, options, scores, work, out)
         logprobs = {}
         for i in np.flatnonzero((options.wanted >= 0) & (out.codes == 0)).tolist():
-            own = 1 + int(options.wanted[i])
-            logprobs[i] = Logprobs(out.score_ids[i, :own], out.scores[i, :own], int(out.ranks[i]))
+            own = slice(ends[i], ends[i + 1])
+            logprobs[i] = Logprobs(out.score_ids[own], out.scores[own], int(out.ranks[i]))
         return SampleResult(out.tokens, out.codes, logprobs)
+
+    def shares(self, handles: npt.NDArray[np.int32], limit: int) -> list[npt.NDArray[np.intp]]:
+        """``handles`` in parts whose logprobs are ``limit`` and one row's at most; as indices.
+
+        With a limit of 0 each is a part of its own.
+        """
+        every = np.arange(len(handles))
+        if not limit:
+            return np.split(every, every[1:])
+        wanted = np.zeros(len(handles), np.int64)
+        for i in self._with_options(requests := self._find(handles)):
+            wanted[i] = 1 + self._options[int(requests[i])].wanted(self._vocab_size)
+        if wanted.sum() <= limit:
+            return [every]
+        return np.split(every, 1 + np.flatnonzero(np.diff(np.cumsum(wanted) // limit)))
 
     def _bitmask(
         self, n: int, bitmask: npt.NDArray[np.int32] | None, rows: Tokens | None

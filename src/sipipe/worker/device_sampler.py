@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample import gumbel
 
-from sipipe.messages.params import derive_seed, is_plain
+from sipipe.messages.params import is_plain
 from sipipe.worker.token_feedback import StandInSampler
 
 
@@ -31,8 +31,6 @@ class DeviceSampler(StandInSampler):
         super().__init__()
         self.plain = np.zeros(runner.max_num_reqs, np.bool_)
         """Of each of the runner's requests, whether it is drawn here."""
-        self._states = runner.req_states
-        self._engine_seed: int = runner.model_config.seed or 0
         self._fp64: bool = runner.model_config.use_fp64_gumbel
         # vLLM's: written for iteration i + 1 while the device may read what was there for i.
         self._temperatures = UvaBackedTensor(runner.max_num_reqs, dtype=torch.float32)
@@ -41,9 +39,7 @@ class DeviceSampler(StandInSampler):
 
     def add_request(self, row: int, params: SamplingParams) -> None:
         self.plain[row] = is_plain(params)
-        seed = params.seed
-        if seed is None:
-            seed = derive_seed(self._engine_seed, self._states.index_to_req_id[row])
+        seed = params.seed or 0  # the engine has given a seed to each request that brought none
         self._temperatures.np[row] = params.temperature
         self._seeds.np[row] = np.array(seed % 2**64, np.uint64).view(np.int64)
         self._staged = True

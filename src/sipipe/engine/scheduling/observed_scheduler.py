@@ -1,5 +1,5 @@
 """What SiPipe adds to whichever scheduler the engine uses: a record of each iteration, the phases
-for the trace, the failure of single requests, and for its own the stage times by which it decides
+for the trace, the failure of single requests, their order of arrival, and for its own the stage times by which it decides
 how many microbatches to form.
 
 Mixed in front of SiPipe's scheduler, vLLM's own, or a class of the user's, so that neither tracing
@@ -11,9 +11,12 @@ from typing import Any
 
 from vllm import outputs
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
 from sipipe.engine.iterations import Iterations
+from sipipe.engine.requests import RequestTracker
 from sipipe.engine.scheduling.concurrency import MeasuredTimes
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
 from sipipe.engine.telemetry import Telemetry
@@ -26,6 +29,7 @@ class ObservedScheduler:
 
     iterations: Iterations
     telemetry: Telemetry
+    tracker: RequestTracker
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -38,6 +42,10 @@ class ObservedScheduler:
         if isinstance(self, PipelineScheduler):
             self._times = self.telemetry.measured_times()
             self.follow(self._times.controller)
+
+    def add_request(self, request: Request) -> None:
+        self.tracker.arrived(request.request_id)
+        super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         began = time.monotonic_ns()
@@ -55,15 +63,20 @@ class ObservedScheduler:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         iteration = self.iterations.finish(scheduler_output)
-        if iteration is not None and iteration.errors:
+        errors = iteration.errors if iteration is not None else {}
+        if errors:
             # vLLM's own way to finish requests with an error from within an update.
-            self.grammar_compile_error_reqs.update(_failed(iteration.errors))  # type: ignore[attr-defined]
+            self.grammar_compile_error_reqs.update(_failed(errors))  # type: ignore[attr-defined]
         began = time.monotonic_ns()
         if self._tokenless:
             self._time_first_tokens(model_runner_output)
         result = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        for client in result.values() if errors else ():
+            for output in client.outputs:
+                if output.finish_reason == FinishReason.ERROR and output.request_id in errors:
+                    output.stop_reason = errors[output.request_id]
         ended = time.monotonic_ns()
         if iteration is not None:
             self.telemetry.record(Phase.UPDATE, iteration, began, ended)
@@ -110,7 +123,9 @@ def _failed(errors: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def observed(scheduler: type, iterations: Iterations, telemetry: Telemetry) -> type:
+def observed(
+    scheduler: type, iterations: Iterations, telemetry: Telemetry, tracker: RequestTracker
+) -> type:
     """``scheduler`` with the mixin in front, bound to this engine's records and telemetry."""
     return type(
         scheduler.__name__,
@@ -118,6 +133,7 @@ def observed(scheduler: type, iterations: Iterations, telemetry: Telemetry) -> t
         {
             "iterations": iterations,
             "telemetry": telemetry,
+            "tracker": tracker,
             "__module__": scheduler.__module__,
         },
     )

@@ -97,9 +97,12 @@ def _edit_by_options(x: Any, i: Any, request: Any, state: Any, options: Any, wor
     edited = 0
     for b in range(options.biases.offsets[i], options.biases.offsets[i + 1]):
         token = options.biases.values[b]
-        if not scan.is_masked(token, work):
+        bias = options.bias_values.values[b]
+        if bias == scan.NEG_INF:
+            _mask_token(token, work)
+        elif not scan.is_masked(token, work):
             edited = _edit(x, token, edited, work)
-            work.edited[edited - 1] += options.bias_values.values[b]
+            work.edited[edited - 1] += bias
     first = state.seen.start[request]
     repetition = state.repetition_penalty[request]
     inverse = np.float32(1.0) / repetition

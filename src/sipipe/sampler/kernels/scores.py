@@ -23,6 +23,13 @@ def _logit(x: Any, token: Any, work: Any) -> Any:
 
 
 @kernel
+def _places(i: Any, out: Any) -> Any:
+    """Where the token ids and scores of call row ``i`` go."""
+    first, last = out.score_ends[i], out.score_ends[i + 1]
+    return out.score_ids[first:last], out.scores[first:last]
+
+
+@kernel
 def _write_top(
     count: Any, k: Any, shift: Any, offset: Any, ids: Any, values: Any, work: Any
 ) -> None:
@@ -62,7 +69,7 @@ def score_row(x: Any, top: Any, logits: Any, i: Any, options: Any, work: Any, ou
     if not logits:
         shift = top
         offset = np.float32(math.log(scan.exp_sums(x, top, np.float32(scan.LOG2E), 0, work)))
-    ids, values = out.score_ids[i], out.scores[i]
+    ids, values = _places(i, out)
     ids[0] = out.tokens[i]
     own = (_logit(x, out.tokens[i], work) - shift) - offset
     values[0] = own
@@ -90,7 +97,7 @@ def score_kept(
     if not logits:
         shift = np.float32(top)
         offset = np.float32(log_mass)
-    ids, values = out.score_ids[i], out.scores[i]
+    ids, values = _places(i, out)
     own = scan.NEG_INF
     for j in range(count):
         if work.ids[j] == out.tokens[i]:

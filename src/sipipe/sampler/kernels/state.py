@@ -72,8 +72,9 @@ class Output(NamedTuple):
 
     tokens: Any  # int32 [n], -1 where there is an error
     codes: Any  # uint8 [n]
-    score_ids: Any  # int32 [n, width]
-    scores: Any  # float32 [n, width]
+    score_ends: Any  # int64 [n + 1], row i's scores are [score_ends[i] : score_ends[i + 1]]
+    score_ids: Any  # int32, each row's one after the other
+    scores: Any  # float32, the same
     ranks: Any  # int32 [n]
 
 
