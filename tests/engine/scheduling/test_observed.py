@@ -34,7 +34,7 @@ class Telemetry:
 
 def test_each_time_without_requests_is_told_once_it_is_over():
     telemetry = Telemetry()
-    scheduler = observed(Scheduler, Iterations(2, 8), telemetry)()
+    scheduler = observed(Scheduler, Iterations(2, 8), telemetry, None)()
     output = scheduler.schedule()
     assert not telemetry.spans
     for counts in ((0, 1), (1, 0), (2, 3)):
