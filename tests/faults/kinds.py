@@ -31,7 +31,7 @@ FOR_EVER = 1e9
 def scenario(own=False, bound=120.0, **more):
     """``own``: on vLLM's own path. Other settings of SiPipe's by ``sipipe``."""
     sipipe = {"samplers": 2, "inflight": 3, "stall_timeout": 60, "start_timeout": 90}
-    sipipe |= {"cores": "off", **more.pop("sipipe", {})}
+    sipipe |= {"cores": "off", "vocabulary": "last", **more.pop("sipipe", {})}
     if own:
         sipipe["cpu_sampling"] = "off"
     return {"sipipe": sipipe, "own": own, "bound": bound, **more}

@@ -158,6 +158,8 @@ def load():
     import sipipe.engine.resolve
     import sipipe.engine.scheduling.scheduler
     import sipipe.ipc.gather
+    import sipipe.ipc.link.receiver
+    import sipipe.ipc.link.sender
     import sipipe.ipc.parent
     import sipipe.ipc.ring.dispatch
     import sipipe.ipc.ring.logits
@@ -185,10 +187,10 @@ def load():
         "open": (loop.StageLoop, "open"),
         "serve": (worker.Main, "serve"),
         "prepare": (stand_in.Arithmetic, "prepare"),
-        "receive": (loop.Receiver, "take"),
+        "receive": (sipipe.ipc.link.receiver.Receiver, "take"),
         "forward": (stand_in.Arithmetic, "forward"),
-        "send": (loop.Sender, "send"),
-        "logits": (stand_in.Arithmetic, "logits"),
+        "send": (sipipe.ipc.link.sender.Sender, "send"),
+        "logits": (stand_in.Arithmetic, "rows"),
         "hand over": (sipipe.worker.logits.LogitsHandover, "store"),
         # the engine's
         "start": (sipipe.engine.host.Host, "start"),

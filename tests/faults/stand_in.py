@@ -37,7 +37,7 @@ class Inputs(ModelInput):
 class Arithmetic:
     """In place of :class:`sipipe.worker.runner.StageRunner`, and of its head."""
 
-    shard = None
+    bounds = ()
 
     def __init__(self, vllm_runner, *, slots=1, sets=2, check_token_safety=False):
         self._worker = vllm_runner.worker
@@ -83,8 +83,8 @@ class Arithmetic:
             assert torch.equal(received[KEY], hidden), f"iteration {inputs.iteration}"
         return hidden if self.head is not None else {KEY: hidden}
 
-    def logits(self, inputs, hidden, into=None):
-        return self.compute(hidden[inputs.last], into)
+    def rows(self, inputs, hidden):
+        return hidden[inputs.last]
 
     def compute(self, hidden, into=None):
         at = (hidden[:, 0].long() * 31 + hidden[:, 1].long() * 17) % ROWS
@@ -124,7 +124,7 @@ class StandInWorker(EmulatedWorker):
         result = self._model.forward(inputs, received)
         self._req_ids = list(output.num_scheduled_tokens)
         if self.place.is_last:
-            self._drawn = self._model.logits(inputs, result).argmax(-1).tolist()
+            self._drawn = self._model.compute(self._model.rows(inputs, result)).argmax(-1).tolist()
         else:
             group.send(result)()
         return None

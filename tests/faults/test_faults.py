@@ -1,4 +1,4 @@
-"""A few of the faults of ``make test-faults``."""
+"""A few of the faults of ``make test-faults``, and that the documented table is what it found."""
 
 import json
 import os
@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 from tests.engine.forks import Forked
+from tests.faults import clients
 from tests.faults.kinds import KINDS
-from tests.faults.suite import BAD, ROOT, STREAMS
+from tests.faults.suite import BAD, BEGIN, END, ROOT, STREAMS, page
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -37,8 +38,26 @@ def test_a_few_faults_end_well(tmp_path):
             env=dict(os.environ),
             out=out,
         )
-        rig.wait(300)
+        try:
+            rig.wait(300)
+        finally:
+            rig.kill()
     said = log.read_text()
     sums = json.loads(re.search(r"^SUMS (.*)$", said, re.MULTILINE)[1])
     assert sums["injected"] >= len(FEW)
     assert not any(sums[key] for key in BAD), said[-6000:]
+
+
+def test_the_documented_table_is_what_was_found():
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    kept = json.loads((ROOT / "docs" / "faults.json").read_text())
+    assert BEGIN in text
+    assert END in text
+    assert page(text, kept) == text
+    assert {row["kind"] for row in kept["rows"]} == {
+        *(kind.name for kind in KINDS),
+        *clients.KINDS,
+    }
+    assert len(kept["rows"]) >= 20
+    assert sum(row["injected"] for row in kept["rows"]) >= 500
+    assert not any(row[key] for row in kept["rows"] for key in BAD)
