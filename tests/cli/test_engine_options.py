@@ -75,7 +75,7 @@ def test_prompts_come_from_arguments_or_a_file(tmp_path):
 
 def test_completions_are_shown_as_text_and_as_json(capsys):
     completion = SimpleNamespace(
-        index=0, prompt="Hi", text=" you", token_ids=[7], finish_reason="length"
+        index=0, prompt="Hi", text=" you", token_ids=[7], finish_reason="length", error=""
     )
     for event, text in (("begin", ""), ("text", " you"), ("end", "")):
         generate._show_text(event, completion, text)
@@ -88,6 +88,7 @@ def test_completions_are_shown_as_text_and_as_json(capsys):
         "text": " you",
         "token_ids": [7],
         "finish_reason": "length",
+        "error": "",
     }
 
 

@@ -193,12 +193,13 @@ def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys):
     assert lines[2].startswith("shared memory: ")
     for part in ("BIC-I", "logits", "hidden states", "stage times", "figures"):
         assert part in lines[2]
-    assert len(lines) == 3
+    assert lines[3].startswith("Output projection")
+    assert len(lines) == 4
 
 
 def test_a_containers_small_dev_shm_is_no_reason_to_refuse(model, monkeypatch):
     config = config_of(model, "-pp", "2", "--max-model-len", "256", "--max-num-seqs", "256")
-    assert sum(part.size for part in Setup.of(config).budget()) > 4 << 20
+    assert sum(part.size for part in Setup.of(config).budget()) > 2 << 20
     small = os.statvfs_result((4096, 4096, 256, 256, 256, 0, 0, 0, 0, 255))  # 1 MiB
     monkeypatch.setattr(os, "statvfs", lambda _path: small)
     launch.announce(config)

@@ -89,7 +89,7 @@ def test_the_projection_is_shared_out_where_that_is_quicker(engine_config):
     parts, layers, said = vocabulary(engine_config)
     assert (parts, layers) == ((0.5, 0.5), (4, 4))
     assert "50%, 50% of its columns" in said
-    assert "with layers (4, 4), is 1.06 x quicker than with (7, 1)" in said
+    assert "1.06 x as quick with layers (4, 4) as unshared with (7, 1)" in said
 
 
 def test_a_shorter_stage_takes_more_columns(engine_config):
@@ -108,7 +108,9 @@ def test_auto_shares_only_what_is_worth_it(engine_config, monkeypatch):
     monkeypatch.setattr("sipipe.engine.layers.vocabulary.WORTH_IT", 1.5)
     parts, layers, said = vocabulary(engine_config)
     assert (parts, layers) == ((), (7, 1))
-    assert said.startswith("Output projection on the last stage: shared out, the slowest stage")
+    assert said.startswith(
+        "Output projection on the last stage: sharing it out would make the slowest stage"
+    )
     assert vocabulary(engine_config, vocabulary="shared")[0] == (0.5, 0.5)
 
 

@@ -81,7 +81,8 @@ class StageSteps:
         """The hidden states of the previous stage, in place."""
         if self._receiver is None:
             return None
-        self.meanwhile(self._receiver.descriptors)
+        if self.shared is not None:
+            self.shared.serve(self._receiver.descriptors)
         began = time.monotonic_ns()
         tensors = self.whole(self._receiver.take(inputs.iteration, inputs.num_tokens))
         self._record(Phase.WAIT_HIDDEN, inputs, began)

@@ -52,10 +52,10 @@ def choose_vocabulary(
     even = choose_layers(vllm_config, config, by_cost=False)
     tp = vllm_config.parallel_config.tensor_parallel_size
     parts, gain = share_projection(facts, cut, even, tp)
-    said = f"the slowest stage, with layers {even}, is {gain:.2f} x quicker than with {cut} without"
+    said = f"the slowest stage {gain:.2f} x as quick with layers {even} as unshared with {cut}"
     if config.vocabulary == "auto" and gain < WORTH_IT:
-        return Vocabulary(why=f"shared out, {said}"), cut
-    return Vocabulary(parts, said), even
+        return Vocabulary(why=f"sharing it out would make {said}"), cut
+    return Vocabulary(parts, f"expected to make {said}"), even
 
 
 def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
