@@ -65,6 +65,9 @@ class Service:
 
     def __init__(self, vocab=VOCAB, batch=8, stall_timeout=300.0):
         self.errors, self.deaths, self.replaced = [], [], threading.Event()
+        self.starting, self.may_go_on = threading.Event(), threading.Event()
+        self.may_go_on.set()
+        self.admitted = 0
         self.poison, self.batch = [], batch
         self.snapshots = {index: Snapshot([], [], []) for index in range(2)}
         self.children = Children()
@@ -100,6 +103,8 @@ class Service:
         self.samplers.replace(child.name, how)
 
     def started_again(self, index, tokens, poison):
+        self.starting.set()
+        assert self.may_go_on.wait(60)
         self.tokens.replace(index, tokens)
         with self.bus.order:
             if poison is not None:
@@ -108,6 +113,7 @@ class Service:
                 added = [replace_poison(one, *poison) for one in added]
                 self.snapshots[index] = Snapshot(added, steps, grammars)
             self.samplers.admit(index, self.snapshots[index])
+            self.admitted += 1
             self.replaced.set()
 
     def failed(self, error):
@@ -323,6 +329,25 @@ def test_a_publish_that_waits_for_a_dead_sampler_goes_on(service):
     logits = logits_of(0, 2)
     service.write(0, logits)
     assert service.collect(0)[0] == expected(logits, [[], []])
+
+
+def test_a_successor_that_dies_before_its_place_is_known(service):
+    """Its own successor waits for that: places and sockets are taken up in order."""
+    service.may_go_on.clear()
+    os.kill(service.pid(1), signal.SIGKILL)
+    assert service.starting.wait(30)
+    os.kill(service.pid(1), signal.SIGKILL)
+    while len(service.deaths) < 2:
+        time.sleep(0.01)
+    service.may_go_on.set()
+    while service.admitted < 2:
+        assert not service.errors
+        time.sleep(0.01)
+    service.publish(step(0, [1, 2], [0, 1], added=additions([1, 2], [0, 1])))
+    logits = logits_of(0, 2)
+    service.write(0, logits)
+    assert service.collect(0)[0] == expected(logits, [[], []])
+    assert service.deaths == [("sampler1", "exit code -9")] * 2
 
 
 def test_a_sampler_that_keeps_dying_is_not_replaced_for_ever(service):

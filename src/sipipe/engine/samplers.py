@@ -109,6 +109,8 @@ class Samplers:
         self._stall_timeout = stall_timeout
         self._looks: dict[int, _Look] = {}
         """Of samplers that are behind."""
+        self._replacing: dict[int, threading.Thread] = {}
+        """What starts, or has started, the successor of a sampler."""
         self._tries: dict[int, tuple[int, float]] = {}
         """The request that a successor adds or draws alone now, and since when."""
         self._strikes: Counter[int] = Counter()
@@ -150,9 +152,7 @@ class Samplers:
         """
         if self._channels is None:
             raise WorkerDiedError(f"{name} ended while starting ({reason}): see its message above")
-        ring, logits = self._channels
-        ring.remove_reader(name)
-        logits.remove_reader(name)
+        self._forget(name)
         index = self.names.index(name)
         deaths, poison = self._deaths[index], None
         if index in self._tries:
@@ -168,9 +168,11 @@ class Samplers:
                 "the engine stops"
             )
         logger.warning("%s died (%s); starting it again", name, reason)
-        threading.Thread(
-            target=self._replace, args=(index, poison), name=f"SiPipe-{name}", daemon=True
-        ).start()
+        earlier = self._replacing.get(index)
+        self._replacing[index] = replacing = threading.Thread(
+            target=self._replace, args=(index, poison, earlier), name=f"SiPipe-{name}", daemon=True
+        )
+        replacing.start()
 
     def tries(self, name: str, message: Trying) -> None:
         """A successor says what it does; from the events thread."""
@@ -225,9 +227,15 @@ class Samplers:
         of BIC-I that was published last; nothing is published meanwhile."""
         assert self._channels is not None
         ring, logits = self._channels
+        self._forget(self.names[index])
         ring.add_reader(self.names[index])
         logits.add_reader(self.names[index])
         self._started[index].say(self._boot(index, snapshot=snapshot))
+
+    def _forget(self, name: str) -> None:
+        """Nobody waits for this reader any more."""
+        for channel in self._channels or ():
+            channel.remove_reader(name)
 
     def _start(self, index: int) -> tuple[Child, socket.socket]:
         ours, theirs = socket.socketpair()
@@ -254,8 +262,14 @@ class Samplers:
             **more,
         )
 
-    def _replace(self, index: int, poison: Poison | None) -> None:
+    def _replace(self, index: int, poison: Poison | None, earlier: threading.Thread | None) -> None:
         try:
+            if earlier is not None:
+                # One after the other: the place and the socket of one that died at once would
+                # otherwise be taken up behind its successor's.
+                # wait: as long as that start and its `order` of BIC-I; its end
+                earlier.join()
+                self._forget(self.names[index])
             self._started[index], tokens = self._start(index)
             self._succession.started_again(index, tokens, poison)
         except Exception as error:
