@@ -20,14 +20,21 @@ from sipipe.cli.bench import measure_sides
 from sipipe.tools.make_model.checkpoint import make_model
 
 WAYS = ("greedy", "all")
-BASE = {"cpu_sampling": "off", "overlap": False, "scheduler": "vllm", "layers": "even"}
+BASE = {
+    "cpu_sampling": "off",
+    "overlap": False,
+    "scheduler": "vllm",
+    "layers": "even",
+    "vocabulary": "last",
+}
 STEPS: dict[str, dict[str, Any] | None] = {
     "stock vLLM": None,
     "+ channels and transmission": {},
     "+ CPU sampling, SiPipe's stage runner": {"cpu_sampling": "on"},
     "+ token-safe execution": {"overlap": True},
     "+ pipeline scheduler": {"scheduler": "pipeline"},
-    "+ layers cut by cost: SiPipe": {"layers": "auto"},
+    "+ layers cut by cost": {"layers": "auto"},
+    "+ output projection by who is quicker: SiPipe": {"vocabulary": "auto"},
 }
 
 
@@ -51,16 +58,7 @@ def main() -> None:
     for title, more in STEPS.items():
         so_far = so_far | (more or {})
         settings[title] = None if more is None else so_far
-    order = list(STEPS) if args.quick else [*STEPS, *reversed(STEPS)]
-    speeds: dict[str, dict[str, list[float]]] = {
-        title: {way: [] for way in WAYS} for title in STEPS
-    }
-    for title in order:
-        own = settings[title]
-        side = "stock" if own is None else "sipipe"
-        result = measure_sides(job, own or {}, sides=(side,))[side]
-        for way in WAYS:
-            speeds[title][way] += result["tokens_per_second"][way]
+    speeds, _ = measure_in_turn(job, settings, both_ways=not args.quick)
     rows, before = [], None
     for title in STEPS:
         median = {way: statistics.median(speeds[title][way]) for way in WAYS}
@@ -78,6 +76,24 @@ def main() -> None:
         rows,
         note="bf16, compiled, prompts of 16 tokens; medians and ranges",
     )
+
+
+def measure_in_turn(
+    job: dict[str, Any], settings: dict[str, dict[str, Any] | None], *, both_ways: bool
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, int]]:
+    """``job`` on an engine of each of ``settings`` (None: stock vLLM), in order, and backwards.
+
+    Returns by title the tokens/s of each way of sampling, and the tokens of the KV cache.
+    """
+    speeds: dict[str, dict[str, list[float]]] = {title: {} for title in settings}
+    kept: dict[str, int] = {}
+    for title in [*settings, *reversed(settings)] if both_ways else settings:
+        side, own = ("stock", {}) if settings[title] is None else ("sipipe", settings[title])
+        result = measure_sides(job, own or {}, sides=(side,))[side]
+        kept[title] = result["kv_tokens"]
+        for way, figures in result["tokens_per_second"].items():
+            speeds[title].setdefault(way, []).extend(figures)
+    return speeds, kept
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ class Job:
 def measure(job: Job) -> dict[str, Any]:
     """Start the engine, warm it up, and run the job's requests.
 
-    Returns ``startup_seconds``, and ``tokens_per_second`` and ``busy``, which share of the machine's
-    CPU time was spent by anybody meanwhile: for each way of sampling a list with one figure per
-    repetition.
+    Returns ``startup_seconds``, ``kv_tokens`` that the KV cache holds, and ``tokens_per_second`` and
+    ``busy``, which share of the machine's CPU time was spent by anybody meanwhile: for each way of
+    sampling a list with one figure per repetition.
     """
     from vllm import LLM, EngineArgs, SamplingParams
 
@@ -108,7 +108,13 @@ def measure(job: Job) -> dict[str, Any]:
             spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
             free = psutil.cpu_times()._make(spent)
             busy[name].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
-    return {"startup_seconds": startup, "tokens_per_second": figures, "busy": busy}
+    cache = llm.llm_engine.vllm_config.cache_config
+    return {
+        "startup_seconds": startup,
+        "kv_tokens": cache.num_gpu_blocks * cache.block_size,
+        "tokens_per_second": figures,
+        "busy": busy,
+    }
 
 
 def _check_devices(additional_config: Any, job: Job) -> None:
