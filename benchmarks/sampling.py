@@ -1,6 +1,6 @@
 """Milliseconds to sample one sequence: stock vLLM's sampler, a plain read of the logits, and ours.
 
-    python -m benchmarks.sampling [--quick] [--stock/--no-stock]
+    python -m benchmarks.sampling [--quick] [--stock/--no-stock] [--only TABLE]
 
 One thread, steady state: sequences have joined with 200 prompt and 200 output tokens, and every call
 draws one token for each. The read is NumPy's maximum over the same logits. Stock is vLLM's `Sampler`
@@ -21,6 +21,7 @@ import numba
 import numpy as np
 
 from benchmarks.harness import median_seconds, report
+from benchmarks.sampling_cliffs import bfloat16, cliffs, normal, zipf
 from sipipe.messages.cost import WEIGHTS
 from sipipe.messages.measured import MIXES
 from sipipe.messages.params import SequenceParams
@@ -50,24 +51,6 @@ def read_hot(flat: Any, rows: int, vocab: int, hot: Any) -> Any:
             top = max(top, flat[r * vocab + hot[i]])
         total += top
     return total
-
-
-def normal(batch: int, vocab: int) -> np.ndarray:
-    """Logits N(0, 3 squared), float32."""
-    x = np.random.default_rng(0).standard_normal((batch, vocab), dtype=np.float32)
-    x *= 3
-    return x
-
-
-def zipf(batch: int, vocab: int) -> np.ndarray:
-    """Peaked logits: probabilities ~ rank ** -1.5, ranks permuted."""
-    rng = np.random.default_rng(0)
-    law = (-1.5 * np.log(np.arange(1, vocab + 1))).astype(np.float32)
-    return np.stack([rng.permutation(law) for _ in range(batch)])
-
-
-def bfloat16(x: np.ndarray) -> np.ndarray:
-    return (x.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def texts(batch: int, vocab: int) -> tuple[np.ndarray, np.ndarray]:
@@ -362,15 +345,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--stock", action=argparse.BooleanOptionalAction, default=True)
+    tables: dict[str, Callable[[], None]] = {
+        "strategies": lambda: strategies(options.stock),
+        "sizes": lambda: sizes(options.quick),
+        "layouts": layouts,
+        "state": state,
+        "other": other,
+        "cliffs": cliffs,
+        "weights": weights,
+        "processes": processes,
+    }
+    parser.add_argument("--only", choices=tables, help="one table")
     options = parser.parse_args()
     warm_up()
-    strategies(options.stock)
-    sizes(options.quick)
-    layouts()
-    state()
-    other()
-    weights()
-    processes()
+    for name, table in tables.items():
+        if options.only in (None, name):
+            table()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,158 @@
+"""Requests that once cost many times a plain one, beside the times that they should take.
+
+    python -m benchmarks.sampling --only cliffs
+
+16 rows of 200,000 float32, which a core's own caches do not hold but a shared one may. The rows of
+the served dtype, bfloat16, are 64 of 151,936.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.harness import median_seconds, report
+from sipipe.messages.params import SequenceParams
+from sipipe.sampler.state import SequenceColumns
+
+V, B = 200_000, 16
+SERVED_V, SERVED_B = 151_936, 64
+MANY = 1024
+LONG = 20_000
+LISTED = 100_000
+Logits = np.ndarray[Any, Any]
+
+
+def bfloat16(x: Logits) -> Logits:
+    return (x.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def normal(batch: int, vocab: int, deviation: float = 3.0) -> Logits:
+    """Logits N(0, deviation squared), float32."""
+    x = np.random.default_rng(0).standard_normal((batch, vocab), dtype=np.float32)
+    x *= deviation
+    return x
+
+
+def zipf(batch: int, vocab: int) -> Logits:
+    """Peaked logits: probabilities ~ rank ** -1.5, ranks permuted."""
+    rng = np.random.default_rng(0)
+    law = (-1.5 * np.log(np.arange(1, vocab + 1))).astype(np.float32)
+    return np.stack([rng.permutation(law) for _ in range(batch)])
+
+
+class Case(NamedTuple):
+    """``rows`` sequences that ask for ``params``; they take ``target`` ms each at most."""
+
+    name: str
+    target: float | None
+    logits: Logits
+    params: dict[str, Any]
+    prompt: int = 0
+    output: int = 0
+    grammar: bool = False
+    mode: Any = "raw_logprobs"
+
+
+def cases() -> Iterator[Case]:
+    x = normal(B, V)
+    yield Case("temperature (for comparison)", None, x, {})
+    yield Case(
+        "processed_logprobs mode, 20 logprobs", 0.25, x, {"logprobs": 20}, mode="processed_logprobs"
+    )
+    long = {"repetition_penalty": 1.1}
+    yield Case("repetition penalty, 20 K + 20 K seen", None, x, long, LONG, LONG)
+    yield Case("the same and one logit bias", 0.25, x, {**long, "logit_bias": {5: 1.0}}, LONG, LONG)
+    yield Case("the same and a grammar", 0.25, x, long, LONG, LONG, True)
+    top_p = {"top_p": 0.999}
+    yield Case("top-p 0.999, zipf", 0.2, zipf(B, V), top_p)
+    yield Case("top-p 0.999, normal", 0.2, x, top_p)
+    yield Case("top-p 0.999, flat", 0.2, normal(B, V, 0.01), top_p)
+    yield Case("top-p 0.999, bfloat16", 0.2, bfloat16(x), top_p)
+    yield Case("top-k 100,000", 0.4, x, {"top_k": 100_000})
+    yield Case("top-k V - 1", 0.4, x, {"top_k": V - 1})
+    equal = np.zeros((B, V), np.float32)
+    yield Case("top-p 0.95, all logits equal", 0.4, equal, {"top_p": 0.95})
+    two = bfloat16((x > 0).astype(np.float32))
+    yield Case("top-p 0.95, two values, bfloat16", 0.4, two, {"top_p": 0.95})
+    yield Case("all logprobs", 4.0, x, {"logprobs": -1})
+    served = bfloat16(normal(SERVED_B, SERVED_V))
+    yield Case("bfloat16: greedy", None, served, {"temperature": 0.0})
+    yield Case("bfloat16: temperature", 0.018, served, {})
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+    yield Case("bfloat16: penalties, 200 + 200 seen", 0.018, served, penalties, 200, 200)
+    yield Case("bfloat16: top-p 0.95", 0.035, served, {"top_p": 0.95})
+    peaked = bfloat16(zipf(SERVED_B, SERVED_V))
+    yield Case("bfloat16: top-p 0.95, zipf", 0.025, peaked, {"top_p": 0.95})
+
+
+def prepared(case: Case) -> Callable[[], object]:
+    """What draws one token for each row of ``case``."""
+    batch, vocab = case.logits.shape
+    columns = SequenceColumns(vocab, logprobs_mode=case.mode)
+    rng = np.random.default_rng(1)
+    for handle in range(batch):
+        seen = [rng.integers(0, vocab, size) for size in (case.prompt, case.output)]
+        columns.join(handle, SequenceParams(seed=handle, **case.params), *seen)
+    words = -(-vocab // 32)
+    mask = rng.integers(-(2**31), 2**31, (batch, words), dtype=np.int32) if case.grammar else None
+    handles = np.arange(batch)
+    return lambda: columns.sample(handles, case.logits, bitmask=mask)
+
+
+def one_among_many() -> Callable[[bool], float]:
+    """Seconds that one of `MANY` sequences with top-k 50 adds by asking for all logprobs."""
+    x = normal(64, V)
+    rows = np.arange(MANY) % len(x)
+
+    def seconds(wide: bool) -> float:
+        columns = SequenceColumns(V)
+        for handle in range(MANY):
+            asked = -1 if wide and handle == 7 else None
+            columns.join(handle, SequenceParams(seed=handle, top_k=50, logprobs=asked))
+        return median_seconds(lambda: columns.sample(np.arange(MANY), x, rows), repeat=9)
+
+    return seconds
+
+
+def joining(params: dict[str, Any], vocab: int = V) -> float:
+    """Milliseconds to add a sequence."""
+    columns, given, times = SequenceColumns(vocab), SequenceParams(**params), []
+    for _ in range(9):
+        began = time.perf_counter()
+        columns.join(0, given)
+        times.append(time.perf_counter() - began)
+        columns.leave(0)
+    return float(np.median(times)) * 1e3
+
+
+def cliffs() -> None:
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, milliseconds: float, target: float | None) -> None:
+        met = None if target is None else "yes" if milliseconds <= target else "no"
+        rows.append({"case": name, "ms": milliseconds, "at most": target, "met": met})
+
+    for case in cases():
+        call = prepared(case)
+        time_of_all = median_seconds(call, repeat=9, budget=1.0)
+        add(case.name, time_of_all / len(case.logits) * 1e3, case.target)
+        if case.name == "all logprobs":
+            alone = time_of_all / len(case.logits) * 1e3
+    batch = one_among_many()
+    without, with_one = batch(False), batch(True)
+    add(f"{MANY:,} with top-k 50, the whole batch", without * 1e3, None)
+    add("one of them with all logprobs adds", (with_one - without) * 1e3, alone)
+    some = np.random.default_rng(2).permutation(V)[:LISTED].tolist()
+    add("join, bias on 100 K tokens", joining({"logit_bias": dict.fromkeys(some, 0.5)}), 1.0)
+    add("join, 100 K allowed tokens", joining({"allowed_token_ids": some}), 1.0)
+    report(
+        "sampling",
+        f"ms a sequence, V {V:,}, B {B}, float32; bfloat16: V {SERVED_V:,}, B {SERVED_B}",
+        rows,
+        note="one thread; a batch and a join: ms in all",
+        file="sampling-cliffs",
+    )
