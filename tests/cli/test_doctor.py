@@ -7,6 +7,7 @@ import pytest
 from sipipe.cli import doctor, main
 from sipipe.cores import Core
 from sipipe.ipc import memory
+from sipipe.tools.planner import advice
 from sipipe.versions import InstalledVllm
 
 
@@ -53,12 +54,26 @@ def machine(monkeypatch, cores, nodes=1):
     monkeypatch.setattr(doctor, "this_machine", lambda: found)
 
 
-def test_two_cores_are_one_stage(capsys, vllm, monkeypatch):
+def test_two_cores_are_two_stages_but_for_one_request(capsys, vllm, monkeypatch):
+    """One stage would have one of them: the other draws and schedules."""
     machine(monkeypatch, 2)
     _, found = report(capsys)
-    assert found["start with"]["text"] == "sipipe serve MODEL --pp 1 --tp 1"
-    for load in (1, 16, 256):
-        assert f"{load}: --pp 1 --tp 1" in found["best degrees"]["text"]
+    assert found["start with"]["text"] == "sipipe serve MODEL --pp 2 --tp 1"
+    told = found["best degrees"]["text"]
+    assert "1: --pp 1 --tp 1 (" in told
+    assert "256: --pp 2 --tp 1 (" in told
+    assert told.count("tok/s)") == 3
+
+
+def test_degrees_that_were_asked_for_are_compared_with_quicker_ones(capsys, vllm, monkeypatch):
+    machine(monkeypatch, 2)
+    monkeypatch.setattr(advice, "this_machine", doctor.this_machine)
+    monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: {0, 1})
+    _, found = report(capsys, "--pp", "2")
+    assert found["other degrees"]["state"] == "warning"
+    assert "1 at once" in found["other degrees"]["text"]
+    _, found = report(capsys, "--pp", "1")
+    assert "other degrees" not in found
 
 
 def test_sockets_are_a_stage_each(capsys, vllm, monkeypatch):
@@ -76,7 +91,7 @@ def test_gpus_that_the_planner_knows(capsys, vllm, monkeypatch, name):
     _, found = report(capsys)
     told = found["best degrees"]["text"]
     assert "1: --pp 1 --tp 4" in told
-    pp, tp = told.split("256: --pp ")[1].split(";")[0].split(" --tp ")
+    pp, tp = told.split("256: --pp ")[1].split(" (")[0].split(" --tp ")
     assert found["start with"]["text"] == f"sipipe serve MODEL --pp {pp} --tp {tp}"
     assert int(pp) * int(tp) == 4
 

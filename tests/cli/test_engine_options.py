@@ -7,7 +7,10 @@ import pytest
 
 from sipipe.cli import bench, generate, serve
 from sipipe.cli.parser import make_parser, parse_engine_command
+from sipipe.cores import Core
 from sipipe.errors import ConfigError, SiPipeError
+from sipipe.tools.planner import advice
+from sipipe.versions import InstalledVllm
 
 
 def split(*argv):
@@ -120,7 +123,7 @@ def test_bench_prints_both_sides(capsys):
         "sipipe": {"tokens_per_second": {"greedy": [50.0]}},
     }
     bench._show(results, 64, 16)
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["greedy", "20", "50", "2.5x"]
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["greedy", "20", "50", "2.50x"]
 
 
 def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(monkeypatch, tmp_path):
@@ -173,3 +176,27 @@ def test_hosts_are_told_by_vllms_own_flags():
 def test_hosts_that_cannot_be_are_one_line(flags, line):
     with pytest.raises(ConfigError, match=line):
         hosts("m", *flags.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "device", "said"),
+    [
+        (["qwen3-0.6b", "--pp", "2"], "vllm-cpu", True),
+        (["qwen3-0.6b", "--pipeline-parallel-size", "2"], "vllm-cpu", True),
+        (["qwen3-0.6b", "--pp", "1"], "vllm-cpu", False),
+        (["qwen3-0.6b", "--pp", "2"], "vllm", False),
+        (["no/such-model", "--pp", "2"], "vllm-cpu", False),
+    ],
+)
+def test_serve_says_which_degrees_may_be_quicker_here(monkeypatch, capsys, argv, device, said):
+    started = []
+    monkeypatch.setattr(serve, "require_vllm", lambda: None)
+    monkeypatch.setattr(serve, "installed_vllm", lambda: InstalledVllm(device, "0.32.0"))
+    monkeypatch.setattr(serve, "supervise", lambda arguments, **_: started.append(arguments) or 0)
+    monkeypatch.setattr(advice, "this_machine", lambda: [Core((0,)), Core((1,))])
+    monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: {0, 1})
+    assert serve.main(argv) == 0
+    assert started, "it starts all the same"
+    told = capsys.readouterr().err
+    assert ("with --pp 1" in told and "sipipe bench" in told and "1 at once" in told) == said
+    assert bool(told) == said

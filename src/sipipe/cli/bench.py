@@ -24,6 +24,7 @@ are compiled (stock vLLM cannot run pipeline stages eagerly there), which takes 
 
   sipipe bench build/models/bench --pp 2
   sipipe bench build/models/bench --pp 2 --sampling greedy,top-p,all --requests 128 --json
+  sipipe bench build/models/bench --pp 1 --requests 1,4,16
 """
 
 SIDES = ("stock", "sipipe")
@@ -41,7 +42,6 @@ def main(argv: Sequence[str]) -> int:
     )
     group = parser.add_argument_group("load")
     for name, default, what in (
-        ("requests", 64, "at once (default: 64)"),
         ("prompt-tokens", 16, "default: 16"),
         ("tokens", 16, "new ones (default: 16)"),
         ("repeat", 3, "default: 3"),
@@ -49,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
         group.add_argument(
             f"--{name}", type=at_least(1, int), default=default, metavar="N", help=what
         )
+    group.add_argument(
+        "--requests", type=_counts, default=64, metavar="N,N", help="at once (default: 64)"
+    )
     group.add_argument(
         "--sampling", default="greedy,all", metavar="LIST", help=f"of {', '.join(SAMPLING)}"
     )
@@ -71,6 +74,11 @@ def main(argv: Sequence[str]) -> int:
     else:
         _show(results, own.requests, own.tokens)
     return 0
+
+
+def _counts(text: str) -> int | list[int]:
+    counts = [at_least(1, int)(part) for part in text.split(",")]
+    return counts if len(counts) > 1 else counts[0]
 
 
 def measure_sides(
@@ -144,18 +152,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def _show(results: Mapping[str, Any], requests: int, tokens: int) -> None:
-    ways = list(next(iter(results.values()))["tokens_per_second"])
+def _show(results: Mapping[str, Any], requests: int | list[int], tokens: int) -> None:
+    loads = list(next(iter(results.values()))["tokens_per_second"])
     medians = {
-        side: {way: statistics.median(result["tokens_per_second"][way]) for way in ways}
+        side: {load: statistics.median(result["tokens_per_second"][load]) for load in loads}
         for side, result in results.items()
     }
-    print(f"tokens/s, {requests} requests at once, {tokens} new tokens each, median")
-    header = f"{'sampling':<12}" + "".join(f"{side:>12}" for side in medians)
+    at_once = f"{requests} requests at once, " if isinstance(requests, int) else ""
+    print(f"tokens/s, {at_once}{tokens} new tokens each, median")
+    width = max(12, *(len(load) + 1 for load in loads))
+    header = f"{'sampling':<{width}}" + "".join(f"{side:>12}" for side in medians)
     pair = len(medians) == 2
     print(header + f"{'ratio':>10}" * pair)
-    for way in ways:
-        line = f"{way:<12}" + "".join(f"{side[way]:>12,.0f}" for side in medians.values())
+    for load in loads:
+        line = f"{load:<{width}}" + "".join(f"{side[load]:>12,.0f}" for side in medians.values())
         if pair:
-            line += f"{medians['sipipe'][way] / medians['stock'][way]:>9.1f}x"
+            line += f"{medians['sipipe'][load] / medians['stock'][load]:>9.2f}x"
         print(line)

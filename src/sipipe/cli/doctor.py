@@ -35,9 +35,6 @@ EXAMPLE: dict[str, Any] = {
 MOST_WORKERS = 8
 """Workers on one core beyond which no plan is shown."""
 
-LOADS = (1, 16, 256)
-"""Requests at once for which the best degrees are computed."""
-
 IMPORT_SECONDS = 120.0
 """How long an import of vLLM may take before it counts as broken."""
 
@@ -172,13 +169,9 @@ def _best_degrees(
 
     Computed as ``sipipe plan`` does, for a model that nearly every machine can hold.
     """
-    from sipipe.tools.planner.costs import datasheet_costs
-    from sipipe.tools.planner.hardware import Cluster, devices, network
-    from sipipe.tools.planner.hardware import device as known
+    from sipipe.tools.planner.advice import LOADS, on_host
+    from sipipe.tools.planner.hardware import devices
     from sipipe.tools.planner.models import load_model
-    from sipipe.tools.planner.plan import OURS, Choice
-    from sipipe.tools.planner.search import Search
-    from sipipe.tools.planner.workload import Workload
 
     cores = this_machine()
     nodes = len({core.node for core in cores})
@@ -191,30 +184,33 @@ def _best_degrees(
         text = "sipipe plan MODEL --gpu NAME computes them (--list: the names it knows)"
         return every, Finding("best degrees", "ok", text)
     facts = load_model("llama-3.1-8b" if device == "cuda" else "qwen3-0.6b")
-    best: dict[int, tuple[int, int]] = {}
+    name, counts = (names[0], [len(gpus)]) if device == "cuda" else ("cpu", [1, 2])
+    best = {}
     for load in LOADS:
-        workload = Workload(input=200, output=200, fixed_batch=load)
-        ours: list[Choice] = []
-        for count in (len(gpus),) if device == "cuda" else (1, 2):
-            cluster = Cluster(
-                device=known(names[0] if device == "cuda" else "cpu", parts=count),
-                hosts=1,
-                devices_per_host=count,
-                network=network(100),
-                cores_per_host=len(cores),
-            )
-            costs = datasheet_costs(facts, cluster, workload)
-            choices = Search(costs=costs, workload=workload).plan().choices
-            ours += [c for c in choices if c.engine.key == OURS and (device == "cuda" or c.t == 1)]
-        if ours:
-            top = max(ours, key=lambda choice: choice.throughput)
-            best[load] = (top.p, top.t)
+        ways = [c for count in counts for c in on_host(facts, name, count, cores, load)]
+        if ours := [choice for choice in ways if device == "cuda" or choice.t == 1]:
+            best[load] = max(ours, key=lambda choice: choice.throughput)
     if LOADS[-1] not in best:
         text = f"{facts.name} does not fit these devices: sipipe plan MODEL computes them"
         return every, Finding("best degrees", "warning", text)
-    told = ", ".join(f"{load}: --pp {p} --tp {t}" for load, (p, t) in best.items())
+    told = ", ".join(
+        f"{load}: --pp {top.p} --tp {top.t} ({top.throughput:.3g} tok/s)"
+        for load, top in best.items()
+    )
+    suits = (best[LOADS[-1]].p, best[LOADS[-1]].t)
     text = f"by requests at once, {told}; computed for {facts.name} as sipipe plan does, not "
-    return best[LOADS[-1]], Finding("best degrees", "ok", text + "measured (sipipe bench does)")
+    return suits, Finding("best degrees", "ok", text + "measured (sipipe bench does)")
+
+
+def _quicker_degrees(stages: int, ranks: int) -> str:
+    from sipipe.tools.planner.advice import quicker_on_cpus
+    from sipipe.tools.planner.models import load_model
+
+    if len({core.node for core in this_machine()}) > 1:
+        return ""  # a worker that spans them reads far memory, which nothing here knows
+    facts = load_model("qwen3-0.6b")
+    found = quicker_on_cpus(facts, stages, ranks)
+    return found and f"{facts.name}: {found} (computed as sipipe plan does)"
 
 
 def _what_sipipe_does(
@@ -234,6 +230,8 @@ def _what_sipipe_does(
         )
         if workers > MOST_WORKERS * cores:
             return
+    elif device == "cpu" and workers > 1 and (quicker := _quicker_degrees(stages, ranks)):
+        yield Finding("other degrees", "warning", quicker)
     plan = plan_cores(this_machine(), stages=stages, tensor_parallel=ranks, device=device)
     first, second = plan.describe()
     note = " (too few cores to overlap everything)" if plan.shared else ""

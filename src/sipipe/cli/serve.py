@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from sipipe.cli.parser import at_least, make_parser, parse_engine_command
 from sipipe.cli.supervise import supervise
 from sipipe.config import SiPipeConfig
-from sipipe.errors import ConfigError
-from sipipe.versions import require_vllm
+from sipipe.errors import ConfigError, SiPipeError
+from sipipe.tools.planner.advice import quicker_on_cpus
+from sipipe.tools.planner.models import load_model
+from sipipe.versions import installed_vllm, require_vllm
 
 EPILOG = """\
 Every option of `vllm serve` is taken as well: sipipe serve --help=all lists them.
@@ -48,7 +51,29 @@ def main(argv: Sequence[str]) -> int:
         settings["hosts"] = hosts
 
     require_vllm()
+    if not hosts and (quicker := _quicker_degrees(rest)):
+        print(quicker, file=sys.stderr, flush=True)
     return supervise([rest, settings, node], restart=own.restart, follows=node > 0)
+
+
+def _quicker_degrees(argv: Sequence[str]) -> str:
+    """Whether this machine's CPUs serve some loads more quickly with other degrees than ``argv``
+    asks for: one line with the numbers; empty where they do not, or nothing is known of the model."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for names in (("-pp", "--pipeline-parallel-size"), ("-tp", "--tensor-parallel-size")):
+        parser.add_argument(*names, dest=names[0][1:], default="1")
+    parser.add_argument("--model", default=argv[0] if argv else "")
+    asked, _ = parser.parse_known_args(argv)
+    vllm = installed_vllm()
+    if vllm is None or vllm.device != "cpu" or not (asked.pp + asked.tp).isdigit():
+        return ""
+    try:
+        facts = load_model(asked.model)
+        found = quicker_on_cpus(facts, int(asked.pp), int(asked.tp))
+    except SiPipeError:
+        return ""
+    told = "computed as sipipe plan does; sipipe bench MODEL measures"
+    return found and f"other degrees may be quicker on this machine: {found} ({told})"
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:

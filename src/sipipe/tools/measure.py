@@ -38,8 +38,8 @@ class Job:
     settings: dict[str, Any] | None
     """SiPipe's settings; None: stock vLLM."""
     sampling: list[str]
-    requests: int
-    """Requests sent at once."""
+    requests: int | list[int]
+    """Requests sent at once; where there are several numbers, each is a load of its own."""
     prompt_tokens: int
     tokens: int
     """New tokens of each request."""
@@ -52,8 +52,9 @@ def measure(job: Job) -> dict[str, Any]:
     """Start the engine, warm it up, and run the job's requests.
 
     Returns ``startup_seconds``, ``kv_tokens`` that the KV cache holds, and ``tokens_per_second`` and
-    ``busy``, which share of the machine's CPU time was spent by anybody meanwhile: for each way of
-    sampling a list with one figure per repetition.
+    ``busy``, which share of the machine's CPU time was spent by anybody meanwhile: for each load (a
+    way of sampling, as in "greedy", or with a number of requests, as in "greedy, 4 at once") a list
+    with one figure per repetition.
     """
     from vllm import LLM, EngineArgs, SamplingParams
 
@@ -76,38 +77,45 @@ def measure(job: Job) -> dict[str, Any]:
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
     startup = time.perf_counter() - began
 
+    counts = [job.requests] if isinstance(job.requests, int) else job.requests
+    loads = {
+        way if len(counts) == 1 else f"{way}, {count} at once": (way, count)
+        for way in job.sampling
+        for count in counts
+    }
     chooser = random.Random(0)
     prompts = [
         {"prompt_token_ids": [chooser.randrange(3, vocabulary) for _ in range(job.prompt_tokens)]}
-        for _ in range(job.requests)
+        for _ in range(max(counts))
     ]
 
-    def run(name: str, tokens: int) -> float:
+    def run(load: str, tokens: int) -> float:
+        way, count = loads[load]
         # Each request draws from its own seed, so that both sides finish the same work.
         params = [
-            SamplingParams(**SAMPLING[name], seed=i, max_tokens=tokens, ignore_eos=True)
-            for i in range(job.requests)
+            SamplingParams(**SAMPLING[way], seed=i, max_tokens=tokens, ignore_eos=True)
+            for i in range(count)
         ]
         start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts[:count], params, use_tqdm=False)
         seconds = time.perf_counter() - start
         made = sum(len(output.outputs[0].token_ids) for output in outputs)
-        assert made == job.requests * tokens
+        assert made == count * tokens
         return made / seconds
 
-    for name in job.sampling:
-        run(name, 3)
+    for load in loads:
+        run(load, 3)
     # Once as it will be measured: SiPipe's scheduler learns from it how many microbatches pay.
-    run(job.sampling[0], min(job.tokens, 16))
-    figures: dict[str, list[float]] = {name: [] for name in job.sampling}
-    busy: dict[str, list[float]] = {name: [] for name in job.sampling}
+    run(next(iter(loads)), min(job.tokens, 16))
+    figures: dict[str, list[float]] = {load: [] for load in loads}
+    busy: dict[str, list[float]] = {load: [] for load in loads}
     for _ in range(job.repeat):
-        for name in job.sampling:
+        for load in loads:
             before = psutil.cpu_times()
-            figures[name].append(run(name, job.tokens))
+            figures[load].append(run(load, job.tokens))
             spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
             free = psutil.cpu_times()._make(spent)
-            busy[name].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
+            busy[load].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
     cache = llm.llm_engine.vllm_config.cache_config
     return {
         "startup_seconds": startup,

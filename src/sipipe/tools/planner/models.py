@@ -21,7 +21,8 @@ def builtin_models() -> Mapping[str, Mapping[str, Any]]:
 
 
 def load_model(model: str, *, weight_bits: float | None = None) -> ModelFacts:
-    """Facts of a built-in name, its repository name, a ``config.json``, or a model directory.
+    """Facts of a built-in name, its repository name, a ``config.json``, a model directory, or a
+    repository in the Hugging Face cache.
 
     Raises:
         ConfigError: neither a built-in model nor a readable config.json with the needed fields.
@@ -29,7 +30,7 @@ def load_model(model: str, *, weight_bits: float | None = None) -> ModelFacts:
     """
     path = Path(model).expanduser()
     if path.is_dir() or path.suffix == ".json" or path.is_file():
-        return _from_file(path, model, weight_bits)
+        return _from_file(path, model if path.is_dir() else str(path.parent), weight_bits)
     wanted = model.lower()
     for name, entry in builtin_models().items():
         repository = str(entry["repository"]).lower()
@@ -40,6 +41,8 @@ def load_model(model: str, *, weight_bits: float | None = None) -> ModelFacts:
                 source=f"built-in: {entry['source']}",
                 weight_bits=weight_bits,
             )
+    if (cached := _in_cache(model)) is not None:
+        return _from_file(Path(cached), model, weight_bits)
     known = list(builtin_models())
     near = difflib.get_close_matches(wanted.rpartition("/")[2], known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
@@ -49,7 +52,18 @@ def load_model(model: str, *, weight_bits: float | None = None) -> ModelFacts:
     )
 
 
-def _from_file(path: Path, model: str, weight_bits: float | None) -> ModelFacts:
+def _in_cache(repository: str) -> str | None:
+    """Path of a repository's config.json, where it was downloaded before."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(repository, "config.json")
+    except (ImportError, ValueError):  # not installed (vLLM brings it); not a repository's name
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _from_file(path: Path, name: str, weight_bits: float | None) -> ModelFacts:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text("utf-8"))
@@ -60,5 +74,4 @@ def _from_file(path: Path, model: str, weight_bits: float | None) -> ModelFacts:
         raise ConfigError(f"MODEL: {file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"MODEL: {file} must hold a JSON object")
-    name = model if path.is_dir() else str(path.parent)
     return facts_from_config(config, name=name, source=str(file), weight_bits=weight_bits)

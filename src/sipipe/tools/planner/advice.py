@@ -1,0 +1,63 @@
+"""Which degrees suit a host, by requests at once: what ``serve`` and ``doctor`` say before anything
+has run. Computed as ``sipipe plan`` does, with what that assumes; ``sipipe bench`` measures."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sipipe.cores import Core, plan_cores, this_machine
+from sipipe.engine.layers.facts import ModelFacts
+from sipipe.tools.planner.costs import datasheet_costs
+from sipipe.tools.planner.hardware import Cluster, device, network
+from sipipe.tools.planner.plan import OURS, Choice
+from sipipe.tools.planner.search import Search
+from sipipe.tools.planner.workload import Workload
+
+LOADS = (1, 16, 256)
+"""Requests at once for which it is computed."""
+CLEARLY = 1.1
+"""Quicker by less than this says nothing: the inputs are assumed."""
+
+
+def on_host(
+    facts: ModelFacts, name: str, devices: int, cores: Sequence[Core], load: int
+) -> list[Choice]:
+    """SiPipe's ways to serve ``load`` requests at once on a host, fastest first.
+
+    Args:
+        name: what its devices are; ``"cpu"``: the cores that the core plan gives so many workers.
+        cores: of the host.
+    """
+    kind = device(name, parts=devices)
+    if name == "cpu":  # stated of an even share of all cores
+        (workers,) = {len(rank) for rank in plan_cores(cores, stages=devices).workers[0]}
+        part = workers * devices / len(os.sched_getaffinity(0))
+        kind = replace(kind, memory_gbs=kind.memory_gbs * part, bf16_tflops=kind.bf16_tflops * part)
+    workload = Workload(input=200, output=200, fixed_batch=load)
+    cluster = Cluster(
+        device=kind,
+        hosts=1,
+        devices_per_host=devices,
+        network=network(100),
+        cores_per_host=len(cores),
+    )
+    costs = datasheet_costs(facts, cluster, workload)
+    choices = Search(costs=costs, workload=workload).plan().choices
+    return [choice for choice in choices if choice.engine.key == OURS]
+
+
+def quicker_on_cpus(facts: ModelFacts, stages: int, ranks: int) -> str:
+    """For how many requests other degrees are quicker on this machine's CPUs than these, with the
+    numbers; empty where none clearly are."""
+    cores, found = this_machine(), []
+    for load in LOADS:
+        ways = {(c.p, c.t): c for c in on_host(facts, "cpu", stages * ranks, cores, load)}
+        asked = ways.get((stages, ranks))
+        others = [c for c in ways.values() if c.p == 1] + on_host(facts, "cpu", 1, cores, load)
+        best = max(others, key=lambda choice: choice.throughput, default=None)
+        if asked and best and best.throughput > CLEARLY * asked.throughput:
+            found.append(
+                f"{load} at once {best.throughput:.3g} tok/s with --pp {best.p} --tp {best.t} and "
+                f"{asked.throughput:.3g} with --pp {stages} --tp {ranks}"
+            )
+    return "; ".join(found)

@@ -1,0 +1,42 @@
+"""Which degrees are said to be quicker on a machine's CPUs, before anything has run."""
+
+import pytest
+
+from sipipe.cores import Core
+from sipipe.tools.planner import advice
+from sipipe.tools.planner.models import load_model
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    def of(cores):
+        found = [Core((index,)) for index in range(cores)]
+        monkeypatch.setattr(advice, "this_machine", lambda: found)
+        monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: set(range(cores)))
+        return found
+
+    return of
+
+
+def test_one_request_is_quicker_where_both_cores_compute_than_in_stages_that_wait(machine):
+    machine(2)
+    told = advice.quicker_on_cpus(load_model("qwen3-0.6b"), 2, 1)
+    first = told.split("; ")[0]
+    assert first.startswith("1 at once ")
+    assert "with --pp 1" in first
+    quick, slow = (float(first.split(word)[0].split()[-1]) for word in (" tok/s", " with --pp 2"))
+    assert quick > advice.CLEARLY * slow
+    assert "\n" not in told
+
+
+def test_nothing_is_said_of_one_worker_on_a_small_machine(machine):
+    machine(2)
+    assert advice.quicker_on_cpus(load_model("qwen3-0.6b"), 1, 1) == ""
+
+
+def test_a_cpus_workers_have_the_cores_of_the_plan(machine):
+    """One worker has two of four cores, and one of two: the others draw and schedule."""
+    facts = load_model("qwen3-0.6b")
+    of_four = max(c.throughput for c in advice.on_host(facts, "cpu", 1, machine(4), 1))
+    of_two = max(c.throughput for c in advice.on_host(facts, "cpu", 1, machine(2), 1))
+    assert of_four / of_two == pytest.approx(2, rel=0.1)
