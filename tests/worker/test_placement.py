@@ -1,0 +1,111 @@
+"""What of a machine a stage worker takes: its cores, with all of its threads, and its GPU's memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
+
+from vllm.sequence import IntermediateTensors  # noqa: E402
+from vllm.v1.worker import gpu_worker  # noqa: E402
+
+from sipipe.ipc.link.buffers import buffer_bytes  # noqa: E402
+from sipipe.ipc.link.schema import TensorSchema  # noqa: E402
+from sipipe.messages.places import StagePlace  # noqa: E402
+from sipipe.worker import main as worker_main  # noqa: E402
+from sipipe.worker.device import HostDevice  # noqa: E402
+from sipipe.worker.loop import StageLoop  # noqa: E402
+from sipipe.worker.publisher import Publisher  # noqa: E402
+from sipipe.worker.vllm_workers import GPUStageWorker  # noqa: E402
+
+
+class Loading(Exception):
+    """The model would be loaded now."""
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_worker_and_the_threads_that_it_starts_run_on_its_cores(monkeypatch, bound):
+    """Bound before anything is loaded, so that the publisher's thread is as well."""
+    usable, found = os.sched_getaffinity(0), []
+
+    def load(**_):
+        publisher = Publisher(
+            HostDevice(), None, report=print, record=print, fail=print, stall_timeout=1
+        )
+        found.append(os.sched_getaffinity(publisher._thread.native_id))
+        publisher.close()
+        raise Loading
+
+    monkeypatch.setattr(worker_main, "WorkerWrapperBase", load)
+    monkeypatch.setattr(worker_main, "set_process_title", lambda **_: None)
+    monkeypatch.setattr(worker_main, "decorate_logs", lambda _: None)
+    cpus = (max(usable),) if bound else ()
+    main = object.__new__(worker_main.Main)
+    main._boot = SimpleNamespace(
+        place=StagePlace(stage=1, stages=2, tp_rank=0, tp_size=1), cpus=cpus, cut_evenly=True
+    )
+
+    def run():  # in a thread of its own: this one's cores stay as they are
+        with pytest.raises(Loading):
+            main.load()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [set(cpus) or usable]
+
+
+TOKENS, INFLIGHT = 2048, 3
+
+
+@pytest.mark.parametrize(
+    ("device", "transport", "requests", "rows"),
+    [
+        ("cuda:1", "auto", 256, 512),
+        ("cuda:1", "cuda_ipc", 1024, 1024),
+        ("cuda:1", "shm", 256, 0),  # by way of host memory
+        ("cpu", "auto", 256, 0),
+    ],
+)
+def test_what_a_link_takes_of_a_gpu_is_known_before_the_kv_cache_is_sized(
+    monkeypatch, device, transport, requests, rows
+):
+    kept = {
+        key: torch.zeros(TOKENS, 64, dtype=torch.bfloat16) for key in ("hidden_states", "residual")
+    }
+    worker = object.__new__(GPUStageWorker)
+    worker.model_runner = SimpleNamespace(
+        intermediate_tensors=IntermediateTensors(kept),
+        device=torch.device(device),
+        max_num_reqs=requests,
+        max_num_tokens=TOKENS,
+    )
+    loop = object.__new__(StageLoop)
+    loop._worker = worker
+    loop._boot = SimpleNamespace(
+        config=SimpleNamespace(transport=transport), watched=SimpleNamespace(inflight=INFLIGHT)
+    )
+    worker.reserved = loop._arena_bytes()
+    assert worker.reserved == INFLIGHT * rows * 2 * 64 * 2
+    schema = TensorSchema.capture(kept, TOKENS)
+    assert not rows or worker.reserved == INFLIGHT * buffer_bytes(schema, rows)
+
+    monkeypatch.setattr(gpu_worker.Worker, "determine_available_memory", lambda _: 10 << 30)
+    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
+    assert worker.determine_available_memory() == (10 << 30) - worker.reserved
+    worker.cache_config.kv_cache_memory_bytes = 1 << 30  # the user's own size
+    assert worker.determine_available_memory() == 10 << 30
+
+
+def test_a_first_stage_has_no_link_before_it():
+    loop = object.__new__(StageLoop)
+    loop._worker = SimpleNamespace(
+        model_runner=SimpleNamespace(intermediate_tensors=None, device=torch.device("cuda:0"))
+    )
+    loop._boot = SimpleNamespace(config=SimpleNamespace(transport="auto"))
+    assert loop._arena_bytes() == 0
