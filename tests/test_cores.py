@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sipipe.config import CorePlacement
-from sipipe.cores import Core, CorePlan, cpus_of, format_cpus, plan_cores, this_machine
+from sipipe.cores import (
+    Core,
+    CorePlan,
+    cpus_of,
+    format_cpus,
+    plan_cores,
+    running_on,
+    this_machine,
+)
 from sipipe.errors import ConfigError
 
 
@@ -216,6 +224,15 @@ def test_this_machine_is_read_from_sys(tmp_path, monkeypatch):
     found = this_machine(tmp_path)
     assert found == [Core((0,), 0), Core((2, 6), 0), Core((1, 5), 1), Core((3, 7), 1)]
     assert cpus_of(found) == (0, 1, 2, 3, 5, 6, 7)
+
+
+def test_a_thread_runs_elsewhere_for_a_while():
+    before = os.sched_getaffinity(0)
+    with running_on([min(before)]):
+        assert os.sched_getaffinity(0) == {min(before)}
+        with running_on([]):
+            assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before
 
 
 def test_without_sys_every_cpu_is_a_core(tmp_path):

@@ -7,7 +7,8 @@ slowest stage sets the pace; on GPUs a worker needs a core or two, and the sampl
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -161,6 +162,18 @@ def this_machine(root: Path = Path("/sys/devices/system/cpu")) -> list[Core]:
         node = next((int(path.name.removeprefix("node")) for path in nodes), 0)
         cores.append(Core(tuple(cpus), node))
     return sorted(cores, key=lambda core: (core.node, core.cpus))
+
+
+@contextmanager
+def running_on(cpus: Collection[int]) -> Iterator[None]:
+    """While active, the calling thread runs on ``cpus``: memory that it allocates is of their NUMA
+    node, and stays there. Empty: wherever it runs."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def cpus_of(cores: Iterable[Core]) -> tuple[int, ...]:

@@ -304,6 +304,7 @@ class Rig:
         self.wrong += [f"on the device: {error!r}" for error in machine.errors]
         self.wrong += [f"a thread waited for {what}" for what in machine.waits]
         self.wrong += [f"{name} used a stage's own stream" for name in machine.strangers]
+        self.wrong += [f"{name} made a context on another GPU" for name in machine.foreign]
         return self.wrong
 
     def close(self):

@@ -79,8 +79,13 @@ class Event:
         stream = stream or self.machine.stream_of(self.machine.device)
         self.place = self.machine.put(stream, lambda: None)
 
+    @property
+    def device(self) -> Any:
+        return torch.device("cuda", self.place[0].index) if self.place else None
+
     def synchronize(self) -> None:
         if self.place is not None:
+            self.machine.enter(self.place[0].index)
             self.machine.wait("event", self.place)
 
     def elapsed_time(self, other: Event) -> float:
@@ -179,7 +184,8 @@ class Machine:
         """What the launching thread waited for, and what no thread may wait for."""
         self.strangers: list[str] = []
         """Threads, other than the launching one, that put work into a device's own stream."""
-        self.device = 0
+        self.foreign: list[str] = []
+        """Threads whose calls have made a context on a GPU that is not theirs."""
         self.launching = threading.current_thread()
         self.own = [Stream(index) for index in range(2)]
         self.stepped = True
@@ -215,6 +221,24 @@ class Machine:
 
     def reached(self, place: tuple[Stream, int] | None) -> bool:
         return place is not None and place[0].done >= place[1]
+
+    @property
+    def device(self) -> int:
+        """The calling thread's current one: GPU 0 in a new thread."""
+        index: int = getattr(self.local, "device", 0)
+        return index
+
+    @device.setter
+    def device(self, index: int) -> None:
+        self.local.device = index
+
+    def set_device(self, device: Any) -> None:
+        self.device = self.index_of(device)
+
+    def enter(self, index: int) -> None:
+        """A call that goes to the thread's current device, and is about device ``index``."""
+        if self.device != index:
+            self.foreign.append(threading.current_thread().name)
 
     # ---- what the device does -------------------------------------------------------------------
 
@@ -288,6 +312,7 @@ class Machine:
     @contextmanager
     def within(self, stream: Stream) -> Iterator[None]:
         """``torch.cuda.stream``."""
+        self.enter(stream.index)  # torch makes the device before it current again when it leaves
         before = self.stream_of(stream.index)
         self.set_stream(stream)
         yield

@@ -249,6 +249,7 @@ def install(monkeypatch: Any, seed: int) -> Machine:
         "Event": Event,
         "current_stream": machine.stream_of,
         "set_stream": machine.set_stream,
+        "set_device": machine.set_device,
         "stream": machine.within,
         "device": nullcontext,
         "current_device": lambda: machine.device,

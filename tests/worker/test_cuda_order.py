@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import socket
 import textwrap
 
 import pytest
@@ -16,7 +17,9 @@ pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from sipipe.ipc.link.cuda_device import CudaDevice  # noqa: E402
 from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving, CudaIpcSending  # noqa: E402
+from sipipe.ipc.link.endpoint import open_receiver, open_sender  # noqa: E402
 from sipipe.ipc.link.receiver import Receiver  # noqa: E402
+from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.worker.device import CudaStageDevice  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
@@ -88,6 +91,25 @@ def test_what_is_to_run_on_a_gpu_runs(monkeypatch, layout, ranks, seed):
     assert machine.waits.count(PAGEABLE) == 3, "the test itself looks at three iterations' logits"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_hidden_states_that_go_by_way_of_host_memory_are_waited_for(monkeypatch, seed):
+    """By the sender's thread, in pieces, on its own stage's GPU."""
+    machine = install(monkeypatch, seed)
+    machine.device, machine.calm = 1, False
+    link = LinkEndpoint(kind="shm", buffer_tokens=2, device="cuda")
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with Factories():
+        sender, receiver = open_sender(link, ends[0]), open_receiver(link, ends[1])
+        hidden = torch.ones(5, 3, device="cuda:1") * 3
+        sender.send(0, 5, {"hidden_states": hidden})
+        found = receiver.take(0, 5)["hidden_states"].cpu()
+        sender.close()
+        receiver.close()
+    assert found.tolist() == [[3.0] * 3] * 5
+    assert not machine.foreign
+    assert not machine.errors
+
+
 HAZARDS = {
     "the copy of logits does not wait for the head": (
         CudaStageDevice, "fetch", "self._copies.wait_event(after)", "pass",
@@ -96,7 +118,7 @@ HAZARDS = {
         CudaStageDevice, "fetch", "with torch.cuda.stream(self._copies):", "if True:",
     ),
     "the event of the copy is recorded on another stream": (
-        CudaStageDevice, "fetch", "event.record(self._copies)", "event.record()",
+        CudaStageDevice, "fetch", "event.record(self._copies)", "event.record(after.place[0])",
     ),
     "logits being copied are given back to the allocator": (
         Publisher, "_publish", "device.wait(launched.last)",
@@ -172,6 +194,9 @@ HAZARDS = {
         "return hidden @ self.head",
         """kept = self.__dict__.setdefault("kept", self.head.new_empty(ROWS, VOCAB))
     return kept[: len(hidden)].copy_(hidden @ self.head)""",
+    ),
+    "the publisher's thread is GPU 0's": (
+        Publisher, "_run", "self._device.use()", "pass",
     ),
     "one iteration too many is in flight": (
         Rig, "choices", "first - INFLIGHT", "first - INFLIGHT - 1",

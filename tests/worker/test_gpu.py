@@ -7,6 +7,8 @@ device, in ``test_cuda_order.py``.
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 
 import pytest
 
@@ -109,3 +111,29 @@ def test_pages_are_unlocked_where_the_device_draws():
     for _ in range(2):
         device.lock_pages(memory)
         device.unlock_pages(memory)
+
+
+ON_GPU_1 = """
+import torch
+from sipipe.worker.device import CudaStageDevice
+from sipipe.worker.publisher import Launched, Publisher
+torch.cuda.set_device(1)
+device, ran = CudaStageDevice(torch.device("cuda:1")), []
+publisher = Publisher(
+    device, None, report=print, record=lambda *what: ran.append(what), fail=print, stall_timeout=60
+)
+first = device.mark()
+last = device.mark()
+launched = Launched(iteration=0, slot=0, num_reqs=1, num_tokens=1, first=first, last=last)
+publisher.put(launched)
+publisher.drain()
+publisher.close()
+assert ran
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_publishers_thread_makes_no_context_on_another_gpu():
+    subprocess.run([sys.executable, "-c", ON_GPU_1], check=True)

@@ -33,6 +33,9 @@ class LateDevice:
         self.launched = self.reached = 0
         self.copies = []
 
+    def use(self):
+        pass
+
     def mark(self):
         with self.lock:
             self.launched += 1

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+from sipipe.cores import running_on
 from sipipe.engine.bus import ring_sizes
 from sipipe.engine.children import Child, Children
 from sipipe.engine.memory_budget import logits_entries
@@ -104,14 +105,15 @@ class Host:
     def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
         """Make BIC-L, as the last stage wants it."""
         assert self._samplers is not None
-        self._logits = LogitsChannel(
-            "bic-l",
-            shape,
-            rows=self._setup.logits_rows,
-            entries=logits_entries(self._setup.slots),
-            readers=self._samplers.names,
-            directory=self._setup.config.shm_dir,
-        )
+        with running_on([cpu for cpus in self._setup.cores.workers[-1] for cpu in cpus]):
+            self._logits = LogitsChannel(
+                "bic-l",
+                shape,
+                rows=self._setup.logits_rows,
+                entries=logits_entries(self._setup.slots),
+                readers=self._samplers.names,
+                directory=self._setup.config.shm_dir,
+            )
         self._closing.callback(self._logits.close)
         return self._logits.endpoint
 

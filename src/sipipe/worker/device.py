@@ -22,6 +22,9 @@ from sipipe.errors import ResourceError
 class Device(Protocol):
     """Marks and copies. ``mark`` is called by the launching thread, the rest by one other."""
 
+    def use(self) -> None:
+        """The calling thread, a new one, works with this device from now on."""
+
     def mark(self) -> Any:
         """Where the launching thread is now."""
 
@@ -52,6 +55,9 @@ class Device(Protocol):
 class HostDevice:
     """Everything is done when the call returns."""
 
+    def use(self) -> None:
+        pass
+
     def mark(self) -> int:
         return time.monotonic_ns()
 
@@ -78,6 +84,11 @@ class CudaStageDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = torch.cuda.Stream(device)
+
+    def use(self) -> None:
+        # A new thread's is GPU 0, where its first call would make a context: memory that nobody
+        # counts, on another stage's GPU.
+        torch.cuda.set_device(self._device)
 
     def mark(self) -> Any:
         # Blocking: who waits sleeps, and does not ask the driver over and over.

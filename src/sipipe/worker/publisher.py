@@ -127,6 +127,7 @@ class Publisher:
 
     def _run(self) -> None:
         try:
+            self._device.use()
             # wait: none, between iterations; `put`, `close`
             while (launched := self._queue.get()) is not None:
                 self._publish(launched)

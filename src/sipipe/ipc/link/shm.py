@@ -149,9 +149,7 @@ class ShmSending:
         for the worker's cores.
         """
         assert self._buffers is not None, "announce comes first"
-        if after is not None:
-            # wait: none of its own, `stall_timeout` for the iteration; the device
-            after.synchronize()
+        until_reached(after)
         shape = schema.at(header.num_tokens)
         buffer = header.frame % self._endpoint.depth
         move = _move_holding_gil if shape.nbytes <= QUICK_BYTES else ctypes.memmove
@@ -287,6 +285,15 @@ class ShmReceiving:
             raise self._damaged(f"{size} bytes are not what its memory has")
         memory = torch.frombuffer(_map(descriptor, size * self._endpoint.depth), dtype=torch.uint8)
         return Buffers(memory, size, self._endpoint.buffer_tokens)
+
+
+def until_reached(event: Any) -> None:
+    """Sleep until a device has reached ``event``; None: nothing to wait for."""
+    if event is not None:
+        # This thread's would be GPU 0 otherwise, and the call would make a context there.
+        torch.cuda.set_device(event.device)
+        # wait: none of its own, `stall_timeout` for the iteration; the device
+        event.synchronize()
 
 
 def _greet(connection: PacketConnection) -> None:

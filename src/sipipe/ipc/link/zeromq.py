@@ -20,7 +20,7 @@ from sipipe.ipc.connection import Connection, Place
 from sipipe.ipc.link.buffers import Buffers, buffer_bytes
 from sipipe.ipc.link.header import Header, Kind, pack, unpack
 from sipipe.ipc.link.schema import TensorSchema
-from sipipe.ipc.link.shm import Announcement, ShmReceiving, ShmSending
+from sipipe.ipc.link.shm import Announcement, ShmReceiving, ShmSending, until_reached
 from sipipe.messages.link import LinkEndpoint
 
 
@@ -60,9 +60,7 @@ class ZeromqSending(ShmSending):
     def transmit(
         self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
     ) -> None:
-        if after is not None:
-            # wait: none of its own, `stall_timeout` for the iteration; the device
-            after.synchronize()
+        until_reached(after)
         here = [part.cpu().contiguous() for part in parts]
         views = [
             memoryview((ctypes.c_char * nbytes).from_address(part.data_ptr())) if nbytes else b""

@@ -49,6 +49,9 @@ class EmulatedDevice:
         self._ready = ready
         self._free = self._copied = 0
 
+    def use(self) -> None:
+        pass
+
     def launch(self, seconds: float) -> None:
         """Work that takes ``seconds``, behind what was launched before."""
         self._free = self.mark() + round(seconds * 1e9)
