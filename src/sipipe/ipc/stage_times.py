@@ -35,10 +35,10 @@ class Taken(NamedTuple):
     nanoseconds: int
 
     @classmethod
-    def of(cls, line: memoryview) -> Taken:
-        """The total so far."""
+    def of(cls, line: memoryview, phases: slice = slice(None)) -> Taken:
+        """The total so far; of ``phases`` among those that count, in their order."""
         batches, sequences, tokens, *nanoseconds = line
-        return cls(batches, sequences, tokens, sum(nanoseconds))
+        return cls(batches, sequences, tokens, sum(nanoseconds[phases]))
 
     def __sub__(self, before: Taken) -> Taken:
         return Taken(*(now - then for now, then in zip(self, before, strict=True)))

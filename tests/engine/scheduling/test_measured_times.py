@@ -88,3 +88,21 @@ def test_what_no_phase_has_is_seen_with_one_microbatch_alone(engine):
             engine.poll(now=i * 25e-3)
             engine.poll(now=i * 25e-3 + 1e-3)  # a visit of a closed slot, nothing new
         assert engine.controller.unseen == pytest.approx(expected, abs=2e-4)
+
+
+def test_parts_of_a_shared_projection_are_side_by_side(engine):
+    """Both stages multiply at once: a microbatch of all reads the matrix once."""
+    for i, batch in enumerate([16, 32, 64] * 40):
+        engine.controller.formed = 1 if i else 3  # the first poll only begins to count
+        for index in range(2):
+            engine.stages[index].phase(Phase.LOGITS, i, 0, (9 + 3 * index) * MS, batch, batch)
+            engine.stages[index].phase(Phase.FORWARD, i, 0, 4 * MS, batch, batch)
+        engine.executor.phase(Phase.UPDATE, i, 0, 1 * MS, batch, batch)
+        engine.executor.phase(Phase.GATHER, i, 0, 0, batch, batch)
+        engine.poll(now=i * 21e-3)
+    found = engine.controller
+    assert found.heads[1](32) == pytest.approx(12e-3, rel=0.05)
+    assert found.unseen == pytest.approx(0, abs=1e-3), "4 + 4 + 12 and the executor's"
+    assert found.period(64, 1) == pytest.approx(21e-3, rel=0.05)
+    assert found.period(64, 2) == pytest.approx(32e-3, rel=0.05)
+    assert found.microbatches(64) == 1

@@ -5,7 +5,8 @@ n sequences in k microbatches of b = n / k get a token each in one pipeline peri
     R(k) = max(sum of s_i(b) + h(b), k * max of s_i(b))
 
 where s_i(b) is the time of stage i for b sequences and h(b) what is needed between the last stage
-and the first (sampling, scheduling, messages). The first term is one microbatch's way through the
+and the first (sampling, scheduling, messages). Where stages share the output projection out, their
+parts run side by side: of these the longest counts in the sum. The first term is one microbatch's way through the
 pipeline, the second the slowest stage's work on all k. With equal stages k = p or p + 1 is best
 however thin the microbatches are; where one stage is much longer than the others (a large
 vocabulary behind few layers, say) or h is small, a second thin microbatch only pays that stage's
@@ -24,6 +25,7 @@ import dataclasses
 import time
 
 from sipipe.ipc.stage_times import StageTimes, Taken
+from sipipe.observe.phases import COUNTED_PHASES, Phase
 
 MEMORY = 0.995
 """Weight of a batch relative to the one after it: about the last 200 count."""
@@ -41,6 +43,10 @@ HOLD = 24
 """Visits between two changes for about as many sequences."""
 ALIKE = 1.5
 """Ratio of two numbers of sequences up to which they are about as many."""
+_ALL = slice(None)
+_HEAD = slice(
+    COUNTED_PHASES["stage"].index(Phase.LOGITS), COUNTED_PHASES["stage"].index(Phase.HANDOVER) + 1
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,11 +96,12 @@ class ConcurrencyController:
 
     def __init__(self, *, stages: int, slots: int) -> None:
         self.stages = [RunningRegression() for _ in range(stages)]
+        self.heads = [RunningRegression() for _ in range(stages)]
+        """Of these times, what the output projection and the logits' hand-over take."""
         self.between = RunningRegression()
         """What sampling and scheduling take between the last stage and the first."""
         self.unseen = 0.0
-        """Seconds of a pipeline period that no phase has: wake-ups, messages. Less than 0 where
-        stages work on a microbatch side by side (a shared output projection). Seen with one
+        """Seconds of a pipeline period that no phase has: wake-ups, messages. Seen with one
         microbatch alone in the pipeline, and kept."""
         self.formed = slots
         """What :meth:`microbatches` said last."""
@@ -108,7 +115,9 @@ class ConcurrencyController:
         batch = -(-sequences // microbatches)
         times = [stage(batch) for stage in self.stages]
         between = self.between(batch) if self.between.weight >= ENOUGH else 0.0
-        return max(sum(times) + between + self.unseen, microbatches * max(times))
+        heads = [head(batch) for head in self.heads if head.weight >= ENOUGH]
+        alone = sum(times) - sum(heads) + max(heads, default=0.0) + between + self.unseen
+        return max(alone, microbatches * max(times))
 
     def alone(self, seconds: float) -> None:
         """A pipeline period of one microbatch took ``seconds`` more than its phases.
@@ -149,11 +158,15 @@ class MeasuredTimes:
         self, controller: ConcurrencyController, times: StageTimes, *, samplers: int
     ) -> None:
         self.controller = controller
-        self._stages = [_Delta(times.line("stage", i)) for i in range(len(controller.stages))]
+        lines = [times.line("stage", i) for i in range(len(controller.stages))]
+        self._stages = [_Delta(line) for line in lines]
+        self._heads = [_Delta(line, _HEAD) for line in lines]
         self._samplers = [_Delta(times.line("sampler", i)) for i in range(samplers)]
         self._executor = _Delta(times.line("executor"))
-        # Since the executor took the last batch in: when that was, the stages' seconds, no prompts.
+        # Since the executor took the last batch in: when that was, the stages' seconds (of which
+        # these side by side), no prompts.
         self._before, self._spent, self._decodes = time.monotonic(), 0.0, True
+        self._beside = [0.0] * len(lines)
 
     def poll(self, now: float | None = None) -> None:
         """Take in what has happened since the last poll, at ``now`` on the monotonic clock."""
@@ -161,6 +174,13 @@ class MeasuredTimes:
             count, sequences, tokens, spent = process.take()
             self._spent += spent / 1e9 if count else 0.0
             self._decodes &= sequences == tokens
+            if count and sequences == tokens:
+                regression.add(sequences / count, spent / 1e9 / count, count)
+        for i, (process, regression) in enumerate(
+            zip(self._heads, self.controller.heads, strict=True)
+        ):
+            count, sequences, tokens, spent = process.take()
+            self._beside[i] += spent / 1e9 if count else 0.0
             if count and sequences == tokens:
                 regression.add(sequences / count, spent / 1e9 / count, count)
         count, sequences, _, spent = self._executor.take()
@@ -172,21 +192,23 @@ class MeasuredTimes:
         self.controller.between.add(sequences / count, seconds / count + slowest, count)
         now = time.monotonic() if now is None else now
         if count == 1 and self.controller.formed == 1 and self._decodes:
-            self.controller.alone(now - self._before - self._spent - seconds - slowest)
+            spent_alone = self._spent - sum(self._beside) + max(self._beside)
+            self.controller.alone(now - self._before - spent_alone - seconds - slowest)
         self._before, self._spent, self._decodes = now, 0.0, True
+        self._beside = [0.0] * len(self._beside)
 
 
 class _Delta:
-    """What one process has taken since it was last asked."""
+    """What one process has taken since it was last asked; all phases that count, or some."""
 
-    def __init__(self, line: memoryview) -> None:
-        self._line = line
+    def __init__(self, line: memoryview, phases: slice = _ALL) -> None:
+        self._line, self._phases = line, phases
         self._before = Taken(0, 0, 0, 0)
 
     def take(self) -> Taken:
         """Batches, sequences, tokens and nanoseconds since the last call; without a batch, the
         time is left for the call that sees one."""
-        now = Taken.of(self._line)
+        now = Taken.of(self._line, self._phases)
         delta = now - self._before
         if delta.batches:
             self._before = now
