@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import report
@@ -79,16 +80,24 @@ def main() -> None:
 
 
 def measure_in_turn(
-    job: dict[str, Any], settings: dict[str, dict[str, Any] | None], *, both_ways: bool
+    job: dict[str, Any],
+    settings: dict[str, dict[str, Any] | None],
+    *,
+    both_ways: bool,
+    traces: Path | None = None,
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, int]]:
     """``job`` on an engine of each of ``settings`` (None: stock vLLM), in order, and backwards.
 
-    Returns by title the tokens/s of each way of sampling, and the tokens of the KV cache.
+    Returns by title the tokens/s of each way of sampling, and the tokens of the KV cache. ``traces``
+    gets a directory ``NUMBER TITLE`` of each engine of SiPipe.
     """
     speeds: dict[str, dict[str, list[float]]] = {title: {} for title in settings}
     kept: dict[str, int] = {}
-    for title in [*settings, *reversed(settings)] if both_ways else settings:
+    order = [*settings, *reversed(settings)] if both_ways else list(settings)
+    for number, title in enumerate(order):
         side, own = ("stock", {}) if settings[title] is None else ("sipipe", settings[title])
+        if traces is not None and own:
+            own = own | {"trace": str(traces / f"{number} {title}")}
         result = measure_sides(job, own or {}, sides=(side,))[side]
         kept[title] = result["kv_tokens"]
         for way, figures in result["tokens_per_second"].items():
