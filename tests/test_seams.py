@@ -83,6 +83,7 @@ METHODS = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._set_active_loras": (
         "self prompt_lora_mapping token_lora_mapping lora_requests"
     ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run": "self num_tokens",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._zero_block_ids": "self block_ids",
     "vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace": None,
     "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders": (

@@ -169,8 +169,14 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     vocabulary: Literal["auto", "shared", "last"] = "auto"
     """Who multiplies by the output projection. ``"shared"``: every stage, by a part of its columns,
     as many as even the stages' times; the layers are then cut evenly. ``"last"``: the last stage.
-    ``"auto"``: shared where it is expected to shorten the slowest stage by 3 %. Where it cannot be
-    shared out (docs/vocabulary.md), the last stage has it, with a line in the log."""
+    ``"auto"``: shared where it is expected, and on the loaded model measured, to shorten the slowest
+    stage by 3 %. Where it cannot be shared out (docs/vocabulary.md), the last stage has it, with a
+    line in the log."""
+
+    kv_loss: Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")] = 0.1
+    """Part of the KV cache's tokens, 0 to below 1, that ``"layers": "auto"`` may give up against
+    the even cut: the stage with the most layers decides how many tokens fit. The log says what a
+    cut costs, and what one that costs more would be worth."""
 
     overlap: Flag = True
     """Token-safe execution: prepare the next microbatch's inputs while the device runs this one.

@@ -11,8 +11,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine import arguments
-from sipipe.engine.layers.choose import VARIABLE, choose_layers
-from sipipe.engine.layers.vocabulary import choose_vocabulary, columns
+from sipipe.engine.layers.choose import VARIABLE, choose_layers, describe_layers
+from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary, columns, settle
 from sipipe.errors import ConfigError
 from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.worker.world import cut_model
@@ -39,8 +39,27 @@ def choose(engine_config, by_cost=True, **settings):
 
 
 def test_the_last_stage_gets_fewer_for_its_projection(engine_config):
-    assert choose(engine_config) == (7, 1)
-    assert choose(engine_config, layers="auto") == (7, 1)
+    assert choose(engine_config, kv_loss=0.5) == (7, 1)
+    assert choose(engine_config, layers="auto", kv_loss=0.3) == (5, 3)
+
+
+def test_no_more_of_the_cache_goes_than_was_said(engine_config):
+    def described(cut, by_cost=True, **settings):
+        config = SiPipeConfig.from_dict(settings)
+        return describe_layers(engine_config, config, cut, by_cost=by_cost)
+
+    assert choose(engine_config) == (4, 4)
+    said = described((4, 4))
+    assert said.startswith("Layers of the stages: 4, 4 (7, 1 would be 1.")
+    assert 'cost 43% of the KV cache\'s tokens, more than "kv_loss" 0.1 allows' in said
+    assert described((7, 1), kv_loss=0.5) == (
+        "Layers of the stages: 7, 1 (evenly cut: 4, 4; costs 43% of the KV cache's tokens)"
+    )
+    assert "costs 20% of the KV cache's tokens" in described((5, 3), layers=[5, 3])
+    assert described((4, 4), by_cost=False) == ""
+    assert described((4, 4), layers="even") == ""
+    with pytest.raises(ConfigError, match='"kv_loss" must be a number from 0 to below 1, not 1'):
+        SiPipeConfig.from_dict({"kv_loss": 1})
 
 
 def test_vllms_cut_where_it_was_asked_for_or_its_own_path_is_taken(engine_config):
@@ -105,13 +124,32 @@ def test_the_last_stage_keeps_it_where_it_was_asked_to_or_alone(engine_config):
 
 
 def test_auto_shares_only_what_is_worth_it(engine_config, monkeypatch):
-    monkeypatch.setattr("sipipe.engine.layers.vocabulary.WORTH_IT", 1.5)
+    monkeypatch.setattr("sipipe.engine.layers.vocabulary.WORTH_SHARING", 1.5)
     parts, layers, said = vocabulary(engine_config)
     assert (parts, layers) == ((), (7, 1))
     assert said.startswith(
         "Output projection on the last stage: sharing it out would make the slowest stage"
     )
     assert vocabulary(engine_config, vocabulary="shared")[0] == (0.5, 0.5)
+
+
+def test_what_was_measured_decides(engine_config):
+    expected = Vocabulary((0.5, 0.5), "expected to make it quicker")
+    auto, asked = SiPipeConfig(), SiPipeConfig(vocabulary="shared")
+    found = settle(expected, auto, [4e-3, 6e-3], 20e-3)
+    assert found.parts == pytest.approx((0.55, 0.45))
+    assert str(found).startswith("Output projection shared out over the stages: 55%, 45%")
+    assert "expected to make it quicker; measured: layers 4.0, 6.0 ms, projection 20.0 ms" in str(
+        found
+    )
+    assert "1.73 x as quick" in str(found)
+    little = [30e-3, 30e-3], 1e-3
+    assert settle(expected, asked, *little).parts == pytest.approx((0.5, 0.5))
+    kept = settle(expected, auto, *little)
+    assert kept.parts == ()
+    assert str(kept).startswith("Output projection on the last stage: expected")
+    assert settle(expected, auto, [40e-3, 4e-3], 20e-3).parts == ()
+    assert settle(expected, asked, [40e-3, 4e-3], 20e-3).parts == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.worker.double_buffer import DoubleBuffer  # noqa: E402
 from sipipe.worker.logits import LogitsHandover, StageLogits  # noqa: E402
 from sipipe.worker.steps import StageSteps  # noqa: E402
-from sipipe.worker.vocabulary import HeadShard, OfferedHead, SharedHead  # noqa: E402
+from sipipe.worker.vocabulary import HeadShard, OfferedHead, SharedHead, time_parts  # noqa: E402
 
 VOCAB, HIDDEN, HAND_OVER = 1000, 32, 60
 
@@ -126,6 +126,25 @@ def test_what_is_more_than_a_product_stays_on_the_last_stage(change, reason):
     if own:
         model.processor = type("Own", (LogitsProcessor,), {})(VOCAB)
     assert reason in OfferedHead(stage_logits(model), torch.randn(3, HIDDEN)).reason
+
+
+def test_a_head_that_stays_is_left_as_it_was():
+    model = Model()
+    offered = OfferedHead(stage_logits(model), torch.randn(3, HIDDEN))
+    packed = model.lm_head.cpu_linear
+    offered.close(taken=False)
+    assert model.lm_head.cpu_linear is packed
+
+
+def test_stages_say_how_long_their_parts_take():
+    ran = []
+    model = SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32)
+    runner = SimpleNamespace(_dummy_run=ran.append, model_config=model, vllm_config=VllmConfig())
+    assert time_parts(runner, None, 7).head == 0
+    assert set(ran) == {7}
+    measured = time_parts(runner, stage_logits(Model()), 7)
+    assert measured.head > 0
+    assert measured.layers > 0
 
 
 def link(bound=HAND_OVER):

@@ -95,7 +95,7 @@ def parse_engine_command(
         value = getattr(own, name)
         if value is not None:
             rest[end:end] = [f"-{name}", str(value)]
-    names = ("samplers", "inflight", "layers", "trace", "trace_limit", "cores")
+    names = ("samplers", "inflight", "layers", "vocabulary", "trace", "trace_limit", "cores")
     settings = {name: value for name in names if (value := getattr(own, name)) is not None}
     SiPipeConfig.from_dict(settings)
     return own, settings, rest
@@ -110,6 +110,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         ("samplers", _setting, "N", "CPU sampler processes (default: from the free cores)"),
         ("inflight", _setting, "N", "microbatches in flight (default: stages + 1)"),
         ("layers", _layers, "auto|even|N,N", "layers of each stage, such as 7,1 (default: auto)"),
+        ("vocabulary", str, "auto|shared|last", "who has the output projection (default: auto)"),
         ("trace", str, "DIR", "record a trace of the pipeline into DIR"),
         ("trace-limit", _setting, "MIB", "of which the newest MIB are kept (default: 1024)"),
         ("cores", _setting, "auto|off|JSON", placed),

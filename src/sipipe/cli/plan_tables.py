@@ -116,13 +116,16 @@ def _table(
 def _choice_table(plan: Plan, width: int) -> Table:
     """The ranking; in a narrow terminal without what can be left out."""
     columns = ["engine", "p", "t", "tok/s", "range", "TPOT ms", "range", "running"]
-    columns += ["KV tokens", "idle", "limited by"]
-    shown = [index for index in range(len(columns)) if width >= 110 or index not in (6, 7, 9)]
+    columns += ["KV tokens", "idle", "vocabulary", "limited by"]
+    left_out = set() if width >= 110 else {6, 7, 9}
+    if not any(choice.placement.shares_head for choice in plan.choices):
+        left_out.add(10)
+    shown = [index for index in range(len(columns)) if index not in left_out]
     rows = [_cells(choice) for choice in plan.choices]
     return _table(
         [columns[index] for index in shown],
         [[row[index] for index in shown] for row in rows],
-        left=("engine", "limited by"),
+        left=("engine", "vocabulary", "limited by"),
     )
 
 
@@ -134,7 +137,7 @@ def _cells(choice: Choice) -> list[str]:
         *(f"{choice.throughput:,.0f}", f"{low:,.0f}-{high:,.0f}"),
         *(f"{choice.tpot * 1e3:.1f}", f"{quickest:.1f}-{slowest:.1f}"),
         *(f"{choice.batch:,}", f"{choice.memory.kv_tokens:,}", f"{choice.iteration.idle:.0%}"),
-        f"{choice.iteration.limit}; {choice.capped_by}{mark}",
+        *(choice.vocabulary, f"{choice.iteration.limit}; {choice.capped_by}{mark}"),
     ]
 
 

@@ -27,7 +27,8 @@ from sipipe.engine.host import Host
 from sipipe.engine.hosts import link_port
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.layers.choose import is_free
-from sipipe.engine.layers.vocabulary import Vocabulary, columns
+from sipipe.engine.layers.cut import COST_TOKENS
+from sipipe.engine.layers.vocabulary import Vocabulary, columns, settle
 from sipipe.engine.remote import RemoteHost
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.resolve import Resolver
@@ -163,6 +164,18 @@ class Pipeline:
             why = next(offer for offer in offers if isinstance(offer, str))
             setup.vocabulary = Vocabulary(why=why)
             logger.warning("%s", setup.vocabulary)
+            return ()
+        sequences = min(setup.microbatch, COST_TOKENS)
+        times: list[Measured] = self._answer("sipipe:time_parts", sequences=sequences)
+        stages = range(0, len(times), setup.ranks)
+        setup.vocabulary = settle(
+            setup.vocabulary,
+            setup.config,
+            [max(rank.layers for rank in times[at : at + setup.ranks]) for at in stages],
+            max(rank.head for rank in times),
+        )
+        logger.info("%s", setup.vocabulary)
+        if not setup.vocabulary.parts:
             return ()
         bounds = columns(rows, setup.vocabulary.parts)
         self._answer("sipipe:take_head", offers=offers, bounds=bounds)

@@ -142,7 +142,12 @@ class Setup:
         lines = [
             *cores,
             describe(budget),
-            describe_layers(self.layers),
+            describe_layers(
+                self.vllm_config,
+                self.config,
+                self.layers,
+                by_cost=not self.reason and not self.vocabulary.parts,
+            ),
             str(self.vocabulary),
             runner,
         ]

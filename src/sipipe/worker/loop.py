@@ -44,7 +44,7 @@ from sipipe.worker.runner import StageRunner
 from sipipe.worker.shards import cut, join
 from sipipe.worker.steps import StageSteps
 from sipipe.worker.support import unsupported_reason
-from sipipe.worker.vocabulary import HeadShard, OfferedHead, Project, SharedHead
+from sipipe.worker.vocabulary import HeadShard, OfferedHead, Project, SharedHead, time_parts
 
 if TYPE_CHECKING:
     from sipipe.worker.second_runner import SecondRunner
@@ -148,9 +148,8 @@ class StageLoop:
             if self._boot.vllm_config.lora_config is not None:
                 # The projection looks for a mapping.
                 vllm_runner._set_active_loras((0,), (0,), set())
-            model = self._boot.vllm_config.model_config
-            hidden = torch.randn(3, model.get_hidden_size(), dtype=model.dtype)
-            hidden = hidden.to(vllm_runner.device)
+            model, device = self._boot.vllm_config.model_config, vllm_runner.device
+            hidden = torch.randn(3, model.get_hidden_size(), dtype=model.dtype).to(device)
             with torch.inference_mode():
                 logits = runner.head.compute(hidden)
                 if self._boot.shares_head:
@@ -167,16 +166,20 @@ class StageLoop:
         )
         return StageDescription(logits=shape, head=offered or "")
 
+    def time_parts(self, *, sequences: int) -> Measured:
+        """What :func:`time_parts` says of this rank."""
+        assert self._runner is not None
+        return time_parts(self._worker.model_runner, self._runner.head, sequences)
+
     def take_head(self, *, offers: list[HeadOffer], bounds: tuple[int, ...]) -> None:
         """Take this rank's rows of the output projection from the last stage, which offers them.
 
         ``bounds``: as BIC-L has them; writer ``r * stages + s`` is rank r of stage s.
         """
         self._writer = self._place.tp_rank * self._place.stages + self._place.stage
-        start, stop = bounds[self._writer : self._writer + 2]
-        with set_current_vllm_config(self._boot.vllm_config):
-            dtype = self._boot.vllm_config.model_config.dtype
-            self._shard = HeadShard(offers, start, stop, dtype)
+        (start, stop), config = bounds[self._writer : self._writer + 2], self._boot.vllm_config
+        with set_current_vllm_config(config):
+            self._shard = HeadShard(offers, start, stop, config.model_config.dtype)
 
     def open(
         self,
@@ -239,6 +242,8 @@ class StageLoop:
             record=self._record,
             stall_timeout=config.stall_timeout,
         )
+        if self._offered is not None and self._shard is None:
+            self._offered.close(taken=False)
         if self._shard is not None:
             steps.shared = self._shared = self._open_heads(heads, sockets, steps.project)
         if place.tp_size > 1:

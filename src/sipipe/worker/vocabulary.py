@@ -24,12 +24,15 @@ Why no cycle of waits can form
 from __future__ import annotations
 
 import select
+import statistics
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -39,6 +42,7 @@ from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
 from sipipe.ipc.memory import PAGE, SharedMemory
 from sipipe.messages.boots import HeadOffer
+from sipipe.messages.measured import TIMES, Measured
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.logits import StageLogits, placed_in
 
@@ -82,10 +86,11 @@ class OfferedHead:
         )
         _rows(self._memory, self.offer, weight.dtype).copy_(weight)
 
-    def close(self) -> None:
-        """Every stage has taken its rows."""
+    def close(self, *, taken: bool = True) -> None:
+        """Every stage has taken its rows, or the last stage keeps them."""
         if self._memory is not None:
             self._memory.close()
+        if taken:
             # What scores prompts packs the whole matrix again when somebody asks for it.
             self._module.cpu_linear = self._pack_and_multiply
 
@@ -156,6 +161,28 @@ class HeadShard(torch.nn.Module):
         with placed_in(into, hidden):
             logits: torch.Tensor = self._project(self, hidden)
         return logits
+
+
+def time_parts(vllm_runner: Any, head: StageLogits | None, sequences: int) -> Measured:
+    """Seconds that the layers take for ``sequences`` decoding ones, without their attention, and on
+    the last stage, which has ``head``, the whole output projection. All stages at once."""
+
+    def median(call: Callable[[], object]) -> float:
+        call()  # does not count
+        taken = []
+        for _ in range(TIMES):
+            began = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken)
+
+    config = vllm_runner.model_config
+    with set_current_vllm_config(vllm_runner.vllm_config), torch.inference_mode():
+        layers = median(lambda: vllm_runner._dummy_run(sequences))
+        if head is None:
+            return Measured(layers=layers)
+        hidden = torch.randn(sequences, config.get_hidden_size(), dtype=config.dtype)
+        return Measured(layers=layers, head=median(lambda: head.compute(hidden)))
 
 
 def _rows(memory: SharedMemory, offer: HeadOffer, dtype: torch.dtype) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """Layers per stage: the shortest slowest stage, and vLLM's cut wherever that is as good."""
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sipipe.engine.layers.cut import _shortest, cut_layers, layer_split
+from sipipe.engine.layers.cut import _shortest, cut_layers, kv_lost, layer_split, speed_up
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.tools.planner.models import load_model
 
@@ -71,3 +72,27 @@ def test_one_layer_for_each_stage_leaves_no_choice():
         name="tiny",
     )
     assert cut_layers(facts, 4, device="cpu") == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(("name", "p"), [("qwen2.5-0.5b", 2), ("llama-3.1-8b", 4), ("qwen3-4b", 8)])
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("memory", [math.inf, 24e9])
+@pytest.mark.parametrize("allowed", [0.0, 0.1, 0.2, 0.5])
+def test_no_more_of_the_cache_is_given_up_than_allowed(name, p, device, memory, allowed):
+    facts = load_model(name)
+    cut = cut_layers(facts, p, device=device, kv_loss=allowed, memory=memory)
+    assert kv_lost(facts, cut, memory=memory) <= allowed + 1e-9
+    freely = cut_layers(facts, p, device=device, memory=memory)
+    assert speed_up(facts, cut, freely, device=device) >= 1
+    if kv_lost(facts, freely, memory=memory) <= allowed:
+        assert cut == freely
+
+
+def test_what_a_cut_costs():
+    facts = load_model("qwen2.5-0.5b")
+    assert kv_lost(facts, (14, 10)) == pytest.approx(1 - 12 / 14)
+    assert kv_lost(facts, (12, 12)) == 0
+    assert cut_layers(facts, 2, device="cpu", kv_loss=0.1) == (13, 11)
+    # Weights take of the same memory: 2.2 GB of cache for the one stage, 0.3 less for the other.
+    assert kv_lost(facts, (14, 10), memory=3e9) > kv_lost(facts, (14, 10))
+    assert kv_lost(facts, (14, 10), memory=1e3) == 0, "nothing fits, however it is cut"

@@ -200,17 +200,19 @@ def test_fewer_bits_are_never_slower(model, batch):
     assert rates[0] >= rates[1]
 
 
-def test_an_uneven_cut_that_leaves_too_little_cache_gives_way_to_the_even_one():
+def test_what_leaves_too_little_cache_gives_way_to_the_even_cut():
     def ours(**more):
-        found = plan("qwen3-1.7b", Workload(max_num_seqs=256, **more), per_host=4)
+        workload = Workload(max_num_seqs=256, **more)
+        found = plan("qwen3-4b", workload, gpu="xeon-8468", per_host=4, cores=200)
         return found, by_degree(found)[4, 1].ours
 
     _, free = ours()
+    assert free.vocabulary == "shared", "the parts of the output projection take memory"
     found, even = ours(min_kv_tokens=free.memory.kv_tokens + 1)
     assert even.memory.kv_tokens > free.memory.kv_tokens
     assert len({stage.layers for stage in even.placement.stages}) == 1
     (command,) = serve_commands(found, even)
-    assert "--layers 7,7,7,7" in command
+    assert "--vocabulary last --layers 9,9,9,9" in command
     found = plan("qwen3-1.7b", Workload(min_kv_tokens=10**9), per_host=4)
     assert "under --min-kv-tokens 1,000,000,000" in reasons(found)[4, 1]
 
@@ -271,3 +273,24 @@ def test_picture_is_svg_with_every_degree(budget):
         assert texts.count(degree) == 1
     bars = [float(e.get("width")) for e in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert max(bars) == (300 if found.choices else 12)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen2.5-7b"])
+def test_on_cpus_the_output_projection_is_shared_where_that_is_quicker(model):
+    found = plan(model, gpu="xeon-8468", per_host=4, cores=200)
+    both = by_degree(found)[4, 1]
+    assert (both.ours.vocabulary, both.stock.vocabulary) == ("shared", "last")
+    stages = both.ours.placement.stages
+    assert sum(stage.head for stage in stages) == pytest.approx(1)
+    logits = [time.forward["logits"] for time in both.ours.iteration.stages]
+    assert min(logits) > 0, "every stage multiplies"
+    assert "--vocabulary shared" in serve_commands(found, both.ours)[0]
+    assert "--vocabulary" not in serve_commands(found, both.stock)[0]
+    names = {c["engine"]: c["vocabulary"] for c in plan_to_dict(found)["choices"] if c["p"] == 4}
+    assert names == {"sipipe": "shared", "vllm": "last"}
+    assert by_degree(found)[1, 4].ours.vocabulary == "last"
+
+
+def test_nothing_is_shared_where_the_engine_would_not():
+    for found in (plan(), plan(gpu="xeon-8468", hosts=2, per_host=2)):
+        assert not any(choice.placement.shares_head for choice in found.choices)

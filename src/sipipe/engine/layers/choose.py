@@ -6,6 +6,8 @@ behind in the process that holds the engine.
 """
 
 import json
+import math
+from typing import Literal
 
 from vllm import envs
 from vllm.config import VllmConfig
@@ -14,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.layers.cut import cut_layers, layer_split
+from sipipe.engine.layers.cut import cut_layers, kv_lost, layer_split, speed_up
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError, UnsupportedError
@@ -55,8 +57,7 @@ def choose_layers(
         and 1 < stages <= total
         and (facts := model_facts(vllm_config)) is not None
     ):
-        tp = vllm_config.parallel_config.tensor_parallel_size
-        return cut_layers(facts, stages, tp, device="cpu" if current_platform.is_cpu() else "gpu")
+        return _cut(vllm_config, facts, config.kv_loss)
     try:
         bounds = [get_pp_indices(total, stage, stages) for stage in range(stages)]
     except ValueError as error:
@@ -69,11 +70,61 @@ def is_free(config: SiPipeConfig) -> bool:
     return config.layers == "auto" and envs.VLLM_PP_LAYER_PARTITION is None
 
 
-def describe_layers(layers: tuple[int, ...]) -> str:
-    """Which layers the stages get, where it is not what vLLM would give them; else empty."""
+def _cut(vllm_config: VllmConfig, facts: ModelFacts, kv_loss: float) -> tuple[int, ...]:
+    parallel = vllm_config.parallel_config
+    return cut_layers(
+        facts,
+        parallel.pipeline_parallel_size,
+        parallel.tensor_parallel_size,
+        device=_device(),
+        kv_loss=kv_loss,
+        memory=_memory(vllm_config),
+    )
+
+
+def _device() -> Literal["cpu", "gpu"]:
+    return "cpu" if current_platform.is_cpu() else "gpu"
+
+
+def _memory(vllm_config: VllmConfig) -> float:
+    """Bytes of a GPU for weights and KV cache; on CPUs all stages' caches have as many bytes."""
+    if current_platform.is_cpu():
+        return math.inf
+    share: float = vllm_config.cache_config.gpu_memory_utilization
+    return int(current_platform.get_device_total_memory()) * share
+
+
+def describe_layers(
+    vllm_config: VllmConfig, config: SiPipeConfig, layers: tuple[int, ...], *, by_cost: bool
+) -> str:
+    """Which layers the stages get, where it is not what vLLM would give them, and what that costs;
+    or what a cut would be worth that costs too much. Else empty.
+
+    ``by_cost``: whether the last stage alone has the output projection, on SiPipe's path.
+    """
     even = layer_split(sum(layers), len(layers))
-    texts = (", ".join(map(str, cut)) for cut in (layers, even))
-    return "" if layers == even else "Layers of the stages: {} (evenly cut: {})".format(*texts)
+    free = by_cost and is_free(config)
+    facts = model_facts(vllm_config) if layers != even or free else None
+    tp, memory = vllm_config.parallel_config.tensor_parallel_size, _memory(vllm_config)
+
+    def cost(cut: tuple[int, ...]) -> str:
+        lost = kv_lost(facts, cut, tp, memory) if facts is not None else 0.0
+        return f"{lost:.0%} of the KV cache's tokens" if lost > 0 else "no KV cache"
+
+    def text(cut: tuple[int, ...]) -> str:
+        return ", ".join(map(str, cut))
+
+    said = f"Layers of the stages: {text(layers)}"
+    parts = []
+    if layers != even:
+        parts.append(f"evenly cut: {text(even)}; costs {cost(layers)}")
+    if free and facts is not None and (best := _cut(vllm_config, facts, 1.0)) != layers:
+        gain = speed_up(facts, layers, best, tp, device=_device())
+        parts.append(
+            f"{text(best)} would be {gain:.2f} x as quick in the slowest stage and cost "
+            f'{cost(best)}, more than "kv_loss" {config.kv_loss:g} allows'
+        )
+    return f"{said} ({'; '.join(parts)})" if parts else ""
 
 
 def model_facts(vllm_config: VllmConfig) -> ModelFacts | None:

@@ -7,6 +7,8 @@ many layers, and every other stage waits for it: the paper's load imbalance, bef
 
 import functools
 import itertools
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 from sipipe.engine.layers.facts import ModelFacts
@@ -19,30 +21,84 @@ assumes; not measured."""
 _DECODE_SHARE = 0.5
 """Part of the tokens that meet the projection: prompts meet the layers only, and are assumed to
 have as many tokens as the outputs. With none of them the last stage would get fewer layers."""
-_TOKENS = 32
-"""Tokens of the microbatch that says how many experts of a layer are met."""
+COST_TOKENS = 32
+"""Tokens of the microbatch that costs are of: how many experts of a layer are met."""
+WORTH_SHARING = 1.03
+"""How many times as long the slowest stage has to be otherwise for ``"vocabulary": "auto"`` to
+share the output projection out."""
 _WORTH_IT = 0.05
 """Part of the slowest stage's time below which the even cut, which leaves most room for the KV
 cache, is kept."""
 
 
 def cut_layers(
-    facts: ModelFacts, p: int, t: int = 1, *, device: Literal["cpu", "gpu"] = "gpu"
+    facts: ModelFacts,
+    p: int,
+    t: int = 1,
+    *,
+    device: Literal["cpu", "gpu"] = "gpu",
+    kv_loss: float = 1.0,
+    memory: float = math.inf,
 ) -> tuple[int, ...]:
     """Layers of each of ``p`` stages of ``t`` ranks, for the shortest slowest stage.
 
-    vLLM's even cut where that is not at least 5 % shorter: the more layers a stage has, the
-    fewer tokens fit in its KV cache. Requires ``1 <= p <= facts.layers``.
+    vLLM's even cut where that is not at least 5 % shorter, or where every better one costs more
+    than ``kv_loss`` of its KV cache's tokens; ``memory`` as :func:`kv_lost` has it. Requires
+    ``1 <= p <= facts.layers``.
     """
     costs, projection = _costs(facts, t, device)
-
-    def slowest(layers: tuple[int, ...]) -> float:
-        times = _stage_costs(costs, layers)
-        return max(*times, times[-1] + projection)
-
     even = layer_split(facts.layers, p)
-    best = _shortest(costs, projection, p)
-    return best if slowest(best) < slowest(even) * (1 - _WORTH_IT) else even
+    least = (1 - kv_loss) * _tokens(facts, even, t, memory)
+    most = facts.layers
+    while most > max(even):
+        best = _shortest(costs, projection, p, most)
+        if _tokens(facts, best, t, memory) >= least:
+            pays = speed_up(facts, even, best, t, device=device) * (1 - _WORTH_IT) > 1
+            return best if pays else even
+        most = max(best) - 1
+    return even
+
+
+def kv_lost(
+    facts: ModelFacts, layers: tuple[int, ...], t: int = 1, memory: float = math.inf
+) -> float:
+    """Part of the tokens of an even cut's KV cache that ``layers`` leave no room for.
+
+    ``memory``: bytes of a rank for weights and cache; without a bound every stage's cache has as
+    many bytes, as on CPUs.
+    """
+    even = _tokens(facts, layer_split(facts.layers, len(layers)), t, memory)
+    return 1 - _tokens(facts, layers, t, memory) / even if even > 0 else 0.0
+
+
+def speed_up(
+    facts: ModelFacts,
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    t: int = 1,
+    *,
+    device: Literal["cpu", "gpu"] = "gpu",
+) -> float:
+    """How many times as long the slowest stage is with layers ``before`` as with ``after``."""
+    costs, projection = _costs(facts, t, device)
+    return _slowest(costs, projection, before) / _slowest(costs, projection, after)
+
+
+def _slowest(costs: list[float], projection: float, layers: tuple[int, ...]) -> float:
+    times = _stage_costs(costs, layers)
+    return max(*times, times[-1] + projection)
+
+
+def _tokens(facts: ModelFacts, layers: tuple[int, ...], t: int, memory: float) -> float:
+    """Of the stage whose cache holds the fewest, in any unit; 0 where its weights do not fit."""
+    if memory == math.inf:
+        return 1 / max(layers)
+    sizes = [float(facts.layer_parameters(n)) * facts.weight_bytes for n in range(facts.layers)]
+    weights = _stage_costs(sizes, layers)
+    for stage in {0, len(layers) - 1}:
+        weights[stage] += facts.embedding_parameters * facts.activation_bytes
+    left = zip(layers, weights, strict=True)
+    return max(0.0, min((memory - size / t) / count for count, size in left))
 
 
 def share_projection(
@@ -55,13 +111,17 @@ def share_projection(
     projection on the last stage.
     """
     costs, projection = _costs(facts, t, "cpu")
-    times = _stage_costs(costs, even)
-    # Filled up like water: a stage that is longer than the level has nothing of it.
+    parts, slowest = fill(_stage_costs(costs, even), projection)
+    return parts, _slowest(costs, projection, cut) / slowest
+
+
+def fill(times: Sequence[float], projection: float) -> tuple[tuple[float, ...], float]:
+    """What part of ``projection`` each stage gets beside its layers' ``times``, and the time of the
+    slowest then: filled up like water, so that a stage that is longer than the level has nothing."""
     filled = itertools.accumulate(sorted(times))
     level = min((below + projection) / n for n, below in enumerate(filled, 1))
     parts = tuple(max(0.0, level - time) / projection for time in times)
-    before = _stage_costs(costs, cut)
-    return parts, max(*before, before[-1] + projection) / max(*times, level)
+    return parts, max(*times, level)
 
 
 def _costs(facts: ModelFacts, t: int, device: Literal["cpu", "gpu"]) -> tuple[list[float], float]:
@@ -81,12 +141,15 @@ def _layer_bytes(facts: ModelFacts, layer: int) -> float:
     parameters = float(facts.layer_parameters(layer))
     if layer in facts.sparse_layers and facts.moe is not None:
         moe = facts.moe
-        parameters -= (moe.experts - moe.touched(_TOKENS)) * moe.expert_parameters
+        parameters -= (moe.experts - moe.touched(COST_TOKENS)) * moe.expert_parameters
     return parameters * facts.weight_bytes
 
 
-def _shortest(costs: list[float], projection: float, p: int) -> tuple[int, ...]:
-    """The cut with the shortest slowest stage; of equal ones the most even."""
+def _shortest(
+    costs: list[float], projection: float, p: int, most: int | None = None
+) -> tuple[int, ...]:
+    """The cut with the shortest slowest stage, none of more than ``most`` layers; of equal ones the
+    most even."""
     total = len(costs)
     before = [0.0]
     for cost in costs:
@@ -97,9 +160,11 @@ def _shortest(costs: list[float], projection: float, p: int) -> tuple[int, ...]:
         """(slowest stage, sum of squares, layers) of the ``stages`` last stages, from ``first``."""
         if stages == 1:
             count = total - first
+            if most is not None and count > most:
+                return math.inf, 0, ()
             return before[total] - before[first] + projection, count**2, (count,)
         options = []
-        for count in range(1, total - first - stages + 2):
+        for count in range(1, min(most or total, total - first - stages + 1) + 1):
             slowest, squares, rest = best(first + count, stages - 1)
             own = before[first + count] - before[first]
             options.append((max(own, slowest), squares + count**2, (count, *rest)))

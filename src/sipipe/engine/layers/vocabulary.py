@@ -12,10 +12,8 @@ from vllm.platforms import current_platform
 from sipipe.config import SiPipeConfig
 from sipipe.engine.compatibility import uses_second_runner
 from sipipe.engine.layers.choose import choose_layers, model_facts
-from sipipe.engine.layers.cut import share_projection
+from sipipe.engine.layers.cut import WORTH_SHARING, fill, share_projection
 
-WORTH_IT = 1.03
-"""How many times as long the slowest stage has to be otherwise for ``"auto"`` to share."""
 _BLOCK = 64
 """Columns that stay together: vLLM pads its vocabulary to as many, and kernels work on fewer."""
 
@@ -53,9 +51,29 @@ def choose_vocabulary(
     tp = vllm_config.parallel_config.tensor_parallel_size
     parts, gain = share_projection(facts, cut, even, tp)
     said = f"the slowest stage {gain:.2f} x as quick with layers {even} as unshared with {cut}"
-    if config.vocabulary == "auto" and gain < WORTH_IT:
+    if config.vocabulary == "auto" and gain < WORTH_SHARING:
         return Vocabulary(why=f"sharing it out would make {said}"), cut
     return Vocabulary(parts, f"expected to make {said}"), even
+
+
+def settle(
+    expected: Vocabulary, config: SiPipeConfig, layers: Sequence[float], projection: float
+) -> Vocabulary:
+    """The parts by what was measured on the loaded model, where they were to be shared out.
+
+    Args:
+        layers: seconds of each stage's layers for a microbatch of decoding sequences.
+        projection: seconds of all of the output projection.
+    """
+    parts, slowest = fill(layers, projection)
+    gain = max(*layers, layers[-1] + projection) / slowest
+    times = ", ".join(f"{seconds * 1e3:.1f}" for seconds in layers)
+    why = (
+        f"{expected.why}; measured: layers {times} ms, projection {projection * 1e3:.1f} ms, the "
+        f"slowest stage {gain:.2f} x as quick shared as unshared with the same layers"
+    )
+    keep = config.vocabulary == "auto" and gain < WORTH_SHARING
+    return Vocabulary(() if keep else parts, why)
 
 
 def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:

@@ -63,6 +63,8 @@ class Run:
     """CPU devices: cores of one rank. GPUs: 1."""
     layers: tuple[int, ...] | None = None
     """Layers of each stage; None: cut evenly."""
+    heads: tuple[float, ...] = ()
+    """Each stage's part of the output projection; empty: the last stage has it."""
 
 
 def _forward_terms(sheet: DatasheetCosts, stage: Stage, tokens: float, cores: int) -> Terms:
@@ -72,8 +74,8 @@ def _forward_terms(sheet: DatasheetCosts, stage: Stage, tokens: float, cores: in
     return {
         "layers": float(stage.layers),
         # Where caches are large enough to keep a stage's weights, the vocabulary projection
-        # evicts them: the last stage reads its layers from memory every time.
-        "layers of the last": float(stage.layers if stage.is_last else 0),
+        # evicts them: a stage that has it reads its layers from memory every time.
+        "layers beside a head": float(stage.layers if stage.head else 0),
         "products": 2.0 * active * tokens / cores,
         "all-reduce": 2 * stage.layers * all_reduce_seconds(sheet.cluster, stage, size),
     }
@@ -88,15 +90,18 @@ def _active(facts: ModelFacts, layer: int) -> float:
 
 
 def _terms(
-    facts: ModelFacts, phase: str, batch: float, tokens: float, t: int, cores: int
+    facts: ModelFacts, phase: str, batch: float, tokens: float, part: float, cores: int
 ) -> Terms | None:
-    """The terms of every phase but the forward; None for one that is no cost (a wait)."""
+    """The terms of every phase but the forward; None for one that is no cost (a wait).
+
+    ``part``: of the vocabulary's columns, that a rank has.
+    """
     match phase:
         case "logits":
-            weights = facts.embedding_parameters / t
+            weights = facts.embedding_parameters * part
             return {"weights": weights, "products": 2.0 * weights * batch / cores}
         case "handover":
-            return {"calls": 1.0, "logits": batch * facts.vocabulary / t}
+            return {"calls": 1.0, "logits": batch * facts.vocabulary * part}
         case "sample" | "device_sample":
             return {"calls": 1.0, "logits": batch * facts.vocabulary}
         case "send":
@@ -126,14 +131,15 @@ def calibrate(sheet: DatasheetCosts, runs: Sequence[Run]) -> Calibration:
     for run in runs:
         _check_model(facts, run)
         per_host = sheet.cluster.devices_per_host
-        stages = place(facts.layers, run.p, run.t, per_host, run.layers).stages
+        stages = place(facts.layers, run.p, run.t, per_host, run.layers, run.heads).stages
         for seen in run.observations:
             found: Terms | None
+            stage = stages[min(seen.stage, run.p - 1)]
             if seen.phase == "forward":
-                stage = stages[min(seen.stage, run.p - 1)]
                 found = _forward_terms(sheet, stage, seen.tokens, run.cores)
             else:
-                found = _terms(facts, seen.phase, seen.batch, seen.tokens, run.t, run.cores)
+                part = stage.head / run.t
+                found = _terms(facts, seen.phase, seen.batch, seen.tokens, part, run.cores)
             if found is not None and seen.seconds > 0 and seen.batch > 0:
                 rows.setdefault(_key(run.engine, seen.phase), []).append((found, seen))
     fits = {key: _fit(key, found) for key, found in rows.items() if len(found) >= _FEWEST}
@@ -197,11 +203,11 @@ class Calibration(DatasheetCosts):
     cores: int
 
     def _fitted(
-        self, engine: str, phase: str, *, batch: float, tokens: float = 0.0, t: int = 1
+        self, engine: str, phase: str, *, batch: float, tokens: float = 0.0, part: float = 1.0
     ) -> float | None:
         """Seconds of a phase that has a fit."""
         fit = self.fits.get(_key(engine, phase))
-        terms = _terms(self.facts, phase, batch, tokens, t, self.cores)
+        terms = _terms(self.facts, phase, batch, tokens, part, self.cores)
         return None if fit is None or terms is None else sum(fit.parts(terms).values())
 
     def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> dict[str, float]:
@@ -209,17 +215,18 @@ class Calibration(DatasheetCosts):
         parts = self.fits["forward"].parts(_forward_terms(self, stage, work.tokens, self.cores))
         return {
             "compute": parts["products"],
-            "weight reads": parts["layers"] + parts["layers of the last"],
+            "weight reads": parts["layers"] + parts["layers beside a head"],
             "all-reduce": parts["all-reduce"],
-            "logits": self._projection(stage, work, gather=gather) if stage.is_last else 0.0,
+            "logits": self._projection(stage, work, gather=gather) if stage.head else 0.0,
         }
 
     def _projection(self, stage: Stage, work: Microbatch, *, gather: bool) -> float:
-        seconds = self._fitted("", "logits", batch=work.batch, t=stage.t)
+        part = stage.head / stage.t
+        seconds = self._fitted("", "logits", batch=work.batch, part=part)
         if seconds is None:
             seconds = super().forward(stage, work, gather=gather)["logits"]
         if not gather:  # SiPipe: logits are written where the samplers read them
-            seconds += self._fitted("sipipe", "handover", batch=work.batch, t=stage.t) or 0.0
+            seconds += self._fitted("sipipe", "handover", batch=work.batch, part=part) or 0.0
         return seconds
 
     def preparation(self, engine: Engine, stage: Stage, work: Microbatch) -> float:

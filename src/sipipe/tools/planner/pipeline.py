@@ -154,11 +154,15 @@ def iterate(
     # One pass: hops that block are in both neighbours' occupancy, so they are taken out once.
     passing = sum(time.occupancy for time in stages) + sum(hops) * (1.0 - engine.blocking)
     ahead = schedule + (1.0 - engine.exposed) * prepared  # before its first stage can start
-    round_trip = engine.schedule_exposed * ahead + passing
+    # Parts of a shared projection are computed side by side, once the last stage has run.
+    heads = [time.forward.get("logits", 0.0) for time in stages]
+    round_trip = engine.schedule_exposed * ahead + passing - sum(heads) + max(heads)
     if engine.exposed < 1.0:
         stations["preparation"] = prepared
     if not on_device:
-        stations["logits copy"] = costs.logits_copy(last, work)
+        stations["logits copy"] = max(
+            costs.logits_copy(stage, work) for stage in placement.stages if stage.head
+        )
         stations["CPU sampling"] = costs.host_sampling(work, samplers)
         round_trip += stations["logits copy"] + stations["CPU sampling"]
     cores, each = costs.shared_cores()

@@ -22,6 +22,8 @@ class Stage:
     """Hosts that its ``t`` ranks lie on."""
     crosses: bool
     """Whether the hop to the next stage leaves the host."""
+    head: float
+    """What part of the output projection's columns it multiplies by."""
 
     @property
     def is_first(self) -> bool:
@@ -30,7 +32,7 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Holds the output projection."""
+        """Holds the output projection as it was loaded."""
         return self.index == self.stages - 1
 
     @property
@@ -45,17 +47,28 @@ class Placement:
     stages: tuple[Stage, ...]
 
     @property
+    def shares_head(self) -> bool:
+        """Whether the output projection is shared out over the stages."""
+        return self.stages[-1].head < 1.0
+
+    @property
     def crossings(self) -> int:
         """Hops that leave a host, of ``p - 1``."""
         return sum(stage.crosses for stage in self.stages)
 
 
 def place(
-    layers: int, p: int, t: int, devices_per_host: int, cut: tuple[int, ...] | None = None
+    layers: int,
+    p: int,
+    t: int,
+    devices_per_host: int,
+    cut: tuple[int, ...] | None = None,
+    heads: tuple[float, ...] = (),
 ) -> Placement:
     """The placement of ``p`` stages of ``t`` ranks. Requires ``1 <= p <= layers``.
 
-    ``cut``: layers of each stage; None takes vLLM's even cut.
+    ``cut``: layers of each stage; None takes vLLM's even cut. ``heads``: each stage's part of the
+    output projection; empty: the last stage has it.
     """
     assert 1 <= p <= layers
     assert t >= 1
@@ -74,6 +87,7 @@ def place(
                 t=t,
                 hosts=end - begin + 1,
                 crosses=index < p - 1 and following != begin,
+                head=heads[index] if heads else float(index == p - 1),
             )
         )
         first += count
@@ -102,9 +116,11 @@ def weight_bytes(facts: ModelFacts, stage: Stage) -> float:
     """Weights on one device of ``stage``."""
     layers = sum(facts.layer_parameters(layer) for layer in stage.layer_range)
     total = layers * facts.weight_bytes
-    ends = int(stage.is_first) + int(stage.is_last)
+    ends: float = int(stage.is_first) + int(stage.is_last)
     if facts.tied_embeddings:
         ends = min(1, ends)
+    if stage.head != stage.is_last:  # shared out: each part is a copy
+        ends += stage.head
     return (total + ends * facts.embedding_parameters * facts.activation_bytes) / stage.t
 
 

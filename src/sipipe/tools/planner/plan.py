@@ -50,6 +50,11 @@ class Choice:
         return self.placement.t
 
     @property
+    def vocabulary(self) -> str:
+        """Who multiplies by the output projection: ``"shared"`` or ``"last"``."""
+        return "shared" if self.placement.shares_head else "last"
+
+    @property
     def throughput(self) -> float:
         """Output tokens per second of the whole deployment: T(p, t)."""
         return self.batch / self.iteration.delay

@@ -37,7 +37,10 @@ def serve_commands(plan: Plan, choice: Choice) -> list[str]:
         if choice.inflight != choice.p + 1:
             words += [f"--inflight={choice.inflight}"]
         layers = tuple(stage.layers for stage in choice.placement.stages)
-        if layers != choice.cut:
+        shares = choice.placement.shares_head
+        if not gpu and choice.p > 1:
+            words += ["--vocabulary", choice.vocabulary]
+        if layers != choice.cut and not shares:
             words += ["--layers", ",".join(map(str, layers))]
     words += ["--max-num-seqs", str(choice.batch)]
     words += ["--max-num-batched-tokens", str(max(workload.max_num_batched_tokens, choice.batch))]
@@ -116,7 +119,8 @@ def _choice(plan: Plan, choice: Choice) -> dict[str, Any]:
     low, high = choice.range
     return {
         "engine": choice.engine.key,
-        **_fields(choice, "p", "t", "throughput", "tpot", "lowest_tpot", "batch", "samplers"),
+        **_fields(choice, "p", "t", "vocabulary", "throughput", "tpot", "lowest_tpot"),
+        **_fields(choice, "batch", "samplers"),
         "throughput_range": [low, high],
         "tpot_range": [choice.quickest.delay, choice.slowest.delay],
         **_fields(choice.iteration, "inflight", "period", "limit"),

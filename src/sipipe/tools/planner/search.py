@@ -5,7 +5,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from sipipe.engine.layers.cut import cut_layers, layer_split
+from sipipe.config import SiPipeConfig
+from sipipe.engine.layers.cut import cut_layers, layer_split, share_projection
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner import hardware
@@ -93,17 +94,34 @@ class Search:
                 f"SiPipe keeps the {t} ranks of a stage on one host, which has {per_host} devices"
             )
         even = cut = layer_split(facts.layers, p)
+        ways: list[tuple[tuple[int, ...], tuple[float, ...]]] = [(even, ())]
         if engine.key == OURS:
-            cut = cut_layers(facts, p, t, device=cluster.device.kind)
+            cut = self._cut(p, t)
+            ways.insert(0, (cut, ()))
+            if p > 1 and cluster.device.kind == "cpu" and cluster.hosts == 1:
+                ways.append((even, share_projection(facts, cut, even, t)[0]))
         reasons: list[str] = []
         found = [
             choice
-            for layers in dict.fromkeys((cut, even))
-            for choice in self._with_layers(engine, p, t, cut, layers, reasons)
+            for layers, heads in dict.fromkeys(ways)
+            for choice in self._with_layers(engine, p, t, cut, layers, heads, reasons)
         ]
         if not found:
             raise _RuledOutError(reasons[-1])
         return max(found, key=lambda choice: choice.throughput)
+
+    def _cut(self, p: int, t: int) -> tuple[int, ...]:
+        """The layers of SiPipe's stages, as it cuts them unless told otherwise."""
+        device = self.costs.cluster.device
+        usable = device.memory_bytes * self.workload.memory_utilization
+        return cut_layers(
+            self.costs.facts,
+            p,
+            t,
+            device=device.kind,
+            kv_loss=SiPipeConfig().kv_loss,
+            memory=math.inf if device.kind == "cpu" else usable,
+        )
 
     def _with_layers(
         self,
@@ -112,11 +130,14 @@ class Search:
         t: int,
         cut: tuple[int, ...],
         layers: tuple[int, ...],
+        heads: tuple[float, ...],
         reasons: list[str],
     ) -> Iterator[Choice]:
-        """Predictions with stages of ``layers``; ``reasons`` gets why there are none."""
+        """Predictions with stages of ``layers``, and ``heads`` as :func:`place` has them;
+        ``reasons`` gets why there are none."""
         workload, cluster = self.workload, self.costs.cluster
-        placement = place(self.costs.facts.layers, p, t, cluster.devices_per_host, layers)
+        per_host = cluster.devices_per_host
+        placement = place(self.costs.facts.layers, p, t, per_host, layers, heads)
         memory = self.costs.memory(placement, workload.memory_utilization)
         if reason := _lack(memory, workload):
             reasons.append(reason)

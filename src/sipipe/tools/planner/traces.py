@@ -72,7 +72,8 @@ def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
     Empty where the run had no steady decoding, or its executor was not traced.
     """
     run = run_of(trace, cores=costs.cores)
-    placement = place(costs.facts.layers, run.p, run.t, costs.cluster.devices_per_host, run.layers)
+    per_host = costs.cluster.devices_per_host
+    placement = place(costs.facts.layers, run.p, run.t, per_host, run.layers, run.heads)
     found = []
     for (batch, formed), (seconds, count) in sorted(_steady(trace).items()):
         predicted = iterate(
@@ -143,6 +144,12 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
     found += _turnarounds(trace)
     counts = {process.header.index: process.header.layers for process in stages}
     layers = tuple(counts[stage] for stage in sorted(counts))
+    # A part of a shared projection is as large as the time that it takes.
+    heads = {
+        process.header.index: float(np.median(seen["end_ns"] - seen["start_ns"]))
+        for process in stages
+        if process.header.rank == 0 and len(seen := process.phase(Phase.LOGITS))
+    }
     return Run(
         p=trace.stages,
         t=1 + max((process.header.rank for process in stages), default=0),
@@ -150,6 +157,9 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
         engine="vllm" if "stock" in trace.label.lower() else "sipipe",
         cores=cores,
         layers=layers if len(layers) == trace.stages and all(layers) else None,
+        heads=tuple(heads.get(stage, 0.0) / sum(heads.values()) for stage in range(trace.stages))
+        if heads
+        else (),
     )
 
 
