@@ -3,13 +3,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CODE := src tests benchmarks scripts
-BENCHMARKS := $(filter-out harness engine_process delayed_cable %_recorders,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS := $(filter-out harness engine_process delayed_cable paper results %_recorders,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
 # Two processes, each with half of the tests that start engines first (tests/conftest.py).
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-faults goldens mutants waits lint format bench release clean
+.PHONY: help setup demo test test-all test-faults goldens mutants waits lint format bench bench-paper release clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ format: setup ## format, and mend what lint can mend
 
 bench: setup ## every benchmark, quick form
 	@for name in $(sort $(BENCHMARKS)); do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+
+bench-paper: setup ## the paper's figures as far as this machine can, quick form
+	@$(BIN)/python -m benchmarks.paper all --quick
 
 bench-%: setup ## one benchmark, such as bench-sampling
 	@$(BIN)/python -m benchmarks.$(subst -,_,$*)

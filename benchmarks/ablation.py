@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.harness import report
 from benchmarks.serving import MODELS, STAGES
-from sipipe.cli.bench import measure_sides
+from sipipe.tools.child import measure_sides
 from sipipe.tools.make_model.checkpoint import make_model
 
 WAYS = ("greedy", "all")

@@ -2,15 +2,15 @@
 
 A benchmark is run as ``python -m benchmarks.NAME`` (``make bench-NAME``). It measures its
 baseline and ours in the same run, because machines are shared and noisy, hands rows to
-:func:`report`, and never asserts a time.
+:func:`report`, and never asserts a time. What is worth keeping, ``python -m benchmarks.results
+--keep`` takes from ``build/bench`` into ``benchmarks/results``, from which the pages are written.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
+import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from sipipe.tools.provenance import machine
 
 BUILD = Path("build/bench")
 
@@ -38,21 +40,11 @@ def median_seconds(
     return float(np.median(times))
 
 
-def machine() -> dict[str, Any]:
-    """The hardware and the date that a figure belongs to."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-    }
+def command() -> str:
+    """How this benchmark was called: ``python -m benchmarks.NAME …``."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = f"-m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
+    return shlex.join(["python", *name.split(), *sys.argv[1:]])
 
 
 def report(
@@ -74,7 +66,7 @@ def report(
     for column in columns:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
-        table.add_row(*(_cell(row.get(column)) for column in columns))
+        table.add_row(*(cell(row.get(column)) for column in columns))
     console.print(table)
     where = machine()
     console.print(
@@ -84,7 +76,14 @@ def report(
     path = BUILD / f"{file or name}.json"
     path.write_text(
         json.dumps(
-            {"benchmark": name, "title": title, "machine": where, "note": note, "rows": list(rows)},
+            {
+                "benchmark": name,
+                "title": title,
+                "command": command(),
+                "machine": where,
+                "note": note,
+                "rows": list(rows),
+            },
             indent=1,
             default=float,
         )
@@ -94,7 +93,8 @@ def report(
     return path
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A figure as tables show it: four digits, thousands set apart."""
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return "" if value is None else str(value)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import report
-from sipipe.cli.bench import measure_sides
+from sipipe.tools.child import measure_sides
 from sipipe.tools.make_model.checkpoint import make_model
 
 MODELS = Path("build/models")

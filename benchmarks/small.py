@@ -14,9 +14,10 @@ from typing import Any
 
 from benchmarks.harness import report
 from benchmarks.serving import MODELS
-from sipipe.cli.bench import SIDES, measure_sides
+from sipipe.tools.child import measure_sides
 from sipipe.tools.make_model.checkpoint import make_model
 
+SIDES = ("stock", "sipipe")
 WAYS = ("greedy", "all")
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.harness import report
 from benchmarks.serving import MODELS, STAGES
-from sipipe.cli.bench import measure_sides
 from sipipe.observe.phases import Phase
+from sipipe.tools.child import measure_sides
 from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.tools.report.accounting import Cause, account
 from sipipe.tools.report.reader import read_trace

@@ -35,6 +35,9 @@ METHODS = {
     "vllm.engine.arg_utils:AsyncEngineArgs.from_cli_args": "args",
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context",
     "vllm.config:VllmConfig.max_concurrent_batches": None,
+    # The benchmark client.
+    "vllm.benchmarks.serve:add_cli_args": "parser",
+    "vllm.benchmarks.serve:main_async": "args",
     # Scheduling.
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": "self throttle_prefills",
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (

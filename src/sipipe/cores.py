@@ -144,6 +144,15 @@ def plan_cores(
     )
 
 
+def equal_shares(cores: Sequence[Core], workers: int) -> str:
+    """Stock vLLM's own best on a CPU engine, which needs no samplers: all cores in equal shares, a
+    CPU of each, as ``VLLM_CPU_OMP_THREADS_BIND``."""
+    each = len(cores) // workers
+    firsts = [core.cpus[0] for core in cores]
+    shares = (format_cpus(firsts[i * each : (i + 1) * each]) for i in range(workers))
+    return "|".join(shares) if each else "nobind"
+
+
 def this_machine(root: Path = Path("/sys/devices/system/cpu")) -> list[Core]:
     """The cores that this process may use, from its affinity mask and ``/sys``, by node and CPU.
 

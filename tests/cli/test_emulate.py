@@ -32,14 +32,26 @@ def test_a_mistake_is_one_line(arguments, words, capsys):
     assert error.count("\n") == 1
 
 
+def test_a_trace_that_is_not_there_is_one_line(capsys):
+    argv = ["emulate", "--profile", "llama-70b-8xh100", "--pp", "4", "--replay", "no-dir"]
+    assert main(argv) == 1
+    assert (
+        capsys.readouterr().err
+        == "sipipe: no-dir: no such directory; give the one named by --trace\n"
+    )
+
+
 def test_the_steady_part_is_what_counts(tmp_path):
     from sipipe.cli.emulate import _figures
-    from sipipe.tools.emulation.emulate import emulation
 
     write_example(tmp_path / "made", Example(stages=4, iterations=400, stock=False, inflight=5))
-    made = emulation("llama-70b-8xh100", 4, jitter=0.0)
-    figures = _figures(made, read_trace(str(tmp_path / "made")), {"busy": {"greedy": [0.25]}})
-    found = json.loads(json.dumps(figures["json"]))
+    trace = read_trace(str(tmp_path / "made"))
+    start, end = trace.window()
+    spans = [(start, end), ((start + end) // 2, end)]
+    result = {"busy": {"a": [0.25], "b": [0.5]}, "spans": {"a": spans[:1], "b": spans[1:]}}
+    loads = json.loads(json.dumps([load["json"] for load in _figures(trace, result)]))
+    assert loads[1]["busy"] == 0.5
+    found = loads[0]
     assert found["busy"] == 0.25
     assert len(found["busy_share"]) == 4
     assert all(0.5 < share <= 1 for share in found["busy_share"])

@@ -1,6 +1,8 @@
 """SiPipe's own options are told from vLLM's, which go through untouched."""
 
 import json
+import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -100,7 +102,11 @@ def test_completions_are_shown_as_text_and_as_json(capsys):
     [
         (["m", "--requests", "0"], "--requests: must be a whole number of 1 or more"),
         (["m", "--sampling", "greedy,beam"], '"beam" is none of'),
-        (["m", "--only", "other"], "--only"),
+        (["m", "--rows", "sipipe,other"], '"other" is none of sipipe, stock'),
+        (["m", "--rows", "stock-cut"], "stock-cut wants --layers"),
+        (["m", "--url", "SGLang=host:1"], '"SGLang=host:1" is not NAME=http'),
+        (["--pp", "2"], "name the MODEL first"),
+        (["m", "--additional-config", "{bad"], "must be a JSON object"),
     ],
 )
 def test_bench_names_its_mistakes(argv, word):
@@ -108,22 +114,93 @@ def test_bench_names_its_mistakes(argv, word):
         bench.main(argv)
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_bench_says_whether_stages_may_share_a_gpu(monkeypatch, asked):
+START = {
+    "startup_s": 1.0,
+    "plan": ["core plan: stage 0: core 0"],
+    "kv_tokens": 4096,
+    "memory_mib": {"sipipe": 10, "VLLM::Worker": 20},
+    "answers": [[1, 2], [3, 4]],
+    "draws": {"p": 0.5},
+}
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What bench would start, in order; stock is half as quick, and its second answer differs."""
     jobs = []
+
+    def start(name, job, module):
+        jobs.append((name, job))
+        speed = 10.0 * len(jobs) / (1 + name.startswith("stock"))
+        run = {"output_throughput": speed} | {
+            f"{q}_{metric}_ms": 1.0 for q in ("p50", "p99") for metric in ("ttft", "tpot")
+        }
+        answers = [[1, 2], [3, 5 if name.startswith("stock") else 4]]
+        return START | {"answers": answers, "runs": {f"{way} 64": [run] for way in job["mixes"]}}
+
     monkeypatch.setattr(bench, "require_vllm", lambda: None)
-    monkeypatch.setattr(bench, "measure_sides", lambda job, *_, **__: jobs.append(job) or {})
-    bench.main(["m", "--pp", "2", "--json", *["--shared-devices"] * asked])
-    assert jobs[0]["shared_devices"] is asked
+    monkeypatch.setattr(bench, "measured", start)
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.delenv(name, raising=False)
+    return jobs
 
 
-def test_bench_prints_both_sides(capsys):
-    results = {
-        "stock": {"tokens_per_second": {"greedy": [10.0, 20.0, 30.0]}},
-        "sipipe": {"tokens_per_second": {"greedy": [50.0]}},
-    }
-    bench._show(results, 64, 16)
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["greedy", "20", "50", "2.50x"]
+def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch, capsys):
+    cores = [Core((cpu, cpu + 8)) for cpu in range(8)]
+    monkeypatch.setattr(bench, "this_machine", lambda: cores)
+    argv = ["m", "-pp", "2", "--layers", "7,1", "--samplers", "2", "--max-model-len", "99"]
+    argv += ["--row", "traced=stock --pp 4 --worker-cls 'a b'", "--row", "one=--samplers 1"]
+    bench.main([*argv, "--url", "other=http://host:1/", "--rate", "2"])
+    names = ["sipipe", "stock", "stock-tp", "stock-one", "sipipe-one", "stock-cut"]
+    names += ["traced", "one", "other"]
+    assert [name for name, _ in started] == names + names[::-1]
+    jobs = dict(started)
+    for name, job in jobs.items():
+        assert job["load"][-2:] == ["--request-rate", "2.0"]
+        if name == "other":
+            assert (job["command"], job["url"]) == ([], "http://host:1")
+            continue
+        degrees = {"stock-tp": ("1", "2"), "stock-one": ("1", "1"), "sipipe-one": ("1", "1")}
+        degrees["traced"] = ("4", "1")
+        pp, tp = degrees.get(name, ("2", "1"))
+        command = [word for word in job["command"] if not word.startswith("--samplers")]
+        words = [word for word in command[command.index("serve") + 1 :] if "layers" not in word]
+        assert words[:7] == ["m", "--max-model-len", "99", "-pp", pp, "-tp", tp]
+        assert words[7:] == {"traced": ["--worker-cls", "a b"], "one": ["1"]}.get(name, [])
+        bound = {"stock": "0-3|4-7", "stock-tp": "0-3|4-7", "stock-cut": "0-3|4-7"}
+        bound |= {"stock-one": "0-7", "traced": "0-1|2-3|4-5|6-7"}
+        assert job["env"].get("VLLM_CPU_OMP_THREADS_BIND") == bound.get(name)
+    assert jobs["stock-cut"]["env"]["VLLM_PP_LAYER_PARTITION"] == "7,1"
+    assert {"--layers=7,1", "--samplers=2"} <= set(jobs["sipipe"]["command"])
+    assert "--layers=7,1" not in jobs["sipipe-one"]["command"]
+    out = capsys.readouterr().out
+    assert "stock-one: 0-7" in out
+    assert "sipipe: stage 0: core 0" in out
+
+
+def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys):
+    assert bench.main(["m", "--pp", "2", "--rows", "sipipe,stock", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [name for name, _ in started] == ["sipipe", "stock", "stock", "sipipe"]
+    row, stock = found["rows"][:2]
+    assert (row["engine"], row["tok/s"], row["of stock's best"]) == ("sipipe", "25 (10-40)", "2.00")
+    assert (stock["engine"], stock["tok/s"]) == ("stock", "12 (10-15)")
+    assert (row["equal"], stock["equal"], row["draws p"]) == ("2 of 2", "1 of 2", "0.50")
+    assert (row["KV tokens"], row["memory MiB"]) == (4096, 30)
+    assert found["machine"]["cores"] >= 1
+    assert found["command"] == "sipipe bench m --pp 2 --rows sipipe,stock --json"
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_stages_on_one_gpu_are_refused_unless_asked_for(started, asked):
+    config = json.dumps({"sipipe": {"devices": [0, 0]}})
+    argv = ["m", "--pp", "2", "--additional-config", config, *["--shared-devices"] * asked]
+    if asked:
+        bench.main(argv)
+    else:
+        with pytest.raises(ConfigError, match=r'"devices" \[0, 0\].*--shared-devices'):
+            bench.main(argv)
+    assert bool(started) is asked
 
 
 def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(monkeypatch, tmp_path):
@@ -132,13 +209,13 @@ def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(monkeypatc
         "#!/bin/sh\necho 'RuntimeError: no memory' >&2\necho 'KeyError: 1' >&2\nexit 1\n"
     )
     engine.chmod(0o755)
-    monkeypatch.setattr(bench.sys, "executable", str(engine))
-    monkeypatch.setattr(bench.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(engine))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(bench, "require_vllm", lambda: None)
-    with pytest.raises(SiPipeError, match=r"stock failed: RuntimeError: no memory \(log: ") as it:
+    with pytest.raises(SiPipeError, match=r"sipipe failed: RuntimeError: no memory \(log: ") as it:
         bench.main(["m", "--pp", "2"])
     assert "\n" not in str(it.value)
-    (kept,) = tmp_path.glob("sipipe-bench-stock-*.log")
+    (kept,) = tmp_path.glob("sipipe-bench-sipipe-*.log")
     assert "KeyError" in kept.read_text()
 
 

@@ -253,7 +253,7 @@ PORT = "the port that the test holds"
 def test_a_wrong_option_is_one_line_before_anything_starts(
     model, capsys, monkeypatch, command, wrong, said
 ):
-    monkeypatch.setattr("sipipe.cli.bench._measure", measured_here)
+    monkeypatch.setattr("sipipe.cli.bench.measured", measured_here)
     monkeypatch.setattr("sipipe.cli.serve.supervise", served_here)
     argv = [command, model, *wrong, *(["hello"] if command == "generate" else [])]
     assert main(argv) == 2
@@ -265,10 +265,9 @@ def served_here(arguments, restart, follows):
     return launch.serve(*arguments, started=lambda _: pytest.fail("it would start"))
 
 
-def measured_here(side, job):
-    from sipipe.tools.measure import Job, measure
-
-    return measure(Job(**job))
+def measured_here(name, job, module):
+    words = job["command"][job["command"].index("serve") + 1 :]
+    return launch.serve(words, {}, started=lambda _: pytest.fail("it would start"))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +292,7 @@ def test_a_mistake_is_one_line_before_anything_starts(
     model, capsys, monkeypatch, offline, argv, said
 ):
     monkeypatch.setattr("sipipe.cli.serve.supervise", served_here)
-    monkeypatch.setattr("sipipe.cli.bench._measure", measured_here)
+    monkeypatch.setattr("sipipe.cli.bench.measured", measured_here)
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

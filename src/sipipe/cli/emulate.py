@@ -5,19 +5,22 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from sipipe.cli.bench import measure_sides
-from sipipe.cli.parser import at_least, fraction, make_parser, parse_engine_command
+from sipipe.cli.parser import at_least, counts, fraction, make_parser, parse_engine_command
 from sipipe.cli.trace import bubbles
 from sipipe.errors import ConfigError
 from sipipe.observe.phases import Phase
+from sipipe.tools.child import measure_sides
 from sipipe.tools.emulation.emulate import Emulation, emulation
+from sipipe.tools.emulation.replay import replayed
 from sipipe.tools.measure import SAMPLING
+from sipipe.tools.provenance import machine
 from sipipe.tools.report.reader import Trace, read_trace
 from sipipe.tools.report.summary import Run
 from sipipe.versions import require_vllm
@@ -49,8 +52,10 @@ def main(argv: Sequence[str]) -> int:
         metavar="NAME",
         help="MODEL-NxGPU, such as llama-70b-8xh100 (sipipe plan --list)",
     )
+    group.add_argument(
+        "--requests", type=counts, default=[128], metavar="LIST", help="at once (default: 128)"
+    )
     for name, default, what in (
-        ("requests", 128, "at once (default: 128)"),
         ("prompt-tokens", 128, "default: 128"),
         ("tokens", 200, "new ones (default: 200)"),
     ):
@@ -63,6 +68,9 @@ def main(argv: Sequence[str]) -> int:
         type=fraction,
         metavar="SHARE",
         help="deviation of forward passes (default: none)",
+    )
+    group.add_argument(
+        "--replay", metavar="DIR", help="stage times from the trace of a real run with these stages"
     )
     group.add_argument("--json", action="store_true", help="the figures as JSON")
     own, settings, rest = parse_engine_command(parser, argv)
@@ -77,16 +85,21 @@ def main(argv: Sequence[str]) -> int:
         cut=tuple(layers) if isinstance(layers, list) else None,
         jitter=own.jitter or 0.0,
     )
+    if own.replay:
+        made = replace(made, profile=replayed(made.profile, read_trace(own.replay)))
     require_vllm()
     with tempfile.TemporaryDirectory(prefix="sipipe-emulate-") as scratch:
         trace = Path(settings.get("trace") or Path(scratch) / "trace")
         result = _run(made, own, settings | {"trace": str(trace)}, rest, Path(scratch))
-        found = _figures(made, read_trace(str(trace)), result)
+        found = _figures(read_trace(str(trace)), result)
         if own.json:
-            print(json.dumps({"job": vars(own), "result": found["json"]}, indent=1))
+            loads = [each["json"] for each in found]
+            profile = msgspec.to_builtins(made.profile)
+            kept = {"job": vars(own), "machine": machine(), "profile": profile, "loads": loads}
+            print(json.dumps(kept, indent=1))
         else:
             _show(made, found)
-    return 1 if found["json"]["busy"] > BUSY else 0
+    return 1 if any(each["json"]["busy"] > BUSY for each in found) else 0
 
 
 def _run(
@@ -115,11 +128,12 @@ def _run(
     profile.write_bytes(msgspec.json.format(msgspec.json.encode(made.profile)))
     longest = own.prompt_tokens + own.tokens
     cut = [stage.layers for stage in made.placement.stages]
+    most = max(own.requests)
     options = {
         "--load-format": "dummy",
-        "--max-num-seqs": own.requests,
+        "--max-num-seqs": most,
         "--max-model-len": longest,
-        "--max-num-batched-tokens": max(longest, 2048, own.requests),
+        "--max-num-batched-tokens": max(longest, 2048, most),
     }
     words = [str(word) for option in options.items() for word in option]
     job = {
@@ -140,9 +154,14 @@ def _run(
     return found
 
 
-def _figures(made: Emulation, trace: Trace, result: dict[str, Any]) -> dict[str, Any]:
-    """Of the part in which all requests decode."""
-    records = trace.of("stage")[0].phase(Phase.FORWARD)
+def _figures(trace: Trace, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each load, the part in which all its requests decode."""
+    loads = zip(result["spans"].values(), result["busy"].values(), strict=True)
+    return [_steady(trace, span, busy) for (span,), (busy,) in loads]
+
+
+def _steady(trace: Trace, span: tuple[int, int], busy: float) -> dict[str, Any]:
+    records = trace.of("stage")[0].phase(Phase.FORWARD, window=span)
     prompts = (records["tokens"] > records["batch"]).nonzero()[0]
     decoding = records[prompts.max(initial=-1) + 1 :]
     if len(decoding) < 2 * trace.inflight:
@@ -155,37 +174,35 @@ def _figures(made: Emulation, trace: Trace, result: dict[str, Any]) -> dict[str,
     return {
         "run": run,
         "json": {
-            "profile": msgspec.to_builtins(made.profile),
-            "stages": len(stages),
             "iterations_per_s": run.summary["iterations"] / run.summary["wall_s"],
             "tokens_per_s": run.summary["tokens_per_s"],
             "busy_share": [stage["share"]["busy"] for stage in stages],
             "batch": float(decoding["batch"].mean()),
-            "busy": result["busy"][next(iter(result["busy"]))][0],
-            "cores": os.cpu_count(),
+            "busy": busy,
         },
     }
 
 
-def _show(made: Emulation, found: dict[str, Any]) -> None:
-    figures, placement = found["json"], made.placement
+def _show(made: Emulation, found: list[dict[str, Any]]) -> None:
+    placement = made.placement
     layers = ", ".join(str(stage.layers) for stage in placement.stages)
     print(
         f"emulated: {made.facts.name} on {made.cluster.devices} x {made.cluster.device.name}, "
         f"{placement.p} stages of {placement.t}, layers {layers}"
     )
-    Console().print(bubbles(found["run"]))
-    shares = figures["busy_share"]
-    print(
-        f"while all requests decode: {figures['iterations_per_s']:.1f} iterations/s of "
-        f"{figures['batch']:.0f} sequences; busiest stage {max(shares):.1%} busy"
-    )
-    print(f"{figures['busy']:.0%} of this machine's {figures['cores']} cores were busy")
-    if figures["busy"] > BUSY:
+    for load in found:
+        figures, shares = load["json"], load["json"]["busy_share"]
+        Console().print(bubbles(load["run"]))
         print(
-            f"VOID: above {BUSY:.0%} emulated devices are late by themselves; use a machine with "
-            "more cores, fewer stages or larger --profile"
+            f"while all requests decode: {figures['iterations_per_s']:.1f} iterations/s of "
+            f"{figures['batch']:.0f} sequences; busiest stage {max(shares):.1%} busy"
         )
+        print(f"{figures['busy']:.0%} of this machine's {os.cpu_count()} cores were busy")
+        if figures["busy"] > BUSY:
+            print(
+                f"VOID: above {BUSY:.0%} emulated devices are late by themselves; use a machine "
+                "with more cores, fewer stages or larger --profile"
+            )
     print(
         "This is SiPipe's own share of the time. Nothing of it was measured on a GPU, and it says "
         "nothing of a gain over another engine."

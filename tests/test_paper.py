@@ -1,0 +1,82 @@
+"""`sipipe bench paper` without engines: its data files are commands that bench takes."""
+
+import contextlib
+import io
+import json
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+from benchmarks import paper
+
+from sipipe.cli import bench, main
+from sipipe.tools.report.example import Example, write_example
+
+START = {
+    "startup_s": 1.0,
+    "plan": [],
+    "kv_tokens": 4096,
+    "memory_mib": {"sipipe": 10, "VLLM::Worker": 20},
+}
+FIGURES = sorted(path.stem for path in paper.FIGURES.glob("*.json"))
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """What was started; a traced engine leaves a trace."""
+    started = []
+
+    def start(name, job, _):
+        started.append(name)
+        words = " ".join(job["command"])
+        if (found := words.partition("/tmp/")[2]) and "trace" in words:
+            where = "/tmp/" + found.split('"')[0].split()[0]
+            write_example(where, Example(stages=2, iterations=60, stock=name == "stock"))
+        run = {"output_throughput": 10.0 + len(started), "cpu": [50.0, 75.0], "gpu": []} | {
+            f"p{q}_{metric}_ms": float(q) for q in paper.PERCENTILES for metric in ("ttft", "tpot")
+        }
+        loads = [f"{way} {count}" for count in job["requests"] for way in job["mixes"]]
+        return START | {"runs": {load: [run] * job["repeat"] for load in loads}}
+
+    def run(command, **_):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            status = bench.main(command[command.index("bench") + 1 :])
+        return SimpleNamespace(returncode=status, stdout=out.getvalue())
+
+    monkeypatch.setattr(bench, "require_vllm", lambda: None)
+    monkeypatch.setattr(bench, "measured", start)
+    monkeypatch.setattr(paper, "subprocess", SimpleNamespace(run=run, PIPE=None))
+    monkeypatch.setattr(paper, "make_model", lambda *_, **__: None)
+    monkeypatch.setattr(paper, "BUILD", tmp_path)
+    monkeypatch.setattr("benchmarks.harness.BUILD", tmp_path)
+    return started
+
+
+@pytest.mark.parametrize("scale", paper.SCALES)
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_leaves_data_a_picture_and_a_table(name, scale, measured, tmp_path, capsys):
+    figure = json.loads((paper.FIGURES / f"{name}.json").read_text())
+    assert paper.main([name, "--scale", scale]) == 0
+    if scale not in figure["scales"]:
+        assert figure["differs"] in capsys.readouterr().out
+        return
+    assert measured
+    (picture,) = (tmp_path / "paper").glob("*.svg")
+    assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
+    (data,) = (tmp_path / "paper").glob("*.json")
+    kept = json.loads(data.read_text())
+    assert figure["paper"] in kept["note"]
+    assert figure["differs"] in kept["note"]
+    assert kept["rows"]
+    assert not any(key.startswith("_") for row in kept["rows"] for key in row)
+
+
+def test_the_list_and_what_is_not_in_it(capsys, monkeypatch, tmp_path):
+    assert main(["bench", "paper", "LIST"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == FIGURES
+    assert main(["bench", "paper", "figure-1"]) == 2
+    assert '"figure-1" is none of ablation, batch' in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "paper", "LIST"]) == 2
+    assert "run it in a checkout" in capsys.readouterr().err

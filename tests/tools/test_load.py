@@ -1,0 +1,139 @@
+"""What `sipipe bench` asks of a server, against one that only knows the protocol."""
+
+import json
+import random
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from sipipe.errors import ConfigError, SiPipeError
+from sipipe.tools import load
+from sipipe.tools.make_model.checkpoint import make_model
+
+METRICS = """\
+# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+vllm:cache_config_info{block_size="16",cache_dtype="auto",num_gpu_blocks="100"} 1.0
+"""
+
+
+class Server(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    asked: ClassVar[list[dict]] = []
+    bias = 0.0
+    """What is added to the first token's logit in draws, but not in what is told."""
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self._answer({"data": [{"id": "name"}]} if self.path == "/v1/models" else METRICS)
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        if body.get("stream"):
+            tokens = body["max_tokens"]
+            events = [{"choices": [{"text": "a"}]} for _ in range(tokens)]
+            events.append(
+                {"choices": [], "usage": {"completion_tokens": tokens, "prompt_tokens": 3}}
+            )
+            text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+            return self._answer(text + "data: [DONE]\n\n")
+        logits = [-0.1 * i for i in range(load.SHOWN)]
+        drawn = [logits[0] + self.bias, *logits[1:]]
+        choices = []
+        for index, prompt in enumerate(body["prompt"]):
+            choice = {"index": index, "text": "a", "token_ids": prompt[:2]}
+            if "logprobs" in body:
+                weights = [2.718281828**logit for logit in drawn]
+                (token,) = random.choices(range(load.SHOWN), weights)
+                told = {f"token_id:{i}": logit for i, logit in enumerate(logits)}
+                choice["logprobs"] = {"tokens": [f"token_id:{token}"], "top_logprobs": [told]}
+            choices.append(choice)
+        return self._answer({"choices": choices[::-1]})
+
+    def _answer(self, what):
+        text = (what if isinstance(what, str) else json.dumps(what)).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.fixture
+def url(monkeypatch):
+    monkeypatch.setattr(Server, "asked", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_is_measured_by_vllms_client(url, tmp_path):
+    model = str(make_model("llama", tmp_path / "model"))
+    job = load.Job(
+        command=[],
+        env={},
+        url=url,
+        model=model,
+        mixes={"greedy": {"temperature": 0}, "hot": {"temperature": 2.0}},
+        load=["--dataset-name", "random", "--random-input-len", "8", "--random-output-len", "5"],
+        requests=[3, 2],
+        repeat=2,
+        draws=512,
+    )
+    found = load.run(job)
+    assert list(found["runs"]) == ["greedy 3", "hot 3", "greedy 2", "hot 2"]
+    for name, runs in found["runs"].items():
+        assert [run["completed"] for run in runs] == [int(name.split()[1])] * 2
+        assert all(run["output_throughput"] > 0 and "p99_tpot_ms" in run for run in runs)
+    assert found["kv_tokens"] == 1600
+    assert found["answers"] == [prompt[:2] for prompt in load._prompts(16)]
+    assert found["draws"]["draws"] == 512
+    streamed = [body for body in Server.asked if body.get("stream")]
+    assert {body["temperature"] for body in streamed} == {0, 2.0}
+    assert all(body["max_tokens"] == 5 and body["ignore_eos"] for body in streamed)
+    # The same prompts for each way of sampling of a repetition: rows get the same work.
+    last = [body["prompt"] for body in streamed[-4:]]
+    assert sorted(last[:2]) == sorted(last[2:])
+    json.dumps(found)
+
+
+def test_draws_that_are_not_the_servers_own_are_told(url, monkeypatch):
+    random.seed(0)
+    assert load.draws(url, 2048)["p"] > 1e-4
+    monkeypatch.setattr(Server, "bias", 1.0)
+    assert load.draws(url, 2048)["p"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        (
+            "import sys; print('--x: no such option'); sys.exit(2)",
+            ConfigError,
+            "--x: no such option",
+        ),
+        ("import sys; sys.exit(7)", SiPipeError, "the server ended with status 7"),
+    ],
+)
+def test_a_server_that_does_not_start_says_why(code, kind, words):
+    job = load.Job(
+        command=[sys.executable, "-c", code],
+        env={},
+        url="",
+        model="m",
+        mixes={},
+        load=[],
+        requests=[1],
+        repeat=1,
+        draws=0,
+    )
+    with pytest.raises(kind, match=words):
+        load.run(job)
