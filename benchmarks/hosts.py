@@ -15,6 +15,7 @@ Needs root and /dev/net/tun.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -27,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tests.hosts import Cluster, why_not
 
 from benchmarks.harness import report
@@ -90,6 +92,11 @@ class Cable:
         if self._process.stdout.readline() != "ready\n":
             raise SystemExit("the cable between the hosts broke: see above")
 
+    def cpu_seconds(self) -> float:
+        """What carrying the packets has cost so far, of the cores that the engines run on."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system
+
     def close(self) -> None:
         self._process.communicate(timeout=10)
 
@@ -133,20 +140,26 @@ def served(cluster: Cluster, side: str, model: Path, *options: str) -> Iterator[
                     said = "\n".join(log.read_text()[-2000:] for log in logs)
                     raise SystemExit(f"{said}\n{side} did not start")
                 time.sleep(0.5)
+            print(f"{side} {' '.join(options)} is up", file=sys.stderr, flush=True)
             yield
         finally:
             for host in cluster.hosts:
                 host.end_all()
 
 
-def measure(cluster: Cluster, requests: int, tokens: int) -> dict[str, float]:
-    """Tokens per second of all requests together, ms a token of each (median)."""
+def measure(cluster: Cluster, cable: Cable, requests: int, tokens: int) -> dict[str, float]:
+    """Tokens per second of all requests together, ms a token of each (median), and how much of a
+    core the cable takes meanwhile."""
+    began, before = time.monotonic(), cable.cpu_seconds()
     client = cluster.hosts[0].python(CLIENT, str(requests), str(tokens))
     said, _ = client.communicate(timeout=600)
     if client.returncode:
         raise SystemExit("the client failed: see above")
+    carrying = (cable.cpu_seconds() - before) / (time.monotonic() - began)
     rate, each = json.loads(said)
-    return {"tok/s": rate, "ms a token": statistics.median(each) * 1e3}
+    found = {"tok/s": rate, "ms a token": statistics.median(each) * 1e3, "cable, cores": carrying}
+    print(f"{requests} requests: {found}", file=sys.stderr, flush=True)
+    return found
 
 
 def predicted(rows: int, m: int, found: dict[str, float], alone: float, delay: float) -> float:
@@ -186,40 +199,43 @@ def main() -> None:
     cable = Cable(cluster)
     rows: list[dict[str, Any]] = []
     alone: dict[int, float] = {}
+    sides = [("stock", 2), *(("sipipe", m) for m in inflight), ("one in flight", 1)]
     try:
-        # One microbatch in flight: what a round trip takes, by how many sequences it has.
-        with served(cluster, "sipipe", model, "--inflight", "1"):
-            for m in inflight:
-                alone[m] = measure(cluster, many // m, tokens)["ms a token"] / 1e3
-        for side, m in [("stock", 2), *(("sipipe", m) for m in inflight)]:
-            with served(cluster, side, model, *(["--inflight", str(m)] * (side == "sipipe"))):
-                for requests in (1, many):
-                    base: dict[str, float] = {}
-                    for delay in delays:
-                        cable.delay(delay)
-                        found = measure(cluster, requests, tokens)
-                        base = base or found
-                        longer = (found["ms a token"] - base["ms a token"]) / 1e3
-                        ours = side == "sipipe" and requests > 1
-                        rows.append(
-                            {
-                                "side": side,
-                                "in flight": m,
-                                "requests": requests,
-                                "delay ms": delay * 1e3,
-                                **found,
-                                "delays a token": longer / delay if delay else None,
-                                "predicted tok/s": predicted(many, m, base, alone[m], delay)
-                                if ours
-                                else None,
-                            }
-                        )
+        for side, m in sides:
+            program, _, one = side.partition(" ")
+            options = ["--inflight", str(m)] if side != "stock" else []
+            with served(cluster, "sipipe" if one else program, model, *options):
+                if one:  # what a round trip takes, by how many sequences it has
+                    for slots in inflight:
+                        found = measure(cluster, cable, many // slots, tokens)
+                        alone[slots] = found["ms a token"] / 1e3
+                    break
+                for requests, delay in itertools.product((1, many), delays):
+                    cable.delay(delay)
+                    found = measure(cluster, cable, requests, tokens)
+                    where = {"in flight": m, "requests": requests, "delay ms": delay * 1e3}
+                    rows.append({"side": side, **where, **found})
                 cable.delay(0.0)
+    except KeyboardInterrupt:
+        print("benchmarks.hosts: interrupted; what was measured until then:", file=sys.stderr)
     finally:
         cluster.close()
         cable.close()
+    if not rows:
+        return
     for row in rows:
-        stock = next(r for r in rows if all(r[k] == row[k] for k in ("requests", "delay ms")))
+        requests, delay = row["requests"], row["delay ms"] / 1e3
+        same = [r for r in rows if r["requests"] == requests]
+        base = next(
+            r for r in same if (r["side"], r["in flight"]) == (row["side"], row["in flight"])
+        )
+        stock = next(r for r in same if r["delay ms"] == row["delay ms"])
+        longer = (row["ms a token"] - base["ms a token"]) / 1e3
+        row["delays a token"] = longer / delay if delay else None
+        row["predicted tok/s"] = None
+        m = row["in flight"]
+        if row["side"] == "sipipe" and requests > 1 and m in alone:
+            row["predicted tok/s"] = predicted(many, m, base, alone[m], delay)
         row["of stock"] = row["tok/s"] / stock["tok/s"]
     report(
         "hosts",

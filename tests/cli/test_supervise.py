@@ -116,6 +116,7 @@ def test_a_dead_server_is_started_again(supervised):
     process.terminate()
     assert process.wait(20) == 0
     said = process.stderr.read()
+    assert "sipipe: the server was killed (SIGABRT)" in said
     assert re.search(r"the server ended by itself after \d+ s \(status 134\)", said)
 
 

@@ -49,7 +49,7 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
             while True:
                 began = time.monotonic()
                 status, asked = _run(arguments, before)
-                if not asked and (reason := take_reason()):
+                if not asked and (reason := take_reason() or _killed(status)):
                     print(f"sipipe: {reason}", file=sys.stderr, flush=True)
                 if asked or status == 2 or not restart:
                     return status if asked or status or follows else 1
@@ -102,6 +102,12 @@ def _run(arguments: list[Any], mask: set[int]) -> tuple[int, bool]:
         _end_group(server.pid)
         status = server.returncode
         return (128 + (asked or -status) if status < 0 else status), bool(asked)
+
+
+def _killed(status: int) -> str:
+    """Which signal ended a server, that could not say so itself; empty: none."""
+    named = {128 + number: number.name for number in signal.Signals}
+    return f"the server was killed ({named[status]})" if status in named else ""
 
 
 def _end_group(group: int) -> None:
