@@ -9,7 +9,7 @@ BENCHMARKS := $(filter-out harness engine_process delayed_cable paper results %_
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-faults goldens mutants waits lint format bench bench-paper release clean
+.PHONY: help setup demo test test-all test-faults soak goldens mutants waits lint format bench bench-paper release clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ release: lint test-all ## is this tree ready to be released? Builds it and uses 
 
 test-faults: setup ## hundreds of faults put into engines; writes docs/faults.json
 	@$(BIN)/python -m tests.faults --keep
+
+soak: setup ## half an hour under clients that come and go: does anything grow? Writes docs/soak.json
+	@$(BIN)/python -m tests.faults.soak --keep
 
 goldens: setup ## record anew what stock vLLM gives for the tests' requests
 	@rm -f tests/engine/goldens.json.gz

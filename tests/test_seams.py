@@ -153,8 +153,11 @@ ATTRIBUTES = {
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "grammar_compile_error_reqs running waiting kv_holding_waiting max_num_scheduled_tokens max_num_active_reqs "
         "kv_cache_manager lora_config need_mamba_block_aligned_split current_step "
-        "scheduler_config cache_config is_encoder_decoder vllm_config"
+        "scheduler_config cache_config is_encoder_decoder vllm_config needs_kv_cache_zeroing"
     ),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": "coordinator",
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "_record_new_block_ids",
     "vllm.v1.request:Request": (
         "next_decode_eligible_step num_tokens_with_spec num_output_placeholders "
         "num_computed_tokens is_prefill_chunk spec_token_ids num_tokens lora_request status "

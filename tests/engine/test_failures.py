@@ -50,7 +50,8 @@ def engine(broken, tmp_path_factory):
     """An engine with two samplers, for tests that leave it running; the last one ends it."""
     log = tmp_path_factory.mktemp("killed") / "log"
     env = {"PYTHONPATH": str(Path(__file__).parents[1] / "sampler" / "poisoned")}
-    with Engine(broken, sipipe={"samplers": 2}, log=log, env=env, **TWO_STAGES) as engine:
+    blocks = {"num_gpu_blocks_override": 64}  # few: each is soon somebody else's
+    with Engine(broken, sipipe={"samplers": 2}, log=log, env=env, **TWO_STAGES, **blocks) as engine:
         yield engine
 
 
@@ -63,8 +64,7 @@ def test_logits_without_a_distribution_fail_their_own_request_only(models, engin
     grammar = {"allowed_token_ids": [7], "structured_outputs": {"choice": ["yes", "no"]}}
     bad = [params[0], params[0] | stops, params[0] | grammar]
     batch = {
-        # One token: the next request that has its block of the KV cache writes over the NaN in it.
-        "prompts": [*good[:3], [999], [7, 8], [8, 7], *good[3:]],
+        "prompts": [*good[:3], [7, 999, *range(3, 200)], [7, 8], [8, 7], *good[3:]],
         "params": [*params[:3], *bad, *params[3:]],
     }
     said = engine.run([batch])[0]
@@ -76,6 +76,10 @@ def test_logits_without_a_distribution_fail_their_own_request_only(models, engin
     ]  # fmt: skip
     fine = {"prompts": good, "params": params}
     assert_stock([said[:3] + said[6:]], model(models), [fine], same_tokens)
+    # Every block is had again, also by requests shorter than what had held NaN.
+    short = {"prompts": [[5, 6]] * 70, "params": [params[0] | {"max_tokens": 2}] * 70}
+    for one in engine.run([short])[0]:
+        assert one["outputs"][0]["finish_reason"] == "length", one
 
 
 def test_a_request_that_ends_its_samplers_fails_alone(engine):

@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from sipipe.engine.rpc import Calls
+from sipipe.engine.rpc import Calls, result_of
+from sipipe.errors import StallError
 from sipipe.messages.replies import Reply
 
 RANKS = ["stage0.0", "stage1.0"]
@@ -25,6 +26,14 @@ def calls():
 
 def answer(calls, rank, number, value):
     calls.reply(RANKS[rank], Reply(call=number, value=pickle.dumps(value)))
+
+
+def test_who_is_late_while_the_engine_starts_is_named(calls):
+    called = calls.call("sipipe:describe")
+    answer(calls, 1, 0, "b")
+    late = r'not ready in time: a call of describe waits for stage0\.0 for 0 s.*"start_timeout"'
+    with pytest.raises(StallError, match=late):
+        result_of(called, calls.oldest, 0)
 
 
 def test_results_are_those_of_all_ranks_in_order_or_of_one(calls):

@@ -137,10 +137,12 @@ def _outside(core, fault, report):
     """A fault that another process does to one of the engine's; False: it is not there now."""
     if fault["what"] == "wait":
         return True
-    child = _children(core).get(fault["name"])
-    if child is None or child.process.returncode is not None:
-        return False
-    process = psutil.Process(child.process.pid)
+    process = psutil.Process()
+    if fault["name"] != "engine":
+        child = _children(core).get(fault["name"])
+        if child is None or child.process.returncode is not None:
+            return False
+        process = psutil.Process(child.process.pid)
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[fault["what"]]
     line = {"time": time.monotonic(), "pid": process.pid, **fault}
     os.write(report, json.dumps(line).encode() + b"\n")

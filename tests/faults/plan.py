@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import time
-from types import SimpleNamespace
 
 import psutil
 
@@ -74,10 +73,6 @@ def _arm_damage(channel, bit, now):
     def first_bytes(data):
         return _flipped(data, bit, 0, min(3, len(data)))
 
-    def pack(size, iteration, _real=gather._HEADER.pack):
-        data = _real(size, iteration)
-        return _flipped(data, bit) if now() else data
-
     def publish(self, header, _real=writer.RingWriter.publish):
         if now():
             word = bit % len(header)
@@ -99,7 +94,7 @@ def _arm_damage(channel, bit, now):
         case "BIC-I output":
             results(dispatch, "out_of_band", lambda parts: [first_bytes(parts[0]), *parts[1:]])
         case "BIC-O frame":
-            gather._HEADER = SimpleNamespace(pack=pack, size=gather._HEADER.size)
+            results(gather, "encode_header", lambda data: _flipped(data, bit))
         case "BIC-O answer":
             results(sampler, "encode", first_bytes)
         case "link header":

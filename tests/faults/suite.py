@@ -127,7 +127,7 @@ def page(text, kept):
     return f"{before}{BEGIN}\n\n{markdown(kept)}\n\n{END}{rest.split(END)[1]}"
 
 
-def _machine():
+def machine():
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return f"{os.cpu_count()} cores, {model[1] if model else 'unknown processor'}"
 
@@ -170,7 +170,7 @@ def main():
             others |= {row["kind"]: row for row in rows}
             names = [*(kind.name for kind in KINDS), *clients.KINDS]
             rows = [others[name] for name in names if name in others]
-        kept = {"seed": options.seed, "machine": _machine(), "date": today, "rows": rows}
+        kept = {"seed": options.seed, "machine": machine(), "date": today, "rows": rows}
         file.write_text(json.dumps(kept, indent=1) + "\n")
         file = ROOT / "docs" / "reliability.md"
         file.write_text(page(file.read_text(), kept))

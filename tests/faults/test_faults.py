@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from tests.engine.forks import Forked
-from tests.faults import clients
+from tests.faults import clients, soak
 from tests.faults.kinds import KINDS
 from tests.faults.suite import BAD, BEGIN, END, ROOT, STREAMS, page
 
@@ -61,3 +61,13 @@ def test_the_documented_table_is_what_was_found():
     assert len(kept["rows"]) >= 20
     assert sum(row["injected"] for row in kept["rows"]) >= 500
     assert not any(row[key] for row in kept["rows"] for key in BAD)
+
+
+def test_the_documented_soak_is_what_was_found():
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    kept = json.loads((ROOT / "docs" / "soak.json").read_text())
+    assert soak.page(text, kept) == text
+    assert kept["minutes"] >= 30
+    assert "WRONG" not in kept["ends"]
+    for row in kept["rows"]:
+        assert all(row["last"][what] <= count for what, count in row["first"].items()), row

@@ -42,7 +42,7 @@ def test_a_step_comes_back(prompt, outputs, iteration, grammar):
         owners=int32_bytes([1]),
         grammar=grammar,
     )
-    found = decode_step(encode(step))
+    found = decode_step(encode(step), iteration)
     assert found == step
     assert int32_view(found.added[0].prompt).tolist() == prompt
     assert int32_view(found.added[0].outputs).tolist() == outputs
@@ -51,9 +51,11 @@ def test_a_step_comes_back(prompt, outputs, iteration, grammar):
 def test_tokens_with_logprobs_and_errors_come_back():
     logprobs = Logprobs(0, 3, int32_bytes([5, 6]), np.array([-1.5, -2.0], "<f4").tobytes())
     sampled = Sampled(9, int32_bytes([0, 2]), int32_bytes([5, -1]), [logprobs], [(2, "NaN")])
-    assert decode_sampled(encode(sampled)) == sampled
+    assert decode_sampled(encode(sampled), 9) == sampled
     grammar = Grammar(9, int32_bytes([12]), 2, int32_bytes([-1, 7]))
-    assert decode_grammar(memoryview(encode(grammar))) == grammar
+    assert decode_grammar(memoryview(encode(grammar)), 9) == grammar
+    with pytest.raises(DamagedError, match="a bitmask is damaged: it names iteration 9, not 8"):
+        decode_grammar(encode(grammar), 8)
 
 
 @given(st.sampled_from(list(Kind)), st.integers(0, 100), st.integers(0, 2**60))
@@ -119,4 +121,4 @@ def test_damaged_structures_are_called_so(data, decode):
     changed = bytearray(whole)
     changed[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     with suppress(DamagedError):
-        decode(bytes(changed[: data.draw(st.integers(0, len(whole)))]))
+        decode(bytes(changed[: data.draw(st.integers(0, len(whole)))]), 7)

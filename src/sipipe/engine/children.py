@@ -7,13 +7,13 @@ Guarantees
     A death is reported at once, whichever child it is and whatever it was doing, after its last
     words. A child that is stopped amid a message holds nobody up: it is killed. A child that was asked to end is not reported. When :meth:`Children.close` returns, all
     children are gone. A child whose engine is killed ends with its pipe
-    (:class:`sipipe.ipc.parent.Parent`).
+    (:class:`sipipe.ipc.parent.Parent`), and a worker that cannot with the engine's main thread.
 Relies on
     Descriptors are close-on-exec: a child has its own ends only, so the kernel closes the engine's
     with the engine.
 
-Rejected: PR_SET_PDEATHSIG. It fires when the *thread* that started the child ends, which for a
-sampler that was started again is a thread that lives for a second.
+Rejected: PR_SET_PDEATHSIG for samplers. It fires when the *thread* that started the child ends,
+which for one that was started again is a thread that lives for a second.
 """
 
 import logging

@@ -216,7 +216,7 @@ class Pipeline:
 
     def _answer(self, method: str, **kwargs: Any) -> Any:
         called = self.calls.call(method, kwargs=kwargs)
-        return result_of(called, method, self._setup.config.start_timeout)
+        return result_of(called, self.calls.oldest, self._setup.config.start_timeout)
 
     def _ask(self) -> None:
         for host in self._hosts:

@@ -7,10 +7,8 @@ Guarantees
     The actor ends with its raylet, which Ray alone does not see to, and the agent with the actor.
 """
 
-import ctypes
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -19,10 +17,9 @@ from pathlib import Path
 
 from sipipe.errors import ConfigError
 from sipipe.ipc.connection import check_port
+from sipipe.ipc.parent import end_with_parent_thread
 from sipipe.ipc.secret import SECRET
 from sipipe.messages.boots import GRACE_SECONDS
-
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +42,7 @@ class Claim:
 
     def __init__(self) -> None:
         # Ray leaves an actor running whose raylet has died. The raylet forks in its main thread.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent_thread()
 
     def devices(self, key: str) -> list[str]:
         """The accelerators of this bundle."""

@@ -208,7 +208,8 @@ class RemoteHost:
 
     def _wait(self, method: str, *arguments: Any) -> Any:
         called = self._call(method, *arguments)
-        return result_of(called, method, self._setup.config.start_timeout)
+        late = f"{method} waits for {self}"
+        return result_of(called, lambda: late, self._setup.config.start_timeout)
 
     def _feed(self, index: int) -> socket.socket:
         ours, theirs = socket.socketpair()

@@ -47,17 +47,18 @@ class _Call:
 
     def __str__(self) -> str:
         late = ", ".join(self.workers[rank] for rank in sorted(self.waiting))
-        return f"a call of {self.method} waits for {late}"
+        return f"a call of {self.method.removeprefix('sipipe:')} waits for {late}"
 
 
-def result_of(future: Future[Any], method: str, seconds: float) -> Any:
-    """What a call while the engine starts gives. Raises StallError when that takes too long."""
+def result_of(future: Future[Any], late: Callable[[], object], seconds: float) -> Any:
+    """What a call while the engine starts gives. Raises StallError when that takes too long, with
+    what is ``late``."""
     try:
         # wait: `start_timeout`; the answers, or what fails the engine
         return future.result(seconds)
     except TimeoutError:
         raise StallError(
-            f"{method.removeprefix('sipipe:')} was not done within {seconds:g} s. Raise "
+            f"not ready in time: {late()} for {seconds:g} s. Raise "
             '"start_timeout" in the sipipe config if it may take so long'
         ) from None
 

@@ -6,6 +6,7 @@ record, and once all have loaded where BIC-I is. Everything after that travels o
 
 import os
 import socket
+import threading
 from multiprocessing import resource_tracker, spawn
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,7 @@ class Workers:
                 local_rank=local_rank,
                 distributed_init_method=self._rendezvous[local_rank // tp],
                 watched=watched,
+                of_main_thread=threading.current_thread() is threading.main_thread(),
                 layers=layers,
                 cut_evenly=layers == layer_split(sum(layers), len(layers)),
                 shares_head=shares,

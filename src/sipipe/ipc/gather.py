@@ -19,8 +19,9 @@ Relies on
     descriptor that another has closed; ``_collecting`` is held wherever ``_epoll`` and ``_wake``
     are slept on or closed.
 
-A frame is a header (payload bytes, whether more frames of this answer follow, iteration) and the
-payload; nothing is unpickled here.
+A frame is a header (payload bytes, whether more frames of this answer follow, iteration, and their
+CRC-32: with a wrong bit in them the receiver could wait for bytes that never come) and the payload;
+nothing is unpickled here.
 
 Rejected: a listener and a handshake (a sampler is always a child, so its end can be handed to it,
 and nobody else can reach a socket pair); shared memory for the way back (an answer is some hundred
@@ -35,6 +36,7 @@ import select
 import socket
 import struct
 import threading
+import zlib
 from collections.abc import Iterable, Sequence
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
@@ -43,7 +45,9 @@ from sipipe.ipc.locks import deadline_after, remaining
 MAX_BYTES = 1 << 26
 """No frame's payload may be larger."""
 
-_HEADER = struct.Struct("<I?xxxQ")  # payload bytes, more follows, iteration
+_FIELDS = struct.Struct("<I?xxxQ")  # payload bytes, more follows, iteration
+_SUM = struct.Struct("<I")
+_HEADER_BYTES = _FIELDS.size + _SUM.size
 _RECEIVE_BYTES = 1 << 18
 _BUFFERS = 64  # of one sendmsg; the kernel takes up to 1,024
 
@@ -64,6 +68,11 @@ class _Pending:
     missing: set[int]
     """Whose last frame is still to come."""
     frames: dict[int, list[bytes]] = dataclasses.field(default_factory=dict)
+
+
+def encode_header(size: int, more: bool, iteration: int) -> bytes:
+    fields = _FIELDS.pack(size, more, iteration)
+    return fields + _SUM.pack(zlib.crc32(fields))
 
 
 class GatherReceiver:
@@ -210,21 +219,27 @@ class GatherReceiver:
     def _parse(self, sampler: _Sampler) -> ChannelError | None:
         """Take the complete frames; returns what is wrong with one that is damaged."""
         data, start = sampler.data, 0
-        while len(data) - start >= _HEADER.size:
-            size, more, iteration = _HEADER.unpack_from(data, start)
+        while len(data) - start >= _HEADER_BYTES:
+            size, more, iteration = _FIELDS.unpack_from(data, start)
+            begin = start + _HEADER_BYTES
+            if data[start:begin] != encode_header(size, more, iteration):
+                return ChannelError(
+                    f"channel bic-o: the header of a frame of sampler{sampler.index} is damaged; "
+                    "cut off"
+                )
             if size > MAX_BYTES or iteration > self._last:
                 return ChannelError(
                     f"channel bic-o: sampler{sampler.index} announced {size:,} bytes for iteration "
                     f"{iteration}, but a payload has {MAX_BYTES:,} bytes at most and the last "
                     f"iteration is {self._last}; cut off"
                 )
-            end = start + _HEADER.size + size
+            end = begin + size
             if len(data) < end:
                 break
             pending = self._pending.get(iteration)
             if pending is not None and sampler.index in pending.missing:
                 frames = pending.frames.setdefault(sampler.index, [])
-                frames.append(bytes(memoryview(data)[start + _HEADER.size : end]))
+                frames.append(bytes(memoryview(data)[begin:end]))
                 if not more:
                     pending.missing.remove(sampler.index)
             start = end
@@ -273,7 +288,7 @@ class GatherSender:
                 f"channel bic-o: {size:,} bytes for iteration {iteration} are more than "
                 f"{MAX_BYTES:,}"
             )
-        views.insert(0, memoryview(_HEADER.pack(size, more, iteration)))
+        views.insert(0, memoryview(encode_header(size, more, iteration)))
         deadline = deadline_after(timeout)
         try:
             while views:

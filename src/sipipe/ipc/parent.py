@@ -6,12 +6,14 @@ Who runs here
     closes the pipe, which the kernel does for an engine that was killed. Any thread says.
 Guarantees
     The process ends when the pipe does, also while it loads a model: first as by SIGTERM, so that
-    ``finally`` clauses run, and a few seconds later in any case.
+    ``finally`` clauses run, and a few seconds later in any case in which Python runs. Where it does
+    not (stopped, or in C with Python's lock held), :func:`end_with_parent_thread` helps.
 Relies on
     Nobody else holds the engine's end; a message is unpickled in the thread that receives it,
     because the thread on the pipe must never wait for an import.
 """
 
+import ctypes
 import os
 import pickle
 import queue
@@ -92,6 +94,14 @@ class Parent:
         # wait: the rest of these 5 s; the process's end
         time.sleep(max(0.0, deadline - time.monotonic()))
         os._exit(1)
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent_thread() -> None:
+    """The kernel kills this process when the *thread* ends that started it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_group_with(other: socket.socket, grace: float = 0.0) -> None:

@@ -55,6 +55,8 @@ class WorkerBoot:
     """Among the workers of its host."""
     distributed_init_method: str
     watched: Watched
+    of_main_thread: bool
+    """Whether the engine's main thread starts it, with which the engine ends."""
     layers: tuple[int, ...]
     """Decoder layers of each stage."""
     cut_evenly: bool

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from sipipe.errors import DamagedError
 from sipipe.messages.params import SequenceParams
 
-T = TypeVar("T")
+T = TypeVar("T", "Step", "Grammar", "Sampled")
 Buffer = bytes | bytearray | memoryview
 
 
@@ -93,13 +93,17 @@ class Sampled(msgspec.Struct, array_like=True, frozen=True):
     errors: list[tuple[int, str]] = msgspec.field(default_factory=list)
 
 
-def _decoder(kind: type[T], what: str) -> Callable[[Buffer], T]:
-    """Reads one ``kind``; raises DamagedError."""
+def _decoder(kind: type[T], what: str) -> Callable[[Buffer, int], T]:
+    """Reads one ``kind``, of the iteration that what it came in names; raises DamagedError: another
+    iteration's rows would be drawn, or the right one's never."""
     decode = msgspec.msgpack.Decoder(kind).decode
 
-    def read(data: Buffer) -> T:
+    def read(data: Buffer, iteration: int) -> T:
         try:
-            return decode(data)
+            found = decode(data)
+            if found.iteration != iteration:
+                raise ValueError(f"it names iteration {found.iteration}, not {iteration}")
+            return found
         except (msgspec.MsgspecError, ValueError) as error:
             raise DamagedError(f"{what} is damaged: {error}") from None
 

@@ -102,9 +102,9 @@ class Sampler:
                 header = decode_header(message.parts[0])
                 self._slot = header.slot
                 if header.kind is Kind.SCHEDULE:
-                    step = decode_step(message.parts[1])
+                    step = decode_step(message.parts[1], header.number)
                 elif header.kind is Kind.GRAMMAR:
-                    grammar = decode_grammar(message.parts[1])
+                    grammar = decode_grammar(message.parts[1], header.number)
             if step is not None:
                 self._apply(step)
                 self._offer(step)

@@ -44,7 +44,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from sipipe.errors import DamagedError, WorkerDiedError
 from sipipe.ipc.errors import ChannelClosed
-from sipipe.ipc.parent import Parent
+from sipipe.ipc.parent import Parent, end_with_parent_thread
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.messages.boots import WorkerBoot
@@ -155,6 +155,8 @@ class Main:
             self._recorder,
             partial(_say_failure, self._parent),
         )
+        if boot.of_main_thread:
+            end_with_parent_thread()
         self._call = ""
         self._parent.say(Ready())
         return self._loop

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,6 +28,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from sipipe.engine.iterations import Iterations
+from sipipe.engine.scheduling.observed_scheduler import observed
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
 from sipipe.tools.make_model.checkpoint import make_model
 
@@ -374,3 +377,33 @@ def test_a_request_that_waits_for_its_grammar_is_picked_up(configs, monkeypatch)
     request.status = RequestStatus.WAITING
     engine.run()
     assert len(engine.tokens["g"]) == 3
+
+
+def test_blocks_are_zeroed_for_who_has_them_next_once_a_request_has_failed(configs):
+    """There may be NaN in them."""
+    iterations = Iterations(1, 8)
+    scheduler = observed(Scheduler, iterations, Mock(), Mock())
+    engine = Engine(scheduler, configs(1), blocks=8)
+
+    def schedule(id):
+        engine.add(id, 40, 4)
+        output = engine.scheduler.schedule()
+        assert [new.req_id for new in output.scheduled_new_reqs] == [id]
+        return output
+
+    def update(output, id, tokens):
+        engine.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(req_ids=[id], req_id_to_index={id: 0}, sampled_token_ids=[tokens]),
+        )
+
+    good = schedule("good")
+    update(good, "good", [5])
+    engine.scheduler.finish_requests("good", RequestStatus.FINISHED_ABORTED)
+    bad = schedule("bad")
+    assert good.new_block_ids_to_zero is bad.new_block_ids_to_zero is None
+    iterations._scheduled[id(bad)].errors["bad"] = "the model's logits hold NaN"
+    update(bad, "bad", [])
+    assert not engine.scheduler.requests
+    after = schedule("next")
+    assert after.new_block_ids_to_zero == list(after.scheduled_new_reqs[0].block_ids[0])

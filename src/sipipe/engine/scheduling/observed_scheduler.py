@@ -15,6 +15,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from sipipe.engine.compatibility import uses_second_runner
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.scheduling.concurrency import MeasuredTimes
@@ -67,6 +68,7 @@ class ObservedScheduler:
         if errors:
             # vLLM's own way to finish requests with an error from within an update.
             self.grammar_compile_error_reqs.update(_failed(errors))  # type: ignore[attr-defined]
+            self._clear_blocks()
         began = time.monotonic_ns()
         if self._tokenless:
             self._time_first_tokens(model_runner_output)
@@ -82,6 +84,15 @@ class ObservedScheduler:
             self.telemetry.record(Phase.UPDATE, iteration, began, ended)
         self._show(ended)
         return result
+
+    def _clear_blocks(self) -> None:
+        """From now on blocks of the KV cache are zeroed for who has them next: there may be NaN in
+        those of a request that failed, and 0, by which vLLM's attention on CPUs multiplies what is
+        masked, leaves NaN. Only after a failure: it costs the memory's bandwidth."""
+        if not uses_second_runner(self.vllm_config):  # type: ignore[attr-defined]
+            self.needs_kv_cache_zeroing = True
+            for manager in self.kv_cache_manager.coordinator.single_type_managers:  # type: ignore[attr-defined]
+                manager._record_new_block_ids = True
 
     def _time_first_tokens(self, output: ModelRunnerOutput) -> None:
         now, live = time.time(), self.telemetry.live
