@@ -4,7 +4,8 @@ Kept in Python, because a request without any of these costs nothing here, and g
 into the flat ranges that the kernels read (`RowOptions`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -95,9 +96,14 @@ class RequestOptions:
         prompt: Iterable[int],
         output: Sequence[int],
         reasoning: tuple[Sequence[int], Sequence[int]],
+        vocab_size: int,
     ) -> None:
-        """``reasoning``: token ids that begin and that end thinking."""
+        """``reasoning``: token ids that begin and that end thinking.
+
+        Raises ValueError naming the field that holds a token id outside the vocabulary.
+        """
         words = params.bad_words_token_ids or []
+        _ids("bad_words_token_ids", [token for word in words for token in word], vocab_size)
         self._single = [word[-1] for word in words if len(word) == 1]
         self._words = [word for word in words if len(word) > 1]
         self._longest = max((len(word) - 1 for word in self._words), default=0)
@@ -106,12 +112,15 @@ class RequestOptions:
         if params.thinking_token_budget is not None and reasoning[1]:
             self._thinking = ThinkingBudget(params.thinking_token_budget, *reasoning, prompt)
         self.min_tokens = params.min_tokens
-        self.stops = _ids(params.all_stop_token_ids)
-        self.allowed = np.unique(_ids(params.allowed_token_ids))
+        self.stops = _ids("all_stop_token_ids", params.all_stop_token_ids, vocab_size)
+        allowed = _ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+        self.allowed = _bits(allowed, vocab_size) if allowed.size else allowed
         bias = params.logit_bias or {}
-        self.bias_tokens = _ids(list(bias))
-        self.bias_values = np.asarray(list(bias.values()), np.float32)
-        self.named = _ids(params.logprob_token_ids)
+        self.bias_tokens = _ids("logit_bias", bias, vocab_size)
+        values = np.frombuffer(struct.pack(f"={len(bias)}d", *bias.values()))
+        with np.errstate(over="ignore"):  # then it is infinite, as in vLLM
+            self.bias_values = values.astype(np.float32)
+        self.named = _ids("logprob_token_ids", params.logprob_token_ids, vocab_size)
         self.logprobs = params.logprobs
         for token in output if self._words or self._thinking else ():
             self.observe(token)
@@ -147,8 +156,24 @@ class RequestOptions:
         return vocab_size if self.logprobs == -1 else min(self.logprobs, vocab_size)
 
 
-def _ids(tokens: Sequence[int] | None) -> Ids:
-    return np.asarray(tokens or [], np.int32)
+def _ids(field: str, tokens: Collection[int] | None, vocab_size: int) -> Ids:
+    # `struct` takes half as long as NumPy, which counts where a list is of 100,000 tokens.
+    try:
+        packed = struct.pack(f"={len(tokens or ())}q", *(tokens or ()))
+    except struct.error:
+        raise ValueError(f"{field}: token ids must be integers of 64 bits at most") from None
+    ids = np.frombuffer(packed, np.int64)
+    if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][:8].tolist()
+        raise ValueError(f"{field}: token ids {wrong} are outside the vocabulary of {vocab_size}")
+    return ids.astype(np.int32)
+
+
+def _bits(ids: Ids, vocab_size: int) -> Ids:
+    """A bit for each of ``ids``, in words of 32."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    flags[ids] = True
+    return np.packbits(flags, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
 def _ranges(n: int, parts: Iterable[tuple[int, Any]], kind: type[np.generic] = np.int32) -> Ranges:

@@ -157,11 +157,15 @@ class SequenceColumns:
         """
         if handle in self._requests:
             raise ValueError(f"handle {handle} has already joined")
-        params.check_vocabulary(self._vocab_size)
         output = self._tokens("output_token_ids", output_token_ids)
         prompt = None
         if params.repetition_penalty != 1.0:
             prompt = self._tokens("prompt_token_ids", prompt_token_ids)
+        options = None
+        if any(getattr(params, name) != default for name, default in _OPTIONAL.items()):
+            options = RequestOptions(
+                params, prompt_token_ids, output.tolist(), self._reasoning, self._vocab_size
+            )
         if not self._free:
             self._grow(2 * self._position.size)
         request = self._free.pop()
@@ -174,10 +178,8 @@ class SequenceColumns:
         self._position[request] = output.size
         if params.penalized:
             self._seen.add(request, prompt, output)
-        if any(getattr(params, name) != default for name, default in _OPTIONAL.items()):
-            self._options[request] = RequestOptions(
-                params, prompt_token_ids, output.tolist(), self._reasoning
-            )
+        if options is not None:
+            self._options[request] = options
             self._has_options[request] = True
         self._requests[handle] = request
 

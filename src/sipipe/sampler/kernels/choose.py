@@ -69,7 +69,7 @@ def _choose_sorted(count: Any, filters: Any, work: Any) -> Any:
     k, min_p, top_p = filters.top_k, filters.min_p, filters.top_p
     for i in range(count):
         work.keys[i] = order.key_of(work.values[i], work.ids[i])
-    order.sort_keys(count, work)
+    order.sort_keys(count, False, work)
     top = order.key_value(work.keys[0])
     if 0 < k < count:
         cut = order.key_value(work.keys[k - 1])

@@ -18,6 +18,7 @@ from sipipe.jit import kernel
 from sipipe.sampler.kernels import scan
 from sipipe.sampler.kernels.blocks import block_max, element
 from sipipe.sampler.kernels.lists import list_penalize
+from sipipe.sampler.kernels.tables import find_seen
 
 FORCED = np.float32(1e9)
 """Logit of a token that the thinking budget forces, as in vLLM."""
@@ -47,15 +48,10 @@ def mask_by_grammar(i: Any, options: Any, work: Any) -> Any:
 
 @kernel
 def _mask_not_allowed(i: Any, options: Any, work: Any) -> None:
-    """Mask all but the allowed tokens (ascending, unique) of call row ``i``, if it has any."""
+    """Mask all but the allowed tokens of call row ``i``, if it has any."""
     at, last = options.allowed.offsets[i], options.allowed.offsets[i + 1]
-    if last > at:
-        for w in range(work.mask.size):
-            bits = np.uint32(0)
-            while at < last and options.allowed.values[at] >> 5 == w:
-                bits |= _bit(options.allowed.values[at])
-                at += 1
-            work.mask[w] |= ~bits
+    for w in range(last - at):
+        work.mask[w] |= ~np.uint32(options.allowed.values[at + w])
 
 
 @kernel
@@ -76,73 +72,110 @@ def _mask_stops(x: Any, i: Any, grammar: Any, options: Any, work: Any) -> None:
 
 
 @kernel
-def _edit(x: Any, token: Any, edited: Any, work: Any) -> Any:
-    """List a token that is not listed yet, with the row's logit; the list's length."""
-    _mask_token(token, work)
-    work.entries[token] = edited + 1
-    work.edited_ids[edited] = token
-    work.edited[edited] = element(x, token)
-    return edited + 1
-
-
-@kernel
-def _edit_by_options(x: Any, i: Any, request: Any, state: Any, options: Any, work: Any) -> Any:
-    """Mask and edit a row with masks, bans, bias or a forced token, one by one; edited tokens."""
+def _mask_by_options(x: Any, i: Any, options: Any, work: Any) -> Any:
+    """Mask what call row ``i`` rules out; its biases of other tokens, into ``work.picks``: how many."""
     grammar = mask_by_grammar(i, options, work)
     _mask_not_allowed(i, options, work)
     for b in range(options.bans.offsets[i], options.bans.offsets[i + 1]):
         _mask_token(options.bans.values[b], work)
     _mask_stops(x, i, grammar, options, work)
-    # From here on a masked token without an entry stays -inf, whatever else edits it but force.
-    edited = 0
+    biased = 0
     for b in range(options.biases.offsets[i], options.biases.offsets[i + 1]):
         token = options.biases.values[b]
-        bias = options.bias_values.values[b]
-        if bias == scan.NEG_INF:
+        if options.bias_values.values[b] == scan.NEG_INF:
             _mask_token(token, work)
         elif not scan.is_masked(token, work):
-            edited = _edit(x, token, edited, work)
-            work.edited[edited - 1] += bias
-    first = state.seen.start[request]
-    repetition = state.repetition_penalty[request]
-    inverse = np.float32(1.0) / repetition
-    for s in range(first, first + state.seen.used[request]):
-        token = state.seen.tokens[s]
-        if not scan.is_masked(token, work):
-            edited = _edit(x, token, edited, work)
-        at = work.entries[token] - 1
-        if at >= 0:
-            value = work.edited[at]
-            value *= inverse if value > np.float32(0.0) else repetition
-            if state.seen.counts[s] > 0:
-                value -= state.frequency_penalty[request] * np.float32(state.seen.counts[s])
-                value -= state.presence_penalty[request]
-            work.edited[at] = value
-    token = options.forced[i]
-    if token >= 0:
-        if work.entries[token] == 0:
-            edited = _edit(x, token, edited, work)
-        work.edited[work.entries[token] - 1] = FORCED
-    for c in range(edited):
-        work.entries[work.edited_ids[c]] = 0
-    return edited
+            work.picks[biased] = b
+            biased += 1
+    return biased
 
 
 @kernel
-def _edit_seen(x: Any, request: Any, state: Any, work: Any) -> Any:
-    """List the edits of a row that has penalties only, in vector code; how many."""
-    first, edited = state.seen.start[request], state.seen.used[request]
-    for s in range(edited):
+def _mask_edited(
+    i: Any, several: Any, biased: Any, request: Any, state: Any, options: Any, work: Any
+) -> None:
+    """Mask the tokens that penalties and biases change: they are listed after the maxima are taken.
+
+    Remembers in ``work.weights`` which seen tokens the request rules out.
+    """
+    first, seen = state.seen.start[request], state.seen.used[request]
+    for s in range(seen):
+        token = state.seen.tokens[first + s]
+        if several:
+            masked = scan.is_masked(token, work)
+            work.weights[s] = scan.NEG_INF if masked else np.float32(0.0)
+        _mask_token(token, work)
+    for c in range(biased):
+        _mask_token(options.biases.values[work.picks[c]], work)
+    if options.forced[i] >= 0:
+        _mask_token(options.forced[i], work)
+
+
+@kernel
+def _list_seen(x: Any, several: Any, request: Any, state: Any, work: Any) -> Any:
+    """List the seen tokens with the row's logits, -inf for what the request rules out; how many."""
+    first, seen = state.seen.start[request], state.seen.used[request]
+    for s in range(seen):
         token = state.seen.tokens[first + s]
         work.edited_ids[s] = token
         work.edited[s] = element(x, token)
-    repetition = state.repetition_penalty[request]
-    for start in range(0, edited, 256):
+    if several:
+        for s in range(seen):
+            if work.weights[s] != np.float32(0.0):
+                work.edited[s] = scan.NEG_INF
+    return seen
+
+
+@kernel
+def _add_biases(biased: Any, request: Any, state: Any, options: Any, work: Any) -> Any:
+    """Add the biases of listed tokens; how many of other tokens are left in ``work.picks``."""
+    if state.seen.room[request] == 0:
+        return biased
+    left = 0
+    for c in range(biased):
+        b = work.picks[c]
+        at = find_seen(state.seen, request, options.biases.values[b])
+        if at >= 0:
+            work.edited[at] += options.bias_values.values[b]
+        else:
+            work.picks[left] = b
+            left += 1
+    return left
+
+
+@kernel
+def _penalize(seen: Any, request: Any, state: Any, work: Any) -> None:
+    """Penalize the listed tokens, all of them seen, in vector code."""
+    first, repetition = state.seen.start[request], state.repetition_penalty[request]
+    for start in range(0, seen, 256):
         list_penalize(
             work.edited, start, state.seen.counts, first + start,
             repetition, np.float32(1.0) / repetition,
             state.frequency_penalty[request], state.presence_penalty[request],
         )  # fmt: skip
+
+
+@kernel
+def _list_edits(
+    x: Any, i: Any, several: Any, biased: Any, request: Any, state: Any, options: Any, work: Any
+) -> Any:
+    """List every token whose logit changes, with the new one: seen, biased, forced; how many."""
+    edited = _list_seen(x, several, request, state, work)
+    left = _add_biases(biased, request, state, options, work)
+    _penalize(edited, request, state, work)
+    for c in range(left):
+        b = work.picks[c]
+        work.edited_ids[edited] = options.biases.values[b]
+        work.edited[edited] = element(x, options.biases.values[b]) + options.bias_values.values[b]
+        edited += 1
+    token = options.forced[i]
+    if token >= 0:
+        at = 0
+        while at < edited and work.edited_ids[at] != token:
+            at += 1
+        work.edited_ids[at] = token
+        work.edited[at] = FORCED
+        edited = max(edited, at + 1)
     return edited
 
 
@@ -167,16 +200,13 @@ def apply_edits(x: Any, i: Any, request: Any, state: Any, options: Any, work: An
     either holds NaN). `clear_mask` must follow once the row is done.
     """
     several = has_edits(i, options)
-    edited = np.int64(0)
+    biased = np.int64(0)
     if several:
-        edited = _edit_by_options(x, i, request, state, options, work)
-    else:
-        first = state.seen.start[request]
-        for s in range(first, first + state.seen.used[request]):
-            _mask_token(state.seen.tokens[s], work)
+        biased = _mask_by_options(x, i, options, work)
+    _mask_edited(i, several, biased, request, state, options, work)
     row_top, bad = scan.block_maxima(x, work)
-    if not several:  # after the pass, which has brought the row into the cache
-        edited = _edit_seen(x, request, state, work)
+    # After the pass, which has brought the row into the cache.
+    edited = _list_edits(x, i, several, biased, request, state, options, work)
     for c in range(edited, (edited + 255) & ~255):
         work.edited[c] = scan.NEG_INF
     top = row_top

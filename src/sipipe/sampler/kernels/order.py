@@ -12,6 +12,9 @@ from sipipe.sampler.kernels.lists import bits_float, float_bits
 _SIGN = np.uint32(0x80000000)
 _FULL = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
+_DIGIT = 11
+_LAST_DIGIT = (1 << _DIGIT) - 1
+_DIGITS = np.uint64(_LAST_DIGIT)
 _ROUNDING = np.float32(2.4e-7)
 """Distinct logits this close, relatively, may become equal when divided by the temperature."""
 
@@ -37,6 +40,23 @@ def key_value(key: Any) -> Any:
 
 
 @kernel
+def least_reaching(score: Any, logit: Any, temperature: Any, shift: Any, offset: Any) -> Any:
+    """The least logit whose score, ``(logit / temperature - shift) - offset``, is >= ``score``.
+
+    ``logit`` is one that has this score. Rounding keeps order, so it is found by bisection of bits.
+    """
+    low, high = np.int64(key_of(scan.LOWEST, 0) >> _32), np.int64(key_of(logit, 0) >> _32)
+    while low < high:
+        middle = (low + high) >> 1
+        value = key_value(np.uint64(middle) << _32)
+        if (value / temperature - shift) - offset >= score:
+            high = middle
+        else:
+            low = middle + 1
+    return key_value(np.uint64(high) << _32)
+
+
+@kernel
 def _partition(values: Any, low: Any, high: Any) -> Any:
     """(i, j): ``values[low : j + 1]`` are no smaller than a pivot, ``values[i : high + 1]`` no larger."""
     a, b, c = values[low], values[(low + high) >> 1], values[high]
@@ -55,8 +75,41 @@ def _partition(values: Any, low: Any, high: Any) -> Any:
 
 
 @kernel
-def sort_keys(count: Any, work: Any) -> None:
-    """Sort ``work.keys[:count]``, largest first: quicksort, the larger side kept on ``work.stack``."""
+def _radix_sort(count: Any, low_bit: Any, work: Any) -> None:
+    """Sort ``work.keys[:count]``, largest first, by their bits from ``low_bit`` on; stable."""
+    keys, other, places = work.keys, work.sums.view(np.uint64), work.stack
+    swapped = False
+    for shift in range(low_bit, 64, _DIGIT):
+        down = np.uint64(shift)
+        places[: _LAST_DIGIT + 1] = 0
+        for i in range(count):
+            places[np.int64((keys[i] >> down) & _DIGITS)] += 1
+        if places[np.int64((keys[0] >> down) & _DIGITS)] == count:
+            continue  # all have the same digit
+        first = 0
+        for digit in range(_LAST_DIGIT, -1, -1):
+            first, places[digit] = first + places[digit], first
+        for i in range(count):
+            digit = np.int64((keys[i] >> down) & _DIGITS)
+            other[places[digit]] = keys[i]
+            places[digit] += 1
+        keys, other = other, keys
+        swapped = not swapped
+    if swapped:
+        for i in range(count):
+            work.keys[i] = keys[i]
+
+
+@kernel
+def sort_keys(count: Any, ties_sorted: Any, work: Any) -> None:
+    """Sort ``work.keys[:count]``, largest first.
+
+    ``ties_sorted``: they are so already by their ties alone, which spares many keys half of the
+    passes. Few are sorted by quicksort, the larger side kept on ``work.stack``.
+    """
+    if count > 1024:
+        _radix_sort(count, 32 if ties_sorted else 0, work)
+        return
     keys, stack = work.keys, work.stack
     depth = 0
     low, high = 0, count - 1

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from sipipe.jit import entry, kernel
-from sipipe.sampler.kernels.choose import choose, divide_candidates, first_maximum
+from sipipe.sampler.kernels.choose import choose, first_maximum
 from sipipe.sampler.kernels.logit_edits import apply_edits, clear_mask, has_edits, mask_by_grammar
 from sipipe.sampler.kernels.philox import uniform
-from sipipe.sampler.kernels.scan import LOWEST, block_maxima, gather
-from sipipe.sampler.kernels.scores import score_kept, score_row
+from sipipe.sampler.kernels.scan import LOWEST, block_maxima
+from sipipe.sampler.kernels.scores import score_kept, score_raw, score_row
 from sipipe.sampler.kernels.state import (
     ALL_MASKED,
     HAS_INFINITY,
@@ -65,17 +65,21 @@ def _draw_row(
         token = first_maximum(x, row_top, top, edited, work)
     out.tokens[i] = token
     if processed:
+        shift, offset = np.float32(high), np.float32(log_mass)
+        if scores.logits:
+            shift, offset = np.float32(0.0), np.float32(0.0)
         if kept < 0:
-            kept = gather(x, LOWEST, edited, work)
-            divide_candidates(kept, filters.temperature, work)
-        score_kept(kept, high, log_mass, scores.logits, i, options, work, out)
+            divisor = filters.temperature
+            score_row(x, row_top, divisor, shift, offset, i, edited, options, work, out)
+        else:
+            score_kept(kept, shift, offset, i, edited, options, work, out)
     elif scored:
         if edited > 0 or has_edits(i, options):
             # Raw scores are after the grammar and before all else, as in vLLM.
             clear_mask(work)
             mask_by_grammar(i, options, work)
             row_top, _ = block_maxima(x, work)
-        score_row(x, row_top, scores.logits, i, options, work, out)
+        score_raw(x, row_top, scores.logits, i, options, work, out)
 
 
 @entry

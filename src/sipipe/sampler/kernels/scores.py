@@ -12,14 +12,20 @@ import numpy as np
 from sipipe.jit import kernel
 from sipipe.sampler.kernels import order, scan
 from sipipe.sampler.kernels.blocks import element
+from sipipe.sampler.kernels.choose import divide_candidates
 
 _LAST = np.int64(0xFFFFFFFF)
 """Minus an id, a tie of sort keys that puts lower ids first."""
 
 
 @kernel
-def _logit(x: Any, token: Any, work: Any) -> Any:
-    return scan.NEG_INF if scan.is_masked(token, work) else element(x, token)
+def _logit(x: Any, token: Any, edited: Any, work: Any) -> Any:
+    if not scan.is_masked(token, work):
+        return element(x, token)
+    for c in range(edited):
+        if work.edited_ids[c] == token:
+            return work.edited[c]
+    return scan.NEG_INF
 
 
 @kernel
@@ -31,16 +37,16 @@ def _places(i: Any, out: Any) -> Any:
 
 @kernel
 def _write_top(
-    count: Any, k: Any, shift: Any, offset: Any, ids: Any, values: Any, work: Any
+    count: Any, k: Any, shift: Any, offset: Any, edited: Any, ids: Any, values: Any, work: Any
 ) -> None:
     """The k best of the candidates into ``ids[1:]``/``values[1:]``; then masked tokens, -inf.
 
     Largest value first, lower id first among equals. Masked tokens are named in order of their ids,
-    so that no id appears twice.
+    so that no id appears twice. Many candidates are in order of their ids where none is ``edited``.
     """
     for i in range(count):
         work.keys[i] = order.key_of(work.values[i], _LAST - np.int64(work.ids[i]))
-    order.sort_keys(count, work)
+    order.sort_keys(count, edited == 0, work)
     n = min(k, count)
     for i in range(n):
         ids[1 + i] = _LAST - order.key_tie(work.keys[i])
@@ -60,7 +66,41 @@ def _write_top(
 
 
 @kernel
-def score_row(x: Any, top: Any, logits: Any, i: Any, options: Any, work: Any, out: Any) -> None:
+def score_row(
+    x: Any, top: Any, temperature: Any, shift: Any, offset: Any,
+    i: Any, edited: Any, options: Any, work: Any, out: Any,
+) -> None:  # fmt: skip
+    """Scores of call row ``i``, of every token: ``(logit / temperature - shift) - offset``.
+
+    The `block_maxima` of the row without its edits are in ``work``, the largest is ``top``.
+    """
+    ids, values = _places(i, out)
+    token = out.tokens[i]
+    logit = _logit(x, token, edited, work)
+    own = (logit / temperature - shift) - offset
+    ids[0], values[0] = token, own
+    out.ranks[i] = x.size
+    if logit >= scan.LOWEST:
+        zero = np.float32(0.0)
+        least = order.least_reaching(own, logit, temperature, shift, offset)
+        out.ranks[i] = scan.count_at_least(x, zero, zero, least, edited, work)
+    named = options.named.values[options.named.offsets[i] : options.named.offsets[i + 1]]
+    k = np.int64(options.wanted[i])
+    if named.size:  # they replace the most likely ones
+        for j in range(named.size):
+            ids[1 + j] = named[j]
+            values[1 + j] = (_logit(x, named[j], edited, work) / temperature - shift) - offset
+    elif k > 0:
+        threshold = scan.LOWEST
+        if k < x.size:
+            threshold = order.candidate_threshold(x, k, top, edited, work)
+        count = scan.gather(x, threshold, edited, work)
+        divide_candidates(count, temperature, work)
+        _write_top(count, k, shift, offset, edited, ids, values, work)
+
+
+@kernel
+def score_raw(x: Any, top: Any, logits: Any, i: Any, options: Any, work: Any, out: Any) -> None:
     """Raw scores of call row ``i``, whose `block_maxima` are in ``work``, without edited tokens.
 
     ``top`` is the row's maximum; ``logits`` says whether scores are logits or log-probabilities.
@@ -69,34 +109,14 @@ def score_row(x: Any, top: Any, logits: Any, i: Any, options: Any, work: Any, ou
     if not logits:
         shift = top
         offset = np.float32(math.log(scan.exp_sums(x, top, np.float32(scan.LOG2E), 0, work)))
-    ids, values = _places(i, out)
-    ids[0] = out.tokens[i]
-    own = (_logit(x, out.tokens[i], work) - shift) - offset
-    values[0] = own
-    out.ranks[i] = scan.count_at_least(x, shift, offset, own, 0, work)
-    named = options.named.values[options.named.offsets[i] : options.named.offsets[i + 1]]
-    k = np.int64(options.wanted[i])
-    if named.size:  # they replace the most likely ones
-        for j in range(named.size):
-            ids[1 + j] = named[j]
-            values[1 + j] = (_logit(x, named[j], work) - shift) - offset
-    elif k > 0:
-        threshold = scan.LOWEST
-        if k < x.size:
-            threshold = order.candidate_threshold(x, k, top, 0, work)
-        count = scan.gather(x, threshold, 0, work)
-        _write_top(count, k, shift, offset, ids, values, work)
+    score_row(x, top, np.float32(1.0), shift, offset, i, 0, options, work, out)
 
 
 @kernel
 def score_kept(
-    count: Any, top: Any, log_mass: Any, logits: Any, i: Any, options: Any, work: Any, out: Any
+    count: Any, shift: Any, offset: Any, i: Any, edited: Any, options: Any, work: Any, out: Any
 ) -> None:
-    """Processed scores of call row ``i``: ``count`` tokens are kept, as candidates; others are -inf."""
-    shift, offset = np.float32(0.0), np.float32(0.0)
-    if not logits:
-        shift = np.float32(top)
-        offset = np.float32(log_mass)
+    """Scores of call row ``i`` of which ``count`` tokens are kept, divided, as candidates; else -inf."""
     ids, values = _places(i, out)
     own = scan.NEG_INF
     for j in range(count):
@@ -123,4 +143,4 @@ def score_kept(
     elif k > 0:
         if count > scan.SMALL and k < count:
             count = order.keep_largest(count, k, work)
-        _write_top(count, k, shift, offset, ids, values, work)
+        _write_top(count, k, shift, offset, edited, ids, values, work)

@@ -42,7 +42,7 @@ class RowOptions(NamedTuple):
     stops: Ranges  # int32, stop tokens while under min_tokens
     biases: Ranges  # int32, tokens
     bias_values: Ranges  # float32, of the same rows
-    allowed: Ranges  # int32, ascending and unique; empty: all
+    allowed: Ranges  # int32, a bit per token as in `bitmask`; empty: all
     forced: Any  # int32 [n], token the thinking budget forces, or -1
     bitmask: Any  # int32 [m, words], of grammars
     bitmask_rows: Any  # int32 [n], row of `bitmask`, or -1
@@ -96,11 +96,11 @@ class Work(NamedTuple):
     picks: Any  # int32 [V + 256], positions among the candidates
     keys: Any  # uint64 [V + 256], sort keys
     sums: Any  # float64 [V + 256], running sums of candidate weights
-    entries: Any  # int32 [V], 0 between uses: 1 + index of a token in a list
+    entries: Any  # int32 [V], 0 between uses: 1 + index of a token among the candidates
     edited_ids: Any  # int32 [V + 256], edited tokens,
     edited: Any  # float32 [V + 256], their new logits
     spare: Any  # float32 [V + 256], to select from
-    stack: Any  # int64, bounds yet to sort
+    stack: Any  # int64, bounds yet to sort, or places by digit
 
 
 def make_work(vocab_size: int) -> Work:
@@ -123,7 +123,7 @@ def make_work(vocab_size: int) -> Work:
         edited_ids=np.zeros(room, np.int32),
         edited=np.zeros(room, np.float32),
         spare=np.zeros(room, np.float32),
-        stack=np.zeros(128, np.int64),
+        stack=np.zeros(2048, np.int64),
     )
 
 

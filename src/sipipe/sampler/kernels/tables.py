@@ -38,6 +38,12 @@ def _find(tables: Any, request: Any, token: Any) -> Any:
 
 
 @kernel
+def find_seen(tables: Any, request: Any, token: Any) -> Any:
+    """The entry of ``token`` in the list of ``request``, which has a table; -1 if there is none."""
+    return np.int64(tables.index[_find(tables, request, token)])
+
+
+@kernel
 def _is_full(tables: Any, request: Any) -> Any:
     return tables.used[request] * 4 >= tables.room[request] * 3
 

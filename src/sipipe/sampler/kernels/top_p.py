@@ -123,7 +123,7 @@ def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: A
         for i in range(found):
             at = work.picks[i]
             work.keys[i] = order.key_of(work.values[at], work.ids[at])
-        order.sort_keys(found, work)
+        order.sort_keys(found, False, work)
         for i in range(found):
             value = order.key_value(work.keys[i])
             above += math.exp((np.float64(value) - np.float64(top)) * inverse)
