@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,7 +121,8 @@ def one_among_many() -> Callable[[bool], float]:
 
 def joining(params: dict[str, Any], vocab: int = V) -> float:
     """Milliseconds to add a sequence."""
-    columns, given, times = SequenceColumns(vocab), SequenceParams(**params), []
+    columns, times = SequenceColumns(vocab), []
+    given = SequenceParams.of(SimpleNamespace(**params))  # as a sampler is given them
     for _ in range(9):
         began = time.perf_counter()
         columns.join(0, given)

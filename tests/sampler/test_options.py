@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from tests.sampler.support import bitmask
@@ -75,6 +76,44 @@ def test_bad_words_follow_the_output() -> None:
         columns.append(0, token)
     drawn.append(int(columns.sample([0], row.reshape(1, -1)).token_ids[0]))
     assert drawn == [3, 3, 0, 3, 3, 0]
+
+
+def test_long_lists_travel_as_bytes() -> None:
+    vocab = 5000
+    rng = np.random.default_rng(0)
+    bias = dict(
+        zip(rng.permutation(vocab)[:3000].tolist(), rng.normal(size=3000).tolist(), strict=True)
+    )
+    bias |= {7: -np.inf, 9: 3}
+    allowed = rng.permutation(vocab)[:4000].tolist()
+    row = logits("zipf", vocab).reshape(1, -1)
+    found = []
+    for given in (
+        SequenceParams(logit_bias=bias, allowed_token_ids=allowed),
+        SequenceParams.of(SimpleNamespace(logit_bias=bias, allowed_token_ids=allowed)),
+    ):
+        params = msgspec.structs.replace(given, logprobs=-1, repetition_penalty=1.2, seed=3)
+        travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SequenceParams)
+        assert travelled == params
+        columns = SequenceColumns(vocab, logprobs_mode="processed_logits")
+        columns.join(0, travelled, range(0, vocab, 3))
+        found.append(columns.sample([0], row).logprobs[0])
+    assert isinstance(given.logit_bias, tuple)
+    assert isinstance(given.allowed_token_ids, bytes)
+    np.testing.assert_array_equal(found[0].token_ids, found[1].token_ids)
+    np.testing.assert_array_equal(found[0].logprobs, found[1].logprobs)
+    for field, value in (
+        ("logit_bias", (b"1234", bytes(4))),
+        ("logit_bias", (b"1234", np.array([np.inf]).tobytes())),
+        ("allowed_token_ids", b"123"),
+    ):
+        with pytest.raises(ValueError, match=field):
+            SequenceParams(**{field: value})
+    for field, value in (("allowed_token_ids", [2**40] * 2000), ("logit_bias", {"a": 1.0} | bias)):
+        with pytest.raises(ValueError, match=field):
+            SequenceParams.of(SimpleNamespace(**{field: value}))
+    with pytest.raises(ValueError, match=r"allowed_token_ids: token ids .* vocabulary"):
+        SequenceColumns(5).join(0, SequenceParams(allowed_token_ids=np.int32(5).tobytes()))
 
 
 def test_thinking_budget_counts() -> None:

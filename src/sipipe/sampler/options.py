@@ -116,10 +116,12 @@ class RequestOptions:
         allowed = _ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
         self.allowed = _bits(allowed, vocab_size) if allowed.size else allowed
         bias = params.logit_bias or {}
-        self.bias_tokens = _ids("logit_bias", bias, vocab_size)
-        values = np.frombuffer(struct.pack(f"={len(bias)}d", *bias.values()))
+        tokens, values = bias if isinstance(bias, tuple) else (bias.keys(), bias.values())
+        self.bias_tokens = _ids("logit_bias", tokens, vocab_size)
+        if not isinstance(values, bytes):
+            values = struct.pack(f"<{len(values)}d", *values)
         with np.errstate(over="ignore"):  # then it is infinite, as in vLLM
-            self.bias_values = values.astype(np.float32)
+            self.bias_values = np.frombuffer(values, "<f8").astype(np.float32)
         self.named = _ids("logprob_token_ids", params.logprob_token_ids, vocab_size)
         self.logprobs = params.logprobs
         for token in output if self._words or self._thinking else ():
@@ -156,13 +158,17 @@ class RequestOptions:
         return vocab_size if self.logprobs == -1 else min(self.logprobs, vocab_size)
 
 
-def _ids(field: str, tokens: Collection[int] | None, vocab_size: int) -> Ids:
-    # `struct` takes half as long as NumPy, which counts where a list is of 100,000 tokens.
-    try:
-        packed = struct.pack(f"={len(tokens or ())}q", *(tokens or ()))
-    except struct.error:
-        raise ValueError(f"{field}: token ids must be integers of 64 bits at most") from None
-    ids = np.frombuffer(packed, np.int64)
+def _ids(field: str, tokens: Collection[int] | bytes | None, vocab_size: int) -> Ids:
+    """The array of token ids, or behind the bytes of int32 ones."""
+    if isinstance(tokens, bytes):
+        ids: npt.NDArray[Any] = np.frombuffer(tokens, "<i4")
+    else:
+        # `struct` takes half as long as NumPy, which counts where a list is of 100,000 tokens.
+        try:
+            packed = struct.pack(f"<{len(tokens or ())}q", *(tokens or ()))
+        except struct.error:
+            raise ValueError(f"{field}: token ids must be integers of 64 bits at most") from None
+        ids = np.frombuffer(packed, "<i8")
     if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
         wrong = ids[(ids < 0) | (ids >= vocab_size)][:8].tolist()
         raise ValueError(f"{field}: token ids {wrong} are outside the vocabulary of {vocab_size}")
