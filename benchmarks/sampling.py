@@ -334,6 +334,7 @@ def weights() -> None:
         "top_p": cost(top_p=0.95),
         "mask": cost(allowed_token_ids=list(range(100))) - temperature,
         "logprobs": cost(logprobs=5) - temperature,
+        "all_logprobs": cost(logprobs=-1) - temperature,
         # 400 tokens, and not by the size of the vocabulary
         "seen": (cost(repetition_penalty=1.1) - temperature) * V / 1e5 / 400,
     }

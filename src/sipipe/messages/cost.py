@@ -15,6 +15,7 @@ WEIGHTS = {
     "top_p": 43.0,
     "mask": 3.0,
     "logprobs": 13.0,
+    "all_logprobs": 700.0,
     "seen": 0.004,
 }
 """``seen`` is per distinct token seen, whatever the vocabulary."""
@@ -36,6 +37,7 @@ def cost_estimate(params: SequenceParams, vocab_size: int = 128_256, seen_tokens
     if params.allowed_token_ids:
         unit += WEIGHTS["mask"]
     if params.logprobs is not None or params.logprob_token_ids:
-        unit += WEIGHTS["logprobs"]
+        every = params.logprobs == -1 and not params.logprob_token_ids
+        unit += WEIGHTS["all_logprobs" if every else "logprobs"]
     seen = WEIGHTS["seen"] * seen_tokens if params.penalized else 0.0
     return (unit * vocab_size / 100_000 + seen) * 1e-6
