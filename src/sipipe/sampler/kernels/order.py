@@ -90,9 +90,9 @@ def _radix_sort(count: Any, low_bit: Any, work: Any) -> None:
         for digit in range(_LAST_DIGIT, -1, -1):
             first, places[digit] = first + places[digit], first
         for i in range(count):
-            digit = np.int64((keys[i] >> down) & _DIGITS)
-            other[places[digit]] = keys[i]
-            places[digit] += 1
+            own = np.int64((keys[i] >> down) & _DIGITS)
+            other[places[own]] = keys[i]
+            places[own] += 1
         keys, other = other, keys
         swapped = not swapped
     if swapped:
