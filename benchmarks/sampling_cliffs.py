@@ -104,23 +104,29 @@ def prepared(case: Case) -> Callable[[], object]:
     return lambda: columns.sample(handles, case.logits, bitmask=mask)
 
 
-def one_among_many() -> tuple[float, float]:
-    """Milliseconds of `MANY` sequences with top-k 50; and what one adds by asking for all logprobs."""
+def one_among_many() -> tuple[float, float, float]:
+    """Milliseconds of `MANY` sequences with top-k 50; what one adds by asking for all logprobs; and
+    what it takes alone, just after the others, when the caches hold theirs."""
     x = normal(64, V)
     handles = np.arange(MANY)
 
-    def batch(wide: bool) -> Callable[[], object]:
+    def batch(wide: bool) -> SequenceColumns:
         columns = SequenceColumns(V)
         for handle in range(MANY):
             asked = -1 if wide and handle == 7 else None
             columns.join(handle, SequenceParams(seed=handle, top_k=50, logprobs=asked))
-        return lambda: columns.sample(handles, x, handles % len(x))
+        return columns
 
-    calls = batch(False), batch(True)
+    plain, wide = batch(False), batch(True)
+    calls = (
+        lambda: plain.sample(handles, x, handles % len(x)),
+        lambda: wide.sample([7], x, [7]),
+        lambda: wide.sample(handles, x, handles % len(x)),
+    )
     # In turn, because the difference is small beside what a machine varies over seconds.
-    times = [[median_seconds(call, repeat=1, warmup=0) for call in calls] for _ in range(12)][1:]
-    plain = np.median([without for without, _ in times])
-    return float(plain) * 1e3, float(np.median([b - a for a, b in times])) * 1e3
+    times = [[median_seconds(call, repeat=1, warmup=0) for call in calls] for _ in range(16)][1:]
+    without, alone, within = np.array(times).T * 1e3
+    return float(np.median(without)), float(np.median(within - without)), float(np.median(alone))
 
 
 def joining(params: dict[str, Any], vocab: int = V) -> float:
@@ -146,11 +152,9 @@ def cliffs() -> None:
         call = prepared(case)
         time_of_all = median_seconds(call, repeat=9, budget=1.0)
         add(case.name, time_of_all / len(case.logits) * 1e3, case.target)
-        if case.name == "all logprobs":
-            alone = time_of_all / len(case.logits) * 1e3
-    batch, added = one_among_many()
+    batch, added, alone = one_among_many()
     add(f"{MANY:,} with top-k 50, the whole batch", batch, None)
-    add("one of them with all logprobs adds", added, alone)
+    add("one of them with all logprobs adds (alone: the bound)", added, alone)
     some = np.random.default_rng(2).permutation(V)[:LISTED].tolist()
     add("join, bias on 100 K tokens", joining({"logit_bias": dict.fromkeys(some, 0.5)}), 1.0)
     add("join, 100 K allowed tokens", joining({"allowed_token_ids": some}), 1.0)

@@ -91,20 +91,19 @@ def _mask_by_options(x: Any, i: Any, options: Any, work: Any) -> Any:
 
 
 @kernel
-def _mask_edited(
-    i: Any, several: Any, biased: Any, request: Any, state: Any, options: Any, work: Any
-) -> None:
+def _mask_edited(i: Any, biased: Any, request: Any, state: Any, options: Any, work: Any) -> None:
     """Mask the tokens that penalties and biases change: they are listed after the maxima are taken.
 
-    Remembers in ``work.weights`` which seen tokens the request rules out.
+    Remembers in ``work.weights`` which seen tokens the request rules out. No branch depends on a
+    token here and in `_list_seen`: with a grammar half of them would be mispredicted.
     """
-    first, seen = state.seen.start[request], state.seen.used[request]
-    for s in range(seen):
+    first = state.seen.start[request]
+    for s in range(state.seen.used[request]):
         token = state.seen.tokens[first + s]
-        if several:
-            masked = scan.is_masked(token, work)
-            work.weights[s] = scan.NEG_INF if masked else np.float32(0.0)
-        _mask_token(token, work)
+        word = work.mask[token >> 5]
+        masked = (word & _bit(token)) != 0
+        work.weights[s] = scan.NEG_INF if masked else np.float32(0.0)
+        work.mask[token >> 5] = word | _bit(token)
     for c in range(biased):
         _mask_token(options.biases.values[work.picks[c]], work)
     if options.forced[i] >= 0:
@@ -112,17 +111,14 @@ def _mask_edited(
 
 
 @kernel
-def _list_seen(x: Any, several: Any, request: Any, state: Any, work: Any) -> Any:
+def _list_seen(x: Any, request: Any, state: Any, work: Any) -> Any:
     """List the seen tokens with the row's logits, -inf for what the request rules out; how many."""
     first, seen = state.seen.start[request], state.seen.used[request]
     for s in range(seen):
         token = state.seen.tokens[first + s]
+        value = element(x, token)
         work.edited_ids[s] = token
-        work.edited[s] = element(x, token)
-    if several:
-        for s in range(seen):
-            if work.weights[s] != np.float32(0.0):
-                work.edited[s] = scan.NEG_INF
+        work.edited[s] = value if work.weights[s] == np.float32(0.0) else scan.NEG_INF
     return seen
 
 
@@ -157,10 +153,10 @@ def _penalize(seen: Any, request: Any, state: Any, work: Any) -> None:
 
 @kernel
 def _list_edits(
-    x: Any, i: Any, several: Any, biased: Any, request: Any, state: Any, options: Any, work: Any
+    x: Any, i: Any, biased: Any, request: Any, state: Any, options: Any, work: Any
 ) -> Any:
     """List every token whose logit changes, with the new one: seen, biased, forced; how many."""
-    edited = _list_seen(x, several, request, state, work)
+    edited = _list_seen(x, request, state, work)
     left = _add_biases(biased, request, state, options, work)
     _penalize(edited, request, state, work)
     for c in range(left):
@@ -199,14 +195,13 @@ def apply_edits(x: Any, i: Any, request: Any, state: Any, options: Any, work: An
     Returns (number of edited tokens, maximum of what is left in the row, maximum of both, whether
     either holds NaN). `clear_mask` must follow once the row is done.
     """
-    several = has_edits(i, options)
     biased = np.int64(0)
-    if several:
+    if has_edits(i, options):
         biased = _mask_by_options(x, i, options, work)
-    _mask_edited(i, several, biased, request, state, options, work)
+    _mask_edited(i, biased, request, state, options, work)
     row_top, bad = scan.block_maxima(x, work)
     # After the pass, which has brought the row into the cache.
-    edited = _list_edits(x, i, several, biased, request, state, options, work)
+    edited = _list_edits(x, i, biased, request, state, options, work)
     for c in range(edited, (edited + 255) & ~255):
         work.edited[c] = scan.NEG_INF
     top = row_top
