@@ -123,6 +123,9 @@ class HostSettings(
     stages: tuple[Count, ...] = ()
     """Pipeline stages of each host, the head first. Empty: as even as can be."""
 
+    encrypt_links: bool = True
+    """Whether hidden states between hosts are encrypted. Everything else always is."""
+
 
 class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of SiPipe, validated. The defaults suit a machine that nothing else uses."""

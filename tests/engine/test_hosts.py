@@ -200,11 +200,16 @@ def same_tokens(found, stock):
         assert tokens(said) == tokens(expected)
 
 
-def test_two_hosts_equal_stock_and_end_together(cluster, models, tmp_path):
+@pytest.mark.parametrize(
+    "encrypts",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["encrypted", "not encrypted"],
+)
+def test_two_hosts_equal_stock_and_end_together(cluster, models, tmp_path, encrypts):
     """An engine in Python, and a host agent for its second stage."""
     head, other = cluster.hosts
     environment = {"SIPIPE_SECRET": SECRET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    hosts = {"count": 2, "address": head.address, "port": PORT}
+    hosts = {"count": 2, "address": head.address, "port": PORT, "encrypt_links": encrypts}
     ours, theirs = socket.socketpair()
     log = tmp_path / "agent.log"
     asked = [[str(model(models)), *OPTIONS, "-pp", "2"], {"hosts": hosts, "cores": "off"}, 1]

@@ -176,7 +176,7 @@ ray_placement.Claim = Claim
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 3})
 other = cluster.add_node(num_cpus=8, num_gpus=3)
 os.environ["RAY_ADDRESS"] = cluster.address
-said = {"own": place(2), "port": place(4, 1, hosts={"port": 30100})}
+said = {"own": place(2), "port": place(4, 1, hosts={"port": 30100, "encrypt_links": False})}
 here = ray.get_runtime_context().get_node_id()
 said["here"] = here
 given = ray.util.placement_group([{"CPU": 1}] * 4, strategy="SPREAD")
@@ -221,6 +221,7 @@ def test_bundles_of_a_real_cluster():
         assert (found["nodes"][0], found["count"]) == (said["here"], 2), found
     assert said["own"]["stages"] == said["own"]["claims"] == [1, 1]
     assert said["own"]["port"] != said["port"]["port"] == 30100
+    assert said["port"]["encrypt_links"] is False
     assert said["port"]["stages"] == said["indices"]["stages"] == [2, 2]
     assert said["given"]["nodes"] == [said["here"]]
     assert (said["given"]["count"], said["given"]["stages"]) == (1, [2])

@@ -28,9 +28,9 @@ def secret(monkeypatch):
 def open_end():
     opened = []
 
-    def open_end(port: int, *, listens: bool) -> Connection:
+    def open_end(port: int, *, listens: bool, token: str = "") -> Connection:
         who = "the connecting end" if listens else "the listening end"
-        opened.append(Connection(HERE, port, listens=listens, who=who))
+        opened.append(Connection(HERE, port, listens=listens, who=who, token=token))
         return opened[-1]
 
     yield open_end
@@ -38,10 +38,10 @@ def open_end():
         end.close()
 
 
-@pytest.fixture
-def ends(open_end):
+@pytest.fixture(params=["", "a token"], ids=["encrypted", "not encrypted"])
+def ends(open_end, request):
     port = free_port()
-    ends = open_end(port, listens=True), open_end(port, listens=False)
+    ends = tuple(open_end(port, listens=listens, token=request.param) for listens in (True, False))
     assert all(end.wait_for_peer(BOUND) for end in ends)
     return ends
 
@@ -126,13 +126,32 @@ def test_another_secret_is_refused_and_a_stranger_is_no_hindrance(open_end, monk
         listening.receive(BOUND)
 
 
-def test_a_listener_that_is_not_there_yet(open_end):
+@pytest.mark.parametrize("token", ["", "a token"])
+def test_a_listener_that_is_not_there_yet(open_end, token):
     port = free_port()
-    connecting = open_end(port, listens=False)
+    connecting = open_end(port, listens=False, token=token)
     assert not connecting.wait_for_peer(0.01)
     assert not connecting.refused
-    open_end(port, listens=True)
+    open_end(port, listens=True, token=token)
     assert connecting.wait_for_peer(BOUND)
+
+
+@pytest.mark.parametrize("wrong", ["", "another token"], ids=["the secret", "another token"])
+def test_a_token_lets_its_peer_in_alone(open_end, wrong):
+    port = free_port()
+    listening = open_end(port, listens=True, token="a token")
+    stranger = open_end(port, listens=False, token=wrong)
+    stranger.send(b"out")
+    assert not stranger.wait_for_peer(BOUND)
+    assert stranger.refused
+    stranger.close()
+    right = open_end(port, listens=False, token="a token")
+    right.send(b"in")
+    assert listening.receive(BOUND) == [b"in"]
+    late = open_end(port, listens=False, token="a token")
+    late.send(b"heard it in the network")
+    right.send(b"in as well")
+    assert listening.receive(BOUND) == [b"in as well"]
 
 
 def test_a_port_that_is_taken_and_an_address_that_is_not_ours(open_end):
@@ -170,10 +189,11 @@ def test_both_ends_make_the_same_keys_and_nothing_of_the_secret_is_in_them():
     assert set(key_pairs(b"s" * 16)).isdisjoint(key_pairs(b"t" * 16))
 
 
-def test_nothing_stays_open(open_end):
+@pytest.mark.parametrize("token", ["", "a token"])
+def test_nothing_stays_open(open_end, token):
     before = set(os.listdir("/proc/self/fd"))
     port = free_port()
-    ends = [open_end(port, listens=listens) for listens in (True, False)]
+    ends = [open_end(port, listens=listens, token=token) for listens in (True, False)]
     assert all(end.wait_for_peer(BOUND) for end in ends)
     for end in ends:
         end.close()

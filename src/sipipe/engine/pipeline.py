@@ -10,6 +10,7 @@ Guarantees
     engine. A dead worker or a lost host stops the engine at once; a dead sampler is replaced.
 """
 
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -307,6 +308,7 @@ def _make_links(setup: Setup, addresses: dict[int, str]) -> list[LinkEndpoint]:
     kind: TransportKind = "shm" if device == "cpu" else "cuda_ipc"
     if setup.config.transport != "auto":
         kind = setup.config.transport
+    encrypts = setup.config.hosts.encrypt_links
     for rank in range((setup.stages - 1) * setup.ranks):
         stage, tp_rank = divmod(rank, setup.ranks)
         address = addresses.get(stage + 1, "")
@@ -321,6 +323,7 @@ def _make_links(setup: Setup, addresses: dict[int, str]) -> list[LinkEndpoint]:
                 stall_timeout=setup.config.stall_timeout + 2 * ANSWER_SECONDS,
                 address=address,
                 port=link_port(setup, rank) if address else 0,
+                token=secrets.token_hex(16) if address and not encrypts else "",
             )
         )
     return links

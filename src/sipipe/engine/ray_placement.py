@@ -224,7 +224,8 @@ def place(vllm_config: VllmConfig) -> Placement:
             port = _free_ports(ray, [host[0] for host in claims], port, needed, seconds)
         _make_secret()
     settings = given | {
-        "hosts": {
+        "hosts": given.get("hosts", {})
+        | {
             "count": count,
             "address": envs.VLLM_HOST_IP or config.hosts.address or addresses[here],
             "port": port,

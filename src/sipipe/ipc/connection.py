@@ -1,11 +1,12 @@
-"""One connection between two processes of different hosts: authenticated, encrypted, watched.
+"""One connection between two processes of different hosts: authenticated, watched and, unless it is
+told otherwise, encrypted.
 
 Who runs here
     One thread at a time receives; any thread sends, interrupts or closes. ZeroMQ's own thread
     does the network, so that sending never waits and what comes lies ready in memory.
 Guarantees
-    The peer has the same secret (:mod:`sipipe.ipc.secret`), or nothing is exchanged. Messages
-    arrive whole and in order. A peer that ends, is stopped, or cannot be reached any more is
+    The peer has the same secret (:mod:`sipipe.ipc.secret`), or this connection's own ``token``, or
+    nothing is exchanged. Messages arrive whole and in order. A peer that ends, is stopped, or cannot be reached any more is
     noticed within ``TIMEOUT_MS`` and a second, also by a process that only waits, and after all
     that it sent has been received. A connection that was lost is not made again.
 Relies on
@@ -29,6 +30,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from sipipe.errors import ConfigError
@@ -41,6 +43,7 @@ OTHER_PORT = (
 )
 HEARTBEAT_MS, TIMEOUT_MS = 1000, 3000
 _LINGER_MS = 1000
+_USER = "sipipe"
 _REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -81,18 +84,42 @@ def _unusable(address: str, port: int, errno: int | None, mend: str) -> ConfigEr
     return ConfigError(f"{where} cannot be listened on ({why}): {mend}")
 
 
+def _curve(listens: bool) -> dict[int, int | bytes]:
+    """ZeroMQ's options for who has the secret."""
+    ours, theirs = key_pairs(read_secret())
+    if listens:
+        return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: ours.private}
+    return {
+        zmq.CURVE_SERVERKEY: ours.public,
+        zmq.CURVE_PUBLICKEY: theirs.public,
+        zmq.CURVE_SECRETKEY: theirs.private,
+    }
+
+
+def _plain(token: str, listens: bool) -> dict[int, int | bytes]:
+    """ZeroMQ's options for who has ``token``."""
+    if listens:
+        return {zmq.PLAIN_SERVER: 1}
+    return {zmq.PLAIN_USERNAME: _USER.encode(), zmq.PLAIN_PASSWORD: token.encode()}
+
+
 class Connection:
     """One end. The listening one takes one peer.
 
     Args:
         address: the listening host's, which is all that is bound.
         who: the peer, for messages.
+        token: instead of the secret, and of encryption: a word that the ends know by an encrypted
+            connection, and that lets one peer in. It is readable in the network, too late for
+            others: the peer that it belongs to is in by then.
 
     Raises:
         ConfigError: no secret; an address that is not this host's; a port that is taken.
     """
 
-    def __init__(self, address: str, port: int, *, listens: bool, who: str) -> None:
+    def __init__(
+        self, address: str, port: int, *, listens: bool, who: str, token: str = ""
+    ) -> None:
         self._who = who
         # wait: held for moments; nobody waits under it but `close`, for a second
         self._turn = threading.Lock()
@@ -103,8 +130,8 @@ class Connection:
         self.refused = False
         """Whether somebody without the secret was there, or we were not let in."""
         self._gone = self._closed = False
-        ours, theirs = key_pairs(read_secret())
         self._context = zmq.Context()
+        self._door: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.PAIR)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         options: dict[int, int | bytes] = {
@@ -118,14 +145,11 @@ class Connection:
             zmq.CONNECT_TIMEOUT: TIMEOUT_MS,
             zmq.HANDSHAKE_IVL: TIMEOUT_MS,
         }
-        if listens:
-            options |= {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: ours.private}
-        else:
-            options |= {
-                zmq.CURVE_SERVERKEY: ours.public,
-                zmq.CURVE_PUBLICKEY: theirs.public,
-                zmq.CURVE_SECRETKEY: theirs.private,
-            }
+        options |= _plain(token, listens) if token else _curve(listens)
+        if token and listens:
+            self._door = ThreadAuthenticator(self._context)
+            self._door.start()
+            self._door.configure_plain("*", {_USER: token})
         for option, value in options.items():
             self._socket.setsockopt(option, value)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
@@ -216,6 +240,8 @@ class Connection:
             self._socket.disable_monitor()
             self._monitor.close()
             self._socket.close()
+            if self._door is not None:
+                self._door.stop()
             self._context.term()  # wait: 1 s (`_LINGER_MS`); what was sent has gone out
             os.close(self._wake)
 

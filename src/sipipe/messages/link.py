@@ -37,6 +37,8 @@ class LinkEndpoint:
     address: str = ""
     """Between hosts: the later stage's, where it listens."""
     port: int = 0
+    token: str = ""
+    """Between hosts: what lets the earlier stage in, where hidden states are not encrypted."""
 
     def __post_init__(self) -> None:
         assert self.buffer_tokens >= 1, self
@@ -45,7 +47,8 @@ class LinkEndpoint:
     @property
     def transport(self) -> str:
         """The transport in a start-up line."""
-        return f"{self.kind} (untested on a GPU)" if self.device == "cuda" else self.kind
+        kind = f"{self.kind}, not encrypted" if self.token else self.kind
+        return f"{kind} (untested on a GPU)" if self.device == "cuda" else kind
 
     def describe(self) -> str:
         """The link in a message."""

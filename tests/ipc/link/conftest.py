@@ -19,21 +19,23 @@ from sipipe.messages.link import LinkEndpoint
 BOUND = 60.0  # seconds; of a machine at its worst
 
 
-@pytest.fixture(params=["shm", "cuda_ipc", "zeromq"])
+@pytest.fixture(params=["shm", "cuda_ipc", "zeromq", "zeromq, not encrypted"])
 def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LinkEndpoint:
     """One link of each kind; the one between GPUs with a stand-in for the device."""
-    on_gpu = request.param == "cuda_ipc"
+    kind, _, plain = request.param.partition(", ")
+    on_gpu = kind == "cuda_ipc"
     monkeypatch.setenv("SIPIPE_SECRET", "a secret of the tests")
     if on_gpu:
         monkeypatch.setattr(cuda_ipc, "CudaDevice", stand_in.StandInDevice)
     return LinkEndpoint(
-        kind=request.param,
+        kind=kind,
         buffer_tokens=64,
         depth=3,
         name="stage0-1.r0",
         device="cuda" if on_gpu else "cpu",
         stall_timeout=BOUND,
-        **({"address": "127.0.0.1", "port": free_port()} if request.param == "zeromq" else {}),
+        **({"address": "127.0.0.1", "port": free_port()} if kind == "zeromq" else {}),
+        token="a token" if plain else "",
     )
 
 

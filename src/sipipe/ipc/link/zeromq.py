@@ -104,5 +104,7 @@ class ZeromqReceiving(ShmReceiving):
 
 def _connect(endpoint: LinkEndpoint, *, listens: bool, place: Place | None = None) -> _Packets:
     who = f"{endpoint.describe()}: the {'previous' if listens else 'next'} stage"
-    connection = Connection(endpoint.address, endpoint.port, listens=listens, who=who)
+    connection = Connection(
+        endpoint.address, endpoint.port, listens=listens, who=who, token=endpoint.token
+    )
     return _Packets(connection, place)
