@@ -17,6 +17,7 @@ from sipipe.engine.hosts import (
     own_address,
     stages_of_hosts,
 )
+from sipipe.engine.pipeline import _make_links
 from sipipe.errors import ConfigError
 
 SECRET = "a secret of the tests"
@@ -56,6 +57,21 @@ def test_every_connection_has_a_port_of_its_own():
     control = [control_port(hosts, node) for node in (1, 2)]
     between = [link_port(setup, rank) for rank in (2, 3, 6, 7)]  # of stages 1 and 3
     assert [*control, *between] == list(range(100, 106))
+
+
+@pytest.mark.parametrize("encrypts", [True, False])
+def test_a_link_between_hosts_has_a_token_where_it_is_not_encrypted(encrypts):
+    hosts = HostSettings(count=2, address="127.0.0.1", encrypt_links=encrypts)
+    setup = SimpleNamespace(stages=3, ranks=2, slots=4, link_tokens=512)
+    links = _make_links(
+        SimpleNamespace(**vars(setup), config=SiPipeConfig(hosts=hosts)), {2: "127.0.0.2"}
+    )
+    assert [link.kind for link in links] == ["shm", "shm", "zeromq", "zeromq"]
+    tokens = [link.token for link in links]
+    assert not any(tokens[:2])
+    assert len(set(tokens[2:])) == (1 if encrypts else 2)
+    assert all(tokens[2:]) != encrypts
+    assert ("not encrypted" in links[2].transport) != encrypts
 
 
 def test_hosts_need_an_address_and_a_secret(monkeypatch):
