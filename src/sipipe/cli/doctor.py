@@ -231,7 +231,7 @@ def _what_sipipe_does(
         if workers > MOST_WORKERS * cores:
             return
     elif device == "cpu" and workers > 1 and (quicker := _quicker_degrees(stages, ranks)):
-        yield Finding("other degrees", "warning", quicker)
+        yield Finding("other degrees", "ok", quicker)
     plan = plan_cores(this_machine(), stages=stages, tensor_parallel=ranks, device=device)
     first, second = plan.describe()
     note = " (too few cores to overlap everything)" if plan.shared else ""
