@@ -27,6 +27,10 @@ STRATEGIES = {
         "frequency_penalty": 0.1,
     },
     "large_top_k": {"top_k": 5000, "top_p": 0.99},
+    "half": {"top_k": 3000, "temperature": 1.3},
+    "nearly_all": {"top_p": 0.999, "temperature": 1.3},
+    "little": {"top_p": 0.04},
+    "very_little": {"top_p": 0.01},
 }
 PROMPT, OUTPUT = [0, 1, 2, 3], [3, 4, 4, 5]
 
@@ -74,12 +78,39 @@ def test_frequencies_at_a_large_vocabulary(strategy: str, shape: str) -> None:
     check(logits(shape, 200_000), strategy, 1024, seed=7)
 
 
-@pytest.mark.parametrize("strategy", ["temperature", "top_p", "all"])
+@pytest.mark.parametrize("top_k", [6_500, 100_000, 199_999])
+@pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
+def test_frequencies_of_a_large_top_k(shape: str, top_k: int) -> None:
+    x = logits(shape, 200_000)
+    probabilities = naive.softmax(naive.processed_logits(x, SequenceParams(top_k=top_k)))
+    assert chi_square(draws(x, SequenceParams(top_k=top_k), 1024), probabilities) > 1e-4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
+def test_logprobs_change_no_draw(strategy: str, shape: str) -> None:
+    """With processed logprobs the filtered tokens are listed, without they often are not found."""
+    x = logits(shape, 6000)
+    drawn = []
+    for logprobs in (None, 2):
+        columns = SequenceColumns(6000, logprobs_mode="processed_logprobs")
+        for handle in range(200):
+            params = SequenceParams(seed=handle, logprobs=logprobs, **STRATEGIES[strategy])
+            columns.join(handle, params, PROMPT, OUTPUT)
+        result = columns.sample(range(200), x.reshape(1, -1), np.zeros(200, int))
+        assert not result.errors
+        drawn.append(result.token_ids.tolist())
+        for found in result.logprobs.values() if logprobs else ():
+            assert np.isfinite(found.logprobs[0])
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("strategy", ["temperature", "top_p", "all", "half", "nearly_all"])
 def test_frequencies_of_bfloat16(strategy: str) -> None:
     check(bfloat16(logits("zipf", 3000)), strategy, 4000)
 
 
-@pytest.mark.parametrize("strategy", ["temperature", "penalties", "top_p", "all"])
+@pytest.mark.parametrize("strategy", ["temperature", "penalties", "top_p", "all", "half"])
 def test_frequencies_after_a_long_text(strategy: str) -> None:
     """2,000 distinct seen tokens of 3,000: most draws come from beside the row."""
     x = logits("zipf", 3000)

@@ -8,9 +8,9 @@ import pytest
 from tests.sampler.support import bfloat16, from_bfloat16
 
 from sipipe.messages.params import derive_seed
-from sipipe.sampler.kernels import blocks, lists
+from sipipe.sampler.kernels import blocks, bounds, lists
 from sipipe.sampler.kernels.layouts import transpose
-from sipipe.sampler.kernels.philox import philox4x32, uniform
+from sipipe.sampler.kernels.philox import philox4x32, uniform, uniforms
 
 NO_MASK = np.zeros(64, np.uint32)
 
@@ -28,6 +28,21 @@ def _exp(x, at, top, scale, y):
 @numba.njit
 def _exp_sum(x, at, mask, word, top, scale):
     return blocks.block_exp_sum(x, at, mask, word, top, scale)
+
+
+@numba.njit
+def _bound_sum(x, at, mask, word, top, slope):
+    return bounds.block_bound_sum(x, at, mask, word, top, slope)
+
+
+@numba.njit
+def _bounds(x, at, mask, word, top, slope, y):
+    return bounds.block_bounds(x, at, mask, word, top, slope, y)
+
+
+@numba.njit
+def _above(x, at, mask, word, value, top, scale):
+    return bounds.block_above(x, at, mask, word, value, top, scale)
 
 
 @numba.njit
@@ -77,6 +92,16 @@ def test_blocks(dtype: str, at: int, masked: bool) -> None:
     top, scale = np.float32(block.max()), np.float32(1.4426950408889634)
     exact = np.exp(block.astype(float) - float(top))
     assert _exp_sum(x, at, mask, 5, top, scale) == pytest.approx(exact.sum(), rel=1e-6)
+    slope, found = np.float32(scale * 2**23), np.zeros(256, np.float32)
+    assert _bounds(x, at, mask, 5, top, slope, found) == pytest.approx(found.sum(), rel=1e-6)
+    assert _bound_sum(x, at, mask, 5, top, slope) == pytest.approx(found.sum(), rel=1e-6)
+    weights = np.exp2((block - top).astype(float) * (float(slope) / 2**23))
+    assert (found >= weights * bounds.ROUNDING).all()
+    assert (found <= weights * bounds.LARGEST_RATIO).all()
+    value = np.sort(block)[-30]
+    mass, equal = _above(x, at, mask, 5, value, top, scale)
+    assert mass == pytest.approx(exact[block > value].sum(), rel=1e-6)
+    assert equal == (block == value).sum()
     ids, kept = np.zeros(600, np.int32), np.zeros(600, np.float32)
     threshold = np.float32(2.0)
     count = _gather(x, at, mask, 5, 5000, threshold, ids, kept, 7)
@@ -93,11 +118,22 @@ def test_blocks(dtype: str, at: int, masked: bool) -> None:
 def test_nan_is_found_anywhere_but_behind_a_mask(where: int, dtype: str) -> None:
     x, _ = stored(dtype)
     x = x[:256].copy()
-    x[where] = {"float32": np.nan, "bfloat16": 0xFFC1, "float16": 0x7E01}[dtype]
-    assert _max(x, 0, NO_MASK, 0)[1]
+    for nan in {"float32": [np.nan], "bfloat16": [0x7F81, 0xFFC1], "float16": [0x7E01]}[dtype]:
+        x[where] = nan
+        assert _max(x, 0, NO_MASK, 0)[1]
     mask = np.zeros(8, np.uint32)
     mask[where // 32] = np.uint32(1) << np.uint32(where % 32)
     assert not _max(x, 0, mask, 0)[1]
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_maximum_of_any_bfloat16(sign: float) -> None:
+    """Compared as integers: of one sign only, infinite, and 0 with either sign."""
+    x = bfloat16(sign * np.abs(np.random.default_rng(0).normal(size=256) * 1e30))
+    cases = [x, np.concatenate([x[:255], bfloat16(np.array([0.0 * sign]))])]
+    cases += [np.full(256, bits, np.uint16) for bits in (0x7F80, 0xFF80, 0x8000, 0, 0x8001, 1)]
+    for bits in cases:
+        assert _max(bits, 0, NO_MASK, 0) == (from_bfloat16(bits).max(), False)
 
 
 def test_penalties_round_as_float32_steps() -> None:
@@ -178,6 +214,17 @@ def test_uniform() -> None:
     assert abs(drawn.mean() - 0.5) < 0.02
     assert uniform(np.uint64(3), np.int64(9)) == uniform(np.uint64(3), np.int64(9))
     assert uniform(np.uint64(4), np.int64(9)) != uniform(np.uint64(3), np.int64(9))
+
+
+def test_pairs_of_an_attempt() -> None:
+    """Uniform each, and not those of another attempt."""
+    pairs = np.array([uniforms(np.uint64(1), np.int64(2), i) for i in range(4000)])
+    assert pairs.min() >= 0
+    assert pairs.max() < 1
+    assert np.abs(pairs.mean(axis=0) - 0.5).max() < 0.02
+    assert abs(np.corrcoef(pairs.T)[0, 1]) < 0.05
+    assert np.unique(pairs).size == pairs.size
+    assert pairs[0, 0] == uniform(np.uint64(1), np.int64(2))
 
 
 def test_derived_seeds_are_fixed() -> None:

@@ -24,13 +24,13 @@ _AHEAD = 8192
 
 F32 = ir.FloatType()
 _I1 = ir.IntType(1)
-_I16 = ir.IntType(16)
+I16 = ir.IntType(16)
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 VF = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
 VB = ir.VectorType(_I1, LANES)
-V16 = ir.VectorType(_I16, LANES)
+V16 = ir.VectorType(I16, LANES)
 
 # 2**f on [-1/2, 1/2], minimax in relative error with 2**0 = 1: 1.7e-7 in float32 arithmetic.
 _EXP2 = (1.3264653e-3, 9.6715111e-3, 5.5507340e-2, 2.4022242e-1, 6.9314700e-1, 1.0)
@@ -183,12 +183,23 @@ def prefetch(builder: Any, pointer: Any, size: int) -> None:
         builder.call(function, [at, *options])
 
 
-def load_bits(builder: Any, words: Any, first: Any, vector: int) -> Any:
-    """16 mask lanes: bits of ``words[first:]`` (32-bit words) for vector number ``vector``."""
-    halves = builder.bitcast(builder.gep(words, [first]), _I16.as_pointer())
-    bits = builder.load(builder.gep(halves, [ir.Constant(I64, vector)]))
-    bits.align = 2
-    return builder.bitcast(bits, VB)
+def load_bits(builder: Any, words: Any, first: Any, vector: int, lanes: int = LANES) -> Any:
+    """Mask lanes: bits of ``words[first:]`` (32-bit words) for vector number ``vector``.
+
+    Each lane tests its bit: a CPU without mask registers takes bits for lanes one by one.
+    """
+    halves = lanes // LANES
+    kind = ir.VectorType(I16, halves)
+    address = builder.bitcast(builder.gep(words, [first]), kind.as_pointer())
+    stored = builder.load(builder.gep(address, [ir.Constant(I64, vector)]))
+    stored.align = 2
+    each = ir.Constant(ir.VectorType(I32, lanes), [lane // LANES for lane in range(lanes)])
+    spread = builder.shuffle_vector(stored, ir.Constant(kind, ir.Undefined), each)
+    if lanes == LANES:  # as wide as the logits that they mask
+        spread = builder.zext(spread, VI)
+    bits = ir.Constant(spread.type, [1 << lane % LANES for lane in range(lanes)])
+    tested = builder.and_(spread, bits)
+    return builder.icmp_unsigned("!=", tested, constant(spread.type, 0))
 
 
 def maximum(builder: Any, left: Any, right: Any) -> Any:
@@ -213,36 +224,40 @@ def reduce(builder: Any, vector: Any, operation: Any) -> Any:
     return builder.extract_element(vector, ir.Constant(I32, 0))
 
 
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``, rounded once."""
+    fma = intrinsic_function(builder, "llvm.fma.v16f32", VF, VF, VF, VF)
+    return builder.call(fma, [a, b, c])
+
+
 def any_lane(builder: Any, mask: Any) -> Any:
     bits = builder.bitcast(mask, ir.IntType(LANES))
     return builder.icmp_unsigned("!=", bits, ir.Constant(ir.IntType(LANES), 0))
 
 
 def count_lanes(builder: Any, mask: Any) -> Any:
-    popcount = intrinsic_function(builder, "llvm.ctpop.i16", _I16, _I16)
-    return builder.zext(builder.call(popcount, [builder.bitcast(mask, _I16)]), I64)
+    popcount = intrinsic_function(builder, "llvm.ctpop.i16", I16, I16)
+    return builder.zext(builder.call(popcount, [builder.bitcast(mask, I16)]), I64)
 
 
 def exp2(builder: Any, power: Any, mask: Any = None) -> Any:
-    """2**power for power <= 0; exactly 0 below -126, so that a masked logit (-inf) weighs nothing.
+    """2**power for power <= 0; exactly 0 below -127, so that a masked logit (-inf) weighs nothing.
 
-    Exactly 0 too for the lanes of ``mask``, whatever they hold.
+    Exactly 0 too for the lanes of ``mask``, whatever they hold. Below -126, less than 2**-126.
     """
-    fma = intrinsic_function(builder, "llvm.fma.v16f32", VF, VF, VF, VF)
-    lowest = constant(VF, -126.0)
-    inside = builder.fcmp_ordered(">=", power, lowest)
-    power = builder.select(inside, power, lowest)
+    lowest = constant(VF, -127.0)
     if mask is not None:
-        inside = builder.and_(inside, builder.not_(mask))
+        power = builder.select(mask, lowest, power)
+    power = maximum(builder, power, lowest)
     moved = builder.fadd(power, constant(VF, _MAGIC))
     fraction = builder.fsub(power, builder.fsub(moved, constant(VF, _MAGIC)))
     result = constant(VF, _EXP2[0])
     for coefficient in _EXP2[1:]:
-        result = builder.call(fma, [result, fraction, constant(VF, coefficient)])
-    # The integer goes into the exponent bits; what else `moved` holds is shifted out.
+        result = multiply_add(builder, result, fraction, constant(VF, coefficient))
+    # The integer goes into the exponent bits; what else `moved` holds is shifted out. The bits of
+    # 1, which is what -127 leaves of the power, become those of 0.
     exponent = builder.shl(builder.bitcast(moved, VI), constant(VI, 23))
-    result = builder.bitcast(builder.add(builder.bitcast(result, VI), exponent), VF)
-    return builder.select(inside, result, constant(VF, 0.0))
+    return builder.bitcast(builder.add(builder.bitcast(result, VI), exponent), VF)
 
 
 def compress(builder: Any, value: Any, mask: Any, pointer: Any, offset: Any) -> None:

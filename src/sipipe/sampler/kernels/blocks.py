@@ -31,14 +31,31 @@ def vectors_of(builder: Any, source: Any, start: Any, element: Any) -> Any:
         yield vec.load_vector(builder, source, offset_of(builder, start, v), element)
 
 
+def unordered_vectors(builder: Any, source: Any, start: Any, element: Any) -> Any:
+    """`vectors_of`, in whatever order of logits is quickest to load."""
+    if element != types.uint16:
+        yield from vectors_of(builder, source, start, element)
+        return
+    # A 32-bit word holds two bfloat16: one moved up, one left where it is make two float32.
+    for v in range(0, vec.VECTORS, 2):
+        address = builder.gep(source, [offset_of(builder, start, v)])
+        pairs = builder.load(builder.bitcast(address, vec.VI.as_pointer()))
+        pairs.align = 2
+        for bits in (
+            builder.shl(pairs, vec.constant(vec.VI, 16)),
+            builder.and_(pairs, vec.constant(vec.VI, 0xFFFF0000)),
+        ):
+            yield builder.bitcast(bits, vec.VF)
+
+
 def consecutive(builder: Any, first: Any) -> Any:
     """int32 lanes ``first``, ``first`` + 1, ..., for an int64 ``first``."""
     base = vec.splat(builder, builder.trunc(first, vec.I32), vec.VI)
     return builder.add(base, ir.Constant(vec.VI, list(range(vec.LANES))))
 
 
-def _with_masks(builder: Any, mask: Any, word: Any, body: Any) -> Any:
-    """``body(masks)`` where ``masks`` are the 16 masks of the block, or 16 times None.
+def with_masks(builder: Any, mask: Any, word: Any, body: Any, lanes: int = vec.LANES) -> Any:
+    """``body(masks)`` where ``masks`` are the block's, for ``lanes`` logits each, or all None.
 
     Compiled for both, because in most blocks nothing is masked, and to load masks takes a pass half
     as long again.
@@ -49,12 +66,13 @@ def _with_masks(builder: Any, mask: Any, word: Any, body: Any) -> Any:
     bits = [builder.extract_element(loaded, ir.Constant(vec.I32, i)) for i in range(4)]
     some = builder.icmp_unsigned("!=", fold(bits, builder.or_), ir.Constant(vec.I64, 0))
     ends = []
+    parts = range(vec.BLOCK // lanes)
     with builder.if_else(some, likely=False) as (masked, plain):
         with masked:
-            result = body([vec.load_bits(builder, mask, word, v) for v in range(vec.VECTORS)])
+            result = body([vec.load_bits(builder, mask, word, v, lanes) for v in parts])
             ends.append((result, builder.block))
         with plain:
-            result = body([None] * vec.VECTORS)
+            result = body([None for _ in parts])
             ends.append((result, builder.block))
     phi = builder.phi(ends[0][0].type)
     for result, block in ends:
@@ -103,11 +121,48 @@ def element(builder: Any, kind: Any, x: Any, index: Any) -> Any:
     return vec.widen(builder, builder.load(builder.gep(x, [index])), kind, 1)
 
 
+def _bfloat16_maximum(builder: Any, x: Any, start: Any, masks: list[Any]) -> Any:
+    """`block_max` on the bits, 32 at a time, which takes a third of the time.
+
+    As signed integers they are in order where the sign is clear, as unsigned ones against the order
+    where it is set. A NaN lies beyond the bits of infinity, with either sign.
+    """
+    kind = ir.VectorType(vec.I16, 2 * vec.LANES)
+    bits = lambda value: vec.constant(kind, value)  # noqa: E731
+    loaded = []
+    for v, mask in enumerate(masks):
+        address = builder.gep(x, [offset_of(builder, start, 2 * v)])
+        stored = builder.load(builder.bitcast(address, kind.as_pointer()))
+        stored.align = 2
+        loaded.append(stored if mask is None else builder.select(mask, bits(0xFF80), stored))
+    take = lambda name: (  # noqa: E731
+        lambda a, b: builder.call(
+            vec.intrinsic_function(builder, f"llvm.{name}.v32i16", kind, kind, kind), [a, b]
+        )
+    )
+    signed, least, most = (fold(loaded, take(name)) for name in ("smax", "umin", "umax"))
+    nan = builder.or_(
+        builder.icmp_signed(">", signed, bits(0x7F80)),
+        builder.icmp_unsigned(">", most, bits(0xFF80)),
+    )
+    # With the other bits turned where the sign is set, all are in order as signed integers.
+    turned = builder.xor(least, bits(0x7FFF))
+    ordered = builder.select(builder.icmp_signed("<", signed, bits(0)), turned, signed)
+    reduced = vec.intrinsic_function(builder, "llvm.vector.reduce.smax.v32i16", vec.I16, kind)
+    top = builder.call(reduced, [ordered])
+    negative = builder.icmp_signed("<", top, ir.Constant(vec.I16, 0))
+    top = builder.select(negative, builder.xor(top, ir.Constant(vec.I16, 0x7FFF)), top)
+    nan = builder.icmp_unsigned("!=", builder.bitcast(nan, vec.I32), ir.Constant(vec.I32, 0))
+    return vec.pair(builder, vec.widen(builder, top, types.uint16, 1), nan)
+
+
 @operation(types.Tuple((_REAL, types.boolean)), ARRAY, _INT, ARRAY, _INT)
 def block_max(builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any) -> Any:
     """(maximum, any NaN) of what is not masked of ``x[start : start + 256]``."""
 
     def maxima(masks: list[Any]) -> Any:
+        if kind == types.uint16:
+            return _bfloat16_maximum(builder, x, start, masks)
         best: list[Any] = []
         bad: list[Any] = []
         vectors = vectors_of(builder, x, start, kind)
@@ -125,7 +180,8 @@ def block_max(builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any)
         return vec.pair(builder, top, vec.any_lane(builder, fold(bad, builder.or_)))
 
     vec.prefetch(builder, builder.gep(x, [start]), vec.BLOCK * kind.bitwidth // 8)
-    return _with_masks(builder, mask, word, maxima)
+    lanes = 2 * vec.LANES if kind == types.uint16 else vec.LANES
+    return with_masks(builder, mask, word, maxima, lanes)
 
 
 def _exponentials(
@@ -156,7 +212,7 @@ def block_exp_sum(
         vectors = vectors_of(builder, x, start, kind)
         return _exponentials(builder, vectors, reference, scale, masks, lambda *_: None)
 
-    return _with_masks(builder, mask, word, sums)
+    return with_masks(builder, mask, word, sums)
 
 
 @operation(_REAL, ARRAY, _INT, _REAL, _REAL, ARRAY)
@@ -196,7 +252,7 @@ def block_gather(
             end = builder.add(end, vec.count_lanes(builder, kept))
         return end
 
-    return _with_masks(builder, mask, word, collect)
+    return with_masks(builder, mask, word, collect)
 
 
 @operation(_INT, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, _REAL)
@@ -218,4 +274,4 @@ def block_count(
             total = builder.add(total, vec.count_lanes(builder, reached))
         return total
 
-    return _with_masks(builder, mask, word, count)
+    return with_masks(builder, mask, word, count)

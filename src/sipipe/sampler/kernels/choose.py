@@ -1,4 +1,4 @@
-"""From a row to a token: filters, and one draw by inverse CDF.
+"""From a row to a token: filters, and one draw.
 
 Rules, after vLLM: min-p keeps probabilities >= min_p times the largest; top-k keeps every logit >=
 the k-th largest, so all tokens tied with it; top-p keeps the smallest set of most likely tokens
@@ -17,7 +17,8 @@ import numpy as np
 from sipipe.jit import kernel
 from sipipe.sampler.kernels import order, scan
 from sipipe.sampler.kernels.blocks import element
-from sipipe.sampler.kernels.draw import draw_candidates, draw_full
+from sipipe.sampler.kernels.draw import SHARE, draw_candidates, draw_row
+from sipipe.sampler.kernels.philox import uniform
 from sipipe.sampler.kernels.top_p import gather_tail, top_p_cut
 
 
@@ -98,7 +99,7 @@ def _choose_sorted(count: Any, filters: Any, work: Any) -> Any:
             last += 1
         kept = last + 1
         total = work.sums[last]
-    target = filters.u * total
+    target = uniform(filters.seed, filters.position) * total
     pick = 0
     while pick < kept - 1 and work.sums[pick] <= target:
         pick += 1
@@ -117,7 +118,7 @@ def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) 
     cut, cut_id = scan.NEG_INF, np.int64(0)
     if top_p < 1.0:
         cut, cut_id = top_p_cut(count, high, scan.NEG_INF, top_p * total, 1.0, work)
-    token, total = draw_candidates(count, cut, cut_id, filters.u, work)
+    token, total = draw_candidates(count, cut, cut_id, filters, work)
     if listed:
         count = _keep_from(count, cut, cut_id, work)
     return token, count, np.float64(high), math.log(total)
@@ -127,31 +128,46 @@ def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) 
 def choose(
     x: Any, row_top: Any, top: Any, filters: Any, listed: Any, edited: Any, work: Any
 ) -> Any:
-    """Filter and draw; maxima of the row without its edits, and with them: ``row_top`` and ``top``."""
+    """Filter and draw; maxima of the row without its edits, and with them: ``row_top`` and ``top``.
+
+    Where the filters keep a good part of the mass, the token is drawn from the row, and only what
+    is to be ``listed`` is filtered.
+    """
+    k, top_p = filters.top_k, filters.top_p
+    alone = k == 0 or (top_p >= 1.0 and k * SHARE > x.size)
+    from_row = alone and filters.min_p == 0.0 and top_p * SHARE >= 1.0
+    token = np.int64(-1)
+    if from_row and (top_p >= 1.0 or not listed):
+        token = draw_row(x, top, filters, True, scan.NEG_INF, np.int64(-1), edited, work)
+        if not listed:
+            return token, np.int64(-1), 0.0, 0.0
     inverse = 1.0 / np.float64(filters.temperature)
-    if filters.top_k > 0 or filters.min_p > 0.0:
+    if k > 0 or filters.min_p > 0.0:
         threshold = scan.LOWEST
-        if filters.top_k > 0:
-            threshold = order.candidate_threshold(x, filters.top_k, row_top, edited, work)
+        if k > 0:
+            threshold = order.candidate_threshold(x, k, row_top, edited, work)
         if filters.min_p > 0.0:
             floor = np.float64(top) + math.log(filters.min_p) / inverse
             floor -= (abs(floor) + abs(np.float64(top))) * 1e-6
             threshold = max(threshold, np.float32(floor))
         count = scan.gather(x, min(threshold, top), edited, work)
         high = divide_candidates(count, filters.temperature, work)
-        if count <= scan.SMALL and (filters.top_k > 0 or filters.top_p < 1.0):
-            return _choose_sorted(count, filters, work)
-        return _choose_listed(count, high, filters, listed, work)
+        if count <= scan.SMALL and (k > 0 or top_p < 1.0):
+            other, count, scaled_top, log_mass = _choose_sorted(count, filters, work)
+        else:
+            other, count, scaled_top, log_mass = _choose_listed(count, high, filters, listed, work)
+        return token if from_row else other, count, scaled_top, log_mass
     scale = np.float32(inverse * scan.LOG2E)
     scaled_top = np.float64(top / filters.temperature)
     total = scan.exp_sums(x, top, scale, edited, work)
-    if filters.top_p >= 1.0:
-        token = draw_full(x, top, scale, total, filters.u, edited, work)
+    if top_p >= 1.0:
         return token, np.int64(-1), scaled_top, math.log(total)
-    target = filters.top_p * total
+    target = top_p * total
     count, low = gather_tail(x, top, scale, total, target, edited, work)
     cut, cut_id = top_p_cut(count, top, low, target, inverse, work)
-    token, total = draw_candidates(count, cut, cut_id, filters.u, work)
+    token, total = draw_candidates(count, cut, cut_id, filters, work)
+    if from_row:
+        token = draw_row(x, top, filters, False, cut, cut_id - 1, edited, work)
     if listed:
         count = _keep_from(count, cut, cut_id, work)
         divide_candidates(count, filters.temperature, work)

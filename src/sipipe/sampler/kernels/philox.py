@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sipipe.jit import entry
+from sipipe.jit import entry, kernel
 
 _M0 = np.uint64(0xD2511F53)
 _M1 = np.uint64(0xCD9E8D57)
@@ -33,11 +33,25 @@ def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     return a, b, c, d
 
 
+@kernel
+def _unit(high: Any, low: Any) -> Any:
+    return float(((high << _32) | low) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
 @entry
-def uniform(seed: Any, position: Any) -> Any:
-    """A float64 in [0, 1) with 53 random bits, for output token number ``position`` of ``seed``."""
+def uniforms(seed: Any, position: Any, attempt: Any) -> Any:
+    """Two float64 in [0, 1) with 53 random bits each, for output token number ``position``.
+
+    ``attempt``: how many pairs before have not led to a token.
+    """
     key = np.uint64(seed)
     at = np.uint64(position)
     zero = np.uint64(0)
-    a, b, _, _ = philox4x32(at & _LOW, at >> _32, zero, zero, key & _LOW, key >> _32)
-    return float(((a << _32) | b) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+    a, b, c, d = philox4x32(at & _LOW, at >> _32, np.uint64(attempt), zero, key & _LOW, key >> _32)
+    return _unit(a, b), _unit(c, d)
+
+
+@entry
+def uniform(seed: Any, position: Any) -> Any:
+    """The first of the first pair of `uniforms`."""
+    return uniforms(seed, position, 0)[0]

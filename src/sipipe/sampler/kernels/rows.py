@@ -12,7 +12,6 @@ import numpy as np
 from sipipe.jit import entry, kernel
 from sipipe.sampler.kernels.choose import choose, first_maximum
 from sipipe.sampler.kernels.logit_edits import apply_edits, clear_mask, has_edits, mask_by_grammar
-from sipipe.sampler.kernels.philox import uniform
 from sipipe.sampler.kernels.scan import LOWEST, block_maxima
 from sipipe.sampler.kernels.scores import score_kept, score_raw, score_row
 from sipipe.sampler.kernels.state import (
@@ -34,13 +33,14 @@ GREEDY_BELOW = np.float32(1e-5)
 @kernel
 def _filters(request: Any, state: Any) -> Any:
     if state.temperature[request] < GREEDY_BELOW:
-        return Filters(np.float32(1.0), np.int64(0), 1.0, 0.0, 0.0)
+        return Filters(np.float32(1.0), np.int64(0), 1.0, 0.0, np.uint64(0), np.int64(0))
     return Filters(
         state.temperature[request],
         np.int64(state.top_k[request]),
         np.float64(state.top_p[request]),
         np.float64(state.min_p[request]),
-        uniform(state.seed[request], state.position[request]),
+        state.seed[request],
+        state.position[request],
     )
 
 
@@ -61,7 +61,7 @@ def _draw_row(
     filters = _filters(request, state)
     if not greedy or processed:
         token, kept, high, log_mass = choose(x, row_top, top, filters, processed, edited, work)
-    if greedy:
+    if greedy or token < 0:
         token = first_maximum(x, row_top, top, edited, work)
     out.tokens[i] = token
     if processed:

@@ -50,25 +50,15 @@ def block_maxima(x: Any, work: Any) -> Any:
 
 @kernel
 def exp_sums(x: Any, top: Any, scale: Any, edited: Any, work: Any) -> Any:
-    """Sum of ``2 ** ((x - top) * scale)`` over the row and its edits.
-
-    The sums of the row's blocks are left in ``work.masses``, those of the edits behind them.
-    """
+    """Sum of ``2 ** ((x - top) * scale)`` over the row and its edits."""
     full = x.size >> 8
-    pieces = (x.size + 255) >> 8
     total = 0.0
     for b in range(full):
-        mass = blocks.block_exp_sum(x, b << 8, work.mask, b << 3, top, scale)
-        work.masses[b] = mass
-        total += mass
-    if full < pieces:
-        mass = blocks.block_exp_sum(work.tail, 0, work.mask, full << 3, top, scale)
-        work.masses[full] = mass
-        total += mass
+        total += blocks.block_exp_sum(x, b << 8, work.mask, b << 3, top, scale)
+    if x.size & 255:
+        total += blocks.block_exp_sum(work.tail, 0, work.mask, full << 3, top, scale)
     for start in range(0, edited, 256):
-        mass = blocks.block_exp_sum(work.edited, start, work.no_mask, 0, top, scale)
-        work.masses[pieces + (start >> 8)] = mass
-        total += mass
+        total += blocks.block_exp_sum(work.edited, start, work.no_mask, 0, top, scale)
     return total
 
 

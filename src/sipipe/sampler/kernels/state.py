@@ -57,7 +57,8 @@ class Filters(NamedTuple):
     top_k: Any  # int64, 0: off
     top_p: Any  # float64
     min_p: Any  # float64
-    u: Any  # float64 in [0, 1), the draw
+    seed: Any  # uint64
+    position: Any  # int64
 
 
 class Scores(NamedTuple):
@@ -89,7 +90,7 @@ class Work(NamedTuple):
     no_mask: Any  # uint32 [8], 0: nothing of a block is masked
     tail: Any  # float32 [256], the last, incomplete block of a row
     peaks: Any  # float32 [N, up to whole blocks], maximum of each block, then -inf
-    masses: Any  # float32 [2 N + 1], sum of weights of each block of the row, then of the edits
+    masses: Any  # float32 [2 N + 1], bounds of each block of the row, then of the edits
     ids: Any  # int32 [V + 256], candidates of a row,
     values: Any  # float32 [V + 256], their logits
     weights: Any  # float32 [V + 256], and exponentials
