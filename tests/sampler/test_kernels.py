@@ -36,8 +36,8 @@ def _bound_sum(x, at, mask, word, top, slope):
 
 
 @numba.njit
-def _bounds(x, at, mask, word, top, slope, y):
-    return bounds.block_bounds(x, at, mask, word, top, slope, y)
+def _bounds(x, at, top, slope, y):
+    return bounds.block_bounds(x, at, top, slope, y)
 
 
 @numba.njit
@@ -93,11 +93,12 @@ def test_blocks(dtype: str, at: int, masked: bool) -> None:
     exact = np.exp(block.astype(float) - float(top))
     assert _exp_sum(x, at, mask, 5, top, scale) == pytest.approx(exact.sum(), rel=1e-6)
     slope, found = np.float32(scale * 2**23), np.zeros(256, np.float32)
-    assert _bounds(x, at, mask, 5, top, slope, found) == pytest.approx(found.sum(), rel=1e-6)
-    assert _bound_sum(x, at, mask, 5, top, slope) == pytest.approx(found.sum(), rel=1e-6)
+    _bounds(x, at, top, slope, found)
+    shown = np.isfinite(block) | np.isneginf(values[at : at + 256])
     weights = np.exp2((block - top).astype(float) * (float(slope) / 2**23))
-    assert (found >= weights * bounds.ROUNDING).all()
-    assert (found <= weights * bounds.LARGEST_RATIO).all()
+    assert (found >= weights * bounds.ROUNDING)[shown].all()
+    assert (found <= weights * bounds.LARGEST_RATIO)[shown].all()
+    assert _bound_sum(x, at, mask, 5, top, slope) == pytest.approx(found[shown].sum(), rel=1e-6)
     value = np.sort(block)[-30]
     mass, equal = _above(x, at, mask, 5, value, top, scale)
     assert mass == pytest.approx(exact[block > value].sum(), rel=1e-6)

@@ -183,23 +183,30 @@ def prefetch(builder: Any, pointer: Any, size: int) -> None:
         builder.call(function, [at, *options])
 
 
-def load_bits(builder: Any, words: Any, first: Any, vector: int, lanes: int = LANES) -> Any:
-    """Mask lanes: bits of ``words[first:]`` (32-bit words) for vector number ``vector``.
+def load_bits(builder: Any, words: Any, first: Any, order: str) -> list[Any]:
+    """The mask of each vector of a block, from its 8 words of 32 bits, ``words[first:]``.
 
-    Each lane tests its bit: a CPU without mask registers takes bits for lanes one by one.
+    ``order`` of the vectors: "plain", 16 logits each; "paired", the even and the odd ones of 32 in
+    turn; "wide", 32 logits each, 16 bits wide. Each lane tests its bit: a CPU without mask
+    registers takes bits for lanes one by one.
     """
-    halves = lanes // LANES
-    kind = ir.VectorType(I16, halves)
-    address = builder.bitcast(builder.gep(words, [first]), kind.as_pointer())
-    stored = builder.load(builder.gep(address, [ir.Constant(I64, vector)]))
-    stored.align = 2
-    each = ir.Constant(ir.VectorType(I32, lanes), [lane // LANES for lane in range(lanes)])
-    spread = builder.shuffle_vector(stored, ir.Constant(kind, ir.Undefined), each)
-    if lanes == LANES:  # as wide as the logits that they mask
-        spread = builder.zext(spread, VI)
-    bits = ir.Constant(spread.type, [1 << lane % LANES for lane in range(lanes)])
-    tested = builder.and_(spread, bits)
-    return builder.icmp_unsigned("!=", tested, constant(spread.type, 0))
+    masks = []
+    for word in range(BLOCK // 32):
+        stored = builder.load(builder.gep(words, [builder.add(first, ir.Constant(I64, word))]))
+        if order == "wide":
+            halves = builder.bitcast(stored, ir.VectorType(I16, 2))
+            each = ir.Constant(ir.VectorType(I32, 32), [lane // LANES for lane in range(32)])
+            spread = builder.shuffle_vector(halves, ir.Constant(halves.type, ir.Undefined), each)
+            numbers = [[lane % LANES for lane in range(32)]]
+        else:
+            spread = splat(builder, stored, VI)
+            plain = [[part * LANES + lane for lane in range(LANES)] for part in (0, 1)]
+            paired = [[lane * 2 + part for lane in range(LANES)] for part in (0, 1)]
+            numbers = plain if order == "plain" else paired
+        for bits in numbers:
+            tested = builder.and_(spread, ir.Constant(spread.type, [1 << bit for bit in bits]))
+            masks.append(builder.icmp_unsigned("!=", tested, constant(spread.type, 0)))
+    return masks
 
 
 def maximum(builder: Any, left: Any, right: Any) -> Any:

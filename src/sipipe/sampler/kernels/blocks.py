@@ -31,12 +31,11 @@ def vectors_of(builder: Any, source: Any, start: Any, element: Any) -> Any:
         yield vec.load_vector(builder, source, offset_of(builder, start, v), element)
 
 
-def unordered_vectors(builder: Any, source: Any, start: Any, element: Any) -> Any:
-    """`vectors_of`, in whatever order of logits is quickest to load."""
-    if element != types.uint16:
-        yield from vectors_of(builder, source, start, element)
-        return
-    # A 32-bit word holds two bfloat16: one moved up, one left where it is make two float32.
+def paired_vectors(builder: Any, source: Any, start: Any) -> Any:
+    """The 16 vectors of a block of bfloat16: the even and the odd ones of 32 logits in turn.
+
+    A word of 32 bits holds two of them: one moved up, one left where it is make two float32.
+    """
     for v in range(0, vec.VECTORS, 2):
         address = builder.gep(source, [offset_of(builder, start, v)])
         pairs = builder.load(builder.bitcast(address, vec.VI.as_pointer()))
@@ -54,8 +53,8 @@ def consecutive(builder: Any, first: Any) -> Any:
     return builder.add(base, ir.Constant(vec.VI, list(range(vec.LANES))))
 
 
-def with_masks(builder: Any, mask: Any, word: Any, body: Any, lanes: int = vec.LANES) -> Any:
-    """``body(masks)`` where ``masks`` are the block's, for ``lanes`` logits each, or all None.
+def with_masks(builder: Any, mask: Any, word: Any, body: Any, order: str = "plain") -> Any:
+    """``body(masks)`` where ``masks`` are those of the block's vectors in ``order``, or all None.
 
     Compiled for both, because in most blocks nothing is masked, and to load masks takes a pass half
     as long again.
@@ -66,13 +65,13 @@ def with_masks(builder: Any, mask: Any, word: Any, body: Any, lanes: int = vec.L
     bits = [builder.extract_element(loaded, ir.Constant(vec.I32, i)) for i in range(4)]
     some = builder.icmp_unsigned("!=", fold(bits, builder.or_), ir.Constant(vec.I64, 0))
     ends = []
-    parts = range(vec.BLOCK // lanes)
     with builder.if_else(some, likely=False) as (masked, plain):
         with masked:
-            result = body([vec.load_bits(builder, mask, word, v, lanes) for v in parts])
+            masks = vec.load_bits(builder, mask, word, order)
+            result = body(masks)
             ends.append((result, builder.block))
         with plain:
-            result = body([None for _ in parts])
+            result = body([None] * len(masks))
             ends.append((result, builder.block))
     phi = builder.phi(ends[0][0].type)
     for result, block in ends:
@@ -180,8 +179,8 @@ def block_max(builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any)
         return vec.pair(builder, top, vec.any_lane(builder, fold(bad, builder.or_)))
 
     vec.prefetch(builder, builder.gep(x, [start]), vec.BLOCK * kind.bitwidth // 8)
-    lanes = 2 * vec.LANES if kind == types.uint16 else vec.LANES
-    return with_masks(builder, mask, word, maxima, lanes)
+    order = "wide" if kind == types.uint16 else "plain"
+    return with_masks(builder, mask, word, maxima, order)
 
 
 def _exponentials(

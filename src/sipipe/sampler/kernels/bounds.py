@@ -15,7 +15,7 @@ from sipipe.sampler.kernels._vector import ARRAY, operation
 from sipipe.sampler.kernels.blocks import (
     Sums,
     offset_of,
-    unordered_vectors,
+    paired_vectors,
     vectors_of,
     with_masks,
 )
@@ -51,28 +51,26 @@ def block_bound_sum(
 ) -> Any:
     """Sum of the bounds of what is not masked of a block, whose maximum is at most ``top``."""
 
+    paired = kind == types.uint16
+
     def sums(masks: list[Any]) -> Any:
-        ordered = vectors_of if masks[0] is not None else unordered_vectors
-        vectors = ordered(builder, x, start, kind)
+        vectors = (
+            paired_vectors(builder, x, start) if paired else vectors_of(builder, x, start, kind)
+        )
         return _bounds(builder, vectors, top, slope, masks, lambda *_: None)
 
-    return with_masks(builder, mask, word, sums)
+    return with_masks(builder, mask, word, sums, "paired" if paired else "plain")
 
 
-@operation(_REAL, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, ARRAY)
-def block_bounds(
-    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, top: Any, slope: Any, y: Any
-) -> Any:  # fmt: skip
-    """`block_bound_sum`, and the 256 terms themselves into ``y``."""
+@operation(_REAL, ARRAY, _INT, _REAL, _REAL, ARRAY)
+def block_bounds(builder: Any, kind: Any, x: Any, start: Any, top: Any, slope: Any, y: Any) -> Any:
+    """The bounds of a block into ``y``, in the order of its logits; their sum. Masks count not."""
 
     def keep(v: int, bound: Any) -> None:
         vec.store_vector(builder, bound, y, offset_of(builder, ir.Constant(vec.I64, 0), v))
 
-    def sums(masks: list[Any]) -> Any:
-        vectors = vectors_of(builder, x, start, kind)
-        return _bounds(builder, vectors, top, slope, masks, keep)
-
-    return with_masks(builder, mask, word, sums)
+    vectors = vectors_of(builder, x, start, kind)
+    return _bounds(builder, vectors, top, slope, [None] * vec.VECTORS, keep)
 
 
 @operation(types.Tuple((_REAL, types.int64)), ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, _REAL)

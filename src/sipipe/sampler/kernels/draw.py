@@ -122,15 +122,16 @@ def _propose(x: Any, top: Any, slope: Any, target: Any, edited: Any, work: Any) 
                 break
     start = chosen << 8
     if chosen < x.size >> 8:
-        block_bounds(x, start, work.mask, chosen << 3, top, slope, work.weights)
+        block_bounds(x, start, top, slope, work.weights)
     elif chosen < blocks:
-        block_bounds(work.tail, 0, work.mask, chosen << 3, top, slope, work.weights)
+        block_bounds(work.tail, 0, top, slope, work.weights)
     else:
         start = (chosen - blocks) << 8
-        block_bounds(work.edited, start, work.no_mask, 0, top, slope, work.weights)
+        block_bounds(work.edited, start, top, slope, work.weights)
     inside = 0.0
     for i in range(256):
-        inside += np.float64(work.weights[i])
+        if chosen >= blocks or not is_masked(start + i, work):
+            inside += np.float64(work.weights[i])
         work.sums[i] = inside
     # The block's sum was taken in float32: measure the rest of the way in its own unit.
     rest = (target - reached) / np.float64(work.masses[chosen]) * inside
