@@ -72,7 +72,7 @@ def test_frequencies(strategy: str, shape: str, size: int) -> None:
     check(logits(shape, size), strategy, 4000, seed=size)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if "little" not in name])
 @pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
 def test_frequencies_at_a_large_vocabulary(strategy: str, shape: str) -> None:
     check(logits(shape, 200_000), strategy, 1024, seed=7)
