@@ -127,19 +127,21 @@ def _bfloat16_maximum(builder: Any, x: Any, start: Any, masks: list[Any]) -> Any
     where it is set. A NaN lies beyond the bits of infinity, with either sign.
     """
     kind = ir.VectorType(vec.I16, 2 * vec.LANES)
-    bits = lambda value: vec.constant(kind, value)  # noqa: E731
+
+    def bits(value: int) -> Any:
+        return vec.constant(kind, value)
+
+    def over_all(name: str) -> Any:
+        take = vec.intrinsic_function(builder, f"llvm.{name}.v32i16", kind, kind, kind)
+        return fold(loaded, lambda a, b: builder.call(take, [a, b]))
+
     loaded = []
     for v, mask in enumerate(masks):
         address = builder.gep(x, [offset_of(builder, start, 2 * v)])
         stored = builder.load(builder.bitcast(address, kind.as_pointer()))
         stored.align = 2
         loaded.append(stored if mask is None else builder.select(mask, bits(0xFF80), stored))
-    take = lambda name: (  # noqa: E731
-        lambda a, b: builder.call(
-            vec.intrinsic_function(builder, f"llvm.{name}.v32i16", kind, kind, kind), [a, b]
-        )
-    )
-    signed, least, most = (fold(loaded, take(name)) for name in ("smax", "umin", "umax"))
+    signed, least, most = over_all("smax"), over_all("umin"), over_all("umax")
     nan = builder.or_(
         builder.icmp_signed(">", signed, bits(0x7F80)),
         builder.icmp_unsigned(">", most, bits(0xFF80)),

@@ -86,7 +86,7 @@ def _bound_sums(x: Any, top: Any, slope: Any, edited: Any, work: Any) -> Any:
     pieces = (x.size + 255) >> 8
     total = 0.0
     for b in range(full):
-        mass = np.float32(0.0)
+        mass: Any = np.float32(0.0)
         if work.peaks[b] > scan.NEG_INF:  # else all of it is masked
             mass = block_bound_sum(x, b << 8, work.mask, b << 3, top, slope)
         work.masses[b] = mass
