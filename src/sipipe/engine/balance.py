@@ -1,53 +1,86 @@
 """Which sampler draws for which sequence: least loaded first, by the measured cost of its parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from sipipe.messages.cost import cost_estimate
 from sipipe.messages.params import SequenceParams
 
+TOLERATED = 0.05
+"""Share of its work by which a sampler may have more than another before a sequence moves."""
+PAYS = 0.9
+"""A sequence moves only if its cost is less than this part of the difference: it would go back and
+forth otherwise."""
+
+
+class Drawn(Protocol):
+    """A sequence that some sampler draws for."""
+
+    sampler: int
+    cost: float
+    """What :meth:`Balancer.cost` says."""
+
 
 class Balancer:
-    """Shares sequences out over samplers so that their expected work per iteration stays even.
+    """Shares the sequences of a microbatch out over samplers so that their work stays even.
 
-    An iteration is one microbatch, and is drawn when its last sampler is done. So a new sequence
-    goes to the sampler with the least to do in the microbatch that it joins; among equal ones, to
-    the one with the least in all. It stays there for life, because that is where its state is.
-    Loads are in seconds per iteration as :func:`cost_estimate` measures them, so one top-p sequence
-    weighs as much as several greedy ones.
+    An iteration is one microbatch, and is drawn when its last sampler is done, so only what is
+    drawn together counts. A new sequence goes to the sampler with the least to do in the
+    microbatch that it joins. Sequences leave, and the scheduler moves them between microbatches;
+    then one of them changes its sampler too, at most one each iteration, because the new sampler
+    builds its state from its tokens.
+
+    Bound: once nothing joins, leaves or changes microbatches, the busiest sampler has no more than
+    the idlest one and the larger of ``TOLERATED`` of its own work and the cost of its lightest
+    sequence, divided by ``PAYS``.
     """
 
     def __init__(self, samplers: int, *, vocab_size: int) -> None:
         assert samplers >= 1
+        self.samplers = samplers
         self._vocab_size = vocab_size
-        self._load = [0.0] * samplers
-        self._count = [0] * samplers
+        self._turn = 0
 
-    def loads(self, sequences: Iterable[tuple[int, SequenceParams]]) -> list[float]:
-        """What each sampler has to do for ``sequences``, each with its sampler."""
-        loads = [0.0] * len(self._load)
-        for sampler, params in sequences:
-            loads[sampler] += self._cost(params)
+    def cost(self, params: SequenceParams) -> float:
+        """Seconds per iteration: one top-p sequence weighs as much as several greedy ones."""
+        return cost_estimate(params, self._vocab_size)
+
+    def loads(self, sequences: Iterable[Drawn]) -> list[float]:
+        """What each sampler has to do for ``sequences``."""
+        loads = [0.0] * self.samplers
+        for sequence in sequences:
+            loads[sequence.sampler] += sequence.cost
         return loads
 
-    def place(self, params: SequenceParams, beside: list[float]) -> int:
-        """The sampler for a new sequence, counted from 0.
+    def place(self, cost: float, beside: list[float]) -> int:
+        """The sampler for a new sequence, counted from 0; among equal ones they take turns.
 
         ``beside``: :meth:`loads` of the microbatch that it joins; the sequence is added there.
         """
-        cost = self._cost(params)
-        sampler = min(range(len(beside)), key=lambda index: (beside[index], self._load[index]))
+        count, self._turn = self.samplers, self._turn + 1
+        sampler = min(range(count), key=lambda i: (beside[i], (i - self._turn + 1) % count))
         beside[sampler] += cost
-        self._load[sampler] += cost
-        self._count[sampler] += 1
         return sampler
 
-    def remove(self, sampler: int, params: SequenceParams) -> None:
-        """A sequence of ``sampler`` left."""
-        self._count[sampler] -= 1
-        # Exactly zero when empty: rounding must not pile up over millions of requests.
-        self._load[sampler] = (
-            self._load[sampler] - self._cost(params) if self._count[sampler] else 0.0
-        )
+    def move(self, members: Sequence[Drawn]) -> int | None:
+        """Give one of a microbatch's ``members`` another sampler, if that evens their work.
 
-    def _cost(self, params: SequenceParams) -> float:
-        return cost_estimate(params, self._vocab_size)
+        Returns its index.
+        """
+        if self.samplers == 1:
+            return None
+        loads = self.loads(members)
+        busiest, idlest = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[busiest] - loads[idlest]
+        if gap <= TOLERATED * loads[busiest]:
+            return None
+        fitting = [
+            (abs(gap - 2 * member.cost), index)
+            for index, member in enumerate(members)
+            if member.sampler == busiest and member.cost < PAYS * gap
+        ]
+        if not fitting:
+            return None
+        _, index = min(fitting)
+        members[index].sampler = idlest
+        return index

@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING
 import msgspec
 from vllm import envs
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 
 from sipipe.messages.params import SequenceParams, derive_seed, is_plain, unsupported
 from sipipe.messages.step import Added, Grammar, Step, int32_bytes
@@ -40,6 +45,8 @@ class TrackedRequest:
     handle: int
     sampler: int
     params: SequenceParams
+    cost: float = 0.0
+    """Of drawing for it once, in seconds."""
     prompt: Sequence[int]
     outputs: list[int] = field(default_factory=list)
     sent: int = 0
@@ -149,11 +156,12 @@ class RequestTracker:
         # Requests that have been here, and how many output tokens the scheduler holds of each.
         held: list[tuple[TrackedRequest, int]] = []
         beside: list[float] = []
+        moved: TrackedRequest | None = None
+        others = self._members(output.scheduled_cached_reqs)
         if output.scheduled_new_reqs:
-            others = (self._requests[r] for r in output.scheduled_cached_reqs.req_ids)
-            beside = self._balancer.loads(
-                (other.sampler, other.params) for other in others if other.sampler != ON_DEVICE
-            )
+            beside = self._balancer.loads(others)
+        elif (index := self._balancer.move(others)) is not None:
+            moved = others[index]
         for new in output.scheduled_new_reqs:
             resumed = self._requests.get(new.req_id)
             if resumed is None:
@@ -186,7 +194,7 @@ class RequestTracker:
                 del request.outputs[count:]
             if request.sampler == ON_DEVICE:
                 continue
-            if request.sent > count:
+            if request.sent > count or request is moved:
                 removed.append(request.handle)
                 added.append(request.added())
             else:
@@ -248,9 +256,20 @@ class RequestTracker:
             self._names.pop(request_id, None)
             request = self._requests.pop(request_id, None)
             if request is not None and request.sampler != ON_DEVICE:
-                self._balancer.remove(request.sampler, request.params)
                 handles.append(request.handle)
         return handles
+
+    def _members(self, cached: CachedRequestData) -> list[TrackedRequest]:
+        """Whose tokens samplers draw, of a microbatch's requests that were in others before.
+
+        Without those that begin anew: such a one may still be in an iteration that was scheduled
+        before, which its sampler's successor would draw.
+        """
+        if self._balancer.samplers == 1:
+            return []
+        again = cached.resumed_req_ids
+        requests = (self._requests[name] for name in cached.req_ids if name not in again)
+        return [request for request in requests if request.sampler != ON_DEVICE]
 
     def _add(
         self,
@@ -265,12 +284,14 @@ class RequestTracker:
             params = sequence_params(sampling_params, derive_seed(self._engine_seed, name))
         except ValueError as problem:
             params, error = SequenceParams(temperature=0.0), str(problem)
+        cost = self._balancer.cost(params)
         request = TrackedRequest(
             handle=self._next_handle,
             sampler=ON_DEVICE
             if self.per_row and is_plain(sampling_params)
-            else self._balancer.place(params, beside),
+            else self._balancer.place(cost, beside),
             params=params,
+            cost=cost,
             prompt=prompt,
             error=error,
             prompt_logprobs=sampling_params.prompt_logprobs is not None,
