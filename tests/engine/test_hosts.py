@@ -23,6 +23,7 @@ from tests.engine.engines import (
     Engine,
     assert_stock,
     engine_environment,
+    greedy,
     model,
     prompts,
     run_engine,
@@ -34,6 +35,7 @@ from tests.engine.test_parity import mixed_batches
 
 import sipipe
 from sipipe.engine import server
+from sipipe.messages.link import buffer_tokens
 from sipipe.observe.phases import Phase
 from sipipe.tools.report.reader import read_trace
 
@@ -253,6 +255,32 @@ def test_more_of_two_hosts_equals_stock(serve, models, family, pp, tp):
     served.end()
     # vLLM gives its engine process no time to say so, and kills it.
     assert "the engine ended" in served.log(1) or "this host's stages end" in served.log(1)
+
+
+@pytest.mark.slow
+def test_long_prompts_cross_in_pieces(serve, models, tmp_path):
+    """Microbatches with more tokens than a link's buffer has, among others that fit."""
+    traces = tmp_path / "trace"
+    at_once = json.dumps({"sipipe": {"microbatches": {"prefill_spread": 1}}})
+    served = serve(
+        *("-pp", "2", "--max-num-batched-tokens", "2048", "--trace", str(traces)),
+        *("--additional-config", at_once),
+    )
+    served.wait_served()
+    asked = [
+        {"prompts": prompts(12, longest=1000, seed=17), "params": greedy(12)},
+        {"prompts": prompts(3, longest=1000, seed=18), "params": greedy(3)},
+    ]
+    stock = {"max_model_len": 1024, "max_num_batched_tokens": 2048}
+    assert_stock(served.run(asked), served.path, asked, same_tokens, **stock)
+    served.end()
+    tokens_of = {}
+    for stage in read_trace(traces).of("stage"):
+        forward = stage.phase(Phase.FORWARD)
+        tokens_of[stage.header.host] = forward["tokens"].tolist()
+    assert set(tokens_of) == {"host1", "host2"}
+    for counts in tokens_of.values():
+        assert max(counts) > buffer_tokens(SETTINGS["max_num_seqs"], 2048), "none was in pieces"
 
 
 SEEDED = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "max_tokens": 24, "ignore_eos": True}
