@@ -15,7 +15,7 @@ WEIGHTS = {
     "top_p": 43.0,
     "mask": 3.0,
     "logprobs": 13.0,
-    "all_logprobs": 700.0,
+    "all_logprobs": 490.0,
     "seen": 0.004,
 }
 """``seen`` is per distinct token seen, whatever the vocabulary."""
