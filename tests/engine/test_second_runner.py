@@ -6,8 +6,10 @@ streams, graphs and the device. The way in is vLLM's own, ``VLLM_USE_V2_MODEL_RU
 
 import json
 import os
+import re
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.engine import test_features as features
 from tests.engine import test_parity as parity
@@ -217,6 +219,53 @@ def test_lora_adapters_equal_stock(models):
     assert_stock(said, path, batches, features.same_tokens, **engine)
     with_it, without = stock_results(path, batches, **engine)
     assert tokens(with_it) != tokens(without), "the adapter must make a difference"
+
+
+def mapped_channels(engine):
+    """Bytes of the channels' memory that any process of an engine maps, by its name, and of each
+    process how much of it is resident."""
+    sizes, resident = {}, {}
+    for process in [psutil.Process(engine.process.pid), *engine.descendants()]:
+        here = name = None
+        for line in Path(f"/proc/{process.pid}/smaps").read_text().splitlines():
+            if found := re.match(r"(\w+)-(\w+) \S+ \S+ \S+ (\d+) +/memfd:(sipipe\S*)", line):
+                first, last, inode, name = found.groups()
+                here = (name, inode)
+                size = int(last, 16) - int(first, 16)
+                sizes[here] = max(sizes.get(here, 0), size)
+            elif re.match(r"\w+-\w+ ", line):
+                here = None
+            elif here and line.startswith("Rss:"):
+                of = resident.setdefault(process.pid, {})
+                of[here] = max(of.get(here, 0), int(line.split()[1]) << 10)
+    return sizes, resident
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", [SECOND_RUNNER, {}], ids=["second runner", "own runner"])
+def test_a_running_engine_maps_what_its_budget_says(models, runner):
+    """And no more once prompts have crossed in pieces."""
+    long = [{"prompts": prompts(8, longest=900, seed=17), "params": greedy(8)}]
+    settings = {"samplers": 2, "cpu_sampling": "on", "microbatches": {"prefill_spread": 1}}
+    degrees = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "pipeline_parallel_size": 3}
+    with Engine(model(models, vocab_size=40_000), sipipe=settings, **degrees, **runner) as engine:
+        engine.run(long)
+        first, _ = mapped_channels(engine)
+        engine.run([*long, *long])
+        sizes, resident = mapped_channels(engine)
+        said = re.search(r"shared memory: ([\d,.]+) MiB \((.*?)\)", engine.log.read_text())
+    assert sizes == first
+    budget = dict(part.rsplit(" ", 1) for part in said[2].split(", "))
+    whole = {"bic-i": "BIC-I", "bic-l": "logits", "link": "hidden states"}
+    found = dict.fromkeys([*whole.values(), "the rest"], 0)
+    for (name, _), size in sizes.items():
+        found[whole.get(name.removeprefix("sipipe-"), "the rest")] += size / 2**20
+    print(said[0], found, {pid: sum(of.values()) >> 10 for pid, of in resident.items()})
+    for what in whole.values():
+        assert found[what] == pytest.approx(float(budget.pop(what).replace(",", "")), abs=0.06)
+    assert found["the rest"] == pytest.approx(sum(map(float, budget.values())), abs=0.12)
+    for of in resident.values():
+        assert all(size <= sizes[where] for where, size in of.items())
 
 
 @pytest.mark.slow

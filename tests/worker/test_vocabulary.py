@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -77,7 +78,9 @@ def shards(model, bounds, dtype):
     made = [
         HeadShard([offered.offer], start, stop, dtype) for start, stop in itertools.pairwise(bounds)
     ]
+    assert "sipipe-head" in Path("/proc/self/maps").read_text()
     offered.close()
+    assert "sipipe-head" not in Path("/proc/self/maps").read_text()
     return made
 
 

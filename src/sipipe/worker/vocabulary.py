@@ -90,6 +90,7 @@ class OfferedHead:
         """Every stage has taken its rows, or the last stage keeps them."""
         if self._memory is not None:
             self._memory.close()
+            self._memory = None  # the mapping goes with it, and with that memory for all rows
         if taken:
             # What scores prompts packs the whole matrix again when somebody asks for it.
             self._module.cpu_linear = self._pack_and_multiply
