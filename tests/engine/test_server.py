@@ -15,6 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
@@ -45,7 +46,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def server(path, log, *options, temporary="/tmp"):
+def server(path, log, *options, temporary="/tmp", profiled=False):
     """``sipipe serve`` on a free port of loopback; yields its address and its process."""
     port = free_port()
     command = [sys.executable, "-m", "sipipe", "serve", str(path), "--pp", "2", *options]
@@ -60,7 +61,7 @@ def server(path, log, *options, temporary="/tmp"):
                 **engine_environment(),
                 "TMPDIR": temporary,
                 # Every process says what it imports: see check_reach.
-                "PYTHONPROFILEIMPORTTIME": "1",
+                **({"PYTHONPROFILEIMPORTTIME": "1"} if profiled else {}),
             },
             start_new_session=True,
         )
@@ -70,7 +71,7 @@ def server(path, log, *options, temporary="/tmp"):
         while True:
             if process.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(f"the server did not start:\n{log.read_text()[-4000:]}")
-            if healthy(address):
+            if health(address) == 200:
                 break
             time.sleep(0.3)
         yield address, process
@@ -83,12 +84,15 @@ def server(path, log, *options, temporary="/tmp"):
             process.wait()
 
 
-def healthy(address) -> bool:
+def health(address) -> int:
+    """The status of /health; 0 where nobody listens."""
     try:
         with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-            return answer.status == 200
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
     except OSError:
-        return False
+        return 0
 
 
 async def stream(session, address, index, rng, model):
@@ -153,7 +157,8 @@ def served(models, tmp_path_factory):
     temporary = tempfile.mkdtemp(prefix="t")  # short: a socket's path has 107 characters
     log = tmp_path_factory.mktemp("server") / "log"
     options = ("--enforce-eager", "--max-model-len", "256", "--dtype", "bfloat16")
-    with server(model(models), log, *options, temporary=temporary) as (address, process):
+    more = {"temporary": temporary, "profiled": True}
+    with server(model(models), log, *options, **more) as (address, process):
         yield address, process, log, temporary, before
     shutil.rmtree(temporary)
 
@@ -233,6 +238,70 @@ def test_many_streams_with_aborts_end_and_nothing_is_left(served):
     # A compiled model's cache is torch's to keep.
     assert not [name for name in os.listdir(temporary) if not name.startswith("torch")]
     check_reach(log.read_text())
+
+
+ASKED = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True, "logprobs": 1}
+
+
+@contextlib.contextmanager
+def clients(models, tmp_path, *options):
+    """A server, and what submits four long requests to it at once."""
+    given = prompts(4, longest=20, seed=3)
+    options += ("--enforce-eager", "--max-model-len", "256", "--dtype", "float32")
+    with (
+        server(model(models), tmp_path / "log", *options) as (address, process),
+        ThreadPoolExecutor(4) as pool,
+    ):
+        yield address, process, lambda: [pool.submit(complete, address, p, ASKED) for p in given]
+
+
+def chosen(answers):
+    return [answer.result()[0] for answer in answers]
+
+
+def worker(process):
+    everybody = psutil.Process(process.pid).children(recursive=True)
+    return next(p for p in everybody if "Worker_PP1" in " ".join(p.cmdline()))
+
+
+@pytest.mark.slow
+def test_a_stall_is_seen_and_harms_nobody_and_a_server_drains(models, tmp_path):
+    with clients(models, tmp_path, "--shutdown-timeout", "60") as (address, process, submit):
+        expected = chosen(submit())
+        stopped = worker(process)
+        stopped.suspend()
+        answers, began = submit(), time.monotonic()
+        wait_until(lambda: health(address) == 503)
+        print(f"/health is 503 {time.monotonic() - began:.1f} s after a worker was stopped")
+        assert metric(address, "sipipe_stalled") == 1
+        stopped.resume()
+        assert chosen(answers) == expected
+        wait_until(lambda: health(address) == 200)
+        assert metric(address, "sipipe_stalled") == 0
+
+        body = {"model": MODEL, "prompt": [5, 6], "stream": True, **ASKED}
+        request = urllib.request.Request(
+            f"{address}/v1/completions", json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            pieces = [answer.readline()]
+            process.send_signal(signal.SIGTERM)
+            pieces += answer.read().splitlines()
+        drained = time.monotonic()
+        pieces = [piece[6:].strip() for piece in pieces if piece.startswith(b"data: ")]
+        assert pieces.pop() == b"[DONE]"
+        found = [json.loads(piece)["choices"][0]["logprobs"]["tokens"] for piece in pieces]
+        assert sum(map(len, found)) == 200
+        assert process.wait(60) == 0
+        print(f"it ended {time.monotonic() - drained:.1f} s after its last token")
+
+
+def wait_until(true, seconds=240):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def check_reach(log):
