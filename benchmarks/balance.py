@@ -1,0 +1,125 @@
+"""How even the work of an engine's samplers is: what the busiest one draws against an even share.
+
+    python -m benchmarks.balance [--quick] [--requests 192] [--samplers 1,2,4]
+
+One engine for each number of samplers, two stages. Requests with four ways of sampling and outputs
+of different lengths come and go, more of them than run at once, and the scheduler moves them
+between microbatches. Work is counted in the seconds that the cost table gives a row
+(:mod:`sipipe.messages.cost`), not in measured ones: samplers on fewer cores than there are of them
+measure each other. Each engine runs twice, with and without sequences that change their sampler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from typing import Any
+
+from benchmarks.engine_process import answer, run_in_process
+from benchmarks.harness import report
+from benchmarks.serving import MODELS, STAGES
+from sipipe.tools.make_model.checkpoint import make_model
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_p": 0.95},
+    {"temperature": 0.8, "top_k": 50, "repetition_penalty": 1.1},
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="2 and 4 samplers, 96 requests")
+    parser.add_argument("--requests", type=int, help="64 of them at a time (default: 192)")
+    parser.add_argument("--samplers", help="numbers of them, a list (default: 1,2,4)")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        answer(_run(json.loads(args.engine)))
+        return
+    model = make_model("llama", MODELS / "llama-tiny", size="tiny")
+    counts = args.samplers or ("2,4" if args.quick else "1,2,4")
+    requests = args.requests or (96 if args.quick else 192)
+    rows = []
+    for samplers in map(int, counts.split(",")):
+        job = {"model": str(model), "samplers": samplers, "requests": requests}
+        both = run_in_process("benchmarks.balance", job, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        rows += [{"samplers": samplers, **row} for row in both["rows"]]
+    report(
+        "balance",
+        f"The busiest sampler's work against an even share, PP {STAGES}, {requests} requests, "
+        "64 at a time",
+        rows,
+        note="iterations of 8 rows and more; each draws as late as its busiest sampler",
+    )
+
+
+def _run(job: dict[str, Any]) -> dict[str, Any]:
+    """In the engine's process, where the executor and its tracker are too."""
+    from vllm import LLM, EngineArgs, SamplingParams
+
+    from sipipe.engine.arguments import parse_engine_args
+    from sipipe.engine.balance import Balancer
+    from sipipe.engine.requests import RequestTracker, Work
+
+    shares: list[float] = []
+    moved = 0
+    advance, move = RequestTracker.advance, Balancer.move
+
+    def watch(tracker: RequestTracker, iteration: int, output: Any) -> Work:
+        work = advance(tracker, iteration, output)
+        drawn = [tracker[name] for name in work.sampled]
+        if len(drawn) >= 8:
+            loads = tracker._balancer.loads(drawn)
+            shares.append(max(loads) * len(loads) / sum(loads))
+        return work
+
+    def count(balancer: Balancer, members: Any) -> int | None:
+        nonlocal moved
+        index = move(balancer, members)
+        moved += index is not None
+        return index
+
+    RequestTracker.advance = watch  # type: ignore[method-assign]
+    argv = [job["model"], "-pp", str(STAGES), "--max-num-seqs", "64", "--max-model-len", "512"]
+    args = parse_engine_args([*argv, "--enforce-eager"], {"samplers": job["samplers"]})
+    llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
+    rng = random.Random(0)
+    prompts = [
+        {"prompt_token_ids": [rng.randrange(3, 300) for _ in range(rng.randint(4, 60))]}
+        for _ in range(job["requests"])
+    ]
+    params = [
+        SamplingParams(
+            **rng.choice(KINDS), seed=i, max_tokens=rng.randint(16, 120), ignore_eos=True
+        )
+        for i in range(job["requests"])
+    ]
+    rows = []
+    for how in ("they stay", "one may move an iteration"):
+        stays = how == "they stay"
+        Balancer.move = (lambda *_: None) if stays else count  # type: ignore[method-assign]
+        shares.clear()
+        moved, began = 0, time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        made = sum(len(output.outputs[0].token_ids) for output in outputs)
+        rows.append(
+            {
+                "sequences": how,
+                "iterations": len(shares),
+                "moved": moved,
+                "busiest / even share, mean": statistics.fmean(shares),
+                "95 of 100 below": statistics.quantiles(shares, n=20)[-1],
+                "tok/s": made / seconds,
+            }
+        )
+    return {"rows": rows}
+
+
+if __name__ == "__main__":
+    main()
