@@ -66,12 +66,24 @@ def run(llm, batch):
 
     lora = batch.get("lora")
     outputs = llm.generate(
-        [{"prompt_token_ids": p} if isinstance(p, list) else p for p in batch["prompts"]],
+        [prompt(p) for p in batch["prompts"]],
         [sampling_params(p) for p in batch["params"]],
         use_tqdm=False,
         lora_request=[LoRARequest(*at) if at else None for at in lora] if lora else None,
     )
     return [request(output) for output in outputs]
+
+
+def prompt(said):
+    """A text, token ids, or token ids and the number of an image of noise."""
+    if isinstance(said, dict):
+        import numpy as np
+        from PIL import Image
+
+        noise = np.random.default_rng(said["image"]).integers(0, 255, (28, 28, 3), np.uint8)
+        seen = {"image": Image.fromarray(noise)}
+        return {"prompt_token_ids": said["tokens"], "multi_modal_data": seen}
+    return {"prompt_token_ids": said} if isinstance(said, list) else said
 
 
 def sampling_params(values):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.engine import multi_modal
 from tests.engine import test_features as features
 from tests.engine import test_parity as parity
 from tests.engine.engines import (
@@ -266,6 +267,26 @@ def test_a_running_engine_maps_what_its_budget_says(models, runner):
     assert found["the rest"] == pytest.approx(sum(map(float, budget.values())), abs=0.12)
     for of in resident.values():
         assert all(size <= sizes[where] for where, size in of.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 1])
+def test_a_model_that_sees_equals_stock(models, stages):
+    """The encoder runs on the first stage; some images come twice, and are encoded once."""
+    path = models / "blip2"
+    if not path.exists():
+        multi_modal.make(path)
+    texts = prompts(12, longest=40)
+    seeing = [{"tokens": p, "image": i // 2} for i, p in enumerate(texts[:8])]
+    batches = [
+        {"prompts": [*seeing, *texts[8:]], "params": in_both_places(greedy(12))},
+        {"prompts": [p | {"image": p["image"] + 9} for p in seeing], "params": greedy(8)},
+    ]
+    engine = {"limit_mm_per_prompt": {"image": 1}}
+    found = run(path, batches, stages=stages, sipipe={"cpu_sampling": "per_row"}, **engine)
+    stock = stock_results(path, batches, **engine)
+    parity.same_tokens(found, stock)
+    assert tokens(stock[0])[:8] != tokens(stock[1]), "an image must make a difference"
 
 
 @pytest.mark.slow
