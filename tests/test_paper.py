@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -29,9 +30,8 @@ def measured(monkeypatch, tmp_path):
     def start(name, job, _):
         started.append(name)
         words = " ".join(job["command"])
-        if (found := words.partition("/tmp/")[2]) and "trace" in words:
-            where = "/tmp/" + found.split('"')[0].split()[0]
-            write_example(where, Example(stages=2, iterations=60, stock=name == "stock"))
+        if found := re.search(r'[^\s"=]*/sipipe-paper-[^\s"]*', words):
+            write_example(found[0], Example(stages=2, iterations=60, stock=name == "stock"))
         run = {"output_throughput": 10.0 + len(started), "cpu": [50.0, 75.0], "gpu": []} | {
             f"p{q}_{metric}_ms": float(q) for q in paper.PERCENTILES for metric in ("ttft", "tpot")
         }

@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 
 import aiohttp
@@ -90,7 +91,8 @@ def health(address) -> int:
         with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code
     except OSError:
         return 0
 
@@ -295,6 +297,33 @@ def test_a_stall_is_seen_and_harms_nobody_and_a_server_drains(models, tmp_path):
         assert sum(map(len, found)) == 200
         assert process.wait(60) == 0
         print(f"it ended {time.monotonic() - drained:.1f} s after its last token")
+
+
+@pytest.mark.slow
+def test_a_death_is_seen_and_the_server_comes_back(models, tmp_path):
+    with clients(models, tmp_path, "--restart") as (address, process, submit):
+        expected = chosen(submit())
+        answers, began = submit(), time.monotonic()
+        worker(process).kill()
+        wait_until(lambda: health(address) != 200)
+        print(f"/health is not 200 {time.monotonic() - began:.2f} s after a worker was killed")
+        for answer in answers:
+            error = answer.exception()
+            if error is None:  # it was done before
+                assert answer.result()[0] in expected
+            elif isinstance(error, urllib.error.HTTPError):
+                with error:
+                    assert error.code >= 500
+            else:  # refused, or cut off
+                assert isinstance(error, OSError | HTTPException), error
+        wait_until(lambda: health(address) == 200)
+        print(f"and 200 again after {time.monotonic() - began:.1f} s")
+        assert chosen(submit()) == expected
+        assert re.search(
+            r"stage worker stage1\.0 \(pid \d+\) died, exit code -9.*\n"
+            r"sipipe: the server ended by itself .* it is started again in 1 s",
+            (tmp_path / "log").read_text(),
+        )
 
 
 def wait_until(true, seconds=240):

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sipipe.engine.balance import Balancer
 from sipipe.errors import DamagedError
-from sipipe.messages.cost import cost_estimate
 from sipipe.messages.header import Kind, decode_header, encode_header
 from sipipe.messages.params import SequenceParams
 from sipipe.messages.step import (
@@ -62,42 +60,6 @@ def test_tokens_with_logprobs_and_errors_come_back():
 def test_a_header_comes_back(kind, slot, number):
     header = decode_header(encode_header(kind, slot, number))
     assert (header.kind, header.slot, header.number) == (kind, slot, number)
-
-
-PARAMS = st.sampled_from(
-    [
-        SequenceParams(temperature=0.0),
-        SequenceParams(),
-        SequenceParams(top_p=0.9),
-        SequenceParams(top_k=50, top_p=0.95, repetition_penalty=1.1),
-    ]
-)
-
-
-@given(st.lists(PARAMS, min_size=1, max_size=60), st.integers(1, 5))
-def test_loads_stay_within_one_sequence_of_each_other(arrivals, samplers):
-    balancer = Balancer(samplers, vocab_size=151_936)
-    dearest = max(cost_estimate(p, 151_936) for p in arrivals)
-    beside = balancer.loads([])
-    placed = [(balancer.place(params, beside), params) for params in arrivals]
-    assert beside == pytest.approx(balancer._load)
-    assert balancer.loads(placed) == pytest.approx(beside)
-    assert max(balancer._load) - min(balancer._load) <= dearest * (1 + 1e-9)
-    for sampler, params in placed:
-        balancer.remove(sampler, params)
-    assert balancer._load == [0.0] * samplers
-
-
-@given(st.lists(st.lists(PARAMS, max_size=24), min_size=1, max_size=6), st.integers(1, 8))
-def test_every_microbatch_is_shared_out_evenly(microbatches, samplers):
-    """Whatever the others hold: an iteration is drawn when its last sampler is done."""
-    balancer = Balancer(samplers, vocab_size=151_936)
-    for arrivals in microbatches:
-        beside = balancer.loads([])
-        for params in arrivals:
-            balancer.place(params, beside)
-        dearest = max((cost_estimate(p, 151_936) for p in arrivals), default=0.0)
-        assert max(beside) - min(beside) <= dearest * (1 + 1e-9)
 
 
 @DAMAGED
