@@ -53,9 +53,9 @@ def main() -> int:
                 print(piece, end="", flush=True)
                 count += 1
             print(f"\n({count} tokens, {count / (time.perf_counter() - began):.0f} tokens/s)")
-    step("SiPipe against stock vLLM: 64 requests at once, 16 new tokens each; two minutes")
+    step("SiPipe against stock vLLM: 64 requests at once, 16 new tokens each; two to three minutes")
     command = [*SIPIPE, "bench", str(MODEL), "--pp", STAGES, "--sampling", "greedy,all"]
-    command += ["--rows", "sipipe,stock", "--engines", "1", "--draws", "0"]
+    command += ["--rows", "sipipe,stock", "--engines", "1", "--repeat", "1", "--draws", "0"]
     subprocess.run([*command, "--max-model-len", "2048"], check=True)
     print(f"\n{MEANING}")
     return 0
