@@ -34,8 +34,8 @@ STEPS: dict[str, dict[str, Any] | None] = {
     "+ CPU sampling, SiPipe's stage runner": {"cpu_sampling": "on"},
     "+ token-safe execution": {"overlap": True},
     "+ pipeline scheduler": {"scheduler": "pipeline"},
-    "+ layers cut by cost": {"layers": "auto"},
-    "+ output projection by who is quicker: SiPipe": {"vocabulary": "auto"},
+    "+ layers cut by cost, whatever KV cache that costs": {"layers": "auto", "kv_loss": 0.99},
+    "+ output projection by who is quicker: SiPipe": {"vocabulary": "auto", "kv_loss": 0.1},
 }
 
 

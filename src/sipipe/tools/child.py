@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sipipe.errors import ConfigError, SiPipeError
+from sipipe.ipc.parent import end_group_with
 from sipipe.ipc.sockets import own_sockets
 
 TIMEOUT = 3_600.0
@@ -76,6 +77,23 @@ def measured(
             raise SiPipeError(f"bench: {side} failed: {_keep(side, log.read())}")
     result: dict[str, Any] = json.loads(out)
     return result
+
+
+def answer(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """The other end of :func:`measured`: ``work`` on the job from stdin, its result to stdout."""
+    end_group_with(socket.socket(fileno=int(sys.argv[1])))
+    # Only the result may go to stdout; engines and clients print there too.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        result = work(json.load(sys.stdin))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except SiPipeError as error:
+        sys.exit(f"SiPipeError: {error}")
+    out.write(json.dumps(result) + "\n")
+    out.close()
 
 
 def _keep(side: str, log: bytes) -> str:

@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 
 from sipipe.errors import ConfigError, SiPipeError
-from sipipe.ipc.parent import end_group_with
+from sipipe.tools.child import answer
 from sipipe.tools.provenance import output
 
 SHOWN = 20
@@ -297,21 +297,5 @@ def _get(url: str) -> str:
     return text
 
 
-def main() -> None:
-    end_group_with(socket.socket(fileno=int(sys.argv[1])))
-    # Only the result may go to stdout; the client prints there too.
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    try:
-        result = run(Job(**json.load(sys.stdin)))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except SiPipeError as error:
-        sys.exit(f"SiPipeError: {error}")
-    answer.write(json.dumps(result) + "\n")
-    answer.close()
-
-
 if __name__ == "__main__":
-    main()
+    answer(lambda job: run(Job(**job)))

@@ -10,19 +10,15 @@ Who runs here
 """
 
 import dataclasses
-import json
 import os
 import random
-import socket
-import sys
 import time
 from typing import Any
 
 import psutil
 
-from sipipe.errors import ConfigError
-from sipipe.ipc.parent import end_group_with
 from sipipe.messages.measured import MIXES
+from sipipe.tools.child import answer
 
 SAMPLING = MIXES | {"top-p": {"temperature": 0.8, "top_p": 0.95}}
 """Ways of sampling by name; ``all`` is every strategy at once."""
@@ -120,19 +116,5 @@ def measure(job: Job) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    end_group_with(socket.socket(fileno=int(sys.argv[1])))
-    # Only the result may go to stdout; vLLM and its processes print there too.
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    try:
-        result = measure(Job(**json.load(sys.stdin)))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    answer.write(json.dumps(result) + "\n")
-    answer.close()
-
-
 if __name__ == "__main__":
-    main()
+    answer(lambda job: measure(Job(**job)))
