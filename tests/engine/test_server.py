@@ -47,10 +47,12 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def server(path, log, *options, temporary="/tmp", profiled=False):
-    """``sipipe serve`` on a free port of loopback; yields its address and its process."""
+def server(path, log, *options, temporary="/tmp", profiled=False, stock=False):
+    """``sipipe serve`` (or stock ``vllm serve``) on a free port of loopback: address and process."""
     port = free_port()
-    command = [sys.executable, "-m", "sipipe", "serve", str(path), "--pp", "2", *options]
+    ours, cores = [sys.executable, "-m", "sipipe"], sorted(os.sched_getaffinity(0))
+    vllm = [str(Path(sys.executable).with_name("vllm"))]
+    command = [*(vllm if stock else ours), "serve", str(path), "-pp", "2", *options]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -61,6 +63,7 @@ def server(path, log, *options, temporary="/tmp", profiled=False):
             env={
                 **engine_environment(),
                 "TMPDIR": temporary,
+                **({"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"} if stock else {}),
                 # Every process says what it imports: see check_reach.
                 **({"PYTHONPROFILEIMPORTTIME": "1"} if profiled else {}),
             },

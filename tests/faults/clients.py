@@ -60,17 +60,18 @@ KINDS = {
 }
 
 
-def run(seed, scale, each=lambda *_: None):
-    """A row of the table for each kind."""
+def run(seed, scale, each=lambda *_: None, *, stock=False):
+    """A row of the table for each kind; ``stock``: of stock vLLM's server."""
     from tests.engine.engines import model
     from tests.engine.test_server import complete, metric, prompts, server
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     scratch = Path(tempfile.mkdtemp(prefix="f"))
-    options = ("--enforce-eager", "--max-model-len", "256", "--dtype", "float32")
-    rows = []
-    with server(model(scratch), scratch / "log", *options, temporary=str(scratch)) as (where, main):
+    options = ["--max-model-len", "256", "--dtype", "float32"]
+    options += [] if stock else ["--enforce-eager"]  # stock's second stage needs its warm-up
+    rows, more = [], {"temporary": str(scratch), "stock": stock}
+    with server(model(scratch), scratch / "log", *options, **more) as (where, main):
         asked = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 1}
         given = prompts(GOOD, longest=40, seed=seed)
         with ThreadPoolExecutor(GOOD) as pool:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from tests.faults import clients
+from tests.faults import clients, stock
 from tests.faults.kinds import KINDS, scenario
 
 STREAMS = 32
@@ -110,13 +110,14 @@ def markdown(kept):
     injected = sum(row["injected"] for row in rows)
     found = f"{injected} faults of {len(rows)} kinds, seed {kept['seed']}; {kept['machine']}"
     heads = ["what was done", "injected", "recovered", "clear error", "after, median / longest"]
-    heads += ["hung", "wrong", "leaked"]
+    heads += ["hung", "wrong", "leaked", "stock vLLM"]
     rule = "| --- | " + "--: | " * (len(heads) - 2) + "--: |"
     lines = [f"{found}, {kept['date']}.", "", f"| {' | '.join(heads)} |", rule]
     for row in rows:
         after = "" if row["median_s"] is None else f"{row['median_s']} / {row['longest_s']} s"
         cells = (row["injected"], row["recovered"], row["error"], after)
         counts = (*cells, row["hung"], row["wrong"], row["leaked"])
+        counts += (stock.cell(kept["stock"].get(row["kind"], {})),)
         lines.append(f"| {row['kind']} | " + " | ".join(map(str, counts)) + " |")
     return "\n".join(lines)
 
@@ -127,9 +128,25 @@ def page(text, kept):
     return f"{before}{BEGIN}\n\n{markdown(kept)}\n\n{END}{rest.split(END)[1]}"
 
 
+def keep(kept):
+    """Write docs/faults.json and the page."""
+    (ROOT / "docs" / "faults.json").write_text(json.dumps(kept, indent=1) + "\n")
+    file = ROOT / "docs" / "reliability.md"
+    file.write_text(page(file.read_text(), kept))
+
+
 def machine():
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return f"{os.cpu_count()} cores, {model[1] if model else 'unknown processor'}"
+
+
+def in_stock(options):
+    """(kind, its cell's counts) of each kind that stock vLLM can take."""
+    names = [name for name in stock.KINDS if re.search(options.only, name)]
+    yield from stock.run(names, options.seed, print)
+    if re.search(options.only, "client"):
+        for row in clients.run(options.seed, options.scale, print, stock=True):
+            yield row["kind"], row
 
 
 def main():
@@ -139,6 +156,7 @@ def main():
     parser.add_argument("--scale", type=float, default=1.0, help="share of a whole run")
     parser.add_argument("--parallel", type=int, default=4, help="engines at once")
     parser.add_argument("--only", default="", metavar="PATTERN", help="kinds of such names")
+    parser.add_argument("--stock", action="store_true", help="stock vLLM's column instead")
     parser.add_argument("--scenarios", metavar="JSON", help="these instead, such as a failed one")
     parser.add_argument("--keep", action="store_true", help="write docs/faults.json and the page")
     options = parser.parse_args()
@@ -148,6 +166,15 @@ def main():
         took = f"{time.monotonic() - began:7.1f} s {verdict:9} x{outcome['injected']}"
         print(took, f"{kind.name}: {why[:300]}", flush=True)
 
+    file = ROOT / "docs" / "faults.json"
+    kept = {"stock": {}} | json.loads(file.read_text())
+    if options.stock:
+        for name, said in in_stock(options):
+            print(f"{name}: {stock.cell(said)}", flush=True)
+            kept["stock"][name] = said
+            if options.keep:
+                keep(kept)
+        return 0
     kinds = [kind for kind in KINDS if re.search(options.only, kind.name)]
     asked = scenarios(kinds, options.seed, options.scale)
     if options.scenarios:
@@ -163,15 +190,12 @@ def main():
             print(f"{row['kind']}: {why}")
     print(f"SUMS {json.dumps(sums)}")
     if options.keep:
-        today = time.strftime("%Y-%m-%d")
-        file = ROOT / "docs" / "faults.json"
-        if options.only and file.exists():  # the others' rows stay
-            others = {row["kind"]: row for row in json.loads(file.read_text())["rows"]}
+        if options.only:  # the others' rows stay
+            others = {row["kind"]: row for row in kept["rows"]}
             others |= {row["kind"]: row for row in rows}
             names = [*(kind.name for kind in KINDS), *clients.KINDS]
             rows = [others[name] for name in names if name in others]
-        kept = {"seed": options.seed, "machine": machine(), "date": today, "rows": rows}
-        file.write_text(json.dumps(kept, indent=1) + "\n")
-        file = ROOT / "docs" / "reliability.md"
-        file.write_text(page(file.read_text(), kept))
+        today = time.strftime("%Y-%m-%d")
+        found = {"seed": options.seed, "machine": machine(), "date": today, "rows": rows}
+        keep(found | {"stock": kept["stock"]})
     return int(any(sums[key] for key in BAD))
