@@ -96,7 +96,7 @@ class Engine:
 
     def wait_until_generating(self) -> None:
         """Return when what was submitted last has begun to run."""
-        self.wait_for(rf"(?:^GENERATING(?s:.*?)){{{self._asked}}}")
+        self.wait_for(r"^GENERATING", times=self._asked)
 
     def result(self, seconds: float = SECONDS):
         """The requests of each batch submitted last, as ``engine_run.py`` prints them.
@@ -104,21 +104,21 @@ class Engine:
         Fails the test, with the engine's last lines, when the engine has ended or takes too long.
         """
         self._results += 1
-        said = self.wait_for(rf"(?:^RESULT .*\n(?s:.*?)){{{self._results}}}", seconds)
+        said = self.wait_for(r"^RESULT .*\n", seconds, times=self._results)
         return json.loads(re.findall(r"^RESULT (.*)$", said, re.MULTILINE)[self._results - 1])
 
     def run(self, batches, seconds: float = SECONDS):
         self.submit(batches)
         return self.result(seconds)
 
-    def wait_for(self, pattern: str, seconds: float = SECONDS) -> str:
-        """The log, once it has ``pattern``."""
+    def wait_for(self, pattern: str, seconds: float = SECONDS, *, times: int = 1) -> str:
+        """The log, once it has ``pattern`` so many times."""
         deadline, said = time.monotonic() + seconds, ""
         while True:
             ended = self.process.poll() is not None  # asked first: what it said last is read below
             if self.log.stat().st_size != len(said):
                 said = self.log.read_text(encoding="ascii", errors="replace")
-                if re.search(pattern, said, re.MULTILINE):
+                if len(re.findall(pattern, said, re.MULTILINE)) >= times:
                     return said
             if ended:
                 pytest.fail(f"the engine ended, {self._kept(said)}")
