@@ -5,6 +5,10 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.config import ParallelConfig
+from vllm.platforms import interface
+from vllm.v1.worker import gpu_worker
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine import executor, setup
@@ -14,7 +18,9 @@ from sipipe.errors import ConfigError
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    monkeypatch.setattr(setup, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    """A host that shows two GPUs."""
+    gpus = SimpleNamespace(is_cpu=lambda: False, device_count=lambda: 2)
+    monkeypatch.setattr(setup, "current_platform", gpus)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,46 @@ def test_devices_that_cannot_be_are_refused_in_one_line(on_gpu, devices, degrees
         setup._check_devices(SiPipeConfig(devices=devices), *degrees)
     assert '"devices"' in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("degrees", [(3, 1), (2, 2)])
+def test_more_workers_than_gpus_are_refused_before_anything_starts(on_gpu, degrees):
+    with pytest.raises(ConfigError, match=r"shows 2: .*CUDA_VISIBLE_DEVICES.*\"devices\"") as error:
+        setup._check_devices(SiPipeConfig(), *degrees)
+    assert "\n" not in str(error.value)
+
+
+class Cuda(interface.Platform):
+    """What vLLM's CUDA platform says of numbers; the CPU build cannot import it."""
+
+    device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize("devices", [(3, 1), (0, 0)])
+def test_vllms_gpu_worker_finds_its_gpu_where_others_are_on_other_hosts(monkeypatch, devices):
+    """Its own lookup, as far as the GPU itself: four stages, two of them on this host."""
+    monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpu_worker, "current_platform", Cuda)
+    found = []
+
+    def reached(device):
+        found.append(device)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", reached)
+    parallel = ParallelConfig()
+    parallel.pipeline_parallel_size = parallel.world_size = 4
+    setup.assign_devices(SimpleNamespace(parallel_config=parallel), devices)
+    for local_rank in range(2):
+        worker = SimpleNamespace(
+            device_config=SimpleNamespace(device_type="cuda"),
+            parallel_config=parallel,
+            local_rank=local_rank,
+        )
+        with pytest.raises(InterruptedError):
+            gpu_worker.Worker.init_device(worker)
+    assert found == [torch.device("cuda", gpu) for gpu in devices]
 
 
 def test_cpus_have_no_devices():

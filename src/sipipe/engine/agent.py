@@ -37,7 +37,7 @@ from sipipe.engine.hosts import (
     own_address,
 )
 from sipipe.engine.samplers import Poison
-from sipipe.engine.setup import Setup
+from sipipe.engine.setup import Setup, assign_devices
 from sipipe.engine.stall import LONGEST_SLEEP
 from sipipe.engine.telemetry import Figures
 from sipipe.errors import ConfigError, StallError
@@ -90,8 +90,7 @@ def run_agent(
         agreed_setup.vllm_config.cache_config.kv_cache_memory_bytes = kv_cache_memory_bytes
     devices = setup.config.devices
     if (devices, plan.setup.config.devices) != (None, None):
-        parallel = agreed_setup.vllm_config.parallel_config
-        parallel.assigned_physical_gpu_ids = None if devices is None else list(devices)
+        assign_devices(agreed_setup.vllm_config, devices)
     return Agent(agreed_setup, plan.run, clock_offset_ns, connection).run()
 
 

@@ -263,7 +263,7 @@ class Setup:
                 raise ConfigError(f'sipipe config: "emulate" needs CPU samplers, but {self.reason}')
             parallel.worker_cls = EMULATED_WORKER
         if self.config.devices is not None:
-            parallel.assigned_physical_gpu_ids = list(self.config.devices)
+            assign_devices(vllm_config, self.config.devices)
         scheduler = vllm_config.scheduler_config
         if self.reason:
             logger.warning("SiPipe leaves this engine on vLLM's own path: %s", self.reason)
@@ -306,6 +306,13 @@ def _check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:
             'runs on CPUs: leave it "auto"'
         )
     if devices is None:
+        here = 0 if on_cpu else current_platform.device_count()
+        if 0 < here < stages * ranks:
+            raise ConfigError(
+                f"--pipeline-parallel-size and --tensor-parallel-size need {stages * ranks} GPUs on "
+                f"this host, which shows {here}: lower them, look at CUDA_VISIBLE_DEVICES, or, for "
+                'tests, have stages share GPUs by "devices" in the sipipe config ([0, 0])'
+            )
         return
     if on_cpu:
         raise ConfigError('sipipe config: "devices" are GPUs, and this engine runs on CPUs')
@@ -319,6 +326,18 @@ def _check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:
             f'sipipe config: "devices" {list(devices)} puts tensor-parallel ranks of one stage on '
             "the same GPU, which NCCL does not do; only stages can share one"
         )
+
+
+def assign_devices(vllm_config: VllmConfig, devices: Sequence[int] | None) -> None:
+    """Tell vLLM the GPUs of this host's workers; None: as they are numbered.
+
+    It knows of no other hosts, and wants one for each worker of the engine; only those of this
+    host's are looked up, so the last one stands for the rest.
+    """
+    parallel, ids = vllm_config.parallel_config, None
+    if devices is not None:
+        ids = [*devices, *devices[-1:] * (parallel.world_size - len(devices))]
+    parallel.assigned_physical_gpu_ids = ids
 
 
 def _nodes(devices: Sequence[int]) -> list[int | None]:
