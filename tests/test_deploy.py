@@ -99,6 +99,30 @@ def test_leader_worker_set(tmp_path):
     )
 
 
+def test_kuberay(tmp_path):
+    """The pods against Kubernetes' schema; the fields around them by name; the command parses."""
+    yaml = pytest.importorskip("yaml")
+    job, service = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert set(job["spec"]) == {"entrypoint", "submissionMode", "backoffLimit", "rayClusterSpec"}
+    cluster = job["spec"]["rayClusterSpec"]
+    assert set(cluster) == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
+    head, (group,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert set(head) == {"rayStartParams", "template"}
+    replicas = {"groupName", "replicas", "minReplicas", "maxReplicas"}
+    assert set(group) == {"rayStartParams", "template"} | replicas
+    pods = [{"apiVersion": "v1", "kind": "Pod", **one["template"]} for one in (head, group)]
+    for pod in pods:
+        pod["metadata"] = {"name": "x", **pod["metadata"]}
+    (tmp_path / "pods").write_text(yaml.safe_dump_all([*pods, service]))
+    run("kubernetes-validate", "--strict", str(tmp_path / "pods"))
+    program, command, *words = job["spec"]["entrypoint"].split()
+    assert (program, command) == ("sipipe", "serve")
+    _, _, rest = parse_engine_command(make_parser("serve", "", add_help=False), words)
+    assert rest[1:] == ["-pp", "2", "--distributed-executor-backend", "ray"]
+    assert group["replicas"] == 1
+
+
 def test_they_agree():
     cuda = (DEPLOY / "cuda.Dockerfile").read_text()
     assert f"FROM vllm/vllm-openai:v{SUPPORTED_VLLM[-1]}\n" in cuda

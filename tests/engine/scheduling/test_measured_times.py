@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from sipipe.engine.scheduling.concurrency import COLD, ConcurrencyController, MeasuredTimes
+from sipipe.engine.scheduling.concurrency import (
+    COLD,
+    ConcurrencyController,
+    MeasuredTimes,
+)
 from sipipe.ipc.stage_times import PhaseCounter, StageTimes
 from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
 
@@ -14,10 +20,10 @@ MS = 1_000_000
 class Processes:
     """Two stages, two samplers and the executor, each with its end of the shared memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int = 3) -> None:
         made = StageTimes.create(stages=2, samplers=2)
         theirs = StageTimes.attach(made.endpoint, stages=2)
-        controller = ConcurrencyController(stages=2, slots=3)
+        controller = ConcurrencyController(stages=2, slots=slots)
         self.times = MeasuredTimes(controller, made, samplers=2)
         self.controller, self.poll = self.times.controller, self.times.poll
         self.stages = [self._counter(theirs.line("stage", i), "stage") for i in range(2)]
@@ -77,17 +83,24 @@ def test_samplers_work_side_by_side_and_the_executor_before_and_after(engine):
     assert engine.controller.between(16) == pytest.approx(6e-3, rel=0.05)
 
 
-def test_what_no_phase_has_is_seen_with_one_microbatch_alone(engine):
-    for formed, expected in ((3, 0.0), (1, 4e-3), (2, 4e-3)):
-        engine.controller.formed = formed
-        for i in range(100):
-            for index in range(2):
-                engine.stages[index].phase(Phase.FORWARD, i, 0, 10 * MS, 8, 8)
-            engine.executor.phase(Phase.UPDATE, i, 0, 1 * MS, 8, 8)
-            engine.executor.phase(Phase.GATHER, i, 0, 0, 8, 8)
-            engine.poll(now=i * 25e-3)
-            engine.poll(now=i * 25e-3 + 1e-3)  # a visit of a closed slot, nothing new
-        assert engine.controller.unseen == pytest.approx(expected, abs=2e-4)
+@pytest.mark.parametrize("formed", [1, 2, 3])
+@pytest.mark.parametrize("pauses", [False, True])
+def test_what_no_phase_has_is_seen(engine, formed, pauses):
+    """With one microbatch alone, and with more that leave the slowest stage room; in pauses not."""
+    engine.controller.formed, now = formed, time.monotonic()
+    for i in range(150):
+        for index in range(2):
+            engine.stages[index].phase(Phase.FORWARD, i, 0, 10 * MS, 8, 8)
+        engine.executor.phase(Phase.UPDATE, i, 0, 1 * MS, 8, 8)
+        engine.executor.phase(Phase.GATHER, i, 0, 0, 8, 8)
+        if i % formed == 0:  # they come back one behind the other, then there is nothing to do
+            now += 45e-3
+        if pauses and i % 10 == 0:
+            now += 3600
+            engine.times.pause()
+        engine.poll(now=now)
+        engine.poll(now=now + 1e-4)  # a visit of a closed slot, nothing new
+    assert engine.controller.unseen == pytest.approx(24e-3, rel=0.02)
 
 
 def test_parts_of_a_shared_projection_are_side_by_side(engine):
@@ -106,3 +119,41 @@ def test_parts_of_a_shared_projection_are_side_by_side(engine):
     assert found.period(64, 1) == pytest.approx(21e-3, rel=0.05)
     assert found.period(64, 2) == pytest.approx(32e-3, rel=0.05)
     assert found.microbatches(64) == 1
+
+
+def paced(engine, sequences, stages, unseen, batches):
+    """Batches of an engine whose stages take what ``stages`` say, with ``unseen`` seconds between
+    them; how many microbatches were formed at each."""
+    formed = []
+    for i in range(batches):
+        k = engine.controller.microbatches(sequences)
+        batch = -(-sequences // k)
+        taken = [fixed + each * batch for fixed, each in stages]
+        for stage, seconds in zip(engine.stages, taken, strict=True):
+            stage.phase(Phase.FORWARD, i, 0, int(seconds * 1e9), batch, batch)
+        engine.executor.phase(Phase.UPDATE, i, 0, 1 * MS, batch, batch)
+        engine.executor.phase(Phase.GATHER, i, 0, 0, batch, batch)
+        engine.now += max(sum(taken) + unseen + 1e-3, k * max(taken)) / k
+        engine.poll(now=engine.now)
+        formed.append(k)
+    return formed
+
+
+def test_what_is_unseen_is_not_believed_for_ever(engine):
+    """A network, or a client's pauses between single requests, made it long; then many come."""
+    engine.now, stages = time.monotonic(), [(4e-3, 5e-5), (19e-3, 5e-5)]
+    paced(engine, 1, stages, 40e-3, 90)
+    assert engine.controller.unseen > 35e-3
+    formed = paced(engine, 32, stages, 2e-3, 150)
+    assert formed[0] == 3
+    assert set(formed[100:]) == {1}, formed
+    assert engine.controller.unseen < 10e-3
+
+
+@pytest.mark.parametrize("slots", [3, 5])
+def test_microbatches_that_pay_are_kept_however_long_the_way(slots):
+    engine = Processes(slots)
+    engine.now, stages = time.monotonic(), [(5e-3, 3e-4), (5e-3, 3e-4)]
+    paced(engine, 1, stages, 40e-3, 90)
+    assert set(paced(engine, 32, stages, 40e-3, 600)) == {slots}
+    assert engine.controller.unseen == pytest.approx(40e-3, rel=0.05)

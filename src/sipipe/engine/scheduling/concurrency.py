@@ -10,7 +10,8 @@ parts run side by side: of these the longest counts in the sum. The first term i
 pipeline, the second the slowest stage's work on all k. With equal stages k = p or p + 1 is best
 however thin the microbatches are; where one stage is much longer than the others (a large
 vocabulary behind few layers, say) or h is small, a second thin microbatch only pays that stage's
-fixed cost again.
+fixed cost again. What no phase has (wake-ups, messages, the way between hosts) is part of h: it is
+what a period takes longer than its phases, where the first term is the longer one.
 
 Each s_i is a straight line, fixed + per sequence, fitted to what the stages took lately. Batches of
 one size say nothing of its slope. The slope seen last, when sizes differed, is kept then; before
@@ -23,6 +24,7 @@ Runs on the engine's thread alone, and is not safe for more. It relies on being 
 
 import dataclasses
 import time
+from collections import deque
 
 from sipipe.ipc.stage_times import StageTimes, Taken
 from sipipe.observe.phases import COUNTED_PHASES, Phase
@@ -41,6 +43,11 @@ GAIN = 0.05
 """Share of a pipeline period that a change of k must promise."""
 HOLD = 24
 """Visits between two changes for about as many sequences."""
+FULL = 0.7
+"""Part of a pipeline period that the slowest stage's work takes from which on that stage may be all
+that the period waits for: what no phase has can be anything then."""
+FORGET = 0.8
+"""What is then believed to be left of what it was, as far as one microbatch says anything."""
 ALIKE = 1.5
 """Ratio of two numbers of sequences up to which they are about as many."""
 _ALL = slice(None)
@@ -101,8 +108,7 @@ class ConcurrencyController:
         self.between = RunningRegression()
         """What sampling and scheduling take between the last stage and the first."""
         self.unseen = 0.0
-        """Seconds of a pipeline period that no phase has: wake-ups, messages. Seen with one
-        microbatch alone in the pipeline, and kept."""
+        """Seconds of a pipeline period that no phase has: wake-ups, messages, the way between hosts."""
         self.formed = slots
         """What :meth:`microbatches` said last."""
         self.slots = slots
@@ -113,19 +119,35 @@ class ConcurrencyController:
     def period(self, sequences: int, microbatches: int) -> float:
         """R(k): seconds in which each of ``sequences`` gets a token."""
         batch = -(-sequences // microbatches)
-        times = [stage(batch) for stage in self.stages]
+        return max(self._phases(batch) + self.unseen, microbatches * self._slowest(batch))
+
+    def _phases(self, batch: float) -> float:
+        """Seconds of one microbatch's way through the pipeline that are some phase's."""
         between = self.between(batch) if self.between.weight >= ENOUGH else 0.0
         heads = [head(batch) for head in self.heads if head.weight >= ENOUGH]
-        alone = sum(times) - sum(heads) + max(heads, default=0.0) + between + self.unseen
-        return max(alone, microbatches * max(times))
+        layers = sum(stage(batch) for stage in self.stages) - sum(heads)
+        return layers + max(heads, default=0.0) + between
 
-    def alone(self, seconds: float) -> None:
-        """A pipeline period of one microbatch took ``seconds`` more than its phases.
+    def _slowest(self, batch: float) -> float:
+        return max(stage(batch) for stage in self.stages)
 
-        A pause between requests looks the same: what is much more than before is cut.
+    def _ready(self) -> bool:
+        return all(stage.weight >= ENOUGH for stage in self.stages)
+
+    def took(self, seconds: float, batch: float, microbatches: int) -> None:
+        """A pipeline period of so many microbatches of ``batch`` sequences took ``seconds``.
+
+        Where the slowest stage fills it, what no phase has is at most what is left, and is forgotten
+        little by little: too much of it speaks for many microbatches, with which nothing would ever
+        correct it; too little brings fewer, with which it is seen.
         """
-        seconds = min(seconds, OUTLIER * max(self.unseen, 0.0) + 1e-3)
-        self.unseen += 0.1 * (seconds - self.unseen)
+        if not self._ready():
+            return
+        unseen = min(seconds - self._phases(batch), OUTLIER * max(self.unseen, 0.0) + 1e-3)
+        full = microbatches > 1 and microbatches * self._slowest(batch) > FULL * seconds
+        if full:
+            unseen = min(unseen, FORGET * self.unseen)
+        self.unseen += 0.1 * (unseen - self.unseen)
 
     def microbatches(self, sequences: int) -> int:
         """How many microbatches ``sequences`` decoding sequences should form; one call a visit."""
@@ -134,7 +156,7 @@ class ConcurrencyController:
         # What was chosen for the last few of a burst says nothing for the next burst.
         few, many = sorted((sequences, self._held_for))
         held = self._held < HOLD and many <= ALIKE * few
-        if not held and all(stage.weight >= ENOUGH for stage in self.stages):
+        if not held and self._ready():
             best = min(range(1, most + 1), key=lambda k: (self.period(sequences, k), -k))
             now = self.period(sequences, min(self.chosen, most))
             if self.period(sequences, best) < (1 - GAIN) * now:
@@ -163,24 +185,23 @@ class MeasuredTimes:
         self._heads = [_Delta(line, _HEAD) for line in lines]
         self._samplers = [_Delta(times.line("sampler", i)) for i in range(samplers)]
         self._executor = _Delta(times.line("executor"))
-        # Since the executor took the last batch in: when that was, the stages' seconds (of which
-        # these side by side), no prompts.
-        self._before, self._spent, self._decodes = time.monotonic(), 0.0, True
-        self._beside = [0.0] * len(lines)
+        self._ends: deque[float] = deque(maxlen=controller.slots + 1)
+        """When batches came back, one after the other, without prompts, pauses or a change of k."""
+        self._formed, self._decodes = controller.formed, True
+
+    def pause(self) -> None:
+        """There was no request for a while."""
+        self._ends.clear()
 
     def poll(self, now: float | None = None) -> None:
         """Take in what has happened since the last poll, at ``now`` on the monotonic clock."""
         for process, regression in zip(self._stages, self.controller.stages, strict=True):
             count, sequences, tokens, spent = process.take()
-            self._spent += spent / 1e9 if count else 0.0
             self._decodes &= sequences == tokens
             if count and sequences == tokens:
                 regression.add(sequences / count, spent / 1e9 / count, count)
-        for i, (process, regression) in enumerate(
-            zip(self._heads, self.controller.heads, strict=True)
-        ):
+        for process, regression in zip(self._heads, self.controller.heads, strict=True):
             count, sequences, tokens, spent = process.take()
-            self._beside[i] += spent / 1e9 if count else 0.0
             if count and sequences == tokens:
                 regression.add(sequences / count, spent / 1e9 / count, count)
         count, sequences, _, spent = self._executor.take()
@@ -191,11 +212,13 @@ class MeasuredTimes:
         slowest = max((t.nanoseconds / 1e9 / t.batches for t in drawn if t.batches), default=0.0)
         self.controller.between.add(sequences / count, seconds / count + slowest, count)
         now = time.monotonic() if now is None else now
-        if count == 1 and self.controller.formed == 1 and self._decodes:
-            spent_alone = self._spent - sum(self._beside) + max(self._beside)
-            self.controller.alone(now - self._before - spent_alone - seconds - slowest)
-        self._before, self._spent, self._decodes = now, 0.0, True
-        self._beside = [0.0] * len(self._beside)
+        formed = self.controller.formed
+        if not self._decodes or formed != self._formed or count > formed:
+            self._ends.clear()
+        self._formed, self._decodes = formed, True
+        self._ends.extend([now] * count)
+        if len(self._ends) > formed:
+            self.controller.took(now - self._ends[-1 - formed], sequences / count, formed)
 
 
 class _Delta:

@@ -118,6 +118,8 @@ class ObservedScheduler:
         self._busy = not self._busy
         if self._busy:
             self.telemetry.idle(self._idle_from, now)
+            if self._times is not None:
+                self._times.pause()
         else:
             self._idle_from = now
             live.set(Word.IDLE_FROM, now)
