@@ -75,12 +75,13 @@ def run(llm, batch):
 
 
 def prompt(said):
-    """A text, token ids, or token ids and the number of an image of noise."""
+    """A text, token ids, or token ids and the number of an image of noise, perhaps with its size."""
     if isinstance(said, dict):
         import numpy as np
         from PIL import Image
 
-        noise = np.random.default_rng(said["image"]).integers(0, 255, (28, 28, 3), np.uint8)
+        size = (*said.get("size", (28, 28)), 3)
+        noise = np.random.default_rng(said["image"]).integers(0, 255, size, np.uint8)
         seen = {"image": Image.fromarray(noise)}
         return {"prompt_token_ids": said["tokens"], "multi_modal_data": seen}
     return {"prompt_token_ids": said} if isinstance(said, list) else said

@@ -10,7 +10,10 @@ from functools import partial
 
 import numpy as np
 import torch
+from vllm.v1.worker import utils
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
+from vllm.v1.worker.gpu.mm import rope
+from vllm.v1.worker.gpu.model_states import mamba_hybrid
 from vllm.v1.worker.gpu.sample import gumbel, logprob, penalties, prompt_logprob, states
 
 
@@ -226,6 +229,52 @@ def post_update(
 def post_update_num_computed_tokens(grid, index, num_computed, query_start):
     for batch in range(grid[0]):
         num_computed[int(index[batch])] += query_start[batch + 1] - query_start[batch]
+
+
+@twin_of(rope, "_prepare_rope_positions_kernel")
+def prepare_rope_positions(
+    grid,
+    positions,
+    stride,
+    known,
+    known_stride,
+    dimension_stride,
+    deltas,
+    index,
+    query_start,
+    prefill_lens,
+    num_computed,
+    *,
+    BLOCK_SIZE,
+    NUM_DIMS,
+):
+    for batch in range(grid[0]):
+        row, here = int(index[batch]), slice(int(query_start[batch]), int(query_start[batch + 1]))
+        first = int(num_computed[row])
+        last = first + here.stop - here.start
+        if first < int(prefill_lens[row]):
+            found = known[NUM_DIMS * row : NUM_DIMS * (row + 1), first:last]
+        else:
+            found = torch.arange(first, last) + int(deltas[row])
+        positions[:NUM_DIMS, here] = found
+
+
+@twin_of(mamba_hybrid, "_fill_num_accepted_kernel")
+def fill_num_accepted(grid, index, accepted, value):
+    accepted[index[: grid[0]]] = value
+
+
+@twin_of(mamba_hybrid, "_scatter_num_accepted_kernel")
+def scatter_num_accepted(grid, index, sampled, accepted):
+    there = index[: grid[0]] >= 0
+    accepted[index[: grid[0]][there]] = sampled[: grid[0]][there].clamp(min=1)
+
+
+@twin_of(utils, "_zero_kv_blocks_kernel")
+def zero_kv_blocks(grid, addresses, strides, sizes, blocks, *, BLOCK_SIZE):
+    for block in blocks.tolist():
+        for address, stride, size in zip(addresses, strides, sizes, strict=True):
+            at(address, block * int(stride), size)[:] = 0
 
 
 @twin_of(prompt_logprob, "_prompt_logprobs_token_ids_kernel")

@@ -1,16 +1,18 @@
-"""A tiny random model that sees: BLIP-2's encoder before Llama's layers.
+"""Tiny random models that see. Of vLLM's models with images these need no torchvision, which its
+CPU build does without."""
 
-Of vLLM's models with images this one needs no torchvision, which its CPU build does without.
-"""
-
+import json
 from pathlib import Path
 
 SIDE = 28
-"""Pixels of an image's side: four patches."""
+"""Pixels of an image's side: four patches of BLIP-2's."""
+
+VOCABULARY = 1000
+"""Tokens of the text; the image's come after them."""
 
 
-def make(path: Path) -> None:
-    """Write the checkpoint. vLLM puts an image's tokens before the prompt's."""
+def make_blip2(path: Path) -> None:
+    """BLIP-2's encoder before Llama's layers. vLLM puts an image's tokens before the prompt's."""
     import torch
     from transformers import (
         Blip2Config,
@@ -26,7 +28,7 @@ def make(path: Path) -> None:
     from sipipe.tools.make_model.tokenizer import write_tokenizer
 
     path.mkdir()
-    write_tokenizer(path, vocab=1000, max_positions=512)
+    write_tokenizer(path, vocab=VOCABULARY, max_positions=512)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     tokenizer.add_tokens(["<image>"])
     small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
@@ -58,3 +60,83 @@ def make(path: Path) -> None:
     model.save_pretrained(path)
     pixels = BlipImageProcessorPil(size={"height": SIDE, "width": SIDE})
     Blip2Processor(pixels, tokenizer, num_query_tokens=4).save_pretrained(path)
+
+
+def make_isaac(path: Path) -> None:
+    """Isaac: Siglip2 before Qwen3's layers with M-RoPE. vLLM puts an image's tokens, some seventy,
+    where token ``VOCABULARY`` stands in the prompt; rows and columns are dimensions of theirs."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    from sipipe.tools.make_model.tokenizer import write_tokenizer
+
+    path.mkdir()
+    write_tokenizer(path, vocab=VOCABULARY, max_positions=512)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    tokenizer.add_tokens(["<image>", "<|image_pad|>"])
+    tokenizer.save_pretrained(path)
+    text = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        eos_token_id=2,
+    )
+    patch, wide, inside = 16, 64, 128
+    vision = {
+        "hidden_size": wide,
+        "intermediate_size": inside,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "patch_size": patch,
+        "num_patches": 16,
+        "pixel_shuffle_scale_factor": 2,
+    }
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(text).float()
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    shapes = {
+        "0.embeddings.patch_embedding": (wide, 3 * patch**2),
+        "1": (16 * wide, 4 * wide),
+        "3": (text.hidden_size, 16 * wide),
+    }
+    norms = ["0.post_layernorm"]
+    for layer in ("0.encoder.layers.0", "0.encoder.layers.1"):
+        shapes |= {
+            f"{layer}.self_attn.{each}_proj": (wide, wide) for each in ("q", "k", "v", "out")
+        }
+        shapes |= {f"{layer}.mlp.fc1": (inside, wide), f"{layer}.mlp.fc2": (wide, inside)}
+        norms += [f"{layer}.layer_norm1", f"{layer}.layer_norm2"]
+    inner = "model.vision_embedding."
+    weights[f"{inner}0.embeddings.position_embedding.weight"] = torch.empty(16, wide)
+    for name, shape in shapes.items():
+        weights[f"{inner}{name}.weight"] = torch.empty(shape)
+        if name not in ("1", "3"):
+            weights[f"{inner}{name}.bias"] = torch.zeros(shape[0])
+    for name in norms:
+        weights[f"{inner}{name}.weight"] = torch.ones(wide)
+        weights[f"{inner}{name}.bias"] = torch.zeros(wide)
+    for weight in weights.values():
+        if weight.dim() > 1:
+            weight.normal_(0, 0.2)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    config = text.to_dict() | {
+        "model_type": "isaac",
+        "architectures": ["IsaacForConditionalGeneration"],
+        "dtype": "float32",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [8, 4, 4],
+        },
+        "vision_config": vision,
+        "vision_patch_size": patch,
+        "vision_max_num_patches": 400,
+        "pixel_shuffle_scale": 2,
+    }
+    (path / "config.json").write_text(json.dumps(config))

@@ -1,31 +1,91 @@
 """Two stages on one GPU give stock vLLM's tokens, and no step waits for the device.
 
-Never run where this was written: no GPU there.
+Never run on a GPU where this was written: no GPU there. :func:`compare` also runs without one.
 """
 
 import pytest
+from tests.engine import multi_modal, recurrent
 from tests.engine import test_parity as parity
-from tests.engine.engines import assert_stock, model, run_engine
+from tests.engine.engines import Engine, model, stock_results
+from tests.engine.test_second_runner import (
+    SECOND_RUNNER,
+    SEES,
+    checkpoint,
+    with_both_places,
+    with_images,
+)
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.engine,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("drawing", ["on", "auto"])
-def test_no_step_waits_for_the_device(models, drawing):
-    """vLLM's and torch's check makes an error of every wait of a launching thread."""
-    path, batches = model(models), parity.mixed_batches()
-    found = run_engine(
-        path,
-        batches,
-        sipipe={"samplers": 2, "devices": [0, 0], "cpu_sampling": drawing},
-        env={"VLLM_GPU_SYNC_CHECK": "error"},
-        pipeline_parallel_size=2,
-        gpu_memory_utilization=0.45,
+def on_gpu(test):
+    needs = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(needs(test))
+
+
+ONE_GPU = {"devices": [0, 0]}
+WAITS_ARE_ERRORS = {"VLLM_GPU_SYNC_CHECK": "error"}
+"""vLLM's and torch's check makes an error of every wait of a launching thread."""
+
+
+def compare(path, drawing, batches, *, sipipe=None, env=None, worker="", options=None):
+    """Two stages against stock vLLM on the same device, one after the other. ``worker``: its
+    extension; ``options``: of both engines."""
+    # Of a GPU that stages share, none may look at how much of it is free while it profiles.
+    options = {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 1 << 28, **(options or {})}
+    settings = {"samplers": 2, "cpu_sampling": drawing, **(sipipe or {})}
+    ours = {"pipeline_parallel_size": 2, "worker_extension_cls": worker}
+    if drawing == "per_row":
+        batches = with_both_places(batches)
+    with Engine(path, sipipe=settings, env=env, **ours, **options) as engine:
+        found = engine.run(batches)
+    parity.same_tokens(found, stock_results(path, batches, **options))
+
+
+@on_gpu
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("drawing", ["on", "per_row", "auto"])
+def test_no_step_waits_for_the_device(models, drawing, eager):
+    compare(
+        model(models),
+        drawing,
+        parity.mixed_batches(),
+        sipipe=ONE_GPU,
+        env=WAITS_ARE_ERRORS,
+        options={"enforce_eager": eager},
     )
-    assert_stock(found, path, batches, parity.same_tokens)
+
+
+@on_gpu
+@pytest.mark.parametrize("family", ["mixtral", "falcon-h1", "isaac"])
+def test_families_equal_stock_with_graphs(models, family):
+    """A mixture of experts, recurrent layers, M-RoPE with images."""
+    batches, options = parity.mixed_batches(), {"enforce_eager": False}
+    if family == "mixtral":
+        path = model(models, family)
+    elif family == "falcon-h1":
+        path = checkpoint(models, family, recurrent.make)
+    else:
+        path = checkpoint(models, family, multi_modal.make_isaac)
+        batches, options = with_images(family), options | SEES
+    compare(path, "on", batches, sipipe=ONE_GPU, options=options)
+
+
+@on_gpu
+def test_hidden_states_by_way_of_host_memory_equal_stock(models):
+    """Where ``cuda_ipc`` cannot be had; the later stage waits for its copies to the device."""
+    compare(model(models), "on", parity.mixed_batches(), sipipe=ONE_GPU | {"transport": "shm"})
+
+
+@pytest.mark.slow
+def test_what_is_to_run_on_a_gpu_runs(models):
+    """With twins of the kernels, on a platform that checks no waits."""
+    compare(
+        model(models),
+        "per_row",
+        parity.mixed_batches(),
+        env=SECOND_RUNNER["env"] | WAITS_ARE_ERRORS,
+        worker=SECOND_RUNNER["worker_extension_cls"],
+    )

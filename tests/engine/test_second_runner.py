@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.engine import multi_modal
+from tests.engine import multi_modal, recurrent
 from tests.engine import test_features as features
 from tests.engine import test_parity as parity
 from tests.engine.engines import (
@@ -140,10 +140,18 @@ def test_degrees_and_families_equal_stock(models, family, stages, ranks):
 
 
 @pytest.mark.slow
-def test_stages_that_pad_differently_equal_stock(models):
-    """CUDA graphs pad batches, each stage as its own graphs want it; real rows alone travel."""
+@pytest.mark.parametrize("drawing", ["on", "off"])
+def test_stages_that_pad_differently_equal_stock(models, drawing):
+    """CUDA graphs pad batches, each stage as its own graphs want it; real rows alone travel, on
+    either path. Before that vLLM warms its kernels up, as it does on GPUs."""
     path, batches = model(models), parity.mixed_batches()
-    found = run(path, batches, stages=3, worker_extension_cls="padded_twins.Twins")
+    found = run(
+        path,
+        batches,
+        stages=3,
+        sipipe={"cpu_sampling": drawing},
+        worker_extension_cls="padded_twins.Twins",
+    )
     assert_stock(found, path, batches, parity.same_tokens)
 
 
@@ -162,33 +170,35 @@ def test_rows_of_both_places_in_a_batch_equal_stock_with_tensor_parallelism(mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 1])
-def test_each_row_has_its_place_where_that_is_measured_to_be_better(models, stages):
-    """Logits come late to the host here, and vLLM's sampler is late with all."""
+@pytest.mark.parametrize(
+    ("part", "stages", "ranks"),
+    [
+        ("whole", 2, 1),
+        ("whole", 1, 1),
+        ("whole", 1, 2),
+        ("copy", 2, 1),
+        ("copy", 1, 1),
+        ("copy", 1, 2),
+        ("device", 2, 2),
+    ],
+)
+def test_who_draws_is_measured(models, part, stages, ranks):
+    """All ways are there until then. Logits come late to the host here, and vLLM's sampler is late
+    with all, or only one of the two."""
     path, batches = model(models), parity.mixed_batches()
-    with Engine(
-        path, sipipe={"samplers": 2}, pipeline_parallel_size=stages, **slow("whole")
-    ) as engine:
-        found = engine.run(with_both_places(batches))
+    chosen, samplers = {
+        "whole": ("each row has its place", 2),
+        "copy": ("vLLM's sampler draws on the last stage's device.", 0),
+        "device": ("CPU samplers draw.", 2),
+    }[part]
+    degrees = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
+    with Engine(path, sipipe={"samplers": 2}, **degrees, **slow(part)) as engine:
+        found = engine.run(with_both_places(batches) if samplers else batches)
         said = engine.log.read_text()
-        assert "cpu_sampling auto: each row has its place" in said
-        assert len(engine.find(r"sipipe\.sampler")) == 2
-    assert_stock(found, path, batches, parity.same_tokens)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 1])
-def test_vllms_sampler_draws_where_that_is_measured_to_be_better(models, stages):
-    """All ways are there until then. Logits come late to the host here."""
-    path, batches = model(models), parity.mixed_batches()
-    with Engine(
-        path, sipipe={"samplers": 2}, pipeline_parallel_size=stages, **slow("copy")
-    ) as engine:
-        found = engine.run(batches)
-        said = engine.log.read_text()
-        assert "cpu_sampling auto: vLLM's sampler draws on the last stage's device." in said
-        assert "vLLM's own path: CPU samplers would not be worth it here" in said
-        assert not engine.find(r"sipipe\.sampler")
+        assert f"cpu_sampling auto: {chosen}" in said
+        own_path = "vLLM's own path: CPU samplers would not be worth it here"
+        assert (own_path in said) is (not samplers)
+        assert len(engine.find(r"sipipe\.sampler")) == samplers
     assert_stock(found, path, batches, parity.same_tokens)
 
 
@@ -269,24 +279,53 @@ def test_a_running_engine_maps_what_its_budget_says(models, runner):
         assert all(size <= sizes[where] for where, size in of.items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 1])
-def test_a_model_that_sees_equals_stock(models, stages):
-    """The encoder runs on the first stage; some images come twice, and are encoded once."""
-    path = models / "blip2"
+def checkpoint(models, name, make):
+    """What ``make`` writes, once."""
+    path = models / name
     if not path.exists():
-        multi_modal.make(path)
+        make(path)
+    return path
+
+
+SEES = {"limit_mm_per_prompt": {"image": 1}}
+
+
+def with_images(family):
+    """Some images come twice. Isaac's are of two shapes, and lie within the prompts."""
     texts = prompts(12, longest=40)
     seeing = [{"tokens": p, "image": i // 2} for i, p in enumerate(texts[:8])]
-    batches = [
-        {"prompts": [*seeing, *texts[8:]], "params": in_both_places(greedy(12))},
+    if family == "isaac":
+        for i, p in enumerate(seeing):
+            p["tokens"] = [*p["tokens"][: i + 1], multi_modal.VOCABULARY, *p["tokens"][i + 1 :]]
+            p["size"] = [28, 28 + 28 * (i // 2 % 2)]
+    return [
+        {"prompts": [*seeing, *texts[8:]], "params": greedy(12)},
         {"prompts": [p | {"image": p["image"] + 9} for p in seeing], "params": greedy(8)},
     ]
-    engine = {"limit_mm_per_prompt": {"image": 1}}
-    found = run(path, batches, stages=stages, sipipe={"cpu_sampling": "per_row"}, **engine)
-    stock = stock_results(path, batches, **engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["blip2", "isaac"])
+@pytest.mark.parametrize("stages", [2, 1])
+def test_a_model_that_sees_equals_stock(models, stages, family):
+    """The encoder runs on the first stage, once for an image. Isaac has M-RoPE: every stage keeps
+    positions in three dimensions."""
+    path = checkpoint(models, family, getattr(multi_modal, f"make_{family}"))
+    batches = with_images(family)
+    settings = {"cpu_sampling": "per_row"}
+    found = run(path, with_both_places(batches), stages=stages, sipipe=settings, **SEES)
+    stock = stock_results(path, batches, **SEES)
     parity.same_tokens(found, stock)
     assert tokens(stock[0])[:8] != tokens(stock[1]), "an image must make a difference"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 1])
+def test_a_model_with_recurrent_layers_equals_stock(models, stages):
+    """Mamba's states lie beside attention's blocks, and end with their requests."""
+    path, batches = checkpoint(models, "falcon-h1", recurrent.make), parity.mixed_batches()
+    found = run(path, with_both_places(batches), stages=stages, sipipe={"cpu_sampling": "per_row"})
+    assert_stock(found, path, batches, parity.same_tokens)
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from sipipe.errors import ConfigError
 @pytest.fixture
 def on_gpu(monkeypatch):
     """A host that shows two GPUs."""
-    gpus = SimpleNamespace(is_cpu=lambda: False, device_count=lambda: 2)
-    monkeypatch.setattr(setup, "current_platform", gpus)
+    monkeypatch.setattr(setup, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import torch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -306,7 +307,7 @@ def _check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:
             'runs on CPUs: leave it "auto"'
         )
     if devices is None:
-        here = 0 if on_cpu else current_platform.device_count()
+        here = 0 if on_cpu else torch.cuda.device_count()  # asks NVML, and makes no context
         if 0 < here < stages * ranks:
             raise ConfigError(
                 f"--pipeline-parallel-size and --tensor-parallel-size need {stages * ranks} GPUs on "
