@@ -62,6 +62,27 @@ def test_no_more_of_the_cache_goes_than_was_said(engine_config):
         SiPipeConfig.from_dict({"kv_loss": 1})
 
 
+def test_what_no_request_can_fill_is_no_loss(engine_config, monkeypatch):
+    """Four layers of 1 KiB a token; of 256 tokens, and a block more, has each request."""
+    cache, scheduler = engine_config.cache_config, engine_config.scheduler_config
+    several = {"count": 2, "address": "10.0.0.1"}
+    needed = 64 * (256 + cache.block_size) * 4096
+    monkeypatch.setattr(scheduler, "max_num_seqs", 64)
+    monkeypatch.setattr(cache, "enable_prefix_caching", False)
+    monkeypatch.setattr(cache, "kv_cache_memory_bytes", None)
+    assert choose(engine_config, hosts=several) == (4, 4), "its size is not known"
+    monkeypatch.setattr(cache, "kv_cache_memory_bytes", needed * 2)
+    assert choose(engine_config, hosts=several) == (7, 1)
+    config = SiPipeConfig.from_dict({"hosts": several})
+    assert "cannot fill" in describe_layers(engine_config, config, (7, 1), by_cost=True)
+    assert choose(engine_config) == (4, 4), "on one host the projection is shared out"
+    monkeypatch.setattr(cache, "kv_cache_memory_bytes", int(needed * 1.3))
+    assert choose(engine_config, hosts=several) == (5, 3), "so many requests can fill the rest"
+    monkeypatch.setattr(cache, "kv_cache_memory_bytes", needed * 2)
+    monkeypatch.setattr(cache, "enable_prefix_caching", True)
+    assert choose(engine_config, hosts=several) == (4, 4)
+
+
 def test_vllms_cut_where_it_was_asked_for_or_its_own_path_is_taken(engine_config):
     assert choose(engine_config, layers="even") == (4, 4)
     assert choose(engine_config, by_cost=False) == (4, 4)

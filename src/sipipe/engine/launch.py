@@ -81,7 +81,9 @@ def serve(
     if by_ray:
         placement = place(vllm_config)
         args.additional_config = vllm_config.additional_config
-    shares = share_kv_memory(args, vllm_config, announce(vllm_config, node))
+    if shares := share_kv_memory(args, vllm_config, Setup.of(vllm_config, node).cores):
+        vllm_config.cache_config.kv_cache_memory_bytes = args.kv_cache_memory_bytes
+    announce(vllm_config, node)
     if node:
         return run_agent(Setup.of(vllm_config, node), args.kv_cache_memory_bytes)
     if not (args.uds or args.headless):  # vLLM looks too, but shares a port that allows it

@@ -143,7 +143,9 @@ class Setup:
         lines = [
             *cores,
             describe(budget),
-            describe_layers(
+            ""
+            if self.node  # the head decides
+            else describe_layers(
                 self.vllm_config,
                 self.config,
                 self.layers,
