@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from sipipe.tools.child import measure_sides
 from sipipe.tools.provenance import machine
 
 BUILD = Path("build/bench")
@@ -38,6 +39,32 @@ def median_seconds(
         call()
         times.append(time.perf_counter() - start)
     return float(np.median(times))
+
+
+def measure_in_turn(
+    job: dict[str, Any],
+    settings: dict[str, dict[str, Any] | None],
+    *,
+    both_ways: bool,
+    traces: Path | None = None,
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, int]]:
+    """``job`` on an engine of each of ``settings`` (None: stock vLLM), in order, and backwards.
+
+    Returns by title the tokens/s of each way of sampling, and the tokens of the KV cache. ``traces``
+    gets a directory ``NUMBER TITLE`` of each engine of SiPipe.
+    """
+    speeds: dict[str, dict[str, list[float]]] = {title: {} for title in settings}
+    kept: dict[str, int] = {}
+    order = [*settings, *reversed(settings)] if both_ways else list(settings)
+    for number, title in enumerate(order):
+        side, own = ("stock", {}) if settings[title] is None else ("sipipe", settings[title])
+        if traces is not None and own:
+            own = own | {"trace": str(traces / f"{number} {title}")}
+        result = measure_sides(job, own or {}, sides=(side,))[side]
+        kept[title] = result["kv_tokens"]
+        for way, figures in result["tokens_per_second"].items():
+            speeds[title].setdefault(way, []).extend(figures)
+    return speeds, kept
 
 
 def command() -> str:

@@ -1,21 +1,24 @@
 """The paper's figures, one command each: ``sipipe bench paper LIST|FIG|all`` in a checkout.
 
-    python -m benchmarks.paper FIG [--scale cpu|8xh100|16xh100] [--quick] [--model PATH]
+    python -m benchmarks.paper FIG [--scale cpu|8xh100|16xh100] [--quick]
 
 ``benchmarks/figures/FIG.json`` says what a figure shows: the paper's range, what differs here, and
-for each scale ``sipipe bench`` command lines, of which each is one panel. The same code runs them on
-two cores and on a cluster. For each figure ``build/bench/paper`` gets its data (JSON, with machine
-and commit), a picture (SVG) and a table.
+for each scale its rows (an engine each: options of ``sipipe bench --row``, or SiPipe's settings) and
+its panels (``sipipe bench`` command lines). The same code runs them on two cores and on a cluster.
+Several figures that have a command line in common are measured together, each row once. For each
+figure ``build/bench/paper`` gets its data (JSON, with machine and commit), a picture (SVG) and a
+table.
 
 Kinds of pictures: ``bars`` (output tokens/s of each row, with its range), ``cdf`` (of times per
 output token and of first tokens, by percentiles), ``stages`` (how each stage spends its time, by the
-traces that the rows named in ``traces`` leave), ``time`` (how busy CPUs and GPUs are over time),
+trace ``TRACES/ROW`` that each row leaves), ``time`` (how busy CPUs and GPUs are over time),
 ``memory`` (MiB by process).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import subprocess
@@ -27,8 +30,10 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from benchmarks.harness import BUILD, report
+from benchmarks.simulator.workload import at_rate, poisson_trace, shrunk, write_timed_trace
 from sipipe.cli.parser import make_parser
 from sipipe.errors import ConfigError, SiPipeError
+from sipipe.tools.load import EVERY, PERCENTILES
 from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.tools.report.accounting import KINDS
 from sipipe.tools.report.reader import read_trace
@@ -38,7 +43,7 @@ FIGURES = Path(__file__).parent / "figures"
 SCALES = ("cpu", "8xh100", "16xh100")
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
 _KINDS = ("cpu", "gpu")
-PERCENTILES = (10, 25, 50, 75, 90, 99)
+Rows = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,38 +61,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = list(known) if own.figure == "all" else [own.figure]
     if names[0] not in known:
         raise ConfigError(f'bench paper: "{own.figure}" is none of {", ".join(known)}')
-    for name in names:
-        draw(name, known[name], own)
+    (BUILD / "paper").mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="sipipe-paper-") as scratch:
+        wanted: dict[str, dict[str, Any]] = {}
+        for name in names:
+            for panel, rows in _panels(known[name], own):
+                wanted.setdefault(_command(panel, own), {}).update(rows)
+        commands = {line: _with_rows(line, rows, scratch) for line, rows in wanted.items()}
+        if own.dry_run:
+            print("\n".join(shlex.join(["sipipe", "bench", *c]) for c in commands.values()))
+            return 0
+        found: dict[str, Rows] = {}
+        for name in names:
+            draw(name, known[name], own, commands, found, Path(scratch))
     return 0
 
 
-def draw(name: str, figure: dict[str, Any], own: argparse.Namespace) -> None:
-    """Measure one figure, and write what it shows.
+def draw(
+    name: str,
+    figure: dict[str, Any],
+    own: argparse.Namespace,
+    commands: dict[str, list[str]],
+    found: dict[str, Rows],
+    scratch: Path,
+) -> None:
+    """Measure what of one figure is not in ``found`` yet, and write what it shows.
 
     Raises:
         SiPipeError: a panel's command failed.
     """
-    panels = figure["scales"].get(own.scale)
-    if panels is None:
+    if own.scale not in figure["scales"]:
         print(f"{name}: nothing at the scale {own.scale}: {figure['differs']}")
         return
-    if own.quick:
-        panels = panels[: figure.get("quick_panels", 1)]
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="sipipe-paper-") as scratch:
-        for panel in panels:
-            line = panel["bench"].replace("TRACES", scratch)
-            command = [*shlex.split(line), *["--engines", "1", "--repeat", "1"] * own.quick]
-            if own.dry_run:
-                print(shlex.join(["sipipe", "bench", *command]))
-                continue
-            rows += _measured(panel["panel"], command)
-        if own.dry_run:
-            return
-        if figure["kind"] == "stages":
-            rows = [row for name in figure["traces"] for row in _stages(name, Path(scratch) / name)]
+    for panel, names in _panels(figure, own):
+        line = _command(panel, own)
+        if line not in found:
+            found[line] = _measured(commands[line])
+        rows += _shown(panel["panel"], names, figure, found[line], own.scale)
+    if figure["kind"] == "stages":
+        rows = [row for name in names for row in _stages(name, scratch / name)]
     stem = f"paper/{name}-{own.scale}{'-quick' if own.quick else ''}"
-    (BUILD / "paper").mkdir(parents=True, exist_ok=True)
     pictures = {"bars": _bars, "cdf": _cdf, "time": _time, "stages": _stacks, "memory": _stacks}
     picture = pictures[figure["kind"]]
     (BUILD / f"{stem}.svg").write_text(picture(figure["title"], rows))
@@ -96,8 +110,37 @@ def draw(name: str, figure: dict[str, Any], own: argparse.Namespace) -> None:
     report(name, figure["title"], shown, note=note, file=stem)
 
 
-def _measured(panel: str, command: list[str]) -> list[dict[str, Any]]:
-    """A row for each row of ``sipipe bench``; keys with an underscore are for the picture."""
+def _panels(figure: dict[str, Any], own: argparse.Namespace) -> list[tuple[dict[str, Any], Rows]]:
+    """The panels that are drawn, each with its rows."""
+    scale = figure["scales"].get(own.scale, {"panels": [], "rows": {}})
+    most = figure.get("quick_panels", 1) if own.quick else None
+    return [(panel, scale["rows"]) for panel in scale["panels"][:most]]
+
+
+def _command(panel: dict[str, Any], own: argparse.Namespace) -> str:
+    """A panel's command line without its rows; of its arrivals the file is written."""
+    line: str = panel["bench"]
+    if "arrivals" in panel:
+        how = panel["arrivals"]
+        trace = poisson_trace(how["requests"], how["seed"], how["lengths"])
+        path = BUILD / f"paper/arrivals-{how['lengths']}-{how['rate']}-{how['requests']}.jsonl"
+        write_timed_trace(shrunk(at_rate(trace, how["rate"]), how["shrink"]), path)
+        line += f" --trace-file {path} --requests {how['requests']}"
+    return f"{line} {panel.get('quick', '')} --engines 1 --repeat 1" if own.quick else line
+
+
+def _with_rows(line: str, rows: Rows, scratch: str) -> list[str]:
+    found = [*shlex.split(line), "--rows", ""]
+    for name, options in rows.items():
+        text = options
+        if not isinstance(options, str):
+            text = f"--additional-config {shlex.quote(json.dumps({'sipipe': options}))}"
+        found += ["--row", f"{name}={text.replace('TRACES', scratch)}"]
+    return found
+
+
+def _measured(command: list[str]) -> dict[str, Any]:
+    """What ``sipipe bench`` found."""
     if not Path(command[0]).exists() and command[0].startswith("build/models/"):
         family, _, size = Path(command[0]).name.partition("-")
         make_model(family, Path(command[0]), size=size)
@@ -106,25 +149,48 @@ def _measured(panel: str, command: list[str]) -> list[dict[str, Any]]:
         stdout=subprocess.PIPE,
         check=False,
     )
-    if run.returncode:
+    if not run.stdout:
         raise SiPipeError(f"bench paper: sipipe bench {shlex.join(command)} failed")
-    found = json.loads(run.stdout)
-    rows = []
-    for row in found["rows"]:
-        starts = found["engines"][row["engine"]]["starts"]
-        runs = [each for s in starts for each in s["runs"][f"{row['sampling']} {row['requests']}"]]
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def _shown(
+    panel: str, names: Rows, figure: dict[str, Any], found: dict[str, Any], scale: str
+) -> list[dict[str, Any]]:
+    """A row for each load and engine of a figure; keys with an underscore are for the picture."""
+    rows: list[dict[str, Any]] = []
+    ways = figure.get("shows")
+    by_row = {(row["sampling"], row["requests"], row["engine"]): row for row in found["rows"]}
+    loads = dict.fromkeys((way, count) for way, count, _ in by_row if not ways or way in ways)
+    for (way, count), name in itertools.product(loads, names):
+        if (way, count, name) not in by_row:  # bench has said why
+            continue
+        row = by_row[way, count, name]
+        starts = found["engines"][name]["starts"]
+        runs = [each for s in starts for each in s["runs"][f"{way} {count}"]]
+        speeds = sorted(run["output_throughput"] for run in runs)
         rows.append(
             {"panel": panel, **row, **{f"{kind} busy %": _mean(runs, kind) for kind in _KINDS}}
             | {
                 "_busy": {kind: runs[0][kind] for kind in _KINDS},
-                "_label": f"{panel}: {row['sampling']}, {row['requests']}",
-                "_row": row["engine"],
-                "_speeds": sorted(r["output_throughput"] for r in runs),
+                "_label": f"{panel}: {way}, {count}",
+                "_row": name,
+                "_speeds": speeds,
+                "_median": speeds[len(speeds) // 2],
                 "_tpot": [runs[0][f"p{q}_tpot_ms"] for q in PERCENTILES],
                 "_ttft": [runs[0][f"p{q}_ttft_ms"] for q in PERCENTILES],
                 "_parts": starts[0]["memory_mib"],
             }
         )
+    if base := figure.get("base", {}).get(scale):
+        whole = {row["_label"]: row["_median"] for row in rows if row["engine"] == base}
+        before = {row["_label"]: row["_median"] for row in reversed(rows)}
+        for row in rows:
+            label, speed = row["_label"], row["_median"]
+            row["of the row above"] = speed / before[label]
+            row[f"of {base}"] = speed / whole[label] if label in whole else None
+            before[label] = speed
     return rows
 
 
@@ -173,15 +239,16 @@ def _bars(title: str, rows: list[dict[str, Any]]) -> str:
             label = row["_label"]
             y += 18
             body.append(f'<text x="20" y="{y - 3}">{escape(label)}, tok/s</text>')
-        low, median, high = (
-            500 * row["_speeds"][i] / most for i in (0, len(row["_speeds"]) // 2, -1)
+        low, high, median = (
+            340 * speed / most for speed in (row["_speeds"][0], row["_speeds"][-1], row["_median"])
         )
         fill = _colour(names.index(row["_row"]))
-        body.append(f'<rect x="20" y="{y}" width="{median:.1f}" height="11" fill="{fill}"/>')
-        body.append(f'<path d="M{20 + low:.1f} {y + 6}H{20 + high:.1f}" stroke="black"/>')
-        body.append(f'<text x="{26 + high:.1f}" y="{y + 10}">{escape(row["tok/s"])}</text>')
+        body.append(f'<text x="20" y="{y + 10}">{escape(row["_row"][:38])}</text>')
+        body.append(f'<rect x="240" y="{y}" width="{median:.1f}" height="11" fill="{fill}"/>')
+        body.append(f'<path d="M{240 + low:.1f} {y + 6}H{240 + high:.1f}" stroke="black"/>')
+        body.append(f'<text x="{246 + high:.1f}" y="{y + 10}">{escape(row["tok/s"])}</text>')
         y += 14
-    return _svg(title, y + 8, body, names)
+    return _svg(title, y, body, ())
 
 
 def _cdf(title: str, rows: list[dict[str, Any]]) -> str:
@@ -200,7 +267,7 @@ def _time(title: str, rows: list[dict[str, Any]]) -> str:
     """Percent busy over seconds: CPUs on the left, GPUs right."""
     panels = {
         f"{kind.upper()}s busy": [
-            [(0.5 * i, figure) for i, figure in enumerate(row["_busy"][kind])] for row in rows
+            [(EVERY * i, figure) for i, figure in enumerate(row["_busy"][kind])] for row in rows
         ]
         for kind in _KINDS
     }

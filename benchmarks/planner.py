@@ -243,7 +243,7 @@ def main() -> None:
         "Time per output token: calibrated on one configuration, checked on the other",
         rows,
         note="a row that predicts what it was fitted to shows the error of the fit itself",
-        file=f"planner-{args.side}",
+        file="planner-cpu" if args.side == "sipipe" else f"planner-{args.side}",
     )
 
 

@@ -11,7 +11,7 @@ A page has a table between two comments, and a single figure between two others:
     <!-- = serving: ratio | sampling=all; new tokens=16 -->16.9<!-- end -->
 
 Columns and conditions may be left out: all of them, all rows. ``channels*`` stands for each file
-of such a name. A file with ``"stale"`` says below its table why its figures are not those of today's code.
+of such a name, and for none while there is none. A file with ``"stale"`` says below its table why its figures are not those of today's code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def written(text: str) -> str:
 
 def _table(match: re.Match[str]) -> str:
     tables = []
-    for name in sorted(path.stem for path in RESULTS.glob(f"{match[2]}.json")) or [match[2]]:
+    names = sorted(path.stem for path in RESULTS.glob(f"{match[2]}.json"))
+    if not names and "*" in match[2]:
+        return f"{match[1]}Not measured yet.\n"
+    for name in names or [match[2]]:
         result, columns, rows = _chosen(name, match[3] or "")
         lines = [columns, ["---"] * len(columns)]
         lines += [[_shown(row.get(column)) for column in columns] for row in rows]

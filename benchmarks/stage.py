@@ -2,7 +2,7 @@
 
     python -m benchmarks.stage [--quick] [--served]
 
-Three tables (and a fourth, :mod:`benchmarks.stage_served`):
+Three tables:
 
 * time of input preparation per microbatch, under two alternating microbatches as a pipeline has
   them, in steady decode, with one sequence joining and one leaving, and with 10 % of them; beside
@@ -36,17 +36,13 @@ from benchmarks.stage_recorders import (
     iterations,
     load_worker,
 )
-from benchmarks.stage_served import compare_served
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer iterations")
-    parser.add_argument("--served", action="store_true", help="also served tokens/s, two engines")
     args = parser.parse_args()
     quick = args.quick
-    if args.served:  # first: engines bind their threads to cores, the worker below does not
-        compare_served(quick=quick)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ablation import measure_in_turn
-from benchmarks.harness import BUILD, report
+from benchmarks.harness import BUILD, measure_in_turn, report
 from benchmarks.serving import MODELS
 from sipipe.observe.phases import Phase
 from sipipe.tools.make_model.checkpoint import make_model

@@ -31,7 +31,9 @@ def measured(monkeypatch, tmp_path):
         started.append(name)
         words = " ".join(job["command"])
         if found := re.search(r'[^\s"=]*/sipipe-paper-[^\s"]*', words):
-            write_example(found[0], Example(stages=2, iterations=60, stock=name == "stock"))
+            write_example(
+                found[0], Example(stages=2, iterations=60, stock=name.startswith("stock"))
+            )
         run = {"output_throughput": 10.0 + len(started), "cpu": [50.0, 75.0], "gpu": []} | {
             f"p{q}_{metric}_ms": float(q) for q in paper.PERCENTILES for metric in ("ttft", "tpot")
         }

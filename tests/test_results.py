@@ -42,6 +42,7 @@ def test_a_table_shows_the_chosen_rows_and_columns(tmp_path, monkeypatch):
     assert "**Stale:** of old code." in new
     assert new.endswith("<!-- = a: way | way=all -->all<!-- end -->")
     assert written(new) == new
+    assert "Not measured yet." in written("<!-- results c* -->\nold\n<!-- end -->")
     for wrong in ("<!-- results b -->\n<!-- end -->", "<!-- = a: tok/s -->1<!-- end -->"):
         with pytest.raises(SystemExit, match=r"a\b|b\b"):
             written(wrong)

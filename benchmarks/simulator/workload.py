@@ -8,6 +8,9 @@ A trace is kept at a mean rate of one request per second and replayed at any oth
 from __future__ import annotations
 
 import csv
+import itertools
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from sipipe.errors import ConfigError
-
-__all__ = ["Arrival", "at_rate", "bursty_trace", "load_trace", "poisson_trace"]
 
 COLUMNS = ("arrival_s", "prompt", "output")
 
@@ -32,19 +33,21 @@ class Arrival(NamedTuple):
     """Tokens it generates."""
 
 
-def poisson_trace(requests: int, seed: int) -> list[Arrival]:
-    """Poisson arrivals, one a second on average, with lengths as in :func:`_lengths`."""
+def poisson_trace(requests: int, seed: int, lengths: str = "sharegpt") -> list[Arrival]:
+    """Poisson arrivals, one a second on average, with lengths of :data:`LENGTHS`."""
     rng = np.random.default_rng(seed)
-    return _trace(rng.exponential(1.0, requests), rng)
+    return _trace(rng.exponential(1.0, requests), rng, lengths)
 
 
-def bursty_trace(requests: int, seed: int, shape: float = 0.25) -> list[Arrival]:
+def bursty_trace(
+    requests: int, seed: int, shape: float = 0.25, lengths: str = "sharegpt"
+) -> list[Arrival]:
     """Gamma-distributed gaps with the same mean; a ``shape`` below 1 is burstier than Poisson.
 
     0.25 has twice the coefficient of variation of Poisson arrivals.
     """
     rng = np.random.default_rng(seed)
-    return _trace(rng.gamma(shape, 1.0 / shape, requests), rng)
+    return _trace(rng.gamma(shape, 1.0 / shape, requests), rng, lengths)
 
 
 def at_rate(trace: Sequence[Arrival], rate: float) -> list[Arrival]:
@@ -70,19 +73,65 @@ def load_trace(path: Path) -> list[Arrival]:
         ) from error
 
 
-def _trace(gaps: np.ndarray, rng: np.random.Generator) -> list[Arrival]:
+def shrunk(trace: Sequence[Arrival], times: int) -> list[Arrival]:
+    """For machines that could not take it: outputs so many times shorter, and prompts cut at
+    4,096 / ``times`` tokens."""
+    return [
+        each._replace(prompt=min(each.prompt, 4096 // times), output=max(4, each.output // times))
+        for each in trace
+    ]
+
+
+def write_timed_trace(trace: Sequence[Arrival], path: Path) -> None:
+    """For ``--trace-file`` of ``sipipe bench`` (vLLM's ``timed_trace``); no prompts are alike."""
+    chunk, numbers = 16, itertools.count()  # vLLM makes up a chunk of the prompt for each number
+    with path.open("w") as file:
+        for time, prompt, output in trace:
+            ids = list(itertools.islice(numbers, -(-prompt // chunk)))
+            line = {"timestamp": time, "input_length": prompt, "output_length": output}
+            file.write(json.dumps(line | {"hash_ids": ids}) + "\n")
+
+
+class Lengths(NamedTuple):
+    """Log-normal numbers of tokens: mean and standard deviation of the logarithms of prompts and
+    of outputs, and between which they are cut."""
+
+    prompt: tuple[float, float]
+    output: tuple[float, float]
+    least: int
+    most: int
+    source: str
+
+
+LENGTHS = {
+    "sharegpt": Lengths(
+        (math.log(78.2), 1.3),
+        (math.log(248.4), 0.9),
+        4,
+        1024,
+        "means of 161 and 338 tokens are ShareGPT's by vLLM's paper (SOSP 2023, figure 11), and the "
+        "planner's; deviations of 217 and 272 tokens are assumptions",
+    ),
+    "burstgpt": Lengths(
+        (5.976, 1.470),
+        (5.597, 0.887),
+        11,
+        2048,
+        "mean and deviation of the logarithms of the first 38 answered requests of BurstGPT_1.csv "
+        "(conversations, CC BY 4.0), whose means are 755 and 354 tokens; as drawn and cut "
+        "here 689 and 389 with deviations of 690 and 371; the rest of the trace was not looked at",
+    ),
+}
+
+
+def _trace(gaps: np.ndarray, rng: np.random.Generator, lengths: str) -> list[Arrival]:
     times = np.cumsum(gaps * (len(gaps) / gaps.sum()))
-    prompts, outputs = _lengths(len(gaps), rng)
+    how = LENGTHS[lengths]
+    prompts, outputs = (
+        np.exp(rng.normal(mean, deviation, len(gaps))).clip(how.least, how.most).astype(int)
+        for mean, deviation in (how.prompt, how.output)
+    )
     return [
         Arrival(float(time), int(prompt), int(output))
         for time, prompt, output in zip(times - times[0], prompts, outputs, strict=True)
     ]
-
-
-def _lengths(requests: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths like ShareGPT's: log-normal between 4 and 1,024 tokens, on average 161 in and 338 out,
-    which are the means of the conversations by vLLM's paper (SOSP 2023, figure 11), and the
-    planner's; their spreads, 217 and 272 tokens, are assumptions."""
-    prompts = np.exp(rng.normal(np.log(78.2), 1.3, requests)).clip(4, 1024)
-    outputs = np.exp(rng.normal(np.log(248.4), 0.9, requests)).clip(4, 1024)
-    return prompts.astype(int), outputs.astype(int)

@@ -186,6 +186,11 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Token-safe execution: prepare the next microbatch's inputs while the device runs this one.
     False: prepare and run in turn, with one set of input buffers."""
 
+    posting: Flag = True
+    """Structure-aware transmission: a stage knows what hidden states look like, and its memory for
+    them is ready, before they come. False, for ablations: their description goes with each
+    microbatch, memory is made when it has come, and the sender waits until they have left."""
+
     transport: Annotated[
         Literal["auto", "shm", "cuda_ipc"],
         Meta(description='"auto", "shm" or "cuda_ipc" (between hosts links are always ZeroMQ\'s)'),

@@ -23,6 +23,7 @@ from sipipe.tools.report.reader import read_trace
         (["--profile", "llama-70b-8xh100", "--tp", "2"], "--tp follows from"),
         (["--profile", "llama-70b-8xh100", "--requests", "0"], "--requests"),
         (["--profile", "llama-70b-8xh100", "--jitter", "2"], "--jitter"),
+        (["--profile", "llama-70b-8xh100", "--slow-motion", "0"], "--slow-motion"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, words, capsys):
@@ -55,6 +56,7 @@ def test_the_steady_part_is_what_counts(tmp_path):
     assert found["busy"] == 0.25
     assert len(found["busy_share"]) == 4
     assert all(0.5 < share <= 1 for share in found["busy_share"])
+    assert 0 < found["turnaround_ms"]["p50"] <= found["turnaround_ms"]["p99"]
 
 
 @pytest.mark.engine

@@ -16,7 +16,7 @@ from rich.table import Table
 from sipipe.cli.parser import at_least, counts, make_parser, parse_engine_command
 from sipipe.config import SiPipeConfig
 from sipipe.cores import equal_shares, this_machine
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.child import measured
 from sipipe.tools.measure import SAMPLING
 from sipipe.tools.provenance import machine
@@ -114,9 +114,22 @@ def main(argv: Sequence[str]) -> int:
         "draws": own.draws,
     }
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
+    failed: dict[str, str] = {}
     for number in range(own.engines):
         for name in list(jobs) if number % 2 == 0 else reversed(jobs):
-            found[name].append(measured(name, jobs[name] | load, "sipipe.tools.load"))
+            if name in failed:
+                continue
+            try:
+                found[name].append(measured(name, jobs[name] | load, "sipipe.tools.load"))
+            except ConfigError:
+                raise
+            except SiPipeError as error:  # the others are worth having
+                print(f"sipipe: {error}", file=sys.stderr)
+                failed[name] = str(error)
+    for name in failed:
+        del found[name]
+    if not found:
+        raise SiPipeError("bench: no row could be measured")
     result = {
         "benchmark": "bench",
         "title": f"Served by {own.engines} engine(s) a row, {' '.join(load['load'])}",
@@ -125,13 +138,14 @@ def main(argv: Sequence[str]) -> int:
         "note": "medians and ranges; ms; equal: requests whose greedy tokens are those of the first "
         "row; draws p: chi-square of drawn tokens against the server's own probabilities",
         "rows": _table(jobs, found),
-        "engines": {name: {"job": jobs[name], "starts": found[name]} for name in jobs},
+        "engines": {name: {"job": jobs[name], "starts": found[name]} for name in found},
+        "failed": failed,
     }
     if own.json:
         print(json.dumps(result, indent=1))
     else:
         _show(result)
-    return 0
+    return 1 if failed else 0
 
 
 def _paper(argv: Sequence[str]) -> int:
@@ -168,7 +182,7 @@ def _rows(
         names += ["stock-tp"] * (p > 1) + ["stock-one", "sipipe-one"] * (p * t > 1)
         names += ["stock-cut"] * bool(cut)
     else:
-        names = own.rows.split(",")
+        names = [name for name in own.rows.split(",") if name]
     wrong = next((name for name in names if name not in ROWS), None)
     if wrong is not None:
         raise ConfigError(f'bench: --rows "{wrong}" is none of {", ".join(ROWS)}')
@@ -267,7 +281,7 @@ def _table(
 ) -> list[dict[str, Any]]:
     """A row for each load, way of sampling and engine."""
     first = next(iter(found.values()))[0].get("answers")
-    stock = [name for name in found if name in ROWS and name.startswith("stock")]
+    stock = [name for name in found if tuple(jobs[name]["command"][: len(STOCK)]) == STOCK]
     rows = []
     for load in next(iter(found.values()))[0]["runs"]:
         best = max((_speeds(found[name], load)[1] for name in stock), default=0.0)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 
 from sipipe.cli.parser import at_least, counts, fraction, make_parser, parse_engine_command
@@ -70,6 +72,13 @@ def main(argv: Sequence[str]) -> int:
         help="deviation of forward passes (default: none)",
     )
     group.add_argument(
+        "--slow-motion",
+        type=at_least(1),
+        default=1.0,
+        metavar="N",
+        help="devices take N times as long, where this machine's cores are too few (default: 1)",
+    )
+    group.add_argument(
         "--replay", metavar="DIR", help="stage times from the trace of a real run with these stages"
     )
     group.add_argument("--json", action="store_true", help="the figures as JSON")
@@ -87,6 +96,8 @@ def main(argv: Sequence[str]) -> int:
     )
     if own.replay:
         made = replace(made, profile=replayed(made.profile, read_trace(own.replay)))
+    if own.slow_motion > 1:
+        made = replace(made, profile=made.profile.slowed(own.slow_motion))
     require_vllm()
     with tempfile.TemporaryDirectory(prefix="sipipe-emulate-") as scratch:
         trace = Path(settings.get("trace") or Path(scratch) / "trace")
@@ -98,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
             kept = {"job": vars(own), "machine": machine(), "profile": profile, "loads": loads}
             print(json.dumps(kept, indent=1))
         else:
-            _show(made, found)
+            _show(made, found, own.slow_motion)
     return 1 if any(each["json"]["busy"] > BUSY for each in found) else 0
 
 
@@ -171,6 +182,7 @@ def _steady(trace: Trace, span: tuple[int, int], busy: float) -> dict[str, Any]:
     begin, end = int(decoding["end_ns"][0]), int(decoding["end_ns"][-1])
     run = Run(trace, (begin - start) / 1e9, (end - start) / 1e9)
     stages = run.summary["stage_table"]
+    back = _turnaround(trace, run.window)
     return {
         "run": run,
         "json": {
@@ -178,17 +190,34 @@ def _steady(trace: Trace, span: tuple[int, int], busy: float) -> dict[str, Any]:
             "tokens_per_s": run.summary["tokens_per_s"],
             "busy_share": [stage["share"]["busy"] for stage in stages],
             "batch": float(decoding["batch"].mean()),
+            "turnaround_ms": {f"p{q}": float(np.percentile(back, q)) / 1e6 for q in (50, 99)},
             "busy": busy,
         },
     }
 
 
-def _show(made: Emulation, found: list[dict[str, Any]]) -> None:
+def _turnaround(trace: Trace, window: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """Nanoseconds from the end of each microbatch on the last stage's device until its next turn
+    is dispatched: copy, drawing, gathering, scheduling."""
+    assert trace.executor is not None
+    left = trace.of("stage")[-1].phase(Phase.FORWARD, window=window)
+    sent = trace.executor.phase(Phase.DISPATCH, window=window)
+    found = [np.zeros(0, np.int64)]
+    for slot in np.unique(left["slot"]):
+        mine, next_ones = (of[of["slot"] == slot] for of in (left, sent))
+        places = np.searchsorted(next_ones["iteration"], mine["iteration"], side="right")
+        there = places < len(next_ones)
+        found.append(next_ones["end_ns"][places[there]] - mine["end_ns"][there])
+    return np.concatenate(found)
+
+
+def _show(made: Emulation, found: list[dict[str, Any]], slow: float) -> None:
     placement = made.placement
     layers = ", ".join(str(stage.layers) for stage in placement.stages)
     print(
         f"emulated: {made.facts.name} on {made.cluster.devices} x {made.cluster.device.name}, "
         f"{placement.p} stages of {placement.t}, layers {layers}"
+        + (f"; in slow motion, {slow:g} times as long" if slow > 1 else "")
     )
     for load in found:
         figures, shares = load["json"], load["json"]["busy_share"]
@@ -197,11 +226,15 @@ def _show(made: Emulation, found: list[dict[str, Any]]) -> None:
             f"while all requests decode: {figures['iterations_per_s']:.1f} iterations/s of "
             f"{figures['batch']:.0f} sequences; busiest stage {max(shares):.1%} busy"
         )
+        print(
+            "from a microbatch's end to its next turn's dispatch: {p50:.1f} ms, 99 of 100 within "
+            "{p99:.1f} ms".format(**figures["turnaround_ms"])
+        )
         print(f"{figures['busy']:.0%} of this machine's {os.cpu_count()} cores were busy")
         if figures["busy"] > BUSY:
             print(
                 f"VOID: above {BUSY:.0%} emulated devices are late by themselves; use a machine "
-                "with more cores, fewer stages or larger --profile"
+                "with more cores, fewer stages or --slow-motion 2"
             )
     print(
         "This is SiPipe's own share of the time. Nothing of it was measured on a GPU, and it says "

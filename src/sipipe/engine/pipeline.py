@@ -324,6 +324,7 @@ def _make_links(setup: Setup, addresses: dict[int, str]) -> list[LinkEndpoint]:
                 address=address,
                 port=link_port(setup, rank) if address else 0,
                 token=secrets.token_hex(16) if address and not encrypts else "",
+                posted=setup.config.posting,
             )
         )
     return links

@@ -38,6 +38,10 @@ from sipipe.tools.provenance import output
 
 SHOWN = 20
 """Most likely tokens whose probabilities a server tells, and among which :func:`draws` draws."""
+PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99)
+"""Of times to the first token, per output token, between tokens and of requests."""
+EVERY = 0.2
+"""Seconds between two looks at how busy the machine is."""
 STARTS = 900.0
 """Seconds that a server may take to start."""
 
@@ -89,10 +93,13 @@ def run(job: Job) -> dict[str, Any]:
         _wait(url, server, log)
         found: dict[str, Any] = {"startup_s": time.monotonic() - began}
         client = _Client(job, url)
-        client.run(next(iter(job.mixes.values())), 3)
+        for params in job.mixes.values():
+            client.run(params, 3)
+        # As it will be measured: microbatches are learnt from it; of a trace a quarter.
+        part = 4 if "--self-timed" in job.load else 1
+        for count in job.requests:
+            client.run(next(iter(job.mixes.values())), -(-count // part))
         loads = [(name, count) for count in job.requests for name in job.mixes]
-        for name, count in loads:  # as it will be measured: microbatches are learnt from it
-            client.run(job.mixes[name], count)
         runs: dict[str, list[dict[str, Any]]] = {f"{name} {count}": [] for name, count in loads}
         for seed, (name, count) in itertools.product(range(job.repeat), loads):
             runs[f"{name} {count}"].append(client.run(job.mixes[name], count, seed))
@@ -153,7 +160,7 @@ class _Client:
             "--percentile-metrics",
             "ttft,tpot,itl,e2el",
             "--metric-percentiles",
-            "50,99",
+            ",".join(map(str, PERCENTILES)),
         ]
 
     def run(self, params: dict[str, Any], requests: int, seed: int = 0) -> dict[str, Any]:
@@ -173,14 +180,14 @@ class _Client:
 
 
 @contextmanager
-def utilization(every: float = 0.5) -> Iterator[dict[str, list[float]]]:
+def utilization() -> Iterator[dict[str, list[float]]]:
     """How busy this machine's CPUs and its GPUs (where ``nvidia-smi`` tells) are, percent, a figure
-    each ``every`` seconds; by anybody, and complete when the block ends."""
+    each :data:`EVERY` seconds; by anybody, and complete when the block ends."""
     found: dict[str, list[float]] = {"cpu": [], "gpu": []}
     done = threading.Event()
 
     def look() -> None:
-        while not done.wait(every):  # wait: half a second; the block's end
+        while not done.wait(EVERY):  # wait: EVERY; the block's end
             found["cpu"].append(psutil.cpu_percent())
             if gpus := output("nvidia-smi", "--query-gpu=utilization.gpu", _CSV):
                 numbers = [float(line) for line in gpus.split()]
@@ -193,7 +200,7 @@ def utilization(every: float = 0.5) -> Iterator[dict[str, list[float]]]:
         yield found
     finally:
         done.set()
-        thread.join()  # wait: half a second, and 20 s for nvidia-smi; its end
+        thread.join()  # wait: EVERY, and 20 s for nvidia-smi; its end
 
 
 _CSV = "--format=csv,noheader,nounits"

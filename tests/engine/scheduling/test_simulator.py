@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from benchmarks.simulator.engine_model import EngineModel
 from benchmarks.simulator.rules import Rule, SlotRule, TokenThrottlingRule
 from benchmarks.simulator.simulator import StageCosts, simulate
 from benchmarks.simulator.workload import (
+    LENGTHS,
     Arrival,
     at_rate,
     bursty_trace,
     load_trace,
     poisson_trace,
+    shrunk,
+    write_timed_trace,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,3 +126,27 @@ def test_a_file_that_is_no_trace_is_named(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"bad\.csv is no arrival trace"):
         load_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "means", "deviations"),
+    [("sharegpt", (161, 338), (217, 272)), ("burstgpt", (689, 389), (690, 371))],
+)
+def test_lengths_have_the_moments_that_are_stated(lengths, means, deviations):
+    trace = poisson_trace(100_000, 3, lengths)
+    drawn = np.array([(each.prompt, each.output) for each in trace])
+    assert drawn.mean(0) == pytest.approx(means, rel=0.02)
+    assert drawn.std(0) == pytest.approx(deviations, rel=0.02)
+    assert LENGTHS[lengths].least <= drawn.min() <= drawn.max() <= LENGTHS[lengths].most
+    assert poisson_trace(50, 3, lengths) == poisson_trace(50, 3, lengths)
+
+
+def test_a_trace_for_the_benchmark_client(tmp_path):
+    trace = shrunk(at_rate(poisson_trace(20, 1), 4.0), 8)
+    assert max(each.prompt for each in trace) <= 512
+    write_timed_trace(trace, tmp_path / "trace.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert [line["timestamp"] for line in lines] == [each.time for each in trace]
+    assert all(16 * len(line["hash_ids"]) >= line["input_length"] for line in lines)
+    ids = [number for line in lines for number in line["hash_ids"]]
+    assert len(set(ids)) == len(ids), "prompts that are alike would come from the prefix cache"

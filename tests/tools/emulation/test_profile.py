@@ -45,3 +45,15 @@ def test_what_does_not_fit_is_one_line(name, pp, cut, words):
     with pytest.raises(ConfigError, match=words) as error:
         emulation(name, pp, cut=cut, jitter=0.0)
     assert "\n" not in str(error.value)
+
+
+def test_slow_motion_is_of_everything():
+    usual = emulation("llama-70b-8xh100", 4, jitter=0.0).profile
+    slow = usual.slowed(3)
+    requests = [(1000, 1, True)] * 32 + [(100, 50, False)]
+    for one, other in zip(usual.stages, slow.stages, strict=True):
+        assert other.seconds(requests) == pytest.approx(3 * one.seconds(requests))
+        assert other.hop(82) == pytest.approx(3 * one.hop(82))
+    assert slow.copy(32) == pytest.approx(3 * usual.copy(32))
+    assert slow.kv_tokens == usual.kv_tokens
+    assert "3 times as long" in slow.sources["slow motion"]

@@ -18,6 +18,9 @@ class Curve(msgspec.Struct, frozen=True):
         (x0, x1), (y0, y1) = self.at[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
         return max(0.0, y0 + (number - x0) * (y1 - y0) / (x1 - x0)) if number else 0.0
 
+    def slowed(self, factor: float) -> "Curve":
+        return Curve(at=self.at, seconds=tuple(factor * each for each in self.seconds))
+
 
 class StageProfile(msgspec.Struct, frozen=True):
     """One stage's device."""
@@ -57,6 +60,22 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Standard deviation of a forward pass's time, as a share of it."""
     sources: dict[str, str] = {}
     """Where the numbers are from."""
+
+    def slowed(self, factor: float) -> "Profile":
+        """The same devices in slow motion: everything takes ``factor`` times as long."""
+        stages = (
+            StageProfile(
+                layers=stage.layers.slowed(factor),
+                head=stage.head.slowed(factor),
+                hop=stage.hop.slowed(factor),
+                decode_context=factor * stage.decode_context,
+                prompt_context=factor * stage.prompt_context,
+            )
+            for stage in self.stages
+        )
+        said = self.sources | {"slow motion": f"all times {factor:g} times as long"}
+        copy = self.copy.slowed(factor)
+        return msgspec.structs.replace(self, stages=tuple(stages), copy=copy, sources=said)
 
 
 def read_profile(path: str) -> Profile:
