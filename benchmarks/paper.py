@@ -21,10 +21,11 @@ import argparse
 import itertools
 import json
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -169,7 +170,7 @@ def _shown(
         row = by_row[way, count, name]
         starts = found["engines"][name]["starts"]
         runs = [each for s in starts for each in s["runs"][f"{way} {count}"]]
-        speeds = sorted(run["output_throughput"] for run in runs)
+        speeds = [run["output_throughput"] for run in runs]
         rows.append(
             {"panel": panel, **row, **{f"{kind} busy %": _mean(runs, kind) for kind in _KINDS}}
             | {
@@ -177,7 +178,7 @@ def _shown(
                 "_label": f"{panel}: {way}, {count}",
                 "_row": name,
                 "_speeds": speeds,
-                "_median": speeds[len(speeds) // 2],
+                "_median": statistics.median(speeds),
                 "_tpot": [runs[0][f"p{q}_tpot_ms"] for q in PERCENTILES],
                 "_ttft": [runs[0][f"p{q}_ttft_ms"] for q in PERCENTILES],
                 "_parts": starts[0]["memory_mib"],
@@ -232,7 +233,7 @@ def _colour(index: int) -> str:
 def _bars(title: str, rows: list[dict[str, Any]]) -> str:
     """Medians with ranges, a group of bars for each load."""
     names = list(dict.fromkeys(row["_row"] for row in rows))
-    most = max(row["_speeds"][-1] for row in rows)
+    most = max(max(row["_speeds"]) for row in rows)
     body, y, label = [], 34, ""
     for row in rows:
         if row["_label"] != label:
@@ -240,7 +241,8 @@ def _bars(title: str, rows: list[dict[str, Any]]) -> str:
             y += 18
             body.append(f'<text x="20" y="{y - 3}">{escape(label)}, tok/s</text>')
         low, high, median = (
-            340 * speed / most for speed in (row["_speeds"][0], row["_speeds"][-1], row["_median"])
+            340 * speed / most
+            for speed in (min(row["_speeds"]), max(row["_speeds"]), row["_median"])
         )
         fill = _colour(names.index(row["_row"]))
         body.append(f'<text x="20" y="{y + 10}">{escape(row["_row"][:38])}</text>')
@@ -253,46 +255,65 @@ def _bars(title: str, rows: list[dict[str, Any]]) -> str:
 
 def _cdf(title: str, rows: list[dict[str, Any]]) -> str:
     """Shares of requests over milliseconds: times per token on the left, first tokens right."""
-    panels = {
-        f"{key.upper()}, share of requests": [
-            [(value, q) for q, value in zip(PERCENTILES, row[f"_{key}"], strict=True)]
-            for row in rows
-        ]
-        for key in ("tpot", "ttft")
-    }
-    return _lines(title, rows, panels, "ms")
+    return _lines(
+        title,
+        rows,
+        {
+            f"{key.upper()}, share of requests": lambda row, key=key: list(
+                zip(row[f"_{key}"], PERCENTILES, strict=True)
+            )
+            for key in ("tpot", "ttft")
+        },
+        "ms",
+    )
 
 
 def _time(title: str, rows: list[dict[str, Any]]) -> str:
-    """Percent busy over seconds: CPUs on the left, GPUs right."""
-    panels = {
-        f"{kind.upper()}s busy": [
-            [(EVERY * i, figure) for i, figure in enumerate(row["_busy"][kind])] for row in rows
-        ]
-        for kind in _KINDS
-    }
-    return _lines(title, rows, panels, "s")
+    """Percent busy over seconds: CPUs on the left, GPUs right where there are any."""
+    return _lines(
+        title,
+        rows,
+        {
+            f"{kind.upper()}s busy": lambda row, kind=kind: [
+                (EVERY * i, figure) for i, figure in enumerate(row["_busy"][kind])
+            ]
+            for kind in _KINDS
+            if any(row["_busy"][kind] for row in rows)
+        },
+        "s",
+    )
 
 
 def _lines(
     title: str,
     rows: list[dict[str, Any]],
-    panels: dict[str, list[list[tuple[float, float]]]],
+    charts: dict[str, Callable[[dict[str, Any]], list[tuple[float, float]]]],
     unit: str,
 ) -> str:
-    """Percent upwards, a line for each row, side by side."""
-    names = [f"{row['_row']}, {row['_label']}" for row in rows]
-    body = []
-    for side, (label, lines) in zip((20, 370), panels.items(), strict=True):
-        most = max((x for line in lines for x, _ in line), default=1) or 1
-        body.append(f'<path d="M{side} 40V240H{side + 320}" stroke="black" fill="none"/>')
-        text = f"{label}, 0 to 100 %, over 0 to {most:,.0f} {unit}"
-        body.append(f'<text x="{side}" y="256">{text}</text>')
-        for i, line in enumerate(lines):
-            points = " ".join(f"{side + 320 * x / most:.1f},{240 - 2 * y:.1f}" for x, y in line)
-            shape = f'<polyline points="{points}" fill="none" stroke="{_colour(i)}"'
-            body.append(f'{shape} stroke-width="2"/>')
-    return _svg(title, 264, body, names)
+    """Percent upwards: charts side by side for each load, in each a line for each row."""
+    names = list(dict.fromkeys(row["_row"] for row in rows))
+    body, top = [], 34
+    for label in dict.fromkeys(row["_label"] for row in rows):
+        body.append(f'<text x="20" y="{top + 12}">{escape(label)}</text>')
+        for side, (what, points) in zip((20, 370), charts.items(), strict=False):
+            lines = {row["_row"]: points(row) for row in rows if row["_label"] == label}
+            most = max((x for line in lines.values() for x, _ in line), default=1) or 1
+            low = top + 160
+            body.append(
+                f'<path d="M{side} {top + 20}V{low}H{side + 320}" stroke="black" fill="none"/>'
+            )
+            text = f"{what}, 0 to 100 %, over 0 to {most:,.0f} {unit}"
+            body.append(f'<text x="{side}" y="{low + 14}">{text}</text>')
+            for name, line in lines.items():
+                shape = " ".join(
+                    f"{side + 320 * x / most:.1f},{low - 1.4 * y:.1f}" for x, y in line
+                )
+                colour = _colour(names.index(name))
+                body.append(
+                    f'<polyline points="{shape}" fill="none" stroke="{colour}" stroke-width="2"/>'
+                )
+        top += 190
+    return _svg(title, top, body, names)
 
 
 def _stacks(title: str, rows: list[dict[str, Any]]) -> str:

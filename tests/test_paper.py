@@ -11,6 +11,7 @@ import pytest
 from benchmarks import paper
 
 from sipipe.cli import bench, main
+from sipipe.errors import SiPipeError
 from sipipe.tools.report.example import Example, write_example
 
 START = {
@@ -82,3 +83,38 @@ def test_the_list_and_what_is_not_in_it(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["bench", "paper", "LIST"]) == 2
     assert "run it in a checkout" in capsys.readouterr().err
+
+
+def test_a_row_that_fails_is_named_and_left_out(measured, monkeypatch, capsys):
+    works = bench.measured
+
+    def start(name, job, module):
+        if name == "stock-one":
+            raise SiPipeError("bench: stock-one failed: no memory")
+        return works(name, job, module)
+
+    monkeypatch.setattr(bench, "measured", start)
+    argv = ["bench", "MODEL", "--pp", "2", "--draws", "0", "--json"]
+    assert main([*argv, "--rows", "sipipe,stock-one,stock", "--engines", "2"]) == 1
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert list(dict.fromkeys(row["engine"] for row in found["rows"])) == ["sipipe", "stock"]
+    assert found["failed"] == {"stock-one": "bench: stock-one failed: no memory"}
+    assert printed.err.count("no memory") == 1, "it is not started again"
+    assert main([*argv, "--rows", "stock-one"]) == 1
+    assert "no row could be measured" in capsys.readouterr().err
+
+
+def test_figures_with_a_command_line_in_common_start_a_row_once(measured, capsys):
+    assert paper.main(["all", "--quick"]) == 0
+    assert "SiPipe, PP 2" in measured
+    by_command = [name for name in measured if name in ("+ channels (BIC)", "SiPipe, PP 4")]
+    assert sorted(by_command) == ["+ channels (BIC)", "SiPipe, PP 4"]
+    assert len(measured) <= 32, "25 minutes on two cores"
+    capsys.readouterr()
+    assert paper.main(["ablation"]) == 0
+    rows = json.loads((paper.BUILD / "paper/ablation-cpu.json").read_text())["rows"]
+    first = rows[0]
+    assert first["engine"] == "stock, PP 2"
+    assert first["of the row above"] == 1.0
+    assert all(row["of SiPipe, PP 2"] == 1.0 for row in rows if row["engine"] == "SiPipe, PP 2")
