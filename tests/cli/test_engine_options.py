@@ -213,7 +213,7 @@ def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(monkeypatc
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(bench, "require_vllm", lambda: None)
     with pytest.raises(SiPipeError, match=r"sipipe failed: RuntimeError: no memory \(log: ") as it:
-        bench.main(["m", "--pp", "2"])
+        bench.main(["m", "--pp", "2", "--rows", "sipipe"])
     assert "\n" not in str(it.value)
     (kept,) = tmp_path.glob("sipipe-bench-sipipe-*.log")
     assert "KeyError" in kept.read_text()

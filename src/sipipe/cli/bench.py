@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     for name in failed:
         del found[name]
     if not found:
-        raise SiPipeError("bench: no row could be measured")
+        raise SiPipeError(next(iter(failed.values())))
     result = {
         "benchmark": "bench",
         "title": f"Served by {own.engines} engine(s) a row, {' '.join(load['load'])}",
