@@ -81,17 +81,19 @@ def report(
     *,
     note: str = "",
     file: str | None = None,
+    columns: Sequence[str] = (),
 ) -> Path:
     """Print ``rows`` as a table and write them, with the machine, to ``build/bench/NAME.json``.
 
-    The columns are the keys of the first row. ``file`` overrides the stem of the JSON file for a
+    The columns are the keys of the first row, or printed are ``columns`` alone. ``file`` overrides the stem of the JSON file for a
     benchmark that prints several tables. Returns the path written.
     """
-    console = Console(width=max(100, Console().width))
+    console = Console(width=max(140 if columns else 100, Console().width))
     table = Table(title=title, caption=note or None)
-    columns = list(rows[0])
+    columns = columns or list(rows[0])
     for column in columns:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+        justify: Any = "left" if isinstance(rows[0][column], str) else "right"
+        table.add_column(column, justify=justify, no_wrap=column == "engine")
     for row in rows:
         table.add_row(*(cell(row.get(column)) for column in columns))
     console.print(table)

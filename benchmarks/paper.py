@@ -44,6 +44,14 @@ FIGURES = Path(__file__).parent / "figures"
 SCALES = ("cpu", "8xh100", "16xh100")
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
 _KINDS = ("cpu", "gpu")
+PRINTED = {
+    "bars": ("of stock's best", "of the row above", "TTFT p50", "TPOT p50", "KV tokens"),
+    "cdf": ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"),
+    "time": ("cpu busy %", "gpu busy %"),
+    "memory": ("memory MiB", "KV tokens"),
+    "stages": ("stage", *KINDS),
+}
+"""Columns of the printed table by kind, behind those that name a row; the file has all."""
 Rows = dict[str, Any]
 
 
@@ -108,7 +116,10 @@ def draw(
     (BUILD / f"{stem}.svg").write_text(picture(figure["title"], rows))
     note = f"paper: {figure['paper']}. What differs: {figure['differs']}"
     shown = [{key: value for key, value in row.items() if key[0] != "_"} for row in rows]
-    report(name, figure["title"], shown, note=note, file=stem)
+    wanted = ("panel", "sampling", "requests", "engine", "tok/s", *PRINTED[figure["kind"]])
+    told = {key: {row.get(key) for row in shown} - {None} for key in wanted}
+    columns = [key for key in wanted if len(told[key]) > (key == "panel")]
+    report(name, figure["title"], shown, note=note, file=stem, columns=columns)
 
 
 def _panels(figure: dict[str, Any], own: argparse.Namespace) -> list[tuple[dict[str, Any], Rows]]:
