@@ -25,10 +25,9 @@ from sipipe.errors import SiPipeError
 PIPELINES = (
     ("deepseek-v2.5-8xh100", 4, 1),
     ("llama-70b-8xh100", 4, 1),
-    ("llama-70b-8xh100", 4, 3),
+    ("llama-70b-8xh100", 4, 2),
     ("deepseek-v2.5-8xh100", 8, 1),
-    ("deepseek-v2.5-8xh100", 8, 2),
-    ("llama-70b-8xh100", 8, 4),
+    ("llama-70b-8xh100", 8, 2),
 )
 """Profile, stages, how many times as long devices take."""
 ALL_IN_FLIGHT = '{"sipipe": {"microbatches": {"min_sequences": 1}}}'
