@@ -81,9 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n".join(shlex.join(["sipipe", "bench", *c]) for c in commands.values()))
             return 0
         found: dict[str, Rows] = {}
+        failed = False
         for name in names:
-            draw(name, known[name], own, commands, found, Path(scratch))
-    return 0
+            try:
+                draw(name, known[name], own, commands, found, Path(scratch))
+            except SiPipeError as error:  # other figures are worth having
+                failed = True
+                print(f"sipipe: {name}: {error}", file=sys.stderr)
+    return int(failed)
 
 
 def draw(
@@ -109,7 +114,10 @@ def draw(
             found[line] = _measured(commands[line])
         rows += _shown(panel["panel"], names, figure, found[line], own.scale)
     if figure["kind"] == "stages":
-        rows = [row for name in names for row in _stages(name, scratch / name)]
+        traced = [name for name in names if (scratch / name).is_dir()]
+        rows = [row for name in traced for row in _stages(name, scratch / name)]
+    if not rows:
+        raise SiPipeError("bench paper: no row could be measured")
     stem = f"paper/{name}-{own.scale}{'-quick' if own.quick else ''}"
     pictures = {"bars": _bars, "cdf": _cdf, "time": _time, "stages": _stacks, "memory": _stacks}
     picture = pictures[figure["kind"]]

@@ -118,3 +118,16 @@ def test_figures_with_a_command_line_in_common_start_a_row_once(measured, capsys
     assert first["engine"] == "stock, PP 2"
     assert first["of the row above"] == 1.0
     assert all(row["of SiPipe, PP 2"] == 1.0 for row in rows if row["engine"] == "SiPipe, PP 2")
+
+
+def test_a_figure_that_fails_leaves_the_others(measured, monkeypatch, capsys):
+    run = paper.subprocess.run
+
+    def fails(command, **how):
+        return SimpleNamespace(stdout="") if "--trace-file" in command else run(command, **how)
+
+    monkeypatch.setattr(paper, "subprocess", SimpleNamespace(run=fails, PIPE=None))
+    assert paper.main(["all", "--quick"]) == 1
+    assert "latency: bench paper: sipipe bench" in capsys.readouterr().err
+    made = {path.stem.removesuffix("-cpu-quick") for path in paper.BUILD.glob("paper/*.svg")}
+    assert made == set(FIGURES) - {"latency"}
