@@ -1,11 +1,15 @@
 """Which host has what, where it listens, and what two hosts say that differ."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 from tests.ipc.link.conftest import free_port
 
 from sipipe.config import HostSettings, SiPipeConfig
+from sipipe.engine import agent, remote
 from sipipe.engine import hosts as module
 from sipipe.engine.arguments import use_sipipe
 from sipipe.engine.hosts import (
@@ -19,8 +23,11 @@ from sipipe.engine.hosts import (
 )
 from sipipe.engine.pipeline import _make_links
 from sipipe.errors import ConfigError
+from sipipe.ipc.connection import Connection
+from sipipe.ipc.link.errors import PeerDiedError
 
 SECRET = "a secret of the tests"
+BOUND = 60.0  # seconds; of a machine at its worst
 
 
 @pytest.mark.parametrize(
@@ -136,3 +143,59 @@ def test_flags_and_a_share_of_stages_go_together():
         "hosts": {"count": 2, "address": "a", "stages": [3, 1]},
         "samplers": 2,
     }
+
+
+@contextmanager
+def meeting(monkeypatch, theirs=None):
+    """A head and a host that meets it: the head's side, and what the host's comes to."""
+    monkeypatch.setenv("SIPIPE_SECRET", SECRET)
+    said = {"SiPipe": "1"}
+    monkeypatch.setattr(remote, "agreed", lambda _: said)
+    monkeypatch.setattr(agent, "agreed", lambda _: theirs or said)
+    config = SiPipeConfig(start_timeout=BOUND, hosts=HostSettings(count=2))
+    setup, port = SimpleNamespace(config=config, node=1, samplers=2, stages=2), free_port()
+    head = remote.RemoteHost(setup, 1, Connection("127.0.0.1", port, listens=True, who="host 1"))
+    ours = Connection("127.0.0.1", port, listens=False, who="the head")
+    with ThreadPoolExecutor(1) as pool:
+        yield head, pool.submit(agent._introduce, setup, ours, "127.0.0.1", "the head")
+    ours.close()
+    head.close()
+
+
+def test_a_host_that_does_not_fit_is_told_so_and_others_only_that_the_head_ended(monkeypatch):
+    deadline = time.monotonic() + BOUND
+    with meeting(monkeypatch, {"SiPipe": "2"}) as (head, host):
+        with pytest.raises(ConfigError, match="does not fit: SiPipe is 1 on the head and 2 there"):
+            head.meet(deadline)
+        head.close("host 1 does not fit")
+        with pytest.raises(ConfigError, match=r"refused this host: host 1 .* does not fit"):
+            host.result(BOUND)
+    with meeting(monkeypatch) as (head, host):
+        head.meet(deadline)
+        head.close("host 2 did not come")
+        with pytest.raises(PeerDiedError, match="ended before it began: host 2 did not come"):
+            host.result(BOUND)
+
+
+@pytest.mark.parametrize("refusals", [1, 2])
+def test_a_refusal_is_believed_the_second_time(monkeypatch, refusals):
+    """Once may be a head that was just ending."""
+    wait, left = Connection.wait_for_peer, [None] * refusals
+
+    def waits(self, timeout):
+        if self._who == "the head" and left:
+            left.pop()
+            self.refused = True
+            return False
+        return wait(self, timeout)
+
+    monkeypatch.setattr(Connection, "wait_for_peer", waits)
+    with meeting(monkeypatch) as (head, host):
+        if refusals > 1:
+            with pytest.raises(ConfigError, match="SIPIPE_SECRET"):
+                host.result(BOUND)
+        else:
+            head.meet(time.monotonic() + BOUND)
+            head.close("done")
+            with pytest.raises(PeerDiedError, match="done"):
+                host.result(BOUND)

@@ -98,17 +98,20 @@ def _introduce(
     setup: Setup, connection: Connection, address: str, head: str
 ) -> tuple[say.Plan, int]:
     """What the head wants, and what to add to this host's wall clock to have the head's."""
-    deadline = time.monotonic() + setup.config.start_timeout
-    if not connection.wait_for_peer(setup.config.start_timeout):
-        if connection.refused:
+    deadline, refusals = time.monotonic() + setup.config.start_timeout, 0
+    while not connection.wait_for_peer(max(0.0, deadline - time.monotonic())):
+        if not connection.refused:
+            raise StallError(
+                f"{head} cannot be reached within {setup.config.start_timeout:g} s: is it started, "
+                "and --master-addr one of its addresses that this host can reach?"
+            )
+        refusals += 1
+        if refusals > 1:  # once may be a head that was just ending
             raise ConfigError(
                 f"{head} refused this host: the secret (SIPIPE_SECRET) is not the same on both, or "
                 "something else listens there"
             )
-        raise StallError(
-            f"{head} cannot be reached within {setup.config.start_timeout:g} s: is it started, and "
-            "--master-addr one of its addresses that this host can reach?"
-        )
+        connection.refused = False
     hello = say.Hello(
         node=setup.node,
         address=address,
@@ -121,8 +124,10 @@ def _introduce(
         answer = connection.receive(max(1.0, deadline - time.monotonic()))
         if answer is None:
             raise StallError(f"{head} is there and waits for other hosts, which did not come")
-        if answer[0] == say.END:
+        if answer[0] == say.REFUSED:
             raise ConfigError(f"{head} refused this host: {answer[1].decode()}")
+        if answer[0] == say.END:  # for a reason of its own: --restart is for that
+            raise PeerDiedError(f"{head} ended before it began: {answer[1].decode()}")
         return answer[1]
 
     clocks = []

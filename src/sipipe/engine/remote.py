@@ -124,7 +124,10 @@ class RemoteHost:
         hello: say.Hello = pickle.loads(answer[1])
         self.address = hello.address
         if different := difference(agreed(setup), hello.agreed):
-            raise ConfigError(f"host {self.node} ({hello.address}) does not fit: {different}")
+            error = f"host {self.node} ({hello.address}) does not fit: {different}"
+            self._said = True
+            self._send(say.REFUSED, error.encode())
+            raise ConfigError(error)
         setup.samplers += hello.samplers
 
     # ---- what a host is to the pipeline ---------------------------------------------------------

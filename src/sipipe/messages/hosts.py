@@ -14,6 +14,8 @@ END = b"e"
 CLOCK = b"k"
 """What is your wall clock? And the head's answer, in nanoseconds."""
 # From the head.
+REFUSED = b"x"
+"""This host does not fit; why, as text."""
 PLAN = b"p"
 """A pickled :class:`Plan`, the answer to the hello."""
 CALL = b"c"
