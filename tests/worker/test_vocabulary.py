@@ -29,10 +29,12 @@ from sipipe.ipc.link.errors import LinkClosedError  # noqa: E402
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
 from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
+from sipipe.observe.phases import Phase  # noqa: E402
 from sipipe.worker.double_buffer import DoubleBuffer  # noqa: E402
+from sipipe.worker.head import HeadShard, OfferedHead, time_parts  # noqa: E402
 from sipipe.worker.logits import LogitsHandover, StageLogits  # noqa: E402
 from sipipe.worker.steps import StageSteps  # noqa: E402
-from sipipe.worker.vocabulary import HeadShard, OfferedHead, SharedHead, time_parts  # noqa: E402
+from sipipe.worker.vocabulary import SharedHead  # noqa: E402
 
 VOCAB, HIDDEN, HAND_OVER = 1000, 32, 60
 
@@ -72,11 +74,12 @@ def stage_logits(model):
     return StageLogits(SimpleNamespace(model=model, model_config=config, lora_config=None))
 
 
-def shards(model, bounds, dtype):
+def shards(model, bounds, dtype, piece=1 << 20):
     offered = OfferedHead(stage_logits(model), torch.randn(3, HIDDEN, dtype=dtype))
     assert offered.reason == ""
     made = [
-        HeadShard([offered.offer], start, stop, dtype) for start, stop in itertools.pairwise(bounds)
+        HeadShard([offered.offer], start, stop, dtype, piece)
+        for start, stop in itertools.pairwise(bounds)
     ]
     assert "sipipe-head" in Path("/proc/self/maps").read_text()
     offered.close()
@@ -84,15 +87,29 @@ def shards(model, bounds, dtype):
     return made
 
 
+def product(shard, hidden):
+    pieces = [shard.compute(hidden, piece) for piece in range(len(shard.pieces))]
+    return torch.cat([hidden[:, :0], *pieces], 1)
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 256 * HIDDEN, 1])
 @pytest.mark.parametrize("options", [{}, {"scale": 0.25}, {"soft_cap": 3.0, "scale": 2.0}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_are_the_whole_bit_for_bit(dtype, options):
+def test_parts_are_the_whole_bit_for_bit(dtype, options, piece):
     model = Model(dtype, **options)
     hidden = torch.randn(5, HIDDEN, dtype=dtype) * 3
     whole = model.compute_logits(hidden)
-    parts = [shard.compute(hidden) for shard in shards(model, (0, 192, 192, 704, VOCAB), dtype)]
+    made = shards(model, (0, 192, 192, 704, VOCAB), dtype, piece)
+    parts = [product(shard, hidden) for shard in made]
     assert [part.shape[1] for part in parts] == [192, 0, 512, 296]
     assert torch.equal(torch.cat(parts, 1), whole)
+    if piece == 1:
+        assert [len(shard.pieces) for shard in made] == [3, 0, 8, 5], "blocks of 64"
+    # Rows of other iterations change nothing but, by the kernel's blocks, the last bits.
+    rows = torch.cat([torch.randn(30, HIDDEN, dtype=dtype), hidden])
+    joined = torch.cat([product(shard, rows) for shard in made], 1)[30:]
+    torch.testing.assert_close(joined, whole)
+    assert torch.equal(joined.argmax(1), whole.argmax(1))
     # The last stage has let go of its packed matrix, and packs it when prompts are scored.
     assert torch.equal(model.compute_logits(hidden), whole)
 
@@ -101,7 +118,14 @@ def test_a_product_lies_where_it_should():
     model = Model()
     (shard,) = shards(model, (0, VOCAB), torch.float32)
     hidden, into = torch.randn(4, HIDDEN), torch.empty(4, VOCAB)
-    assert shard.compute(hidden, into).data_ptr() == into.data_ptr()
+    assert shard.compute(hidden, 0, into).data_ptr() == into.data_ptr()
+
+
+def test_rows_join_a_product_that_they_delay_by_less_than_reading_takes():
+    (shard,) = shards(Model(), (0, VOCAB), torch.float32)
+    assert min(shard.fixed, shard.per_row) >= 0, "measured"
+    shard.fixed, shard.per_row = 6.5, 0.25
+    assert [shard.joins(rows) for rows in (1, 26, 27)] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -167,26 +191,55 @@ def inputs_of(iteration, rows=2):
     )
 
 
+class Shard:
+    """A stand-in: two pieces of its columns; logit v of a row is its hidden state plus v."""
+
+    def __init__(self, start, stop, joins=lambda _rows: True, pause=lambda: None):
+        half = (stop - start) // 2
+        self.start, self.pieces = start, [slice(0, half), slice(half, stop - start)]
+        self.joins, self.pause, self.done = joins, pause, []
+
+    def compute(self, rows, piece, into):
+        self.pause()
+        self.done.append((piece, rows[:, 0].tolist()))
+        columns = self.pieces[piece]
+        into[:] = rows[:, :1] + self.start + torch.arange(columns.start, columns.stop)
+        return into
+
+
 class Other:
     """Another stage's end, and the last stage's."""
 
-    def __init__(self, bound=HAND_OVER):
-        self.done, self.bell = [], os.eventfd(0)
+    def __init__(self, bound=HAND_OVER, joins=False):
+        self.bell = os.eventfd(0)
         self.sender, receiver = link(bound)
-        self.shared = SharedHead((), receiver, self.project, bound)
-        self.last = SharedHead([self.sender], None, self.project, bound)
+        shape = LogitsShape(vocab=VOCAB, bounds=(0, 400, VOCAB))
+        self.channel = LogitsChannel("t", shape, rows=10, entries=6, readers=["s"])
+        self.logits = LogitsHandover(LogitsWriter(self.channel.endpoint), "rows")
+        self.shard, self.phases = Shard(0, 400, lambda _rows: joins), []
+        self.shared = SharedHead((), receiver, self.shard, self.logits, self.record, bound)
+        self.last = SharedHead([self.sender], None, None, None, lambda *_: None, bound)
 
-    def project(self, inputs, rows):
-        assert (rows == inputs.iteration).all()
-        self.done.append(inputs.iteration)
+    def record(self, phase, inputs, began, ended):
+        self.phases.append((phase, inputs.iteration, began, ended))
+
+    def expect(self, iteration, rows=2):
+        self.logits.expect(iteration, 2 * iteration % 10)
+        self.shared.expect(inputs_of(iteration, rows))
+
+    @property
+    def done(self):
+        """Iterations whose logits are all there."""
+        return [phase[1] for phase in self.phases if phase[0] == Phase.HANDOVER]
 
     def spread(self, iteration):
         self.last.spread(inputs_of(iteration), torch.full((2, HIDDEN), float(iteration)))
         self.sender.wait_sent()  # a schema and what comes with it leave from a thread
 
     def close(self):
-        for end in (self.shared, self.last):
+        for end in (self.shared, self.last, self.logits):
             end.close()
+        self.channel.close()
         os.close(self.bell)
 
 
@@ -198,19 +251,22 @@ def other(request):
 
 
 def test_nothing_is_waited_for_where_nothing_is_due(other):
-    other.shared.expect(inputs_of(0, rows=0))  # only prompts: no row samples
+    other.expect(0, rows=0)  # only prompts: no row samples
     other.shared.serve((other.bell,))
+    other.shared.catch_up()
     other.shared.drain()
 
 
-def test_the_oldest_comes_first_and_the_next_inputs_end_the_wait(other):
+def test_the_oldest_comes_first_and_the_next_inputs_before_it(other):
     for iteration in range(3):
-        other.shared.expect(inputs_of(iteration))
+        other.expect(iteration)
     for iteration in range(2):
         other.spread(iteration)
     os.eventfd_write(other.bell, 1)
     other.shared.serve((other.bell,))
-    assert other.done == [0, 1], "what has come is done before anything newer begins"
+    assert other.shard.done == [], "a pass of decodes goes first where its inputs are there"
+    other.shared.catch_up()
+    assert other.done == [0, 1], "what has come is done before a pass with prompts"
     other.shared.serve((other.bell,))
     assert other.done == [0, 1], "what has not come holds nothing up"
     assert "iteration 2" in other.shared.doing()
@@ -222,9 +278,44 @@ def test_the_oldest_comes_first_and_the_next_inputs_end_the_wait(other):
     assert other.shared.doing() == ""
 
 
+def test_a_pass_comes_between_two_pieces(other):
+    other.expect(1)
+    other.spread(1)
+    other.shard.pause = lambda: os.eventfd_write(other.bell, 1)
+    other.shared.serve((other.bell,))
+    assert other.shard.done == [(0, [1.0, 1.0])]
+    assert [phase[:2] for phase in other.phases] == [(Phase.LOGITS, 1), (Phase.HANDOVER, 1)]
+    other.shard.pause = lambda: None
+    os.eventfd_read(other.bell)
+    other.shared.serve((other.bell,))
+    assert [piece for piece, _ in other.shard.done] == [0, 1]
+    assert len(other.phases) == 4, "each part has its time"
+    other.shared.drain()
+
+
+@pytest.mark.parametrize("other", [{"joins": True}], indirect=True)
+def test_one_product_for_what_has_come(other):
+    for iteration in range(4):
+        other.expect(iteration)
+    for iteration in range(3):
+        other.spread(iteration)
+    other.shared.catch_up()
+    rows = [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    assert other.shard.done == [(0, rows), (1, rows)], "the matrix is read once"
+    assert other.done == [0, 1, 2]
+    for iteration in range(3):
+        place = other.logits.part(2 * iteration, 2)
+        assert (place == iteration + torch.arange(400)).all()
+    computed = [phase for phase in other.phases if phase[0] == Phase.LOGITS]
+    assert all(a[3] == b[2] for a, b in itertools.pairwise(computed)), "no time counts twice"
+    other.spread(3)
+    other.shared.serve((other.bell,))
+    assert other.done == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("other", [{"bound": 0.01}], indirect=True)
 def test_rows_that_do_not_come_are_said(other):
-    other.shared.expect(inputs_of(7))
+    other.expect(7)
     with pytest.raises(StallError, match="iteration 7"):
         other.shared.serve((other.bell,))
     with pytest.raises(StallError, match="logits of iteration 7 are due"):
@@ -232,14 +323,14 @@ def test_rows_that_do_not_come_are_said(other):
 
 
 def test_the_end_of_the_last_stage_ends_the_wait(other):
-    other.shared.expect(inputs_of(0))
+    other.expect(0)
     other.last.close()
     with pytest.raises(LinkClosedError):
         other.shared.serve((other.bell,))
 
 
 def test_an_end_from_another_thread_ends_the_wait(other):
-    other.shared.expect(inputs_of(0))
+    other.expect(0)
     thread = threading.Thread(target=other.shared.close)
     thread.start()
     with pytest.raises(LinkClosedError):
@@ -263,7 +354,9 @@ class Runner:
 
     def prepare(self, output, _slot, _buffer_set, iteration):
         self.pause()
-        return inputs_of(iteration, output)
+        inputs = inputs_of(iteration, output)
+        inputs.num_reqs -= iteration % 3 == 0  # as if it had prompts
+        return inputs
 
     def forward(self, inputs, received):
         self.pause()
@@ -286,23 +379,24 @@ class Stage:
         receiver = pipeline.links[stage - 1][1] if stage else None
         sender = pipeline.links[stage][0] if stage < stages - 1 else None
         width = VOCAB // stages
-        head = SimpleNamespace(compute=lambda rows, into: self.compute(rows, stage, width))
         self.steps = StageSteps(
-            self.runner, head, receiver, sender, self.handover,
+            self.runner, None, receiver, sender, self.handover,
             report=None, record=lambda *_: None, stall_timeout=HAND_OVER,
         )  # fmt: skip
         final = [ends[0] for ends in pipeline.heads] if sender is None else []
         mine = pipeline.heads[stage][1] if sender is not None else None
-        self.steps.shared = SharedHead(final, mine, self.steps.project, HAND_OVER)
+        chance = random.Random(f"{seed}/{stage}/joins")
+        shard = Shard(
+            stage * width, (stage + 1) * width, lambda _: chance.random() < 0.5, self.runner.pause
+        )
+        self.steps.shared = SharedHead(
+            final, mine, shard, self.handover, lambda *_: None, HAND_OVER
+        )
         self.buffer = DoubleBuffer(
             self.steps, sets=2, stall_timeout=HAND_OVER,
             interrupt=self.steps.interrupt, meanwhile=self.steps.meanwhile,
         )  # fmt: skip
         self.orders = pipeline.orders[stage]
-
-    def compute(self, rows, stage, width):
-        self.runner.pause()
-        return rows[:, :1] + torch.arange(stage * width, (stage + 1) * width)
 
     def follow(self):
         while (order := self.orders.get(HAND_OVER)) is not None:

@@ -135,12 +135,21 @@ class LogitsHandover:
         """Where to compute the iteration's logits [rows, V of this rank]: where :meth:`store` puts
         them, so that it has nothing to copy, or where those columns do not lie together, in memory
         that is kept for them (fresh memory costs page faults)."""
-        place = self.part(self._rows[iteration], rows)
+        place = self.place(iteration, rows)
         if place.is_contiguous() or not place.is_cpu:
             return place
-        if self._apart.numel() < place.numel() or self._apart.dtype != place.dtype:
-            self._apart = torch.empty(place.numel(), dtype=place.dtype)
-        return self._apart[: place.numel()].view(place.shape)
+        return self.apart(rows, place)
+
+    def apart(self, rows: int, place: torch.Tensor) -> torch.Tensor:
+        """Memory that is kept for logits [rows, columns of ``place``]."""
+        size = rows * place.shape[1]
+        if self._apart.numel() < size or self._apart.dtype != place.dtype:
+            self._apart = torch.empty(size, dtype=place.dtype)
+        return self._apart[:size].view(rows, place.shape[1])
+
+    def place(self, iteration: int, rows: int) -> torch.Tensor:
+        """The iteration's logits [rows, V of this rank]; may be written until they are published."""
+        return self.part(self._rows[iteration], rows)
 
     def part(self, row: int, rows: int) -> torch.Tensor:
         """The channel's memory for logits [rows, V of this rank] from ``row`` on."""
@@ -167,6 +176,11 @@ class LogitsHandover:
         row = self._rows.pop(iteration)
         with self._writer.acquire(iteration, rows, row, timeout) as region:
             yield self._tensor(region)
+
+    def publish(self, iteration: int, rows: int, timeout: float) -> None:
+        """The samplers have what was written to :meth:`place`. Raises as :meth:`entry`."""
+        with self.entry(iteration, rows, timeout):
+            pass
 
     def _tensor(self, region: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(region)

@@ -37,6 +37,7 @@ from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.device import stage_device
 from sipipe.worker.double_buffer import DoubleBuffer
+from sipipe.worker.head import HeadShard, OfferedHead, time_parts
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.logits import LogitsHandover
 from sipipe.worker.publisher import Launched, Publisher
@@ -44,7 +45,7 @@ from sipipe.worker.runner import StageRunner
 from sipipe.worker.shards import cut, join
 from sipipe.worker.steps import StageSteps
 from sipipe.worker.support import unsupported_reason
-from sipipe.worker.vocabulary import HeadShard, OfferedHead, Project, SharedHead, time_parts
+from sipipe.worker.vocabulary import SharedHead
 
 if TYPE_CHECKING:
     from sipipe.worker.second_runner import SecondRunner
@@ -210,8 +211,8 @@ class StageLoop:
             return
         runner = self._second or self._runner
         assert runner is not None
-        head = self._shard or runner.head
-        if head is not None and self._writer < logits.shape.ranks:
+        head = runner.head
+        if (head is not None or self._shard is not None) and self._writer < logits.shape.ranks:
             writer = LogitsWriter(logits, rank=self._writer)
             self._logits = LogitsHandover(writer, config.logits_layout)
             if self._second is not None:
@@ -245,7 +246,7 @@ class StageLoop:
         if self._offered is not None and self._shard is None:
             self._offered.close(taken=False)
         if self._shard is not None:
-            steps.shared = self._shared = self._open_heads(heads, sockets, steps.project)
+            steps.shared = self._shared = self._open_heads(heads, sockets)
         if place.tp_size > 1:
             steps.part, steps.whole = self._part, self._whole
         self.double_buffer = DoubleBuffer(
@@ -257,18 +258,20 @@ class StageLoop:
         )
 
     def _open_heads(
-        self, heads: Sequence[LinkEndpoint], sockets: list[socket.socket], project: Project
+        self, heads: Sequence[LinkEndpoint], sockets: list[socket.socket]
     ) -> SharedHead:
         """This rank's end of the links of final hidden states; all stages have their rows now."""
-        place, bound = self._place, heads[0].stall_timeout
+        assert self._shard is not None
+        assert self._logits is not None, "every rank of every stage writes logits"
+        place, receiver, senders = self._place, None, []
         if self._offered is None:
             receiver = open_receiver(heads[place.rank], sockets.pop(0))
-            return SharedHead((), receiver, project, bound)
-        self._offered.close()
-        mine = heads[place.tp_rank :: place.tp_size]
-        return SharedHead(
-            [open_sender(link, sockets.pop(0)) for link in mine], None, project, bound
-        )
+        else:
+            self._offered.close()
+            mine = heads[place.tp_rank :: place.tp_size]
+            senders = [open_sender(link, sockets.pop(0)) for link in mine]
+        bound = heads[0].stall_timeout
+        return SharedHead(senders, receiver, self._shard, self._logits, self._record, bound)
 
     def measure(self, *, sequences: int) -> Measured:
         """How long the parts of a microbatch take, drawn on this device and by CPU samplers."""

@@ -23,7 +23,7 @@ from sipipe.observe.phases import Phase
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.logits import LogitsHandover, StageLogits
 from sipipe.worker.runner import StageRunner
-from sipipe.worker.vocabulary import HeadShard, SharedHead
+from sipipe.worker.vocabulary import SharedHead
 
 Tensors = dict[str, torch.Tensor]
 
@@ -45,7 +45,7 @@ class StageSteps:
     def __init__(
         self,
         runner: StageRunner,
-        head: StageLogits | HeadShard | None,
+        head: StageLogits | None,
         receiver: Receiver | None,
         sender: Sender | None,
         logits: LogitsHandover | None,
@@ -79,6 +79,8 @@ class StageSteps:
 
     def receive(self, inputs: ModelInput) -> Tensors | None:
         """The hidden states of the previous stage, in place."""
+        if self.shared is not None and inputs.num_tokens > inputs.num_reqs:
+            self.shared.catch_up()
         if self._receiver is None:
             return None
         if self.shared is not None:
@@ -113,16 +115,16 @@ class StageSteps:
         if len(inputs.sampled):
             rows = self._runner.rows(inputs, hidden)
             if self.shared is not None:
-                began = time.monotonic_ns()
                 self.shared.spread(inputs, rows)
-                self._record(Phase.SEND, inputs, began)
-            self.project(inputs, rows)
+                self.shared.multiply(inputs, rows)
+            else:
+                self._project(inputs, rows)
         extras = self._runner.prompt_logprobs(inputs, hidden) if inputs.prompt_chunks else {}
         if (extras or not len(inputs.sampled)) and self._report is not None:
             self._report(inputs.iteration, extras)
 
     @torch.inference_mode()
-    def project(self, inputs: ModelInput, rows: torch.Tensor) -> None:
+    def _project(self, inputs: ModelInput, rows: torch.Tensor) -> None:
         """This rank's columns of the logits of final hidden states [n, H], to the samplers."""
         assert self._head is not None
         into = self._logits.ahead(inputs.iteration, len(rows)) if self._logits is not None else None

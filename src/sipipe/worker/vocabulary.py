@@ -5,191 +5,62 @@ their own. There they are multiplied by that stage's rows of the matrix, whose l
 same place of BIC-L as everybody's: samplers draw when the last writer is done. The rows come from
 the last stage's loaded model, whatever its checkpoint looks like, and the product is vLLM's.
 
-Who runs here: the device thread, alone, but for :meth:`SharedHead.drain` and ``close``. A product
-comes between two forward passes, the oldest iteration first.
+Who runs here: the device thread, alone, but for :meth:`SharedHead.drain` and ``close``. Products
+are done oldest first, in pieces of some milliseconds: between two of them a forward pass of
+decodes goes first where all that it needs is there, because the next stage may be waiting for it.
+(What has come goes before a pass with prompts, which is long.) Of several iterations whose rows
+have come, one product reads the matrix once, where that delays the older ones by less than it
+saves (:meth:`HeadShard.joins`); nothing is ever waited for to make it so.
 
 Why no cycle of waits can form
     Order what is to be done by iteration, within one by stage, forward passes first, then all
     products, then the draws. Everything waits only for what is smaller: a forward pass for the
     stage before, a product for the last stage's pass, a draw for the products; buffers of links and
     of BIC-L for what an iteration m before has left, which was resolved before this one was
-    published (and the pieces of a long prompt for the next stage to take those before). A stage's device thread never waits for one thing while it could do another: it
-    sleeps until the next inputs, or the hidden states of its next pass, *or* the oldest product's
-    rows are there (:meth:`SharedHead.serve`). So the smallest thing that is not done can always be
-    done. Tensor-parallel ranks may do the products of a stage at different places between its
-    passes: a product calls no collective, so that a rank that waits for another in a pass waits for
-    something that ends by itself.
+    published (and the pieces of a long prompt for the next stage to take those before). A stage's
+    device thread never waits for one thing while it could do another: it sleeps until the next
+    inputs, or the hidden states of its next pass, *or* the oldest product's rows are there
+    (:meth:`SharedHead.serve`). So the smallest thing that is not done can always be done. What a
+    thread has begun ends by itself: a pass that goes before the rest of a product waits for
+    nothing more, nor does a product of several iterations, which holds what has come. No product
+    is put off for ever, because m iterations are in flight and the next one is published when one
+    of them is resolved. Tensor-parallel ranks may do the products of a stage at different places
+    between its passes, and join others: a product calls no collective, so that a rank that waits
+    for another in a pass waits for something that ends by itself.
 """
 
 from __future__ import annotations
 
 import select
-import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from sipipe.errors import ResourceError, StallError
+from sipipe.errors import StallError
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
-from sipipe.ipc.memory import PAGE, SharedMemory
-from sipipe.messages.boots import HeadOffer
-from sipipe.messages.measured import TIMES, Measured
+from sipipe.observe.phases import Phase
+from sipipe.worker.head import HeadShard
 from sipipe.worker.inputs.model_input import ModelInput
-from sipipe.worker.logits import StageLogits, placed_in
+from sipipe.worker.logits import LogitsHandover
 
-Project = Callable[[ModelInput, torch.Tensor], None]
-"""Multiplies an iteration's final hidden states [n, H] and writes the logits."""
+Record = Callable[[Phase, ModelInput, int, int], None]
+"""Takes a phase, its iteration, when it began and when it ended."""
 _KEY = "hidden_states"
 
 
-class OfferedHead:
-    """A rank's rows of the loaded model's head, in memory that other stages can read.
+class _Product:
+    """What is multiplied at once: final hidden states of some iterations, of ``counts`` rows each."""
 
-    Args:
-        head: the last stage's.
-        hidden: some rows of hidden states, not all zero, of the model's dtype.
-
-    Attributes:
-        reason: why the head cannot be shared out; then there is nothing else.
-    """
-
-    def __init__(self, head: StageLogits, hidden: torch.Tensor) -> None:
-        self._memory: SharedMemory | None = None
-        found = _find(head, hidden)
-        if isinstance(found, str):
-            self.reason = found
-            return
-        self.reason = ""
-        self._module, processor = found
-        start, stop = head.columns
-        weight = self._module.weight.detach()[: stop - start]
-        try:
-            self._memory = SharedMemory.create("head", PAGE + weight.nbytes, None)
-        except ResourceError as error:
-            self.reason = str(error)
-            return
-        self.offer = HeadOffer(
-            memory=self._memory.endpoint,
-            columns=head.columns,
-            hidden=weight.shape[1],
-            scale=processor.scale,
-            soft_cap=processor.soft_cap,
-        )
-        _rows(self._memory, self.offer, weight.dtype).copy_(weight)
-
-    def close(self, *, taken: bool = True) -> None:
-        """Every stage has taken its rows, or the last stage keeps them."""
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None  # the mapping goes with it, and with that memory for all rows
-        if taken:
-            # What scores prompts packs the whole matrix again when somebody asks for it.
-            self._module.cpu_linear = self._pack_and_multiply
-
-    def _pack_and_multiply(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        dispatch_cpu_unquantized_gemm(self._module, remove_weight=False)
-        product: torch.Tensor = self._module.cpu_linear(x, weight, bias)
-        return product
-
-
-def _find(head: StageLogits, hidden: torch.Tensor) -> tuple[Any, LogitsProcessor] | str:
-    """The module with the matrix and what multiplies by it; or why its rows are not all there is."""
-    if head.processor is None:
-        return "the model computes its logits in a way of its own"
-    calls: list[tuple[Any, ...]] = []
-    with head.processor.register_forward_hook(
-        lambda _, args, kwargs, result: calls.append((args, kwargs, result)), with_kwargs=True
-    ):
-        logits = head.compute(hidden)
-    if len(calls) != 1 or logits is None:
-        return "the model computes its logits in a way of its own"
-    (module, rows, *bias), kwargs, result = calls[0]
-    if type(getattr(module, "quant_method", None)) is not UnquantizedEmbeddingMethod:
-        return "the output projection is quantized"
-    if any(value is not None for value in [*bias, *kwargs.values()]):
-        return "the output projection has a bias"
-    if not torch.equal(rows, hidden) or not torch.equal(result[:, : logits.shape[1]], logits):
-        return "the model does more to its logits than to project, cap and scale them"
-    start, stop = head.columns
-    if logits.dtype != hidden.dtype or logits.shape[1] != stop - start:
-        return "the output projection has a type or a size of its own"
-    if module.shard_indices.num_added_elements or (module.tp_size > 1 and head.shard is None):
-        return "the model has added vocabulary"
-    return module, head.processor
-
-
-class HeadShard(torch.nn.Module):
-    """Some rows of the output projection, by vLLM's kernels.
-
-    Args:
-        offers: of the last stage's ranks, each with its tokens.
-        start, stop: first token, and the one behind the last; all of one offer.
-        dtype: the model's.
-    """
-
-    def __init__(
-        self, offers: Sequence[HeadOffer], start: int, stop: int, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        offer = next(o for o in offers if o.columns[0] <= start and stop <= o.columns[1])
-        memory = SharedMemory.attach(offer.memory)
-        first = offer.columns[0]
-        rows = _rows(memory, offer, dtype)[start - first : stop - first].clone()
-        memory.close()
-        self.weight = torch.nn.Parameter(rows, requires_grad=False)
-        self.quant_method = UnquantizedEmbeddingMethod()
-        self.tp_size = 1
-        self._tokens = stop - start
-        self._project = LogitsProcessor(self._tokens, scale=offer.scale, soft_cap=offer.soft_cap)
-        if self._tokens:
-            dispatch_cpu_unquantized_gemm(self, remove_weight=True)
-
-    def compute(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, H] to [n, tokens of this shard]; ``into`` is as :meth:`StageLogits.compute` has it."""
-        if not self._tokens:
-            return hidden[:, :0]
-        with placed_in(into, hidden):
-            logits: torch.Tensor = self._project(self, hidden)
-        return logits
-
-
-def time_parts(vllm_runner: Any, head: StageLogits | None, sequences: int) -> Measured:
-    """Seconds that the layers take for ``sequences`` decoding ones, without their attention, and on
-    the last stage, which has ``head``, the whole output projection. All stages at once."""
-
-    def median(call: Callable[[], object]) -> float:
-        call()  # does not count
-        taken = []
-        for _ in range(TIMES):
-            began = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - began)
-        return statistics.median(taken)
-
-    config = vllm_runner.model_config
-    with set_current_vllm_config(vllm_runner.vllm_config), torch.inference_mode():
-        layers = median(lambda: vllm_runner._dummy_run(sequences))
-        if head is None:
-            return Measured(layers=layers)
-        hidden = torch.randn(sequences, config.get_hidden_size(), dtype=config.dtype)
-        return Measured(layers=layers, head=median(lambda: head.compute(hidden)))
-
-
-def _rows(memory: SharedMemory, offer: HeadOffer, dtype: torch.dtype) -> torch.Tensor:
-    tokens = offer.columns[1] - offer.columns[0]
-    flat = torch.frombuffer(memory.map, dtype=dtype, count=tokens * offer.hidden, offset=PAGE)
-    return flat.view(tokens, offer.hidden)
+    def __init__(self, iterations: list[ModelInput], rows: list[torch.Tensor]) -> None:
+        self.iterations = iterations
+        self.counts = [len(each) for each in rows]
+        self.rows = rows[0] if len(rows) == 1 else torch.cat(rows)
+        self.piece = 0
 
 
 class SharedHead:
@@ -198,7 +69,9 @@ class SharedHead:
     Args:
         senders: the last stage's, one to each other stage.
         receiver: another stage's, of final hidden states.
-        project: what is done with them.
+        shard: this rank's rows of the matrix.
+        logits: where their logits go.
+        record: takes the phases.
         bound: seconds of a wait.
     """
 
@@ -206,23 +79,39 @@ class SharedHead:
         self,
         senders: Sequence[Sender],
         receiver: Receiver | None,
-        project: Project,
+        shard: HeadShard,
+        logits: LogitsHandover,
+        record: Record,
         bound: float,
     ) -> None:
         self._senders = senders
         self._receiver = receiver
-        self._project = project
+        self._shard = shard
+        self._logits = logits
+        self._record = record
         self._bound = bound
         self._due: deque[ModelInput] = deque()
-        """Iterations whose forward pass has run here, and whose product has not."""
+        """Iterations whose forward pass has run here, and whose product has not ended."""
+        self._product: _Product | None = None
+        """The one that has begun: of the first of ``_due``, or of the last stage's pass."""
+        self._began = self._computing = 0
+        """Of what was done of it since something else ran: when it began, ns that it computed."""
         self._idle = threading.Event()
         self._idle.set()
 
     def spread(self, inputs: ModelInput, rows: torch.Tensor) -> None:
         """Last stage: final hidden states [n, H] of the rows that sample, to all other stages."""
+        began = time.monotonic_ns()
         for sender in self._senders:
             # wait: stall_timeout; a stage that is m products behind, or its end
             sender.send(inputs.iteration, len(rows), {_KEY: rows})
+        self._record(Phase.SEND, inputs, began, time.monotonic_ns())
+
+    def multiply(self, inputs: ModelInput, rows: torch.Tensor) -> None:
+        """Last stage: its columns for the same rows."""
+        self._product = _Product([inputs], [rows])
+        while self._product:
+            self._step()
 
     def expect(self, inputs: ModelInput) -> None:
         """Another stage: the iteration's forward pass has run here; its product is to come."""
@@ -236,30 +125,95 @@ class SharedHead:
         Raises:
             StallError: nothing came within the bound. Otherwise as :meth:`Receiver.take`.
         """
-        receiver = self._receiver
         while self._due:
-            assert receiver is not None, "the last stage never waits for itself"
+            assert self._receiver is not None, "the last stage never waits for itself"
             poll = select.poll()
-            for descriptor in (*receiver.descriptors, *until):
+            for descriptor in (*self._receiver.descriptors, *until):
                 poll.register(descriptor, select.POLLIN)
             # wait: stall_timeout; the last stage's rows, its end, or what the caller waits for
-            ready = {descriptor for descriptor, _ in poll.poll(self._bound * 1e3)}
-            if ready and ready.isdisjoint(receiver.descriptors):
+            ready = {fd for fd, _ in poll.poll(0 if self._product else self._bound * 1e3)}
+            if not ready.isdisjoint(until):
+                self._note()
                 return
-            inputs = self._due[0]
-            try:
-                rows: Mapping[str, torch.Tensor] = receiver.take(
-                    inputs.iteration, len(inputs.sampled), timeout=0
-                )
-            except StallError:
-                if not ready:
-                    raise
-                continue  # what came was no frame
-            self._project(inputs, rows[_KEY])
-            receiver.release(inputs.iteration)
-            self._due.popleft()
-            if not self._due:
-                self._idle.set()
+            if self._product is not None or self._take():
+                self._step()
+            elif not ready:
+                raise StallError(f"waited {self._bound:g} s, and {self.doing()}")
+
+    def catch_up(self) -> None:
+        """Do what has begun or come, and wait for nothing."""
+        while self._due and (self._product is not None or self._take()):
+            self._step()
+
+    def _take(self) -> bool:
+        """Begin a product of the oldest rows, if they have come, and of others that have."""
+        iterations: list[ModelInput] = []
+        rows: list[torch.Tensor] = []
+        assert self._receiver is not None
+        with suppress(StallError):
+            for inputs in self._due:
+                count = len(inputs.sampled)
+                if rows and not self._shard.joins(count):
+                    break
+                rows.append(self._receiver.take(inputs.iteration, count, timeout=0)[_KEY])
+                iterations.append(inputs)
+        if rows:
+            self._product = _Product(iterations, rows)
+        return bool(rows)
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """Multiply by a piece of the columns."""
+        product, shard = self._product, self._shard
+        assert product is not None
+        if product.piece < len(shard.pieces):
+            columns = shard.pieces[product.piece]
+            places = [
+                self._logits.place(inputs.iteration, count)[:, columns]
+                for inputs, count in zip(product.iterations, product.counts, strict=True)
+            ]
+            into = places[0]
+            if len(places) > 1 or not into.is_contiguous():
+                into = self._logits.apart(len(product.rows), into)
+            began = time.monotonic_ns()
+            self._began = self._began or began
+            logits = shard.compute(product.rows, product.piece, into)
+            self._computing += time.monotonic_ns() - began
+            if logits.data_ptr() != places[0].data_ptr():
+                for place, part in zip(places, logits.split(product.counts), strict=True):
+                    place.copy_(part)
+            product.piece += 1
+        if product.piece >= len(shard.pieces):
+            self._finish(product)
+
+    def _finish(self, product: _Product) -> None:
+        for inputs, count in zip(product.iterations, product.counts, strict=True):
+            self._logits.publish(inputs.iteration, count, self._bound)
+            if self._receiver is not None:
+                self._receiver.release(inputs.iteration)
+                self._due.popleft()
+        self._note()
+        self._product = None
+        if not self._due:
+            self._idle.set()
+
+    def _note(self) -> None:
+        """Record what was done of the product without a break: all that it computed, then all that
+        it copied; each iteration has as much of either as it has rows."""
+        product, began = self._product, self._began
+        if product is None or not began:
+            return
+        computed, ended = began + self._computing, time.monotonic_ns()
+        for phase, start, stop in (
+            (Phase.LOGITS, began, computed),
+            (Phase.HANDOVER, computed, ended),
+        ):
+            below, rows = 0, len(product.rows)
+            for inputs, count in zip(product.iterations, product.counts, strict=True):
+                first = start + (stop - start) * below // rows
+                below += count
+                self._record(phase, inputs, first, start + (stop - start) * below // rows)
+        self._began = self._computing = 0
 
     def drain(self) -> None:
         """Return when nothing is due; no iteration is in the worker.
