@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ class HeadShard:
         memory.close()
         hidden = torch.randn(_MANY, offer.hidden, dtype=dtype)
         # All stages do this at the same time.
-        one, many = (_median(lambda n=n: self._whole(hidden[:n])) for n in (1, _MANY))
+        one, many = (_median(partial(self._whole, hidden[:n])) for n in (1, _MANY))
         self.per_row = max(0.0, many - one) / (_MANY - 1)
         self.fixed = max(0.0, one - self.per_row)
 

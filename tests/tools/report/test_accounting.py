@@ -137,6 +137,23 @@ def test_a_part_of_the_projection_waits_for_the_last_stage():
     }
 
 
+def test_a_pass_amid_a_product_and_a_product_of_two():
+    """Stage 0 multiplies for 0, runs 2 in between, then multiplies for 1 and 2 at once."""
+    first = [
+        (P.LOGITS, 0, 10, 14), (P.HANDOVER, 0, 14, 15), (P.FORWARD, 2, 15, 20),
+        (P.LOGITS, 0, 20, 23), (P.HANDOVER, 0, 23, 24),
+        (P.LOGITS, 1, 24, 28), (P.LOGITS, 2, 28, 32), (P.HANDOVER, 1, 32, 33),
+        (P.HANDOVER, 2, 33, 34),
+    ]  # fmt: skip
+    trace = pipeline([first, [(P.FORWARD, 2, 20, 30)]], inflight=3)
+    found = spent(account(trace, (10, 34)).stages[0])
+    assert found == {Cause.BUSY: 20, Cause.HANDOVER: 4}
+    whole = trace.of("stage")[0].whole(P.LOGITS)
+    assert (whole["end_ns"] - whole["start_ns"]).tolist() == [7, 4, 4]
+    assert whole["iteration"].tolist() == [0, 1, 2]
+    assert len(trace.of("stage")[0].whole()) == 7
+
+
 def test_no_records_after_a_stage_died():
     result = account(pipeline([[(P.FORWARD, 0, 0, 10)], [(P.WAIT_HIDDEN, 0, 0, 4)]], inflight=2))
     assert result.wall_ns == 10

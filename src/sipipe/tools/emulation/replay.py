@@ -32,7 +32,7 @@ def replayed(profile: Profile, trace: Trace) -> Profile:
             )
         # Attention is in the recorded times, at the contexts that the run had.
         times = {"layers": layers, "decode_context": 0.0, "prompt_context": 0.0}
-        if head := _curve(process.phase(Phase.LOGITS), "batch"):
+        if head := _curve(process.whole(Phase.LOGITS), "batch"):
             times["head"] = head
         found.append(msgspec.structs.replace(stage, **times))
     return msgspec.structs.replace(

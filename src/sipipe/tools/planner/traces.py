@@ -138,9 +138,9 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
     found: list[Observation] = []
     for process in trace.processes:
         if process.header.role == "stage" and process.header.rank == 0:
-            found += _observations(process.records, process.header.index, "device_sample")
+            found += _observations(process.whole(), process.header.index, "device_sample")
         elif process.header.role != "stage":
-            found += _observations(process.records, -1, "sample")
+            found += _observations(process.whole(), -1, "sample")
     found += _turnarounds(trace)
     counts = {process.header.index: process.header.layers for process in stages}
     layers = tuple(counts[stage] for stage in sorted(counts))
@@ -148,7 +148,7 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
     heads = {
         process.header.index: float(np.median(seen["end_ns"] - seen["start_ns"]))
         for process in stages
-        if process.header.rank == 0 and len(seen := process.phase(Phase.LOGITS))
+        if process.header.rank == 0 and len(seen := process.whole(Phase.LOGITS))
     }
     return Run(
         p=trace.stages,
