@@ -243,10 +243,15 @@ def _what_sipipe_does(
         missing = f"--pp {stages} --tp {ranks} needs {stages * ranks}, here are {len(gpus)}"
         yield Finding("GPUs", "warning", missing)
     yield _shared_memory(stages, ranks, len(plan.samplers), device)
-    inflight = SiPipeConfig().resolved_inflight(stages)
+    config = SiPipeConfig()
+    inflight = config.resolved_inflight(stages)
     transport = "shm" if device == "cpu" else "cuda_ipc (untested on a GPU)"
     ahead = f"up to {inflight} microbatches in flight, transport {transport}"
     yield Finding("pipeline", "ok", ahead)
+    if stages > 1:
+        shared = ", output projection shared out where quicker" if device == "cpu" else ""
+        cut = f'cut by cost for at most {config.kv_loss:.0%} of the KV cache ("kv_loss")'
+        yield Finding("layers", "ok", cut + shared)
     yield Finding("start with", "ok", f"sipipe serve MODEL --pp {stages} --tp {ranks}")
 
 
