@@ -31,7 +31,7 @@ _BLOCK = 64
 """Columns that stay together: kernels work on as many."""
 _MANY = 32
 """Rows of the larger product by which a row's time is told from the rest."""
-_PIECE = 32 << 20
+PIECE = 32 << 20
 """Bytes of weights of a piece of a product: 3 ms of a core for a row, 5 for 32. Smaller pieces
 cost more (five in the place of three: 2 % and a tenth of the copies), and let a forward pass in
 hardly sooner."""
@@ -122,7 +122,8 @@ class HeadShard:
         offers: of the last stage's ranks, each with its tokens.
         start, stop: first token, and the one behind the last; all of one offer.
         dtype: the model's.
-        piece: bytes of weights of a piece at most.
+        piece: bytes of weights of a piece at most; None: all is one, as on the last stage, whose
+            products nothing interrupts.
 
     Attributes:
         pieces: the columns of each, from ``start`` on; there may be none.
@@ -137,12 +138,12 @@ class HeadShard:
         start: int,
         stop: int,
         dtype: torch.dtype,
-        piece: int = _PIECE,
+        piece: int | None = PIECE,
     ) -> None:
         offer = next(o for o in offers if o.columns[0] <= start and stop <= o.columns[1])
         memory = SharedMemory.attach(offer.memory)
         rows = _rows(memory, offer, dtype)[start - offer.columns[0] : stop - offer.columns[0]]
-        count = max(1, -(-rows.nbytes // piece))
+        count = max(1, -(-rows.nbytes // piece)) if piece else 1
         width = -(-(stop - start) // (count * _BLOCK)) * _BLOCK
         self.pieces = [
             slice(first, min(first + width, stop - start))

@@ -37,7 +37,7 @@ from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.device import stage_device
 from sipipe.worker.double_buffer import DoubleBuffer
-from sipipe.worker.head import HeadShard, OfferedHead, time_parts
+from sipipe.worker.head import PIECE, HeadShard, OfferedHead, time_parts
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.logits import LogitsHandover
 from sipipe.worker.publisher import Launched, Publisher
@@ -179,8 +179,9 @@ class StageLoop:
         """
         self._writer = self._place.tp_rank * self._place.stages + self._place.stage
         (start, stop), config = bounds[self._writer : self._writer + 2], self._boot.vllm_config
+        dtype, piece = config.model_config.dtype, None if self._place.is_last else PIECE
         with set_current_vllm_config(config):
-            self._shard = HeadShard(offers, start, stop, config.model_config.dtype)
+            self._shard = HeadShard(offers, start, stop, dtype, piece)
 
     def open(
         self,
@@ -257,19 +258,17 @@ class StageLoop:
             meanwhile=steps.meanwhile,
         )
 
-    def _open_heads(
-        self, heads: Sequence[LinkEndpoint], sockets: list[socket.socket]
-    ) -> SharedHead:
+    def _open_heads(self, heads: Sequence[LinkEndpoint], ends: list[socket.socket]) -> SharedHead:
         """This rank's end of the links of final hidden states; all stages have their rows now."""
         assert self._shard is not None
         assert self._logits is not None, "every rank of every stage writes logits"
         place, receiver, senders = self._place, None, []
         if self._offered is None:
-            receiver = open_receiver(heads[place.rank], sockets.pop(0))
+            receiver = open_receiver(heads[place.rank], ends.pop(0))
         else:
             self._offered.close()
             mine = heads[place.tp_rank :: place.tp_size]
-            senders = [open_sender(link, sockets.pop(0)) for link in mine]
+            senders = [open_sender(link, ends.pop(0)) for link in mine]
         bound = heads[0].stall_timeout
         return SharedHead(senders, receiver, self._shard, self._logits, self._record, bound)
 
