@@ -29,7 +29,6 @@ WAYS = ("greedy", "all")
 REPEAT = 3
 SHAPES = ("bench,2", "bench,4", "qwen2.5-0.5b,2")
 SETTINGS: dict[str, dict[str, Any] | None] = {
-    "stock vLLM": None,
     "even layers": {"layers": "even", "vocabulary": "last"},
     "layers cut by cost": {"vocabulary": "last", "kv_loss": 0.99},
     "shared output projection": {"vocabulary": "shared"},
@@ -38,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one engine a row, no stock vLLM")
+    parser.add_argument("--quick", action="store_true", help="one engine a row")
     parser.add_argument("--requests", type=int, default=64, help="sent at once (default: 64)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens (default: 64)")
     what = "of sipipe make-model, and stages; may be repeated (default: all three)"
@@ -59,23 +58,20 @@ def _measure(size: str, stages: int, args: argparse.Namespace) -> None:
         "tokens": args.tokens,
         "repeat": REPEAT,
     }
-    settings = dict(list(SETTINGS.items())[args.quick :])
     rows = []
     # A place of its own that stays: settings, and so this path, are part of what vLLM's cache of
     # compiled code goes by.
     traces = BUILD / "traces" / f"vocabulary-{size}-pp{stages}"
     shutil.rmtree(traces, ignore_errors=True)
-    speeds, kept = measure_in_turn(job, settings, both_ways=not args.quick, traces=traces)
+    speeds, kept = measure_in_turn(job, SETTINGS, both_ways=not args.quick, traces=traces)
     tokens = args.requests * args.tokens * REPEAT * len(WAYS)
-    for title in settings:
+    for title in SETTINGS:
         row: dict[str, Any] = {"engine": title, "KV cache tokens": f"{kept[title]:,}"}
         for way, figures in speeds[title].items():
             median = statistics.median(figures)
             row[f"{way} tok/s"] = f"{median:,.0f} ({min(figures):,.0f}-{max(figures):,.0f})"
         found = [_busy(trace, tokens) for trace in sorted(traces.glob(f"* {title}"))]
-        row["stages busy, %"] = (
-            ", ".join(f"{share:.0%}"[:-1] for share in np.mean(found, 0)) if found else ""
-        )
+        row["stages busy, %"] = ", ".join(f"{100 * share:.0f}" for share in np.mean(found, 0))
         rows.append(row)
     report(
         "vocabulary",
