@@ -61,7 +61,7 @@ class Device:
         self.first, self.head = stage.is_first, None
         bytes_ = costs.facts.embedding_parameters * costs.facts.activation_bytes * stage.head
         width = round(VOCABULARY * stage.head) or 1
-        count = min(width, max(1, round(bytes_ / PIECE)))
+        count = min(width, max(1, -int(-bytes_ // (PIECE * costs.cluster.device.cores))))
         edges = np.linspace(0, width, count + 1).astype(int).tolist()
         self.pieces = [slice(*pair) for pair in itertools.pairwise(edges)]
 
@@ -128,7 +128,8 @@ def run(
     links = [link() for _ in range(p - 1)]
     heads = [link() for _ in range(p - 1)] if shared else []
     busy = [0] * p
-    stages, handovers = [], []
+    stages: list[Any] = []
+    handovers = []
     for index, device in enumerate(devices):
 
         def record(phase: Any, inputs: Any, began: int, ended: int = 0, s: int = index) -> None:
@@ -183,7 +184,7 @@ def _drive(
             time.sleep(max(0.0, ready - time.monotonic()))
             if handover is not None:
                 handover.expect(iteration, iteration % (microbatches + 1) * rows)
-            buffer.prepare(iteration, 0, rows)  # type: ignore[arg-type]
+            buffer.prepare(iteration, 0, rows)
 
     threads = [
         threading.Thread(target=target, args=args, daemon=True)
@@ -203,7 +204,7 @@ def _drive(
     for iteration in range(microbatches):
         order(iteration, 0.0)
     for iteration in range(total):
-        with reader.receive(BOUND):
+        with reader.receive():
             pass
         now = time.monotonic()
         if iteration + 1 == WARM * microbatches:

@@ -32,9 +32,9 @@ _BLOCK = 64
 _MANY = 32
 """Rows of the larger product by which a row's time is told from the rest."""
 PIECE = 32 << 20
-"""Bytes of weights of a piece of a product: 3 ms of a core for a row, 5 for 32. Smaller pieces
-cost more (five in the place of three: 2 % and a tenth of the copies), and let a forward pass in
-hardly sooner."""
+"""Bytes of weights of a piece of a product, for each core of the rank: 3 ms for a row, 5 for 32.
+Smaller pieces cost more (five in the place of three: 2 % and a fifth of the copies), and let a
+forward pass in hardly sooner."""
 
 
 class OfferedHead:
@@ -122,8 +122,8 @@ class HeadShard:
         offers: of the last stage's ranks, each with its tokens.
         start, stop: first token, and the one behind the last; all of one offer.
         dtype: the model's.
-        piece: bytes of weights of a piece at most; None: all is one, as on the last stage, whose
-            products nothing interrupts.
+        piece: bytes of weights of a piece at most, for each thread; None: all is one, as on the
+            last stage, whose products nothing interrupts.
 
     Attributes:
         pieces: the columns of each, from ``start`` on; there may be none.
@@ -143,7 +143,7 @@ class HeadShard:
         offer = next(o for o in offers if o.columns[0] <= start and stop <= o.columns[1])
         memory = SharedMemory.attach(offer.memory)
         rows = _rows(memory, offer, dtype)[start - offer.columns[0] : stop - offer.columns[0]]
-        count = max(1, -(-rows.nbytes // piece)) if piece else 1
+        count = max(1, -(-rows.nbytes // (piece * torch.get_num_threads()))) if piece else 1
         width = -(-(stop - start) // (count * _BLOCK)) * _BLOCK
         self.pieces = [
             slice(first, min(first + width, stop - start))
