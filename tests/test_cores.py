@@ -44,7 +44,20 @@ def machine(cores, *, nodes=1, threads=1):
             1,
             CorePlan(workers=(((0,),), ((1,),)), samplers=((0, 1),), scheduler=(0, 1), shared=True),
         ),
-        (2, 1, 1, CorePlan(workers=(((0,),),), samplers=((1,),), scheduler=(1,), shared=True)),
+        (
+            2,
+            1,
+            1,
+            CorePlan(workers=(((0, 1),),), samplers=((0, 1),), scheduler=(0, 1), shared=True),
+        ),
+        (4, 1, 1, CorePlan(workers=(((0, 1, 2),),), samplers=((3,),), scheduler=(3,), shared=True)),
+        (
+            5,
+            2,
+            1,
+            CorePlan(workers=(((0, 1),), ((2, 3),)), samplers=((4,),), scheduler=(4,), shared=True),
+        ),
+        (8, 1, 1, CorePlan(workers=((tuple(range(6)),),), samplers=((6,),), scheduler=(7,))),
         (4, 2, 1, CorePlan(workers=(((0,),), ((1,),)), samplers=((2,),), scheduler=(3,))),
         (
             4,
@@ -97,6 +110,13 @@ def test_second_threads_are_places_of_their_own_where_cores_are_scarce():
     assert plan.workers == (((0,),), ((2,),))
     assert plan.samplers == ((1,),)
     assert plan.scheduler == (3,)
+
+
+def test_an_only_worker_of_two_cores_has_a_thread_of_each_and_the_others_any():
+    plan = plan_cores(machine(2, threads=2), stages=1)
+    assert plan.workers == (((0, 1),),)
+    assert plan.samplers == ((0, 1, 2, 3),)
+    assert plan.shared
 
 
 def test_on_gpus_the_samplers_get_most_cores():

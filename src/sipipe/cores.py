@@ -20,7 +20,9 @@ SAMPLERS_PER_NODE = 16
 little gain."""
 
 SAMPLER_SHARE = 8
-"""On a CPU engine one core of this many goes to the samplers."""
+"""On a CPU engine one core of this many goes to the samplers, and one to the scheduler. With fewer
+cores they share one, and an only worker of two cores shares both with them: what they do for few
+requests they do while the worker waits for it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,11 +112,13 @@ def plan_cores(
     if placement == "off":
         count = max(1, min(most, spare - 1)) if samplers == "auto" else samplers
         return _placed((), CorePlacement(), stages, tensor_parallel, count)
-    if spare <= 0:  # workers in turn over the cores, samplers and scheduler on any
+    only = device == "cpu" and workers == 1 and len(cores) <= 2
+    if spare <= 0 or only:  # workers in turn over the cores, samplers and scheduler on any
+        turns = [units[index % len(units)].cpus for index in range(workers)]
+        if only:
+            turns = [tuple(core.cpus[0] for core in cores)]
         return CorePlan(
-            workers=_by_stage(
-                [units[index % len(units)].cpus for index in range(workers)], tensor_parallel
-            ),
+            workers=_by_stage(turns, tensor_parallel),
             samplers=(cpus_of(cores),) * (1 if samplers == "auto" else samplers),
             scheduler=cpus_of(cores),
             shared=True,
@@ -122,7 +126,8 @@ def plan_cores(
 
     if device == "cpu":
         wanted = max(1, len(units) // SAMPLER_SHARE) if samplers == "auto" else samplers
-        each = max(1, (len(units) - wanted - 1) // workers)
+        apart = wanted + 1 if len(units) >= SAMPLER_SHARE else 1
+        each = max(1, (len(units) - apart) // workers)
     else:
         each = max(1, min(2, spare // workers))
     # One thread per physical core for the workers: matrix products gain nothing from the second.

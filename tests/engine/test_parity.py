@@ -12,6 +12,8 @@ from tests.engine.engines import (
     tokens,
 )
 
+from sipipe.messages.measured import MIXES
+
 pytestmark = pytest.mark.engine
 
 FAMILIES = ("llama", "qwen2", "mixtral", "qwen3-moe", "deepseek-v3")
@@ -58,6 +60,17 @@ def test_a_small_cache_and_uneven_stages_equal_stock(models):
 @pytest.mark.parametrize("pp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_stages_equal_stock(models, pp):
     check(models, "llama", pp, 1)
+
+
+def test_seeded_requests_draw_the_same_with_one_stage_and_two(models):
+    """After the test above, whose engines answer. Two samplers draw for two stages, one for one."""
+    path, asked = model(models, "llama"), prompts(12, seed=5)
+    params = [MIXES["all"] | {"seed": i, "max_tokens": 12 + i} for i in range(len(asked))]
+    together = {"prompts": asked, "params": params}
+    alone = {"prompts": asked[:1], "params": params[:1]}
+    one, by_itself = map(tokens, run_engine(path, [together, alone], **shared(1)))
+    assert by_itself == one[:1]
+    assert [one] == [tokens(said) for said in run_engine(path, [together], **shared(2))]
 
 
 def test_stock_runner_path_equals_stock(models):

@@ -11,7 +11,7 @@ from vllm.platforms import interface
 from vllm.v1.worker import gpu_worker
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine import executor, setup
+from sipipe.engine import executor, setup, workers
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.errors import ConfigError
 
@@ -144,3 +144,12 @@ def test_weights_do_not_change_beside_a_shared_output_projection():
     made._setup = SimpleNamespace(vocabulary=Vocabulary((0.5, 0.5)))
     with pytest.raises(ConfigError, match=r'reload_weights: .* set "vocabulary": "last"'):
         made.collective_rpc("reload_weights")
+
+
+def test_threads_spin_briefly_on_cores_that_others_use_too(monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert workers._waiting(shared=False) == {}
+    assert workers._waiting(shared=True) == {"GOMP_SPINCOUNT": workers.SPINS}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert workers._waiting(shared=True) == {}, "the user's own wins"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from sipipe.errors import ConfigError, SiPipeError
@@ -33,11 +34,34 @@ def measure_sides(
     return {side: measured(side, {**job, "settings": own[side]}) for side in sides}
 
 
+def measured_in_turn(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Run ``jobs``, by side and with their settings, in engines that stay and answer in turn, so
+    that a machine whose speed drifts favours none. They must have equally many loads.
+
+    Returns for each side what :func:`sipipe.tools.measure.measure` does.
+    """
+    pipes = [os.pipe() for _ in jobs]
+    turns = [(pipes[i][0], pipes[(i + 1) % len(pipes)][1]) for i in range(len(pipes))]
+    os.write(pipes[0][1], b".")
+    with own_sockets(), ThreadPoolExecutor(len(jobs)) as pool:
+        asked = {
+            side: pool.submit(measured, side, {**job, "turn": turn}, kept=turn)
+            for (side, job), turn in zip(jobs.items(), turns, strict=True)
+        }
+        for first in as_completed(asked.values()):
+            first.result()  # what one raises ends the others
+        return {side: result.result() for side, result in asked.items()}
+
+
 def measured(
-    side: str, job: Mapping[str, Any], module: str = "sipipe.tools.measure"
+    side: str,
+    job: Mapping[str, Any],
+    module: str = "sipipe.tools.measure",
+    *,
+    kept: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Run ``module``, :mod:`sipipe.tools.measure` or :mod:`sipipe.tools.load`, on ``job``; what it
-    prints. ``side`` names it in messages.
+    prints. ``side`` names it in messages, ``kept`` are descriptors that the process takes over.
 
     Raises:
         ConfigError: it refused an option.
@@ -60,10 +84,12 @@ def measured(
                 "PYTHONHASHSEED": "0",
             }
             | dict(os.environ),
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), *kept),
             start_new_session=True,
         )
         theirs.close()
+        for descriptor in kept:
+            os.close(descriptor)
         try:
             out, _ = process.communicate(json.dumps(job).encode(), timeout=TIMEOUT)
         except subprocess.TimeoutExpired:

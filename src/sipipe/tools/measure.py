@@ -13,10 +13,12 @@ import dataclasses
 import os
 import random
 import time
+from contextlib import suppress
 from typing import Any
 
 import psutil
 
+from sipipe.errors import SiPipeError
 from sipipe.messages.measured import MIXES
 from sipipe.tools.child import answer
 
@@ -39,6 +41,9 @@ class Job:
     tokens: int
     """New tokens of each request."""
     repeat: int = 3
+    turn: tuple[int, int] | None = None
+    """Descriptors of two pipes, from which it is this engine's turn and to the next engine's: those
+    that are measured together start and answer in turn, one load at a time. None: it is alone."""
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -55,6 +60,17 @@ def measure(job: Job) -> dict[str, Any]:
     from sipipe.engine.arguments import checked, parse_engine_args
     from sipipe.engine.setup import BIND
 
+    def turn() -> None:
+        """Wait for this engine's turn."""
+        if job.turn and not os.read(job.turn[0], 1):
+            raise SiPipeError("the engine that it takes turns with has ended")
+
+    def over() -> None:
+        if job.turn:
+            with suppress(BrokenPipeError):  # the first is done
+                os.write(job.turn[1], b".")
+
+    turn()
     began = time.perf_counter()
     args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
     config = checked(lambda: EngineArgs.from_cli_args(args).create_engine_config(), args.model)
@@ -100,12 +116,17 @@ def measure(job: Job) -> dict[str, Any]:
     spans: dict[str, list[tuple[int, int]]] = {load: [] for load in loads}
     for _ in range(job.repeat):
         for load in loads:
+            over()
+            turn()
             before, began_ns = psutil.cpu_times(), time.monotonic_ns()
             figures[load].append(run(load, job.tokens))
             spans[load].append((began_ns, time.monotonic_ns()))
             spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
             free = psutil.cpu_times()._make(spent)
             busy[load].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
+    over()
+    turn()  # nobody ends beside another's last load
+    over()
     cache = llm.llm_engine.vllm_config.cache_config
     return {
         "startup_seconds": startup,
