@@ -2,9 +2,9 @@
 
     python -m benchmarks.small [--quick] [--requests 1,2,4,8,16] [--tokens 32] [--pp 1,2]
 
-Both engines of a degree stay and answer one load in turn, each all loads ``--repeat`` times. A
-ratio is the median of those of two neighbouring answers, so that a machine whose speed drifts
-favours neither side.
+Both engines of a degree stay and answer all loads in turn, ``--repeat`` times each. A ratio is the
+median of those of two neighbouring answers, so that a machine whose speed drifts favours neither
+side.
 """
 
 from __future__ import annotations

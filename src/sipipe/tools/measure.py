@@ -25,6 +25,9 @@ from sipipe.tools.child import answer
 SAMPLING = MIXES | {"top-p": {"temperature": 0.8, "top_p": 0.95}}
 """Ways of sampling by name; ``all`` is every strategy at once."""
 
+SPIN = 1.5
+"""Seconds after which vLLM's idle processes sleep; for one after their last message they spin."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
@@ -43,7 +46,8 @@ class Job:
     repeat: int = 3
     turn: tuple[int, int] | None = None
     """Descriptors of two pipes, from which it is this engine's turn and to the next engine's: those
-    that are measured together start and answer in turn, one load at a time. None: it is alone."""
+    that are measured together start in turn, and then answer all loads once in turn. None: it is
+    alone."""
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -67,6 +71,7 @@ def measure(job: Job) -> dict[str, Any]:
 
     def over() -> None:
         if job.turn:
+            time.sleep(SPIN)
             with suppress(BrokenPipeError):  # the first is done
                 os.write(job.turn[1], b".")
 
@@ -115,9 +120,9 @@ def measure(job: Job) -> dict[str, Any]:
     busy: dict[str, list[float]] = {load: [] for load in loads}
     spans: dict[str, list[tuple[int, int]]] = {load: [] for load in loads}
     for _ in range(job.repeat):
+        over()
+        turn()
         for load in loads:
-            over()
-            turn()
             before, began_ns = psutil.cpu_times(), time.monotonic_ns()
             figures[load].append(run(load, job.tokens))
             spans[load].append((began_ns, time.monotonic_ns()))
@@ -125,7 +130,7 @@ def measure(job: Job) -> dict[str, Any]:
             free = psutil.cpu_times()._make(spent)
             busy[load].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
     over()
-    turn()  # nobody ends beside another's last load
+    turn()  # nobody ends beside another's last answers
     over()
     cache = llm.llm_engine.vllm_config.cache_config
     return {
