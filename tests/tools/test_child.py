@@ -31,6 +31,6 @@ def test_engines_answer_in_turn_and_what_ends_one_ends_the_others(monkeypatch):
     assert child.measured_in_turn({"a": {}, "b": {}, "c": {}}) == {"a": "A", "b": "B", "c": "C"}
     assert said == ["a", "b", "c"] * 3
     said.clear()
-    with pytest.raises(SiPipeError, match="out of luck|has ended"):
+    with pytest.raises(SiPipeError, match=r"out of luck|has ended"):
         child.measured_in_turn({"a": {}, "b": {"fails": True}})
     assert said == ["a", "b"]
