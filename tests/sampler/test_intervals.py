@@ -10,7 +10,8 @@ from tests.sampler.support import bfloat16, from_bfloat16
 from tests.sampler.test_filters import logits
 
 from sipipe.messages.params import SequenceParams
-from sipipe.sampler.kernels.philox import uniform
+from sipipe.sampler.kernels.bounds import UNIT
+from sipipe.sampler.kernels.philox import uniform, uniforms
 from sipipe.sampler.state import SequenceColumns
 
 SEEDS = 400
@@ -57,3 +58,57 @@ def test_a_number_draws_the_token_of_its_interval(
     begins = np.concatenate([[0.0], ends[:-1]])
     assert (u >= begins[at] / ends[-1] - 2e-6).all()
     assert (u <= ends[at] / ends[-1] + 2e-6).all()
+
+
+def twin(x: np.ndarray, kept: np.ndarray, temperature: float, seed: int, position: int) -> int:
+    """The token that `draw_row` takes of a row without edits; -1 where rounding may decide."""
+    blocks = -(-x.size // 256)
+    padded = np.full(blocks * 256, -np.inf)
+    padded[: x.size] = x
+    tokens = np.arange(padded.size).reshape(blocks, 8, 32).transpose(0, 2, 1).reshape(-1, 8)
+    slope = float(np.float32(np.log2(np.e) / np.float64(np.float32(temperature)) * UNIT))
+    bits = np.maximum((padded[tokens].max(axis=1) - x.max()) * slope + 127 * UNIT, 0.0)
+    bounds = bits.astype(np.int32).view(np.float32).astype(float)
+    # By 256 groups, and among them by the 16 lanes first.
+    order = np.arange(-(-bounds.size // 256) * 256).reshape(-1, 16, 16).transpose(0, 2, 1)
+    order = order[order < bounds.size]
+    ends = np.cumsum(bounds[order])
+    for attempt in range(1000):
+        u, v = uniforms(np.uint64(seed), np.int64(position), attempt)
+        at = int(np.searchsorted(ends, u * ends[-1], side="right"))
+        if np.abs(ends[max(at - 1, 0) : at + 1] / ends[-1] - u).min() < 1e-5:
+            return -1
+        group = order[at]
+        token = tokens[group, int(v * 8)]
+        ratio = np.exp2((padded[token] - x.max()) * slope / UNIT) / bounds[group]
+        if abs(v * 8 % 1 - ratio) < 1e-4:
+            return -1
+        if v * 8 % 1 < ratio and np.isfinite(kept[token]):
+            return int(token)
+    raise AssertionError("no attempt of 1,000")
+
+
+@pytest.mark.parametrize("shape", ["peaked", "zipf", "tied", "flat"])
+@pytest.mark.parametrize("size", [7, 2000, 9001])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "given",
+    [{"temperature": 0.7}, {"top_p": 0.9}, {"top_p": 0.3, "temperature": 1.5}, {"top_k": 1000}],
+    ids=str,
+)
+def test_pairs_of_numbers_draw_from_a_row(shape: str, size: int, dtype: str, given: dict) -> None:
+    """By groups of 8 tokens: the draw that a plain twin with every bound and filter makes."""
+    x = logits(shape, size)
+    stored = bfloat16(x) if dtype == "bfloat16" else x
+    exact = from_bfloat16(stored) if dtype == "bfloat16" else x
+    columns = SequenceColumns(size)
+    for seed in range(SEEDS):
+        columns.join(seed, SequenceParams(seed=seed, **given), PROMPT, OUTPUT)
+    tokens = columns.sample(
+        range(SEEDS), stored.reshape(1, -1), np.zeros(SEEDS, np.int64)
+    ).token_ids
+    kept = naive.processed_logits(exact, SequenceParams(**given), PROMPT, OUTPUT)
+    drawn = [twin(exact, kept, given.get("temperature", 1.0), s, len(OUTPUT)) for s in range(SEEDS)]
+    sure = np.array(drawn) >= 0
+    assert sure.sum() > SEEDS * 0.8
+    np.testing.assert_array_equal(tokens[sure], np.array(drawn)[sure])

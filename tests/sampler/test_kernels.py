@@ -16,8 +16,12 @@ NO_MASK = np.zeros(64, np.uint32)
 
 
 @numba.njit
+def _max_of_groups(x, at, mask, word, groups, first):
+    return blocks.block_max(x, at, mask, word, groups, first)
+
+
 def _max(x, at, mask, word):
-    return blocks.block_max(x, at, mask, word)
+    return _max_of_groups(x, at, mask, word, np.zeros(32, np.float32), 0)
 
 
 @numba.njit
@@ -28,11 +32,6 @@ def _exp(x, at, top, scale, y):
 @numba.njit
 def _exp_sum(x, at, mask, word, top, scale):
     return blocks.block_exp_sum(x, at, mask, word, top, scale)
-
-
-@numba.njit
-def _bound_sum(x, at, mask, word, top, slope):
-    return bounds.block_bound_sum(x, at, mask, word, top, slope)
 
 
 @numba.njit
@@ -88,17 +87,14 @@ def test_blocks(dtype: str, at: int, masked: bool) -> None:
         mask = mask.astype(np.uint32)
         bits = (mask[5:13, None] >> np.arange(32, dtype=np.uint32)) & 1
         block = np.where(bits.reshape(-1) == 1, np.float32(-np.inf), block)
-    assert _max(x, at, mask, 5) == (block.max(), False)
+    groups = np.zeros(40, np.float32)
+    assert _max_of_groups(x, at, mask, 5, groups, 3) == (block.max(), False)
+    np.testing.assert_array_equal(groups[3:35], block.reshape(8, 32).max(axis=0))
+    assert not groups[:3].any()
+    assert not groups[35:].any()
     top, scale = np.float32(block.max()), np.float32(1.4426950408889634)
     exact = np.exp(block.astype(float) - float(top))
     assert _exp_sum(x, at, mask, 5, top, scale) == pytest.approx(exact.sum(), rel=1e-6)
-    slope, found = np.float32(scale * 2**23), np.zeros(256, np.float32)
-    _bounds(x, at, top, slope, found)
-    shown = np.isfinite(block) | np.isneginf(values[at : at + 256])
-    weights = np.exp2((block - top).astype(float) * (float(slope) / 2**23))
-    assert (found >= weights * bounds.ROUNDING)[shown].all()
-    assert (found <= weights * bounds.LARGEST_RATIO)[shown].all()
-    assert _bound_sum(x, at, mask, 5, top, slope) == pytest.approx(found[shown].sum(), rel=1e-6)
     value = np.sort(block)[-30]
     mass, equal = _above(x, at, mask, 5, value, top, scale)
     assert mass == pytest.approx(exact[block > value].sum(), rel=1e-6)
@@ -112,6 +108,22 @@ def test_blocks(dtype: str, at: int, masked: bool) -> None:
     scores = (block - np.float32(1.5)) - np.float32(0.25)
     counted = _count(x, at, mask, 5, np.float32(1.5), np.float32(0.25), np.float32(-1))
     assert counted == (scores >= -1).sum()
+
+
+def test_bounds() -> None:
+    x, _ = stored("float32")
+    top, slope, found = (
+        x[3:].max(),
+        np.float32(1.4426950408889634 * 2**23),
+        np.zeros(300, np.float32),
+    )
+    mass = _bounds(x, 3, top, slope, found)
+    weights = np.exp2((x[3:259] - top).astype(float) * (float(slope) / 2**23))
+    assert (found[3:259] >= weights * bounds.ROUNDING).all()
+    assert (found[3:259] <= weights * bounds.LARGEST_RATIO).all()
+    assert mass == pytest.approx(found.sum(), rel=1e-6)
+    assert not found[:3].any()
+    assert not found[259:].any()
 
 
 @pytest.mark.parametrize("where", [0, 15, 16, 255])

@@ -20,7 +20,6 @@ from numba.extending import intrinsic
 LANES = 16
 VECTORS = 16
 BLOCK = LANES * VECTORS
-_AHEAD = 8192
 
 F32 = ir.FloatType()
 _I1 = ir.IntType(1)
@@ -125,10 +124,12 @@ def _call_outlined(builder: Any, name: str, returned: Any, arguments: list[Any],
     return builder.call(function, arguments)
 
 
-def pair(builder: Any, first: Any, second: Any) -> Any:
-    """Both values in one struct, as an operation returns them."""
-    struct = ir.Constant(ir.LiteralStructType([first.type, second.type]), ir.Undefined)
-    return builder.insert_value(builder.insert_value(struct, first, 0), second, 1)
+def struct_of(builder: Any, *values: Any) -> Any:
+    """The values in one struct, as an operation returns them."""
+    struct = ir.Constant(ir.LiteralStructType([value.type for value in values]), ir.Undefined)
+    for place, value in enumerate(values):
+        struct = builder.insert_value(struct, value, place)
+    return struct
 
 
 def intrinsic_function(builder: Any, name: str, returned: Any, *arguments: Any) -> Any:
@@ -168,41 +169,38 @@ def store_vector(builder: Any, value: Any, pointer: Any, offset: Any) -> None:
     builder.store(value, address).align = 2 if value.type == V16 else 4
 
 
-def prefetch(builder: Any, pointer: Any, size: int) -> None:
-    """Ask for ``size`` bytes a few pages after ``pointer``, wherever that is: it cannot fault.
+def prefetch(builder: Any, pointer: Any, size: int, ahead: int, apart: int) -> None:
+    """Ask for lines ``apart`` of ``size`` bytes ``ahead`` of ``pointer``: it cannot fault.
 
-    Hardware prefetchers stop at each page. Every other line is asked for, into the second cache:
-    the other one of a pair comes with it, and few requests are left in the first cache's queue.
+    Hardware prefetchers stop at each page. Into the second cache, so that few requests are left in
+    the first cache's queue.
     """
     kind = ir.IntType(8).as_pointer()
     function = intrinsic_function(builder, "llvm.prefetch.p0", ir.VoidType(), kind, I32, I32, I32)
     address = builder.bitcast(pointer, kind)
     options = [ir.Constant(I32, value) for value in (0, 2, 1)]  # to read, into L2, data
-    for line in range(0, size, 128):
-        at = builder.gep(address, [ir.Constant(I64, _AHEAD + line)])
+    for line in range(0, size, apart):
+        at = builder.gep(address, [ir.Constant(I64, ahead + line)])
         builder.call(function, [at, *options])
 
 
-def load_bits(builder: Any, words: Any, first: Any, order: str) -> list[Any]:
+def load_bits(builder: Any, words: Any, first: Any, wide: bool) -> list[Any]:
     """The mask of each vector of a block, from its 8 words of 32 bits, ``words[first:]``.
 
-    ``order`` of the vectors: "plain", 16 logits each; "paired", the even and the odd ones of 32 in
-    turn; "wide", 32 logits each, 16 bits wide. Each lane tests its bit: a CPU without mask
-    registers takes bits for lanes one by one.
+    A vector is 16 logits, or 32 of 16 bits where ``wide``. Each lane tests its bit: a CPU without
+    mask registers takes bits for lanes one by one.
     """
     masks = []
     for word in range(BLOCK // 32):
         stored = builder.load(builder.gep(words, [builder.add(first, ir.Constant(I64, word))]))
-        if order == "wide":
+        if wide:
             halves = builder.bitcast(stored, ir.VectorType(I16, 2))
             each = ir.Constant(ir.VectorType(I32, 32), [lane // LANES for lane in range(32)])
             spread = builder.shuffle_vector(halves, ir.Constant(halves.type, ir.Undefined), each)
             numbers = [[lane % LANES for lane in range(32)]]
         else:
             spread = splat(builder, stored, VI)
-            plain = [[part * LANES + lane for lane in range(LANES)] for part in (0, 1)]
-            paired = [[lane * 2 + part for lane in range(LANES)] for part in (0, 1)]
-            numbers = plain if order == "plain" else paired
+            numbers = [[part * LANES + lane for lane in range(LANES)] for part in (0, 1)]
         for bits in numbers:
             tested = builder.and_(spread, ir.Constant(spread.type, [1 << bit for bit in bits]))
             masks.append(builder.icmp_unsigned("!=", tested, constant(spread.type, 0)))

@@ -17,6 +17,8 @@ from sipipe.sampler.kernels import _vector as vec
 from sipipe.sampler.kernels._vector import ARRAY, operation
 
 ACCUMULATORS = 4  # independent chains, so that latency does not bound a pass
+_AHEAD = {16: (16384, 64), 32: (8192, 128)}
+"""By bits of a logit: how far ahead the first pass reads, and every which byte; as measured."""
 
 _REAL, _INT = types.float32, types.intp
 
@@ -31,30 +33,14 @@ def vectors_of(builder: Any, source: Any, start: Any, element: Any) -> Any:
         yield vec.load_vector(builder, source, offset_of(builder, start, v), element)
 
 
-def paired_vectors(builder: Any, source: Any, start: Any) -> Any:
-    """The 16 vectors of a block of bfloat16: the even and the odd ones of 32 logits in turn.
-
-    A word of 32 bits holds two of them: one moved up, one left where it is make two float32.
-    """
-    for v in range(0, vec.VECTORS, 2):
-        address = builder.gep(source, [offset_of(builder, start, v)])
-        pairs = builder.load(builder.bitcast(address, vec.VI.as_pointer()))
-        pairs.align = 2
-        for bits in (
-            builder.shl(pairs, vec.constant(vec.VI, 16)),
-            builder.and_(pairs, vec.constant(vec.VI, 0xFFFF0000)),
-        ):
-            yield builder.bitcast(bits, vec.VF)
-
-
 def consecutive(builder: Any, first: Any) -> Any:
     """int32 lanes ``first``, ``first`` + 1, ..., for an int64 ``first``."""
     base = vec.splat(builder, builder.trunc(first, vec.I32), vec.VI)
     return builder.add(base, ir.Constant(vec.VI, list(range(vec.LANES))))
 
 
-def with_masks(builder: Any, mask: Any, word: Any, body: Any, order: str = "plain") -> Any:
-    """``body(masks)`` where ``masks`` are those of the block's vectors in ``order``, or all None.
+def with_masks(builder: Any, mask: Any, word: Any, body: Any, wide: bool = False) -> Any:
+    """``body(masks)`` where ``masks`` are those of the block's vectors, or all None.
 
     Compiled for both, because in most blocks nothing is masked, and to load masks takes a pass half
     as long again.
@@ -67,7 +53,7 @@ def with_masks(builder: Any, mask: Any, word: Any, body: Any, order: str = "plai
     ends = []
     with builder.if_else(some, likely=False) as (masked, plain):
         with masked:
-            masks = vec.load_bits(builder, mask, word, order)
+            masks = vec.load_bits(builder, mask, word, wide)
             result = body(masks)
             ends.append((result, builder.block))
         with plain:
@@ -120,7 +106,7 @@ def element(builder: Any, kind: Any, x: Any, index: Any) -> Any:
     return vec.widen(builder, builder.load(builder.gep(x, [index])), kind, 1)
 
 
-def _bfloat16_maximum(builder: Any, x: Any, start: Any, masks: list[Any]) -> Any:
+def _bfloat16_maximum(builder: Any, x: Any, start: Any, masks: list[Any], keep: Any) -> Any:
     """`block_max` on the bits, 32 at a time, which takes a third of the time.
 
     As signed integers they are in order where the sign is clear, as unsigned ones against the order
@@ -146,24 +132,38 @@ def _bfloat16_maximum(builder: Any, x: Any, start: Any, masks: list[Any]) -> Any
         builder.icmp_signed(">", signed, bits(0x7F80)),
         builder.icmp_unsigned(">", most, bits(0xFF80)),
     )
+    negative = builder.icmp_signed("<", signed, bits(0))
+    largest = builder.select(negative, least, signed)
+    for half in (0, 1):
+        lanes = ir.Constant(vec.VI, list(range(half * vec.LANES, (half + 1) * vec.LANES)))
+        part = builder.shuffle_vector(largest, bits(0), lanes)
+        keep(half, vec.widen(builder, part, types.uint16, vec.LANES))
     # With the other bits turned where the sign is set, all are in order as signed integers.
-    turned = builder.xor(least, bits(0x7FFF))
-    ordered = builder.select(builder.icmp_signed("<", signed, bits(0)), turned, signed)
+    ordered = builder.select(negative, builder.xor(least, bits(0x7FFF)), signed)
     reduced = vec.intrinsic_function(builder, "llvm.vector.reduce.smax.v32i16", vec.I16, kind)
     top = builder.call(reduced, [ordered])
     negative = builder.icmp_signed("<", top, ir.Constant(vec.I16, 0))
     top = builder.select(negative, builder.xor(top, ir.Constant(vec.I16, 0x7FFF)), top)
     nan = builder.icmp_unsigned("!=", builder.bitcast(nan, vec.I32), ir.Constant(vec.I32, 0))
-    return vec.pair(builder, vec.widen(builder, top, types.uint16, 1), nan)
+    return vec.struct_of(builder, vec.widen(builder, top, types.uint16, 1), nan)
 
 
-@operation(types.Tuple((_REAL, types.boolean)), ARRAY, _INT, ARRAY, _INT)
-def block_max(builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any) -> Any:
-    """(maximum, any NaN) of what is not masked of ``x[start : start + 256]``."""
+@operation(types.Tuple((_REAL, types.boolean)), ARRAY, _INT, ARRAY, _INT, ARRAY, _INT)
+def block_max(
+    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, groups: Any, first: Any
+) -> Any:
+    """(maximum, any NaN) of what is not masked of ``x[start : start + 256]``.
+
+    ``groups[first : first + 32]`` become the maxima of its groups, float32: group ``g`` is the 8
+    tokens ``start + g``, ``start + g + 32``, ... (what the lanes of vectors are anyway).
+    """
+
+    def keep(half: int, peaks: Any) -> None:
+        vec.store_vector(builder, peaks, groups, offset_of(builder, first, half))
 
     def maxima(masks: list[Any]) -> Any:
         if kind == types.uint16:
-            return _bfloat16_maximum(builder, x, start, masks)
+            return _bfloat16_maximum(builder, x, start, masks, keep)
         best: list[Any] = []
         bad: list[Any] = []
         vectors = vectors_of(builder, x, start, kind)
@@ -177,12 +177,15 @@ def block_max(builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any)
                 best[lane] = vec.maximum(builder, value, best[lane])
                 bad[lane] = builder.or_(bad[lane], nan)
         larger = lambda a, b: vec.maximum(builder, a, b)  # noqa: E731
-        top = vec.reduce(builder, fold(best, larger), larger)
-        return vec.pair(builder, top, vec.any_lane(builder, fold(bad, builder.or_)))
+        halves = [fold(best[half::2], larger) for half in (0, 1)]
+        for half, peaks in enumerate(halves):
+            keep(half, peaks)
+        top = vec.reduce(builder, fold(halves, larger), larger)
+        return vec.struct_of(builder, top, vec.any_lane(builder, fold(bad, builder.or_)))
 
-    vec.prefetch(builder, builder.gep(x, [start]), vec.BLOCK * kind.bitwidth // 8)
-    order = "wide" if kind == types.uint16 else "plain"
-    return with_masks(builder, mask, word, maxima, order)
+    size = vec.BLOCK * kind.bitwidth // 8
+    vec.prefetch(builder, builder.gep(x, [start]), size, *_AHEAD[kind.bitwidth])
+    return with_masks(builder, mask, word, maxima, kind == types.uint16)
 
 
 def _exponentials(

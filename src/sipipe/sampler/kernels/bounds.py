@@ -1,4 +1,4 @@
-"""Upper bounds of the weights in a block, at a third of the cost of exponentials; in vector code.
+"""Upper bounds of weights, at a third of the cost of exponentials, and exact sums; in vector code.
 
 A weight is 2 ** p with p = (x - top) / temperature * log2(e) <= 0. The float32 whose bits are the
 integer (p + 127) * 2 ** 23 is 2 ** floor(p) * (1 + f), where f is the fraction of p: no less than
@@ -12,13 +12,7 @@ from numba.core import types
 
 from sipipe.sampler.kernels import _vector as vec
 from sipipe.sampler.kernels._vector import ARRAY, operation
-from sipipe.sampler.kernels.blocks import (
-    Sums,
-    offset_of,
-    paired_vectors,
-    vectors_of,
-    with_masks,
-)
+from sipipe.sampler.kernels.blocks import Sums, offset_of, vectors_of, with_masks
 
 LARGEST_RATIO = 1.0616
 """(1 + f) / 2 ** f is at most 1.06148, at f = 0.4427; the rest is rounding."""
@@ -27,77 +21,79 @@ ROUNDING = 1.0 - 2.0**-16
 UNIT = 2.0**23
 
 _REAL, _INT = types.float32, types.intp
+_SPLIT = types.Tuple((_REAL, _REAL, types.int64))
 
 
-def _bounds(builder: Any, vectors: Any, top: Any, slope: Any, masks: list[Any], keep: Any) -> Any:
-    """Sum of the bounds, 0 where masked or below 2 ** -127; ``keep(v, bound)`` sees each."""
-    top, slope = vec.splat(builder, top, vec.VF), vec.splat(builder, slope, vec.VF)
+def _bound(builder: Any, value: Any, top: Any, slope: Any) -> Any:
     one, zero = vec.constant(vec.VF, 127 * UNIT), vec.constant(vec.VF, 0.0)
-    sums = Sums(builder)
-    for v, value in enumerate(vectors):
-        bits = vec.multiply_add(builder, builder.fsub(value, top), slope, one)
-        bits = vec.maximum(builder, bits, zero)
-        if masks[v] is not None:
-            bits = builder.select(masks[v], zero, bits)
-        bound = builder.bitcast(builder.fptosi(bits, vec.VI), vec.VF)
-        keep(v, bound)
-        sums.add(bound)
-    return sums.total()
-
-
-@operation(_REAL, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL)
-def block_bound_sum(
-    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, top: Any, slope: Any
-) -> Any:
-    """Sum of the bounds of what is not masked of a block, whose maximum is at most ``top``."""
-
-    paired = kind == types.uint16
-
-    def sums(masks: list[Any]) -> Any:
-        vectors = (
-            paired_vectors(builder, x, start) if paired else vectors_of(builder, x, start, kind)
-        )
-        return _bounds(builder, vectors, top, slope, masks, lambda *_: None)
-
-    return with_masks(builder, mask, word, sums, "paired" if paired else "plain")
+    bits = vec.multiply_add(builder, builder.fsub(value, top), slope, one)
+    return builder.bitcast(builder.fptosi(vec.maximum(builder, bits, zero), vec.VI), vec.VF)
 
 
 @operation(_REAL, ARRAY, _INT, _REAL, _REAL, ARRAY)
 def block_bounds(builder: Any, kind: Any, x: Any, start: Any, top: Any, slope: Any, y: Any) -> Any:
-    """The bounds of a block into ``y``, in the order of its logits; their sum. Masks count not."""
+    """The bounds of 256 logits into ``y`` from ``start`` on, 0 below 2 ** -127; their sum, float32.
 
-    def keep(v: int, bound: Any) -> None:
-        vec.store_vector(builder, bound, y, offset_of(builder, ir.Constant(vec.I64, 0), v))
-
-    vectors = vectors_of(builder, x, start, kind)
-    return _bounds(builder, vectors, top, slope, [None] * vec.VECTORS, keep)
-
-
-@operation(types.Tuple((_REAL, types.int64)), ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, _REAL)
-def block_above(
-    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any,
-    value: Any, reference: Any, scale: Any,
-) -> Any:  # fmt: skip
-    """(sum of ``2 ** ((x - reference) * scale)`` where x > ``value``, how many equal ``value``).
-
-    Over what is not masked of a block. ``value`` is finite.
+    None is above ``top``.
     """
-    value, reference, scale = (
-        vec.splat(builder, scalar, vec.VF) for scalar in (value, reference, scale)
-    )
+    top, slope = vec.splat(builder, top, vec.VF), vec.splat(builder, slope, vec.VF)
+    sums = Sums(builder)
+    for v, value in enumerate(vectors_of(builder, x, start, kind)):
+        bound = _bound(builder, value, top, slope)
+        vec.store_vector(builder, bound, y, offset_of(builder, start, v))
+        sums.add(bound)
+    return sums.total()
 
-    def above(masks: list[Any]) -> Any:
-        sums = Sums(builder)
-        count = ir.Constant(vec.I64, 0)
+
+def _split(
+    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, value: Any, weigh: Any
+) -> Any:
+    value, zero = vec.splat(builder, value, vec.VF), vec.constant(vec.VF, 0.0)
+
+    def parts(masks: list[Any]) -> Any:
+        above, rest = Sums(builder), Sums(builder)
+        one, none = vec.constant(vec.VI, 1), vec.constant(vec.VI, 0)
+        count = none
         for v, logit in enumerate(vectors_of(builder, x, start, kind)):
+            larger = builder.fcmp_ordered(">", logit, value)
             equal = builder.fcmp_ordered("==", logit, value)
-            out = builder.fcmp_unordered("<=", logit, value)
+            weight = weigh(logit)
             if masks[v] is not None:
                 equal = builder.and_(equal, builder.not_(masks[v]))
-                out = builder.or_(out, masks[v])
-            power = builder.fmul(builder.fsub(logit, reference), scale)
-            sums.add(vec.exp2(builder, power, out))
-            count = builder.add(count, vec.count_lanes(builder, equal))
-        return vec.pair(builder, sums.total(), count)
+                weight = builder.select(masks[v], zero, weight)
+            above.add(builder.select(larger, weight, zero))
+            rest.add(builder.select(larger, zero, weight))
+            count = builder.add(count, builder.select(equal, one, none))
+        equals = builder.zext(vec.reduce(builder, count, builder.add), vec.I64)
+        return vec.struct_of(builder, above.total(), rest.total(), equals)
 
-    return with_masks(builder, mask, word, above)
+    return with_masks(builder, mask, word, parts)
+
+
+@operation(_SPLIT, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, _REAL)
+def block_split(
+    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any,
+    value: Any, top: Any, slope: Any,
+) -> Any:  # fmt: skip
+    """(sum of the bounds where x > ``value``, sum of the others, how many equal ``value``).
+
+    Over what is not masked of a block. ``value`` is finite, nothing is above ``top``.
+    """
+    top, slope = vec.splat(builder, top, vec.VF), vec.splat(builder, slope, vec.VF)
+    weigh = lambda logit: _bound(builder, logit, top, slope)  # noqa: E731
+    return _split(builder, kind, x, start, mask, word, value, weigh)
+
+
+@operation(_SPLIT, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, _REAL)
+def block_split_exactly(
+    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any,
+    value: Any, top: Any, slope: Any,
+) -> Any:  # fmt: skip
+    """`block_split` with the weights themselves."""
+    top = vec.splat(builder, top, vec.VF)
+    scale = vec.splat(builder, builder.fmul(slope, ir.Constant(vec.F32, 1 / UNIT)), vec.VF)
+
+    def weigh(logit: Any) -> Any:
+        return vec.exp2(builder, builder.fmul(builder.fsub(logit, top), scale))
+
+    return _split(builder, kind, x, start, mask, word, value, weigh)

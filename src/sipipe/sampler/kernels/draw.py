@@ -1,8 +1,9 @@
 """One token by inverse CDF: of the candidates, or of a whole row and its edits.
 
-Of a row by rejection: a token is proposed by upper bounds of the weights, which cost a third of the
-weights themselves, and taken with probability weight / bound, 0.96 on the average; else the next
-one is proposed. So each token is drawn with exactly its share of the mass, which need not be known.
+Of a row by rejection: a group of 8 tokens is proposed by an upper bound of the weight of its largest
+logit, which the pass for the maxima leaves behind, then one of the 8, each as likely; it is taken
+with probability weight / bound, else the next is proposed: 1 of 1 to 8.5, about 1 of 6 in rows of
+models. So each token is drawn with exactly its share of the mass, and the row is read once.
 
 Nor need a filter be applied to the row. A token drawn from all of them that top-k or top-p keeps is
 a token drawn from those that they keep; so the one token is judged: top-k keeps it if fewer than k
@@ -21,18 +22,19 @@ from sipipe.sampler.kernels.bounds import (
     LARGEST_RATIO,
     ROUNDING,
     UNIT,
-    block_above,
-    block_bound_sum,
     block_bounds,
+    block_split,
+    block_split_exactly,
 )
 from sipipe.sampler.kernels.lists import list_mass
 from sipipe.sampler.kernels.philox import uniform, uniforms
 from sipipe.sampler.kernels.scan import LOWEST, is_masked, positions_between
 
+_ALL, _REACHING, _OTHERS = 0, 1, 2
 SHARE = 32
 """What filters keep holds 1 / SHARE of the mass at least, or the row is not drawn by rejection."""
-_ATTEMPTS = 8192
-"""That many fail with a probability below 1e-100."""
+_ATTEMPTS = 65536
+"""That many fail with a probability below 1e-100, where one in 8.5 * SHARE succeeds."""
 
 
 @kernel
@@ -77,104 +79,110 @@ def draw_candidates(count: Any, cut: Any, cut_id: Any, filters: Any, work: Any) 
 
 
 @kernel
-def _bound_sums(x: Any, top: Any, slope: Any, edited: Any, work: Any) -> Any:
-    """Sum of the bounds of the row and its edits.
+def _bound_groups(x: Any, top: Any, slope: Any, edited: Any, work: Any) -> Any:
+    """Bounds of the groups of the row and its edits into ``work.weights``; (where they end, sum).
 
-    The sums of the row's blocks are left in ``work.masses``, those of the edits behind them.
+    Those of 256 groups together are left in ``work.masses``.
     """
-    full = x.size >> 8
-    pieces = (x.size + 255) >> 8
+    count = (((x.size + 255) >> 8) + ((edited + 255) >> 8)) << 5
+    end = (count + 255) & ~255
+    for i in range(count, end):
+        work.groups[i] = scan.NEG_INF
     total = 0.0
-    for b in range(full):
-        mass: Any = np.float32(0.0)
-        if work.peaks[b] > scan.NEG_INF:  # else all of it is masked
-            mass = block_bound_sum(x, b << 8, work.mask, b << 3, top, slope)
-        work.masses[b] = mass
+    for start in range(0, end, 256):
+        mass = block_bounds(work.groups, start, top, slope, work.weights)
+        work.masses[start >> 8] = mass
         total += mass
-    if full < pieces:
-        mass = block_bound_sum(work.tail, 0, work.mask, full << 3, top, slope)
-        work.masses[full] = mass
-        total += mass
-    for start in range(0, edited, 256):
-        mass = block_bound_sum(work.edited, start, work.no_mask, 0, top, slope)
-        work.masses[pieces + (start >> 8)] = mass
-        total += mass
-    return total
+    return end, total
 
 
 @kernel
-def _propose(x: Any, top: Any, slope: Any, target: Any, edited: Any, work: Any) -> Any:
-    """The token at which the running sum of bounds passes ``target``: (id, its logit, its bound).
+def _passing(values: Any, first: Any, step: Any, count: Any, target: Any) -> Any:
+    """(which of ``values[first::step]``, the sum before it) takes the running sum past ``target``.
 
-    By block, then within it.
+    Of the first ``count``; the last one that is not 0 where none does.
     """
-    blocks = (x.size + 255) >> 8
-    parts = blocks + ((edited + 255) >> 8)
-    before = 0.0
     chosen = 0
-    reached = 0.0
-    for b in range(parts):
-        mass = np.float64(work.masses[b])
+    before = reached = 0.0
+    for i in range(count):
+        mass = np.float64(values[first + i * step])
         if mass > 0.0:
-            chosen, reached = b, before
+            chosen, reached = i, before
             before += mass
             if before > target:
                 break
-    start = chosen << 8
-    if chosen < x.size >> 8:
-        block_bounds(x, start, top, slope, work.weights)
-    elif chosen < blocks:
-        block_bounds(work.tail, 0, top, slope, work.weights)
-    else:
-        start = (chosen - blocks) << 8
-        block_bounds(work.edited, start, top, slope, work.weights)
-    inside = 0.0
-    for i in range(256):
-        if chosen >= blocks or not is_masked(start + i, work):
-            inside += np.float64(work.weights[i])
-        work.sums[i] = inside
-    # The block's sum was taken in float32: measure the rest of the way in its own unit.
-    rest = (target - reached) / np.float64(work.masses[chosen]) * inside
-    pick = 0
-    previous = 0.0
-    for i in range(256):
-        if work.sums[i] > previous:
-            pick = i
-            if work.sums[i] > rest:
-                break
-        previous = work.sums[i]
-    if chosen < blocks:
-        return np.int64(start + pick), element(x, start + pick), np.float64(work.weights[pick])
-    token = np.int64(work.edited_ids[start + pick])
-    return token, work.edited[start + pick], np.float64(work.weights[pick])
+    return chosen, reached
 
 
 @kernel
-def _before(x: Any, value: Any, token: Any, top: Any, scale: Any, edited: Any, work: Any) -> Any:
-    """(mass of the logits above ``value``, how many tokens above ``token`` have ``value``)."""
+def _propose(end: Any, target: Any, work: Any) -> Any:
+    """The group at which the running sum of bounds passes ``target``.
+
+    By 256 groups, then by the lanes of their vectors, then within one.
+    """
+    piece, reached = _passing(work.masses, 0, 1, end >> 8, target)
+    first = piece << 8
+    lanes = work.sums[:16]
+    lanes[:] = 0.0
+    for start in range(first, first + 256, 16):
+        for lane in range(16):
+            lanes[lane] += np.float64(work.weights[start + lane])
+    inside = 0.0
+    for lane in range(16):
+        inside += lanes[lane]
+    # The sum of 256 was taken in float32: measure the rest of the way in its own unit.
+    rest = (target - reached) / np.float64(work.masses[piece]) * inside
+    lane, reached = _passing(lanes, 0, 1, 16, rest)
+    row, _ = _passing(work.weights, first + lane, 16, 16, rest - reached)
+    return first + row * 16 + lane
+
+
+@kernel
+def _split_block(
+    x: Any, start: Any, mask: Any, word: Any, value: Any, top: Any, slope: Any, exact: Any
+) -> Any:
+    if exact:
+        return block_split_exactly(x, start, mask, word, value, top, slope)
+    return block_split(x, start, mask, word, value, top, slope)
+
+
+@kernel
+def _split(
+    x: Any, which: Any, value: Any, token: Any, top: Any, slope: Any, exact: Any, edited: Any,
+    work: Any,
+) -> Any:  # fmt: skip
+    """(mass of the logits above ``value``, of the others, how many equal it and have a higher id).
+
+    Of all blocks, or of those ``which`` may hold such logits, or of the others. The sums of the
+    weights where ``exact``, else of their bounds.
+    """
     full = x.size >> 8
+    blocks = (x.size + 255) >> 8
     own = token >> 8
-    above = 0.0
+    above = rest = 0.0
     tied = 0
-    for b in range((x.size + 255) >> 8):
-        if work.peaks[b] >= value:
-            if b < full:
-                mass, equal = block_above(x, b << 8, work.mask, b << 3, value, top, scale)
-            else:
-                mass, equal = block_above(work.tail, 0, work.mask, b << 3, value, top, scale)
-            above += mass
-            if b > own:
-                tied += equal
-            elif b == own and equal > 0:
+    for b in range(blocks + ((edited + 255) >> 8)):
+        if which != _ALL and (b >= blocks or work.peaks[b] >= value) != (which == _REACHING):
+            continue
+        if b >= blocks:
+            start = (b - blocks) << 8
+            parts = _split_block(work.edited, start, work.no_mask, 0, value, top, slope, exact)
+        elif b == full:
+            parts = _split_block(work.tail, 0, work.mask, b << 3, value, top, slope, exact)
+        else:
+            parts = _split_block(x, b << 8, work.mask, b << 3, value, top, slope, exact)
+        above += parts[0]
+        rest += parts[1]
+        if parts[2] > 0:
+            if b >= blocks:
+                for i in range(start, min(start + 256, edited)):
+                    tied += work.edited[i] == value and work.edited_ids[i] > token
+            elif b > own:
+                tied += parts[2]
+            elif b == own:
                 for i in range(token + 1, min((b + 1) << 8, x.size)):
                     tied += element(x, i) == value and not is_masked(i, work)
-    for start in range(0, edited, 256):
-        mass, equal = block_above(work.edited, start, work.no_mask, 0, value, top, scale)
-        above += mass
-        if equal > 0:
-            for i in range(start, min(start + 256, edited)):
-                tied += work.edited[i] == value and work.edited_ids[i] > token
-    return above, tied
+    return above, rest, tied
 
 
 @kernel
@@ -190,6 +198,40 @@ def _largest_equal(value: Any, temperature: Any) -> Any:
 
 
 @kernel
+def _in_top_p(
+    x: Any, value: Any, token: Any, weight: Any, top: Any, slope: Any, end: Any, total: Any,
+    mass: Any, top_p: Any, edited: Any, work: Any,
+) -> Any:  # fmt: skip
+    """(whether top-p keeps ``token``, sum of the bounds of the row or ``mass`` if it took none).
+
+    It does if what comes before has less than ``top_p`` of the mass: (1 - top_p) above < top_p rest.
+    ``total`` is the sum of the groups' bounds. A group holds at most 8 times its bound, and at least
+    1 / LARGEST_RATIO of it; with p = 0.95, six tokens of ten are so known to be kept. For most of the
+    others the bounds of the weights are enough; the weights are summed only near the cut.
+    """
+    reaching = 0.0
+    for start in range(0, end, 256):
+        reaching += list_mass(work.groups, work.weights, start, value)[0]
+    below = (total - reaching) / LARGEST_RATIO - total * 1e-6  # what rounding may have added
+    if (1.0 - top_p) * reaching * 8.0 < top_p * below:
+        return True, mass
+    above, rest, tied = _split(x, _REACHING, value, token, top, slope, False, edited, work)
+    before = tied * weight
+    if (1.0 - top_p) * above + before < top_p * max(below, rest / LARGEST_RATIO):
+        return True, mass
+    if mass == 0.0:
+        others = _split(x, _OTHERS, value, token, top, slope, False, edited, work)[1]
+        mass = above + rest + others
+    rest, rounding = mass - above, mass * 1e-6
+    if (1.0 - top_p) * above + before < top_p * (rest / LARGEST_RATIO - rounding):
+        return True, mass
+    if (1.0 - top_p) * above / LARGEST_RATIO + before >= top_p * (rest / ROUNDING + rounding):
+        return False, mass
+    above, rest, tied = _split(x, _ALL, value, token, top, slope, True, edited, work)
+    return (1.0 - top_p) * above + before < top_p * rest, mass
+
+
+@kernel
 def draw_row(
     x: Any, top: Any, filters: Any, judged: Any, low: Any, low_id: Any, edited: Any, work: Any
 ) -> Any:
@@ -198,16 +240,27 @@ def draw_row(
     ``judged``: by top-k, or else top-p, where they are set. Tokens up to (low, low_id), in the
     order of logits and then ids, are known not to be kept. Returns -1 for what does not happen.
     """
-    scale = scan.LOG2E / np.float64(filters.temperature)
-    slope = np.float32(scale * UNIT)
+    slope = np.float32(scan.LOG2E / np.float64(filters.temperature) * UNIT)
     exact = np.float64(slope) / UNIT
-    total = _bound_sums(x, top, slope, edited, work)
-    mass = 0.0  # of the row, once it is known
+    end, total = _bound_groups(x, top, slope, edited, work)
+    of_row = ((x.size + 255) >> 8) << 5
+    mass = 0.0  # the sum of the row's bounds, once it is taken
     for attempt in range(_ATTEMPTS):
         u, v = uniforms(filters.seed, filters.position, attempt)
-        token, value, bound = _propose(x, top, slope, u * total, edited, work)
+        group = _propose(end, u * total, work)
+        place = int(v * 8.0)
+        at = ((group >> 5) << 8) + (place << 5) + (group & 31)
+        if group >= of_row:
+            at -= of_row << 3
+            token, value = np.int64(work.edited_ids[at]), work.edited[at]
+        elif at < x.size and not is_masked(at, work):
+            token, value = np.int64(at), element(x, at)
+        else:
+            continue
+        if value < low or (value == low and token <= low_id):
+            continue
         weight = 2.0 ** (np.float64(value - top) * exact)
-        if v * bound >= weight * ROUNDING or value < low or (value == low and token <= low_id):
+        if (v * 8.0 - place) * np.float64(work.weights[group]) >= weight * ROUNDING:
             continue
         if judged and filters.top_k > 0:
             low = _largest_equal(value, filters.temperature)
@@ -217,15 +270,10 @@ def draw_row(
                 continue
         elif judged and filters.top_p < 1.0:
             low, low_id = value, token
-            above, tied = _before(x, value, token, top, np.float32(scale), edited, work)
-            above += tied * weight
-            # The mass lies between the sum of the bounds and 1 / LARGEST_RATIO of it.
-            if above >= filters.top_p * total:
+            kept, mass = _in_top_p(
+                x, value, token, weight, top, slope, end, total, mass, filters.top_p, edited, work
+            )
+            if not kept:
                 continue
-            if above * LARGEST_RATIO >= filters.top_p * total:
-                if mass == 0.0:
-                    mass = scan.exp_sums(x, top, np.float32(scale), edited, work)
-                if above >= filters.top_p * mass:
-                    continue
         return token
     return np.int64(-1)

@@ -44,7 +44,7 @@ def list_mass(
         kept = builder.fcmp_ordered(">=", value, threshold)
         count = builder.add(count, vec.count_lanes(builder, kept))
         sums.add(builder.select(kept, weight, zero))
-    return vec.pair(builder, sums.total(), count)
+    return vec.struct_of(builder, sums.total(), count)
 
 
 @operation(_INT, ARRAY, _INT, _REAL, _REAL, ARRAY, _INT)

@@ -205,8 +205,10 @@ def apply_edits(x: Any, i: Any, request: Any, state: Any, options: Any, work: An
     for c in range(edited, (edited + 255) & ~255):
         work.edited[c] = scan.NEG_INF
     top = row_top
+    first = ((x.size + 255) >> 8) << 5
     for start in range(0, edited, 256):
-        peak, nan = block_max(work.edited, start, work.no_mask, 0)
+        at = first + (start >> 3)
+        peak, nan = block_max(work.edited, start, work.no_mask, 0, work.groups, at)
         top = max(top, peak)
         bad |= nan
     return edited, row_top, top, bad

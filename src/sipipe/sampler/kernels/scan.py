@@ -28,12 +28,12 @@ def is_masked(token: Any, work: Any) -> Any:
 
 @kernel
 def block_maxima(x: Any, work: Any) -> Any:
-    """Fill ``work.peaks`` and ``work.tail``; (maximum of the row, whether any logit is NaN)."""
+    """Fill ``work.peaks``, ``groups`` and ``tail``; (maximum of the row, whether any is NaN)."""
     full = x.size >> 8
     top = NEG_INF
     bad = False
     for b in range(full):
-        peak, nan = blocks.block_max(x, b << 8, work.mask, b << 3)
+        peak, nan = blocks.block_max(x, b << 8, work.mask, b << 3, work.groups, b << 5)
         work.peaks[b] = peak
         bad |= nan
         top = max(top, peak)
@@ -41,7 +41,7 @@ def block_maxima(x: Any, work: Any) -> Any:
     if rest:
         for i in range(256):
             work.tail[i] = blocks.element(x, (full << 8) + i) if i < rest else NEG_INF
-        peak, nan = blocks.block_max(work.tail, 0, work.mask, full << 3)
+        peak, nan = blocks.block_max(work.tail, 0, work.mask, full << 3, work.groups, full << 5)
         work.peaks[full] = peak
         bad |= nan
         top = max(top, peak)
