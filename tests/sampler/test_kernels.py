@@ -88,6 +88,8 @@ def test_blocks(dtype: str, at: int, masked: bool) -> None:
         bits = (mask[5:13, None] >> np.arange(32, dtype=np.uint32)) & 1
         block = np.where(bits.reshape(-1) == 1, np.float32(-np.inf), block)
     groups = np.zeros(40, np.float32)
+    assert _max_of_groups(x, at, mask, 5, groups, -1) == (block.max(), False)
+    assert not groups.any()
     assert _max_of_groups(x, at, mask, 5, groups, 3) == (block.max(), False)
     np.testing.assert_array_equal(groups[3:35], block.reshape(8, 32).max(axis=0))
     assert not groups[:3].any()

@@ -133,11 +133,15 @@ def _bfloat16_maximum(builder: Any, x: Any, start: Any, masks: list[Any], keep: 
         builder.icmp_unsigned(">", most, bits(0xFF80)),
     )
     negative = builder.icmp_signed("<", signed, bits(0))
-    largest = builder.select(negative, least, signed)
-    for half in (0, 1):
-        lanes = ir.Constant(vec.VI, list(range(half * vec.LANES, (half + 1) * vec.LANES)))
-        part = builder.shuffle_vector(largest, bits(0), lanes)
-        keep(half, vec.widen(builder, part, types.uint16, vec.LANES))
+
+    def halves() -> Any:
+        largest = builder.select(negative, least, signed)
+        for first in (0, vec.LANES):
+            lanes = ir.Constant(vec.VI, list(range(first, first + vec.LANES)))
+            part = builder.shuffle_vector(largest, bits(0), lanes)
+            yield vec.widen(builder, part, types.uint16, vec.LANES)
+
+    keep(halves)
     # With the other bits turned where the sign is set, all are in order as signed integers.
     ordered = builder.select(negative, builder.xor(least, bits(0x7FFF)), signed)
     reduced = vec.intrinsic_function(builder, "llvm.vector.reduce.smax.v32i16", vec.I16, kind)
@@ -154,12 +158,14 @@ def block_max(
 ) -> Any:
     """(maximum, any NaN) of what is not masked of ``x[start : start + 256]``.
 
-    ``groups[first : first + 32]`` become the maxima of its groups, float32: group ``g`` is the 8
-    tokens ``start + g``, ``start + g + 32``, ... (what the lanes of vectors are anyway).
+    Unless ``first`` is -1, ``groups[first : first + 32]`` become the maxima of its groups, float32:
+    group ``g`` is the 8 tokens ``start + g``, ``start + g + 32``, ... (what lanes hold anyway).
     """
 
-    def keep(half: int, peaks: Any) -> None:
-        vec.store_vector(builder, peaks, groups, offset_of(builder, first, half))
+    def keep(halves: Any) -> None:
+        with builder.if_then(builder.icmp_signed(">=", first, ir.Constant(vec.I64, 0))):
+            for half, peaks in enumerate(halves()):
+                vec.store_vector(builder, peaks, groups, offset_of(builder, first, half))
 
     def maxima(masks: list[Any]) -> Any:
         if kind == types.uint16:
@@ -178,8 +184,7 @@ def block_max(
                 bad[lane] = builder.or_(bad[lane], nan)
         larger = lambda a, b: vec.maximum(builder, a, b)  # noqa: E731
         halves = [fold(best[half::2], larger) for half in (0, 1)]
-        for half, peaks in enumerate(halves):
-            keep(half, peaks)
+        keep(lambda: halves)
         top = vec.reduce(builder, fold(halves, larger), larger)
         return vec.struct_of(builder, top, vec.any_lane(builder, fold(bad, builder.or_)))
 

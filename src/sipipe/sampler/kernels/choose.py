@@ -125,17 +125,23 @@ def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) 
 
 
 @kernel
+def draws_from_row(vocab: Any, filters: Any) -> Any:
+    """Whether the filters keep a good part of the mass, and can be put to one token."""
+    k, top_p = filters.top_k, filters.top_p
+    alone = k == 0 or (top_p >= 1.0 and k * SHARE > vocab)
+    return alone and filters.min_p == 0.0 and top_p * SHARE >= 1.0
+
+
+@kernel
 def choose(
-    x: Any, row_top: Any, top: Any, filters: Any, listed: Any, edited: Any, work: Any
-) -> Any:
+    x: Any, row_top: Any, top: Any, from_row: Any, filters: Any, listed: Any, edited: Any,
+    work: Any,
+) -> Any:  # fmt: skip
     """Filter and draw; maxima of the row without its edits, and with them: ``row_top`` and ``top``.
 
-    Where the filters keep a good part of the mass, the token is drawn from the row, and only what
-    is to be ``listed`` is filtered.
+    Where the token is drawn ``from_row``, only what is to be ``listed`` is filtered.
     """
     k, top_p = filters.top_k, filters.top_p
-    alone = k == 0 or (top_p >= 1.0 and k * SHARE > x.size)
-    from_row = alone and filters.min_p == 0.0 and top_p * SHARE >= 1.0
     token = np.int64(-1)
     if from_row and (top_p >= 1.0 or not listed):
         token = draw_row(x, top, filters, True, scan.NEG_INF, np.int64(-1), edited, work)

@@ -65,7 +65,7 @@ def _mask_stops(x: Any, i: Any, grammar: Any, options: Any, work: Any) -> None:
             work.ids[stops] = token
             stops += 1
     if stops and grammar:
-        top, _ = scan.block_maxima(x, work)
+        top, _ = scan.block_maxima(x, False, work)
         if not top >= scan.LOWEST:
             for s in range(stops):
                 work.mask[work.ids[s] >> 5] &= ~_bit(work.ids[s])
@@ -189,9 +189,12 @@ def has_edits(i: Any, options: Any) -> Any:
 
 
 @kernel
-def apply_edits(x: Any, i: Any, request: Any, state: Any, options: Any, work: Any) -> Any:
+def apply_edits(
+    x: Any, i: Any, request: Any, grouped: Any, state: Any, options: Any, work: Any
+) -> Any:
     """Mask and edit what the request of call row ``i`` changes, and take the maxima.
 
+    Those of groups as well where ``grouped``.
     Returns (number of edited tokens, maximum of what is left in the row, maximum of both, whether
     either holds NaN). `clear_mask` must follow once the row is done.
     """
@@ -199,7 +202,7 @@ def apply_edits(x: Any, i: Any, request: Any, state: Any, options: Any, work: An
     if has_edits(i, options):
         biased = _mask_by_options(x, i, options, work)
     _mask_edited(i, biased, request, state, options, work)
-    row_top, bad = scan.block_maxima(x, work)
+    row_top, bad = scan.block_maxima(x, grouped, work)
     # After the pass, which has brought the row into the cache.
     edited = _list_edits(x, i, biased, request, state, options, work)
     for c in range(edited, (edited + 255) & ~255):

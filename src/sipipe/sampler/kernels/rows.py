@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sipipe.jit import entry, kernel
-from sipipe.sampler.kernels.choose import choose, first_maximum
+from sipipe.sampler.kernels.choose import choose, draws_from_row, first_maximum
 from sipipe.sampler.kernels.logit_edits import apply_edits, clear_mask, has_edits, mask_by_grammar
 from sipipe.sampler.kernels.scan import LOWEST, block_maxima
 from sipipe.sampler.kernels.scores import score_kept, score_raw, score_row
@@ -50,17 +50,20 @@ def _draw_row(
     out: Any,
 ) -> None:  # fmt: skip
     """Sample row ``i`` of this call, with the logits ``x``, for ``request`` into ``out``."""
-    edited, row_top, top, bad = apply_edits(x, i, request, state, options, work)
+    greedy = state.temperature[request] < GREEDY_BELOW
+    filters = _filters(request, state)
+    grouped = not greedy and draws_from_row(x.size, filters)
+    edited, row_top, top, bad = apply_edits(x, i, request, grouped, state, options, work)
     if bad or top == np.inf or not top >= LOWEST:
         out.codes[i] = HAS_NAN if bad else HAS_INFINITY if top == np.inf else ALL_MASKED
         return
-    greedy = state.temperature[request] < GREEDY_BELOW
     scored = options.wanted[i] >= 0
     processed = scored and scores.processed
     token, kept, high, log_mass = np.int64(-1), np.int64(-1), 0.0, 0.0
-    filters = _filters(request, state)
     if not greedy or processed:
-        token, kept, high, log_mass = choose(x, row_top, top, filters, processed, edited, work)
+        token, kept, high, log_mass = choose(
+            x, row_top, top, grouped, filters, processed, edited, work
+        )
     if greedy or token < 0:
         token = first_maximum(x, row_top, top, edited, work)
     out.tokens[i] = token
@@ -78,7 +81,7 @@ def _draw_row(
             # Raw scores are after the grammar and before all else, as in vLLM.
             clear_mask(work)
             mask_by_grammar(i, options, work)
-            row_top, _ = block_maxima(x, work)
+            row_top, _ = block_maxima(x, False, work)
         score_raw(x, row_top, scores.logits, i, options, work, out)
 
 

@@ -27,13 +27,17 @@ def is_masked(token: Any, work: Any) -> Any:
 
 
 @kernel
-def block_maxima(x: Any, work: Any) -> Any:
-    """Fill ``work.peaks``, ``groups`` and ``tail``; (maximum of the row, whether any is NaN)."""
+def block_maxima(x: Any, grouped: Any, work: Any) -> Any:
+    """Fill ``work.peaks`` and ``tail``, and ``groups`` where ``grouped``.
+
+    Returns (maximum of the row, whether any logit is NaN).
+    """
     full = x.size >> 8
     top = NEG_INF
     bad = False
     for b in range(full):
-        peak, nan = blocks.block_max(x, b << 8, work.mask, b << 3, work.groups, b << 5)
+        first = b << 5 if grouped else -1
+        peak, nan = blocks.block_max(x, b << 8, work.mask, b << 3, work.groups, first)
         work.peaks[b] = peak
         bad |= nan
         top = max(top, peak)
