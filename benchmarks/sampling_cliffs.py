@@ -21,6 +21,7 @@ from sipipe.sampler.state import SequenceColumns
 
 V, B = 200_000, 16
 SERVED_V, SERVED_B = 151_936, 64
+FAR_B = 256
 MANY = 1024
 LONG = 20_000
 LISTED = 100_000
@@ -91,6 +92,9 @@ def cases() -> Iterator[Case]:
     yield Case("all logprobs", 4.0, x, {"logprobs": -1})
     served = bfloat16(normal(SERVED_B, SERVED_V))
     yield Case("bfloat16: greedy", None, served, {"temperature": 0.0})
+    far = normal(FAR_B, SERVED_V)  # more than any cache here: from memory
+    yield Case(f"greedy, {FAR_B} rows of {SERVED_V:,}", None, far, {"temperature": 0.0})
+    yield Case(f"bfloat16: greedy, {FAR_B} rows", None, bfloat16(far), {"temperature": 0.0})
     yield Case("bfloat16: temperature", 0.018, served, {})
     penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
     yield Case("bfloat16: penalties, 200 + 200 seen", 0.018, served, penalties, 200, 200)

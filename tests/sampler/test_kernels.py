@@ -40,8 +40,13 @@ def _bounds(x, at, top, slope, y):
 
 
 @numba.njit
-def _above(x, at, mask, word, value, top, scale):
-    return bounds.block_above(x, at, mask, word, value, top, scale)
+def _split(x, at, mask, word, value, top, slope):
+    return bounds.block_split(x, at, mask, word, value, top, slope)
+
+
+@numba.njit
+def _split_exactly(x, at, mask, word, value, top, slope):
+    return bounds.block_split_exactly(x, at, mask, word, value, top, slope)
 
 
 @numba.njit
@@ -98,8 +103,14 @@ def test_blocks(dtype: str, at: int, masked: bool) -> None:
     exact = np.exp(block.astype(float) - float(top))
     assert _exp_sum(x, at, mask, 5, top, scale) == pytest.approx(exact.sum(), rel=1e-6)
     value = np.sort(block)[-30]
-    mass, equal = _above(x, at, mask, 5, value, top, scale)
-    assert mass == pytest.approx(exact[block > value].sum(), rel=1e-6)
+    larger, slope = block > value, np.float32(scale * 2**23)
+    above, rest, equal = _split_exactly(x, at, mask, 5, value, top, slope)
+    assert above == pytest.approx(exact[larger].sum(), rel=1e-6)
+    assert rest == pytest.approx(exact[~larger].sum(), rel=1e-6)
+    assert equal == (block == value).sum()
+    bound, rest_bound, equal = _split(x, at, mask, 5, value, top, slope)
+    assert above * bounds.ROUNDING <= bound <= above * bounds.LARGEST_RATIO
+    assert rest * bounds.ROUNDING <= rest_bound <= rest * bounds.LARGEST_RATIO
     assert equal == (block == value).sum()
     ids, kept = np.zeros(600, np.int32), np.zeros(600, np.float32)
     threshold = np.float32(2.0)
