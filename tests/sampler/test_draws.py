@@ -48,7 +48,7 @@ def chi_square(tokens: np.ndarray, probabilities: np.ndarray) -> float:
     _, pool = np.unique(pool, return_inverse=True)
     e = np.bincount(pool, expected)
     o = np.bincount(pool, observed[order])
-    if len(e) > 1 and e[-1] < 4:
+    while len(e) > 1 and e[-1] < 4:
         e[-2] += e[-1]
         o[-2] += o[-1]
         e, o = e[:-1], o[:-1]
