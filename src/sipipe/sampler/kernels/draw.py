@@ -2,8 +2,8 @@
 
 Of a row by rejection: a group of 8 tokens is proposed by an upper bound of the weight of its largest
 logit, which the pass for the maxima leaves behind, then one of the 8, each as likely; it is taken
-with probability weight / bound, else the next is proposed: 1 of 1 to 8.5, about 1 of 8 where few
-tokens hold most of the mass. So each token is drawn with exactly its share of the mass, and the row is read once.
+with probability weight / bound, else the next is proposed: 1 of 8.5 succeeds at worst. So each
+token is drawn with exactly its share of the mass, and the row is read once.
 
 Nor need a filter be applied to the row. A token drawn from all of them that top-k or top-p keeps is
 a token drawn from those that they keep; so the one token is judged: top-k keeps it if fewer than k
