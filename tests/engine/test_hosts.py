@@ -381,6 +381,23 @@ def test_a_worker_that_is_killed_while_it_loads_ends_both_hosts(serve):
 
 
 @pytest.mark.slow
+def test_both_hosts_come_back_under_restart(serve):
+    served = serve("-pp", "2", "--restart")
+    served.wait_served()
+    served.process(1, "Worker_PP").kill()
+    again = "it is started again in"
+    served.hears("restart", {0: again, 1: again})
+    deadline = time.monotonic() + START
+    while served.log(0).count("Application startup complete") < 2:
+        assert time.monotonic() < deadline, (served.log(0)[-3000:], served.log(1)[-3000:])
+        time.sleep(0.2)
+    assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
+    for node in (1, 0):  # each would wait for the other's return
+        psutil.Process(served.hosts[node].pid).children()[0].send_signal(signal.SIGTERM)
+    served.ended()
+
+
+@pytest.mark.slow
 def test_a_killed_head_ends_the_other_host(serve):
     served = serve("-pp", "2")
     served.wait_served()
@@ -397,7 +414,9 @@ def test_a_killed_head_ends_the_other_host(serve):
 def test_hosts_that_do_not_fit_say_so(serve, tmp_path):
     """Another secret; then another version of SiPipe and another dtype."""
     served = serve("-pp", "2", environments=({}, {"SIPIPE_SECRET": "another secret of the tests"}))
-    served.wait_for(1, "refused this host: the secret (SIPIPE_SECRET) is not the same")
+    served.wait_for(1, "connects to the head")
+    refused = "refused this host: the secret (SIPIPE_SECRET) is not the same"
+    served.hears("another secret", {0: "Somebody with another secret", 1: refused}, seconds=START)
     old = shutil.copytree(Path(sipipe.__file__).parent, tmp_path / "old" / "sipipe")
     (old / "_version.py").write_text('__version__ = "0.0.9"\n')
     served.environments = ({}, {"PYTHONPATH": str(old.parent)})
@@ -406,8 +425,9 @@ def test_hosts_that_do_not_fit_say_so(serve, tmp_path):
         f"SiPipe is {sipipe.__version__} on the head and 0.0.9 there, "
         "--dtype is torch.float32 on the head and torch.bfloat16 there"
     )
-    served.wait_for(0, difference)
-    served.wait_for(1, f"refused this host: host 1 (10.77.18.2) does not fit: {difference}")
+    served.wait_for(1, "connects to the head")
+    refused = f"refused this host: host 1 (10.77.18.2) does not fit: {difference}"
+    served.hears("other versions", {0: difference, 1: refused})
     served.ended()
 
 
