@@ -23,6 +23,16 @@ from sipipe.messages.step import encode
 from sipipe.observe.live import Word
 from sipipe.observe.phases import Phase
 
+_CARRIED = (
+    "finished_req_ids",
+    "preempted_req_ids",
+    "free_encoder_mm_hashes",
+    "new_block_ids_to_zero",
+    "kv_cache_block_copies",
+    "encoder_input_updates",
+)
+"""What :func:`_carry` takes over."""
+
 
 class Dispatcher:
     """Publishes what the scheduler decided."""
@@ -42,7 +52,8 @@ class Dispatcher:
         self._telemetry = telemetry
         self._last: Iteration | None = None
         self._empty: list[SchedulerOutput] = []
-        """Scheduling outputs without tokens since the last that was published."""
+        """Scheduling outputs without tokens since the last that was published, but for those that
+        say nothing, as the visit of a closed slot does."""
 
     def publish(self, output: SchedulerOutput) -> bool:
         """Publish one iteration; False if it has no tokens.
@@ -50,7 +61,8 @@ class Dispatcher:
         Such an output is not published: what it tells workers goes with the next one.
         """
         if output.total_num_scheduled_tokens == 0:
-            self._empty.append(output)
+            if any(getattr(output, field, None) for field in _CARRIED):
+                self._empty.append(output)
             self._last = None
             return False
         self._iterations.wait_for_room(len(output.num_scheduled_tokens))

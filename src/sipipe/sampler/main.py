@@ -4,8 +4,8 @@ Who runs here
     The main thread follows BIC-I and draws; the thread of :class:`sipipe.ipc.parent.Parent` ends
     the process with the engine.
 Guarantees
-    State changes of an iteration are applied before its rows are drawn, and while its logits are
-    still being computed. One answer on BIC-O per iteration that has rows of this sampler.
+    State changes of an iteration are applied, and its draws prepared, while its logits are still
+    being computed. One answer on BIC-O per iteration that has rows of this sampler.
 Relies on
     BIC-I's order. A drawn token is not appended here: it comes back with the scheduling output
     that accepts it, so that state is always what vLLM's scheduler says, also after a restart.
@@ -22,8 +22,9 @@ The process imports neither torch nor vLLM: it starts in a second and stays smal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -180,6 +181,19 @@ class Sampler:
             bitmask = int32_view(grammar.bitmask).reshape(-1, grammar.words)
             found = {handle: i for i, handle in enumerate(int32_view(grammar.handles).tolist())}
             bitmask_rows[:] = [found.get(handle, -1) for handle in handles.tolist()]
+        alone = step.iteration <= self._owed
+        shares = self._columns.shares(handles, 0 if alone else FRAME_LOGPROBS)
+
+        def prepared() -> Iterator[Callable[[npt.NDArray[Any], Layout], SampleResult]]:
+            for part in shares:
+                if alone and len(part):
+                    self._say(Trying(int(handles[part[0]])))
+                yield self._columns.prepare(
+                    handles[part], rows[part], bitmask=bitmask, bitmask_rows=bitmask_rows[part]
+                )
+
+        draws = prepared()
+        first = next(draws)  # while the logits are computed
         waited = time.monotonic_ns()
         entry = self._logits_of(step.iteration)
         began = time.monotonic_ns()
@@ -190,20 +204,9 @@ class Sampler:
                     return
             return
         assert entry is not None, "logits of this sampler's rows were not kept"
-        alone = step.iteration <= self._owed
-        shares = self._columns.shares(handles, 0 if alone else FRAME_LOGPROBS)
         with entry:
-            for part in shares:
-                if alone and len(part):
-                    self._say(Trying(int(handles[part[0]])))
-                drawn = self._columns.sample(
-                    handles[part],
-                    entry.array,
-                    rows[part],
-                    layout=self._layout,
-                    bitmask=bitmask,
-                    bitmask_rows=bitmask_rows[part],
-                )
+            for part, draw in zip(shares, chain([first], draws), strict=True):
+                drawn = draw(entry.array, self._layout)
                 if more := part is not shares[-1]:
                     self._send(step.iteration, rows[part], drawn, [], more)
         if alone:

@@ -7,8 +7,9 @@ Guarantee: a drawn token depends only on (parameters, seed, prompt, output so fa
 the batch, where a request's state happens to be, or whether it was kept or rebuilt.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import msgspec
@@ -23,6 +24,7 @@ from sipipe.sampler.kernels.state import (
     HAS_NAN,
     Output,
     RequestState,
+    RowOptions,
     Scores,
     Work,
     make_work,
@@ -227,6 +229,22 @@ class SequenceColumns:
         by default i. ``bitmask``: int32 [m, >= ceil(vocab_size / 32)], bit set: token allowed, of
         row ``bitmask_rows[i]`` for ``handles[i]``, -1 for none (by default row i).
         """
+        return self.prepare(handles, rows, bitmask=bitmask, bitmask_rows=bitmask_rows)(
+            logits, layout
+        )
+
+    def prepare(
+        self,
+        handles: Iterable[int],
+        rows: Tokens | None = None,
+        *,
+        bitmask: npt.NDArray[np.int32] | None = None,
+        bitmask_rows: Tokens | None = None,
+    ) -> Callable[[npt.NDArray[Any], Layout], SampleResult]:
+        """All of :meth:`sample` that needs no logits: what it returns takes them, and their layout.
+
+        No sequence may join, leave or get a token between the two.
+        """
         requests = self._find(handles)
         n = requests.size
         indices = np.arange(n) if rows is None else np.asarray(rows, np.int64)
@@ -251,7 +269,19 @@ class SequenceColumns:
             np.zeros(n, np.int32),
         )
         state = RequestState(**self._arrays, position=self._position, seen=self._seen.tables)
-        work, scores, vocab = self._work, self._scores, self._vocab_size
+        return partial(self._draw, requests, indices, state, options, out)
+
+    def _draw(
+        self,
+        requests: npt.NDArray[np.int64],
+        indices: npt.NDArray[np.int64],
+        state: RequestState,
+        options: RowOptions,
+        out: Output,
+        logits: npt.NDArray[Any],
+        layout: Layout,
+    ) -> SampleResult:
+        work, scores, vocab, ends = self._work, self._scores, self._vocab_size, out.score_ends
         for flat, starts, which in self._reader.parts(logits, indices, layout):
             sample_rows(flat, starts, which, vocab, requests, state, options, scores, work, out)
         logprobs = {}

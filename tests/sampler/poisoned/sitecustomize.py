@@ -13,7 +13,7 @@ DIES, HANGS, CANNOT_BE_ADDED = 666, 667, 668
 def plant() -> None:
     from sipipe.sampler.state import SequenceColumns
 
-    join, sample = SequenceColumns.join, SequenceColumns.sample
+    join, prepare = SequenceColumns.join, SequenceColumns.prepare
     planted = {}
 
     def poisoned_join(self, handle, params, *args, **kwargs):
@@ -23,15 +23,20 @@ def plant() -> None:
             planted[handle] = params.seed
         return join(self, handle, params, *args, **kwargs)
 
-    def poisoned_sample(self, handles, *args, **kwargs):
-        for handle in map(int, handles):
-            if planted.get(handle) == DIES:
-                os.kill(os.getpid(), signal.SIGSEGV)
-            while planted.get(handle) == HANGS:
-                pass  # computes for ever
-        return sample(self, handles, *args, **kwargs)
+    def poisoned_prepare(self, handles, *args, **kwargs):
+        draw = prepare(self, handles, *args, **kwargs)
 
-    SequenceColumns.join, SequenceColumns.sample = poisoned_join, poisoned_sample
+        def poisoned_draw(*args):
+            for handle in map(int, handles):
+                if planted.get(handle) == DIES:
+                    os.kill(os.getpid(), signal.SIGSEGV)
+                while planted.get(handle) == HANGS:
+                    pass  # computes for ever
+            return draw(*args)
+
+        return poisoned_draw
+
+    SequenceColumns.join, SequenceColumns.prepare = poisoned_join, poisoned_prepare
 
 
 if "sipipe.sampler" in sys.orig_argv:
