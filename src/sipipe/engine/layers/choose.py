@@ -96,7 +96,8 @@ def _empty(vllm_config: VllmConfig, config: SiPipeConfig, facts: ModelFacts) -> 
     layers = max(layer_split(facts.layers, parallel.pipeline_parallel_size))
     token = layers * facts.attention.kv_elements * width / ranks
     longest = vllm_config.model_config.max_model_len + cache.block_size
-    return 1 - vllm_config.scheduler_config.max_num_seqs * longest * token / size
+    empty: float = 1 - vllm_config.scheduler_config.max_num_seqs * longest * token / size
+    return empty
 
 
 def _device() -> Literal["cpu", "gpu"]:
