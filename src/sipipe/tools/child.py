@@ -42,6 +42,7 @@ def measured_in_turn(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """
     pipes = [os.pipe() for _ in jobs]
     turns = [(pipes[i][0], pipes[(i + 1) % len(pipes)][1]) for i in range(len(pipes))]
+    # wait: none, a byte into an empty pipe; nobody
     os.write(pipes[0][1], b".")
     with own_sockets(), ThreadPoolExecutor(len(jobs)) as pool:
         asked = {
@@ -49,7 +50,9 @@ def measured_in_turn(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             for (side, job), turn in zip(jobs.items(), turns, strict=True)
         }
         for first in as_completed(asked.values()):
-            first.result()  # what one raises ends the others
+            # What one raises ends the others.
+            first.result()  # wait: none, it has ended; nobody
+        # wait: none, all have ended; nobody
         return {side: result.result() for side, result in asked.items()}
 
 

@@ -66,13 +66,15 @@ def measure(job: Job) -> dict[str, Any]:
 
     def turn() -> None:
         """Wait for this engine's turn."""
+        # wait: none of its own, TIMEOUT of the engine; the one before, or its end
         if job.turn and not os.read(job.turn[0], 1):
             raise SiPipeError("the engine that it takes turns with has ended")
 
     def over() -> None:
         if job.turn:
-            time.sleep(SPIN)
+            time.sleep(SPIN)  # wait: SPIN; nobody
             with suppress(BrokenPipeError):  # the first is done
+                # wait: none, a byte into an empty pipe; the next engine reads it
                 os.write(job.turn[1], b".")
 
     turn()
