@@ -178,7 +178,8 @@ ATTRIBUTES = {
     ),
     "vllm.v1.core.sched.output:GrammarOutput": "structured_output_request_ids grammar_bitmask",
     "vllm.v1.outputs:ModelRunnerOutput": (
-        "req_ids req_id_to_index sampled_token_ids logprobs prompt_logprobs_dict"
+        "req_ids req_id_to_index sampled_token_ids logprobs prompt_logprobs_dict "
+        "prompt_token_id_logprobs_dict"
     ),
     "vllm.v1.engine:EngineCoreOutput": "request_id finish_reason stop_reason",
     "vllm.outputs:CompletionOutput": "finish_reason stop_reason",
@@ -216,6 +217,7 @@ ATTRIBUTES = {
     "vllm.config:VllmConfig": (
         "model_config parallel_config scheduler_config cache_config additional_config lora_config "
         "speculative_config kv_transfer_config ec_transfer_config reasoning_config "
+        "aux_output_config "
         "watermark_config use_v2_model_runner logging_config"
     ),
     "vllm.config:ParallelConfig": (
@@ -225,6 +227,7 @@ ATTRIBUTES = {
         "use_ubatching assigned_physical_gpu_ids placement_group ray_runtime_env"
     ),
     "vllm.entrypoints.launchers.cli_args:FrontendArgs": "middleware",
+    "vllm.config.aux_output:AuxOutputConfig": "enabled",
     "vllm.envs": (
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES "
         "VLLM_RAY_PER_WORKER_GPUS"
@@ -239,7 +242,8 @@ ATTRIBUTES = {
         "hf_text_config get_vocab_size get_hidden_size get_total_num_hidden_layers"
     ),
     "vllm.sampling_params:SamplingParams": (
-        "temperature top_k top_p min_p seed logprobs prompt_logprobs logit_bias bad_words "
+        "temperature top_k top_p min_p seed logprobs prompt_logprobs prompt_logprob_token_ids "
+        "logit_bias bad_words "
         "allowed_token_ids min_tokens repetition_penalty presence_penalty frequency_penalty "
         "structured_outputs"
     ),

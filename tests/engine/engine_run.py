@@ -101,8 +101,10 @@ def sampling_params(values):
 
 
 def request(output):
+    named = output.prompt_token_id_logprobs
     return {
         "prompt_logprobs": positions(output.prompt_logprobs),
+        **({} if named is None else {"named": named.tolist()}),
         "outputs": [
             {
                 "token_ids": list(sequence.token_ids),

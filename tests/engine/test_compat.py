@@ -31,6 +31,7 @@ def vllm_config(**changes):
             "enable_prompt_embeds": False,
             "is_diffusion": False,
         },
+        "aux_output_config": {"enabled": False},
         "scheduler_config": {"async_scheduling": False},
     }
     names = ("speculative_config", "kv_transfer_config", "ec_transfer_config", "watermark_config")
@@ -104,7 +105,7 @@ def test_vllms_first_runner_on_a_gpu_takes_vllms_path(on_gpu):
     [
         ({"watermark_config": object()}, "watermark"),
         ({"model_config__is_diffusion": True}, "diffusion"),
-        ({"model_config__enable_return_routed_experts": True}, "routed experts"),
+        ({"aux_output_config__enabled": True}, "routed experts"),
         ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
     ],
 )

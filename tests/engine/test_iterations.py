@@ -66,6 +66,17 @@ def test_an_iteration_is_complete_when_all_is_in_that_it_waits_for():
     assert len(iterations) == 0
 
 
+def test_what_is_said_of_a_prompt_reaches_vllm():
+    work = Work(request_ids=["a", "b"], prompt_logprobs=("a",))
+    iteration = begin(Iterations(3, 9), work)
+    iteration.report = IterationReport(
+        iteration=0, prompt_logprobs={"a": "likely"}, prompt_scores={"b": "named"}
+    )
+    found = build_output(iteration)
+    assert found.prompt_logprobs_dict == {"a": "likely"}
+    assert found.prompt_token_id_logprobs_dict == {"b": "named"}
+
+
 def test_rows_of_both_places_are_waited_for_and_put_together():
     iterations = Iterations(3, 24)
     work = Work(

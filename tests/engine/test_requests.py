@@ -52,7 +52,9 @@ class Sequences:
             count = rng.randint(1, len(tokens) - self.computed[name])
             scheduled[name] = count
             if name not in self.started or (resumed and self.second_runner):
-                scored = rng.choice([None, 1])
+                scored = rng.choice(
+                    [{}, {"prompt_logprobs": 1}, {"prompt_logprob_token_ids": [[1]]}]
+                )
                 if scored and name not in self.started:
                     self.logprobs.add(name)
                 self.started.add(name)
@@ -62,7 +64,7 @@ class Sequences:
                         prompt_token_ids=self.prompt[name],
                         mm_features=[],
                         sampling_params=SamplingParams(
-                            prompt_logprobs=scored, top_k=0 if name in self.plain else 5
+                            **scored, top_k=0 if name in self.plain else 5
                         ),
                         pooling_params=None,
                         block_ids=([0],),

@@ -211,6 +211,32 @@ def test_vllms_own_sampler_equals_stock(models):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 1])
+def test_tokens_that_a_request_names_are_scored_in_its_prompt(models, stages):
+    """``prompt_logprob_token_ids``, which vLLM has with its second runner only: what
+    ``prompt_logprobs`` says of the same tokens. A prompt takes several iterations."""
+    path, asked = model(models), prompts(4, longest=300, seed=21)
+    short = {"temperature": 0.0, "max_tokens": 3}
+    [likely] = run(
+        path,
+        [{"prompts": asked, "params": [short | {"prompt_logprobs": 3}] * 4}],
+        stages=stages,
+    )
+    rows = [[list(map(int, at)) for at in one["prompt_logprobs"][1:]] for one in likely]
+    most = max(len(at) for of in rows for at in of)
+    named = [[at + [-1] * (most - len(at)) for at in of] for of in rows]
+    params = [short | ({"prompt_logprob_token_ids": ids} if ids else {}) for ids in named]
+    [scored] = run(path, [{"prompts": asked, "params": params}], stages=stages)
+    assert tokens(scored) == tokens(likely)
+    for one, other, of in zip(likely, scored, rows, strict=True):
+        for at, ids, scores in zip(
+            one["prompt_logprobs"][1:], of, other.get("named", []), strict=True
+        ):
+            expected = [at[str(token)][0] for token in ids]
+            assert scores[: len(ids)] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
 def test_columns_equal_stock(models):
     path, batches = model(models), parity.mixed_batches()
     found = run(path, batches, sipipe={"logits_layout": "columns"}, tensor_parallel_size=2)

@@ -154,7 +154,7 @@ class Rig:
         ):
             yield
 
-    def reported(self, iteration, prompt_logprobs, tokens):
+    def reported(self, iteration, prompt_logprobs, tokens, _):
         """Stands for the engine, which hears of an iteration from the last stage's publisher."""
         expected = self.reports.get(iteration)
         if tokens != self.tokens.get(iteration, []):

@@ -166,7 +166,7 @@ def test_the_launching_thread_does_not_wait_and_nothing_is_said_too_early():
     with rig.reader.receive() as slot:
         assert (slot.iteration, slot.array.min()) == (2, 2.0)
     rig.publisher.drain()
-    assert rig.said == [(1, {"asked": "scores"}, [5, 9])]
+    assert rig.said == [(1, {"asked": "scores"}, [5, 9], {"named": 7.0})]
     assert [iteration for phase, iteration, _ in rig.phases if phase == "FORWARD"] == [0, 1, 2]
     assert all(took == 1000 for phase, _, took in rig.phases if phase == "FORWARD")
     rig.close()
@@ -174,7 +174,9 @@ def test_the_launching_thread_does_not_wait_and_nothing_is_said_too_early():
 
 def output(prompt_logprobs, tokens):
     return SimpleNamespace(
-        get_output=lambda: SimpleNamespace(prompt_logprobs_dict=prompt_logprobs),
+        get_output=lambda: SimpleNamespace(
+            prompt_logprobs_dict=prompt_logprobs, prompt_token_id_logprobs_dict={"named": 7.0}
+        ),
         sampled_token_ids=np.array(tokens),
     )
 

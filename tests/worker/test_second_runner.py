@@ -245,6 +245,41 @@ def test_the_kernel_is_compiled_while_memory_is_profiled(drawn):
     assert drawn == [([0, 1], [(0.0, 0)] * 2, [0, 10])]
 
 
+def test_scores_of_tokens_that_a_request_names_are_reported(last_stage):
+    """While it runs its prompt, whatever becomes of them in vLLM's runner."""
+    rig, reports = Rig(HostDevice()), []
+    runner = last_stage._runner
+    params = SamplingParams(prompt_logprob_token_ids=[[1]])
+
+    def run(batch, *, new=(), finished=()):
+        scheduled = output([], [], [])
+        scheduled.scheduled_new_reqs = [
+            SimpleNamespace(req_id=name, sampling_params=asked) for name, asked in new
+        ]
+        scheduled.finished_req_ids = set(finished)
+        scheduled.num_scheduled_tokens = dict.fromkeys(batch.req_ids, 1)
+        batch.is_prefilling_np = batch.num_computed_tokens_np < batch.prefill_len_np
+
+        def sample_tokens(_):
+            runner.sample(torch.zeros(batch.num_reqs, VOCAB), batch, None)
+            reports.append(last_stage.launched.reports)
+            last_stage.launched.reports = False
+
+        last_stage._worker.sample_tokens = sample_tokens
+        last_stage.run(len(reports), 0, scheduled, lambda _: None)
+
+    last_stage.take_over()
+    last_stage.open(rig.publisher, writes=False, reports=True)
+    plain = SamplingParams()
+    run(batch(["a", "b"], [0, 0], [1, 1], [1, 2]), new=[("a", plain), ("b", params)])
+    run(batch(["a", "b"], [1, 1], [1, 1], [1, 2]))  # b's prompt ends
+    run(batch(["a", "b"], [2, 2], [1, 1], [1, 2]))
+    run(batch(["a", "b"], [3, 0], [1, 1], [1, 1]), new=[("b", plain)], finished=["b"])
+    assert reports == [True, True, False, False]
+    rig.publisher.drain()
+    rig.close()
+
+
 def test_a_warm_up_hands_nothing_on(last_stage):
     hidden = torch.arange(2.0).unsqueeze(1)
     drawn, sampled, rejected = last_stage._sample(hidden, batch(["a"], [0], [2], [2]), None)

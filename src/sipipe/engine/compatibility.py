@@ -156,7 +156,7 @@ def _why_not_second(vllm_config: VllmConfig) -> str:
         return "watermarks (--watermark-config) are put in by vLLM's own sampler"
     if model.is_diffusion:
         return "diffusion models draw with a sampler of their own"
-    if getattr(model, "enable_return_routed_experts", False):
+    if vllm_config.aux_output_config.enabled:
         return (
             "routed experts (--enable-return-routed-experts) come with vLLM's own sampler's output"
         )

@@ -294,7 +294,7 @@ class RequestTracker:
             cost=cost,
             prompt=prompt,
             error=error,
-            prompt_logprobs=sampling_params.prompt_logprobs is not None,
+            prompt_logprobs=scores_prompt(sampling_params),
         )
         self._next_handle += 1
         self._requests[request_id] = request
@@ -327,6 +327,11 @@ def _give_seed(new: NewRequestData, request: TrackedRequest) -> None:
     assert new.sampling_params is not None
     new.sampling_params = copy.copy(new.sampling_params)
     new.sampling_params.seed = request.params.seed
+
+
+def scores_prompt(params: SamplingParams) -> bool:
+    """Whether the last stage reports log-probabilities of the prompt."""
+    return params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
 
 
 def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:

@@ -141,6 +141,7 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
         sampled_token_ids=tokens,
         logprobs=SampledLogprobs(logprobs) if logprobs else None,
         prompt_logprobs_dict=dict(report.prompt_logprobs) if report else {},
+        prompt_token_id_logprobs_dict=dict(report.prompt_scores) if report else {},
     )
 
 

@@ -54,5 +54,7 @@ class IterationReport:
     iteration: int
     prompt_logprobs: Mapping[str, Any]
     """vLLM's ``LogprobsTensors`` by request id, of prompts that are complete now."""
+    prompt_scores: Mapping[str, Any] = field(default_factory=dict)
+    """The same of ``prompt_logprob_token_ids``, a tensor of each request."""
     tokens: Sequence[int] = ()
     """What was drawn on the device, in the order of its rows."""

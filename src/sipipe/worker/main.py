@@ -249,10 +249,19 @@ class Main:
         return found
 
     def _report(
-        self, iteration: int, prompt_logprobs: dict[str, Any], tokens: Sequence[int] = ()
+        self,
+        iteration: int,
+        prompt_logprobs: dict[str, Any],
+        tokens: Sequence[int] = (),
+        prompt_scores: dict[str, Any] | None = None,
     ) -> None:
         self._parent.say(
-            IterationReport(iteration=iteration, prompt_logprobs=prompt_logprobs, tokens=tokens)
+            IterationReport(
+                iteration=iteration,
+                prompt_logprobs=prompt_logprobs,
+                tokens=tokens,
+                prompt_scores=prompt_scores or {},
+            )
         )
 
     def _doing(self) -> str:

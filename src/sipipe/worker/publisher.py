@@ -62,8 +62,8 @@ class Publisher:
     Args:
         device: the one it runs on.
         logits: this rank's writer of BIC-L, if it has one.
-        report: tells the engine that an iteration has run, its prompt log-probabilities, and the
-            tokens that were drawn on the device.
+        report: tells the engine that an iteration has run, its prompt log-probabilities, the
+            tokens that were drawn on the device, and the scores of prompts' named tokens.
         record: takes a phase: its iteration, when it began and when it ended.
         fail: told, from the publisher's thread, what ended it.
         stall_timeout: seconds for which a late sampler may hold an entry.
@@ -74,7 +74,7 @@ class Publisher:
         device: Device,
         logits: LogitsHandover | None,
         *,
-        report: Callable[[int, dict[str, Any], list[int]], None],
+        report: Callable[[int, dict[str, Any], list[int], dict[str, Any]], None],
         record: Callable[[Phase, Launched, int, int], None],
         fail: Callable[[Exception], None],
         stall_timeout: float,
@@ -165,7 +165,7 @@ class Publisher:
                 device.wait(copied)
         if launched.reports:
             # Waits for vLLM's copies to the host, which have a stream of their own.
-            found = launched.output.get_output().prompt_logprobs_dict
+            found = launched.output.get_output()
             tokens = launched.output.sampled_token_ids.ravel().tolist() if launched.draws else []
-            scores = {r: t for r, t in found.items() if t is not None}
-            self._report(launched.iteration, scores, tokens)
+            scores = {r: t for r, t in found.prompt_logprobs_dict.items() if t is not None}
+            self._report(launched.iteration, scores, tokens, found.prompt_token_id_logprobs_dict)

@@ -82,6 +82,8 @@ class SecondRunner:
         self._writes = self._reports = False
         self._output: SchedulerOutput | None = None
         self._drawing: DeviceSampler | None = None
+        self._scored: set[str] = set()
+        """Requests of which tokens are named whose log-probabilities in the prompt are wanted."""
         self.launched: Launched | None = None
         """The iteration that is being launched."""
         self.head: StageLogits | None = None
@@ -121,6 +123,10 @@ class SecondRunner:
         """
         assert self._publisher is not None, "an iteration before the data plane was open"
         self._output = output
+        self._scored.difference_update(output.finished_req_ids)
+        for new in output.scheduled_new_reqs:
+            if new.sampling_params.prompt_logprob_token_ids is not None:
+                self._scored.add(new.req_id)
         self.launched = launched = Launched(
             iteration=iteration,
             slot=slot,
@@ -170,6 +176,8 @@ class SecondRunner:
                 launched.logits = logits[:sent]
             launched.draws = sent < len(rows)
             asked = self._runner.prompt_logprobs_worker.uses_prompt_logprobs[batch.idx_mapping_np]
+            if self._scored:
+                asked = asked | [req_id in self._scored for req_id in batch.req_ids]
             scores = (asked & batch.is_prefilling_np).any()
             launched.reports = self._reports and bool(launched.draws or not sent or scores)
         none = self._none[: batch.num_reqs]

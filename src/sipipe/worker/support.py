@@ -39,17 +39,12 @@ def unsupported_reason(vllm_runner: Any) -> str | None:
     if getattr(runner, "input_batch", None) is None:
         return "vLLM's second model runner has no interface that SiPipe's stage runner can own"
     reasons = {
-        "multi-dimensional rotary positions (M-RoPE)": (
-            runner.uses_mrope or getattr(runner, "uses_xdrope_dim", 0)
-        ),
+        "multi-dimensional rotary positions (M-RoPE)": runner.uses_mrope,
         "a model that reads earlier token ids besides its inputs": (
             runner.lookback_token_ids is not None
         ),
         "reference sliding window attention": getattr(config.model_config, "rswa_window", None)
         is not None,
-        "returning routed experts (--enable-return-routed-experts)": getattr(
-            config.model_config, "enable_return_routed_experts", False
-        ),
         "dual-batch overlap (--enable-dbo)": config.parallel_config.use_ubatching,
         "--kv-sharing-fast-prefill": config.cache_config.kv_sharing_fast_prefill,
         "auxiliary hidden state outputs": runner.use_aux_hidden_state_outputs,

@@ -239,7 +239,7 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages):
                 assert len(np.unique(entry.array)) > 1
     for loop in loops:
         loop.drain()
-    assert reports == [(1, {}, [])], "the engine hears of the iteration that samples nothing"
+    assert reports == [(1, {}, [], {})], "the engine hears of the iteration that samples nothing"
     for loop in loops:
         loop.close()
     reader.close()

@@ -189,7 +189,7 @@ class EmulatedWorker(WorkerBase):
     def sample_tokens(self, _: Any) -> Any:
         if self.place.is_last:
             self.model_runner.sample(self._hidden[: self._batch.num_reqs], self._batch, None)
-        nothing = SimpleNamespace(prompt_logprobs_dict={})
+        nothing = SimpleNamespace(prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={})
         return SimpleNamespace(get_output=lambda: nothing)
 
     def _follow(self, output: SchedulerOutput) -> dict[str, tuple[int, int, bool]]:
