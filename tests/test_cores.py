@@ -127,6 +127,14 @@ def test_on_gpus_the_samplers_get_most_cores():
     assert len(plan_cores(machine(96, nodes=2), stages=2, device="cuda").samplers) == 32
 
 
+def test_a_sampler_of_several_cores_stays_on_one_node():
+    where = machine(96, nodes=2)
+    plan = plan_cores(where, stages=2, device="cuda", nodes=[0, 1])
+    of = {cpu: core.node for core in where for cpu in core.cpus}
+    assert {len(cpus) for cpus in plan.samplers} == {2, 3}
+    assert sum(len({of[cpu] for cpu in cpus}) > 1 for cpus in plan.samplers) <= 1
+
+
 def test_gpu_workers_get_cores_of_their_gpus_node():
     where = machine(16, nodes=2)
     plan = plan_cores(where, stages=3, device="cuda", nodes=[1, None, 0])

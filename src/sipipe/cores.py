@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -139,10 +140,13 @@ def plan_cores(
     # The last core that is left is the scheduler's; it shares an only one with the samplers.
     rest = units[:-1] or units
     count = min(len(rest), most) if samplers == "auto" else samplers
+    # Neighbours each, so that a sampler stays on one NUMA node, with what it keeps of sequences.
+    cuts = [index * len(rest) // max(count, 1) for index in range(count + 1)]
     return CorePlan(
         workers=_by_stage(bound, tensor_parallel),
         samplers=tuple(
-            cpus_of(rest[index::count]) or rest[index % len(rest)].cpus for index in range(count)
+            cpus_of(rest[first:last]) or rest[first % len(rest)].cpus
+            for first, last in pairwise(cuts)
         ),
         scheduler=cpus_of(units[-1:] if samplers else units),
         shared=rest == units and samplers != 0,

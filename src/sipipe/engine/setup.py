@@ -309,10 +309,11 @@ def _check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:
             'runs on CPUs: leave it "auto"'
         )
     if devices is None:
-        here = 0 if on_cpu else torch.cuda.device_count()  # asks NVML, and makes no context
-        if 0 < here < stages * ranks:
+        needed = 0 if on_cpu or config.emulate is not None else stages * ranks
+        here = torch.cuda.device_count() if needed else 0  # asks NVML, and makes no context
+        if 0 < here < needed:
             raise ConfigError(
-                f"--pipeline-parallel-size and --tensor-parallel-size need {stages * ranks} GPUs on "
+                f"--pipeline-parallel-size and --tensor-parallel-size need {needed} GPUs on "
                 f"this host, which shows {here}: lower them, look at CUDA_VISIBLE_DEVICES, or, for "
                 'tests, have stages share GPUs by "devices" in the sipipe config ([0, 0])'
             )
