@@ -125,7 +125,8 @@ class SecondRunner:
         self._output = output
         self._scored.difference_update(output.finished_req_ids)
         for new in output.scheduled_new_reqs:
-            if new.sampling_params.prompt_logprob_token_ids is not None:
+            params = new.sampling_params
+            if params is not None and params.prompt_logprob_token_ids is not None:
                 self._scored.add(new.req_id)
         self.launched = launched = Launched(
             iteration=iteration,
