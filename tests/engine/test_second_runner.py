@@ -237,6 +237,14 @@ def test_tokens_that_a_request_names_are_scored_in_its_prompt(models, stages):
 
 
 @pytest.mark.slow
+def test_compiled_stages_equal_stock(models):
+    """By torch.compile, as stages on GPUs are by default."""
+    path, batches = model(models), parity.mixed_batches()
+    found = run(path, batches, enforce_eager=False)
+    assert_stock(found, path, batches, parity.same_tokens)
+
+
+@pytest.mark.slow
 def test_columns_equal_stock(models):
     path, batches = model(models), parity.mixed_batches()
     found = run(path, batches, sipipe={"logits_layout": "columns"}, tensor_parallel_size=2)

@@ -139,7 +139,9 @@ def test_a_worker_knows_who_samples():
     worker._lengths = {}
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [
-        SimpleNamespace(req_id=name, prompt_token_ids=[0] * 5, num_computed_tokens=0)
+        SimpleNamespace(
+            req_id=name, prompt_token_ids=[0] * 5, num_computed_tokens=0, sampling_params=None
+        )
         for name in "ab"
     ]
     output.num_scheduled_tokens = {"a": 5, "b": 3}
@@ -218,7 +220,9 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages):
         loops.append(loop)
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [
-        SimpleNamespace(req_id=name, prompt_token_ids=[0] * 5, num_computed_tokens=0)
+        SimpleNamespace(
+            req_id=name, prompt_token_ids=[0] * 5, num_computed_tokens=0, sampling_params=None
+        )
         for name in "ab"
     ]
     cached = CachedRequestData.make_empty()
