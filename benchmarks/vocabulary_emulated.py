@@ -59,6 +59,9 @@ class Device:
     def __init__(self, costs: DatasheetCosts, stage: Any, slower: float) -> None:
         self._costs, self._stage, self._slower = costs, stage, slower
         self.first, self.head = stage.is_first, None
+        one, many = self.seconds(1)[1], self.seconds(33)[1]
+        self.per_row = (many - one) / 32
+        self.fixed = one - self.per_row
         bytes_ = costs.facts.embedding_parameters * costs.facts.activation_bytes * stage.head
         width = round(VOCABULARY * stage.head) or 1
         count = min(width, max(1, -int(-bytes_ // (PIECE * costs.cluster.device.cores))))
@@ -73,8 +76,7 @@ class Device:
         return sum(parts.values()) * self._slower - head, head
 
     def joins(self, rows: int) -> bool:
-        one, more = self.seconds(1)[1], self.seconds(1 + rows)[1]
-        return more - one <= one
+        return self.per_row * rows <= self.fixed
 
     def compute(self, rows: torch.Tensor, piece: int = 0, into: Any = None) -> torch.Tensor:
         parts = len(self.pieces) if into is not None else 1

@@ -198,6 +198,7 @@ class Shard:
         half = (stop - start) // 2
         self.start, self.pieces = start, [slice(0, half), slice(half, stop - start)]
         self.joins, self.pause, self.done = joins, pause, []
+        self.fixed, self.per_row = 1.0, 0.5
 
     def compute(self, rows, piece, into):
         self.pause()
@@ -291,6 +292,16 @@ def test_a_pass_comes_between_two_pieces(other):
     assert [piece for piece, _ in other.shard.done] == [0, 1]
     assert len(other.phases) == 4, "each part has its time"
     other.shared.drain()
+
+
+@pytest.mark.parametrize(("passing", "pieces"), [(0.9, 1), (1.1, 2), (2.1, 2)])
+def test_a_pass_that_is_longer_than_the_rest_comes_behind_it(other, passing, pieces):
+    other.expect(1)
+    other.spread(1)
+    other.shared.passing = passing
+    other.shard.pause = lambda: os.eventfd_write(other.bell, 1)
+    other.shared.serve((other.bell,))  # two seconds for two rows: one is left after a piece
+    assert len(other.shard.done) == pieces
 
 
 @pytest.mark.parametrize("other", [{"joins": True}], indirect=True)
@@ -396,6 +407,8 @@ class Stage:
             self.steps, sets=2, stall_timeout=HAND_OVER,
             interrupt=self.steps.interrupt, meanwhile=self.steps.meanwhile,
         )  # fmt: skip
+        self.steps.shared.passing = 0.0
+        shard.fixed, shard.per_row = 1e-4, 1e-5  # passes of threads take about as long
         self.orders = pipeline.orders[stage]
 
     def follow(self):

@@ -95,6 +95,8 @@ class StageSteps:
         began = time.monotonic_ns()
         result = self._runner.forward(inputs, received)
         self._record(Phase.FORWARD, inputs, began)
+        if self.shared is not None and inputs.num_tokens == inputs.num_reqs:
+            self.shared.passing = (time.monotonic_ns() - began) / 1e9
         if self._receiver is not None:
             self._receiver.release(inputs.iteration)
         return result

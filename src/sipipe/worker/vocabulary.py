@@ -7,9 +7,10 @@ the last stage's loaded model, whatever its checkpoint looks like, and the produ
 
 Who runs here: the device thread, alone, but for :meth:`SharedHead.drain` and ``close``. Products
 are done oldest first, in pieces of some milliseconds: between two of them a forward pass of
-decodes goes first where all that it needs is there, because the next stage may be waiting for it.
-(What has come goes before a pass with prompts, which is long.) Of several iterations whose rows
-have come, one product reads the matrix once, where that delays the older ones by less than it
+decodes goes first where all that it needs is there, because the next stage may be waiting for it;
+but only a pass that is shorter than what is left of the product, for which every sampler waits.
+(What has come also goes before a pass with prompts, which is long.) Of several iterations whose
+rows have come, one product reads the matrix once, where that delays the older ones by less than it
 saves (:meth:`HeadShard.joins`); nothing is ever waited for to make it so.
 
 Why no cycle of waits can form
@@ -96,6 +97,8 @@ class SharedHead:
         """The one that has begun: of the first of ``_due``, or of the last stage's pass."""
         self._began = self._computing = 0
         """Of what was done of it since something else ran: when it began, ns that it computed."""
+        self.passing = 0.0
+        """Seconds of the stage's last forward pass of decodes."""
         self._idle = threading.Event()
         self._idle.set()
 
@@ -120,7 +123,8 @@ class SharedHead:
             self._due.append(inputs)
 
     def serve(self, until: Sequence[int]) -> None:
-        """Do what is due as it comes, until a descriptor of ``until`` is readable or nothing is.
+        """Do what is due as it comes, until a descriptor of ``until`` is readable, and a pass
+        shorter than the rest of the product, or nothing is due.
 
         Raises:
             StallError: nothing came within the bound. Otherwise as :meth:`Receiver.take`.
@@ -132,18 +136,29 @@ class SharedHead:
                 poll.register(descriptor, select.POLLIN)
             # wait: stall_timeout; the last stage's rows, its end, or what the caller waits for
             ready = {fd for fd, _ in poll.poll(0 if self._product else self._bound * 1e3)}
-            if not ready.isdisjoint(until):
+            waits = not ready.isdisjoint(until)
+            if self._product is None and not self._take():
+                if not waits and not ready:
+                    raise StallError(f"waited {self._bound:g} s, and {self.doing()}")
+                if waits:
+                    return
+            elif waits and self.passing < self._rest():
                 self._note()
                 return
-            if self._product is not None or self._take():
+            else:
                 self._step()
-            elif not ready:
-                raise StallError(f"waited {self._bound:g} s, and {self.doing()}")
 
     def catch_up(self) -> None:
         """Do what has begun or come, and wait for nothing."""
         while self._due and (self._product is not None or self._take()):
             self._step()
+
+    def _rest(self) -> float:
+        """Seconds that are left of the product, as its rows were measured."""
+        product, shard = self._product, self._shard
+        assert product is not None
+        whole = shard.fixed + shard.per_row * len(product.rows)
+        return whole * (1 - product.piece / max(1, len(shard.pieces)))
 
     def _take(self) -> bool:
         """Begin a product of the oldest rows, if they have come, and of others that have."""
