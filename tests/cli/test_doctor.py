@@ -55,15 +55,14 @@ def machine(monkeypatch, cores, nodes=1):
     monkeypatch.setattr(doctor, "this_machine", lambda: found)
 
 
-def test_two_cores_are_two_stages(capsys, vllm, monkeypatch):
-    """One stage would have one of them, for the other draws and schedules; two share the output
-    projection, also for one request."""
+def test_two_cores_are_one_stage(capsys, vllm, monkeypatch):
+    """It has both, so that nothing waits for the other core."""
     machine(monkeypatch, 2)
     _, found = report(capsys)
-    assert found["start with"]["text"] == "sipipe serve MODEL --pp 2 --tp 1"
+    assert found["start with"]["text"] == "sipipe serve MODEL --pp 1 --tp 1"
     told = found["best degrees"]["text"]
     for load in (1, 16, 256):
-        assert f"{load}: --pp 2 --tp 1 (" in told
+        assert f"{load}: --pp 1 --tp 1 (" in told
     assert told.count("tok/s)") == 3
 
 

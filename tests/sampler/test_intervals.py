@@ -76,7 +76,7 @@ def twin(x: np.ndarray, kept: np.ndarray, temperature: float, seed: int, positio
     for attempt in range(1000):
         u, v = uniforms(np.uint64(seed), np.int64(position), attempt)
         at = int(np.searchsorted(ends, u * ends[-1], side="right"))
-        if np.abs(ends[max(at - 1, 0) : at + 1] / ends[-1] - u).min() < 1e-5:
+        if np.abs(ends[max(at - 1, 0) : at + 1] / ends[-1] - u).min() < 1e-6:
             return -1
         group = order[at]
         token = tokens[group, int(v * 8)]
