@@ -242,8 +242,11 @@ def run_all(scenarios, *, parallel=2, each=lambda _: None):
     waiting = list(enumerate(scenarios))[::-1]
     running, outcomes = {}, [None] * len(waiting)
     while waiting or running:
-        # The fault-free ones first, and alone.
-        while waiting and len(running) < (parallel if waiting[-1][1]["kind"] else 1):
+        # The fault-free ones first, and alone: the others are compared with them.
+        while waiting:
+            near = [waiting[-1][1], *(run.scenario for run in running.values())]
+            if len(running) >= (parallel if all(one["kind"] for one in near) else 1):
+                break
             number, scenario = waiting.pop()
             running[number] = Run(number, scenario, configured, scratch, own_mounts)
         for number, run in list(running.items()):
