@@ -7,15 +7,15 @@ benchmarks.sampling`` (which prints this table's entries); only their ratios mat
 from sipipe.messages.params import SequenceParams
 
 WEIGHTS = {
-    "greedy": 10.0,
-    "temperature": 22.0,
-    "top_k": 12.0,
-    "large_top_k": 35.0,
-    "min_p": 15.0,
-    "top_p": 43.0,
-    "mask": 3.0,
-    "logprobs": 13.0,
-    "all_logprobs": 490.0,
+    "greedy": 21.5,
+    "temperature": 26.0,
+    "top_k": 23.5,
+    "large_top_k": 54.0,
+    "min_p": 27.0,
+    "top_p": 31.5,
+    "mask": 13.0,
+    "logprobs": 28.0,
+    "all_logprobs": 660.0,
     "seen": 0.004,
 }
 """``seen`` is per distinct token seen, whatever the vocabulary."""
