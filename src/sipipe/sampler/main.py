@@ -193,7 +193,9 @@ class Sampler:
                 )
 
         draws = prepared()
-        first = next(draws)  # while the logits are computed
+        # While the logits are computed; not where requests are tried alone: a death while this one
+        # waits for logits is no request's doing.
+        first = [] if alone else [next(draws)]
         waited = time.monotonic_ns()
         entry = self._logits_of(step.iteration)
         began = time.monotonic_ns()
@@ -205,7 +207,7 @@ class Sampler:
             return
         assert entry is not None, "logits of this sampler's rows were not kept"
         with entry:
-            for part, draw in zip(shares, chain([first], draws), strict=True):
+            for part, draw in zip(shares, chain(first, draws), strict=True):
                 drawn = draw(entry.array, self._layout)
                 if more := part is not shares[-1]:
                     self._send(step.iteration, rows[part], drawn, [], more)
