@@ -9,6 +9,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -118,11 +119,13 @@ def test_a_ray_cluster_gives_stocks_tokens(cluster, ray, models, tmp_path):
 def test_what_ray_loses_ends_the_engine(cluster, ray, models, tmp_path, node, lost, says, seconds):
     served = Placed(cluster, ray, model(models), tmp_path, "-pp", "2")
     served.wait_served()
+    began = time.monotonic()
     served.process(node, lost).kill()
     if seconds > NOTICED:  # until Ray notices, nothing on a request's way does
         assert served.run(mixed_batches()[1:])
-    served.wait_for(0, says, seconds=seconds)
+    served.hears(f"{lost} killed", {0: says}, seconds=seconds, began=began)
     served.ended()
+    print(f"{lost} killed: nothing left after {time.monotonic() - began:.1f} s")
 
 
 IN_A_GROUP = """
