@@ -10,6 +10,7 @@ import pytest
 
 from sipipe.cli import main
 from sipipe.observe.format import Header
+from sipipe.observe.phases import Phase
 from sipipe.tools.report.example import Example, write_example
 from sipipe.tools.report.reader import read_trace
 
@@ -21,6 +22,7 @@ from sipipe.tools.report.reader import read_trace
         (["--profile", "llama-70b"], "is not of the form MODEL-NxGPU"),
         (["--profile", "llama-70b-8xh100", "--pp", "3"], "8 devices do not make 3 equal stages"),
         (["--profile", "llama-70b-8xh100", "--tp", "2"], "--tp follows from"),
+        (["--profile", "llama-70b-8xh100", "--vocabulary", "auto"], "is shared or last"),
         (["--profile", "llama-70b-8xh100", "--requests", "0"], "--requests"),
         (["--profile", "llama-70b-8xh100", "--jitter", "2"], "--jitter"),
         (["--profile", "llama-70b-8xh100", "--slow-motion", "0"], "--slow-motion"),
@@ -62,16 +64,26 @@ def test_the_steady_part_is_what_counts(tmp_path):
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_a_pipeline_of_emulated_gpus(tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize(
+    ("profile", "stages", "vocabulary"),
+    [("qwen3-4b-2xl40s", 2, "last"), ("llama-8b-8xl40s", 8, "shared")],
+)
+def test_a_pipeline_of_emulated_gpus(tmp_path, capfd, monkeypatch, profile, stages, vocabulary):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     trace = str(tmp_path / "trace")
+    words = ["--profile", profile, "--pp", str(stages), "--vocabulary", vocabulary]
     load = ["--requests", "12", "--tokens", "40", "--prompt-tokens", "20"]
-    status = main(["emulate", "--profile", "qwen3-4b-2xl40s", "--pp", "2", *load, "--trace", trace])
+    status = main(["emulate", *words, *load, "--trace", trace])
     printed = capfd.readouterr().out
     assert status in (0, 1), "1: this machine was too busy, and the command says so"
     assert ("VOID" in printed) == (status == 1)
     assert re.search(r"iterations/s of \d+ sequences", printed)  # as many as the scheduler chose
-    assert "2 stages of 1" in printed
-    header: Header = read_trace(trace).of("stage")[1].header
+    assert f"{stages} stages of 1" in printed
+    recorded = read_trace(trace).of("stage")
+    header: Header = recorded[1].header
     assert header.model
+    drawn = {int(i) for i in recorded[-1].phase(Phase.LOGITS)["iteration"]}
+    assert bool(drawn) == (vocabulary == "shared")
+    for process in recorded[:-1]:  # every stage has multiplied for what the last one has
+        assert {int(i) for i in process.phase(Phase.LOGITS)["iteration"]} == drawn
     assert main(["trace", "report", trace]) == 0

@@ -35,7 +35,7 @@ def compare(path, drawing, batches, *, sipipe=None, env=None, worker="", options
     extension; ``options``: of both engines."""
     # Of a GPU that stages share, none may look at how much of it is free while it profiles.
     options = {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 1 << 28, **(options or {})}
-    settings = {"samplers": 2, "cpu_sampling": drawing, **(sipipe or {})}
+    settings = {"samplers": 2, "cpu_sampling": drawing, "vocabulary": "last", **(sipipe or {})}
     ours = {"pipeline_parallel_size": 2, "worker_extension_cls": worker}
     if drawing == "per_row":
         batches = with_both_places(batches)
@@ -53,6 +53,20 @@ def test_no_step_waits_for_the_device(models, drawing, eager):
         drawing,
         parity.mixed_batches(),
         sipipe=ONE_GPU,
+        env=WAITS_ARE_ERRORS,
+        options={"enforce_eager": eager},
+    )
+
+
+@on_gpu
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_a_shared_output_projection_equals_stock(models, eager):
+    """The other stage's part has a thread and a stream of its own."""
+    compare(
+        model(models),
+        "on",
+        parity.mixed_batches(),
+        sipipe=ONE_GPU | {"vocabulary": "shared"},
         env=WAITS_ARE_ERRORS,
         options={"enforce_eager": eager},
     )

@@ -178,18 +178,26 @@ def test_what_was_measured_decides(engine_config):
     [
         ({"lora_config": object()}, "--enable-lora"),
         ({"hosts": {"count": 2}}, "several hosts"),
-        ({"second": True}, "second model runner"),
+        ({"second": True}, '"cpu_sampling" is "auto"'),
+        ({"second": True, "cpu_sampling": "per_row"}, '"cpu_sampling" is "per_row"'),
     ],
 )
 def test_what_cannot_be_shared_is_said(engine_config, monkeypatch, change, reason):
     module = "sipipe.engine.layers.vocabulary"
-    settings = {key: value for key, value in change.items() if key == "hosts"}
+    settings = {key: value for key, value in change.items() if key in ("hosts", "cpu_sampling")}
     monkeypatch.setattr(f"{module}.uses_second_runner", lambda _: "second" in change)
     if "lora_config" in change:
         monkeypatch.setattr(engine_config, "lora_config", change["lora_config"])
     parts, layers, said = vocabulary(engine_config, vocabulary="shared", **settings)
     assert (parts, layers) == ((), (7, 1))
     assert reason in said
+
+
+def test_second_runner_stages_share_where_samplers_draw_all_rows(engine_config, monkeypatch):
+    monkeypatch.setattr("sipipe.engine.layers.vocabulary.uses_second_runner", lambda _: True)
+    for asked in ("auto", "shared"):
+        parts, layers, _ = vocabulary(engine_config, vocabulary=asked, cpu_sampling="on")
+        assert (parts, layers) == ((0.5, 0.5), (4, 4))
 
 
 @given(

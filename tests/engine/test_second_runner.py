@@ -17,6 +17,7 @@ from tests.engine import test_parity as parity
 from tests.engine.engines import (
     Engine,
     assert_stock,
+    gone,
     greedy,
     model,
     prompts,
@@ -36,6 +37,9 @@ SECOND_RUNNER = {
 }
 
 
+SHARED = {"samplers": 2, "cpu_sampling": "on", "vocabulary": "shared"}
+
+
 def slow(part):
     """Settings of an engine in which what is measured at its start is known."""
     env = SECOND_RUNNER["env"] | {"SLOW_PART": part}
@@ -43,10 +47,11 @@ def slow(part):
 
 
 def run(path, batches, *, stages=2, sipipe=None, **engine):
+    """The output projection is shared out where samplers draw all rows."""
     return run_engine(
         path,
         batches,
-        sipipe={"samplers": 2, "cpu_sampling": "on", **(sipipe or {})},
+        sipipe={**SHARED, **(sipipe or {})},
         pipeline_parallel_size=stages,
         **{**SECOND_RUNNER, **engine},
     )
@@ -131,12 +136,30 @@ def test_preemption_and_prefix_caching_equal_stock(models, stages, drawing):
     [("llama", 4, 1), ("llama", 2, 2), ("mixtral", 2, 1), ("deepseek-v3", 2, 1), ("qwen2", 2, 1)],
 )
 def test_degrees_and_families_equal_stock(models, family, stages, ranks):
+    """Every stage multiplies by its part of the output projection, on a thread of its own."""
     path = model(models, family)
     batches, stock = parity.mixed_batches(), {}
     if family in parity.ALONE:
         batches, stock = parity.single_requests(), {"tensor_parallel_size": ranks}
-    found = run(path, batches, stages=stages, tensor_parallel_size=ranks)
+    degrees = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
+    with Engine(path, sipipe=SHARED, **degrees, **SECOND_RUNNER) as engine:
+        found = engine.run(batches)
+        assert "Output projection shared out over the stages" in engine.log.read_text()
     assert_stock(found, path, batches, parity.same_tokens, **stock)
+
+
+@pytest.mark.slow
+def test_a_killed_last_stage_ends_an_engine_that_waits_for_its_rows(models):
+    params = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}
+    with Engine(model(models), sipipe=SHARED, pipeline_parallel_size=2, **SECOND_RUNNER) as engine:
+        engine.submit([{"prompts": prompts(8), "params": [params] * 8}])
+        engine.wait_until_generating()
+        everybody = engine.descendants()
+        [worker] = engine.find("Worker_PP1")
+        worker.kill()
+        engine.wait_for(r"stage worker stage1\.0 \(pid \d+\) died, exit code -9", seconds=20)
+        engine.process.wait(60)
+        assert gone(everybody)
 
 
 @pytest.mark.slow

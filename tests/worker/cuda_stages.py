@@ -1,11 +1,11 @@
 """Two stages on the emulated device, driven as the engine, its workers and its samplers do.
 
 Everything between vLLM's model runner and the samplers is the real thing: ``StageLoop``,
-``SecondRunner``, ``TokenFeedback``, ``Publisher``, ``CudaStageDevice``, links between GPUs, BIC-L,
+``SecondRunner``, ``TokenFeedback``, ``Publisher``, ``HeadThread``, ``CudaStageDevice``, links between GPUs, BIC-L,
 and vLLM's own worker step, staging buffers and asynchronous output. In place of the model runner
 stands :class:`.integer_runner.Runner`, whose model is integer arithmetic, so that one wrong byte shows.
 
-One thread launches both stages; publishers are actors. The seed chooses who goes on, and an
+One thread launches both stages; publishers and the head thread are actors. The seed chooses who goes on, and an
 iteration i + m is launched as early as the engine may: once iteration i has been heard of.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import socket
+from collections import deque
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -31,14 +32,17 @@ from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
 from sipipe.observe.format import Header
 from sipipe.observe.recorder import open_recorder
+from sipipe.worker.device_vocabulary import HeadThread
 from sipipe.worker.loop import StageLoop
 from sipipe.worker.second_runner import feedback_of
 from sipipe.worker.vllm_workers import GPUStageWorker
+from sipipe.worker.vocabulary import KEY
 from sipipe.worker.world import PipelineStandIn
 
 from .emulated_tensors import Factories
 from .integer_runner import (
     HEAD,
+    HIDDEN,
     INFLIGHT,
     ROWS,
     VOCAB,
@@ -59,8 +63,18 @@ def pieces(output):
     return -(-output.total_num_scheduled_tokens // BUFFER_TOKENS)
 
 
+class Columns:
+    """A rank's rows of the output projection."""
+
+    def __init__(self, start, stop, device):
+        self.part = HEAD[:, start:stop].to(device)
+
+    def whole(self, hidden):
+        return hidden @ self.part
+
+
 class Request:
-    def __init__(self, row, choose):
+    def __init__(self, row, choose, shared):
         self.id, self.row = f"r{row}", row
         length = choose.randint(1, choose.choice((CHUNK, 4 * CHUNK)))
         self.prompt = [choose.randrange(50) for _ in range(length)]
@@ -70,19 +84,32 @@ class Request:
             seed=choose.randrange(1000),
             top_k=choose.randint(0, 1),  # 1: a sampler draws
         )
+        if shared:
+            self.params.top_k = 1
         self.token = None
         """The last one drawn."""
 
 
 class Rig:
-    """``seed``: one schedule. ``wrong`` says what went wrong, in order."""
+    """``seed``: one schedule. ``shared``: the output projection is, samplers draw all rows.
+    ``wrong`` says what went wrong, in order."""
 
-    def __init__(self, monkeypatch, machine, seed, *, layout="rows", graphs=True, depth=INFLIGHT):
-        self.machine, self.monkeypatch = machine, monkeypatch
+    def __init__(
+        self,
+        monkeypatch,
+        machine,
+        seed,
+        *,
+        layout="rows",
+        graphs=True,
+        depth=INFLIGHT,
+        shared=False,
+    ):
+        self.machine, self.monkeypatch, self.shared = machine, monkeypatch, shared
         self.choose = choose = random.Random(seed)
         self.wrong = []
         rows = INFLIGHT * ROWS
-        self.requests = [Request(row, choose) for row in range(rows)]
+        self.requests = [Request(row, choose, shared) for row in range(rows)]
         self.asked = np.array([choose.random() < 0.3 for _ in range(rows)])
         states = SimpleNamespace(
             req_id_to_index={r.id: r.row for r in self.requests},
@@ -92,21 +119,35 @@ class Rig:
         link = LinkEndpoint(
             kind="cuda_ipc", buffer_tokens=BUFFER_TOKENS, depth=depth, device="cuda"
         )
-        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        head = LinkEndpoint(kind="cuda_ipc", buffer_tokens=ROWS, depth=INFLIGHT, device="cuda")
+        pairs = [
+            socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1 + shared)
+        ]
+        bounds = (0, 5, VOCAB) if shared else ()
         self.channel = LogitsChannel(
             "logits",
-            LogitsShape(vocab=VOCAB, layout=layout),
+            LogitsShape(vocab=VOCAB, layout=layout, bounds=bounds),
             rows=INFLIGHT * ROWS,
             entries=INFLIGHT + 2,
             readers=["a"],
         )
         self.layout = layout
         self.reader = LogitsReader(self.channel.endpoint, "a")
-        self.committed = 0
+        self.committed = [0, 0] if shared else [0]
         self.expected, self.reports, self.tokens, self.waits_for = {}, {}, {}, {}
         monkeypatch.setattr(gumbel, "gumbel_sample", gumbel_sample)
         monkeypatch.setattr(buffer_utils, "_DEFAULT_MAX_CONCURRENCY", INFLIGHT)
         self.launched = [0, 0]
+        self.products = deque()
+        """Iterations that the head thread has not begun."""
+        self.actors = {}
+        do = HeadThread._do
+
+        def with_factories(thread, launched):
+            with Factories():
+                do(thread, launched)
+
+        monkeypatch.setattr(HeadThread, "_do", with_factories)
         self.outputs = []
         self.groups, self.loops = [], []
         for stage in range(2):
@@ -125,23 +166,32 @@ class Rig:
                         place=place,
                         path="sipipe",
                         measures=False,
+                        parts=(),
                         config=SimpleNamespace(
                             transport="auto",
                             stall_timeout=30,
                             logits_layout=layout,
-                            cpu_sampling="per_row",
+                            cpu_sampling="on" if shared else "per_row",
                         ),
                         watched=SimpleNamespace(inflight=INFLIGHT),
                     ),
                     SimpleNamespace(worker=worker, execute_model=worker.execute_model),
-                    [pair[stage]],
+                    [pair[stage] for pair in pairs],
                     self.reported,
                     open_recorder(None, Header(role="stage")),
                     self.failed,
                 )
                 self.loops.append(loop)
-                loop.open(links=[link], logits=self.channel.endpoint)
-                assert machine.actors[stage].back.acquire(timeout=60)
+                if shared:
+                    start, stop = bounds[stage : stage + 2]
+                    loop._sharing.shard = Columns(start, stop, worker.model_runner.device)
+                    loop._sharing.writer = stage
+                loop.open(links=[link], heads=[head], logits=self.channel.endpoint)
+                names = [f"head {stage}"] if shared and stage == 0 else []
+                news = machine.actors[len(self.actors) :]
+                for name, actor in zip([*names, f"publish {stage}"], news, strict=True):
+                    assert actor.back.acquire(timeout=60)
+                    self.actors[name] = actor
 
     @contextmanager
     def on(self, stage):
@@ -227,8 +277,10 @@ class Rig:
         self.launched[stage] += 1
         with self.on(stage):
             slot, logits = iteration % INFLIGHT, "logits" in self.waits_for[iteration]
-            row = slot * ROWS if logits else -1
-            self.loops[stage].run(iteration, slot, self.outputs[iteration], row)
+            row, rows = (slot * ROWS, len(self.expected[iteration])) if logits else (-1, 0)
+            self.loops[stage].run(iteration, slot, self.outputs[iteration], row, rows)
+        if stage == 0 and rows:
+            self.products.append(iteration)
 
     def draw(self):
         """Stands for a sampler: it reads as soon as there is something."""
@@ -256,48 +308,46 @@ class Rig:
                 found["launch 0"] = lambda: self.launch(0)
         if last < first:
             found["launch 1"] = lambda: self.launch(1)
-        for stage, actor in enumerate(self.machine.actors):
-            if not actor.idle or not actor.items.empty():
-                found[f"publish {stage}"] = actor.let
+        for name, actor in self.actors.items():
+            if name == "head 0" and actor.idle:
+                # Else it waits for the rows with the turn that is the last stage's.
+                if self.products and self.products[0] < last:
+                    found[name] = lambda of=actor: (self.products.popleft(), of.let())
+            elif not actor.idle or not actor.items.empty():
+                found[name] = actor.let
         return found
 
     def run(self, iterations):
         """Returns what went wrong; nothing: the schedule went well."""
-        real = self.loops[1]._logits._writer._ring
-        publish = real.publish
+        for place, loop in enumerate(self.loops[-len(self.committed) :]):
+            real = loop._logits._writer._ring
 
-        def count(header):
-            publish(header)
-            self.committed += 1
+            def count(header, place=place, publish=real.publish):
+                publish(header)
+                self.committed[place] += 1
 
-        self.monkeypatch.setattr(real, "publish", count)
+            self.monkeypatch.setattr(real, "publish", count)
         # The first frame brings the link's memory, by a thread of the link.
+        if self.shared:
+            self.open_head()
         self.outputs.append(self.schedule(0))
         self.launch(0)
         self.launch(1)
-        sender = self.loops[0]._sender
-        sender.wait_sent()
-
-        def transmit(job):  # pieces leave at once, and not by a thread that runs as it likes
-            sender._transmit(job)
-            sender._completed += 1
-
-        end = sender._jobs.put
-        sender._jobs = SimpleNamespace(put=lambda job: end(None) if job is None else transmit(job))
+        self.sends_at_once(self.loops[0]._sender)
         self.machine.waits.clear()
         self.machine.calm = False
-        drawn, burst = 0, 0
+        drawn, burst, who = 0, 0, (*_WHO, "head 0") if self.shared else _WHO
         while not self.wrong and not all(map(self.resolved, range(iterations))):
             choices = self.choices(iterations)
             if not choices:
                 self.wrong.append("nobody can go on")
                 break
             if not burst:  # one goes on for a while, so that others are late
-                favourite, burst = self.choose.choice(_WHO), self.choose.randint(1, 8)
+                favourite, burst = self.choose.choice(who), self.choose.randint(1, 8)
             burst -= 1
             name = favourite if favourite in choices else self.choose.choice(list(choices))
             choices[name]()
-            while drawn < self.committed:
+            while drawn < min(self.committed):
                 self.draw()
                 drawn += 1
         machine = self.machine
@@ -307,8 +357,32 @@ class Rig:
         self.wrong += [f"{name} made a context on another GPU" for name in machine.foreign]
         return self.wrong
 
+    def sends_at_once(self, sender):
+        """What ``sender`` sends leaves at once, and not by a thread that runs as it likes."""
+        sender.wait_sent()
+
+        def transmit(job):
+            sender._transmit(job)
+            sender._completed += 1
+
+        end = sender._jobs.put
+        sender._jobs = SimpleNamespace(put=lambda job: end(None) if job is None else transmit(job))
+
+    def open_head(self):
+        """As the first frame of the link does, which brings its memory."""
+        [sender], receiver = self.loops[1]._shared._senders, self.loops[0]._shared._receiver
+        with self.on(1):
+            sender.send(0, 1, {KEY: torch.zeros(1, HIDDEN, device="cuda:1")})
+        with self.on(0):
+            receiver.take(0, 1)
+            receiver.release(0)
+        self.sends_at_once(sender)
+        sender._last_iteration = -1
+
     def close(self):
         self.machine.calm = True
+        for actor in self.actors.values():
+            actor.end()
         for stage, loop in enumerate(self.loops):
             with self.on(stage):
                 loop.close()

@@ -21,6 +21,8 @@ from sipipe.ipc.link.endpoint import open_receiver, open_sender  # noqa: E402
 from sipipe.ipc.link.receiver import Receiver  # noqa: E402
 from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.worker.device import CudaStageDevice  # noqa: E402
+from sipipe.worker.device_thread import DeviceThread  # noqa: E402
+from sipipe.worker.device_vocabulary import HeadThread  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 from sipipe.worker.second_runner import SecondRunner  # noqa: E402
@@ -35,7 +37,7 @@ from .test_gpu import hand_over  # noqa: E402
 SEEDS = 24
 
 
-def run(monkeypatch, seed, iterations=12, plant=None):
+def run(monkeypatch, seed, iterations=12, plant=None, shared=False):
     """What went wrong in one schedule; with graphs and without, by rows and by columns, a link of 3 or 4."""
     with monkeypatch.context() as patched:
         machine = install(patched, seed)
@@ -48,6 +50,7 @@ def run(monkeypatch, seed, iterations=12, plant=None):
             graphs=seed % 2 == 0,
             layout=("rows", "columns")[seed // 2 % 2],
             depth=3 + seed // 4 % 2,
+            shared=shared,
         )
         try:
             return rig.run(iterations)
@@ -57,7 +60,7 @@ def run(monkeypatch, seed, iterations=12, plant=None):
 
 def plant_hazard(monkeypatch, owner, function, *swaps):
     """``swaps``: a text of the function and what it becomes, and so on."""
-    found = getattr(owner, function)
+    found = inspect.unwrap(getattr(owner, function))
     source = textwrap.dedent(inspect.getsource(found))
     for text, instead in zip(swaps[::2], swaps[1::2], strict=True):
         assert source.count(text) == 1, f"{function} has changed: plant the hazard anew"
@@ -69,9 +72,11 @@ def plant_hazard(monkeypatch, owner, function, *swaps):
     monkeypatch.setattr(owner, function, names[function])
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["last", "shared"])
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_results_are_right_and_nothing_waits_for_the_device(monkeypatch, seed):
-    assert not run(monkeypatch, seed)
+def test_results_are_right_and_nothing_waits_for_the_device(monkeypatch, seed, shared):
+    """With the output projection on the last stage, and shared out."""
+    assert not run(monkeypatch, seed, shared=shared)
 
 
 def test_a_seed_is_one_schedule(monkeypatch):
@@ -121,17 +126,17 @@ HAZARDS = {
         CudaStageDevice, "fetch", "event.record(self._copies)", "event.record(after.place[0])",
     ),
     "logits being copied are given back to the allocator": (
-        Publisher, "_publish", "device.wait(launched.last)",
+        Publisher, "_do", "device.wait(launched.last)",
         "launched.logits = None; device.wait(launched.last)",
     ),
     "pages are not locked": (
         CudaStageDevice, "lock_pages", "memory.nbytes, 0)", "1, 0)",
     ),
     "the entry is committed before the copy has ended": (
-        Publisher, "_publish", "device.wait(copied)", "pass",
+        Publisher, "_do", "device.wait(copied)", "pass",
     ),
     "an iteration is reported before the device has run it": (
-        Publisher, "_publish", "device.wait(launched.last)", "pass",
+        Publisher, "_do", "device.wait(launched.last)", "pass",
     ),
     "the mark after an iteration comes before the head": (
         SecondRunner, "run",
@@ -180,7 +185,7 @@ HAZARDS = {
         Runner, "__init__", "torch.int64, INFLIGHT)", "torch.int64, INFLIGHT - 1)",
     ),
     "tokens drawn on the device are told before they have come": (
-        Publisher, "_publish", "launched.output.get_output()", "launched.output.model_runner_output",
+        Publisher, "_do", "launched.output.get_output()", "launched.output.model_runner_output",
     ),
     "tokens drawn on the device are read by who launches": (
         SecondRunner, "_draw", "positions).unsqueeze(1)", "positions).unsqueeze(1).cpu().to(logits.device)",
@@ -196,7 +201,7 @@ HAZARDS = {
     return kept[: len(hidden)].copy_(hidden @ self.head)""",
     ),
     "the publisher's thread is GPU 0's": (
-        Publisher, "_run", "self._device.use()", "pass",
+        DeviceThread, "_run", "self._device.use()", "pass",
     ),
     "one iteration too many is in flight": (
         Rig, "choices", "first - INFLIGHT", "first - INFLIGHT - 1",
@@ -204,10 +209,36 @@ HAZARDS = {
 }  # fmt: skip
 
 
+SHARED_HAZARDS = {
+    "final hidden states are multiplied before they have come": (
+        CudaIpcReceiving, "tensors", "self._device.now()",
+        """(self._device.copies if __import__("threading").current_thread().name == "SiPipeHead"
+        else self._device.now())""",
+    ),
+    "the copy of a part does not wait for the product": (
+        HeadThread, "_do", "device.fetch(logits, target, last)", "device.fetch(logits, target, first)",
+    ),
+    "a part is published before its copy has ended": (
+        HeadThread, "_do", "device.wait(copied)", "pass",
+    ),
+    "a part being copied is given back to the allocator": (
+        HeadThread, "_do", "device.wait(last)", "del logits; device.wait(last)",
+    ),
+    "a part is multiplied in the stage's own stream": (
+        CudaStageDevice, "use", "torch.cuda.set_stream(self._own)", "pass",
+    ),
+}  # fmt: skip
+"""Faults where the output projection is shared out."""
+PLANTED = [(name, plant, plants is SHARED_HAZARDS) for plants in (HAZARDS, SHARED_HAZARDS)
+           for name, plant in plants.items()]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "plant", HAZARDS.values(), ids=[name.replace(" ", "-") for name in HAZARDS]
+    ("plant", "shared"),
+    [(plant, shared) for _, plant, shared in PLANTED],
+    ids=[name.replace(" ", "-") for name, *_ in PLANTED],
 )
-def test_a_planted_hazard_is_found(monkeypatch, plant):
-    found = (run(monkeypatch, seed, plant=plant) for seed in range(SEEDS))
+def test_a_planted_hazard_is_found(monkeypatch, plant, shared):
+    found = (run(monkeypatch, seed, plant=plant, shared=shared) for seed in range(SEEDS))
     wrong = next(filter(None, found), None)
     assert wrong, "no schedule has found it"

@@ -18,8 +18,9 @@ pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.worker.device import CudaStageDevice  # noqa: E402
+from sipipe.worker.device_thread import Launched  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
-from sipipe.worker.publisher import Launched, Publisher  # noqa: E402
+from sipipe.worker.publisher import Publisher  # noqa: E402
 
 VOCAB, BATCH = 4097, 16
 
@@ -118,7 +119,8 @@ def test_pages_are_unlocked_where_the_device_draws():
 ON_GPU_1 = """
 import torch
 from sipipe.worker.device import CudaStageDevice
-from sipipe.worker.publisher import Launched, Publisher
+from sipipe.worker.device_thread import Launched
+from sipipe.worker.publisher import Publisher
 torch.cuda.set_device(1)
 device, ran = CudaStageDevice(torch.device("cuda:1")), []
 publisher = Publisher(

@@ -87,7 +87,7 @@ class Loop:
         )
         return "open"
 
-    def run(self, iteration, slot, output, logits_row):
+    def run(self, iteration, slot, output, logits_row, logits_rows):
         self.double_buffer.prepare(iteration, slot, output)
 
     def doing(self):

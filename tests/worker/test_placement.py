@@ -21,6 +21,7 @@ from sipipe.worker import main as worker_main  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
+from sipipe.worker.sharing import Sharing  # noqa: E402
 from sipipe.worker.vllm_workers import GPUStageWorker  # noqa: E402
 
 
@@ -100,6 +101,31 @@ def test_what_a_link_takes_of_a_gpu_is_known_before_the_kv_cache_is_sized(
     assert worker.determine_available_memory() == (10 << 30) - worker.reserved
     worker.cache_config.kv_cache_memory_bytes = 1 << 30  # the user's own size
     assert worker.determine_available_memory() == 10 << 30
+
+
+@pytest.mark.parametrize(
+    ("device", "stage", "parts", "columns"),
+    [
+        ("cuda:0", 0, (0.25, 0.75), 1000),
+        ("cuda:0", 1, (0.25, 0.75), 0),  # the model's own
+        ("cuda:0", 0, (), 0),
+        ("cpu", 0, (0.25, 0.75), 0),
+    ],
+)
+def test_what_a_part_of_the_output_projection_takes_of_a_gpu(device, stage, parts, columns):
+    """Its rows, what it makes of them and a copy, and what comes from the last stage."""
+    model = SimpleNamespace(
+        get_vocab_size=lambda: 8000, get_hidden_size=lambda: 64, dtype=torch.bfloat16
+    )
+    boot = SimpleNamespace(
+        place=StagePlace(stage=stage, stages=2, tp_rank=0, tp_size=2),
+        parts=parts,
+        vllm_config=SimpleNamespace(model_config=model),
+        watched=SimpleNamespace(inflight=INFLIGHT),
+    )
+    runner = SimpleNamespace(device=torch.device(device), max_num_reqs=16)
+    taken = Sharing(boot, SimpleNamespace(model_runner=runner), HostDevice()).device_bytes()
+    assert taken == (2 * (columns * (64 + 2 * 16) + INFLIGHT * 16 * 64) if columns else 0)
 
 
 def test_a_first_stage_has_no_link_before_it():

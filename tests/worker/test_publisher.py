@@ -14,8 +14,9 @@ pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
+from sipipe.worker.device_thread import Launched  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
-from sipipe.worker.publisher import Launched, Publisher  # noqa: E402
+from sipipe.worker.publisher import Publisher  # noqa: E402
 
 VOCAB, BATCH, ENTRIES = 37, 5, 4
 
@@ -35,6 +36,9 @@ class LateDevice:
 
     def use(self):
         pass
+
+    def beside(self):
+        return self
 
     def mark(self):
         with self.lock:
@@ -179,6 +183,18 @@ def output(prompt_logprobs, tokens):
         ),
         sampled_token_ids=np.array(tokens),
     )
+
+
+def test_a_product_that_is_shared_out_has_its_own_time():
+    device = LateDevice()
+    rig = Rig(device)
+    one = launched(device, 0)
+    one.made, one.last = device.mark(), device.mark()
+    rig.publisher.put(one)
+    device.run(one.last)
+    rig.publisher.drain()
+    assert rig.phases == [("FORWARD", 0, 2000), ("LOGITS", 0, 1000)]
+    rig.close()
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])

@@ -21,7 +21,7 @@ from sipipe.messages.places import StagePlace  # noqa: E402
 from sipipe.worker import device_sampler, second_runner, token_feedback  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.device_sampler import DeviceSampler  # noqa: E402
-from sipipe.worker.publisher import Launched  # noqa: E402
+from sipipe.worker.device_thread import Launched  # noqa: E402
 from sipipe.worker.second_runner import SecondRunner  # noqa: E402
 from sipipe.worker.token_feedback import StandInSampler, TokenFeedback  # noqa: E402
 from sipipe.worker.world import PipelineStandIn  # noqa: E402
@@ -269,7 +269,7 @@ def test_scores_of_tokens_that_a_request_names_are_reported(last_stage):
         last_stage.run(len(reports), 0, scheduled, lambda _: None)
 
     last_stage.take_over()
-    last_stage.open(rig.publisher, writes=False, reports=True)
+    last_stage.open(rig.publisher, None, writes=False, reports=True)
     plain = SamplingParams()
     run(batch(["a", "b"], [0, 0], [1, 1], [1, 2]), new=[("a", plain), ("b", params)])
     run(batch(["a", "b"], [1, 1], [1, 1], [1, 2]))  # b's prompt ends
@@ -329,7 +329,7 @@ def test_the_launching_thread_never_waits_for_the_device(monkeypatch, feedback):
     worker.sample_tokens = lambda _: runner.sample(torch.zeros(2, VOCAB), sorted_batch, None)[0]
     stage = SecondRunner(worker, device)
     stage.take_over()
-    stage.open(rig.publisher, writes=True, reports=True)
+    stage.open(rig.publisher, None, writes=True, reports=True)
     with WaitingOperators() as operators:
         for iteration in range(3):
             scheduled = output(["a", "c"], [9, 12], [[11], [13]])

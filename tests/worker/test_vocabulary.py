@@ -30,6 +30,7 @@ from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # 
 from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.observe.phases import Phase  # noqa: E402
+from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.double_buffer import DoubleBuffer  # noqa: E402
 from sipipe.worker.head import HeadShard, OfferedHead, time_parts  # noqa: E402
 from sipipe.worker.logits import LogitsHandover, StageLogits  # noqa: E402
@@ -87,11 +88,6 @@ def shards(model, bounds, dtype, piece=None):
     return made
 
 
-def product(shard, hidden):
-    pieces = [shard.compute(hidden, piece) for piece in range(len(shard.pieces))]
-    return torch.cat([hidden[:, :0], *pieces], 1)
-
-
 @pytest.mark.parametrize("piece", [None, 256 * HIDDEN, 1])
 @pytest.mark.parametrize("options", [{}, {"scale": 0.25}, {"soft_cap": 3.0, "scale": 2.0}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,14 +96,14 @@ def test_parts_are_the_whole_bit_for_bit(dtype, options, piece):
     hidden = torch.randn(5, HIDDEN, dtype=dtype) * 3
     whole = model.compute_logits(hidden)
     made = shards(model, (0, 192, 192, 704, VOCAB), dtype, piece)
-    parts = [product(shard, hidden) for shard in made]
+    parts = [shard.whole(hidden) for shard in made]
     assert [part.shape[1] for part in parts] == [192, 0, 512, 296]
     assert torch.equal(torch.cat(parts, 1), whole)
     if piece == 1:
         assert [len(shard.pieces) for shard in made] == [3, 0, 8, 5], "blocks of 64"
     # Rows of other iterations change nothing but, by the kernel's blocks, the last bits.
     rows = torch.cat([torch.randn(30, HIDDEN, dtype=dtype), hidden])
-    joined = torch.cat([product(shard, rows) for shard in made], 1)[30:]
+    joined = torch.cat([shard.whole(rows) for shard in made], 1)[30:]
     torch.testing.assert_close(joined, whole)
     assert torch.equal(joined.argmax(1), whole.argmax(1))
     # The last stage has let go of its packed matrix, and packs it when prompts are scored.
@@ -163,19 +159,27 @@ def test_a_head_that_stays_is_left_as_it_was():
     assert model.lm_head.cpu_linear is packed
 
 
-def test_stages_say_how_long_their_parts_take():
+@pytest.mark.parametrize(
+    ("device", "how"), [(None, {}), (HostDevice(), {"uniform_decode": True})], ids=["own", "second"]
+)
+def test_stages_say_how_long_their_parts_take(device, how):
     ran = []
     model = SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32)
-    runner = SimpleNamespace(_dummy_run=ran.append, model_config=model, vllm_config=VllmConfig())
-    assert time_parts(runner, None, 7).head == 0
-    assert set(ran) == {7}
-    measured = time_parts(runner, stage_logits(Model()), 7)
+    runner = SimpleNamespace(
+        _dummy_run=lambda rows, **how: ran.append((rows, how)),
+        model_config=model,
+        vllm_config=VllmConfig(),
+        device=torch.device("cpu"),
+    )
+    assert time_parts(runner, None, 7, device).head == 0
+    assert all(seen == (7, how) for seen in ran)
+    measured = time_parts(runner, stage_logits(Model()), 7, device)
     assert measured.head > 0
     assert measured.layers > 0
 
 
-def link(bound=HAND_OVER):
-    endpoint = LinkEndpoint(kind="shm", buffer_tokens=16, depth=4, stall_timeout=bound)
+def link(bound=HAND_OVER, depth=4):
+    endpoint = LinkEndpoint(kind="shm", buffer_tokens=16, depth=depth, stall_timeout=bound)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return open_sender(endpoint, ours), open_receiver(endpoint, theirs)
 

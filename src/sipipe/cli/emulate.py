@@ -34,6 +34,7 @@ adds to a pipeline, and nothing of a GPU's speed or of a gain over another engin
 
   sipipe emulate --profile llama-70b-8xh100 --pp 4 --trace traces/emulated
   sipipe trace report traces/emulated
+  sipipe emulate --profile llama-8b-4xh100 --pp 4 --vocabulary shared     # default here: last
 """
 BUSY = 0.85
 """Share of the machine's CPU time above which emulated devices are late by themselves."""
@@ -87,11 +88,14 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("emulate: --profile is missing, such as --profile llama-70b-8xh100")
     if own.tp is not None:
         raise ConfigError("emulate: --tp follows from --profile and --pp")
-    layers = settings.get("layers")
+    layers, vocabulary = settings.get("layers"), settings.setdefault("vocabulary", "last")
+    if vocabulary == "auto":
+        raise ConfigError("emulate: --vocabulary is shared or last (default: last)")
     made = emulation(
         own.profile,
         int(own.pp or 1),
         cut=tuple(layers) if isinstance(layers, list) else None,
+        shared=vocabulary == "shared",
         jitter=own.jitter or 0.0,
     )
     if own.replay:
@@ -217,6 +221,7 @@ def _show(made: Emulation, found: list[dict[str, Any]], slow: float) -> None:
     print(
         f"emulated: {made.facts.name} on {made.cluster.devices} x {made.cluster.device.name}, "
         f"{placement.p} stages of {placement.t}, layers {layers}"
+        + (", output projection shared out" if placement.shares_head else "")
         + (f"; in slow motion, {slow:g} times as long" if slow > 1 else "")
     )
     for load in found:

@@ -42,15 +42,22 @@ class Bus:
         self._hosts = hosts
 
     def publish(
-        self, kind: Kind, number: int, parts: Sequence[Any], *, slot: int = 0, logits_row: int = -1
+        self,
+        kind: Kind,
+        number: int,
+        parts: Sequence[Any],
+        *,
+        slot: int = 0,
+        logits: tuple[int, int] = (-1, 0),
     ) -> None:
-        """Publish one message; ``number`` is that of the iteration or call.
+        """Publish one message; ``number`` is that of the iteration or call, ``logits`` the first of
+        the iteration's rows of BIC-L and how many it has.
 
         Raises:
             ChannelTimeout: a reader did not free an entry of its ring in time; names it.
             ChannelClosed: the engine is shutting down. PeerDiedError: a host is gone.
         """
-        message = [encode_header(kind, slot, number, logits_row), *parts]
+        message = [encode_header(kind, slot, number, *logits), *parts]
         with self.order:
             for host in self._hosts:
                 host.publish(message)

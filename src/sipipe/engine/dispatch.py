@@ -79,7 +79,7 @@ class Dispatcher:
                 iteration.number,
                 [encode(iteration.work.step), *out_of_band(output)],
                 slot=iteration.slot or 0,
-                logits_row=iteration.logits_row,
+                logits=(iteration.logits_row, len(iteration.work.sampled)),
             )
         iteration.published = time.monotonic_ns()
         if iteration.scheduled is not None:

@@ -281,9 +281,11 @@ class Pipeline:
 
 def _make_head_links(setup: Setup) -> list[LinkEndpoint]:
     """One link from each rank of the last stage to the same rank of every other, by its receiver."""
+    kind, device = _transport(setup)
     return [
         LinkEndpoint(
-            kind="shm",
+            kind=kind,
+            device=device,
             buffer_tokens=setup.vllm_config.scheduler_config.max_num_seqs,
             depth=max(2, setup.slots),
             name=f"head{setup.stages - 1}-{stage}.r{rank}",
@@ -304,10 +306,7 @@ def _make_links(setup: Setup, addresses: dict[int, str]) -> list[LinkEndpoint]:
             among them.
     """
     links = []
-    device: Literal["cpu", "cuda"] = "cpu" if current_platform.is_cpu() else "cuda"
-    kind: TransportKind = "shm" if device == "cpu" else "cuda_ipc"
-    if setup.config.transport != "auto":
-        kind = setup.config.transport
+    kind, device = _transport(setup)
     encrypts = setup.config.hosts.encrypt_links
     for rank in range((setup.stages - 1) * setup.ranks):
         stage, tp_rank = divmod(rank, setup.ranks)
@@ -328,3 +327,10 @@ def _make_links(setup: Setup, addresses: dict[int, str]) -> list[LinkEndpoint]:
             )
         )
     return links
+
+
+def _transport(setup: Setup) -> tuple[TransportKind, Literal["cpu", "cuda"]]:
+    """Of links within a host, and where what they carry is needed."""
+    if current_platform.is_cpu():
+        return "shm", "cpu"
+    return "cuda_ipc" if setup.config.transport == "auto" else setup.config.transport, "cuda"

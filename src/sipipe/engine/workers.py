@@ -52,10 +52,9 @@ class Workers:
         links = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in places[tp:]]
         # Where the output projection is shared out, each rank of the last stage, all of them being
         # on this host, also sends to the same rank of every other.
-        shares = bool(setup.vocabulary.parts)
         heads = [
             socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            for _ in (places[:-tp] if shares else ())
+            for _ in (places[:-tp] if setup.vocabulary.parts else ())
         ]
         for local_rank, place in enumerate(places):
             ends = [links[local_rank - tp][1]] if local_rank >= tp else []
@@ -86,7 +85,7 @@ class Workers:
                 of_main_thread=threading.current_thread() is threading.main_thread(),
                 layers=layers,
                 cut_evenly=layers == layer_split(sum(layers), len(layers)),
-                shares_head=shares,
+                parts=setup.vocabulary.parts,
                 measures=setup.measures,
                 cpus=() if on_cpu else setup.cores.workers[local_rank // tp][place.tp_rank],
             )

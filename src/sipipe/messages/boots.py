@@ -61,8 +61,8 @@ class WorkerBoot:
     """Decoder layers of each stage."""
     cut_evenly: bool
     """Whether ``layers`` is what vLLM gives the stages by itself."""
-    shares_head: bool = False
-    """Whether the output projection is to be shared out over all stages."""
+    parts: tuple[float, ...] = ()
+    """Of the output projection, expected of each stage; empty: it is not to be shared out."""
     measures: bool = False
     """Whether it is measured, on the loaded model, if CPU samplers draw; until then vLLM's own
     sampler is there."""

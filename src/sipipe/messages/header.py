@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sipipe.errors import DamagedError
 
-_FIELDS = struct.Struct("<BxxxIqq")
+_FIELDS = struct.Struct("<BxxxIqqq")
 _SUM = struct.Struct("<I")
 
 
@@ -24,16 +24,20 @@ class Kind(enum.IntEnum):
 
 class Header(NamedTuple):
     """First part of each message. ``number`` is the iteration, or the call of a CONTROL;
-    ``logits_row`` where the iteration's rows of BIC-L begin, -1 if nothing samples."""
+    ``logits_row`` where the iteration's rows of BIC-L begin, -1 if nothing samples, and
+    ``logits_rows`` how many it has."""
 
     kind: Kind
     slot: int
     number: int
     logits_row: int = -1
+    logits_rows: int = 0
 
 
-def encode_header(kind: Kind, slot: int, number: int, logits_row: int = -1) -> bytes:
-    fields = _FIELDS.pack(kind, slot, number, logits_row)
+def encode_header(
+    kind: Kind, slot: int, number: int, logits_row: int = -1, logits_rows: int = 0
+) -> bytes:
+    fields = _FIELDS.pack(kind, slot, number, logits_row, logits_rows)
     return fields + _SUM.pack(zlib.crc32(fields))
 
 
@@ -42,5 +46,5 @@ def decode_header(part: memoryview | bytes) -> Header:
     fields = part[: _FIELDS.size]
     if bytes(part[_FIELDS.size :]) != _SUM.pack(zlib.crc32(fields)):
         raise DamagedError("channel bic-i: the header of a message is damaged")
-    kind, slot, number, logits_row = _FIELDS.unpack(fields)
-    return Header(Kind(kind), slot, number, logits_row)
+    kind, *numbers = _FIELDS.unpack(fields)
+    return Header(Kind(kind), *numbers)

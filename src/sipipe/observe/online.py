@@ -1,7 +1,8 @@
 """The bubble accounting of docs/tracing.md, as far as one stage can do it while it runs.
 
 Who runs here: the threads of one stage process that record. ``note`` may be called by each of them
-(it stores one tuple, which the GIL makes atomic), ``account`` only by the thread that records the
+(it stores one tuple, which the GIL makes atomic; where a thread beside the forward's records its
+part of the output projection, a sum may miss one), ``account`` only by the thread that records the
 forward. Reads the rings of the stage before and of the executor on the statistics page; a pair
 (iteration, end) that is being overwritten is noticed by its iteration and counts as unknown.
 
@@ -71,7 +72,7 @@ class Online:
         elif phase == _LOGITS and self._end:
             # Where every stage has a part of the projection, it may wait for the last stage's rows.
             self._surplus += max(0, start_ns - self._end)
-            self._busy += end_ns - max(start_ns, self._end)
+            self._busy += max(0, end_ns - max(start_ns, self._end))
             self._end = max(end_ns, self._end)
         elif phase in (_SAMPLE, _HANDOVER) and self._end:
             self._surplus += max(0, end_ns - max(start_ns, self._end))

@@ -11,19 +11,28 @@ on an emulated one (``tests/worker/test_cuda_order.py``).
 from __future__ import annotations
 
 import ctypes
+import statistics
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Protocol, Self
 
 import torch
 
 from sipipe.errors import ResourceError
+from sipipe.messages.measured import TIMES
 
 
 class Device(Protocol):
-    """Marks and copies. ``mark`` is called by the launching thread, the rest by one other."""
+    """Marks and copies. ``mark`` is called by a thread that launches, the rest by one other, or by
+    the same."""
 
     def use(self) -> None:
         """The calling thread, a new one, works with this device from now on."""
+
+    def beside(self) -> Device:
+        """The same device for another thread that launches: :meth:`use` gives its work a stream of
+        its own, which waits for nothing of the others."""
 
     def mark(self) -> Any:
         """Where the launching thread is now."""
@@ -58,6 +67,9 @@ class HostDevice:
     def use(self) -> None:
         pass
 
+    def beside(self) -> Self:
+        return self
+
     def mark(self) -> int:
         return time.monotonic_ns()
 
@@ -81,14 +93,21 @@ class HostDevice:
 class CudaStageDevice:
     """A CUDA device: marks are events, copies have a stream of their own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, own: Any = None) -> None:
+        """``own``: the stream of the thread that launches; None: the one that it has."""
         self._device = device
         self._copies = torch.cuda.Stream(device)
+        self._own = own
 
     def use(self) -> None:
         # A new thread's is GPU 0, where its first call would make a context: memory that nobody
         # counts, on another stage's GPU.
         torch.cuda.set_device(self._device)
+        if self._own is not None:
+            torch.cuda.set_stream(self._own)
+
+    def beside(self) -> CudaStageDevice:
+        return CudaStageDevice(self._device, torch.cuda.Stream(self._device))
 
     def mark(self) -> Any:
         # Blocking: who waits sleeps, and does not ask the driver over and over.
@@ -138,3 +157,14 @@ def _address(memory: memoryview) -> int:
 def stage_device(device: torch.device) -> Device:
     """The device that a stage's worker runs on."""
     return CudaStageDevice(device) if device.type == "cuda" else HostDevice()
+
+
+def seconds(device: Device, call: Callable[[], object]) -> float:
+    """The median of some calls, each from the end of the one before; the first does not count."""
+    call()
+    marks = [device.mark()]
+    for _ in range(TIMES):
+        call()
+        marks.append(device.mark())
+    device.wait(marks[-1])
+    return statistics.median(device.nanoseconds(*pair) for pair in pairwise(marks)) * 1e-9

@@ -1,17 +1,15 @@
 """The rows of the output projection that a rank multiplies by, where it is shared out.
 
 The last stage's ranks offer the rows of their loaded model in shared memory; every rank of every
-stage takes its part of them, and packs it with vLLM's own kernels.
+stage takes its part of them: on CPUs packed with vLLM's own kernels, on GPUs as it is.
 
-Who runs here: whoever follows BIC-I, in control calls; the device thread in
-:meth:`HeadShard.compute` and ``joins``.
+Who runs here: whoever follows BIC-I, in control calls; the thread that multiplies in
+:meth:`HeadShard.compute`, ``whole`` and ``joins``.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +22,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from sipipe.errors import ResourceError
 from sipipe.ipc.memory import PAGE, SharedMemory
 from sipipe.messages.boots import HeadOffer
-from sipipe.messages.measured import TIMES, Measured
+from sipipe.messages.measured import Measured
+from sipipe.worker.device import Device, HostDevice, seconds
 from sipipe.worker.logits import StageLogits, placed_in
 
+_HOST = torch.device("cpu")
 _BLOCK = 64
 """Columns that stay together: kernels work on as many."""
 _MANY = 32
@@ -46,6 +46,7 @@ class OfferedHead:
 
     Attributes:
         reason: why the head cannot be shared out; then there is nothing else.
+        rows: the matrix's, as they were loaded.
     """
 
     def __init__(self, head: StageLogits, hidden: torch.Tensor) -> None:
@@ -57,7 +58,7 @@ class OfferedHead:
         self.reason = ""
         self._module, processor = found
         start, stop = head.columns
-        weight = self._module.weight.detach()[: stop - start]
+        self.rows = weight = self._module.weight.detach()[: stop - start]
         try:
             self._memory = SharedMemory.create("head", PAGE + weight.nbytes, None)
         except ResourceError as error:
@@ -77,7 +78,7 @@ class OfferedHead:
         if self._memory is not None:
             self._memory.close()
             self._memory = None  # the mapping goes with it, and with that memory for all rows
-        if taken:
+        if taken and self.rows.is_cpu:
             # What scores prompts packs the whole matrix again when somebody asks for it.
             self._module.cpu_linear = self._pack_and_multiply
 
@@ -124,6 +125,8 @@ class HeadShard:
         dtype: the model's.
         piece: bytes of weights of a piece at most, for each thread; None: all is one, as on the
             last stage, whose products nothing interrupts.
+        device: where to have them.
+        loaded: the last stage's rank's own rows of the loaded model, which need no copy on a GPU.
 
     Attributes:
         pieces: the columns of each, from ``start`` on; there may be none.
@@ -139,22 +142,30 @@ class HeadShard:
         stop: int,
         dtype: torch.dtype,
         piece: int | None = PIECE,
+        device: torch.device = _HOST,
+        loaded: torch.Tensor | None = None,
     ) -> None:
         offer = next(o for o in offers if o.columns[0] <= start and stop <= o.columns[1])
         memory = SharedMemory.attach(offer.memory)
-        rows = _rows(memory, offer, dtype)[start - offer.columns[0] : stop - offer.columns[0]]
+        rows = _rows(memory, offer, dtype) if loaded is None else loaded
+        rows = rows[start - offer.columns[0] : stop - offer.columns[0]]
         count = max(1, -(-rows.nbytes // (piece * torch.get_num_threads()))) if piece else 1
         width = -(-(stop - start) // (count * _BLOCK)) * _BLOCK
         self.pieces = [
             slice(first, min(first + width, stop - start))
             for first in range(0, stop - start, width or 1)
         ]
-        self._modules = [_Rows(rows[columns].clone(), offer) for columns in self.pieces]
+        self._modules = [
+            _Rows(rows[columns].to(device, copy=device.type == "cpu"), offer)
+            for columns in self.pieces
+        ]
         del rows
         memory.close()
+        if device.type != "cpu":
+            return  # nothing is in pieces there, and nothing joins
         hidden = torch.randn(_MANY, offer.hidden, dtype=dtype)
         # All stages do this at the same time.
-        one, many = (_median(partial(self._whole, hidden[:n])) for n in (1, _MANY))
+        one, many = (seconds(HostDevice(), partial(self.whole, hidden[:n])) for n in (1, _MANY))
         self.per_row = max(0.0, many - one) / (_MANY - 1)
         self.fixed = max(0.0, one - self.per_row)
 
@@ -167,14 +178,15 @@ class HeadShard:
             logits: torch.Tensor = rows.project(rows, hidden)
         return logits
 
+    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, H] to [n, columns of all pieces], of which there may be none."""
+        parts = [self.compute(hidden, piece) for piece in range(len(self.pieces))]
+        return parts[0] if len(parts) == 1 else torch.cat([hidden[:, :0], *parts], 1)
+
     def joins(self, rows: int) -> bool:
         """Whether ``rows`` more in a product delay it by no more than a product of their own would
         take for reading the matrix."""
         return self.per_row * rows <= self.fixed
-
-    def _whole(self, hidden: torch.Tensor) -> None:
-        for piece in range(len(self.pieces)):
-            self.compute(hidden, piece)
 
 
 class _Rows(torch.nn.Module):
@@ -186,30 +198,27 @@ class _Rows(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.quant_method = UnquantizedEmbeddingMethod()
         self.tp_size = 1
-        dispatch_cpu_unquantized_gemm(self, remove_weight=True)
+        if weight.is_cpu:
+            dispatch_cpu_unquantized_gemm(self, remove_weight=True)
 
 
-def _median(call: Callable[[], object]) -> float:
-    """Seconds that ``call`` takes, but for the first time."""
-    call()
-    taken = []
-    for _ in range(TIMES):
-        began = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
-
-
-def time_parts(vllm_runner: Any, head: StageLogits | None, sequences: int) -> Measured:
+def time_parts(
+    vllm_runner: Any, head: StageLogits | None, sequences: int, device: Device | None
+) -> Measured:
     """Seconds that the layers take for ``sequences`` decoding ones, without their attention, and on
-    the last stage, which has ``head``, the whole output projection. All stages at once."""
+    the last stage, which has ``head``, the whole output projection. All stages at once.
+
+    ``device``: of vLLM's second runner; None: the other one, on CPUs.
+    """
     config = vllm_runner.model_config
+    clock, decodes = device or HostDevice(), {} if device is None else {"uniform_decode": True}
     with set_current_vllm_config(vllm_runner.vllm_config), torch.inference_mode():
-        layers = _median(lambda: vllm_runner._dummy_run(sequences))
+        layers = seconds(clock, lambda: vllm_runner._dummy_run(sequences, **decodes))
         if head is None:
             return Measured(layers=layers)
         hidden = torch.randn(sequences, config.get_hidden_size(), dtype=config.dtype)
-        return Measured(layers=layers, head=_median(lambda: head.compute(hidden)))
+        hidden = hidden.to(vllm_runner.device)
+        return Measured(layers=layers, head=seconds(clock, lambda: head.compute(hidden)))
 
 
 def _rows(memory: SharedMemory, offer: HeadOffer, dtype: torch.dtype) -> torch.Tensor:

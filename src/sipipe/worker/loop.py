@@ -36,18 +36,20 @@ from sipipe.messages.measured import Measured
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.device import stage_device
+from sipipe.worker.device_thread import Launched
 from sipipe.worker.double_buffer import DoubleBuffer
-from sipipe.worker.head import PIECE, HeadShard, OfferedHead, time_parts
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.logits import LogitsHandover
-from sipipe.worker.publisher import Launched, Publisher
+from sipipe.worker.publisher import Publisher
 from sipipe.worker.runner import StageRunner
 from sipipe.worker.shards import cut, join
+from sipipe.worker.sharing import Sharing
 from sipipe.worker.steps import StageSteps
 from sipipe.worker.support import unsupported_reason
 from sipipe.worker.vocabulary import SharedHead
 
 if TYPE_CHECKING:
+    from sipipe.worker.device_vocabulary import HeadThread
     from sipipe.worker.second_runner import SecondRunner
 
 Report = Callable[..., None]
@@ -86,13 +88,12 @@ class StageLoop:
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
         self._logits: LogitsHandover | None = None
-        self._writer = boot.place.tp_rank
-        """Which writer of BIC-L this rank is."""
-        self._offered: OfferedHead | None = None
-        # Where the output projection is shared out over all stages:
-        self._shard: HeadShard | None = None
-        self._shared: SharedHead | None = None
+        self._shared: SharedHead | HeadThread | None = None
+        """Where the output projection is shared out over all stages."""
         self._second = self._host_second_runner()
+        device = None if self._second is None else self._device
+        make = getattr(self._worker, "sharing", Sharing)
+        self._sharing: Sharing = make(boot, self._worker, device)
         self._publisher: Publisher | None = None
         self._iteration = self._tokens = 0
         """Of the step that vLLM's worker runs."""
@@ -101,7 +102,7 @@ class StageLoop:
         self.double_buffer: DoubleBuffer | None = None
         """The two threads of SiPipe's stage runner, once the data plane is open."""
 
-        self._worker.reserved = self._arena_bytes()
+        self._worker.reserved = self._sharing.device_bytes() + self._arena_bytes()
 
     # ---- opening, by control calls ------------------------------------------------------------
 
@@ -153,11 +154,9 @@ class StageLoop:
             hidden = torch.randn(3, model.get_hidden_size(), dtype=model.dtype).to(device)
             with torch.inference_mode():
                 logits = runner.head.compute(hidden)
-                if self._boot.shares_head:
-                    self._offered = OfferedHead(runner.head, hidden)
-        offered = self._offered and (self._offered.reason or self._offered.offer)
+                offered = self._sharing.offer(runner.head, hidden)
         if logits is None:
-            return StageDescription(head=offered or "")
+            return StageDescription(head=offered)
         shape = LogitsShape(
             vocab=runner.head.vocab_size if runner.head.bounds else logits.shape[1],
             dtype=str(logits.dtype).removeprefix("torch."),
@@ -165,23 +164,17 @@ class StageLoop:
             # Every rank writes its columns, or the first one rows that vLLM has gathered.
             bounds=runner.head.bounds,
         )
-        return StageDescription(logits=shape, head=offered or "")
+        return StageDescription(logits=shape, head=offered)
 
     def time_parts(self, *, sequences: int) -> Measured:
-        """What :func:`time_parts` says of this rank."""
-        assert self._runner is not None
-        return time_parts(self._worker.model_runner, self._runner.head, sequences)
+        """How long the parts of a microbatch take, all stages at once."""
+        runner = self._second or self._runner
+        assert runner is not None
+        return self._sharing.time_parts(runner.head, sequences)
 
     def take_head(self, *, offers: list[HeadOffer], bounds: tuple[int, ...]) -> None:
-        """Take this rank's rows of the output projection from the last stage, which offers them.
-
-        ``bounds``: as BIC-L has them; writer ``r * stages + s`` is rank r of stage s.
-        """
-        self._writer = self._place.tp_rank * self._place.stages + self._place.stage
-        (start, stop), config = bounds[self._writer : self._writer + 2], self._boot.vllm_config
-        dtype, piece = config.model_config.dtype, None if self._place.is_last else PIECE
-        with set_current_vllm_config(config):
-            self._shard = HeadShard(offers, start, stop, dtype, piece)
+        """Take this rank's rows of the output projection from the last stage, which offers them."""
+        self._sharing.take(offers, bounds)
 
     def open(
         self,
@@ -213,11 +206,15 @@ class StageLoop:
         runner = self._second or self._runner
         assert runner is not None
         head = runner.head
-        if (head is not None or self._shard is not None) and self._writer < logits.shape.ranks:
-            writer = LogitsWriter(logits, rank=self._writer)
+        sharing = self._sharing
+        if (head is not None or sharing.shard is not None) and sharing.writer < logits.shape.ranks:
+            writer = LogitsWriter(logits, rank=sharing.writer)
             self._logits = LogitsHandover(writer, config.logits_layout)
             if self._second is not None:
                 self._device.lock_pages(self._logits.buffer)
+        sharing.keep()
+        if sharing.shard is not None:
+            self._shared = sharing.open(heads, sockets, self._logits, self._record, self._fail)
         if self._second is not None:
             self._publisher = Publisher(
                 self._device,
@@ -229,6 +226,7 @@ class StageLoop:
             )
             self._second.open(
                 self._publisher,
+                self._shared,
                 writes=self._logits is not None,
                 reports=place.is_last and place.tp_rank == 0,
             )
@@ -244,10 +242,9 @@ class StageLoop:
             record=self._record,
             stall_timeout=config.stall_timeout,
         )
-        if self._offered is not None and self._shard is None:
-            self._offered.close(taken=False)
-        if self._shard is not None:
-            steps.shared = self._shared = self._open_heads(heads, sockets)
+        if self._shared is not None:
+            assert isinstance(self._shared, SharedHead)
+            steps.shared = self._shared
         if place.tp_size > 1:
             steps.part, steps.whole = self._part, self._whole
         self.double_buffer = DoubleBuffer(
@@ -257,20 +254,6 @@ class StageLoop:
             interrupt=steps.interrupt,
             meanwhile=steps.meanwhile,
         )
-
-    def _open_heads(self, heads: Sequence[LinkEndpoint], ends: list[socket.socket]) -> SharedHead:
-        """This rank's end of the links of final hidden states; all stages have their rows now."""
-        assert self._shard is not None
-        assert self._logits is not None, "every rank of every stage writes logits"
-        place, receiver, senders = self._place, None, []
-        if self._offered is None:
-            receiver = open_receiver(heads[place.rank], ends.pop(0))
-        else:
-            self._offered.close()
-            mine = heads[place.tp_rank :: place.tp_size]
-            senders = [open_sender(link, ends.pop(0)) for link in mine]
-        bound = heads[0].stall_timeout
-        return SharedHead(senders, receiver, self._shard, self._logits, self._record, bound)
 
     def measure(self, *, sequences: int) -> Measured:
         """How long the parts of a microbatch take, drawn on this device and by CPU samplers."""
@@ -325,13 +308,20 @@ class StageLoop:
 
     # ---- vLLM's runners, on either path ---------------------------------------------------------
 
-    def run(self, iteration: int, slot: int, output: SchedulerOutput, logits_row: int = -1) -> None:
+    def run(
+        self,
+        iteration: int,
+        slot: int,
+        output: SchedulerOutput,
+        logits_row: int = -1,
+        logits_rows: int = 0,
+    ) -> None:
         """Run an iteration of BIC-I, or prepare it for the device thread."""
         if self._logits is not None and logits_row >= 0:
             self._logits.expect(iteration, logits_row)
         if self._second is not None:
             self._iteration, self._tokens = iteration, output.total_num_scheduled_tokens
-            self._second.run(iteration, slot, output, self._execute_model)
+            self._second.run(iteration, slot, output, self._execute_model, logits_rows)
         else:
             assert self.double_buffer is not None, "an iteration before the data plane was open"
             self.double_buffer.prepare(iteration, slot, output)
@@ -370,11 +360,11 @@ class StageLoop:
 
     def doing(self) -> str:
         """What the threads that run iterations do now, as predicates."""
-        if self._second is not None and self._publisher is not None:
-            return (
-                f"(launching thread) {self._second.doing()}, (publisher) {self._publisher.doing()}"
-            )
         due = self._shared.doing() if self._shared is not None else ""
+        if self._second is not None and self._publisher is not None:
+            said = f"(launching thread) {self._second.doing()}"
+            said += f", (publisher) {self._publisher.doing()}"
+            return f"{said}, (head thread) {due}" if due else said
         said = self.double_buffer.doing() if self.double_buffer is not None else ""
         return f"{said}, {due}" if due else said
 
@@ -394,6 +384,6 @@ class StageLoop:
         """End the threads; release links and channels."""
         if self.double_buffer is not None:
             self.double_buffer.close()
-        for end in (self._publisher, self._receiver, self._sender, self._shared, self._logits):
+        for end in (self._publisher, self._shared, self._receiver, self._sender, self._logits):
             if end is not None:
                 end.close()

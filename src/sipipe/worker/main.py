@@ -208,7 +208,7 @@ class Main:
         self._recorder.record(
             Phase.WAIT_SCHEDULING, header.number, header.slot, began, time.monotonic_ns()
         )
-        loop.run(header.number, header.slot, output, header.logits_row)
+        loop.run(header.number, header.slot, output, header.logits_row, header.logits_rows)
 
     def _run_call(self, loop: StageLoop, number: int, content: Callable[[], Any]) -> None:
         """Run one control call, and answer it where an answer is wanted.

@@ -9,10 +9,8 @@ Who runs here: the worker's main thread, in a control call.
 """
 
 import dataclasses
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,9 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from sipipe.messages.measured import MIXES, TIMES, Measured
+from sipipe.messages.measured import MIXES, Measured
 from sipipe.messages.params import is_plain
-from sipipe.worker.device import Device
+from sipipe.worker.device import Device, seconds
 from sipipe.worker.device_sampler import DeviceSampler
 from sipipe.worker.logits import LogitsHandover, StageLogits
 
@@ -47,7 +45,7 @@ def measure_stage(
     def layers() -> Any:
         return runner._dummy_run(sequences, uniform_decode=True)[1]
 
-    measured = Measured(layers=_seconds(device, layers))
+    measured = Measured(layers=seconds(device, layers))
     if head is None:
         return measured
     hidden = layers().clone()  # the next run of a graph overwrites it
@@ -57,13 +55,13 @@ def measure_stage(
         drawn, plain, ours = {}, {}, DeviceSampler(runner)
         for mix, params in ((mix, SamplingParams(**given)) for mix, given in MIXES.items()):
             with _requests(runner, sequences, params, ours) as batch:
-                drawn[mix] = _seconds(device, lambda: runner.sample(hidden, batch, None))
+                drawn[mix] = seconds(device, lambda: runner.sample(hidden, batch, None))
                 if is_plain(params):
-                    plain[mix] = _seconds(device, lambda: _draw(ours, head, hidden, batch))
+                    plain[mix] = seconds(device, lambda: _draw(ours, head, hidden, batch))
         columns = head.compute(hidden)
         measured = dataclasses.replace(
             measured,
-            head=_seconds(device, lambda: head.compute(hidden)),
+            head=seconds(device, lambda: head.compute(hidden)),
             device=drawn,
             plain=plain,
         )
@@ -74,7 +72,7 @@ def measure_stage(
     def copy() -> None:
         device.wait(device.fetch(columns, target, device.mark()))
 
-    return dataclasses.replace(measured, copy=_seconds(device, copy), copied=columns.nbytes)
+    return dataclasses.replace(measured, copy=seconds(device, copy), copied=columns.nbytes)
 
 
 def _draw(sampler: DeviceSampler, head: StageLogits, hidden: torch.Tensor, batch: Any) -> None:
@@ -112,14 +110,3 @@ def _requests(
     finally:
         for name in names:
             states.remove_request(name)
-
-
-def _seconds(device: Device, call: Callable[[], Any]) -> float:
-    """The median of some calls, each from the end of the one before; the first does not count."""
-    call()
-    marks = [device.mark()]
-    for _ in range(TIMES):
-        call()
-        marks.append(device.mark())
-    device.wait(marks[-1])
-    return statistics.median(device.nanoseconds(*pair) for pair in pairwise(marks)) * 1e-9

@@ -7,56 +7,25 @@ Who runs here
 Guarantees
     Nothing of an iteration is said before the device has run it. So the engine resolves no
     iteration whose inputs the device may still read, and iteration i + m, which is written into
-    the same staging buffers, comes after that. An error ends the worker, and is what every later
-    call raises.
+    the same staging buffers, comes after that.
 Relies on
     The device's order: a mark is reached when everything before it is done.
 Rejected
     Copying on the launching thread: it would sleep while the next iteration could be launched.
 """
 
-import queue
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from sipipe.errors import StallError
 from sipipe.observe.phases import Phase
 from sipipe.worker.device import Device
+from sipipe.worker.device_thread import DeviceThread, Launched
 from sipipe.worker.logits import LogitsHandover
 
-_IDLE = "waits for the next iteration"
 
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Launched:
-    """An iteration that has been launched on the device."""
-
-    iteration: int
-    slot: int
-    num_reqs: int
-    num_tokens: int
-    first: Any = None
-    """The device's mark before the stage's layers."""
-    last: Any = None
-    """The one after everything of the iteration."""
-    logits: torch.Tensor | None = None
-    """[rows, V of this rank], where this rank writes logits and anything samples."""
-    output: Any = None
-    """What vLLM's ``sample_tokens`` returned."""
-    draws: bool = False
-    """Whether ``output`` has tokens that were drawn on the device, which are to be reported."""
-    reports: bool = False
-    """Whether the engine may wait for this rank's word: for those tokens, for prompt
-    log-probabilities, or because no sampler will say anything."""
-
-
-class Publisher:
+class Publisher(DeviceThread):
     """Hands on what was launched.
 
     Args:
@@ -79,70 +48,12 @@ class Publisher:
         fail: Callable[[Exception], None],
         stall_timeout: float,
     ) -> None:
-        self._device = device
         self._logits = logits
         self._report = report
         self._record = record
-        self._fail = fail
-        self._stall_timeout = stall_timeout
-        self._queue: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
-        self._progress = threading.Condition()  # wait: held for moments; nobody waits under it
-        self._put = self._done = 0
-        self._error: Exception | None = None
-        self._doing = _IDLE
-        self._thread = threading.Thread(target=self._run, name="SiPipePublisher", daemon=True)
-        self._thread.start()
+        super().__init__(device, "SiPipePublisher", fail=fail, stall_timeout=stall_timeout)
 
-    def put(self, launched: Launched) -> None:
-        """``launched`` is on its way. Does not wait; the tensors belong to the publisher now."""
-        if self._error is not None:
-            raise self._error
-        self._put += 1
-        self._queue.put(launched)
-
-    def drain(self) -> None:
-        """Return when everything that was put is done, and the device with it.
-
-        Raises:
-            StallError: not within the stall time-out. Exception: the one that ended the publisher.
-        """
-        with self._progress:
-            # wait: `stall_timeout`; the publisher's thread, its error
-            done = self._progress.wait_for(
-                lambda: self._error is not None or self._done == self._put, self._stall_timeout
-            )
-        if self._error is not None:
-            raise self._error
-        if not done:
-            raise StallError(f"waited {self._stall_timeout:g} s for the device: it {self._doing}")
-
-    def doing(self) -> str:
-        """What the thread does now, as a predicate."""
-        return self._doing
-
-    def close(self) -> None:
-        """End the thread after what it is doing; what was not done is dropped."""
-        self._queue.put(None)
-        self._thread.join(1.0)
-
-    def _run(self) -> None:
-        try:
-            self._device.use()
-            # wait: none, between iterations; `put`, `close`
-            while (launched := self._queue.get()) is not None:
-                self._publish(launched)
-                del launched  # its tensors go back to the device now, not with the next one
-                with self._progress:
-                    self._done += 1
-                    self._doing = _IDLE
-                    self._progress.notify_all()
-        except Exception as error:
-            with self._progress:
-                self._error = error
-                self._progress.notify_all()
-            self._fail(error)
-
-    def _publish(self, launched: Launched) -> None:
+    def _do(self, launched: Launched) -> None:
         device, name = self._device, f"iteration {launched.iteration}"
         with ExitStack() as entry:
             copied = None
@@ -158,7 +69,12 @@ class Publisher:
             device.wait(launched.last)
             ran = time.monotonic_ns()
             took = device.nanoseconds(launched.first, launched.last)
-            self._record(Phase.FORWARD, launched, ran - took, ran)
+            made = ran
+            if launched.made is not None:
+                made -= device.nanoseconds(launched.made, launched.last)
+            self._record(Phase.FORWARD, launched, ran - took, made)
+            if made < ran:
+                self._record(Phase.LOGITS, launched, made, ran)
             if copied is not None:
                 self._doing = f"hands over the logits of {name}"
                 # Not a phase of the stage: its device runs the next iteration meanwhile.

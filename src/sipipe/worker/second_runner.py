@@ -10,7 +10,8 @@ One thread is enough. The runner updates its state by kernels in the order of th
 stages inputs in buffers that are there m times, so that it prepares an iteration while the device
 runs the one before. Hidden states are asked for after all preparation
 (:class:`sipipe.worker.world.PipelineStandIn`); results are handed on by the publisher's thread
-(:mod:`sipipe.worker.publisher`).
+(:mod:`sipipe.worker.publisher`). Where the output projection is shared out, other stages than the
+last have a third thread for it (:mod:`sipipe.worker.device_vocabulary`).
 
 Who runs here: the worker's main thread, alone.
 """
@@ -18,7 +19,7 @@ Who runs here: the worker's main thread, alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -32,9 +33,12 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from sipipe.worker.device import Device
 from sipipe.worker.device_sampler import DeviceSampler
+from sipipe.worker.device_thread import Launched
+from sipipe.worker.device_vocabulary import HeadThread
 from sipipe.worker.logits import StageLogits
-from sipipe.worker.publisher import Launched, Publisher
+from sipipe.worker.publisher import Publisher
 from sipipe.worker.token_feedback import StandInSampler, TokenFeedback
+from sipipe.worker.vocabulary import SharedHead
 
 
 @contextmanager
@@ -80,6 +84,7 @@ class SecondRunner:
         self._device = device
         self._publisher: Publisher | None = None
         self._writes = self._reports = False
+        self._shared: SharedHead | HeadThread | None = None
         self._output: SchedulerOutput | None = None
         self._drawing: DeviceSampler | None = None
         self._scored: set[str] = set()
@@ -106,9 +111,24 @@ class SecondRunner:
             self._runner.sample = self._sample
             self._runner.sampler = self._drawing or StandInSampler()
 
-    def open(self, publisher: Publisher, *, writes: bool, reports: bool) -> None:
-        """Iterations can run. ``writes``: this rank writes logits. ``reports``: it reports."""
-        self._publisher, self._writes, self._reports = publisher, writes, reports
+    def open(
+        self,
+        publisher: Publisher,
+        shared: SharedHead | HeadThread | None,
+        *,
+        writes: bool,
+        reports: bool,
+    ) -> None:
+        """Iterations can run.
+
+        Args:
+            publisher: hands on what they produce.
+            shared: this rank's part of the output projection, where that is shared out.
+            writes: this rank writes logits.
+            reports: it reports.
+        """
+        self._publisher, self._shared = publisher, shared
+        self._writes, self._reports = writes, reports
 
     def run(
         self,
@@ -116,10 +136,12 @@ class SecondRunner:
         slot: int,
         output: SchedulerOutput,
         execute_model: Callable[[SchedulerOutput], Any],
+        samples: int = 0,
     ) -> None:
         """Launch one iteration; returns before the device has run it.
 
         ``execute_model``: the worker's, which receives and sends through the pipeline group.
+        ``samples``: rows of logits that samplers get.
         """
         assert self._publisher is not None, "an iteration before the data plane was open"
         self._output = output
@@ -133,14 +155,18 @@ class SecondRunner:
             slot=slot,
             num_reqs=len(output.num_scheduled_tokens),
             num_tokens=output.total_num_scheduled_tokens,
+            samples=samples,
             first=self._device.mark(),
         )
-        execute_model(output)
-        result = self._worker.sample_tokens(None)
+        with self._shared.alone if isinstance(self._shared, HeadThread) else nullcontext():
+            execute_model(output)
+            result = self._worker.sample_tokens(None)
         launched.output = result
         launched.last = self._device.mark()
         self._output = self.launched = None
         self._publisher.put(launched)
+        if samples and isinstance(self._shared, HeadThread):
+            self._shared.put(launched)
 
     def received(self) -> None:
         """The stream has the hidden states of the iteration that is being launched."""
@@ -205,13 +231,22 @@ class SecondRunner:
         if not len(rows):
             return None, None
         if len(rows) == batch.num_reqs and (np.diff(rows) == 1).all():
-            return self.head.compute(hidden[batch.logits_indices]), None
+            return self._project(hidden[batch.logits_indices]), None
         chosen = torch_utils.async_tensor_h2d(rows, device=hidden.device)
         if self._runner.lora_config is None:
-            return self.head.compute(hidden[batch.logits_indices[chosen]]), chosen
+            return self._project(hidden[batch.logits_indices[chosen]]), chosen
         # An adapter on the head is looked up by the row of the batch: all of them go through it.
         logits = self.head.compute(hidden[batch.logits_indices])
         return None if logits is None else logits[chosen], chosen
+
+    def _project(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """This rank's columns of the logits of final hidden states [n, H]."""
+        assert self.head is not None
+        if self.launched is None or not isinstance(self._shared, SharedHead):
+            return self.head.compute(rows)
+        self.launched.made = self._device.mark()
+        self._shared.spread(self.launched, rows)
+        return self._shared.shard.whole(rows)
 
     def _rows(self, batch: Any) -> tuple[npt.NDArray[np.int64], int]:
         """Rows of ``batch``, which vLLM has sorted, whose requests get a token, in the order of

@@ -78,15 +78,17 @@ class GPUStageWorker(_StageWorker, gpu_worker.Worker):
 
     vllm_module = gpu_worker
     reserved = 0
-    """Bytes of the device that the link from the previous stage will take."""
+    """Bytes of the device that links from other stages, and this one's part of the output projection
+    where that is shared out, will take."""
 
     def determine_available_memory(self) -> int:
-        """Without what the link will take; a size that the user gave is left alone."""
+        """Without what is reserved; a size that the user gave is left alone."""
         available: int = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes or not self.reserved:
             return available
         logger.info(
-            "link from the previous stage: %.2f GiB of this GPU, taken off the KV cache",
+            "links from other stages and a shared output projection: %.2f GiB of this GPU, taken "
+            "off the KV cache",
             self.reserved / 2**30,
         )
         return available - self.reserved

@@ -45,13 +45,15 @@ from sipipe.errors import StallError
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
 from sipipe.observe.phases import Phase
+from sipipe.worker.device_thread import Launched
 from sipipe.worker.head import HeadShard
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.logits import LogitsHandover
 
-Record = Callable[[Phase, ModelInput, int, int], None]
+Record = Callable[[Phase, ModelInput | Launched, int, int], None]
 """Takes a phase, its iteration, when it began and when it ended."""
-_KEY = "hidden_states"
+KEY = "hidden_states"
+"""Of final hidden states on their links."""
 
 
 class _Product:
@@ -87,7 +89,7 @@ class SharedHead:
     ) -> None:
         self._senders = senders
         self._receiver = receiver
-        self._shard = shard
+        self.shard = shard
         self._logits = logits
         self._record = record
         self._bound = bound
@@ -102,12 +104,12 @@ class SharedHead:
         self._idle = threading.Event()
         self._idle.set()
 
-    def spread(self, inputs: ModelInput, rows: torch.Tensor) -> None:
+    def spread(self, inputs: ModelInput | Launched, rows: torch.Tensor) -> None:
         """Last stage: final hidden states [n, H] of the rows that sample, to all other stages."""
         began = time.monotonic_ns()
         for sender in self._senders:
             # wait: stall_timeout; a stage that is m products behind, or its end
-            sender.send(inputs.iteration, len(rows), {_KEY: rows})
+            sender.send(inputs.iteration, len(rows), {KEY: rows})
         self._record(Phase.SEND, inputs, began, time.monotonic_ns())
 
     def multiply(self, inputs: ModelInput, rows: torch.Tensor) -> None:
@@ -155,7 +157,7 @@ class SharedHead:
 
     def _rest(self) -> float:
         """Seconds that are left of the product, as its rows were measured."""
-        product, shard = self._product, self._shard
+        product, shard = self._product, self.shard
         assert product is not None
         whole = shard.fixed + shard.per_row * len(product.rows)
         return whole * (1 - product.piece / max(1, len(shard.pieces)))
@@ -168,9 +170,9 @@ class SharedHead:
         with suppress(StallError):
             for inputs in self._due:
                 count = len(inputs.sampled)
-                if rows and not self._shard.joins(count):
+                if rows and not self.shard.joins(count):
                     break
-                rows.append(self._receiver.take(inputs.iteration, count, timeout=0)[_KEY])
+                rows.append(self._receiver.take(inputs.iteration, count, timeout=0)[KEY])
                 iterations.append(inputs)
         if rows:
             self._product = _Product(iterations, rows)
@@ -179,7 +181,7 @@ class SharedHead:
     @torch.inference_mode()
     def _step(self) -> None:
         """Multiply by a piece of the columns."""
-        product, shard = self._product, self._shard
+        product, shard = self._product, self.shard
         assert product is not None
         if product.piece < len(shard.pieces):
             columns = shard.pieces[product.piece]

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="stands for vLLM's worker")
 
 import numpy as np  # noqa: E402
+from vllm.config import VllmConfig  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
 
@@ -64,7 +65,7 @@ def test_a_bare_loop_comes_within_a_percent_of_ideal(clock, monkeypatch):
         "sleep",
         lambda seconds: setattr(clock, "now", clock.now + round(seconds * 1e9) + 80_000),
     )
-    device = EmulatedDevice(profile(5.0), torch.bfloat16, ready())
+    device = EmulatedDevice(profile(5.0), torch.bfloat16, ready(), 5)
     marks = []
     for step in range(1_000):
         clock.now += 300_000
@@ -78,7 +79,7 @@ def test_a_bare_loop_comes_within_a_percent_of_ideal(clock, monkeypatch):
 
 def test_work_is_in_order_and_takes_its_time(clock):
     hidden = ready()
-    device = EmulatedDevice(profile(1), torch.float32, hidden)
+    device = EmulatedDevice(profile(1), torch.float32, hidden, 5)
     first = device.mark()
     device.launch(0.002)
     middle = device.mark()
@@ -96,7 +97,7 @@ def test_work_is_in_order_and_takes_its_time(clock):
 
 
 def test_copies_come_after_their_source_and_one_another(clock):
-    device = EmulatedDevice(profile(1, copy=4), torch.float32, ready())
+    device = EmulatedDevice(profile(1, copy=4), torch.float32, ready(), 5)
     logits = torch.empty(3, 5, device="meta")
     device.launch(0.010)
     first = device.fetch(logits, torch.empty(3, 5), device.mark())
@@ -104,12 +105,35 @@ def test_copies_come_after_their_source_and_one_another(clock):
     assert (first, second) == (14 * MS, 18 * MS)
 
 
+def test_a_product_and_forward_passes_take_turns(clock):
+    """Whatever could begin first goes first, and takes what it would take alone."""
+    device = EmulatedDevice(profile(1, copy=8), torch.float32, ready(), 5)
+    beside = device.beside()
+    assert beside.beside() is beside
+    device.launch(0.010)
+    beside.compute(4 * MS, 0.002)  # its rows come amid the forward pass
+    assert clock.now == 4 * MS, "who multiplies waits for the rows"
+    assert (beside.mark(), beside.nanoseconds(0, 0)) == (12 * MS, 2 * MS)
+    assert beside.fetch(torch.empty(1, 2), torch.empty(1, 2), beside.mark()) == 20 * MS
+    device.launch(0.001)
+    assert device.mark() == 13 * MS, "behind the product"
+    device._coming = product = emulated._Product(20 * MS, 0.003)
+    first = device.mark()
+    device.launch(0.008)  # begins before the rows are there
+    assert (product.end, device.mark()) == (0, 21 * MS)
+    second = device.mark()
+    device.launch(0.001)
+    assert (product.end, device.mark()) == (24 * MS, 25 * MS)
+    assert device.nanoseconds(first, second) == 8 * MS
+    assert device.nanoseconds(second, device.mark()) == 1 * MS, "the product's time is its own"
+
+
 @pytest.mark.parametrize("stages", [(10, 10, 10, 10), (7, 9, 8, 10), (5,) * 8])
 def test_a_bare_loop_is_as_long_as_its_slowest_stage(clock, stages):
     """p + 1 microbatches, sampled in a tenth of a stage's time: nothing is lost but the filling."""
     hidden = [ready() for _ in stages]
     devices = [
-        EmulatedDevice(profile(ms), torch.float32, ready)
+        EmulatedDevice(profile(ms), torch.float32, ready, 5)
         for ms, ready in zip(stages, hidden, strict=True)
     ]
     inflight, rounds = len(stages) + 1, 400
@@ -128,7 +152,7 @@ def test_a_bare_loop_is_as_long_as_its_slowest_stage(clock, stages):
 
 def test_the_places_of_the_logits_are_filled():
     memory = bytearray(3_000_000)
-    EmulatedDevice(profile(1), torch.bfloat16, ready()).lock_pages(memoryview(memory))
+    EmulatedDevice(profile(1), torch.bfloat16, ready(), 5).lock_pages(memoryview(memory))
     logits = torch.frombuffer(memory, dtype=torch.bfloat16).float()
     assert torch.isfinite(logits).all()
     assert 0.9 < logits.std() < 1.1
@@ -170,19 +194,27 @@ def test_a_stage_takes_longer_for_more():
         decode_context=0.001,
         prompt_context=0.0001,
     )
-    assert stage.seconds([(10, 1, True)]) == pytest.approx(1.0 + 0.25 + 0.001 * 10.5)
+    assert stage.seconds([(10, 1, True)]) == pytest.approx(1.0 + 0.001 * 10.5)
     assert stage.seconds([(10, 3, False)]) == pytest.approx(2.5 + 0.0001 * 3 * 11.5)
     assert np.isclose(stage.layers(8), 7.5), "beyond the last point as before it"
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_stages_publish_what_samples(monkeypatch, tmp_path, stages):
-    """Real links, publishers and BIC-L; one thread launches all stages, and never waits."""
+@pytest.mark.parametrize(
+    ("stages", "shared"), [(1, False), (2, False), (4, False), (2, True), (4, True)]
+)
+def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
+    """Real links, publishers and BIC-L; one thread launches all stages, and never waits. Where the
+    output projection is shared out, each publishes its columns."""
     path = tmp_path / "profile.json"
     path.write_bytes(msgspec.json.encode(profile(*range(1, stages + 1), copy=0.5)))
     link = LinkEndpoint(kind="shm", buffer_tokens=16, depth=3, device="cpu")
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(stages - 1)]
-    shape = LogitsShape(vocab=7, dtype="bfloat16")
+    heads = [
+        socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for _ in range((stages - 1) * shared)
+    ]
+    bounds = (*range(stages), 7) if shared else ()
+    shape = LogitsShape(vocab=7, dtype="bfloat16", bounds=bounds)
     channel = LogitsChannel("logits", shape, rows=8, entries=5, readers=["a"])
     reader = LogitsReader(channel.endpoint, "a")
     reports, loops, groups = [], [], []
@@ -206,17 +238,26 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages):
                 place=place,
                 path="sipipe",
                 measures=False,
+                parts=(1 / stages,) * stages if shared else (),
+                vllm_config=VllmConfig(),
                 config=SiPipeConfig(emulate=str(path), stall_timeout=30),
                 watched=SimpleNamespace(inflight=3),
             ),
             SimpleNamespace(worker=worker, execute_model=worker.execute_model),
             [ends[1] for ends in pairs[stage - 1 : stage]]
-            + [ends[0] for ends in pairs[stage:][:1]],
+            + [ends[0] for ends in pairs[stage:][:1]]
+            + [ends[1] for ends in heads[stage:][:1]]
+            + [ends[0] for ends in heads if stage == stages - 1],
             lambda *what: reports.append(what),
             open_recorder(None, Header(role="stage")),
             reports.append,
         )
-        loop.open(links=[link] * (stages - 1), logits=channel.endpoint)
+        if shared:
+            offer = loop._sharing.offer(None, None)
+            loop.take_head(offers=[offer], bounds=bounds)
+            assert loop.time_parts(sequences=4).layers == (stage + 1) / 1e3
+        links = [link] * (stages - 1)
+        loop.open(links=links, heads=links, logits=channel.endpoint)
         loops.append(loop)
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [
@@ -233,7 +274,7 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages):
         output.total_num_scheduled_tokens = sum(scheduled.values())
         for loop, group in zip(loops, groups, strict=True):
             monkeypatch.setattr(parallel_state, "_PP", group)
-            loop.run(iteration, iteration % 3, output, iteration if rows else -1)
+            loop.run(iteration, iteration % 3, output, iteration if rows else -1, rows)
         output.scheduled_new_reqs, output.scheduled_cached_reqs = [], cached
         cached.num_computed_tokens = [3 + iteration]
     for iteration, (_, rows) in enumerate(steps):

@@ -76,7 +76,7 @@ def _cut(vllm_config: VllmConfig, facts: ModelFacts, kv_loss: float) -> tuple[in
         facts,
         parallel.pipeline_parallel_size,
         parallel.tensor_parallel_size,
-        device=_device(),
+        device=device_kind(),
         kv_loss=kv_loss,
         memory=_memory(vllm_config),
     )
@@ -100,7 +100,7 @@ def _empty(vllm_config: VllmConfig, config: SiPipeConfig, facts: ModelFacts) -> 
     return empty
 
 
-def _device() -> Literal["cpu", "gpu"]:
+def device_kind() -> Literal["cpu", "gpu"]:
     return "cpu" if current_platform.is_cpu() else "gpu"
 
 
@@ -141,7 +141,7 @@ def describe_layers(
     if layers != even:
         parts.append(f"evenly cut: {text(even)}; costs {cost(layers)}")
     if free and facts is not None and (best := _cut(vllm_config, facts, 1.0)) != layers:
-        gain = speed_up(facts, layers, best, tp, device=_device())
+        gain = speed_up(facts, layers, best, tp, device=device_kind())
         parts.append(
             f"{text(best)} would be {gain:.2f} x as quick in the slowest stage and cost "
             f'{cost(best)}, more than "kv_loss" {config.kv_loss:g} allows'

@@ -102,15 +102,20 @@ def _tokens(facts: ModelFacts, layers: tuple[int, ...], t: int, memory: float) -
 
 
 def share_projection(
-    facts: ModelFacts, cut: tuple[int, ...], even: tuple[int, ...], t: int = 1
+    facts: ModelFacts,
+    cut: tuple[int, ...],
+    even: tuple[int, ...],
+    t: int = 1,
+    *,
+    device: Literal["cpu", "gpu"] = "cpu",
 ) -> tuple[tuple[float, ...], float]:
-    """The output projection of stages on CPUs with ``even`` layers, shared out over all of them.
+    """The output projection of stages with ``even`` layers, shared out over all of them.
 
     Returns what part of the vocabulary each stage multiplies by, so that the slowest stage is as
     short as can be, and how many times as long the slowest is with layers ``cut`` and all of the
     projection on the last stage.
     """
-    costs, projection = _costs(facts, t, "cpu")
+    costs, projection = _costs(facts, t, device)
     parts, slowest = fill(_stage_costs(costs, even), projection)
     return parts, _slowest(costs, projection, cut) / slowest
 

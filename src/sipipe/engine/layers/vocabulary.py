@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.compatibility import uses_second_runner
-from sipipe.engine.layers.choose import choose_layers, model_facts
+from sipipe.engine.layers.choose import choose_layers, device_kind, model_facts
 from sipipe.engine.layers.cut import WORTH_SHARING, fill, share_projection
 
 _BLOCK = 64
@@ -49,7 +48,7 @@ def choose_vocabulary(
         return Vocabulary(why=why or "the sizes of the model's weights are not known"), cut
     even = choose_layers(vllm_config, config, by_cost=False)
     tp = vllm_config.parallel_config.tensor_parallel_size
-    parts, gain = share_projection(facts, cut, even, tp)
+    parts, gain = share_projection(facts, cut, even, tp, device=device_kind())
     said = f"the slowest stage {gain:.2f} x as quick with layers {even} as unshared with {cut}"
     if config.vocabulary == "auto" and gain < WORTH_SHARING:
         return Vocabulary(why=f"sharing it out would make {said}"), cut
@@ -78,8 +77,11 @@ def settle(
 
 def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     """What keeps the projection on the last stage, from the configuration alone; or nothing."""
-    if uses_second_runner(vllm_config) or not current_platform.is_cpu():
-        return "the stages stand on vLLM's second model runner"
+    if uses_second_runner(vllm_config) and config.cpu_sampling != "on":
+        return (
+            f'"cpu_sampling" is "{config.cpu_sampling}", with which the last stage\'s device may '
+            'draw; on vLLM\'s second model runner it is shared out with "on"'
+        )
     if config.hosts.count > 1:
         return "the stages are on several hosts"
     if vllm_config.lora_config is not None:

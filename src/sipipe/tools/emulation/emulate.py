@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from sipipe.engine.layers.cut import cut_layers
+from sipipe.engine.layers.cut import cut_layers, layer_split, share_projection
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.emulation.profile import Curve, Profile, StageProfile
@@ -32,12 +32,18 @@ class Emulation:
 
 
 def emulation(
-    name: str, pp: int, *, cut: tuple[int, ...] | None = None, jitter: float
+    name: str,
+    pp: int,
+    *,
+    cut: tuple[int, ...] | None = None,
+    shared: bool = False,
+    jitter: float,
 ) -> Emulation:
     """What ``name``, such as ``llama-70b-8xh100``, stands for with ``pp`` stages.
 
     Args:
         cut: layers of each stage; None: as SiPipe would cut them.
+        shared: whether the output projection is shared out over the stages.
         jitter: standard deviation of forward passes, as a share.
 
     Raises:
@@ -62,19 +68,26 @@ def emulation(
     facts = load_model(model)
     if pp > facts.layers:
         raise ConfigError(f"--pp {pp}: {model} has {facts.layers} layers, a stage needs one")
-    cut = cut or cut_layers(facts, pp, count // pp)
+    if shared and (pp == 1 or cluster.hosts > 1):
+        raise ConfigError(
+            "emulate: --vocabulary shared is for several stages on one host, of 8 devices at most"
+        )
+    best, t = cut_layers(facts, pp, count // pp), count // pp
+    cut = cut or (layer_split(facts.layers, pp) if shared else best)
     if len(cut) != pp or sum(cut) != facts.layers:
         raise ConfigError(f"--layers: {pp} numbers, {facts.layers} together, not {list(cut)}")
-    placement = place(facts.layers, pp, count // pp, cluster.devices_per_host, cut)
+    parts = share_projection(facts, best, cut, t, device="gpu")[0] if shared else ()
+    placement = place(facts.layers, pp, t, cluster.devices_per_host, cut, parts)
     workload = Workload()
     costs = datasheet_costs(facts, cluster, workload)
     memory = costs.memory(placement, workload.memory_utilization)
+    alone = place(facts.layers, pp, t, cluster.devices_per_host, cut)
     if memory.kv_tokens < 1:
         raise ConfigError(f"--profile {name}: {model} does not fit into its devices' memory")
-    last = placement.stages[-1]
+    last = alone.stages[-1]
     profile = Profile(
         name=name,
-        stages=tuple(_stage(costs, stage) for stage in placement.stages),
+        stages=tuple(_stage(costs, stage) for stage in alone.stages),
         copy=_curve(lambda rows: costs.logits_copy(last, _work(rows))),
         kv_tokens=memory.kv_tokens,
         jitter=jitter,

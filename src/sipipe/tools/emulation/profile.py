@@ -28,7 +28,7 @@ class StageProfile(msgspec.Struct, frozen=True):
     layers: Curve
     """Over the tokens of the microbatch: everything but attention and head."""
     head: Curve
-    """Over the rows that sample; on the last stage."""
+    """Over the rows that sample: the whole output projection; on the last stage."""
     hop: Curve
     """Over tokens: to the next stage."""
     decode_context: float
@@ -37,14 +37,13 @@ class StageProfile(msgspec.Struct, frozen=True):
     """Seconds for each earlier token that each prompt token attends to."""
 
     def seconds(self, requests: Sequence[tuple[int, int, bool]]) -> float:
-        """``requests``: of each the tokens computed before, the tokens scheduled, and whether it
-        samples."""
+        """Of a forward pass, without the output projection. ``requests``: of each the tokens
+        computed before, the tokens scheduled, and whether it samples."""
         attention = 0.0
         for computed, scheduled, _ in requests:
             each = self.decode_context if scheduled == 1 else self.prompt_context
             attention += each * scheduled * (computed + scheduled / 2)
-        rows = sum(samples for *_, samples in requests)
-        return self.layers(sum(s for _, s, _ in requests)) + self.head(rows) + attention
+        return self.layers(sum(s for _, s, _ in requests)) + attention
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +52,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     stages: tuple[StageProfile, ...]
     copy: Curve
-    """Over rows: logits to the host's memory."""
+    """Over rows of all columns: logits to the host's memory."""
     kv_tokens: int
     """What the KV cache of the tightest stage holds."""
     jitter: float = 0.0

@@ -23,7 +23,7 @@ def replayed(profile: Profile, trace: Trace) -> Profile:
         raise ConfigError(
             f"--replay {trace.directory}: recorded with {len(stages)} stages, --pp {len(stages)}"
         )
-    found = []
+    found, heads = [], []
     for stage, process in zip(profile.stages, stages, strict=True):
         layers = _curve(process.phase(Phase.FORWARD), "tokens")
         if layers is None:
@@ -33,8 +33,12 @@ def replayed(profile: Profile, trace: Trace) -> Profile:
         # Attention is in the recorded times, at the contexts that the run had.
         times = {"layers": layers, "decode_context": 0.0, "prompt_context": 0.0}
         if head := _curve(process.whole(Phase.LOGITS), "batch"):
-            times["head"] = head
+            heads.append(head)
         found.append(msgspec.structs.replace(stage, **times))
+    if heads:  # of all stages where the projection was shared out
+        at = heads[-1].at
+        whole = Curve(at=at, seconds=tuple(sum(head(rows) for head in heads) for rows in at))
+        found[-1] = msgspec.structs.replace(found[-1], head=whole)
     return msgspec.structs.replace(
         profile,
         name=f"{profile.name}, stage times of {trace.directory}",

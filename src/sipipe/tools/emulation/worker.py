@@ -7,13 +7,21 @@ a mark the time at which it will be reached: nothing computes, and no thread is 
 travels between stages is that time, in place of the hidden states. The places of the logits are
 filled once, and then published as they are.
 
-Who runs here: the worker's main thread; ``wait`` and ``fetch`` are the publisher's.
+Where the output projection is shared out, a stage's product and its forward passes have streams of
+their own, and one memory to read weights from. Here they take turns: what could begin first runs
+first, and the other begins when it has ended. So neither is any quicker for the other's sake.
+
+Who runs here: the worker's main thread; ``wait`` and ``fetch`` are the publisher's. The head
+thread, in :class:`_Beside`.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +33,24 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
+from sipipe.messages.boots import HeadOffer
+from sipipe.messages.measured import Measured
 from sipipe.messages.places import StagePlace
 from sipipe.tools.emulation.profile import Profile, read_profile
+from sipipe.worker.sharing import Sharing
 from sipipe.worker.world import PipelineStandIn
 
 _PATTERN = 1_000_003  # elements: no multiple of a vocabulary, so that rows differ
 _READY = "ready"
+
+
+class _Product:
+    """A stage's part of the output projection, and when (monotonic ns) it could begin."""
+
+    def __init__(self, ready: int, seconds: float) -> None:
+        self.ready, self.took = ready, round(seconds * 1e9)
+        self.end = 0
+        """When it has ended; 0: it has no turn yet."""
 
 
 class EmulatedDevice:
@@ -41,20 +61,49 @@ class EmulatedDevice:
         logits: their type.
         ready: its first element is when the hidden states that were received last will be there;
             the stream waits for them.
+        vocabulary: columns of all logits.
     """
 
-    def __init__(self, profile: Profile, logits: torch.dtype, ready: torch.Tensor) -> None:
+    def __init__(
+        self, profile: Profile, logits: torch.dtype, ready: torch.Tensor, vocabulary: int
+    ) -> None:
         self._profile = profile
         self._dtype = logits
         self._ready = ready
+        self._vocabulary = vocabulary
         self._free = self._copied = 0
+        self._turns = threading.Lock()  # wait: held for moments; nobody waits under it
+        self._coming: _Product | None = None
+        self._products: deque[_Product] = deque(maxlen=64)
+        """Those that had their turn last."""
 
     def use(self) -> None:
         pass
 
+    def beside(self) -> _Beside:
+        return _Beside(self, self._profile, self._dtype, self._ready, self._vocabulary)
+
     def launch(self, seconds: float) -> None:
-        """Work that takes ``seconds``, behind what was launched before."""
-        self._free = self.mark() + round(seconds * 1e9)
+        """Work that takes ``seconds``, behind what was launched or could begin before."""
+        with self._turns:
+            self._give_turn(self.mark())
+            self._free = self.mark() + round(seconds * 1e9)
+
+    def multiply(self, product: _Product) -> None:
+        """Returns when the product that comes next has its turn."""
+        with self._turns:
+            self._coming = product
+        self.wait(product.ready)  # wait: the emulated last stage's time; nobody
+        with self._turns:
+            self._give_turn(product.ready)
+
+    def _give_turn(self, until: int) -> None:
+        """To the product that is to come, if it could begin by then."""
+        product = self._coming
+        if product is not None and product.ready <= until:
+            self._free = product.end = max(self._free, product.ready) + product.took
+            self._products.append(product)
+            self._coming = None
 
     def mark(self) -> int:
         return max(self._free, time.monotonic_ns(), int(self._ready[0]))
@@ -64,11 +113,15 @@ class EmulatedDevice:
             time.sleep(left / 1e9)  # wait: the emulated kernel's time; nobody
 
     def nanoseconds(self, first: int, last: int) -> int:
-        return last - first
+        """Without the products that had their turn in between."""
+        with self._turns:
+            others = [min(p.end, last) - max(p.end - p.took, first) for p in self._products]
+        return last - first - sum(max(0, span) for span in others)
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: int) -> int:  # noqa: ARG002
         began = max(self._copied, after, time.monotonic_ns())
-        self._copied = began + round(self._profile.copy(len(source)) * 1e9)
+        rows = source.numel() / self._vocabulary
+        self._copied = began + round(self._profile.copy(rows) * 1e9)
         return self._copied
 
     def unlock_pages(self, memory: memoryview) -> None:
@@ -83,16 +136,87 @@ class EmulatedDevice:
             flat[start : start + len(tile)] = tile[: len(flat) - start]
 
 
-class _Head(torch.nn.Module):
-    """Logits of a true shape, which are nowhere."""
+class _Beside(EmulatedDevice):
+    """The head thread's stream."""
 
-    def __init__(self, vocabulary: int, dtype: torch.dtype) -> None:
+    def __init__(self, device: EmulatedDevice, *same: Any) -> None:
+        super().__init__(*same)
+        self._device = device
+        self._took = 0
+
+    def compute(self, ready: int, seconds: float) -> None:
+        """Work that takes ``seconds``, once its rows are there. Returns when that has its turn."""
+        product = _Product(ready, seconds)
+        self._device.multiply(product)
+        self._free, self._took = product.end, product.took
+
+    def beside(self) -> _Beside:
+        return self
+
+    def mark(self) -> int:
+        return max(self._free, time.monotonic_ns())
+
+    def nanoseconds(self, first: int, last: int) -> int:  # noqa: ARG002 - one product at a time
+        return self._took
+
+
+class _Head(torch.nn.Module):
+    """Logits of a true shape, which are nowhere: some columns of them, or all."""
+
+    def __init__(
+        self, device: EmulatedDevice, profile: Profile, whole: int, columns: int, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self._shape = {"vocabulary": vocabulary, "dtype": dtype}
+        self._device, self._profile = device, profile
+        self._columns, self._share, self._dtype = columns, columns / whole, dtype
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        vocabulary, dtype = self._shape.values()
-        return torch.empty(len(hidden), vocabulary, dtype=dtype, device="meta")
+        """On the last stage, behind its layers."""
+        self._device.launch(self._seconds(len(hidden)))
+        return self._nowhere(len(hidden))
+
+    def _seconds(self, rows: int) -> float:
+        return self._profile.stages[-1].head(rows) * self._share
+
+    def _nowhere(self, rows: int) -> torch.Tensor:
+        return torch.empty(rows, self._columns, dtype=self._dtype, device="meta")
+
+    whole = compute_logits
+
+
+class _HeadBeside(_Head):
+    """On another stage: the rows are the times at which the last stage has made them."""
+
+    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self._device, _Beside)
+        rows = len(hidden)
+        hop = max(stage.hop(rows) for stage in self._profile.stages)
+        self._device.compute(int(hidden[0, 0]) + round(hop * 1e9), self._seconds(rows))
+        return self._nowhere(rows)
+
+
+class EmulatedSharing(Sharing):
+    """There is no matrix whose rows could be taken, and times are in the profile."""
+
+    def offer(self, *_: Any) -> HeadOffer | str:
+        columns = (0, self._worker.model_config.get_vocab_size())
+        if not self._boot.parts:
+            return ""
+        return HeadOffer(memory=None, columns=columns, hidden=1, scale=1.0, soft_cap=None)
+
+    def time_parts(self, head: Any, sequences: int) -> Measured:  # noqa: ARG002
+        stages = self._worker.profile.stages
+        layers = stages[self._place.stage].layers(sequences)
+        return Measured(layers=layers, head=stages[-1].head(sequences))
+
+    def _take(self, offers: Sequence[HeadOffer], start: int, stop: int) -> Any:
+        worker, device = self._worker, self._device
+        assert isinstance(device, EmulatedDevice)
+        whole, dtype = offers[0].columns[1], worker.model_config.dtype
+        if self._place.is_last:
+            return _Head(device, worker.profile, whole, stop - start, dtype)
+        self._device = device = device.beside()
+        return _HeadBeside(device, worker.profile, whole, stop - start, dtype)
 
 
 class EmulatedWorker(WorkerBase):
@@ -102,6 +226,7 @@ class EmulatedWorker(WorkerBase):
     place: StagePlace
     draws = True
     reserved = 0
+    sharing = EmulatedSharing
 
     def init_device(self) -> None:
         parallel_state._PP = PipelineStandIn(self.place)
@@ -110,15 +235,16 @@ class EmulatedWorker(WorkerBase):
 
     def load_model(self, *_: Any, **__: Any) -> None:
         profile = read_profile(self.vllm_config.additional_config["sipipe"]["emulate"])
-        self._profile, self._stage = profile, profile.stages[self.place.stage]
+        self.profile, self._stage = profile, profile.stages[self.place.stage]
         self._lengths: dict[str, int] = {}  # of each request's prompt
         self._random = random.Random(self.place.rank)
         dtype, tokens = self.model_config.dtype, self.scheduler_config.max_num_batched_tokens
         requests = self.scheduler_config.max_num_seqs
-        self._hidden = torch.zeros(requests, 1)
+        self._hidden = torch.zeros(requests, 1, dtype=torch.int64)
         self._rows = np.arange(requests)
         ready = torch.zeros(tokens, dtype=torch.int64)
-        self.emulated = EmulatedDevice(profile, dtype, ready)
+        vocabulary = self.model_config.get_vocab_size()
+        self.emulated = EmulatedDevice(profile, dtype, ready, vocabulary)
         self.model_runner: Any = SimpleNamespace(
             device=self.device,
             is_last_pp_rank=self.place.is_last,
@@ -128,7 +254,7 @@ class EmulatedWorker(WorkerBase):
             pp_handler=None,
             req_states=None,  # no token is looked at
             model_config=self.model_config,
-            model=_Head(self.model_config.get_vocab_size(), dtype),
+            model=_Head(self.emulated, profile, vocabulary, vocabulary, dtype),
             prompt_logprobs_worker=SimpleNamespace(uses_prompt_logprobs=np.zeros(requests, bool)),
             intermediate_tensors=IntermediateTensors({_READY: ready}),
         )
@@ -143,7 +269,7 @@ class EmulatedWorker(WorkerBase):
 
     def determine_available_memory(self) -> int:
         cache = self._cache()
-        return int(self._profile.kv_tokens // cache.block_size * cache.page_size_bytes)
+        return int(self.profile.kv_tokens // cache.block_size * cache.page_size_bytes)
 
     def initialize_from_config(self, *_: Any) -> None:
         """There is no cache."""
@@ -167,7 +293,7 @@ class EmulatedWorker(WorkerBase):
         if not self.place.is_first:
             group.receive()
         usual = self._stage.seconds(list(requests.values()))
-        self.emulated.launch(usual * max(0.0, self._random.gauss(1.0, self._profile.jitter)))
+        self.emulated.launch(usual * max(0.0, self._random.gauss(1.0, self.profile.jitter)))
         computed, scheduled, samples = np.array(list(requests.values())).T
         self._batch = SimpleNamespace(
             req_ids=list(requests),
@@ -188,6 +314,8 @@ class EmulatedWorker(WorkerBase):
 
     def sample_tokens(self, _: Any) -> Any:
         if self.place.is_last:
+            # What travels to other stages' parts of the projection, where they have any.
+            self._hidden.fill_(self.emulated.mark())
             self.model_runner.sample(self._hidden[: self._batch.num_reqs], self._batch, None)
         nothing = SimpleNamespace(prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={})
         return SimpleNamespace(get_output=lambda: nothing)

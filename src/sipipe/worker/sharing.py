@@ -1,0 +1,124 @@
+"""How a worker comes to its part of the output projection, where that is shared out.
+
+The last stage's ranks offer their rows, every stage says how long its parts take, every rank takes
+its rows, and opens its end of the links of final hidden states.
+
+Who runs here: whoever follows BIC-I, in control calls with no iteration in the worker.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import set_current_vllm_config
+
+from sipipe.ipc.link.endpoint import open_receiver, open_sender
+from sipipe.messages.boots import HeadOffer, WorkerBoot
+from sipipe.messages.link import LinkEndpoint
+from sipipe.messages.measured import Measured
+from sipipe.worker.device import Device
+from sipipe.worker.head import PIECE, HeadShard, OfferedHead, time_parts
+from sipipe.worker.logits import LogitsHandover, StageLogits
+from sipipe.worker.vocabulary import Record, SharedHead
+
+if TYPE_CHECKING:
+    from sipipe.worker.device_vocabulary import HeadThread
+
+
+class Sharing:
+    """One rank's part.
+
+    Args:
+        boot: what the process was started with.
+        worker: vLLM's, whose model is loaded.
+        device: of a stage on vLLM's second runner; None: SiPipe's own runner.
+    """
+
+    def __init__(self, boot: WorkerBoot, worker: Any, device: Device | None) -> None:
+        self._boot = boot
+        self._place = boot.place
+        self._worker = worker
+        self._device = device
+        self._offered: OfferedHead | None = None
+        self.shard: HeadShard | None = None
+        """This rank's rows, once it has taken them."""
+        self.writer = boot.place.tp_rank
+        """Which writer of BIC-L this rank is."""
+
+    def device_bytes(self) -> int:
+        """What the rows and what comes and goes beside them will take of this rank's GPU. The last
+        stage's rows are its model's."""
+        runner, place = self._worker.model_runner, self._place
+        if not self._boot.parts or place.is_last or runner.device.type == "cpu":
+            return 0
+        model, rows = self._boot.vllm_config.model_config, runner.max_num_reqs
+        columns = model.get_vocab_size() * self._boot.parts[place.stage] / place.tp_size
+        hidden, depth = model.get_hidden_size(), max(2, self._boot.watched.inflight)
+        elements = columns * (hidden + 2 * rows) + depth * rows * hidden
+        return int(elements * model.dtype.itemsize)
+
+    def offer(self, head: StageLogits, hidden: torch.Tensor) -> HeadOffer | str:
+        """The last stage's rows, or why they cannot be shared out. ``hidden``: as
+        :class:`OfferedHead` has it."""
+        if not self._boot.parts:
+            return ""
+        self._offered = OfferedHead(head, hidden)
+        return self._offered.reason or self._offered.offer
+
+    def time_parts(self, head: StageLogits | None, sequences: int) -> Measured:
+        """What :func:`time_parts` says of this rank."""
+        return time_parts(self._worker.model_runner, head, sequences, self._device)
+
+    def take(self, offers: Sequence[HeadOffer], bounds: Sequence[int]) -> None:
+        """Take this rank's rows of what is offered.
+
+        ``bounds``: as BIC-L has them; writer ``r * stages + s`` is rank r of stage s.
+        """
+        self.writer = self._place.tp_rank * self._place.stages + self._place.stage
+        with set_current_vllm_config(self._boot.vllm_config):
+            self.shard = self._take(offers, *bounds[self.writer : self.writer + 2])
+
+    def _take(self, offers: Sequence[HeadOffer], start: int, stop: int) -> HeadShard:
+        whole = self._place.is_last or self._device is not None
+        return HeadShard(
+            offers,
+            start,
+            stop,
+            self._boot.vllm_config.model_config.dtype,
+            None if whole else PIECE,
+            self._worker.model_runner.device,
+            None if self._offered is None else self._offered.rows,
+        )
+
+    def keep(self) -> None:
+        """The last stage keeps what it has offered, if nobody has taken it."""
+        if self._offered is not None and self.shard is None:
+            self._offered.close(taken=False)
+
+    def open(
+        self,
+        heads: Sequence[LinkEndpoint],
+        ends: list[socket.socket],
+        logits: LogitsHandover | None,
+        record: Record,
+        fail: Callable[[Exception], None],
+    ) -> SharedHead | HeadThread:
+        """This rank's end of the links of final hidden states; all stages have their rows now."""
+        assert self.shard is not None
+        assert logits is not None, "every rank of every stage writes logits"
+        place, bound = self._place, heads[0].stall_timeout
+        if place.is_last:
+            if self._offered is not None:
+                self._offered.close()
+            mine = heads[place.tp_rank :: place.tp_size]
+            senders = [open_sender(link, ends.pop(0)) for link in mine]
+            return SharedHead(senders, None, self.shard, logits, record, bound)
+        receiver = open_receiver(heads[place.rank], ends.pop(0))
+        if self._device is None:
+            return SharedHead((), receiver, self.shard, logits, record, bound)
+        from sipipe.worker.device_vocabulary import HeadThread  # other CPU workers do without it
+
+        return HeadThread(self._device, receiver, self.shard, logits, record, fail, bound)

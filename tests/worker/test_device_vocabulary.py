@@ -1,0 +1,344 @@
+"""The output projection shared out on second-runner stages: the head thread, beside real links,
+BIC-L, publishers and the runner's host; what is launched runs at once, or on a device that is late.
+
+Streams and events: ``test_cuda_order.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
+
+from tests.worker.test_publisher import LateDevice  # noqa: E402
+from tests.worker.test_second_runner import Head, batch, last_runner  # noqa: E402
+from tests.worker.test_vocabulary import (  # noqa: E402
+    HAND_OVER,
+    HIDDEN,
+    VOCAB,
+    Model,
+    link,
+    shards,
+)
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
+
+from sipipe.errors import StallError  # noqa: E402
+from sipipe.ipc.link.errors import LinkClosedError  # noqa: E402
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
+from sipipe.messages.logits import LogitsShape  # noqa: E402
+from sipipe.observe.phases import Phase  # noqa: E402
+from sipipe.worker import second_runner  # noqa: E402
+from sipipe.worker.device import HostDevice  # noqa: E402
+from sipipe.worker.device_thread import Launched  # noqa: E402
+from sipipe.worker.device_vocabulary import HeadThread  # noqa: E402
+from sipipe.worker.logits import LogitsHandover  # noqa: E402
+from sipipe.worker.publisher import Publisher  # noqa: E402
+from sipipe.worker.second_runner import SecondRunner  # noqa: E402
+from sipipe.worker.vocabulary import SharedHead  # noqa: E402
+
+ROWS = 3
+
+
+def launched(iteration, samples=2):
+    return Launched(
+        iteration=iteration, slot=0, num_reqs=samples, num_tokens=samples, samples=samples
+    )
+
+
+class Shard:
+    """A stand-in: logit v of a row is its hidden state plus v."""
+
+    def __init__(self, start, stop, pause=lambda: None):
+        self.columns, self.pause = torch.arange(start, stop), pause
+
+    def whole(self, rows):
+        self.pause()
+        return rows[:, :1] + self.columns
+
+
+class Two:
+    """A stage with a head thread, and the last stage's end; one sampler."""
+
+    def __init__(self, shard, bounds, *, device=None, layout="rows", bound=HAND_OVER):
+        shape = LogitsShape(vocab=VOCAB, bounds=bounds, layout=layout)
+        self.channel = LogitsChannel("t", shape, rows=10, entries=6, readers=["s"])
+        self.layout, self.phases, self.failed = layout, [], []
+        self.ours, self.theirs = (
+            LogitsHandover(LogitsWriter(self.channel.endpoint, rank), layout) for rank in (0, 1)
+        )
+        sender, receiver = link(bound)
+        self.last = SharedHead([sender], None, None, self.theirs, lambda *_: None, bound)
+        self.head = HeadThread(
+            device or HostDevice(),
+            receiver,
+            shard,
+            self.ours,
+            lambda *phase: self.phases.append(phase),
+            self.failed.append,
+            bound,
+        )
+        self.reader = LogitsReader(self.channel.endpoint, "s")
+
+    def expect(self, iteration, samples=2):
+        for handover in (self.ours, self.theirs):
+            handover.expect(iteration, 2 * iteration % 10)
+        self.head.put(launched(iteration, samples))
+
+    def finish(self, iteration, rows, columns):
+        """The last stage has made ``rows``, and its own ``columns`` for them."""
+        self.last.spread(launched(iteration, len(rows)), rows)
+        self.theirs.store(iteration, columns, HAND_OVER)
+
+    def read(self, iteration):
+        with self.reader.receive() as entry:
+            assert entry.iteration == iteration
+            found = torch.from_numpy(entry.array.copy())
+        return found if self.layout == "rows" else found.T
+
+    def close(self):
+        for end in (self.head, self.last, self.ours, self.theirs, self.reader, self.channel):
+            end.close()
+
+
+@pytest.fixture
+def two():
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Two(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("cut", [0, 704])
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 3.0, "scale": 2.0}])
+def test_logits_are_the_unshared_heads_bit_for_bit(two, options, cut, layout):
+    with set_current_vllm_config(VllmConfig()), torch.inference_mode():
+        model, bounds = Model(**options), (0, cut, VOCAB)
+        first, last = shards(model, bounds, torch.float32)
+        pair = two(first, bounds, layout=layout)
+        for iteration in range(7):
+            hidden = torch.randn(1 + iteration % 2, HIDDEN)
+            pair.expect(iteration, len(hidden))
+            pair.finish(iteration, hidden, last.whole(hidden))
+            assert torch.equal(pair.read(iteration), model.compute_logits(hidden))
+    assert [phase for phase, *_ in pair.phases] == [Phase.LOGITS] * 7
+    assert not pair.failed
+
+
+def test_nothing_is_said_before_the_device_is_there(two):
+    """Two iterations are launched and their rows are there before the device has run anything."""
+    device, shard = LateDevice(), Shard(0, 400)
+    made = []
+    shard.whole = lambda rows: made.append(torch.zeros(len(rows), 400)) or made[-1]
+    pair = two(shard, (0, 400, VOCAB), device=device)
+    for iteration in range(2):
+        pair.expect(iteration)
+        pair.finish(iteration, torch.zeros(2, HIDDEN), torch.ones(2, VOCAB - 400))
+    for iteration in range(2):
+        device.asked(copies=iteration + 1)
+        assert len(pair.phases) == iteration
+        with torch.inference_mode():
+            made[iteration].fill_(1.0)  # what the device computes meanwhile
+            device.run(SimpleNamespace(at=device.launched))
+        assert (pair.read(iteration) == 1.0).all()
+    pair.head.drain()
+    assert [end - began for _, _, began, end in pair.phases] == [1000, 1000]
+
+
+def test_who_launches_waits_for_nothing_and_a_drain_says_what_is_late(two):
+    pair = two(Shard(0, 400), (0, 400, VOCAB), bound=0.01)
+    pair.head.put(launched(7))
+    with pytest.raises(StallError, match="iteration 7"):
+        pair.head.drain()
+
+
+def test_rows_that_do_not_come_end_the_worker(two):
+    pair = two(Shard(0, 400), (0, 400, VOCAB), bound=0.01)
+    pair.expect(0)
+    pair.head._thread.join(HAND_OVER)
+    assert "no hidden states of iteration 0" in str(pair.failed[0])
+    with pytest.raises(StallError, match="iteration 0"):
+        pair.expect(1)
+
+
+def test_the_end_of_the_last_stage_ends_the_wait(two):
+    pair = two(Shard(0, 400), (0, 400, VOCAB))
+    pair.expect(0)
+    pair.last.close()
+    with pytest.raises(LinkClosedError):
+        pair.head.drain()
+    pair.head._thread.join(HAND_OVER)
+    assert len(pair.failed) == 1
+
+
+def test_a_close_ends_the_wait_and_is_no_failure(two):
+    pair = two(Shard(0, 400), (0, 400, VOCAB))
+    pair.expect(0)
+    pair.head.close()
+    assert not pair.head._thread.is_alive()
+    assert not pair.failed
+
+
+# ---- a whole pipeline in threads ---------------------------------------------------------------
+
+
+class Stage:
+    """Adds one to every hidden state; stops for a moment as its script says."""
+
+    def __init__(self, pipeline, stage):
+        stages = pipeline.stages
+        last = stage == stages - 1
+        self.random, self.first = random.Random(f"{pipeline.seed}/{stage}"), stage == 0
+        self.receiver = None if self.first else pipeline.links[stage - 1][1]
+        self.sender = None if last else pipeline.links[stage][0]
+        self.handover = LogitsHandover(LogitsWriter(pipeline.channel.endpoint, stage), "rows")
+        width = VOCAB // stages
+        shard = Shard(stage * width, (stage + 1) * width, self.pause)
+        runner = last_runner()
+        runner.is_last_pp_rank = last
+        worker = SimpleNamespace(model_runner=runner, sample_tokens=self.sample)
+        device = HostDevice()
+        self.second = SecondRunner(worker, device)
+        self.second.take_over()
+        self.runner, self.orders = runner, pipeline.orders[stage]
+        self.publisher = Publisher(
+            device,
+            self.handover,
+            report=lambda iteration, *_: pipeline.reported.put(iteration),
+            record=lambda *_: None,
+            fail=pipeline.failed.append,
+            stall_timeout=HAND_OVER,
+        )
+        common = shard, self.handover, lambda *_: self.pause()
+        if last:
+            senders = [ends[0] for ends in pipeline.heads]
+            self.shared = SharedHead(senders, None, *common, HAND_OVER)
+        else:
+            mine = pipeline.heads[stage][1]
+            self.shared = HeadThread(device, mine, *common, pipeline.failed.append, HAND_OVER)
+        self.second.open(self.publisher, self.shared, writes=last, reports=last)
+
+    def pause(self):
+        if self.random.random() < 0.3:
+            threading.Event().wait(1e-4)  # others go first now; no result depends on it
+
+    def follow(self):
+        while (order := self.orders.get(timeout=HAND_OVER)) is not None:
+            self.iteration, self.samples, place = order
+            if self.samples:
+                self.handover.expect(self.iteration, place)
+            output = SchedulerOutput.make_empty()
+            names = [f"r{row}" for row in range(max(1, self.samples))]
+            output.num_scheduled_tokens = dict.fromkeys(names, 1)
+            output.total_num_scheduled_tokens = len(names)
+            self.second.run(self.iteration, 0, output, self.execute, self.samples)
+        self.shared.drain()
+        self.publisher.drain()
+
+    def execute(self, output):
+        self.pause()
+        count = output.total_num_scheduled_tokens
+        rows = torch.full((count, HIDDEN), float(self.iteration))
+        if self.receiver is not None:
+            rows = self.receiver.take(self.iteration, count)["hidden_states"].clone()
+            self.receiver.release(self.iteration)
+        self.hidden = rows + 1
+        if self.sender is not None:
+            self.sender.send(self.iteration, count, {"hidden_states": self.hidden})
+
+    def sample(self, _):
+        if self.sender is None:
+            count = len(self.hidden)
+            prefill = [3 if self.samples else 9] * count
+            names = [f"r{row}" for row in range(count)]
+            rows = batch(names, [5] * count, [1] * count, prefill)
+            self.runner.sample(self.hidden, rows, None)
+        nothing = SimpleNamespace(prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={})
+        return SimpleNamespace(get_output=lambda: nothing, sampled_token_ids=np.zeros(0))
+
+
+class Pipeline:
+    """``stages`` stages, ``inflight`` iterations in flight, one sampler that checks every logit."""
+
+    def __init__(self, stages, inflight, seed):
+        self.stages, self.inflight, self.seed = stages, inflight, seed
+        bounds = (*tuple(stage * (VOCAB // stages) for stage in range(stages)), VOCAB)
+        shape = LogitsShape(vocab=VOCAB, bounds=bounds)
+        self.channel = LogitsChannel(
+            "t", shape, rows=ROWS * (inflight + 1), entries=inflight + 2, readers=["s"]
+        )
+        self.links = [link() for _ in range(stages - 1)]
+        self.heads = [link(depth=max(2, inflight)) for _ in range(stages - 1)]
+        self.orders = [queue.Queue() for _ in range(stages)]
+        self.failed, self.reported = [], queue.Queue()
+        self.all = [Stage(self, stage) for stage in range(stages)]
+
+    def run(self, iterations):
+        reader = LogitsReader(self.channel.endpoint, "s")
+        threads = [
+            threading.Thread(target=self.watched, args=(stage.follow,), daemon=True)
+            for stage in self.all
+        ]
+        for thread in threads:
+            thread.start()
+        chosen = random.Random(self.seed)
+        counts = [chosen.randint(0, ROWS) for _ in range(iterations)]
+        for iteration in range(iterations + self.inflight):
+            done = iteration - self.inflight
+            if done >= 0 and not counts[done]:  # only prompts: no row samples
+                assert self.reported.get(timeout=HAND_OVER) == done
+            elif done >= 0:
+                with reader.receive() as received:
+                    assert (received.iteration, received.batch) == (done, counts[done])
+                    expected = done + self.stages + np.arange(VOCAB)
+                    assert (received.array == expected).all()
+            if iteration < iterations:
+                order = iteration, counts[iteration], iteration % (self.inflight + 1) * ROWS
+                for orders in self.orders:
+                    orders.put(order)
+        for orders in self.orders:
+            orders.put(None)
+        for thread in threads:
+            thread.join(HAND_OVER)
+            assert not thread.is_alive()
+        reader.close()
+
+    def watched(self, call):
+        try:
+            call()
+        except BaseException as error:
+            self.failed.append(error)
+
+    def close(self):
+        for stage in self.all:
+            for end in (stage.shared, stage.publisher, stage.handover):
+                end.close()
+        for end in itertools.chain(*self.links, *self.heads):
+            end.close()
+        self.channel.close()
+
+
+@pytest.mark.parametrize(("stages", "inflight"), [(2, 1), (2, 3), (4, 2), (4, 5), (8, 3), (8, 9)])
+def test_every_iteration_comes_out_whole_whoever_is_late(monkeypatch, stages, inflight):
+    monkeypatch.setattr(second_runner, "StageLogits", Head)
+    for seed in range(3):
+        pipeline = Pipeline(stages, inflight, seed)
+        try:
+            pipeline.run(20)
+        finally:
+            pipeline.close()
+        assert pipeline.failed == []
