@@ -314,7 +314,7 @@ def mapped_channels(engine):
 def test_a_running_engine_maps_what_its_budget_says(models, runner):
     """And no more once prompts have crossed in pieces."""
     long = [{"prompts": prompts(8, longest=900, seed=17), "params": greedy(8)}]
-    settings = {"samplers": 2, "cpu_sampling": "on", "microbatches": {"prefill_spread": 1}}
+    settings = SHARED | {"microbatches": {"prefill_spread": 1}}  # nothing that is measured
     degrees = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "pipeline_parallel_size": 3}
     with Engine(model(models, vocab_size=40_000), sipipe=settings, **degrees, **runner) as engine:
         engine.run(long)
