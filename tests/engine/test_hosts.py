@@ -257,7 +257,11 @@ def test_two_hosts_equal_stock_and_end_together(cluster, models, tmp_path, encry
     ("family", "pp", "tp"), [("llama", 2, 2), ("llama", 4, 1), ("qwen3-moe", 2, 1)]
 )
 def test_more_of_two_hosts_equals_stock(serve, models, family, pp, tp):
-    served = serve("-pp", str(pp), "-tp", str(tp), path=model(models, family))
+    more = []
+    if pp > 2:  # one stage on a host, several on the other
+        hosts = {"stages": [1, 3]}
+        more = ["--additional-config", json.dumps({"sipipe": {"hosts": hosts}})]
+    served = serve("-pp", str(pp), "-tp", str(tp), *more, path=model(models, family))
     served.wait_served()
     assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
     # Replaced there, at a point of the stream that the head knows.

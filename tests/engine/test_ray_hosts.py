@@ -1,5 +1,5 @@
 """A Ray cluster of two hosts (namespaces) that an engine is placed on: stock's tokens, every loss of
-Ray's own processes, and an engine in Python inside a placement group.
+Ray's own processes, and an engine in Python inside a placement group, also under Ray Serve.
 """
 
 from __future__ import annotations
@@ -176,5 +176,103 @@ def test_an_engine_in_python_is_placed_by_its_group(cluster, ray, models, tmp_pa
     ]
     assert_stock(found, model(models), mixed_batches(), same_tokens)
     assert "host 1 of 2: stage 1 and the samplers" in said
+    for host, its in zip(cluster.hosts, ray, strict=True):
+        assert not left_beside(its, host, NOTICED)
+
+
+IN_SERVE = """
+import json, sys
+import ray
+from ray import serve
+ray.init(address="auto")
+path, settings, addresses = json.loads(sys.argv[1])
+
+@serve.deployment(
+    placement_group_bundles=[{"CPU": 1, f"node:{address}": 0.001} for address in addresses],
+    placement_group_strategy="STRICT_SPREAD",
+    ray_actor_options={"num_cpus": 0},
+    max_ongoing_requests=64,
+    health_check_period_s=1,
+)
+class Model:
+    def __init__(self):
+        import sipipe
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
+            path, pipeline_parallel_size=2, distributed_executor_backend=sipipe.Executor,
+            additional_config={"sipipe": {"cores": "off"}}, **settings))
+
+    async def check_health(self):
+        await self.engine.check_health()
+
+    async def __call__(self, request):
+        from vllm import SamplingParams
+        name, prompt, params = await request.json()
+        found = self.engine.generate({"prompt_token_ids": prompt}, SamplingParams(**params), name)
+        async for output in found:
+            pass
+        return list(output.outputs[0].token_ids)
+
+serve.start(http_options={"host": "127.0.0.1", "port": 8000})
+serve.run(Model.bind())
+print("SERVED", flush=True)
+sys.stdin.read()
+serve.shutdown()
+"""
+
+ASK_SERVE = """
+import json, sys, time, urllib.request, uuid
+from concurrent.futures import ThreadPoolExecutor
+def ask(prompt, params):
+    body = json.dumps([uuid.uuid4().hex, prompt, params]).encode()
+    request = urllib.request.Request("http://127.0.0.1:8000/", body)
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return json.load(answer)
+for batch in json.load(open(sys.argv[1])):
+    with ThreadPoolExecutor(64) as pool:
+        print(json.dumps(list(pool.map(ask, batch["prompts"], batch["params"]))), flush=True)
+"""
+
+
+def test_ray_serve_deploys_an_engine_and_replaces_it(cluster, ray, models, tmp_path):
+    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: see CONTRIBUTING.md")
+    path = model(models)
+    addresses = [host.address for host in cluster.hosts]
+    asked, log = tmp_path / "asked.json", tmp_path / "log"
+    asked.write_text(json.dumps(mixed_batches()))
+    arguments = json.dumps([str(path), SETTINGS, addresses])
+
+    def answered() -> bool:
+        client = cluster.hosts[0].python(ASK_SERVE, str(asked), stderr=subprocess.DEVNULL)
+        said, _ = client.communicate(timeout=START)
+        if client.returncode:
+            return False
+        found = [
+            [{"outputs": [{"token_ids": t}]} for t in json.loads(line)]
+            for line in said.splitlines()
+        ]
+        assert_stock(found, path, mixed_batches(), same_tokens)
+        return True
+
+    def wait_for(what) -> None:
+        deadline = time.monotonic() + START
+        while not what():
+            assert time.monotonic() < deadline, log.read_text()[-5000:]
+            assert program.poll() is None, log.read_text()[-5000:]
+            time.sleep(0.5)
+
+    with log.open("w") as out:
+        program = cluster.hosts[0].start(
+            [sys.executable, "-c", IN_SERVE, arguments],
+            env=engine_environment(), stdin=-1, stdout=out, stderr=out,
+        )  # fmt: skip
+    wait_for(lambda: "SERVED" in log.read_text())
+    assert answered()
+    worker = next(p for p in cluster.hosts[1].processes() if "Worker_PP1" in " ".join(p.cmdline()))
+    worker.kill()
+    worker.wait(NOTICED)
+    wait_for(answered)  # by another engine, which Serve has made
+    program.communicate(timeout=START)
     for host, its in zip(cluster.hosts, ray, strict=True):
         assert not left_beside(its, host, NOTICED)

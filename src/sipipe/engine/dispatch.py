@@ -7,6 +7,7 @@ output is on BIC-I, so that a snapshot never holds a change which is still to co
 """
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,15 +24,36 @@ from sipipe.messages.step import encode
 from sipipe.observe.live import Word
 from sipipe.observe.phases import Phase
 
-_CARRIED = (
-    "finished_req_ids",
-    "preempted_req_ids",
-    "free_encoder_mm_hashes",
-    "new_block_ids_to_zero",
-    "kv_cache_block_copies",
-    "encoder_input_updates",
-)
-"""What :func:`_carry` takes over."""
+
+def _union(sets: list[set[str]]) -> set[str]:
+    return set().union(*sets)
+
+
+def _chain(lists: list[list[Any]]) -> list[Any]:
+    return [each for one in lists for each in one]
+
+
+def _chain_or_none(lists: list[list[Any]]) -> list[Any] | None:
+    return _chain(lists) or None
+
+
+def _merge(updates: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """What has become of each request's encoder inputs."""
+    merged: dict[str, dict[str, Any]] = {}
+    for request_id, update in (item for one in updates for item in one.items()):
+        merged[request_id] = {**merged.get(request_id, {}), **update}
+    return merged
+
+
+_CARRIED: dict[str, Callable[[list[Any]], Any]] = {
+    "finished_req_ids": _union,
+    "preempted_req_ids": _union,
+    "free_encoder_mm_hashes": _chain,
+    "new_block_ids_to_zero": _chain_or_none,
+    "kv_cache_block_copies": _chain_or_none,
+    "encoder_input_updates": _merge,  # of vLLM 0.33
+}
+"""What a scheduling output says of workers' state, and how several outputs say it in one."""
 
 
 class Dispatcher:
@@ -106,15 +128,7 @@ class Dispatcher:
 
 def _carry(earlier: list[SchedulerOutput], output: SchedulerOutput) -> None:
     """Put what ``earlier`` outputs without tokens say of workers' state into ``output``."""
-    every = [*earlier, output]
-    output.finished_req_ids = set().union(*(one.finished_req_ids for one in every))
-    output.preempted_req_ids = set().union(*(one.preempted_req_ids or () for one in every))
-    output.free_encoder_mm_hashes = [h for one in every for h in one.free_encoder_mm_hashes]
-    for field in ("new_block_ids_to_zero", "kv_cache_block_copies"):
-        setattr(output, field, [x for one in every for x in getattr(one, field) or ()] or None)
-    updates: dict[str, Any] = {}  # vLLM 0.33: what has become of a request's encoder inputs
-    for one in every:
-        for request_id, update in getattr(one, "encoder_input_updates", {}).items():
-            updates[request_id] = {**updates.get(request_id, {}), **update}
-    if updates:
-        output.encoder_input_updates = updates
+    for field, join in _CARRIED.items():
+        values = [getattr(one, field, None) for one in (*earlier, output)]
+        if (said := [value for value in values if value]) or hasattr(output, field):
+            setattr(output, field, join(said))
