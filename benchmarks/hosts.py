@@ -43,6 +43,7 @@ OPTIONS = [
     *("--host", "127.0.0.1", "--port", "8000", "--served-model-name", "m", "--nnodes", "2"),
     *("--master-port", "29800"),
 ]
+REPETITIONS = 3
 CLIENT = """
 import asyncio, json, sys, time
 import aiohttp
@@ -59,13 +60,15 @@ async def ask(session, i, tokens):
                 times.append(time.perf_counter())
     return (times[-1] - times[0]) / (tokens - 1)
 
-async def main(requests, tokens):
+async def main(requests, tokens, repetitions):
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
-        await asyncio.gather(*(ask(session, i, 4) for i in range(requests)))
-        began = time.perf_counter()
-        each = await asyncio.gather(*(ask(session, i, tokens) for i in range(requests)))
-        print(json.dumps([requests * tokens / (time.perf_counter() - began), each]))
+        found = []
+        for length in (4, *[tokens] * repetitions):
+            began = time.perf_counter()
+            each = await asyncio.gather(*(ask(session, i, length) for i in range(requests)))
+            found.append([requests * length / (time.perf_counter() - began), each])
+        print(json.dumps(found[1:]))
 
 asyncio.run(main(*map(int, sys.argv[1:])))
 """
@@ -148,17 +151,18 @@ def served(cluster: Cluster, side: str, model: Path, *options: str) -> Iterator[
 
 
 def measure(cluster: Cluster, cable: Cable, requests: int, tokens: int) -> dict[str, float]:
-    """Tokens per second of all requests together, ms a token of each (median), and how much of a
-    core the cable takes meanwhile."""
+    """Tokens per second of all requests together and ms a token of each, medians of
+    ``REPETITIONS``, and how much of a core the cable takes meanwhile."""
     began, before = time.monotonic(), cable.cpu_seconds()
-    client = cluster.hosts[0].python(CLIENT, str(requests), str(tokens))
+    client = cluster.hosts[0].python(CLIENT, *map(str, (requests, tokens, REPETITIONS)))
     said, _ = client.communicate(timeout=600)
     if client.returncode:
         raise SystemExit("the client failed: see above")
     carrying = (cable.cpu_seconds() - before) / (time.monotonic() - began)
-    rate, each = json.loads(said)
-    found = {"tok/s": rate, "ms a token": statistics.median(each) * 1e3, "cable, cores": carrying}
-    print(f"{requests} requests: {found}", file=sys.stderr, flush=True)
+    rates, times = zip(*json.loads(said), strict=True)
+    token = statistics.median(statistics.median(each) for each in times)
+    found = {"tok/s": statistics.median(rates), "ms a token": token * 1e3, "cable, cores": carrying}
+    print(f"{requests} requests: {found}, tok/s {rates}", file=sys.stderr, flush=True)
     return found
 
 
