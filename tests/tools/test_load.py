@@ -51,7 +51,8 @@ class Server(BaseHTTPRequestHandler):
             choice = {"index": index, "text": "a", "token_ids": prompt[:2]}
             if "logprobs" in body:
                 weights = [2.718281828**logit for logit in drawn]
-                (token,) = random.choices(range(load.SHOWN), weights)
+                among = body.get("top_k", 1)
+                (token,) = random.choices(range(among), weights[:among])
                 told = {f"token_id:{i}": logit for i, logit in enumerate(logits)}
                 choice["logprobs"] = {"tokens": [f"token_id:{token}"], "top_logprobs": [told]}
             choices.append(choice)

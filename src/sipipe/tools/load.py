@@ -38,7 +38,7 @@ from sipipe.tools.child import answer
 from sipipe.tools.provenance import output
 
 SHOWN = 20
-"""Most likely tokens whose probabilities a server tells, and among which :func:`draws` draws."""
+"""Most likely tokens whose probabilities a server tells; :func:`draws` draws among half of them."""
 PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99)
 """Of times to the first token, per output token, between tokens and of requests."""
 EVERY = 0.2
@@ -244,32 +244,37 @@ def answers(url: str, requests: int = 16, tokens: int = 16) -> list[Any]:
 
 
 def draws(url: str, count: int) -> dict[str, float] | None:
-    """Chi-square of ``count`` draws against the probabilities that the server tells.
+    """Chi-square of ``count`` draws against the probabilities that the server tells for each.
 
-    One prompt, temperature 1, the :data:`SHOWN` likeliest tokens; those that are expected less than
-    five times are taken together. None: a server that does not tell them.
+    One prompt, temperature 1, top-k. Told are more tokens, because in 16 bits ties decide which are
+    among the k: the last two, and those that are expected less than five times, are taken together.
+    None: a server that does not tell them.
     """
-    prompt = _prompts(1)
     how = {"max_tokens": 1, "return_tokens_as_token_ids": True, "logprobs": SHOWN}
-    told = _complete(url, prompt, {**how, "temperature": 0})[0].get("logprobs") or {}
-    likely = (told.get("top_logprobs") or [{}])[0]
-    likely = dict(sorted(likely.items(), key=lambda item: -item[1])[:SHOWN])
-    if len(likely) < SHOWN:
-        return None
+    among = SHOWN // 2
+    expected: defaultdict[str, float] = defaultdict(float)
     drawn: Counter[str] = Counter()
     for _ in range(0, count, 256):
-        body = {**how, "logprobs": 0, "temperature": 1.0, "top_k": SHOWN}
-        drawn.update(
-            choice["logprobs"]["tokens"][0]
-            for choice in _complete(url, prompt * min(256, count), body)
-        )
-    whole, total = sum(map(math.exp, likely.values())), sum(drawn.values())
-    expected = {token: total * math.exp(log) / whole for token, log in likely.items()}
-    cells = {token: token if mass >= 5 else "rest" for token, mass in expected.items()}
+        body = {**how, "temperature": 1.0, "top_k": among}
+        for choice in _complete(url, _prompts(1) * min(256, count), body):
+            logprobs = choice.get("logprobs") or {}
+            told = (logprobs.get("top_logprobs") or [{}])[0]
+            likely = sorted(told, key=lambda token: -told[token])[:SHOWN]
+            if len(likely) < SHOWN:
+                return None
+            whole = sum(math.exp(told[token]) for token in likely[:among])
+            for rank, token in enumerate(likely[:among]):
+                cell = token if rank < among - 2 else "rest"
+                expected[cell] += math.exp(told[token]) / whole
+            token = logprobs["tokens"][0]
+            last = token if token in likely[: among - 2] else "rest"
+            drawn[last if token in likely else "outside"] += 1
+    total = sum(drawn.values())
+    cells = {cell: cell if mass >= 5 else "rest" for cell, mass in expected.items()}
     seen: Counter[str] = Counter()
     wanted: defaultdict[str, float] = defaultdict(float)
     for token, number in drawn.items():
-        seen[cells.get(token, "outside")] += number
+        seen[cells.get(token, token)] += number
     for token, mass in expected.items():
         wanted[cells[token]] += mass
     if seen["outside"]:
