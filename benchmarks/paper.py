@@ -7,7 +7,7 @@ for each scale its rows (an engine each: options of ``sipipe bench --row``, or S
 its panels (``sipipe bench`` command lines). The same code runs them on two cores and on a cluster.
 Several figures that have a command line in common are measured together, each row once. For each
 figure ``build/bench/paper`` gets its data (JSON, with machine and commit), a picture (SVG) and a
-table.
+table. The quick form leaves out further panels, and the rows that a figure names as ``full``.
 
 Kinds of pictures: ``bars`` (output tokens/s of each row, with its range), ``cdf`` (of times per
 output token and of first tokens, by percentiles), ``stages`` (how each stage spends its time, by the
@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("bench paper", (__doc__ or "").split("\n")[0])
     parser.add_argument("figure", metavar="LIST|FIG|all")
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="default: cpu")
-    parser.add_argument("--quick", action="store_true", help="one engine a row, fewer panels")
+    parser.add_argument(
+        "--quick", action="store_true", help="one engine a row, fewer rows and panels"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only print the commands")
     own = parser.parse_args(argv)
     known = {path.stem: json.loads(path.read_text()) for path in sorted(FIGURES.glob("*.json"))}
@@ -82,6 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         found: dict[str, Rows] = {}
         failed = False
+        # What was measured is drawn before anything else is.
+        order = list(wanted)
+        names.sort(
+            key=lambda name: [order.index(_command(p, own)) for p, _ in _panels(known[name], own)]
+        )
         for name in names:
             try:
                 draw(name, known[name], own, commands, found, Path(scratch))
@@ -133,8 +140,10 @@ def draw(
 def _panels(figure: dict[str, Any], own: argparse.Namespace) -> list[tuple[dict[str, Any], Rows]]:
     """The panels that are drawn, each with its rows."""
     scale = figure["scales"].get(own.scale, {"panels": [], "rows": {}})
-    most = figure.get("quick_panels", 1) if own.quick else None
-    return [(panel, scale["rows"]) for panel in scale["panels"][:most]]
+    if not own.quick:
+        return [(panel, scale["rows"]) for panel in scale["panels"]]
+    rows = {name: row for name, row in scale["rows"].items() if name not in figure.get("full", ())}
+    return [(panel, rows) for panel in scale["panels"][: figure.get("quick_panels", 1)]]
 
 
 def _command(panel: dict[str, Any], own: argparse.Namespace) -> str:

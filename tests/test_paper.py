@@ -110,7 +110,7 @@ def test_figures_with_a_command_line_in_common_start_a_row_once(measured, capsys
     assert "SiPipe, PP 2" in measured
     by_command = [name for name in measured if name in ("+ channels (BIC)", "SiPipe, PP 4")]
     assert sorted(by_command) == ["+ channels (BIC)", "SiPipe, PP 4"]
-    assert len(measured) <= 32, "25 minutes on two cores"
+    assert len(measured) <= 24, "25 minutes on two cores"
     capsys.readouterr()
     assert paper.main(["ablation"]) == 0
     rows = json.loads((paper.BUILD / "paper/ablation-cpu.json").read_text())["rows"]
