@@ -38,6 +38,7 @@ def test_nothing_waits_before_the_first_iteration(page):
 
 
 def test_what_one_side_passed_on_and_the_other_did_not_take(page):
+    page.writer("executor").set(Word.INFLIGHT, 5)
     saw(page, "executor", 0, dispatch=9)
     saw(page, "stage", 0, prepare=8, forward=7, send=7)
     saw(page, "stage", 1, prepare=8, forward=5, handover=5)
@@ -54,6 +55,17 @@ def test_a_server_at_rest_has_empty_queues(page):
     saw(page, "sampler", 0, wait_logits=9)
     for role, index, _ in page.blocks:
         assert not any(depths(page, role, index).values())
+
+
+def test_no_more_waits_than_is_in_flight_where_another_hosts_figures_are_old(page):
+    executor = page.writer("executor")
+    executor.set(Word.INFLIGHT, 3)
+    executor.phase(Phase.DISPATCH, 90, 0, 1, 4, 4)
+    saw(page, "stage", 0, prepare=90, forward=90, send=90)
+    saw(page, "stage", 1, prepare=45, forward=45, handover=45)
+    assert depths(page, "stage", 1) == {"scheduling": 3, "inputs": 0, "hidden_states": 3}
+    executor.set(Word.INFLIGHT, 0)
+    assert not any(depths(page, "stage", 1).values())
 
 
 def test_two_polls_that_cross_give_no_negative_depth(page):

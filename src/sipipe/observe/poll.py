@@ -2,8 +2,9 @@
 
 How much waits where is read off as well, so that no queue is counted on the hot path. Each process's
 block says which iteration each of its phases saw last; what one side has passed on and the other
-has not yet taken is the queue between them. The two figures are read one after the other, so a
-queue is exact on a server at rest and may be off by one on a busy one.
+has not yet taken is the queue between them, and no more than is in flight. The two figures are read
+one after the other, so a queue is exact on a server at rest and may be off by one on a busy one;
+those of a process on another host are up to a second old.
 """
 
 import time
@@ -106,4 +107,7 @@ class Poll:
         elif role == "sampler":
             handed_over = last(Phase.HANDOVER, "stage", self.page.header.stages - 1, 0)
             waiting["logits"] = handed_over - last(Phase.WAIT_LOGITS)
-        return {name: max(0, depth) for name, depth in waiting.items()}
+        executor = words["executor", 0, 0]  # of a host without the engine nothing is in it
+        dispatched = executor[Word.PHASE_LAST + Phase.DISPATCH]
+        most = executor[Word.INFLIGHT] if dispatched else self.page.header.inflight
+        return {name: min(max(0, depth), most) for name, depth in waiting.items()}
