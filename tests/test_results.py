@@ -21,6 +21,11 @@ def test_every_kept_result_is_shown():
     }
 
 
+def test_no_kept_result_names_a_path_of_the_machine_that_it_is_from():
+    for path in RESULTS.glob("*.json"):
+        assert not re.search(r'"/[^"]*/bin/', path.read_text()), path.name
+
+
 def test_the_page_of_benchmarks_has_no_table_of_its_own():
     page = (ROOT / "docs/benchmarks.md").read_text().split("## Earlier comparisons")[0]
     own = re.sub(r"<!-- results .*?<!-- end -->", "", page, flags=re.DOTALL)

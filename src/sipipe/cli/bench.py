@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
         "note": "medians and ranges; ms; equal: requests whose greedy tokens are those of the first "
         "row; draws p: chi-square of drawn tokens against the server's own probabilities",
         "rows": _table(jobs, found),
-        "engines": {name: {"job": jobs[name], "starts": found[name]} for name in found},
+        "engines": {name: {"job": _portable(jobs[name]), "starts": found[name]} for name in found},
         "failed": failed,
     }
     if own.json:
@@ -146,6 +146,11 @@ def main(argv: Sequence[str]) -> int:
     else:
         _show(result)
     return 1 if failed else 0
+
+
+def _portable(job: dict[str, Any]) -> dict[str, Any]:
+    """A job whose command names no path of this machine's Python."""
+    return {**job, "command": ["python" if w == sys.executable else w for w in job["command"]]}
 
 
 def _paper(argv: Sequence[str]) -> int:

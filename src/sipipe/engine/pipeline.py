@@ -331,6 +331,6 @@ def _make_links(setup: Setup, addresses: dict[int, str]) -> list[LinkEndpoint]:
 
 def _transport(setup: Setup) -> tuple[TransportKind, Literal["cpu", "cuda"]]:
     """Of links within a host, and where what they carry is needed."""
-    if current_platform.is_cpu():
-        return "shm", "cpu"
-    return "cuda_ipc" if setup.config.transport == "auto" else setup.config.transport, "cuda"
+    device: Literal["cpu", "cuda"] = "cpu" if current_platform.is_cpu() else "cuda"
+    kind: TransportKind = "shm" if device == "cpu" else "cuda_ipc"
+    return kind if setup.config.transport == "auto" else setup.config.transport, device
