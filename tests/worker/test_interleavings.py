@@ -3,7 +3,9 @@
 Each call of ``prepare`` and ``forward`` stops in its middle, with half of its buffer written or
 read. The test decides which one goes on, and walks through every such decision for a few
 iterations. Where the threads stand after a step is known from the counts alone
-(:class:`Turns`): the test waits for exactly that, so no step depends on time.
+(:class:`Turns`): the test waits for exactly that, so no step depends on time. Where a preparation
+and a forward pass may both begin, the preparation does: the pass is held in ``receive`` until it
+has written its half.
 
 The same walk without the guard of the preparing thread shows what the guard is for: some orders
 then corrupt what a forward pass reads, and the debug check raises in exactly these.
@@ -18,7 +20,7 @@ from sipipe.worker.inputs.safety import TokenSafetyError
 
 from .fake_device import HAND_OVER, FakeStage, TwoThreads
 
-PREPARE, FORWARD = "prepare", "forward"
+PREPARE, RECEIVE, FORWARD = "prepare", "receive", "forward"
 
 
 class Walk:
@@ -29,7 +31,7 @@ class Walk:
     """
 
     def __init__(self, iterations, sets, choices, **options):
-        self.stage = FakeStage(sets=sets, gates=(PREPARE, FORWARD), **options)
+        self.stage = FakeStage(sets=sets, gates=(PREPARE, RECEIVE, FORWARD), **options)
         self.path = ()
         self.error = None
         turns, left, reading = Turns(sets), iterations, False
@@ -45,6 +47,8 @@ class Walk:
                     if turns.may_read:
                         turns.start_read()
                         reading = True
+                        self.reach(running, RECEIVE)
+                        self.stage.let(RECEIVE)
                         self.reach(running, FORWARD)
                     inside = [PREPARE] * turns.writing + [FORWARD] * reading
                     if not inside:
