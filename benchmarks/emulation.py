@@ -1,12 +1,13 @@
-"""Idle time of the stages of emulated pipelines, with p + 1 microbatches in flight.
+"""Idle time that SiPipe causes to the stages of emulated pipelines, and what it depends on.
 
-    python -m benchmarks.emulation [--quick] [--tokens 120] [--only NAME]
+    python -m benchmarks.emulation [--quick] [--tokens 60] [--only TEXT]
 
-An engine a profile, ``sipipe emulate`` with a dense model and a sparse one in 4 and 8 stages, 128
-and 512 requests. Where two cores cannot drive stages of 7 ms, the same in slow motion as well: the
-devices take N times as long, everything else what it takes. What SiPipe costs on cores of its own
-follows from the turnaround, which is in real time: while it is shorter than a stage's time, the
-microbatch more hides it.
+An engine a row of :data:`PIPELINES` (11 minutes in all), with as many microbatches in flight as may
+be: a dense model and a sparse one in 2, 4 and 8 stages; p of them instead of p + 1; forward passes
+that deviate; an uneven cut; 1, 2 and 4 samplers. Where two cores cannot drive stages of 7 ms, in
+slow motion: the devices take N times as long, everything else what it takes. What SiPipe costs on
+cores of its own follows from the turnaround, which is in real time: while it is shorter than a
+stage's time, the microbatch more hides it.
 """
 
 from __future__ import annotations
@@ -16,20 +17,36 @@ import json
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from typing import Any
+
+import msgspec
 
 from benchmarks.harness import report
 from sipipe.cli.emulate import BUSY
 from sipipe.errors import SiPipeError
+from sipipe.tools.emulation.profile import Profile
 
+SPARSE, DENSE = "deepseek-v2.5-8xh100", "llama-70b-8xh100"
 PIPELINES = (
-    ("deepseek-v2.5-8xh100", 4, 1),
-    ("llama-70b-8xh100", 4, 1),
-    ("llama-70b-8xh100", 4, 2),
-    ("deepseek-v2.5-8xh100", 8, 1),
-    ("llama-70b-8xh100", 8, 2),
+    (f"{SPARSE} --pp 4", "128,512"),
+    (f"{DENSE} --pp 4 --slow-motion 2", "128,512"),
+    (f"{SPARSE} --pp 8", "128,512"),
+    (f"{DENSE} --pp 8 --slow-motion 4", "128,512"),
+    (f"{SPARSE} --pp 2", "128,512"),
+    (f"{DENSE} --pp 2 --slow-motion 2", "128,512"),
+    (f"{SPARSE} --pp 4 --inflight 4", "512"),
+    (f"{DENSE} --pp 4 --slow-motion 2 --inflight 4", "512"),
+    (f"{SPARSE} --pp 8 --inflight 8", "512"),
+    (f"{SPARSE} --pp 4 --jitter 0.05", "512"),
+    (f"{SPARSE} --pp 4 --jitter 0.1", "512"),
+    (f"{SPARSE} --pp 4 --layers 18,14,14,14", "512"),
+    (f"{SPARSE} --pp 4 --sampling all --samplers 1", "512"),
+    (f"{SPARSE} --pp 4 --sampling all --samplers 2", "512"),
+    (f"{SPARSE} --pp 4 --sampling all --samplers 4", "512"),
 )
-"""Profile, stages, how many times as long devices take."""
+"""Profile with options, and requests at once: each number is a load of the same engine."""
+PROMPT = 32
 ALL_IN_FLIGHT = '{"sipipe": {"microbatches": {"min_sequences": 1}}}'
 """Not only as many microbatches as pay."""
 
@@ -37,53 +54,95 @@ ALL_IN_FLIGHT = '{"sipipe": {"microbatches": {"min_sequences": 1}}}'
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the first two, and 40 tokens")
-    parser.add_argument("--tokens", type=int, default=120, help="new ones (default: 120)")
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="profiles whose options contain it"
-    )
+    parser.add_argument("--tokens", type=int, default=60, help="new ones (default: 60)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="pipelines that contain it")
     args = parser.parse_args()
     tokens = 40 if args.quick else args.tokens
     rows: list[dict[str, Any]] = []
-    for profile, stages, slow in PIPELINES[: 2 if args.quick else None]:
-        if args.only in f"{profile} --pp {stages} --slow-motion {slow}":
-            rows += measured(profile, stages, slow, tokens)
+    for pipeline, requests in PIPELINES[: 2 if args.quick else None]:
+        if args.only in pipeline:
+            rows += measured(pipeline, requests, tokens)
+    if not rows:
+        raise SiPipeError(f'--only: no pipeline contains "{args.only}"')
     report(
         "emulation",
-        "Emulated pipelines of 8 H100, all p + 1 microbatches in flight, while all requests decode",
+        "Emulated pipelines of 8 H100 while all requests decode, p + 1 microbatches in flight "
+        "unless --inflight says otherwise",
         rows,
-        note="greedy; one engine a profile; turnaround: real ms from a microbatch's end on the last "
-        "stage to the dispatch of its next turn; VOID: the machine was too busy to emulate",
+        note="greedy unless --sampling says otherwise; one engine a pipeline; idle by SiPipe: of "
+        "each stage 1 - busy / (its stage time / the busiest stage's, by the profile); turnaround: "
+        "real ms from a microbatch's end on the last stage to the dispatch of its next turn; VOID: "
+        "the machine was too busy to emulate",
     )
 
 
-def measured(profile: str, stages: int, slow: float, tokens: int) -> list[dict[str, Any]]:
+def measured(pipeline: str, requests: str, tokens: int) -> list[dict[str, Any]]:
     """A row for each load of one engine."""
-    options = f"--profile {profile} --pp {stages} --slow-motion {slow} --requests 128,512"
-    options += f" --prompt-tokens 32 --tokens {tokens} --json"
+    result = emulated(f"--profile {pipeline} --requests {requests}", tokens)
+    profile = msgspec.convert(result["profile"], Profile)
+    rows = []
+    for count, load in zip(result["job"]["requests"], result["loads"], strict=True):
+        idle = idle_by_sipipe(profile, load, PROMPT + tokens // 2)
+        rows.append(
+            {
+                "pipeline": pipeline,
+                "requests": count,
+                "sequences an iteration": round(load["batch"]),
+                "iterations/s": load["iterations_per_s"],
+                "turnaround p50 / p99 ms": "{p50:.1f} / {p99:.1f}".format(**load["turnaround_ms"]),
+                "stages busy, %": ", ".join(f"{100 * share:.0f}" for share in load["busy_share"]),
+                "idle by SiPipe, %": ", ".join(f"{100 * share:.1f}" for share in idle),
+                "worst stage, %": round(100 * max(idle), 1),
+                "CPU ms an iteration": cpu_by_role(load["cpu_ms"]),
+                "this machine's cores busy, %": round(100 * load["busy"]),
+                "iterations a core-second": load["iterations_per_s"]
+                / (load["busy"] * result["machine"]["cores"]),
+                "": "VOID" if load["busy"] > BUSY else "valid",
+            }
+        )
+    return rows
+
+
+def emulated(options: str, tokens: int) -> dict[str, Any]:
+    """What ``sipipe emulate`` says as JSON, with as many microbatches in flight as may be.
+
+    Raises:
+        SiPipeError: it failed, and has said why.
+    """
+    options += f" --prompt-tokens {PROMPT} --tokens {tokens} --json"
     command = [*shlex.split(options), "--additional-config", ALL_IN_FLIGHT]
     run = subprocess.run(
         [sys.executable, "-m", "sipipe", "emulate", *command], stdout=subprocess.PIPE, check=False
     )
     if not run.stdout:
         raise SiPipeError(f"sipipe emulate {shlex.join(command)} failed")
-    result = json.loads(run.stdout)
-    cores = result["machine"]["cores"]
-    return [
-        {
-            "profile": f"{profile} --pp {stages}",
-            "requests": requests,
-            "slow motion": f"{slow} ×" if slow > 1 else "no",
-            "sequences an iteration": round(load["batch"]),
-            "iterations/s": load["iterations_per_s"],
-            "turnaround p50 / p99 ms": "{p50:.1f} / {p99:.1f}".format(**load["turnaround_ms"]),
-            "stages busy, %": ", ".join(f"{100 * share:.0f}" for share in load["busy_share"]),
-            "idle share of the busiest, %": round(100 * (1 - max(load["busy_share"])), 1),
-            "this machine's cores busy, %": round(100 * load["busy"]),
-            "iterations a core-second": load["iterations_per_s"] / (load["busy"] * cores),
-            "": "VOID" if load["busy"] > BUSY else "valid",
-        }
-        for requests, load in zip(result["job"]["requests"], result["loads"], strict=True)
-    ]
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def idle_by_sipipe(profile: Profile, load: dict[str, Any], context: int) -> list[float]:
+    """Of each stage the idle share beyond what the profile's own stage times force.
+
+    All stages run the same iterations, so that one with less work is idle for the rest of the
+    busiest one's time whatever drives it. ``context``: tokens of each sequence.
+    """
+    batch = round(load["batch"])
+    times = [stage.seconds([(context, 1, True)] * batch) for stage in profile.stages]
+    times[-1] += profile.stages[-1].head(batch)
+    shares = zip(load["busy_share"], times, strict=True)
+    return [max(0.0, 1 - busy * max(times) / seconds) for busy, seconds in shares]
+
+
+def cpu_by_role(by_process: dict[str, float]) -> str:
+    """As in "executor 2.5, stage 1.1-1.4, sampler 1.5"."""
+    roles = defaultdict(list)
+    for process, spent in by_process.items():
+        roles[process.split()[0]].append(f"{spent:.1f}")
+    return ", ".join(
+        f"{role} {min(spent, key=float)}"
+        + (f"-{max(spent, key=float)}" if len(set(spent)) > 1 else "")
+        for role, spent in roles.items()
+    )
 
 
 if __name__ == "__main__":

@@ -68,10 +68,11 @@ def measure_in_turn(
 
 
 def command() -> str:
-    """How this benchmark was called: ``python -m benchmarks.NAME …``."""
+    """How this benchmark was called: ``python -m benchmarks.NAME …``, or ``sipipe …``."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     name = f"-m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
-    return shlex.join(["python", *name.split(), *sys.argv[1:]])
+    words = ["sipipe"] if name in ("-m sipipe", "sipipe") else ["python", *name.split()]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def report(
@@ -85,17 +86,18 @@ def report(
 ) -> Path:
     """Print ``rows`` as a table and write them, with the machine, to ``build/bench/NAME.json``.
 
-    The columns are the keys of the first row, or printed are ``columns`` alone. ``file`` overrides the stem of the JSON file for a
-    benchmark that prints several tables. Returns the path written.
+    The columns are the keys of the first row, or shown, here and on pages, are ``columns`` alone.
+    ``file`` overrides the stem of the JSON file for a benchmark that prints several tables. Returns
+    the path written.
     """
     console = Console(width=max(140 if columns else 100, Console().width))
     table = Table(title=title, caption=note or None)
-    columns = columns or list(rows[0])
-    for column in columns:
+    shown = list(columns or rows[0])
+    for column in shown:
         justify: Any = "left" if isinstance(rows[0][column], str) else "right"
         table.add_column(column, justify=justify, no_wrap=column == "engine")
     for row in rows:
-        table.add_row(*(cell(row.get(column)) for column in columns))
+        table.add_row(*(cell(row.get(column)) for column in shown))
     console.print(table)
     where = machine()
     console.print(
@@ -111,6 +113,7 @@ def report(
                 "command": command(),
                 "machine": where,
                 "note": note,
+                **({"columns": shown} if columns else {}),
                 "rows": list(rows),
             },
             indent=1,

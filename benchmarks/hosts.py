@@ -43,6 +43,8 @@ OPTIONS = [
     *("--host", "127.0.0.1", "--port", "8000", "--served-model-name", "m", "--nnodes", "2"),
     *("--master-port", "29800"),
 ]
+UNEVEN = ["--additional-config", '{"sipipe": {"kv_loss": 0.5}}']
+"""Layers cut 7 and 1: what that costs of the KV cache, so many requests cannot fill."""
 REPETITIONS = 3
 CLIENT = """
 import asyncio, json, sys, time
@@ -207,7 +209,7 @@ def main() -> None:
     try:
         for side, m in sides:
             program, _, one = side.partition(" ")
-            options = ["--inflight", str(m)] if side != "stock" else []
+            options = ["--inflight", str(m), *UNEVEN] if side != "stock" else []
             with served(cluster, "sipipe" if one else program, model, *options):
                 if one:  # what a round trip takes, by how many sequences it has
                     for slots in inflight:

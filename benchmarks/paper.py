@@ -1,18 +1,20 @@
 """The paper's figures, one command each: ``sipipe bench paper LIST|FIG|all`` in a checkout.
 
     python -m benchmarks.paper FIG [--scale cpu|8xh100|16xh100] [--quick]
+    python -m benchmarks.paper FILE.json          draws the picture of kept data again
 
 ``benchmarks/figures/FIG.json`` says what a figure shows: the paper's range, what differs here, and
 for each scale its rows (an engine each: options of ``sipipe bench --row``, or SiPipe's settings) and
 its panels (``sipipe bench`` command lines). The same code runs them on two cores and on a cluster.
-Several figures that have a command line in common are measured together, each row once. For each
+Several figures that have a command line in common are measured together, each row once; so are rows
+of commands that differ in their loads alone. For each
 figure ``build/bench/paper`` gets its data (JSON, with machine and commit), a picture (SVG) and a
 table. The quick form leaves out further panels, and the rows that a figure names as ``full``.
 
-Kinds of pictures: ``bars`` (output tokens/s of each row, with its range), ``cdf`` (of times per
-output token and of first tokens, by percentiles), ``stages`` (how each stage spends its time, by the
-trace ``TRACES/ROW`` that each row leaves), ``time`` (how busy CPUs and GPUs are over time),
-``memory`` (MiB by process).
+A row may be set beside the one above it only in a chain: its name begins with ``+`` (one part more) or
+``-`` (one less), or it is the figure's ``base``, the end of the first chain and the start of the second.
+
+Kinds of pictures are those of :mod:`benchmarks.pictures`.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 from benchmarks.harness import BUILD, report
+from benchmarks.pictures import BUSY, DRAWN, PICTURES
 from benchmarks.simulator.workload import at_rate, poisson_trace, shrunk, write_timed_trace
 from sipipe.cli.parser import make_parser
 from sipipe.errors import ConfigError, SiPipeError
-from sipipe.tools.load import EVERY, PERCENTILES
+from sipipe.tools.load import PERCENTILES
 from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.tools.report.accounting import KINDS
 from sipipe.tools.report.reader import read_trace
@@ -42,8 +44,6 @@ from sipipe.tools.report.summary import Run
 
 FIGURES = Path(__file__).parent / "figures"
 SCALES = ("cpu", "8xh100", "16xh100")
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
-_KINDS = ("cpu", "gpu")
 PRINTED = {
     "bars": ("of stock's best", "of the row above", "TTFT p50", "TPOT p50", "KV tokens"),
     "cdf": ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"),
@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, figure in known.items():
             print(f"{name:<12} {figure['title']} (paper: {figure['paper']})")
         return 0
+    if own.figure.endswith(".json"):
+        return _redraw(Path(own.figure), known)
     names = list(known) if own.figure == "all" else [own.figure]
     if names[0] not in known:
         raise ConfigError(f'bench paper: "{own.figure}" is none of {", ".join(known)}')
@@ -78,9 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in names:
             for panel, rows in _panels(known[name], own):
                 wanted.setdefault(_command(panel, own), {}).update(rows)
-        commands = {line: _with_rows(line, rows, scratch) for line, rows in wanted.items()}
+        lenders = {line: _lender(line, wanted) for line in wanted}
+        commands = {}
+        for line, rows in wanted.items():
+            lent = wanted.get(lenders[line] or "", {})
+            own_rows = {name: row for name, row in rows.items() if lent.get(name, ...) != row}
+            commands[line] = _with_rows(line, own_rows, scratch)
         if own.dry_run:
-            print("\n".join(shlex.join(["sipipe", "bench", *c]) for c in commands.values()))
+            for name in names:
+                if own.scale not in known[name]["scales"]:
+                    print(_nothing(name, known[name], own.scale), file=sys.stderr)
+            for command in commands.values():
+                print(shlex.join(["sipipe", "bench", *command]))
             return 0
         found: dict[str, Rows] = {}
         failed = False
@@ -91,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for name in names:
             try:
-                draw(name, known[name], own, commands, found, Path(scratch))
+                draw(name, known[name], own, commands, lenders, found, Path(scratch))
             except SiPipeError as error:  # other figures are worth having
                 failed = True
                 print(f"sipipe: {name}: {error}", file=sys.stderr)
@@ -103,6 +114,7 @@ def draw(
     figure: dict[str, Any],
     own: argparse.Namespace,
     commands: dict[str, list[str]],
+    lenders: dict[str, str | None],
     found: dict[str, Rows],
     scratch: Path,
 ) -> None:
@@ -112,29 +124,56 @@ def draw(
         SiPipeError: a panel's command failed.
     """
     if own.scale not in figure["scales"]:
-        print(f"{name}: nothing at the scale {own.scale}: {figure['differs']}")
+        print(_nothing(name, figure, own.scale))
         return
     rows: list[dict[str, Any]] = []
     for panel, names in _panels(figure, own):
         line = _command(panel, own)
-        if line not in found:
-            found[line] = _measured(commands[line])
-        rows += _shown(panel["panel"], names, figure, found[line], own.scale)
+        lender = lenders[line]
+        for each in (lender, line):
+            if each is not None and each not in found:
+                found[each] = _measured(commands[each])
+                if lender is not None and each == line:
+                    _lend(found[lender], found[line])
+        rows += _shown(panel, names, figure, found[line], own.scale)
     if figure["kind"] == "stages":
-        traced = [name for name in names if (scratch / name).is_dir()]
-        rows = [row for name in traced for row in _stages(name, scratch / name)]
+        engines = {row["engine"]: row for row in rows}
+        traced = [name for name in engines if (scratch / name).is_dir()]
+        rows = [row for name in traced for row in _stages(engines[name], scratch / name)]
     if not rows:
         raise SiPipeError("bench paper: no row could be measured")
     stem = f"paper/{name}-{own.scale}{'-quick' if own.quick else ''}"
-    pictures = {"bars": _bars, "cdf": _cdf, "time": _time, "stages": _stacks, "memory": _stacks}
-    picture = pictures[figure["kind"]]
-    (BUILD / f"{stem}.svg").write_text(picture(figure["title"], rows))
+    (BUILD / f"{stem}.svg").write_text(PICTURES[figure["kind"]](figure["title"], rows))
     note = f"paper: {figure['paper']}. What differs: {figure['differs']}"
-    shown = [{key: value for key, value in row.items() if key[0] != "_"} for row in rows]
+    if any(row.get("equal") for row in rows):
+        first = next(iter(found[line]["engines"]))
+        note += f". equal: requests with the greedy tokens of {first}"
     wanted = ("panel", "sampling", "requests", "engine", "tok/s", *PRINTED[figure["kind"]])
-    told = {key: {row.get(key) for row in shown} - {None} for key in wanted}
+    told = {key: {row.get(key) for row in rows} - {None} for key in wanted}
     columns = [key for key in wanted if len(told[key]) > (key == "panel")]
-    report(name, figure["title"], shown, note=note, file=stem, columns=columns)
+    report(name, figure["title"], rows, note=note, file=stem, columns=columns)
+
+
+def _nothing(name: str, figure: dict[str, Any], scale: str) -> str:
+    return f"{name}: nothing at the scale {scale}: {figure['differs']}"
+
+
+def _redraw(path: Path, known: dict[str, Any]) -> int:
+    """The picture of a figure's data, into ``build/bench/paper``.
+
+    Raises:
+        ConfigError: the file is none, or not a figure's.
+    """
+    try:
+        data = json.loads(path.read_text())
+        picture = PICTURES[known[data["benchmark"]]["kind"]](data["title"], data["rows"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"bench paper: {path} is no figure's data: {error!r}") from None
+    target = BUILD / f"paper/{path.stem}.svg"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(picture)
+    print(f"written to {target}")
+    return 0
 
 
 def _panels(figure: dict[str, Any], own: argparse.Namespace) -> list[tuple[dict[str, Any], Rows]]:
@@ -156,6 +195,29 @@ def _command(panel: dict[str, Any], own: argparse.Namespace) -> str:
         write_timed_trace(shrunk(at_rate(trace, how["rate"]), how["shrink"]), path)
         line += f" --trace-file {path} --requests {how['requests']}"
     return f"{line} {panel.get('quick', '')} --engines 1 --repeat 1" if own.quick else line
+
+
+def _lender(line: str, lines: Iterable[str]) -> str | None:
+    """Another command that only has more loads, whose rows need not be measured once more."""
+
+    def parts(line: str) -> tuple[set[str], list[str]]:
+        words = shlex.split(line)
+        at = [i for i, word in enumerate(words) if word == "--sampling"]
+        rest = [word for i, word in enumerate(words) if not {i, i - 1} & set(at)]
+        return set(words[at[-1] + 1].split(",") if at else ()), rest
+
+    loads, rest = parts(line)
+    return next((o for o in lines if loads < parts(o)[0] and parts(o)[1] == rest), None)
+
+
+def _lend(lender: Rows, found: Rows) -> None:
+    """Add the engines of one result to another, with the loads that this one has."""
+    loads = {(row["sampling"], row["requests"]) for row in found["rows"]}
+    for row in lender["rows"]:
+        if (row["sampling"], row["requests"]) in loads and row["engine"] not in found["engines"]:
+            # Stock's best was another command's.
+            found["rows"].append(row | {"of stock's best": None})
+    found["engines"] = lender["engines"] | found["engines"]
 
 
 def _with_rows(line: str, rows: Rows, scratch: str) -> list[str]:
@@ -185,41 +247,46 @@ def _measured(command: list[str]) -> dict[str, Any]:
 
 
 def _shown(
-    panel: str, names: Rows, figure: dict[str, Any], found: dict[str, Any], scale: str
+    panel: dict[str, Any], names: Rows, figure: dict[str, Any], found: dict[str, Any], scale: str
 ) -> list[dict[str, Any]]:
-    """A row for each load and engine of a figure; keys with an underscore are for the picture."""
+    """A row for each load and engine of a figure, with what its picture shows."""
     rows: list[dict[str, Any]] = []
-    ways = figure.get("shows")
-    by_row = {(row["sampling"], row["requests"], row["engine"]): row for row in found["rows"]}
-    loads = dict.fromkeys((way, count) for way, count, _ in by_row if not ways or way in ways)
-    for (way, count), name in itertools.product(loads, names):
-        if (way, count, name) not in by_row:  # bench has said why
-            continue
-        row = by_row[way, count, name]
-        starts = found["engines"][name]["starts"]
-        runs = [each for s in starts for each in s["runs"][f"{way} {count}"]]
-        speeds = [run["output_throughput"] for run in runs]
-        rows.append(
-            {"panel": panel, **row, **{f"{kind} busy %": _mean(runs, kind) for kind in _KINDS}}
-            | {
-                "_busy": {kind: runs[0][kind] for kind in _KINDS},
-                "_label": f"{panel}: {way}, {count}",
-                "_row": name,
-                "_speeds": speeds,
-                "_median": statistics.median(speeds),
-                "_tpot": [runs[0][f"p{q}_tpot_ms"] for q in PERCENTILES],
-                "_ttft": [runs[0][f"p{q}_ttft_ms"] for q in PERCENTILES],
-                "_parts": starts[0]["memory_mib"],
-            }
+    medians: dict[tuple[str, str], float] = {}
+    base = figure.get("base", {}).get(scale)
+    by_row = {(f"{row['sampling']} {row['requests']}", row["engine"]): row for row in found["rows"]}
+    loads = dict.fromkeys(load for load, _ in by_row)
+    if shows := panel.get("shows", figure.get("shows")):
+        loads = dict.fromkeys(
+            load for way in shows for load in loads if way in (load, load.split()[0])
         )
-    if base := figure.get("base", {}).get(scale):
-        whole = {row["_label"]: row["_median"] for row in rows if row["engine"] == base}
-        before = {row["_label"]: row["_median"] for row in reversed(rows)}
-        for row in rows:
-            label, speed = row["_label"], row["_median"]
-            row["of the row above"] = speed / before[label]
-            row[f"of {base}"] = speed / whole[label] if label in whole else None
-            before[label] = speed
+    for load, name in itertools.product(loads, names):
+        if (load, name) not in by_row:  # bench has said why
+            continue
+        starts = found["engines"][name]["starts"]
+        runs = [each for s in starts for each in s["runs"][load]]
+        speeds = [run["output_throughput"] for run in runs]
+        medians[load, name] = statistics.median(speeds)
+        drawn = {
+            "busy over time": {key: runs[0][key] for key in (*BUSY, "every_s")},
+            "speeds": speeds,
+            "TPOT percentiles": {q: runs[0][f"p{q}_tpot_ms"] for q in map(str, PERCENTILES)},
+            "TTFT percentiles": {q: runs[0][f"p{q}_ttft_ms"] for q in map(str, PERCENTILES)},
+            "memory by process": starts[0]["memory_mib"],
+        }
+        row = {"panel": panel["panel"], **by_row[load, name]}
+        row |= {f"{kind} busy %": _mean(runs, kind) for kind in BUSY}
+        rows.append(row | {key: drawn[key] for key in DRAWN.get(figure["kind"], ())})
+        if base:
+            above = medians.get((load, rows[-2]["engine"])) if len(rows) > 1 else None
+            chained = name[:2] in ("+ ", "- ") or name == base
+            rows[-1]["of the row above"] = (
+                medians[load, name] / above if above and chained else None
+            )
+    for row in rows:
+        if "of the row above" in row:
+            load = f"{row['sampling']} {row['requests']}"
+            whole = medians.get((load, base))
+            row[f"of {base}"] = medians[load, row["engine"]] / whole if whole else None
     return rows
 
 
@@ -228,139 +295,14 @@ def _mean(runs: Sequence[dict[str, Any]], kind: str) -> float | None:
     return sum(figures) / len(figures) if figures else None
 
 
-def _stages(name: str, trace: Path) -> list[dict[str, Any]]:
+def _stages(engine: dict[str, Any], trace: Path) -> list[dict[str, Any]]:
     """How each stage of a traced engine spent the time in which it had requests, percent."""
     rows = []
     for stage in Run(read_trace(str(trace))).summary["stage_table"]:
         parts = {kind: 100 * stage["share"][kind] for kind in KINDS}
-        rows.append(
-            {"engine": name, "stage": stage["stage"], **parts}
-            | {"_row": f"{name}, stage {stage['stage']}", "_parts": parts}
-        )
+        kept = {key: engine[key] for key in ("KV tokens", "cores")}
+        rows.append({"engine": engine["engine"], "stage": stage["stage"], **parts, **kept})
     return rows
-
-
-def _svg(title: str, height: int, body: list[str], names: Sequence[str]) -> str:
-    """A picture 720 wide, with a legend below."""
-    for i, name in enumerate(names):
-        x, y = 20 + i % 4 * 175, height + 14 + i // 4 * 16
-        body.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{_colour(i)}"/>')
-        body.append(f'<text x="{x + 14}" y="{y}">{escape(name[:28])}</text>')
-    tall = height + 24 + (len(names) + 3) // 4 * 16
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{tall}" '
-        'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
-        f'<text x="20" y="18" font-size="13">{escape(title)}</text>{"".join(body)}</svg>\n'
-    )
-
-
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
-
-
-def _bars(title: str, rows: list[dict[str, Any]]) -> str:
-    """Medians with ranges, a group of bars for each load."""
-    names = list(dict.fromkeys(row["_row"] for row in rows))
-    most = max(max(row["_speeds"]) for row in rows)
-    body, y, label = [], 34, ""
-    for row in rows:
-        if row["_label"] != label:
-            label = row["_label"]
-            y += 18
-            body.append(f'<text x="20" y="{y - 3}">{escape(label)}, tok/s</text>')
-        low, high, median = (
-            340 * speed / most
-            for speed in (min(row["_speeds"]), max(row["_speeds"]), row["_median"])
-        )
-        fill = _colour(names.index(row["_row"]))
-        body.append(f'<text x="20" y="{y + 10}">{escape(row["_row"][:38])}</text>')
-        body.append(f'<rect x="240" y="{y}" width="{median:.1f}" height="11" fill="{fill}"/>')
-        body.append(f'<path d="M{240 + low:.1f} {y + 6}H{240 + high:.1f}" stroke="black"/>')
-        body.append(f'<text x="{246 + high:.1f}" y="{y + 10}">{escape(row["tok/s"])}</text>')
-        y += 14
-    return _svg(title, y, body, ())
-
-
-def _cdf(title: str, rows: list[dict[str, Any]]) -> str:
-    """Shares of requests over milliseconds: times per token on the left, first tokens right."""
-    return _lines(
-        title,
-        rows,
-        {
-            f"{key.upper()}, share of requests": lambda row, key=key: list(
-                zip(row[f"_{key}"], PERCENTILES, strict=True)
-            )
-            for key in ("tpot", "ttft")
-        },
-        "ms",
-    )
-
-
-def _time(title: str, rows: list[dict[str, Any]]) -> str:
-    """Percent busy over seconds: CPUs on the left, GPUs right where there are any."""
-    return _lines(
-        title,
-        rows,
-        {
-            f"{kind.upper()}s busy": lambda row, kind=kind: [
-                (EVERY * i, figure) for i, figure in enumerate(row["_busy"][kind])
-            ]
-            for kind in _KINDS
-            if any(row["_busy"][kind] for row in rows)
-        },
-        "s",
-    )
-
-
-def _lines(
-    title: str,
-    rows: list[dict[str, Any]],
-    charts: dict[str, Callable[[dict[str, Any]], list[tuple[float, float]]]],
-    unit: str,
-) -> str:
-    """Percent upwards: charts side by side for each load, in each a line for each row."""
-    names = list(dict.fromkeys(row["_row"] for row in rows))
-    body, top = [], 34
-    for label in dict.fromkeys(row["_label"] for row in rows):
-        body.append(f'<text x="20" y="{top + 12}">{escape(label)}</text>')
-        for side, (what, points) in zip((20, 370), charts.items(), strict=False):
-            lines = {row["_row"]: points(row) for row in rows if row["_label"] == label}
-            most = max((x for line in lines.values() for x, _ in line), default=1) or 1
-            low = top + 160
-            body.append(
-                f'<path d="M{side} {top + 20}V{low}H{side + 320}" stroke="black" fill="none"/>'
-            )
-            text = f"{what}, 0 to 100 %, over 0 to {most:,.0f} {unit}"
-            body.append(f'<text x="{side}" y="{low + 14}">{text}</text>')
-            for name, line in lines.items():
-                shape = " ".join(
-                    f"{side + 320 * x / most:.1f},{low - 1.4 * y:.1f}" for x, y in line
-                )
-                colour = _colour(names.index(name))
-                body.append(
-                    f'<polyline points="{shape}" fill="none" stroke="{colour}" stroke-width="2"/>'
-                )
-        top += 190
-    return _svg(title, top, body, names)
-
-
-def _stacks(title: str, rows: list[dict[str, Any]]) -> str:
-    """A bar for each row, of its parts."""
-    names = list(dict.fromkeys(name for row in rows for name in row["_parts"]))
-    most = max(sum(row["_parts"].values()) for row in rows) or 1
-    body, y = [], 34
-    for row in rows:
-        body.append(f'<text x="20" y="{y + 10}">{escape(row["_row"][:24])}</text>')
-        x = 170.0
-        for name, part in row["_parts"].items():
-            width = 530 * part / most
-            fill = _colour(names.index(name))
-            body.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="12" fill="{fill}"/>'
-            )
-            x += width
-        y += 16
-    return _svg(title, y + 8, body, names)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """The planner against the paper's figures, and against real runs on this machine.
 
-``python -m benchmarks.planner`` prints two tables.
+``python -m benchmarks.planner`` prints three tables.
 
 *Findings*: what the paper measured on its H100 and A100 testbeds, beside what the model predicts
-from data sheets. ``--quick`` stops here.
+from data sheets.
+
+*Published*: tensor parallelism on H100 and H200 as NVIDIA has published it, beside the model's
+ranges. ``--quick`` stops here.
 
 *Real machine*: the benchmark model is run with tracing in two configurations on this machine's
 CPU. The planner is calibrated on each of them in turn and predicts the time per output token of
@@ -53,12 +56,16 @@ SECONDS = 600
 Side = dict[tuple[int, int], Choice]
 
 
-def sides(model: str, *, gpu: str, hosts: int, batch: int) -> tuple[Side, Side]:
+def sides(model: str, *, gpu: str, hosts: int, batch: int, adapters: int = 1) -> tuple[Side, Side]:
     """The paper's workload: ShareGPT lengths, all sampling strategies, a fixed batch.
 
     SiPipe's choices and those of the paper's baseline, by (p, t)."""
     cluster = Cluster(
-        device=device(gpu), hosts=hosts, devices_per_host=8, network=network(400), cores_per_host=96
+        device=device(gpu),
+        hosts=hosts,
+        devices_per_host=8,
+        network=network(400, adapters),
+        cores_per_host=96,
     )
     workload = Workload(
         input=161, output=338, fixed_batch=batch, max_num_seqs=batch, sampling="all"
@@ -96,6 +103,8 @@ def findings() -> list[dict[str, Any]]:
     ours, stock = on16["deepseek-v3"]
     pure = stock[1, 16].throughput
     add("DeepSeek-V3, best stock pipeline / pure TP", "3.2 x", f"{most(stock) / pure:.1f} x")
+    _, alone = sides("deepseek-v3", gpu="h100", hosts=2, batch=1024, adapters=8)
+    add("the same, an adapter a GPU", "", f"{most(alone) / alone[1, 16].throughput:.1f} x")
     add("DeepSeek-V3, best SiPipe / pure TP", "4.5 x", f"{most(ours) / pure:.1f} x")
     gains = [most(ours) / most(stock) for ours, stock in on16.values()]
     add("16 H100, best SiPipe / best stock", "1.4-1.7 x", f"{min(gains):.1f}-{max(gains):.1f} x")
@@ -111,6 +120,89 @@ def findings() -> list[dict[str, Any]]:
     share = stages[-1].preparation / stages[-1].occupancy
     add("the same, preparation", "12-19 %", f"{share:.0%}")
     return rows
+
+
+# --- what others have published ----------------------------------------------------------------
+
+LENGTHS = (
+    *((128, 128), (128, 2048), (128, 4096), (500, 2000), (1000, 1000), (1000, 2000)),
+    *((2048, 128), (2048, 2048), (5000, 500), (20_000, 2000)),
+)
+PUBLISHED: dict[tuple[str, str, int], tuple[int | None, ...]] = {
+    ("llama-3.1-405b", "h100", 8): (3627, 4340, 3116, 3994, 2919, 2895, 453, 2296, 610, 345),
+    ("llama-3.1-405b", "h200", 8): (3814, 5348, 4741, 4724, 3330, 3722, 456, 2948, 650, 505),
+    ("llama-3.1-70b", "h100", 2): (6378, 6651, 4199, 5222, 4205, 4146, 762, 3082, 898, 437),
+    ("llama-3.1-70b", "h200", 1): (3803, 4336, 2872, 3666, 2909, 2994, 442, 2003, 566, 283),
+    ("llama-3.1-8b", "h100", 1): (
+        *(28_312, 22_714, 14_325, 17_660, 15_220, 13_899, 3450, 9305, 3459, 1351),
+    ),
+    ("llama-3.1-8b", "h200", 1): (
+        *(27_911, 26_221, 18_027, 20_770, 17_744, 16_828, 3538, 12_194, 3902, 1804),
+    ),
+    ("qwen3-235b-a22b", "h100", 8): (
+        *(None, 19_658, 12_447, 18_351, 14_898, 15_136, None, 9924, 3225, None),
+    ),
+    ("qwen3-235b-a22b", "h200", 8): (
+        *(30_429, 42_821, 26_852, 28_026, 23_789, 22_061, 3331, 16_672, 3623, 1876),
+    ),
+}
+"""Output tokens a second at ``LENGTHS`` by model (its Llama-3.3 for Llama-3.1's 70B), GPU and
+tensor-parallel ranks: every FP8 row on H100 and H200 of a model that is built in, of NVIDIA's
+TensorRT-LLM 1.0, docs/source/performance/perf-overview.md (commit 00f37686). All requests at once,
+one engine on all GPUs."""
+
+
+def tensor_parallel(
+    model: str, gpu: str, count: int, hosts: int = 1, bits: int | None = None, **workload: Any
+) -> Choice:
+    """Stock vLLM on one stage of all devices."""
+    cluster = Cluster(
+        device=device(gpu),
+        hosts=hosts,
+        devices_per_host=count,
+        network=network(400),
+        cores_per_host=96,
+    )
+    asked = Workload(memory_utilization=0.95, max_num_seqs=4096, **workload)
+    costs = datasheet_costs(load_model(model, weight_bits=bits), cluster, asked)
+    plan = Search(costs=costs, workload=asked).plan()
+    (found,) = [c for c in plan.choices if c.engine.key == "vllm-async" and c.p == 1]
+    return found
+
+
+def published() -> list[dict[str, Any]]:
+    """One row per model and GPU, and one of all."""
+    rows, every = [], []
+    for (model, gpu, count), rates in PUBLISHED.items():
+        told = [(lengths, rate) for lengths, rate in zip(LENGTHS, rates, strict=True) if rate]
+        found = {
+            (prompt, output): tensor_parallel(
+                model, gpu, count, bits=8, kv_element_bytes=1.0, input=prompt, output=output
+            )
+            for (prompt, output), _ in told
+        }
+        low, high = found[1000, 1000].range
+        shares = [
+            (rate / found[lengths].throughput, found[lengths], rate) for lengths, rate in told
+        ]
+        every += shares
+        row = {
+            "model": f"{model}, {count} {gpu.upper()}",
+            "published, 1000 in, 1000 out": dict(told)[1000, 1000],
+            "model's tok/s": round(found[1000, 1000].throughput),
+            "range": f"{low:,.0f}-{high:,.0f}",
+        }
+        rows.append(row | _within(shares))
+    return [*rows, dict.fromkeys(rows[0]) | {"model": "all"} | _within(every)]
+
+
+def _within(shares: list[tuple[float, Choice, int]]) -> dict[str, str]:
+    inside = [choice.range[0] <= rate <= choice.range[1] for _, choice, rate in shares]
+    ratios = sorted(share for share, _, _ in shares)
+    return {
+        "lengths in the range": f"{sum(inside)} of {len(inside)}",
+        "published / model": f"{ratios[0]:.2f}-{ratios[-1]:.2f}",
+    }
 
 
 # --- real runs ----------------------------------------------------------------------------------
@@ -213,7 +305,7 @@ def check(model: Path, traces: list[Trace]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the paper's findings only")
+    parser.add_argument("--quick", action="store_true", help="without real runs")
     parser.add_argument("--side", choices=("sipipe", "stock"), default="sipipe")
     parser.add_argument("--stages", default="1,2", help="pipeline sizes to run (default: 1,2)")
     parser.add_argument("--keep", metavar="DIR", help="write the traces there and keep them")
@@ -225,6 +317,13 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines are ended too
     report("planner", "The paper's findings and the model's", findings(), file="planner-findings")
+    report(
+        "planner",
+        "Tensor parallelism as published and as the model has it",
+        published(),
+        note="FP8 models, 8-bit cache, TensorRT-LLM 1.0",
+        file="planner-published",
+    )
     if args.quick:
         return
     model = make_model("llama", MODELS / "bench", size="bench")

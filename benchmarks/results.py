@@ -10,8 +10,10 @@ A page has a table between two comments, and a single figure between two others:
     <!-- end -->
     <!-- = serving: ratio | sampling=all; new tokens=16 -->16.9<!-- end -->
 
-Columns and conditions may be left out: all of them, all rows. ``channels*`` stands for each file
-of such a name, and for none while there is none. A file with ``"stale"`` says below its table why its figures are not those of today's code.
+In a cell of a table of Markdown the bar is written ``\\|``.
+Columns and conditions may be left out: those that the file names, or all, and all rows.
+``channels*`` stands for each file of such a name, and for none while there is none. A file with
+``"stale"`` says below its table why its figures are not those of today's code.
 """
 
 from __future__ import annotations
@@ -71,12 +73,12 @@ def _chosen(name: str, wanted: str) -> tuple[dict[str, Any], list[str], list[dic
         sys.exit(f"results {name}: there is no {path.relative_to(ROOT)}")
     result = json.loads(path.read_text())
     rows = result["rows"]
-    named, _, conditions = f" {wanted}".partition(" | ")
+    named, _, conditions = f" {wanted}".replace(r"\|", "|").partition(" | ")
     columns = [part.strip() for part in named.split(";") if part.strip()]
     for condition in filter(None, conditions.split("; ")):
         column, _, values = condition.partition("=")
         rows = [row for row in rows if _shown(row.get(column)) in values.split("|")]
-    columns = columns or list(result["rows"][0])
+    columns = columns or result.get("columns") or list(result["rows"][0])
     missing = [column for column in columns if column not in result["rows"][0]]
     if missing or not rows:
         sys.exit(f"results {name}: {wanted}: no {missing[0] if missing else 'row'} there")
@@ -101,6 +103,20 @@ def _source(result: dict[str, Any]) -> str:
     return f"<sub>{'. '.join(parts)}.{stale}</sub>"
 
 
+def unfounded(result: dict[str, Any]) -> str:
+    """Why nobody could measure these figures again: their commit or command; or nothing."""
+    commit, command = result["machine"].get("commit"), result.get("command") or ""
+    if not commit:
+        return "it names no commit"
+    if commit.endswith("+"):
+        return f"it was measured with files that are not those of {commit[:-1]}"
+    module = re.match(r"python -m benchmarks\.(\w+)", command)
+    here = module and (ROOT / "benchmarks" / f"{module[1]}.py").exists()
+    if not here and not command.startswith(("sipipe ", "make ")):
+        return f"its command is none of this repository: {command}"
+    return ""
+
+
 def main() -> int:
     """0: written, or nothing differs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results")
@@ -109,6 +125,8 @@ def main() -> int:
     options = parser.parse_args()
     for name in options.keep:
         path = Path(name) if name.endswith(".json") else BUILD / f"{name}.json"
+        if why := unfounded(json.loads(path.read_text())):
+            sys.exit(f"results: {path} is not kept: {why}")
         RESULTS.mkdir(exist_ok=True)
         shutil.copy(path, RESULTS / path.name)
     differ = []

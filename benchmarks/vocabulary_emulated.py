@@ -1,8 +1,9 @@
-"""The output projection shared out against the best cut of the layers, on emulated CPU sockets.
+"""The output projection shared out against the best cut of the layers, on emulated devices.
 
-    python -m benchmarks.vocabulary_emulated [--quick] [--requests 64] [--slower 2]
+    python -m benchmarks.vocabulary_emulated [sockets|gpus] [--quick] [--requests 64] [--slower 2]
 
-A stage is what it is on CPUs (device thread, links, its part of the product in pieces, BIC-L), but
+``gpus``: ``sipipe emulate`` with either, an engine each, in slow motion, so that two cores can drive
+the stages; p + 1 microbatches in flight. ``sockets``: a stage is what it is on CPUs (device thread, links, its part of the product in pieces, BIC-L), but
 a forward pass or a piece only takes the time that the planner computes for it, as a thread that
 sleeps. All stages are threads of this process; one more thread takes the logits and hands the next
 iteration out when drawing and scheduling would be done. So this says in which order stages work and
@@ -16,7 +17,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +25,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.emulation import emulated
 from benchmarks.harness import report
+from sipipe.cli.emulate import BUSY
 from sipipe.engine.layers.cut import fill, kv_lost, layer_split
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.logits import LogitsShape
 from sipipe.observe.phases import DEVICE_PHASES
+from sipipe.tools.emulation.emulate import emulation
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.costs import DatasheetCosts, datasheet_costs
 from sipipe.tools.planner.hardware import Cluster
@@ -44,6 +48,13 @@ from sipipe.worker.steps import StageSteps
 from sipipe.worker.vocabulary import SharedHead
 
 MODELS, STAGES, DEVICE = ("llama-3.1-8b", "qwen2.5-7b"), (4, 8), "xeon-8468"
+GPUS = (
+    ("llama-8b-4xh100", 4, 8),
+    ("llama-8b-8xh100", 8, 16),
+    ("qwen2.5-7b-4xh100", 4, 8),
+    ("qwen2.5-7b-8xh100", 8, 16),
+)
+"""Profile, stages, how many times as long devices take."""
 VOCABULARY, HIDDEN, CONTEXT = 640, 16, 1000
 """Columns and sizes of what is really sent (times are of the true ones), and tokens behind each."""
 BETWEEN = 2e-3
@@ -59,12 +70,13 @@ class Device:
     def __init__(self, costs: DatasheetCosts, stage: Any, slower: float) -> None:
         self._costs, self._stage, self._slower = costs, stage, slower
         self.first, self.head = stage.is_first, None
+        self._multiplied = 0.0
         one, many = self.seconds(1)[1], self.seconds(33)[1]
         self.per_row = (many - one) / 32
         self.fixed = one - self.per_row
         bytes_ = costs.facts.embedding_parameters * costs.facts.activation_bytes * stage.head
         width = round(VOCABULARY * stage.head) or 1
-        count = min(width, max(1, -int(-bytes_ // (PIECE * costs.cluster.device.cores))))
+        count = min(width, max(1, -int(-bytes_ // (PIECE * max(1, costs.cluster.device.cores)))))
         edges = np.linspace(0, width, count + 1).astype(int).tolist()
         self.pieces = [slice(*pair) for pair in itertools.pairwise(edges)]
 
@@ -80,7 +92,9 @@ class Device:
 
     def compute(self, rows: torch.Tensor, piece: int = 0, into: Any = None) -> torch.Tensor:
         parts = len(self.pieces) if into is not None else 1
-        time.sleep(self.seconds(len(rows))[1] / parts)
+        seconds = self.seconds(len(rows))[1] / parts
+        self._multiplied += seconds
+        time.sleep(seconds)
         columns = self.pieces[piece]
         return torch.zeros(len(rows), columns.stop - columns.start) if into is None else into
 
@@ -91,8 +105,17 @@ class Device:
             num_reqs=rows, prompt_chunks=(),
         )  # fmt: skip
 
-    def forward(self, inputs: Any, _: Any) -> dict[str, torch.Tensor]:
-        time.sleep(self.seconds(inputs.num_tokens)[0])
+    def forward(
+        self, inputs: Any, _: Any, between: Callable[[float], None] = lambda _: None
+    ) -> dict[str, torch.Tensor]:
+        layers, each = self._stage.layers, self.seconds(inputs.num_tokens)[0] / self._stage.layers
+        ends = time.monotonic()
+        for layer in range(layers):
+            before = self._multiplied
+            between(1 - layer / layers)
+            # Stages share this process: what one loses to others' threads it does not lose to a pass.
+            ends += each + self._multiplied - before
+            time.sleep(max(0.0, ends - time.monotonic()))
         return {"hidden_states": torch.zeros(inputs.num_tokens, HIDDEN)}
 
     def rows(self, _: Any, hidden: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -236,16 +259,72 @@ def cuts(
     even = layer_split(layers, p)
     uneven = [(*layer_split(layers - last, p - 1), last) for last in range(even[-1], 0, -1)]
     best = min(uneven, key=lambda cut: max(map(sum, times(cut))))
-    parts, _ = fill([stage[0] for stage in times(even)], times(even)[-1][1])
+    parts, _ = fill([stage[0] for stage in times(even)], [times(even)[-1][1]] * p)
     return {"even layers": (even, ()), "best cut": (best, ()), "shared": (even, parts)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("what", nargs="?", choices=("sockets", "gpus"), help="default: both")
     parser.add_argument("--quick", action="store_true", help="the first model at four stages")
     parser.add_argument("--requests", type=int, default=64, help="decoding (default: 64)")
     parser.add_argument("--slower", type=float, default=2, help="stretches all times (default: 2)")
     args = parser.parse_args()
+    if args.what != "gpus":
+        _sockets(args)
+    if args.what != "sockets":
+        _gpus(args)
+
+
+def _gpus(args: argparse.Namespace) -> None:
+    rows: list[dict[str, Any]] = []
+    for profile, p, slow in GPUS[: 1 if args.quick else None]:
+        made = emulation(profile, p, jitter=0.0)
+        costs = datasheet_costs(made.facts, made.cluster, Workload())
+        even, best = (
+            cuts(costs, p, args.requests // p)[title][0] for title in ("even layers", "best cut")
+        )
+        usual = tuple(stage.layers for stage in made.placement.stages)
+        ways = {
+            f"best cut {best}": f"--layers {','.join(map(str, best))}",
+            f"default cut {usual}": "",
+            f"shared {even}": "--vocabulary shared",
+        }
+        base: dict[int, float] = {}
+        for title, way in ways.items():
+            counts = [args.requests, 2 * args.requests]
+            options = f"--profile {profile} --pp {p} {way} --jitter 0.02"
+            options += f" --slow-motion {slow} --requests {counts[0]},{counts[1]}"
+            result = emulated(options, tokens=60)
+            for requests, load in zip(counts, result["loads"], strict=True):
+                speed = slow * load["tokens_per_s"]
+                base.setdefault(requests, speed)
+                rows.append(
+                    {
+                        "profile": f"{profile} --pp {p}",
+                        "engine": title,
+                        "requests": requests,
+                        "slow motion": slow,
+                        "tokens/s at full speed": round(speed),
+                        "of the best cut": round(speed / base[requests], 2),
+                        "KV cache tokens": result["profile"]["kv_tokens"],
+                        "stages busy, %": ", ".join(f"{100 * s:.0f}" for s in load["busy_share"]),
+                        "this machine's cores busy, %": round(100 * load["busy"]),
+                        "": "VOID" if load["busy"] > BUSY else "valid",
+                    }
+                )
+    report(
+        "vocabulary_emulated",
+        "Emulated H100, p + 1 microbatches in flight, while all requests decode",
+        rows,
+        note="slow motion: devices take so many times as long, tokens/s are multiplied by it; "
+        "pass times deviate by 2 %; a product and a pass of one GPU run at half their speed beside one another; VOID: the machine "
+        "was too busy to emulate",
+        file="vocabulary-gpus",
+    )
+
+
+def _sockets(args: argparse.Namespace) -> None:
     rows = []
     for name, p in list(itertools.product(MODELS, STAGES))[: 1 if args.quick else None]:
         facts = load_model(name)
@@ -280,6 +359,7 @@ def main() -> None:
         f"Emulated {DEVICE} sockets, {args.requests} decoding requests of {CONTEXT} tokens",
         rows,
         note=f"times by data sheet; {BETWEEN * 1e3:g} ms between logits and the next iteration",
+        file="vocabulary-sockets",
     )
 
 

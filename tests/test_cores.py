@@ -11,6 +11,7 @@ from sipipe.cores import (
     Core,
     CorePlan,
     cpus_of,
+    equal_shares,
     format_cpus,
     plan_cores,
     running_on,
@@ -220,6 +221,22 @@ def test_a_placement_that_does_not_fit_is_refused(placement, words):
         plan_cores(machine(4), stages=2, placement=placement)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "bound"),
+    [
+        ([(0,), (1,)], 2, "0|1"),
+        ([(0,), (1,)], 4, "0|1|0|1"),
+        ([(0,), (1,)], 1, "0-1"),
+        ([(0,), (1,)], 3, "0|1|0"),
+        ([(0, 4), (1, 5)], 2, "0|1"),
+        ([(0, 4), (1, 5)], 4, "0|4|1|5"),
+        ([(cpu, cpu + 8) for cpu in range(8)], 4, "0-1|2-3|4-5|6-7"),
+    ],
+)
+def test_stock_vllm_has_a_core_for_each_worker_in_turn_where_cores_are_few(cores, workers, bound):
+    assert equal_shares([Core(cpus) for cpus in cores], workers) == bound
 
 
 def test_off_binds_nothing():

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks import paper
+from benchmarks.pictures import DRAWN
 
 from sipipe.cli import bench, main
 from sipipe.errors import SiPipeError
@@ -35,10 +37,17 @@ def measured(monkeypatch, tmp_path):
             write_example(
                 found[0], Example(stages=2, iterations=60, stock=name.startswith("stock"))
             )
-        run = {"output_throughput": 10.0 + len(started), "cpu": [50.0, 75.0], "gpu": []} | {
-            f"p{q}_{metric}_ms": float(q) for q in paper.PERCENTILES for metric in ("ttft", "tpot")
-        }
-        loads = [f"{way} {count}" for count in job["requests"] for way in job["mixes"]]
+        busy = {"cpu": [50.0, 75.0], "gpu": [], "every_s": 0.2}
+        run = (
+            {"output_throughput": 10.0 + len(started)}
+            | busy
+            | {
+                f"p{q}_{metric}_ms": float(q)
+                for q in paper.PERCENTILES
+                for metric in ("ttft", "tpot")
+            }
+        )
+        loads = [f"{way} {count}" for way, count in job["loads"]]
         return START | {"runs": {load: [run] * job["repeat"] for load in loads}}
 
     def run(command, **_):
@@ -53,6 +62,8 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(paper, "make_model", lambda *_, **__: None)
     monkeypatch.setattr(paper, "BUILD", tmp_path)
     monkeypatch.setattr("benchmarks.harness.BUILD", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ShareGPT_V3_unfiltered_cleaned_split.json").touch()
     return started
 
 
@@ -72,7 +83,13 @@ def test_a_figure_leaves_data_a_picture_and_a_table(name, scale, measured, tmp_p
     assert figure["paper"] in kept["note"]
     assert figure["differs"] in kept["note"]
     assert kept["rows"]
-    assert not any(key.startswith("_") for row in kept["rows"] for key in row)
+    assert set(kept["columns"]) <= set(kept["rows"][0])
+    assert not set(kept["columns"]) & {"cores", *itertools.chain(*DRAWN.values())}
+    assert all({"KV tokens", "cores"} <= set(row) for row in kept["rows"])
+    drawn = picture.read_bytes()
+    picture.unlink()
+    assert paper.main([str(data)]) == 0, "the picture is drawn again from what was kept"
+    assert picture.read_bytes() == drawn
 
 
 def test_the_list_and_what_is_not_in_it(capsys, monkeypatch, tmp_path):
@@ -80,6 +97,11 @@ def test_the_list_and_what_is_not_in_it(capsys, monkeypatch, tmp_path):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == FIGURES
     assert main(["bench", "paper", "figure-1"]) == 2
     assert '"figure-1" is none of ablation, batch' in capsys.readouterr().err
+    assert main(["bench", "paper", "benchmarks/figures/batch.json"]) == 2
+    assert "batch.json is no figure's data" in capsys.readouterr().err
+    assert main(["bench", "paper", "ablation", "--scale", "16xh100", "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, "ablation: nothing at the scale 16xh100" in printed.err) == ("", True)
     monkeypatch.chdir(tmp_path)
     assert main(["bench", "paper", "LIST"]) == 2
     assert "run it in a checkout" in capsys.readouterr().err
@@ -108,16 +130,52 @@ def test_a_row_that_fails_is_named_and_left_out(measured, monkeypatch, capsys):
 def test_figures_with_a_command_line_in_common_start_a_row_once(measured, capsys):
     assert paper.main(["all", "--quick"]) == 0
     assert "SiPipe, PP 2" in measured
-    by_command = [name for name in measured if name in ("+ channels (BIC)", "SiPipe, PP 4")]
-    assert sorted(by_command) == ["+ channels (BIC)", "SiPipe, PP 4"]
-    assert len(measured) <= 24, "25 minutes on two cores"
+    by_command = [name for name in measured if name in ("+ layers cut by cost", "SiPipe, PP 4")]
+    assert sorted(by_command) == ["+ layers cut by cost", "SiPipe, PP 4"]
+    # Ablation has loads that the figures of throughput have, and takes these engines' rows.
+    assert [measured.count(name) for name in ("SiPipe, PP 2", "stock, PP 2")] == [2, 2], "arrivals"
+    assert len(measured) <= 20, "25 minutes on two cores"
+    assert "stock, PP 2, layers 7 and 1" in measured
+    batch, throughput, latency = (
+        json.loads((paper.BUILD / f"paper/{name}-cpu-quick.json").read_text())["rows"]
+        for name in ("batch", "throughput", "latency")
+    )
+    assert {(row["sampling"], row["requests"]) for row in batch} == {
+        *(("greedy", count) for count in (16, 64, 128)),
+        ("top-p", 16),
+    }
+    assert [(row["sampling"], row["requests"]) for row in throughput][::6] == [
+        ("greedy", 64),
+        ("top-p", 16),
+        ("all", 64),
+    ]
+    assert {row["engine"] for row in latency} == {"SiPipe, PP 2", "stock, PP 2", "stock, PP 1"}
+    assert "(" not in batch[0]["tok/s"]
     capsys.readouterr()
-    assert paper.main(["ablation"]) == 0
-    rows = json.loads((paper.BUILD / "paper/ablation-cpu.json").read_text())["rows"]
-    first = rows[0]
-    assert first["engine"] == "stock, PP 2"
-    assert first["of the row above"] == 1.0
-    assert all(row["of SiPipe, PP 2"] == 1.0 for row in rows if row["engine"] == "SiPipe, PP 2")
+
+
+@pytest.mark.parametrize(("scale", "base"), [("cpu", "SiPipe, PP 2"), ("8xh100", None)])
+def test_rows_of_a_chain_are_compared_with_the_row_above_and_all_with_the_whole(
+    scale, base, measured, capsys
+):
+    assert paper.main(["ablation", "--scale", scale]) == 0
+    base = base or "SiPipe P2T4, drawing on CPUs"
+    rows = json.loads((paper.BUILD / f"paper/ablation-{scale}.json").read_text())["rows"]
+    speeds = {row["engine"]: row["speeds"] for row in rows if row["sampling"] == "all"}
+    chained = [row for row in rows if row["of the row above"] is not None]
+    assert {row["engine"] for row in chained} == {
+        name for name in speeds if name == base or name[0] in "+-"
+    }
+    assert rows[0]["of the row above"] is None, "the first one has none"
+    assert [name for name in speeds if name[0] == "-"], "backwards too"
+    assert all(row[f"of {base}"] == 1.0 for row in rows if row["engine"] == base)
+    assert all(row[f"of {base}"] for row in rows)
+
+
+def test_a_trace_has_one_engine(measured, capsys):
+    """Bench refuses two engines on one directory; each traced row starts once, quick or not."""
+    assert paper.main(["breakdown"]) == 0
+    assert len(measured) == len(set(measured)) == 4
 
 
 def test_a_figure_that_fails_leaves_the_others(measured, monkeypatch, capsys):

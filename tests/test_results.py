@@ -1,9 +1,17 @@
 """The pages' figures are those of the kept results."""
 
+import json
 import re
 
 import pytest
-from benchmarks.results import PAGES, RESULTS, ROOT, written
+from benchmarks import results
+from benchmarks.results import PAGES, RESULTS, ROOT, unfounded, written
+
+UNFOUNDED = {
+    *("hosts", "sampling-cpus", "scheduling-simulated", "scheduling-summary"),
+    *("trace-served", "trace-served-parts", "sampling-alone"),
+}
+"""Results to be measured again: their commands or commits are no longer, or not, to be had."""
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -26,10 +34,48 @@ def test_no_kept_result_names_a_path_of_the_machine_that_it_is_from():
         assert not re.search(r'"/[^"]*/bin/', path.read_text()), path.name
 
 
+def test_a_kept_result_can_be_measured_again():
+    found = {path.stem: unfounded(json.loads(path.read_text())) for path in RESULTS.glob("*.json")}
+    assert {name for name, why in found.items() if why} == UNFOUNDED
+
+
+@pytest.mark.parametrize(
+    ("command", "commit", "word"),
+    [
+        ("sipipe bench m", "1234567", ""),
+        ("python -m benchmarks.paper all --quick", "1234567", ""),
+        ("python -m benchmarks.nothing", "1234567", "none of this repository"),
+        ("python paper5.py", "1234567", "none of this repository"),
+        ("make bench-stage", "1234567+", "files that are not those of 1234567"),
+        ("make bench-stage", None, "no commit"),
+    ],
+)
+def test_what_cannot_be_measured_again_is_not_kept(command, commit, word, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(results, "PAGES", ())
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"command": command, "machine": {"commit": commit}}))
+    monkeypatch.setattr("sys.argv", ["results", "--keep", str(file)])
+    if word:
+        with pytest.raises(SystemExit, match=word):
+            results.main()
+    else:
+        assert results.main() == 0
+    assert (tmp_path / "results/a.json").exists() is not bool(word)
+
+
 def test_the_page_of_benchmarks_has_no_table_of_its_own():
-    page = (ROOT / "docs/benchmarks.md").read_text().split("## Earlier comparisons")[0]
+    page = (ROOT / "docs/benchmarks.md").read_text()
     own = re.sub(r"<!-- results .*?<!-- end -->", "", page, flags=re.DOTALL)
     assert "\n|" not in own, "keep the figures in benchmarks/results, and let a comment show them"
+
+
+def test_a_figure_in_a_cell_leaves_the_table_as_it_is():
+    for name in PAGES:
+        for line in (ROOT / name).read_text().splitlines():
+            if line.startswith("|"):
+                for comment in re.findall(r"<!--.*?-->", line):
+                    assert not re.search(r"(?<!\\)\|", comment), f"{name}: {comment}"
 
 
 def test_a_table_shows_the_chosen_rows_and_columns(tmp_path, monkeypatch):
@@ -46,6 +92,7 @@ def test_a_table_shows_the_chosen_rows_and_columns(tmp_path, monkeypatch):
     assert "1,234" not in new
     assert "**Stale:** of old code." in new
     assert new.endswith("<!-- = a: way | way=all -->all<!-- end -->")
+    assert written(r"<!-- = a: way \| way=all --><!-- end -->").endswith("-->all<!-- end -->")
     assert written(new) == new
     assert "Not measured yet." in written("<!-- results c* -->\nold\n<!-- end -->")
     for wrong in ("<!-- results b -->\n<!-- end -->", "<!-- = a: tok/s -->1<!-- end -->"):

@@ -137,6 +137,7 @@ METHODS = {
         "attn_metadata vllm_config num_tokens cudagraph_runtime_mode batch_descriptor "
         "slot_mapping is_padding"
     ),
+    "vllm.model_executor.layers.attention.attention:get_attention_context": "layer_name",
     "vllm.model_executor.layers.logits_processor:LogitsProcessor._gather_logits": "self logits",
     # Ray's nodes.
     "vllm.ray.ray_env:get_env_vars_to_copy": "exclude_vars additional_vars destination",
@@ -215,7 +216,7 @@ ATTRIBUTES = {
     "vllm.v1.worker.gpu_worker:Worker": "use_v2_model_runner model_runner cache_config _pp_send_work",
     "vllm.distributed.parallel_state": "_PP",
     "vllm.config:VllmConfig": (
-        "model_config parallel_config scheduler_config cache_config additional_config lora_config "
+        "quant_config model_config parallel_config scheduler_config cache_config additional_config lora_config "
         "speculative_config kv_transfer_config ec_transfer_config reasoning_config "
         "aux_output_config "
         "watermark_config use_v2_model_runner logging_config"
@@ -238,7 +239,7 @@ ATTRIBUTES = {
     "vllm.config:ModelConfig": (
         "model dtype seed runner_type logits_processors is_multimodal_model is_encoder_decoder "
         "is_hybrid is_attention_free return_sampling_mask enable_prompt_embeds logprobs_mode "
-        "use_fp64_gumbel "
+        "use_fp64_gumbel enable_sleep_mode "
         "hf_text_config get_vocab_size get_hidden_size get_total_num_hidden_layers"
     ),
     "vllm.sampling_params:SamplingParams": (

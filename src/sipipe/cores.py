@@ -155,11 +155,16 @@ def plan_cores(
 
 def equal_shares(cores: Sequence[Core], workers: int) -> str:
     """Stock vLLM's own best on a CPU engine, which needs no samplers: all cores in equal shares, a
-    CPU of each, as ``VLLM_CPU_OMP_THREADS_BIND``."""
-    each = len(cores) // workers
-    firsts = [core.cpus[0] for core in cores]
-    shares = (format_cpus(firsts[i * each : (i + 1) * each]) for i in range(workers))
-    return "|".join(shares) if each else "nobind"
+    CPU of each, as ``VLLM_CPU_OMP_THREADS_BIND``. Where workers are more than cores, each gets a
+    hardware thread of its own, or where they are more than those too, one in turn."""
+    places = [core.cpus[0] for core in cores]
+    if len(places) < workers:
+        places = [cpu for core in cores for cpu in core.cpus]
+    each = len(places) // workers
+    return "|".join(
+        format_cpus(places[i * each : (i + 1) * each] or [places[i % len(places)]])
+        for i in range(workers)
+    )
 
 
 def this_machine(root: Path = Path("/sys/devices/system/cpu")) -> list[Core]:

@@ -57,6 +57,9 @@ def test_the_steady_part_is_what_counts(tmp_path):
     found = loads[0]
     assert found["busy"] == 0.25
     assert len(found["busy_share"]) == 4
+    assert (found["iterations"], loads[1]["iterations"] < 300) == (400, True)
+    assert list(found["cpu_ms"])[:2] == ["executor", "stage 0"]
+    assert all(0 < spent < 1000 for spent in found["cpu_ms"].values())
     assert all(0.5 < share <= 1 for share in found["busy_share"])
     assert 0 < found["turnaround_ms"]["p50"] <= found["turnaround_ms"]["p99"]
 

@@ -107,11 +107,37 @@ def test_completions_are_shown_as_text_and_as_json(capsys):
         (["m", "--url", "SGLang=host:1"], '"SGLang=host:1" is not NAME=http'),
         (["--pp", "2"], "name the MODEL first"),
         (["m", "--additional-config", "{bad"], "must be a JSON object"),
+        (["m", "--additional-config", "[]"], "must be a JSON object"),
+        (["m", "--sampling", "greedy:0"], "--sampling: must be a whole number of 1 or more"),
+        (["m", "--row", "a"], '"a" is not NAME=OPTIONS'),
+        (["m", "--row", "a=--pp x"], '--pp.*must be a whole number of 1 or more, not "x"'),
+        (["m", "--row", "a=--pp"], "--pp.*expected one argument"),
+        (["m", "--row", "a='"], "a=.*No closing quotation"),
+        (["m", "--row", "a=stock --layers 7,x"], "--layers.*whole number"),
+        (["m", "--row", "a=", "--row", "a=stock"], 'two rows are named "a"'),
+        (["m", "--row", "a=--additional-config {bad"], "must be a JSON object"),
+        (["m", "--sharegpt", "/none"], "--sharegpt: there is no file /none"),
+        (["m", "--trace-file", "/none"], "--trace-file: there is no file /none"),
+        (["m", "--trace", "t"], "2 engines would write the trace t: --engines 1 starts"),
+        (
+            [
+                *("m", "--rows", "sipipe", "--engines", "1", "--trace", "t"),
+                *("--row", 'a=stock --additional-config \'{"sipipe": {"trace": "t"}}\''),
+            ],
+            "2 engines would write the trace t",
+        ),
     ],
 )
 def test_bench_names_its_mistakes(argv, word):
-    with pytest.raises(ConfigError, match=word):
+    with pytest.raises(ConfigError, match=word) as found:
         bench.main(argv)
+    assert "\n" not in str(found.value)
+
+
+def test_the_help_of_bench_names_the_papers_figures(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
+    assert "sipipe bench paper LIST" in capsys.readouterr().out
 
 
 START = {
@@ -136,7 +162,8 @@ def started(monkeypatch):
             f"{q}_{metric}_ms": 1.0 for q in ("p50", "p99") for metric in ("ttft", "tpot")
         }
         answers = [[1, 2], [3, 5 if name.startswith("stock") else 4]]
-        return START | {"answers": answers, "runs": {f"{way} 64": [run] for way in job["mixes"]}}
+        runs = {f"{way} {count}": [run] * job["repeat"] for way, count in job["loads"]}
+        return START | {"answers": answers, "runs": runs}
 
     monkeypatch.setattr(bench, "require_vllm", lambda: None)
     monkeypatch.setattr(bench, "measured", start)
@@ -189,6 +216,55 @@ def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys):
     assert (row["KV tokens"], row["memory MiB"]) == (4096, 30)
     assert found["machine"]["cores"] >= 1
     assert found["command"] == "sipipe bench m --pp 2 --rows sipipe,stock --json"
+    assert "medians and ranges" in found["note"]
+    assert not any("answers" in s for each in found["engines"].values() for s in each["starts"])
+
+
+def test_one_run_is_shown_without_a_range_and_a_way_has_its_own_requests(started, capsys):
+    argv = ["m", "--pp", "2", "--rows", "sipipe,stock", "--engines", "1", "--repeat", "1"]
+    argv += ["--row", "deep=stock -pp=4 --layers 3,2,2,1", "--row", "wide=stock --pp=1 --tp 2"]
+    assert bench.main([*argv, "--sampling", "greedy,top-p:16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {(row["sampling"], row["requests"], row["engine"]): row for row in found["rows"]}
+    assert next(iter(rows)) == ("top-p", 16, "sipipe")
+    assert {key[:2] for key in rows} == {("top-p", 16), ("greedy", 64)}
+    assert rows["greedy", 64, "sipipe"]["tok/s"] == "10"
+    assert "one run a row" in found["note"]
+    jobs = dict(started)
+    assert jobs["deep"]["env"]["VLLM_PP_LAYER_PARTITION"] == "3,2,2,1"
+    assert jobs["deep"]["command"][-4:] == ["-pp", "4", "-tp", "1"]
+    assert jobs["wide"]["command"][-4:] == ["-pp", "1", "-tp", "2"]
+    assert "VLLM_PP_LAYER_PARTITION" not in jobs["wide"]["env"]
+
+
+def test_a_row_is_stock_by_its_options_whatever_its_name(started):
+    argv = ["m", "--rows", "sipipe", "--row", "stock=--max-num-seqs 8"]
+    bench.main([*argv, "--row", "mine=stock --max-num-seqs 8"])
+    commands = {name: job["command"] for name, job in started}
+    assert commands["stock"][1:4] == commands["sipipe"][1:4] == ["-m", "sipipe", "serve"]
+    assert tuple(commands["mine"][: len(bench.STOCK)]) == bench.STOCK
+    for name in ("stock", "mine"):
+        assert commands[name][-2:] == ["--max-num-seqs", "8"]
+
+
+def test_a_row_whose_answers_cannot_be_compared_stays(started, monkeypatch, capsys):
+    works = bench.measured
+    refused = {"answers": None, "draws": None, "refused": "HTTPError: HTTP Error 400: Bad Request"}
+
+    def start(name, job, module):
+        texts = {"answers": ["a", "b"], "draws": None}
+        return works(name, job, module) | {"stock": refused, "stock-one": texts}.get(name, {})
+
+    monkeypatch.setattr(bench, "measured", start)
+    argv = ["m", "--pp", "2", "--rows", "stock,sipipe,stock-one", "--sampling", "greedy", "--json"]
+    assert bench.main(argv) == 0
+    printed = capsys.readouterr()
+    rows = {row["engine"]: row for row in json.loads(printed.out)["rows"]}
+    assert rows["stock"]["tok/s"]
+    assert rows["stock"]["equal"] is rows["stock"]["draws p"] is rows["stock-one"]["equal"] is None
+    assert rows["sipipe"]["equal"] == "2 of 2"
+    assert printed.err.count("HTTP Error 400") == 1
+    assert "stock: what it answers could not be compared" in printed.err
 
 
 @pytest.mark.parametrize("asked", [False, True])

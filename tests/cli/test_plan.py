@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -60,14 +61,39 @@ def test_stock_wins_by_name(capsys):
 
 def test_inputs_that_are_assumed_are_listed_and_can_be_stated(capsys):
     _, out = plan(capsys, "--assumptions")
-    assert "engine.vllm.transfer_us" in out
+    for name in ("engine.vllm.transfer_us", "link.pcie4.hop_us", "network.hop_us"):
+        assert name in out
     common = ("llama-3.1-8b", "--gpu", "h100", "--gpus-per-host", "2", "--sampling", "greedy")
     _, out = plan(capsys, *common, "--json")
     before = json.loads(out)["greedy"]["choices"][0]
     assert before["throughput_range"][0] < before["throughput"] < before["throughput_range"][1]
+    assert before["kv_tokens_range"][0] < before["kv_tokens"] < before["kv_tokens_range"][1]
     assume = ("--assume", "efficiency.memory=0.8", "--assume", "efficiency.compute=0.4")
     _, out = plan(capsys, *common, "--json", *assume)
     assert json.loads(out)["greedy"]["choices"][0]["throughput"] < before["throughput"]
+    _, out = plan(capsys, *common, "--json", "--assume", "efficiency.workspace_gib=9")
+    assert json.loads(out)["greedy"]["choices"][0]["kv_tokens"] < before["kv_tokens"]
+
+    def slowed(name):
+        words = ("llama-3.1-8b", "--gpu", "4090", "--gpus-per-host", "2", "--hosts", "2")
+        rows = [
+            {(r["engine"], r["p"]): r["throughput"] for r in json.loads(out)["greedy"]["choices"]}
+            for more in ((), ("--assume", f"{name}=5000"))
+            for out in [plan(capsys, *words, "--sampling", "greedy", "--json", *more)[1]]
+        ]
+        return {key for key, rate in rows[0].items() if rows[1][key] < rate}
+
+    assert ("vllm-async", 2) in slowed("network.hop_us")
+    assert ("vllm-async", 4) in slowed("link.pcie4-no-p2p.hop_us")
+
+
+def test_the_pages_example_is_what_the_command_prints(capsys):
+    page = (Path(__file__).parents[2] / "docs/planner.md").read_text()
+    example = page.split("```console\n$ ")[1].split("\n```")[0]
+    command, *lines = example.splitlines()
+    _, out = plan(capsys, *shlex.split(command)[2:])
+    printed = [line.rstrip() for line in out.splitlines()]
+    assert printed[: len(lines)] == lines, "docs/planner.md: paste what is printed now"
 
 
 def serve_options(command):

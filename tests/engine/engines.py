@@ -175,6 +175,9 @@ class Engine:
         return f"log in {path}:\n" + "\n".join(dict.fromkeys(telling[-20:]))
 
 
+SHARED_OUT = "Output projection shared out over the stages"
+"""What the log says where every stage multiplies by its part."""
+
 _engines: dict[str, Engine] = {}
 _ending: list[Engine] = []
 
@@ -220,6 +223,12 @@ def run_engine(model_path, batches, *, sipipe=None, env=None, **engine):
         raise
     _engines[key] = running
     return result
+
+
+def log_of(model_path, *, sipipe=None, env=None, **engine) -> str:
+    """What the running engine of these settings has written so far."""
+    key = json.dumps([str(model_path), sipipe, env, engine], sort_keys=True)
+    return _engines[key].log.read_text(encoding="ascii", errors="replace")
 
 
 def close_engines() -> None:

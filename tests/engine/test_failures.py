@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tests.engine.engines import (
+    SHARED_OUT,
     Engine,
     assert_stock,
     gone,
@@ -104,11 +105,15 @@ def test_a_killed_sampler_is_replaced_and_no_token_changes(engine):
 
 
 @pytest.mark.slow
-def test_a_killed_sampler_finds_the_columns_of_every_rank(models):
-    """Each rank writes its own; the vocabulary is no multiple of 64, so they are uneven."""
+@pytest.mark.parametrize("vocabulary", ["last", "shared"])
+def test_a_killed_sampler_finds_the_columns_of_every_rank(models, vocabulary):
+    """Each rank writes its own, of the last stage or of both; the vocabulary is no multiple of 64,
+    so they are uneven."""
     options = {"tensor_parallel_size": 2, **TWO_STAGES}
-    with Engine(model(models), sipipe={"samplers": 2}, **options) as engine:
+    settings = {"samplers": 2, "vocabulary": vocabulary}
+    with Engine(model(models), sipipe=settings, **options) as engine:
         kill_samplers(engine)
+        assert (SHARED_OUT in engine.log.read_text()) is (vocabulary == "shared")
 
 
 def kill_samplers(engine):

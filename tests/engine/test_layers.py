@@ -2,6 +2,7 @@
 
 import os
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from sipipe.config import SiPipeConfig
 from sipipe.engine import arguments
 from sipipe.engine.layers.choose import VARIABLE, choose_layers, describe_layers
+from sipipe.engine.layers.cut import fill
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary, columns, settle
 from sipipe.errors import ConfigError
 from sipipe.tools.make_model.checkpoint import make_model
@@ -62,25 +64,30 @@ def test_no_more_of_the_cache_goes_than_was_said(engine_config):
         SiPipeConfig.from_dict({"kv_loss": 1})
 
 
-def test_what_no_request_can_fill_is_no_loss(engine_config, monkeypatch):
+def test_what_no_request_can_fill_is_offered_and_not_taken(engine_config, monkeypatch):
     """Four layers of 1 KiB a token; of 256 tokens, and a block more, has each request."""
     cache, scheduler = engine_config.cache_config, engine_config.scheduler_config
-    several = {"count": 2, "address": "10.0.0.1"}
+    config = SiPipeConfig.from_dict({"hosts": {"count": 2, "address": "10.0.0.1"}})
+
+    def offered():
+        assert choose(engine_config) == (4, 4)
+        said = describe_layers(engine_config, config, (4, 4), by_cost=True)
+        assert "7, 1 would be 1." in said
+        assert 'more than "kv_loss" 0.1 allows' in said
+        return "requests of --max-model-len cannot fill" in said
+
     needed = 64 * (256 + cache.block_size) * 4096
     monkeypatch.setattr(scheduler, "max_num_seqs", 64)
     monkeypatch.setattr(cache, "enable_prefix_caching", False)
     monkeypatch.setattr(cache, "kv_cache_memory_bytes", None)
-    assert choose(engine_config, hosts=several) == (4, 4), "its size is not known"
+    assert not offered(), "its size is not known"
     monkeypatch.setattr(cache, "kv_cache_memory_bytes", needed * 2)
-    assert choose(engine_config, hosts=several) == (7, 1)
-    config = SiPipeConfig.from_dict({"hosts": several})
-    assert "cannot fill" in describe_layers(engine_config, config, (7, 1), by_cost=True)
-    assert choose(engine_config) == (4, 4), "on one host the projection is shared out"
+    assert offered()
     monkeypatch.setattr(cache, "kv_cache_memory_bytes", int(needed * 1.3))
-    assert choose(engine_config, hosts=several) == (5, 3), "so many requests can fill the rest"
+    assert not offered(), "so many requests can fill the rest"
     monkeypatch.setattr(cache, "kv_cache_memory_bytes", needed * 2)
     monkeypatch.setattr(cache, "enable_prefix_caching", True)
-    assert choose(engine_config, hosts=several) == (4, 4)
+    assert not offered()
 
 
 def test_vllms_cut_where_it_was_asked_for_or_its_own_path_is_taken(engine_config):
@@ -139,6 +146,13 @@ def test_a_shorter_stage_takes_more_columns(engine_config):
     assert 0.1 < first < second
 
 
+def test_a_cut_by_vllms_variable_is_shared_beside(engine_config, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "5,3")
+    (first, second), layers, _ = vocabulary(engine_config, choose(engine_config))
+    assert layers == (5, 3)
+    assert 0.1 < first < second
+
+
 def test_the_last_stage_keeps_it_where_it_was_asked_to_or_alone(engine_config):
     assert vocabulary(engine_config, vocabulary="last") == ((), (7, 1), "")
     assert vocabulary(engine_config, (8,)) == ((), (8,), "")
@@ -155,15 +169,15 @@ def test_auto_shares_only_what_is_worth_it(engine_config, monkeypatch):
 
 
 def test_what_was_measured_decides(engine_config):
-    expected = Vocabulary((0.5, 0.5), "expected to make it quicker")
+    expected = Vocabulary((0.5, 0.5), "expected to make it quicker", work=(1, 1))
     auto, asked = SiPipeConfig(), SiPipeConfig(vocabulary="shared")
-    found = settle(expected, auto, [4e-3, 6e-3], 20e-3)
-    assert found.parts == pytest.approx((0.55, 0.45))
-    assert str(found).startswith("Output projection shared out over the stages: 55%, 45%")
-    assert "expected to make it quicker; measured: layers 4.0, 6.0 ms, projection 20.0 ms" in str(
-        found
-    )
-    assert "1.73 x as quick" in str(found)
+    found = settle(expected, auto, [5.5e-3, 6e-3], 20e-3)
+    assert found.parts == pytest.approx((0.5125, 0.4875)), "as quick as the other, nearly"
+    assert str(found).startswith("Output projection shared out over the stages: 51%, 49%")
+    assert (
+        "expected to make it quicker; measured: layers 5.5, 6.0 ms, all of the projection 20.0, "
+        "20.0 ms, the slowest stage 1.65 x as quick"
+    ) in str(found)
     little = [30e-3, 30e-3], 1e-3
     assert settle(expected, asked, *little).parts == pytest.approx((0.5, 0.5))
     kept = settle(expected, auto, *little)
@@ -173,10 +187,49 @@ def test_what_was_measured_decides(engine_config):
     assert settle(expected, asked, [40e-3, 4e-3], 20e-3).parts == (0.0, 1.0)
 
 
+def test_a_faster_device_takes_more_columns():
+    """Stage 0 does the same work in half of the time: it is done with all of the projection in 10
+    ms, and both with their parts of it after 32 / 3 ms."""
+    expected = Vocabulary((0.5, 0.5), work=(3, 3))
+    found = settle(expected, SiPipeConfig(), [3e-3, 6e-3], 20e-3)
+    assert found.parts == pytest.approx((23 / 30, 7 / 30))
+    assert "all of the projection 10.0, 20.0 ms, the slowest stage 2.44 x as quick" in str(found)
+    assert settle(expected, SiPipeConfig(), [6e-3, 3e-3], 20e-3).parts[0] < 0.3
+    twice = Vocabulary((0.5, 0.5), work=(6, 3))
+    assert settle(twice, SiPipeConfig(), [6e-3, 3e-3], 20e-3).parts == pytest.approx((0.425, 0.575))
+
+
+def test_no_gpu_but_the_last_gets_more_columns_than_it_has_memory_for():
+    expected = Vocabulary((0.4, 0.4, 0.2), work=(1, 1, 1))
+    free = settle(expected, SiPipeConfig(), [3e-3, 6e-3, 6e-3], 20e-3)
+    kept = settle(expected, SiPipeConfig(), [3e-3, 6e-3, 6e-3], 20e-3, reserved=True)
+    assert free.parts[0] > 0.6
+    assert kept.parts == pytest.approx((0.4, free.parts[1], 0.6 - free.parts[1]))
+    assert sum(kept.parts) == pytest.approx(1)
+    slowest = 6 + 20 * kept.parts[2]
+    assert f"the slowest stage {26 / slowest:.2f} x as quick" in str(kept)
+
+
+@given(st.lists(st.tuples(st.floats(1e-4, 1.0), st.floats(1e-4, 1.0)), min_size=1, max_size=8))
+def test_columns_even_the_stages_whatever_their_speeds(stages):
+    times, projections = zip(*stages, strict=True)
+    parts, slowest = fill(times, projections)
+    assert sum(parts) == pytest.approx(1)
+    level = max(own + part * all_ for (own, all_), part in zip(stages, parts, strict=True) if part)
+    assert slowest == pytest.approx(max(level, *times, 0))
+    for own, all_, part in zip(times, projections, parts, strict=True):
+        if part:
+            assert own + part * all_ == pytest.approx(level)
+        else:
+            assert own >= level * (1 - 1e-9)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"lora_config": object()}, "--enable-lora"),
+        ({"quant_config": SimpleNamespace(lm_head_quantized=True)}, "quantized"),
+        ({"model_config": {"enable_sleep_mode": True}}, "--enable-sleep-mode"),
         ({"hosts": {"count": 2}}, "several hosts"),
         ({"second": True}, '"cpu_sampling" is "auto"'),
         ({"second": True, "cpu_sampling": "per_row"}, '"cpu_sampling" is "per_row"'),
@@ -186,8 +239,10 @@ def test_what_cannot_be_shared_is_said(engine_config, monkeypatch, change, reaso
     module = "sipipe.engine.layers.vocabulary"
     settings = {key: value for key, value in change.items() if key in ("hosts", "cpu_sampling")}
     monkeypatch.setattr(f"{module}.uses_second_runner", lambda _: "second" in change)
-    if "lora_config" in change:
-        monkeypatch.setattr(engine_config, "lora_config", change["lora_config"])
+    for name in {"lora_config", "quant_config"} & change.keys():
+        monkeypatch.setattr(engine_config, name, change[name])
+    for name, value in change.get("model_config", {}).items():
+        monkeypatch.setattr(engine_config.model_config, name, value)
     parts, layers, said = vocabulary(engine_config, vocabulary="shared", **settings)
     assert (parts, layers) == ((), (7, 1))
     assert reason in said

@@ -2,9 +2,11 @@
 
 import pytest
 from tests.engine.engines import (
+    SHARED_OUT,
     assert_stock,
     crowded,
     greedy,
+    log_of,
     model,
     prompts,
     run_engine,
@@ -39,13 +41,16 @@ def single_requests():
     ]
 
 
-def check(models, family, pp, tp, **options):
+def check(models, family, pp, tp, *, last=False, **options):
+    """``last``: the projection is on the last stage, though the settings ask to share it out."""
     path = model(models, family)
     batches, stock = mixed_batches(), {}
     if family in ALONE:
         batches, stock = single_requests(), {"tensor_parallel_size": tp}
-    found = run_engine(path, batches, **(shared(pp, tp) | options))
+    settings = shared(pp, tp) | options
+    found = run_engine(path, batches, **settings)
     assert_stock(found, path, batches, same_tokens, **stock)
+    assert (SHARED_OUT in log_of(path, **settings)) is (pp > 1 and not last)
 
 
 def same_tokens(found, stock):
@@ -54,7 +59,7 @@ def same_tokens(found, stock):
 
 
 def test_a_small_cache_and_uneven_stages_equal_stock(models):
-    check(models, "qwen2", 2, 1, **crowded())
+    check(models, "qwen2", 2, 1, last=True, **crowded())
 
 
 @pytest.mark.parametrize("pp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -76,7 +81,8 @@ def test_seeded_requests_draw_the_same_with_one_stage_and_two(models):
 def test_stock_runner_path_equals_stock(models):
     """vLLM's own runner and sampler in SiPipe's stages, eager: stock crashes here. Its scheduler
     fills the microbatch with prompts, whose hidden states cross in two pieces."""
-    check(models, "llama", 2, 1, **shared(2, stage_runner="vllm"), max_num_batched_tokens=1024)
+    long = {"max_num_batched_tokens": 1024}
+    check(models, "llama", 2, 1, last=True, **shared(2, stage_runner="vllm"), **long)
 
 
 @pytest.mark.slow

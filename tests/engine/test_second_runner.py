@@ -15,10 +15,12 @@ from tests.engine import multi_modal, recurrent
 from tests.engine import test_features as features
 from tests.engine import test_parity as parity
 from tests.engine.engines import (
+    SHARED_OUT,
     Engine,
     assert_stock,
     gone,
     greedy,
+    log_of,
     model,
     prompts,
     run_engine,
@@ -48,13 +50,12 @@ def slow(part):
 
 def run(path, batches, *, stages=2, sipipe=None, **engine):
     """The output projection is shared out where samplers draw all rows."""
-    return run_engine(
-        path,
-        batches,
-        sipipe={**SHARED, **(sipipe or {})},
-        pipeline_parallel_size=stages,
-        **{**SECOND_RUNNER, **engine},
-    )
+    settings = {"sipipe": {**SHARED, **(sipipe or {})}, **SECOND_RUNNER, **engine}
+    settings["pipeline_parallel_size"] = stages
+    found = run_engine(path, batches, **settings)
+    shares = stages > 1 and settings["sipipe"]["cpu_sampling"] == "on"
+    assert (SHARED_OUT in log_of(path, **settings)) is shares
+    return found
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
@@ -99,9 +100,9 @@ def in_both_places(params):
 @pytest.mark.parametrize(
     ("stages", "drawing"),
     [
-        (2, "per_row"),
+        (2, "on"),
         pytest.param(1, "per_row", marks=pytest.mark.slow),
-        pytest.param(2, "on", marks=pytest.mark.slow),
+        pytest.param(2, "per_row", marks=pytest.mark.slow),
     ],
 )
 def test_preemption_and_prefix_caching_equal_stock(models, stages, drawing):
@@ -144,7 +145,7 @@ def test_degrees_and_families_equal_stock(models, family, stages, ranks):
     degrees = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
     with Engine(path, sipipe=SHARED, **degrees, **SECOND_RUNNER) as engine:
         found = engine.run(batches)
-        assert "Output projection shared out over the stages" in engine.log.read_text()
+        assert SHARED_OUT in engine.log.read_text()
     assert_stock(found, path, batches, parity.same_tokens, **stock)
 
 

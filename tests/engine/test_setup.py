@@ -11,7 +11,7 @@ from vllm.platforms import interface
 from vllm.v1.worker import gpu_worker
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine import executor, setup, workers
+from sipipe.engine import executor, pipeline, setup, workers
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.errors import ConfigError
 
@@ -145,6 +145,27 @@ def test_weights_do_not_change_beside_a_shared_output_projection():
     made._setup = SimpleNamespace(vocabulary=Vocabulary((0.5, 0.5)))
     with pytest.raises(ConfigError, match=r'reload_weights: .* set "vocabulary": "last"'):
         made.collective_rpc("reload_weights")
+
+
+def test_on_vllms_own_path_nothing_is_shared():
+    made = setup.Setup.__new__(setup.Setup)
+    made.config, made.vocabulary, made.apply = SiPipeConfig(), Vocabulary((0.5, 0.5)), lambda: None
+    made.fall_back("the stage runner does not take it")
+    assert (made.vocabulary.parts, made.path) == ((), "vllm")
+
+
+@pytest.mark.parametrize("posting", [True, False])
+def test_links_of_final_hidden_states_are_posted_as_all_are(posting):
+    made = SimpleNamespace(
+        stages=3,
+        ranks=2,
+        slots=4,
+        config=SiPipeConfig(posting=posting),
+        vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8)),
+    )
+    links = pipeline._make_head_links(made)
+    assert [link.name for link in links] == ["head2-0.r0", "head2-0.r1", "head2-1.r0", "head2-1.r1"]
+    assert {link.posted for link in links} == {posting}
 
 
 def test_threads_spin_briefly_on_cores_that_others_use_too(monkeypatch):

@@ -23,6 +23,8 @@ OWN_WORKER = {
     "stage0.0": ("hear", "let go", "prepare", "forward", "send"),
     "stage1.0": ("hear", "let go", "prepare", "receive", "forward", "logits"),
 }
+PRODUCT = {"stage0.0": ("rows", "product"), "stage1.0": ("spread", "product")}
+"""Where the output projection is shared out."""
 START_ENGINE = ("start", "listen", "load models", "make channels", "open samplers")
 BUSY_ENGINE = ("schedule", "dispatch", "resolve", "record")
 FOR_EVER = 1e9
@@ -303,6 +305,29 @@ def raising(names, points):
     return make
 
 
+def shared(make):
+    """The same, with the output projection shared out over both stages."""
+
+    def made(rng):
+        found = make(rng)
+        found["sipipe"]["vocabulary"] = "shared"
+        return found
+
+    return made
+
+
+def amid_product(what, stall=60, **more):
+    """Of a worker: as it takes or spreads final hidden states, and between pieces of its product,
+    of which there are three."""
+
+    def make(rng):
+        name = rng.choice(STAGES)
+        struck = fault(rng.choice(PRODUCT[name]), what, rng.randrange(30), **more)
+        return scenario(planned={name: [[struck]]}, sipipe={"stall_timeout": stall})
+
+    return make
+
+
 STAGE_DIED = r"stage worker stage\d\.0 \(pid \d+\) (died|ended while starting)"
 NOT_READY = r"not ready in time: .*start_timeout"
 STALLED = r"no progress for .* s: .*stage\d\.0 does not answer"
@@ -415,6 +440,28 @@ KINDS = [
         damaged((*STAGES, *SAMPLERS), "pipe"),
         6,
         "sent what cannot be read",
+    ),
+    Kind("a sampler that draws is killed (shared projection)", shared(busy_samplers), 12),
+    Kind("a worker is killed amid a product", shared(amid_product("kill")), 12, STAGE_DIED, True),
+    Kind("a worker is stopped for 1 s amid a product", shared(amid_product("stop", seconds=1)), 6),
+    Kind(
+        "a worker is stopped for ever amid a product",
+        shared(amid_product("stop", stall=4, seconds=FOR_EVER)),
+        8,
+        STALLED,
+        True,
+    ),
+    Kind(
+        "damage: a header on a link of final hidden states",
+        shared(damaged(STAGES[1:], "head link header")),
+        10,
+        "link head1-0",
+    ),
+    Kind(
+        "damage: the structure announced on such a link",
+        shared(damaged(STAGES[1:], "link structure")),
+        6,
+        "link head1-0",
     ),
     Kind("a worker raises an error", raising(STAGES, BUSY_WORKER), 8, "planted in", True),
     Kind("a sampler raises an error", raising(SAMPLERS, BUSY_SAMPLER), 8),

@@ -56,6 +56,7 @@ def _arm_damage(channel, bit, now):
     import sipipe.engine.bus as bus
     import sipipe.engine.dispatch as dispatch
     import sipipe.ipc.gather as gather
+    import sipipe.ipc.link.packets as packets
     import sipipe.ipc.link.shm as link
     import sipipe.ipc.parent as parent
     import sipipe.ipc.ring.writer as writer
@@ -99,6 +100,16 @@ def _arm_damage(channel, bit, now):
             results(sampler, "encode", first_bytes)
         case "link header":
             results(link, "pack", lambda data: _flipped(data, bit, 0, link.HEADER_BYTES))
+        case "head link header":
+            send = packets.PacketConnection.send
+
+            def sent(self, packet, *descriptor):
+                whole = len(packet) >= link.HEADER_BYTES  # else it is the memory's
+                if whole and "link head" in self._who and now():
+                    packet = _flipped(packet, bit, 0, link.HEADER_BYTES)
+                send(self, packet, *descriptor)
+
+            packets.PacketConnection.send = sent
         case "link structure":
             real = link.pack
 
@@ -164,6 +175,7 @@ def load():
     import sipipe.worker.logits
     import sipipe.worker.loop as loop
     import sipipe.worker.main as worker
+    import sipipe.worker.vocabulary
 
     return {
         # a sampler's life
@@ -187,6 +199,9 @@ def load():
         "send": (sipipe.ipc.link.sender.Sender, "send"),
         "logits": (stand_in.Arithmetic, "rows"),
         "hand over": (sipipe.worker.logits.LogitsHandover, "store"),
+        "spread": (sipipe.worker.vocabulary.SharedHead, "spread"),
+        "rows": (sipipe.worker.vocabulary.SharedHead, "_take"),
+        "product": (stand_in.Shard, "compute"),
         # the engine's
         "start": (sipipe.engine.host.Host, "start"),
         "listen": (sipipe.engine.pipeline, "GatherReceiver"),

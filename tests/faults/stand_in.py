@@ -9,6 +9,7 @@ a token depends on the tokens before it and on nothing else: not on the batch, n
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,8 @@ from vllm.distributed import get_pp_group
 from vllm.sequence import IntermediateTensors
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from sipipe.tools.emulation.worker import EmulatedWorker
+from sipipe.messages.measured import Measured
+from sipipe.tools.emulation.worker import EmulatedSharing, EmulatedWorker
 from sipipe.worker.inputs.model_input import ModelInput
 
 VOCAB = 500
@@ -34,6 +36,16 @@ class Inputs(ModelInput):
     """Rows of the requests that sample."""
 
 
+def logits_table():
+    """[ROWS, VOCAB]: the rows of logits that there are."""
+    table = np.random.default_rng(0).normal(0, 3, (ROWS, VOCAB)).astype(np.float32)
+    return torch.from_numpy(table)
+
+
+def look_up(table, hidden):
+    return table[(hidden[:, 0].long() * 31 + hidden[:, 1].long() * 17) % ROWS]
+
+
 class Arithmetic:
     """In place of :class:`sipipe.worker.runner.StageRunner`, and of its head."""
 
@@ -43,8 +55,7 @@ class Arithmetic:
         self._worker = vllm_runner.worker
         self.head = self if vllm_runner.is_last_pp_rank else None
         self._known = {}  # of each request: tokens that this stage has computed
-        table = np.random.default_rng(0).normal(0, 3, (ROWS, VOCAB)).astype(np.float32)
-        self._logits = torch.from_numpy(table)
+        self._logits = logits_table()
 
     def prepare(self, output, slot=0, buffer_set=0, iteration=0):
         for req_id in output.finished_req_ids:
@@ -77,8 +88,10 @@ class Arithmetic:
             last=torch.tensor(last, dtype=torch.int64),
         )
 
-    def forward(self, inputs, received=None):
+    def forward(self, inputs, received=None, between=None):
         hidden = inputs.table.repeat(1, HIDDEN // 2)
+        if between is not None:
+            between(0.5)
         if received is not None:
             assert torch.equal(received[KEY], hidden), f"iteration {inputs.iteration}"
         return hidden if self.head is not None else {KEY: hidden}
@@ -87,14 +100,43 @@ class Arithmetic:
         return hidden[inputs.last]
 
     def compute(self, hidden, into=None):
-        at = (hidden[:, 0].long() * 31 + hidden[:, 1].long() * 17) % ROWS
-        return self._logits[at]
+        return look_up(self._logits, hidden)
+
+    settle = compute
+
+
+class Shard:
+    """In place of :class:`sipipe.worker.head.HeadShard`: a stage's columns, in three pieces."""
+
+    fixed, per_row = 1e-4, 1e-6
+
+    def __init__(self, start, stop):
+        self._logits = logits_table()[:, start:stop]
+        edges = [(stop - start) * third // 3 for third in range(4)]
+        self.pieces = [slice(*edge) for edge in pairwise(edges)]
+
+    def compute(self, hidden, piece, into=None):
+        return look_up(self._logits[:, self.pieces[piece]], hidden)
+
+    def joins(self, rows):
+        return rows < 8
+
+
+class StandInSharing(EmulatedSharing):
+    """Half of the columns for each stage."""
+
+    def time_parts(self, head, sequences):
+        return Measured(layers=1e-3, head=1e-3)
+
+    def _take(self, offers, start, stop):
+        return Shard(start, stop)
 
 
 class StandInWorker(EmulatedWorker):
     """vLLM's worker, as far as the executor knows it."""
 
     use_v2_model_runner = False
+    sharing = StandInSharing
 
     def load_model(self, *_, **__):
         self._lengths = {}

@@ -21,6 +21,7 @@ FEW = (
     "a busy engine is killed",
     "a sampler is stopped for ever",
     "damage: the header of a message on BIC-I",
+    "a worker is killed amid a product",
 )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from tests.tools.report.timeline import pipeline
 
 from sipipe.observe.format import Header, TraceError
 from sipipe.observe.live import BUBBLES, LivePage, PageHeader, Word, find, run_id
@@ -120,11 +123,66 @@ def test_recorder_without_a_file_feeds_the_page(page):
 
 @pytest.mark.parametrize("stock", [True, False])
 def test_live_estimate_agrees_with_the_report(tmp_path, stock):
-    """The same timeline through the page, in order of time, and through the accounting."""
-    spec = Example(stages=3, inflight=3 if stock else 4, iterations=400, stock=stock)
-    write_example(tmp_path, spec)
-    trace = read_trace(tmp_path)
-    page = LivePage.create(PageHeader(stages=3, samplers=2, inflight=spec.inflight))
+    write_example(
+        tmp_path, Example(iterations=400, inflight=3 + (not stock), stages=3, stock=stock)
+    )
+    agree(read_trace(tmp_path), 0.01)
+
+
+@pytest.mark.parametrize("inflight", [1, 3, 4])
+@pytest.mark.parametrize("forwards", [(40, 40, 40), (20, 30, 60), (90, 30, 30)])
+def test_it_agrees_where_every_stage_multiplies(forwards, inflight):
+    agree(shared_projection(forwards, inflight), 1e-9)
+
+
+def shared_projection(forwards, inflight, product=30, iterations=60):
+    """A trace of stages that all have a part of the output projection: each runs what has come
+    first, a pass or a product, and the last one multiplies behind its pass."""
+    p, draw = len(forwards), random.Random(0)
+    stages: list[list[Any]] = [[] for _ in forwards]
+    executor, free, now = [], [0] * p, 0
+    ready: list[tuple[int, int, Phase, int]] = []  # when, stage, what, iteration
+    missing: dict[int, int] = {}
+
+    def dispatch(i, at):
+        executor.append((Phase.DISPATCH, i, at, at + 2))
+        ready.append((at + 2, 0, Phase.FORWARD, i))
+        missing[i] = p
+
+    for i in range(inflight):
+        dispatch(i, now := now + 5)
+    while ready:
+        at, s, phase, i = min(ready, key=lambda task: (max(task[0], free[task[1]]), task[3]))
+        ready.remove((at, s, phase, i))
+        begin = max(at, free[s]) + 1
+        end = begin + draw.randint(-5, 5) + (product if phase == Phase.LOGITS else forwards[s])
+        if phase == Phase.FORWARD:
+            if s and at > free[s]:
+                stages[s].append((Phase.WAIT_HIDDEN, i, free[s], at))
+            stages[s].append((Phase.FORWARD, i, begin, end))
+            stages[s].append((Phase.SEND, i, end, end + 3))
+            if s < p - 1:
+                ready.append((end + 4, s + 1, Phase.FORWARD, i))
+            else:
+                ready += [(end + 5, other, Phase.LOGITS, i) for other in range(p - 1)]
+                ready.append((0, s, Phase.LOGITS, i))
+                end += 3
+        else:
+            stages[s] += [(Phase.LOGITS, i, begin, end), (Phase.HANDOVER, i, end, end + 2)]
+            end += 2
+            missing[i] -= 1
+            if not missing[i]:
+                executor.append((Phase.GATHER, i, end, end + 8))
+                if i + inflight < iterations:
+                    dispatch(i + inflight, end + 10)
+        free[s] = end
+    return pipeline(stages, executor, inflight=inflight)
+
+
+def agree(trace, within):
+    """The same timeline through the page, in order of time, and through the accounting, from a
+    stage's first forward pass to its last."""
+    page = LivePage.create(PageHeader(stages=3, samplers=2, inflight=trace.inflight))
     records = []
     for process in trace.processes:
         writer = page.writer(process.header.role, process.header.index)
@@ -133,12 +191,13 @@ def test_live_estimate_agrees_with_the_report(tmp_path, stock):
         records, key=lambda r: r[:2]
     ):
         writer.phase(phase, i, start, end, batch, tokens)
-    exact = account(trace)
-    for stage in exact.stages:
-        words = page.read("stage", stage.index)
+    for index, process in enumerate(trace.of("stage")):
+        passes = process.phase(Phase.FORWARD)
+        exact = account(trace, (int(passes["start_ns"][0]), int(passes["end_ns"][-1])))
+        words = page.read("stage", index)
         live = [words[Word.BUSY_NS + k] / exact.wall_ns for k in range(len(KINDS))]
-        want = [ns / exact.wall_ns for ns in stage.by_kind]
-        assert live == pytest.approx(want, abs=0.01), stage.index
+        want = [ns / exact.wall_ns for ns in exact.stages[index].by_kind]
+        assert live == pytest.approx(want, abs=within), index
     page.close()
 
 

@@ -41,17 +41,26 @@ def test_what_one_side_passed_on_and_the_other_did_not_take(page):
     page.writer("executor").set(Word.INFLIGHT, 5)
     saw(page, "executor", 0, dispatch=9)
     saw(page, "stage", 0, prepare=8, forward=7, send=7)
-    saw(page, "stage", 1, prepare=8, forward=5, handover=5)
+    saw(page, "stage", 1, prepare=8, forward=5, logits=5)
     saw(page, "sampler", 0, wait_logits=4)
     assert depths(page, "stage", 0) == {"scheduling": 1, "inputs": 1}
     assert depths(page, "stage", 1) == {"scheduling": 1, "inputs": 3, "hidden_states": 2}
     assert depths(page, "sampler", 0) == {"logits": 1}
 
 
+def test_logits_are_there_when_every_stage_has_multiplied(page):
+    page.writer("executor").set(Word.INFLIGHT, 5)
+    saw(page, "executor", 0, dispatch=9)
+    saw(page, "stage", 0, forward=8, logits=5)
+    saw(page, "stage", 1, forward=7, logits=7)
+    saw(page, "sampler", 0, wait_logits=4)
+    assert depths(page, "sampler", 0) == {"logits": 1}
+
+
 def test_a_server_at_rest_has_empty_queues(page):
     saw(page, "executor", 0, dispatch=9)
     saw(page, "stage", 0, prepare=9, forward=9, send=9)
-    saw(page, "stage", 1, prepare=9, forward=9, handover=9)
+    saw(page, "stage", 1, prepare=9, forward=9, logits=9)
     saw(page, "sampler", 0, wait_logits=9)
     for role, index, _ in page.blocks:
         assert not any(depths(page, role, index).values())
@@ -62,7 +71,7 @@ def test_no_more_waits_than_is_in_flight_where_another_hosts_figures_are_old(pag
     executor.set(Word.INFLIGHT, 3)
     executor.phase(Phase.DISPATCH, 90, 0, 1, 4, 4)
     saw(page, "stage", 0, prepare=90, forward=90, send=90)
-    saw(page, "stage", 1, prepare=45, forward=45, handover=45)
+    saw(page, "stage", 1, prepare=45, forward=45, logits=45)
     assert depths(page, "stage", 1) == {"scheduling": 3, "inputs": 0, "hidden_states": 3}
     executor.set(Word.INFLIGHT, 0)
     assert not any(depths(page, "stage", 1).values())

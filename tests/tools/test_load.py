@@ -24,18 +24,31 @@ vllm:cache_config_info{block_size="16",cache_dtype="auto",num_gpu_blocks="100"} 
 class Server(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     asked: ClassVar[list[dict]] = []
+    keys: ClassVar[set[str | None]] = set()
+    refuses: ClassVar[dict[str, int]] = {}
+    """Statuses by what a request's body has, or by its path."""
     bias = 0.0
     """What is added to the first token's logit in draws, but not in what is told."""
 
     def log_message(self, *_):
         pass
 
+    def _note_key(self):
+        if self.path.startswith("/v1/"):  # vLLM's client asks for metrics without a key
+            self.keys.add(self.headers["Authorization"])
+
     def do_GET(self):
-        self._answer({"data": [{"id": "name"}]} if self.path == "/v1/models" else METRICS)
+        self._note_key()
+        if self.path in self.refuses:
+            return self.send_error(self.refuses[self.path])
+        return self._answer({"data": [{"id": "name"}]} if self.path == "/v1/models" else METRICS)
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
+        self._note_key()
+        if status := next((self.refuses[k] for k in body if body[k] and k in self.refuses), None):
+            return self.send_error(status)
         if body.get("stream"):
             tokens = body["max_tokens"]
             events = [{"choices": [{"text": "a"}]} for _ in range(tokens)]
@@ -69,6 +82,8 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def url(monkeypatch):
     monkeypatch.setattr(Server, "asked", [])
+    monkeypatch.setattr(Server, "keys", set())
+    monkeypatch.setattr(Server, "refuses", {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -76,24 +91,36 @@ def url(monkeypatch):
     server.server_close()
 
 
-def test_a_server_is_measured_by_vllms_client(url, tmp_path):
-    model = str(make_model("llama", tmp_path / "model"))
-    job = load.Job(
-        command=[],
-        env={},
-        url=url,
-        model=model,
-        mixes={"greedy": {"temperature": 0}, "hot": {"temperature": 2.0}},
-        load=["--dataset-name", "random", "--random-input-len", "8", "--random-output-len", "5"],
-        requests=[3, 2],
-        repeat=2,
-        draws=512,
-    )
-    found = load.run(job)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_model("llama", tmp_path_factory.mktemp("model") / "model"))
+
+
+def job(url, model, **more):
+    usual = {
+        "command": [],
+        "env": {},
+        "url": url,
+        "model": model,
+        "mixes": {"greedy": {"temperature": 0}, "hot": {"temperature": 2.0}},
+        "load": ["--dataset-name", "random", "--random-input-len", "8", "--random-output-len", "5"],
+        "loads": [("greedy", 3), ("hot", 3), ("greedy", 2), ("hot", 2)],
+        "repeat": 2,
+        "draws": 512,
+    }
+    return load.Job(**usual | more)
+
+
+def test_a_server_is_measured_by_vllms_client(url, model, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    found = load.run(job(url, model))
+    assert Server.keys == {"Bearer secret"}, "ours and vLLM's client send the same"
     assert list(found["runs"]) == ["greedy 3", "hot 3", "greedy 2", "hot 2"]
     for name, runs in found["runs"].items():
         assert [run["completed"] for run in runs] == [int(name.split()[1])] * 2
         assert all(run["output_throughput"] > 0 and "p99_tpot_ms" in run for run in runs)
+        assert not [key for run in runs for key in run if "itl" in key or "e2el" in key]
+        assert all(len(run["cpu"]) <= load.LOOKS and run["every_s"] >= load.EVERY for run in runs)
     assert found["kv_tokens"] == 1600
     assert found["answers"] == [prompt[:2] for prompt in load._prompts(16)]
     assert found["draws"]["draws"] == 512
@@ -104,6 +131,27 @@ def test_a_server_is_measured_by_vllms_client(url, tmp_path):
     last = [body["prompt"] for body in streamed[-4:]]
     assert sorted(last[:2]) == sorted(last[2:])
     json.dumps(found)
+
+
+def test_a_server_that_refuses_what_is_compared_keeps_what_was_measured(url, model, monkeypatch):
+    monkeypatch.setattr(Server, "refuses", {"logprobs": 400})
+    one = {"loads": [("greedy", 2)], "repeat": 1, "mixes": {"greedy": {"temperature": 0}}}
+    found = load.run(job(url, model, **one))
+    assert len(found["runs"]["greedy 2"]) == 1
+    assert found["answers"]
+    assert found["draws"] is None
+    assert found["refused"] == "HTTPError: HTTP Error 400: Bad Request"
+    monkeypatch.setattr(Server, "refuses", {"return_token_ids": 422})
+    found = load.run(job(url, model, **one))
+    assert found["answers"] is found["draws"] is None
+    monkeypatch.setattr(Server, "refuses", {"/v1/models": 401})
+    with pytest.raises(SiPipeError, match="401: Unauthorized: its key is OPENAI_API_KEY's"):
+        load.run(job(url, model, **one))
+
+
+def test_what_was_looked_at_is_thinned_by_means():
+    assert load._means([1.0, 3.0, 5.0, 7.0, 10.0], 2) == [2.0, 6.0, 10.0]
+    assert load._means([], 1) == []
 
 
 def test_draws_that_are_not_the_servers_own_are_told(url, monkeypatch):
@@ -125,16 +173,6 @@ def test_draws_that_are_not_the_servers_own_are_told(url, monkeypatch):
     ],
 )
 def test_a_server_that_does_not_start_says_why(code, kind, words):
-    job = load.Job(
-        command=[sys.executable, "-c", code],
-        env={},
-        url="",
-        model="m",
-        mixes={},
-        load=[],
-        requests=[1],
-        repeat=1,
-        draws=0,
-    )
+    command = [sys.executable, "-c", code]
     with pytest.raises(kind, match=words):
-        load.run(job)
+        load.run(job("", "m", command=command, mixes={}, loads=[]))

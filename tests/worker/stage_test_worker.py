@@ -41,12 +41,27 @@ class StageTestWorker(CPUWorker):
             engine_seed=0, balancer=Balancer(1, vocab_size=self.model_config.get_vocab_size())
         )
         self.lora = self.vllm_config.lora_config is not None
+        self.product = self.packed_product()
         self.stock = True
         self.iteration = 0
         self.double_buffer = None
         if os.environ.get("STAGE_THREADS") == "1":
             self.double_buffer = DoubleBuffer(self, sets=2, stall_timeout=60)
             threading.Thread(target=self.double_buffer.run, daemon=True).start()
+
+    def packed_product(self) -> Any:
+        """A product of vLLM's, of other sizes than the model's, to be made between two layers."""
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        other = torch.nn.Linear(96, 640, bias=False).requires_grad_(False)
+        weight = other.weight.clone()
+        dispatch_cpu_unquantized_gemm(other, remove_weight=False)
+
+        def product(rows: int) -> None:
+            hidden = torch.randn(rows, 96)
+            torch.testing.assert_close(other.cpu_linear(hidden, weight, None), hidden @ weight.T)
+
+        return product
 
     def count_calls(self) -> None:
         """Of what costs a preparation time."""
@@ -116,7 +131,16 @@ class StageTestWorker(CPUWorker):
         return tensors
 
     def forward(self, inputs: Any, received: Any) -> Any:
-        return self.runner.forward(inputs, received)
+        left: list[float] = []
+
+        def between(share: float) -> None:
+            left.append(share)
+            self.product(1 + 7 * (inputs.iteration + len(left)) % 64)
+
+        result = self.runner.forward(inputs, received, between)
+        layers = len(inputs.attn_metadata)
+        assert left == [1 - layer / layers for layer in range(layers)], "once a layer"
+        return result
 
     def send(self, inputs: Any, result: Any) -> None:
         self.result = None

@@ -6,10 +6,6 @@ Streams and events: ``test_cuda_order.py``.
 
 from __future__ import annotations
 
-import itertools
-import queue
-import random
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,13 +16,14 @@ pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from tests.worker.test_publisher import LateDevice  # noqa: E402
 from tests.worker.test_second_runner import Head, batch, last_runner  # noqa: E402
-from tests.worker.test_vocabulary import (  # noqa: E402
+from tests.worker.test_vocabulary import Model, shards  # noqa: E402
+from tests.worker.threaded_pipeline import (  # noqa: E402
     HAND_OVER,
     HIDDEN,
     VOCAB,
-    Model,
+    check,
     link,
-    shards,
+    pauses,
 )
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
@@ -44,8 +41,6 @@ from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 from sipipe.worker.second_runner import SecondRunner  # noqa: E402
 from sipipe.worker.vocabulary import SharedHead  # noqa: E402
-
-ROWS = 3
 
 
 def launched(iteration, samples=2):
@@ -128,7 +123,9 @@ def two():
 def test_logits_are_the_unshared_heads_bit_for_bit(two, options, cut, layout):
     with set_current_vllm_config(VllmConfig()), torch.inference_mode():
         model, bounds = Model(**options), (0, cut, VOCAB)
+        packed = model.lm_head.cpu_linear
         first, last = shards(model, bounds, torch.float32)
+        model.lm_head.cpu_linear = packed  # as it is where nothing is shared
         pair = two(first, bounds, layout=layout)
         for iteration in range(7):
             hidden = torch.randn(1 + iteration % 2, HIDDEN)
@@ -200,21 +197,19 @@ class Stage:
     """Adds one to every hidden state; stops for a moment as its script says."""
 
     def __init__(self, pipeline, stage):
-        stages = pipeline.stages
-        last = stage == stages - 1
-        self.random, self.first = random.Random(f"{pipeline.seed}/{stage}"), stage == 0
-        self.receiver = None if self.first else pipeline.links[stage - 1][1]
+        last = stage == pipeline.stages - 1
+        self.pause = pauses(f"{pipeline.seed}/{stage}")
+        self.receiver = pipeline.links[stage - 1][1] if stage else None
         self.sender = None if last else pipeline.links[stage][0]
         self.handover = LogitsHandover(LogitsWriter(pipeline.channel.endpoint, stage), "rows")
-        width = VOCAB // stages
-        shard = Shard(stage * width, (stage + 1) * width, self.pause)
+        shard = Shard(*pipeline.bounds[stage : stage + 2], self.pause)
         runner = last_runner()
         runner.is_last_pp_rank = last
         worker = SimpleNamespace(model_runner=runner, sample_tokens=self.sample)
         device = HostDevice()
         self.second = SecondRunner(worker, device)
         self.second.take_over()
-        self.runner, self.orders = runner, pipeline.orders[stage]
+        self.runner, self.orders, self.threads = runner, pipeline.orders[stage], (self.follow,)
         self.publisher = Publisher(
             device,
             self.handover,
@@ -231,10 +226,6 @@ class Stage:
             mine = pipeline.heads[stage][1]
             self.shared = HeadThread(device, mine, *common, pipeline.failed.append, HAND_OVER)
         self.second.open(self.publisher, self.shared, writes=last, reports=last)
-
-    def pause(self):
-        if self.random.random() < 0.3:
-            threading.Event().wait(1e-4)  # others go first now; no result depends on it
 
     def follow(self):
         while (order := self.orders.get(timeout=HAND_OVER)) is not None:
@@ -270,75 +261,12 @@ class Stage:
         nothing = SimpleNamespace(prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={})
         return SimpleNamespace(get_output=lambda: nothing, sampled_token_ids=np.zeros(0))
 
-
-class Pipeline:
-    """``stages`` stages, ``inflight`` iterations in flight, one sampler that checks every logit."""
-
-    def __init__(self, stages, inflight, seed):
-        self.stages, self.inflight, self.seed = stages, inflight, seed
-        bounds = (*tuple(stage * (VOCAB // stages) for stage in range(stages)), VOCAB)
-        shape = LogitsShape(vocab=VOCAB, bounds=bounds)
-        self.channel = LogitsChannel(
-            "t", shape, rows=ROWS * (inflight + 1), entries=inflight + 2, readers=["s"]
-        )
-        self.links = [link() for _ in range(stages - 1)]
-        self.heads = [link(depth=max(2, inflight)) for _ in range(stages - 1)]
-        self.orders = [queue.Queue() for _ in range(stages)]
-        self.failed, self.reported = [], queue.Queue()
-        self.all = [Stage(self, stage) for stage in range(stages)]
-
-    def run(self, iterations):
-        reader = LogitsReader(self.channel.endpoint, "s")
-        threads = [
-            threading.Thread(target=self.watched, args=(stage.follow,), daemon=True)
-            for stage in self.all
-        ]
-        for thread in threads:
-            thread.start()
-        chosen = random.Random(self.seed)
-        counts = [chosen.randint(0, ROWS) for _ in range(iterations)]
-        for iteration in range(iterations + self.inflight):
-            done = iteration - self.inflight
-            if done >= 0 and not counts[done]:  # only prompts: no row samples
-                assert self.reported.get(timeout=HAND_OVER) == done
-            elif done >= 0:
-                with reader.receive() as received:
-                    assert (received.iteration, received.batch) == (done, counts[done])
-                    expected = done + self.stages + np.arange(VOCAB)
-                    assert (received.array == expected).all()
-            if iteration < iterations:
-                order = iteration, counts[iteration], iteration % (self.inflight + 1) * ROWS
-                for orders in self.orders:
-                    orders.put(order)
-        for orders in self.orders:
-            orders.put(None)
-        for thread in threads:
-            thread.join(HAND_OVER)
-            assert not thread.is_alive()
-        reader.close()
-
-    def watched(self, call):
-        try:
-            call()
-        except BaseException as error:
-            self.failed.append(error)
-
     def close(self):
-        for stage in self.all:
-            for end in (stage.shared, stage.publisher, stage.handover):
-                end.close()
-        for end in itertools.chain(*self.links, *self.heads):
+        for end in (self.shared, self.publisher, self.handover):
             end.close()
-        self.channel.close()
 
 
 @pytest.mark.parametrize(("stages", "inflight"), [(2, 1), (2, 3), (4, 2), (4, 5), (8, 3), (8, 9)])
 def test_every_iteration_comes_out_whole_whoever_is_late(monkeypatch, stages, inflight):
     monkeypatch.setattr(second_runner, "StageLogits", Head)
-    for seed in range(3):
-        pipeline = Pipeline(stages, inflight, seed)
-        try:
-            pipeline.run(20)
-        finally:
-            pipeline.close()
-        assert pipeline.failed == []
+    check(Stage, stages, inflight, fewest=0)

@@ -111,7 +111,10 @@ def test_an_error_ends_both_threads_as_itself(where):
     assert running.submit(99).exception(HAND_OVER) is error
     running.close()
     assert running.raised == {"device": error}
-    assert stage.sent == [0, 1]
+    if where == "prepare":  # 0 has left its buffers for 2; 1 may not have had its turn
+        assert stage.sent in ([0], [0, 1])
+    else:
+        assert stage.sent == [0, 1]
 
 
 def test_the_first_of_two_errors_is_the_one_that_is_told():

@@ -6,6 +6,7 @@ import os
 import shlex
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ started. Servers are started in turn, forwards and then backwards, one at a time
   sipipe bench MODEL --pp 4 --tp 2 --trace-file arrivals.jsonl --url SGLang=http://host:30000
   sipipe bench MODEL --pp 2 --rows sipipe --row "vLLM's scheduler=--scheduler-cls ..." \\
       --row "stock, 8 in flight=stock --max-num-seqs 8"
+
+The paper's figures, in a checkout of SiPipe: sipipe bench paper LIST
 """
 
 ROWS = ("sipipe", "stock", "stock-tp", "stock-one", "sipipe-one", "stock-cut")
@@ -62,9 +65,8 @@ def main(argv: Sequence[str]) -> int:
     group.add_argument(
         "--requests", type=counts, default=[64], metavar="LIST", help="how many (default: 64)"
     )
-    group.add_argument(
-        "--sampling", default="greedy,all", metavar="LIST", help=f"of {', '.join(SAMPLING)}"
-    )
+    ways = f"of {', '.join(SAMPLING)}; top-p:16: that one with 16 requests (default: greedy,all)"
+    group.add_argument("--sampling", type=_ways, default="greedy,all", metavar="LIST", help=ways)
     group.add_argument(
         "--rate", type=at_least(0), metavar="N", help="requests/s (default: at once)"
     )
@@ -99,17 +101,16 @@ def main(argv: Sequence[str]) -> int:
     usual = {"-pp": "--pp", "--pipeline-parallel-size": "--pp"}
     usual |= {"-tp": "--tp", "--tensor-parallel-size": "--tp"}
     own, settings, rest = parse_engine_command(parser, [usual.get(word, word) for word in argv])
-    ways = own.sampling.split(",")
-    unknown = [way for way in ways if way not in SAMPLING]
-    if unknown:
-        raise ConfigError(f'bench: --sampling "{unknown[0]}" is none of {", ".join(SAMPLING)}')
     jobs = _rows(own, settings, rest)
-    _check_devices(rest, own)
+    _check(own, rest, jobs)
     require_vllm()
+    loads = [
+        (way, count) for way, one in own.sampling for count in ([one] if one else own.requests)
+    ]
     load = {
-        "mixes": {way: SAMPLING[way] for way in ways},
+        "mixes": {way: SAMPLING[way] for way, _ in loads},
         "load": _load(own),
-        "requests": own.requests,
+        "loads": sorted(dict.fromkeys(loads), key=lambda each: each[1]),
         "repeat": own.repeat,
         "draws": own.draws,
     }
@@ -120,7 +121,11 @@ def main(argv: Sequence[str]) -> int:
             if name in failed:
                 continue
             try:
-                found[name].append(measured(name, jobs[name] | load, "sipipe.tools.load"))
+                start = measured(name, jobs[name] | load, "sipipe.tools.load")
+                found[name].append(start)
+                if number == 0 and "refused" in start:
+                    text = f"{name}: what it answers could not be compared: {start['refused']}"
+                    print(f"sipipe: {text}", file=sys.stderr)
             except ConfigError:
                 raise
             except SiPipeError as error:  # the others are worth having
@@ -130,14 +135,18 @@ def main(argv: Sequence[str]) -> int:
         del found[name]
     if not found:
         raise SiPipeError(next(iter(failed.values())))
+    rows = _table(jobs, found)
+    for start in (start for starts in found.values() for start in starts):
+        start.pop("answers", None)  # the rows say whether they are the same
+    spread = "medians and ranges" if own.engines * own.repeat > 1 else "one run a row"
     result = {
         "benchmark": "bench",
         "title": f"Served by {own.engines} engine(s) a row, {' '.join(load['load'])}",
         "command": shlex.join(["sipipe", "bench", *argv]),
         "machine": machine(),
-        "note": "medians and ranges; ms; equal: requests whose greedy tokens are those of the first "
-        "row; draws p: chi-square of drawn tokens against the server's own probabilities",
-        "rows": _table(jobs, found),
+        "note": f"{spread}; ms; equal: requests whose greedy tokens are those of the first row; "
+        "draws p: chi-square of drawn tokens against the server's own probabilities",
+        "rows": rows,
         "engines": {name: {"job": _portable(jobs[name]), "starts": found[name]} for name in found},
         "failed": failed,
     }
@@ -146,6 +155,17 @@ def main(argv: Sequence[str]) -> int:
     else:
         _show(result)
     return 1 if failed else 0
+
+
+def _ways(text: str) -> list[tuple[str, int | None]]:
+    """The ``type`` of ``--sampling``: names of mixes, some with their own number of requests."""
+    found = []
+    for entry in text.split(","):
+        way, colon, count = entry.partition(":")
+        if way not in SAMPLING:
+            raise argparse.ArgumentTypeError(f'"{way}" is none of {", ".join(SAMPLING)}')
+        found.append((way, at_least(1, int)(count) if colon else None))
+    return found
 
 
 def _portable(job: dict[str, Any]) -> dict[str, Any]:
@@ -197,12 +217,14 @@ def _rows(
     model = words[0] if words else "-"
     if model.startswith("-"):
         raise ConfigError("bench: name the MODEL first: sipipe bench MODEL [options]")
-    jobs = {}
+    jobs: dict[str, dict[str, Any]] = {}
 
     def add(name: str, options: Sequence[str], stages: int, ranks: int, cut: str = "") -> None:
+        if name in jobs:
+            raise ConfigError(f'bench: two rows are named "{name}"')
         command = [*words, "-pp", str(stages), "-tp", str(ranks)]
         env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        if name in ROWS[1:4] or cut or options[:1] == ["stock"]:
+        if options[:1] == ["stock"]:
             command = [*STOCK, *command, *options[1:]]
             env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), stages * ranks)
             env |= {"VLLM_PP_LAYER_PARTITION": cut} if cut else {}
@@ -214,24 +236,30 @@ def _rows(
     for name in names:
         stages, ranks = degrees[name]
         mine = settings if stages == p else {k: v for k, v in settings.items() if k != "layers"}
-        options = [] if name.startswith("stock") else _options(mine)
+        options = ["stock"] if name.startswith("stock") else _options(mine)
         add(name, options, stages, ranks, cut if name == "stock-cut" else "")
     for pair in own.row:
         name, _, text = pair.partition("=")
-        options = shlex.split(text)
-        # vLLM takes the last of two values, but the cores' shares are by the degrees.
-        stages, ranks = (
-            int(options[options.index(flag) + 1]) if flag in options[:-1] else usual
-            for flag, usual in (("--pp", p), ("--tp", t))
-        )
-        options = [
-            word for i, word in enumerate(options) if not {"--pp", "--tp"} & {word, options[i - 1]}
-        ]
-        add(name, options, stages, ranks)
+        try:
+            options = shlex.split(text)
+        except ValueError as error:
+            raise ConfigError(f"bench: --row '{pair}': {error}") from None
+        if not name or "=" not in pair:
+            raise ConfigError(f'bench: --row "{pair}" is not NAME=OPTIONS')
+        parser = make_parser("bench", "", add_help=False)
+        parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=at_least(1, int))
+        parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=at_least(1, int))
+        if options[:1] == ["stock"]:
+            parser.add_argument("--layers", type=counts, default=[])
+        given, options = parser.parse_known_args(options)
+        stock_cut = ",".join(map(str, getattr(given, "layers", ())))
+        add(name, options, given.pp or p, given.tp or t, stock_cut)
     for pair in own.url:
         name, _, url = pair.partition("=")
         if not url.startswith("http"):
             raise ConfigError(f'bench: --url "{pair}" is not NAME=http://HOST:PORT')
+        if name in jobs:
+            raise ConfigError(f'bench: two rows are named "{name}"')
         jobs[name] = {"command": [], "env": {}, "url": url.rstrip("/"), "model": model}
     return jobs
 
@@ -262,30 +290,54 @@ def _load(own: argparse.Namespace) -> list[str]:
     return found
 
 
-def _check_devices(rest: Sequence[str], own: argparse.Namespace) -> None:
-    """Refuse figures that would say nothing.
+def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]) -> None:
+    """Refuse what would say nothing, or would fail when the first engine has started.
 
     Raises:
-        ConfigError: stages share a GPU, and nobody asked for it to be measured.
+        ConfigError: a file is missing, an ``--additional-config`` is wrong, stages share a GPU and
+            nobody asked for it to be measured, or two engines would write one trace.
     """
-    given = [rest[i + 1] for i, word in enumerate(rest[:-1]) if word == "--additional-config"]
-    try:
-        additional = json.loads(given[-1]) if given else {}
-    except ValueError as error:
-        raise ConfigError(f"--additional-config must be a JSON object: {error}") from None
-    devices = SiPipeConfig.from_additional_config(additional).devices or ()
+    for option, file in (("--sharegpt", own.sharegpt), ("--trace-file", own.trace_file)):
+        if file and not Path(file).is_file():
+            raise ConfigError(f"bench: {option}: there is no file {file}")
+    devices = _config(rest)[0].devices or ()
     if len(set(devices)) < len(devices) and not own.shared_devices:
         raise ConfigError(
             f'"devices" {list(devices)} puts stages on one GPU, which runs them in turn, so '
             "their speed says nothing of a pipeline's; --shared-devices measures it all the same"
         )
+    writers: Counter[str] = Counter()
+    for job in jobs.values():
+        config, trace = _config(job["command"])
+        if trace := trace or config.trace:
+            writers[trace] += own.engines
+    for trace, engines in writers.items():
+        if engines > 1:
+            raise ConfigError(
+                f"bench: {engines} engines would write the trace {trace}: --engines 1 starts each "
+                'row once, and --row "NAME=--trace DIR" gives a row its own'
+            )
+
+
+def _config(words: Sequence[str]) -> tuple[SiPipeConfig, str | None]:
+    """What a command line gives as ``--additional-config``, and as ``--trace``."""
+    parser = make_parser("bench", "", add_help=False)
+    parser.add_argument("--additional-config", default="{}")
+    parser.add_argument("--trace")
+    found, _ = parser.parse_known_args(words)
+    try:
+        additional = json.loads(found.additional_config)
+    except ValueError as error:
+        raise ConfigError(f"--additional-config must be a JSON object: {error}") from None
+    return SiPipeConfig.from_additional_config(additional), found.trace
 
 
 def _table(
     jobs: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
     """A row for each load, way of sampling and engine."""
-    first = next(iter(found.values()))[0].get("answers")
+    told: dict[str, Any] = {name: starts[0].get("answers") for name, starts in found.items()}
+    first = next((answers for answers in told.values() if answers), None)
     stock = [name for name in found if tuple(jobs[name]["command"][: len(STOCK)]) == STOCK]
     rows = []
     for load in next(iter(found.values()))[0]["runs"]:
@@ -295,7 +347,9 @@ def _table(
             runs = [run for start in starts for run in start["runs"][load]]
             way, _, requests = load.partition(" ")
             row: dict[str, Any] = {"sampling": way, "requests": int(requests), "engine": name}
-            row["tok/s"] = f"{median:,.0f} ({low:,.0f}-{high:,.0f})"
+            row["tok/s"] = f"{median:,.0f}"
+            if len(runs) > 1:
+                row["tok/s"] += f" ({low:,.0f}-{high:,.0f})"
             row["of stock's best"] = f"{median / best:.2f}" if best else None
             for metric in ("ttft", "tpot"):
                 for q in ("p50", "p99"):
@@ -306,10 +360,14 @@ def _table(
             bound = jobs[name]["env"].get("VLLM_CPU_OMP_THREADS_BIND")
             row["cores"] = bound or "; ".join(starts[0]["plan"]).removeprefix("core plan: ")
             if first:
-                same = [a == b for a, b in zip(starts[0]["answers"], first, strict=True)]
-                row["equal"] = f"{sum(same)} of {len(same)}"
-                told = starts[0]["draws"]
-                row["draws p"] = f"{told['p']:.2f}" if told else None
+                same = [a == b for a, b in zip(told[name] or [], first, strict=False)]
+                # A server that tells texts instead of tokens is compared with none that tells them.
+                if same and type(told[name][0]) is type(first[0]):
+                    row["equal"] = f"{sum(same)} of {len(same)}"
+                else:
+                    row["equal"] = None
+                draws = starts[0]["draws"]
+                row["draws p"] = f"{draws['p']:.2f}" if draws else None
             rows.append(row)
     return rows
 

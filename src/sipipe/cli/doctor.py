@@ -138,6 +138,7 @@ def _shared_memory(stages: int, ranks: int, samplers: int, device: str) -> Findi
         ranks=ranks,
         samplers=samplers,
         inflight=SiPipeConfig().resolved_inflight(stages),
+        shares_head=True,  # as it may be
         on_gpu=device == "cuda",
         **EXAMPLE,
     )
@@ -206,8 +207,6 @@ def _quicker_degrees(stages: int, ranks: int) -> str:
     from sipipe.tools.planner.advice import quicker_on_cpus
     from sipipe.tools.planner.models import load_model
 
-    if len({core.node for core in this_machine()}) > 1:
-        return ""  # a worker that spans them reads far memory, which nothing here knows
     facts = load_model("qwen3-0.6b")
     found = quicker_on_cpus(facts, stages, ranks)
     return found and f"{facts.name}: {found} (computed as sipipe plan does)"

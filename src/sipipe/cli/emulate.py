@@ -23,7 +23,7 @@ from sipipe.tools.emulation.emulate import Emulation, emulation
 from sipipe.tools.emulation.replay import replayed
 from sipipe.tools.measure import SAMPLING
 from sipipe.tools.provenance import machine
-from sipipe.tools.report.reader import Trace, read_trace
+from sipipe.tools.report.reader import ProcessTrace, Trace, read_trace
 from sipipe.tools.report.summary import Run
 from sipipe.versions import require_vllm
 
@@ -187,17 +187,28 @@ def _steady(trace: Trace, span: tuple[int, int], busy: float) -> dict[str, Any]:
     run = Run(trace, (begin - start) / 1e9, (end - start) / 1e9)
     stages = run.summary["stage_table"]
     back = _turnaround(trace, run.window)
+    rate = run.summary["iterations"] / run.summary["wall_s"]
     return {
         "run": run,
         "json": {
-            "iterations_per_s": run.summary["iterations"] / run.summary["wall_s"],
+            "iterations": len(records),
+            "iterations_per_s": rate,
             "tokens_per_s": run.summary["tokens_per_s"],
             "busy_share": [stage["share"]["busy"] for stage in stages],
             "batch": float(decoding["batch"].mean()),
             "turnaround_ms": {f"p{q}": float(np.percentile(back, q)) / 1e6 for q in (50, 99)},
+            "cpu_ms": {p.header.name: _cpu_ms(p, run.window) / rate for p in trace.processes},
             "busy": busy,
         },
     }
+
+
+def _cpu_ms(process: ProcessTrace, window: tuple[int, int]) -> float:
+    """Milliseconds of CPU time a second, by what was noted within the window."""
+    noted = process.cpu[
+        (process.cpu["start_ns"] >= window[0]) & (process.cpu["end_ns"] <= window[1])
+    ]
+    return 1e3 * float(noted["cpu_ns"].sum() / max(1, (noted["end_ns"] - noted["start_ns"]).sum()))
 
 
 def _turnaround(trace: Trace, window: tuple[int, int]) -> npt.NDArray[np.int64]:
@@ -228,8 +239,9 @@ def _show(made: Emulation, found: list[dict[str, Any]], slow: float) -> None:
         figures, shares = load["json"], load["json"]["busy_share"]
         Console().print(bubbles(load["run"]))
         print(
-            f"while all requests decode: {figures['iterations_per_s']:.1f} iterations/s of "
-            f"{figures['batch']:.0f} sequences; busiest stage {max(shares):.1%} busy"
+            f"{figures['iterations']:,} iterations; while all requests decode: "
+            f"{figures['iterations_per_s']:.1f} iterations/s of {figures['batch']:.0f} sequences; "
+            f"busiest stage {max(shares):.1%} busy"
         )
         print(
             "from a microbatch's end to its next turn's dispatch: {p50:.1f} ms, 99 of 100 within "

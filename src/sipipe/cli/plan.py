@@ -26,7 +26,14 @@ from sipipe.errors import ConfigError
 from sipipe.tools.planner.calibration import Calibration
 from sipipe.tools.planner.chart import draw
 from sipipe.tools.planner.costs import DatasheetCosts, datasheet_costs
-from sipipe.tools.planner.hardware import Cluster, assumptions, device, devices, network
+from sipipe.tools.planner.hardware import (
+    Assumed,
+    Cluster,
+    assumptions,
+    device,
+    devices,
+    network,
+)
 from sipipe.tools.planner.models import builtin_models, load_model
 from sipipe.tools.planner.plan import Plan
 from sipipe.tools.planner.report import plan_to_dict
@@ -77,12 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     bits = "bits per weight instead of what the config says: 8 is FP8, fewer are stored ones"
     add("--weight-bits", positive, None, "BITS", bits)
     add("--kv-cache-dtype", cache_type, "auto", "auto|fp8", "default: auto")
-    add = adder(parser.add_argument_group("engine"))
+    engine = parser.add_argument_group("engine")
+    add = adder(engine)
     better = "microbatches in flight (default: the better of p, p + 1)"
     add("--inflight", count, None, "N", better)
     add("--samplers", count, None, "N", "CPU samplers (default: as many as pay and are free)")
     other = "compared with: vllm-async (the default on GPUs) or vllm, without async scheduling"
     add("--baseline", str, None, "NAME", other)
+    drawn = "on: the output projection may be shared out on GPUs too, as the engine has it"
+    engine.add_argument("--cpu-sampling", choices=("auto", "on"), default="auto", help=drawn)
     flag = parser.add_argument_group("inputs that nobody has measured on your cluster").add_argument
     flag("--assumptions", action="store_true", help="list them with their ranges, and stop")
     stated = "one of them, such as engine.sipipe.transfer_us=250; may be repeated"
@@ -107,7 +117,8 @@ def main(argv: Sequence[str]) -> int:
         if value is None:
             raise ConfigError(f"plan: {option} is missing (sipipe plan --list shows the names)")
     facts = load_model(args.model, weight_bits=args.weight_bits)
-    cluster, given = _cluster(args), _given(args.assume)
+    given = _given(args.assume)
+    cluster = _cluster(args, Assumed(given=given))
     workloads = [_workload(args, facts, sampling) for sampling in args.sampling]
     calibration: Calibration | None = None
     checks: list[LoopCheck] = []
@@ -121,6 +132,7 @@ def main(argv: Sequence[str]) -> int:
             inflight=args.inflight,
             samplers=args.samplers,
             extrapolate=args.extrapolate,
+            cpu_sampling=args.cpu_sampling,
             given=given,
         ).plan()
         for workload in workloads
@@ -178,9 +190,9 @@ def _given(stated: Sequence[str]) -> dict[str, float]:
     return given
 
 
-def _cluster(args: argparse.Namespace) -> Cluster:
+def _cluster(args: argparse.Namespace, assumed: Assumed) -> Cluster:
     per_host = args.gpus_per_host
-    chosen = device(args.gpu, memory_gib=args.memory, parts=per_host)
+    chosen = device(args.gpu, memory_gib=args.memory, parts=per_host, assumed=assumed)
     cores = chosen.cores * per_host or 96
     if args.gpu.lower() == "cpu":
         cores = len(os.sched_getaffinity(0))
@@ -188,7 +200,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         device=chosen,
         hosts=args.hosts,
         devices_per_host=per_host,
-        network=network(args.network, args.adapters),
+        network=network(args.network, args.adapters, assumed),
         cores_per_host=args.cores or cores,
     )
 

@@ -136,15 +136,22 @@ def _cells(choice: Choice) -> list[str]:
         *(choice.engine.key, str(choice.p), str(choice.t)),
         *(f"{choice.throughput:,.0f}", f"{low:,.0f}-{high:,.0f}"),
         *(f"{choice.tpot * 1e3:.1f}", f"{quickest:.1f}-{slowest:.1f}"),
-        *(f"{choice.batch:,}", f"{choice.memory.kv_tokens:,}", f"{choice.iteration.idle:.0%}"),
+        *(f"{choice.batch:,}", _kv_cell(choice), f"{choice.iteration.idle:.0%}"),
         *(choice.vocabulary, f"{choice.iteration.limit}; {choice.capped_by}{mark}"),
     ]
 
 
+def _kv_cell(choice: Choice) -> str:
+    """Tokens of the cache, and what share the layers' cut costs (-) or gains (+) of them."""
+    share = f"{-choice.kv_loss:+.0%}"
+    return f"{choice.memory.kv_tokens:,}" + ("" if share[1:] == "0%" else f" ({share})")
+
+
 def _detail_table(plan: Plan) -> Table:
     """Memory and communication per device, and bubbles by kind."""
-    columns = ["engine", "p", "t", "weights GB", "KV GB", "sent MB a token of all"]
-    columns += ["hops between hosts", "idle: imbalance", "intra-stage", "inter-stage", "starved"]
+    columns = ["engine", "p", "t", "weights GB", "KV GB", "KV tokens from", "to"]
+    columns += ["sent MB a token of all", "hops between hosts"]
+    columns += ["idle: imbalance", "intra-stage", "inter-stage", "starved"]
     rows = []
     for choice in plan.choices:
         memory = choice.memory
@@ -153,6 +160,7 @@ def _detail_table(plan: Plan) -> Table:
             [
                 *(choice.engine.key, str(choice.p), str(choice.t)),
                 *(f"{memory.weights / 1e9:.1f}", f"{cache / 1e9:.1f}"),
+                *(f"{end.kv_tokens:,}" for end in (choice.slowest, choice.quickest)),
                 f"{choice.communication_bytes / 1e6:,.1f}",
                 str(choice.placement.crossings),
                 *(f"{share:.0%}" for share in choice.iteration.bubbles.values()),

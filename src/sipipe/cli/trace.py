@@ -120,6 +120,11 @@ def bubbles(run: Run) -> Table:
         title=f"{summary['label']}: {summary['iterations']:,} iterations in "
         f"{summary['wall_s']:.2f} s{idle}, {summary['tokens_per_s']:,.0f} tokens/s",
     )
+    if shared := [
+        f"stage {s['stage']}: {s['joined']:,}" for s in summary["stage_table"] if s["joined"]
+    ]:
+        what = "iterations whose product of the output projection was one with another's"
+        table.caption = f"{what}: {', '.join(shared)}"
     rows = [
         (f"{s['stage']}" + (f".{s['rank']}" if s["rank"] else ""), s["share"])
         for s in summary["stage_table"]

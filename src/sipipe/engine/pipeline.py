@@ -174,6 +174,7 @@ class Pipeline:
             setup.config,
             [max(rank.layers for rank in times[at : at + setup.ranks]) for at in stages],
             max(rank.head for rank in times),
+            reserved=setup.vllm_config.device_config.device_type != "cpu",
         )
         logger.info("%s", setup.vocabulary)
         if not setup.vocabulary.parts:
@@ -290,6 +291,7 @@ def _make_head_links(setup: Setup) -> list[LinkEndpoint]:
             depth=max(2, setup.slots),
             name=f"head{setup.stages - 1}-{stage}.r{rank}",
             stall_timeout=setup.config.stall_timeout + 2 * ANSWER_SECONDS,
+            posted=setup.config.posting,
         )
         for stage in range(setup.stages - 1)
         for rank in range(setup.ranks)

@@ -243,7 +243,7 @@ class Setup:
             ConfigError: the user insists on SiPipe's path.
         """
         check_asked(self.config, reason)
-        self.reason = reason
+        self.reason, self.vocabulary = reason, Vocabulary()
         self.apply()
 
     def apply(self) -> None:

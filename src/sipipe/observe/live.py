@@ -94,8 +94,8 @@ class Word(IntEnum):
     """First of the last iteration that each phase saw, plus 1: 0 before the first."""
     RING = 64
     """First of RING pairs (iteration, end): the main phase's last ends, by iteration % RING."""
-    DISPATCHED = 128
-    """Executor: the same of its dispatches."""
+    PASSED_ON = 128
+    """The same of what it hands on: the executor's dispatches, a stage's sends."""
 
 
 BUBBLES = {
@@ -106,8 +106,8 @@ BUBBLES = {
 }
 """The kinds of bubble and their counters, in the order in which figures are kept everywhere."""
 assert Word.PHASE_LAST + len(Phase) <= Word.RING
-assert Word.RING + 2 * RING <= Word.DISPATCHED
-assert Word.DISPATCHED + 2 * RING <= _WORDS
+assert Word.RING + 2 * RING <= Word.PASSED_ON
+assert Word.PASSED_ON + 2 * RING <= _WORDS
 
 
 def run_id() -> str:
@@ -231,7 +231,8 @@ class LivePage:
 
 
 # Plain integers: arithmetic with enum members costs several times as much.
-_RING, _DISPATCHED, _DISPATCH = int(Word.RING), int(Word.DISPATCHED), int(Phase.DISPATCH)
+_RING, _PASSED_ON = int(Word.RING), int(Word.PASSED_ON)
+_PASSING_ON = (int(Phase.DISPATCH), int(Phase.SEND))
 _BATCHES, _SEQUENCES, _TOKENS = int(Word.BATCHES), int(Word.SEQUENCES), int(Word.TOKENS)
 _MAIN_NS, _BUSY_NS, _PHASE_LAST = int(Word.MAIN_NS), int(Word.BUSY_NS), int(Word.PHASE_LAST)
 
@@ -248,11 +249,13 @@ class LiveWriter:
         if role == "stage":
             executor = page.blocks["executor", 0, 0]
             before = page.blocks.get(("stage", index - 1, rank))
+            last = page.blocks["stage", page.header.stages - 1, rank]
             self._online = Online(
                 page.words,
                 before=None if before is None else before + _RING,
+                final=None if last == first else (last + _RING, last + _PASSED_ON),
                 gathered=executor + _RING,
-                dispatched=executor + _DISPATCHED,
+                dispatched=executor + _PASSED_ON,
                 idle=executor + int(Word.IDLE_FROM),
                 inflight=page.header.inflight,
             )
@@ -266,8 +269,8 @@ class LiveWriter:
         if phase != self._main:
             if online is not None:
                 online.note(phase, iteration, start_ns, end_ns)
-            elif phase == _DISPATCH:
-                pair = _DISPATCHED + 2 * (iteration % RING)
+            if phase in _PASSING_ON:
+                pair = _PASSED_ON + 2 * (iteration % RING)
                 words[pair + 1] = end_ns
                 words[pair] = iteration
             return

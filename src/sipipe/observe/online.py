@@ -3,11 +3,14 @@
 Who runs here: the threads of one stage process that record. ``note`` may be called by each of them
 (it stores one tuple, which the GIL makes atomic; where a thread beside the forward's records its
 part of the output projection, a sum may miss one), ``account`` only by the thread that records the
-forward. Reads the rings of the stage before and of the executor on the statistics page; a pair
-(iteration, end) that is being overwritten is noticed by its iteration and counts as unknown.
+forward. Reads the rings of the stage before, of the last stage and of the executor on the
+statistics page; a pair (iteration, end) that is being overwritten is noticed by its iteration and
+counts as unknown.
 
 What a stage cannot see is counted as if it had not waited for it: an iteration older than ``RING``,
-and stages on other hosts, whose pages are not shared. The report, made from the trace, is exact.
+and stages on other hosts, whose pages are not shared. The last stage's pass, where it is recorded
+later than the product for it (GPUs), counts as if it had ended just before. The report, made from
+the trace, is exact.
 """
 
 from itertools import pairwise
@@ -21,7 +24,7 @@ RING = 32
 _WAIT_SCHEDULING, _WAIT_HIDDEN = int(Phase.WAIT_SCHEDULING), int(Phase.WAIT_HIDDEN)
 _SEND, _LOGITS = int(Phase.SEND), int(Phase.LOGITS)
 _SAMPLE, _HANDOVER = int(Phase.SAMPLE), int(Phase.HANDOVER)
-_IMBALANCE, _INTRA, _INTER, _UNSCHEDULED, _IDLE = 1, 2, 3, 4, 5
+_BUSY, _IMBALANCE, _INTRA, _INTER, _UNSCHEDULED, _IDLE = range(6)
 _NO_WAIT = (-1, 0, 0)
 
 
@@ -31,6 +34,7 @@ class Online:
     Args:
         words: The page.
         before: Where on it the ring of the stage before lies; None at the first stage.
+        final: Where the last stage's rings of passes and of sends lie; None on that stage.
         gathered: Where the executor's ring of gathers lies.
         dispatched: Where its ring of dispatches lies.
         idle: Where it says from when to when it had no request last.
@@ -42,6 +46,7 @@ class Online:
         words: memoryview,
         *,
         before: int | None,
+        final: tuple[int, int] | None,
         gathered: int,
         dispatched: int,
         idle: int,
@@ -49,6 +54,7 @@ class Online:
     ) -> None:
         self._words = words
         self._before = before
+        self._final = final
         self._gathered = gathered
         self._dispatched = dispatched
         self._idle = idle
@@ -56,8 +62,8 @@ class Online:
         self._scheduled = [_NO_WAIT] * RING
         self._hidden = [_NO_WAIT] * RING
         self._sent = (0, 0)
-        self._surplus = 0
-        self._busy = 0
+        self._spent = [0] * (_IDLE + 1)
+        """Since the last forward: busy time, then the bubbles by kind."""
         self._end = 0
         """When the device's last work ended, or what else only this stage does."""
 
@@ -70,12 +76,11 @@ class Online:
         elif phase == _SEND:
             self._sent = (start_ns, end_ns)
         elif phase == _LOGITS and self._end:
-            # Where every stage has a part of the projection, it may wait for the last stage's rows.
-            self._surplus += max(0, start_ns - self._end)
-            self._busy += max(0, end_ns - max(start_ns, self._end))
+            self._wait_for(iteration, start_ns, self._final)
+            self._spent[_BUSY] += max(0, end_ns - max(start_ns, self._end))
             self._end = max(end_ns, self._end)
         elif phase in (_SAMPLE, _HANDOVER) and self._end:
-            self._surplus += max(0, end_ns - max(start_ns, self._end))
+            self._spent[_IMBALANCE] += max(0, end_ns - max(start_ns, self._end))
             self._end = max(end_ns, self._end)
 
     def account(self, iteration: int, start_ns: int, end_ns: int) -> list[int]:
@@ -83,24 +88,35 @@ class Online:
 
         Busy time first, then the bubbles by kind. Time without any request is no bubble.
         """
-        last, spent = self._end, [self._busy, self._surplus, 0, 0, 0, 0]
-        self._end, self._surplus, self._busy = max(end_ns, last), 0, 0
-        if not last:
-            return [end_ns - start_ns, 0, 0, 0, 0]
-        spent[0] += max(0, end_ns - max(start_ns, last))
+        last, spent = self._end, self._spent
+        if last:
+            self._wait_for(iteration, start_ns, None)
+        self._end, self._spent = max(end_ns, last), [0] * (_IDLE + 1)
+        spent[_BUSY] += max(0, end_ns - max(start_ns, last))
+        return spent[:_IDLE]
+
+    def _wait_for(self, iteration: int, start_ns: int, final: tuple[int, int] | None) -> None:
+        """Count the time from the end of the last device work to the start of this one.
+
+        ``final``: it is a part of the output projection, for what the last stage hands on.
+        """
+        last, spent = self._end, self._spent
         if last >= start_ns:
-            return spent[:_IDLE]
+            return
         idle = self._words[self._idle], self._words[self._idle + 1]
         dispatched = self._time(self._dispatched, iteration)
         freed = self._time(self._gathered, iteration - self._inflight)
         scheduled = self._wait(self._scheduled, iteration)
         made, hidden = 0, (0, 0)
         room: list[tuple[int, int]] = []
-        if self._before is not None:
+        if final is not None:
+            made = self._time(final[0], iteration) or start_ns
+            hidden = made, self._time(final[1], iteration)
+        elif self._before is not None:
             made = self._time(self._before, iteration)
             hidden = self._wait(self._hidden, iteration)
-            if made > last:
-                room = self._room(iteration, start_ns)
+        if made > last:
+            room = self._room(iteration, start_ns)
         sent = self._sent
 
         def kind(t: int) -> int:
@@ -123,7 +139,6 @@ class Online:
         edges = [last, *sorted({t for t in marks if last < t < start_ns}), start_ns]
         for begin, end in pairwise(edges):
             spent[kind(begin)] += end - begin
-        return spent[:_IDLE]
 
     def _room(self, iteration: int, end: int) -> list[tuple[int, int]]:
         """When, up to ``end``, fewer microbatches were in flight than may be.
@@ -140,7 +155,7 @@ class Online:
         return found
 
     def _time(self, ring: int, iteration: int) -> int:
-        """When a process ended its main phase of an iteration; 0 where it is not known."""
+        """When a process ended a phase of an iteration; 0 where it is not known."""
         pair = ring + 2 * (iteration % RING)
         end = self._words[pair + 1]
         return int(end) if self._words[pair] == iteration else 0

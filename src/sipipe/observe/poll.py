@@ -34,7 +34,7 @@ class Block:
 
     Stages: ``scheduling`` (scheduling outputs not yet prepared), ``inputs`` (microbatches prepared
     and not yet run), ``hidden_states`` (sent by the stage before and not yet run). Samplers:
-    ``logits`` (microbatches handed over and not yet taken).
+    ``logits`` (microbatches whose logits all stages have computed, and not yet taken).
     """
 
     @property
@@ -105,8 +105,10 @@ class Poll:
             if index:
                 waiting["hidden_states"] = last(Phase.SEND, index=index - 1) - run
         elif role == "sampler":
-            handed_over = last(Phase.HANDOVER, "stage", self.page.header.stages - 1, 0)
-            waiting["logits"] = handed_over - last(Phase.WAIT_LOGITS)
+            stages = range(self.page.header.stages)
+            parts = (last(Phase.LOGITS, "stage", stage, 0) for stage in stages)
+            # Only the last stage computes any, or all of them their columns.
+            waiting["logits"] = min(filter(None, parts), default=0) - last(Phase.WAIT_LOGITS)
         executor = words["executor", 0, 0]  # of a host without the engine nothing is in it
         dispatched = executor[Word.PHASE_LAST + Phase.DISPATCH]
         most = executor[Word.INFLIGHT] if dispatched else self.page.header.inflight

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -43,6 +44,8 @@ PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99)
 """Of times to the first token, per output token, between tokens and of requests."""
 EVERY = 0.2
 """Seconds between two looks at how busy the machine is."""
+LOOKS = 60
+"""Of a load's looks as many are kept, each the mean of some that follow one another."""
 STARTS = 900.0
 """Seconds that a server may take to start."""
 
@@ -62,8 +65,8 @@ class Job:
     """Sampling parameters by name."""
     load: list[str]
     """Options of ``vllm bench serve`` that say what is sent, and when."""
-    requests: list[int]
-    """How many are sent, at once where ``load`` gives no rate."""
+    loads: list[tuple[str, int]]
+    """Of each load the mix, and how many requests are sent, at once where ``load`` has no rate."""
     repeat: int
     draws: int
     """How many tokens are drawn for the chi-square; 0: no check."""
@@ -72,8 +75,9 @@ class Job:
 def run(job: Job) -> dict[str, Any]:
     """Returns ``startup_s``, and ``wall_s`` with all loads; ``kv_tokens`` that the KV cache holds;
     ``memory_mib`` by process (a shared page's part); ``plan``, SiPipe's lines on cores and layers;
-    ``answers`` and ``draws``; and ``runs``: by mix and number of requests ("all 64") the results of
-    ``vllm bench serve`` and :func:`utilization` meanwhile, one a repetition.
+    ``answers`` and ``draws``, None where the server does not answer these, as ``refused`` says; and
+    ``runs``: by mix and number of requests ("all 64") what :meth:`_Client.run` returns, one a
+    repetition.
     """
     began = time.monotonic()
     server, url, log = None, job.url, None
@@ -99,18 +103,22 @@ def run(job: Job) -> dict[str, Any]:
             client.run(params, 3)
         # As it will be measured: microbatches are learnt from it; of a trace a quarter.
         part = 4 if "--self-timed" in job.load else 1
-        for count in job.requests:
+        for count in dict.fromkeys(count for _, count in job.loads):
             client.run(next(iter(job.mixes.values())), -(-count // part))
-        loads = [(name, count) for count in job.requests for name in job.mixes]
-        runs: dict[str, list[dict[str, Any]]] = {f"{name} {count}": [] for name, count in loads}
-        for seed, (name, count) in itertools.product(range(job.repeat), loads):
+        runs: dict[str, list[dict[str, Any]]] = {f"{name} {count}": [] for name, count in job.loads}
+        for seed, (name, count) in itertools.product(range(job.repeat), job.loads):
             runs[f"{name} {count}"].append(client.run(job.mixes[name], count, seed))
         plan = re.findall(r"(?:core plan|layers of the stages).*", _read(log) if log else "")
         found |= {"runs": runs, "kv_tokens": kv_tokens(url), "plan": plan}
         found["wall_s"] = time.monotonic() - began
         found["memory_mib"] = memory_mib(server.pid) if server else {}
         if job.draws:
-            found |= {"answers": answers(url), "draws": draws(url, job.draws)}
+            found |= {"answers": None, "draws": None}
+            try:
+                found["answers"] = answers(url)
+                found["draws"] = draws(url, job.draws)
+            except (OSError, ValueError, LookupError) as error:  # what was measured is worth having
+                found["refused"] = f"{type(error).__name__}: {error}"
         return found
     finally:
         if server is not None:
@@ -134,9 +142,14 @@ def _wait(url: str, server: subprocess.Popen[bytes] | None, log: int | None) -> 
     """
     ends = time.monotonic() + STARTS
     while time.monotonic() < ends:
-        with suppress(OSError):
+        try:
             _get(f"{url}/v1/models")
             return
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403):
+                raise SiPipeError(f"{url} answers {error}: its key is OPENAI_API_KEY's") from None
+        except OSError:
+            pass
         if server is None:
             break
         if server.poll() == 2 and log is not None:
@@ -167,7 +180,8 @@ class _Client:
         ]
 
     def run(self, params: dict[str, Any], requests: int, seed: int = 0) -> dict[str, Any]:
-        """One load; what ``vllm bench serve`` saves, without the texts."""
+        """One load: speeds, and times to the first token and per output token, as ``vllm bench
+        serve`` saves them, and :func:`utilization` meanwhile."""
         from vllm.benchmarks.serve import main_async
 
         argv = [*self._argv, "--num-prompts", str(requests), "--seed", str(seed)]
@@ -178,8 +192,19 @@ class _Client:
             result: dict[str, Any] = asyncio.run(main_async(args))
         if result["failed"]:
             raise SiPipeError(f"{result['failed']} of {requests} requests failed")
-        kept = {key: value for key, value in result.items() if isinstance(value, int | float | str)}
-        return kept | busy
+        kept = {key: value for key, value in result.items() if _KEPT.fullmatch(key)}
+        every = -(-max(map(len, busy.values())) // LOOKS) or 1
+        means = {kind: _means(figures, every) for kind, figures in busy.items()}
+        return kept | means | {"every_s": EVERY * every}
+
+
+_KEPT = re.compile("completed|duration|.*_throughput|mean_(ttft|tpot)_ms|p[0-9]+_(ttft|tpot)_ms")
+
+
+def _means(figures: list[float], count: int) -> list[float]:
+    """Of each ``count`` figures that follow one another the mean."""
+    parts = (figures[i : i + count] for i in range(0, len(figures), count))
+    return [round(sum(part) / len(part), 1) for part in parts]
 
 
 @contextmanager
@@ -298,7 +323,7 @@ def _complete(url: str, prompts: list[list[int]], body: dict[str, Any]) -> list[
     request = urllib.request.Request(
         f"{url}/v1/completions",
         json.dumps({"model": served, "prompt": prompts, **body}).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", **_key()},
     )
     # wait: 600 s between two bytes; the server's answer
     with urllib.request.urlopen(request, timeout=600) as response:
@@ -307,9 +332,16 @@ def _complete(url: str, prompts: list[list[int]], body: dict[str, Any]) -> list[
 
 
 def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as response:  # wait: 10 s; the server's answer
+    request = urllib.request.Request(url, headers=_key())
+    with urllib.request.urlopen(request, timeout=10) as response:  # wait: 10 s; the server's answer
         text: str = response.read().decode()
     return text
+
+
+def _key() -> dict[str, str]:
+    """The header that ``vllm bench serve`` sends too."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 if __name__ == "__main__":

@@ -79,27 +79,17 @@ class OfferedHead:
             self._memory.close()
             self._memory = None  # the mapping goes with it, and with that memory for all rows
         if taken and self.rows.is_cpu:
-            # What scores prompts packs the whole matrix again when somebody asks for it.
-            self._module.cpu_linear = self._pack_and_multiply
-
-    def _pack_and_multiply(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        dispatch_cpu_unquantized_gemm(self._module, remove_weight=False)
-        product: torch.Tensor = self._module.cpu_linear(x, weight, bias)
-        return product
+            # The packed matrix goes. What scores prompts multiplies by the loaded one, more slowly:
+            # packing it again would keep as much memory for good.
+            self._module.cpu_linear = torch.nn.functional.linear
 
 
 def _find(head: StageLogits, hidden: torch.Tensor) -> tuple[Any, LogitsProcessor] | str:
     """The module with the matrix and what multiplies by it; or why its rows are not all there is."""
     if head.processor is None:
         return "the model computes its logits in a way of its own"
-    calls: list[tuple[Any, ...]] = []
-    with head.processor.register_forward_hook(
-        lambda _, args, kwargs, result: calls.append((args, kwargs, result)), with_kwargs=True
-    ):
-        logits = head.compute(hidden)
-    if len(calls) != 1 or logits is None:
+    logits, calls = head.watch(hidden)
+    if len(calls) != 1 or logits is None or len(calls[0].args) < 2:
         return "the model computes its logits in a way of its own"
     (module, rows, *bias), kwargs, result = calls[0]
     if type(getattr(module, "quant_method", None)) is not UnquantizedEmbeddingMethod:
@@ -111,8 +101,10 @@ def _find(head: StageLogits, hidden: torch.Tensor) -> tuple[Any, LogitsProcessor
     start, stop = head.columns
     if logits.dtype != hidden.dtype or logits.shape[1] != stop - start:
         return "the output projection has a type or a size of its own"
-    if module.shard_indices.num_added_elements or (module.tp_size > 1 and head.shard is None):
+    if module.shard_indices.num_added_elements:
         return "the model has added vocabulary"
+    if module.tp_size > 1 and head.shard is None:
+        return "vLLM gathers the model's logits over its tensor-parallel ranks"
     return module, head.processor
 
 

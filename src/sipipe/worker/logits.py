@@ -12,7 +12,7 @@ Who runs here: the device thread, alone.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 import torch
@@ -21,6 +21,14 @@ from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from sipipe.ipc.ring.logits import LogitsWriter
+
+
+class Call(NamedTuple):
+    """What vLLM's ``LogitsProcessor`` got, and what it made of it: copies."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    result: Any
 
 
 class StageLogits:
@@ -94,6 +102,33 @@ class StageLogits:
         assert logits is not None
         start, stop = self.columns
         return logits[:, : stop - start]  # the rest is padding of the shard
+
+    def watch(self, hidden: torch.Tensor) -> tuple[torch.Tensor | None, list[Call]]:
+        """What :meth:`compute` gives, and what was given to vLLM's processor meanwhile."""
+        calls: list[Call] = []
+
+        def note(_: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+            # Copies: a model may change either where it lies.
+            copied = [x.clone() if isinstance(x, torch.Tensor) else x for x in (*args, result)]
+            calls.append(Call(copied[:-1], kwargs, copied[-1]))
+
+        assert self.processor is not None
+        with self.processor.register_forward_hook(note, with_kwargs=True):
+            logits = self.compute(hidden.clone())
+        return logits, calls
+
+    def settle(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """What :meth:`compute` gives for some rows of hidden states; whole rows from now on where
+        the model does more to its logits than its processor. It would take a rank's columns for the
+        first ones of the vocabulary. Every rank calls it, and finds the same."""
+        if self.shard is None or self.processor is None:
+            return self.compute(hidden)
+        logits, calls = self.watch(hidden)
+        assert logits is not None
+        if len(calls) == 1 and torch.equal(calls[0].result[:, : logits.shape[1]], logits):
+            return logits
+        self.shard, self.bounds, self.columns = None, (), (0, self.vocab_size)
+        return self.compute(hidden)
 
     def whole(self, columns: torch.Tensor) -> torch.Tensor | None:
         """Whole rows, from what :meth:`compute` gave each rank; every rank calls it.

@@ -153,7 +153,7 @@ class StageLoop:
             model, device = self._boot.vllm_config.model_config, vllm_runner.device
             hidden = torch.randn(3, model.get_hidden_size(), dtype=model.dtype).to(device)
             with torch.inference_mode():
-                logits = runner.head.compute(hidden)
+                logits = runner.head.settle(hidden)
                 offered = self._sharing.offer(runner.head, hidden)
         if logits is None:
             return StageDescription(head=offered)

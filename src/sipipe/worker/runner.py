@@ -11,7 +11,7 @@ pass reads (KV cache blocks to zero or copy, active LoRA adapters, attention met
 by ``prepare`` and done by ``forward``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,7 +76,10 @@ class StageRunner:
 
     @torch.inference_mode()
     def forward(
-        self, inputs: ModelInput, received: Mapping[str, torch.Tensor] | None = None
+        self,
+        inputs: ModelInput,
+        received: Mapping[str, torch.Tensor] | None = None,
+        between: Callable[[float], None] | None = None,
     ) -> dict[str, torch.Tensor] | torch.Tensor | None:
         """Run the stage's layers on a prepared microbatch.
 
@@ -84,6 +87,7 @@ class StageRunner:
             inputs: from :meth:`prepare`.
             received: on all stages but the first, the previous stage's tensors, each with
                 ``inputs.num_tokens`` rows.
+            between: what to call in each layer, as :class:`LayerMetadata` does.
 
         Returns:
             A dict of tensors for the next stage; on the last stage the hidden states
@@ -101,6 +105,7 @@ class StageRunner:
         if self._safety is not None:
             self._safety.begin_read(inputs.buffer_set, inputs.iteration)
         self.attention.build(inputs)
+        inputs.attn_metadata.between = between
         if inputs.lora is not None:
             self._vllm_runner._set_active_loras(*inputs.lora)
         with set_forward_context(

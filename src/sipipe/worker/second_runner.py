@@ -150,15 +150,15 @@ class SecondRunner:
             params = new.sampling_params
             if params is not None and params.prompt_logprob_token_ids is not None:
                 self._scored.add(new.req_id)
-        self.launched = launched = Launched(
-            iteration=iteration,
-            slot=slot,
-            num_reqs=len(output.num_scheduled_tokens),
-            num_tokens=output.total_num_scheduled_tokens,
-            samples=samples,
-            first=self._device.mark(),
-        )
         with self._shared.alone if isinstance(self._shared, HeadThread) else nullcontext():
+            self.launched = launched = Launched(
+                iteration=iteration,
+                slot=slot,
+                num_reqs=len(output.num_scheduled_tokens),
+                num_tokens=output.total_num_scheduled_tokens,
+                samples=samples,
+                first=self._device.mark(),
+            )
             execute_model(output)
             result = self._worker.sample_tokens(None)
         launched.output = result

@@ -93,10 +93,14 @@ class StageSteps:
     def forward(self, inputs: ModelInput, received: Tensors | None) -> Any:
         """Run the stage's layers."""
         began = time.monotonic_ns()
-        result = self._runner.forward(inputs, received)
+        if self.shared is None:
+            result = self._runner.forward(inputs, received)
+        else:
+            decodes = inputs.num_reqs == inputs.num_tokens > 0
+            between = self.shared.begin_pass(began, decodes)
+            result = self._runner.forward(inputs, received, between)
+            began = self.shared.end_pass(decodes)
         self._record(Phase.FORWARD, inputs, began)
-        if self.shared is not None and inputs.num_tokens == inputs.num_reqs:
-            self.shared.passing = (time.monotonic_ns() - began) / 1e9
         if self._receiver is not None:
             self._receiver.release(inputs.iteration)
         return result

@@ -6,12 +6,12 @@ same place of BIC-L as everybody's: samplers draw when the last writer is done. 
 the last stage's loaded model, whatever its checkpoint looks like, and the product is vLLM's.
 
 Who runs here: the device thread, alone, but for :meth:`SharedHead.drain` and ``close``. Products
-are done oldest first, in pieces of some milliseconds: between two of them a forward pass of
-decodes goes first where all that it needs is there, because the next stage may be waiting for it;
-but only a pass that is shorter than what is left of the product, for which every sampler waits.
-(What has come also goes before a pass with prompts, which is long.) Of several iterations whose
-rows have come, one product reads the matrix once, where that delays the older ones by less than it
-saves (:meth:`HeadShard.joins`); nothing is ever waited for to make it so.
+are done oldest first. Of a product and a forward pass of decodes, what is left of the shorter one
+goes first: the pass, where all that it needs is there, between two pieces of the product, because
+the next stage may be waiting for it; the product between two layers of the pass, because every
+sampler waits for it. (What has come also goes before and into a pass with prompts, which is long.)
+Of several iterations whose rows have come, one product reads the matrix once, where that delays the
+older ones by less than it saves (:meth:`HeadShard.joins`); nothing is ever waited for to make it so.
 
 Why no cycle of waits can form
     Order what is to be done by iteration, within one by stage, forward passes first, then all
@@ -23,21 +23,24 @@ Why no cycle of waits can form
     inputs, or the hidden states of its next pass, *or* the oldest product's rows are there
     (:meth:`SharedHead.serve`). So the smallest thing that is not done can always be done. What a
     thread has begun ends by itself: a pass that goes before the rest of a product waits for
-    nothing more, nor does a product of several iterations, which holds what has come. No product
-    is put off for ever, because m iterations are in flight and the next one is published when one
-    of them is resolved. Tensor-parallel ranks may do the products of a stage at different places
-    between its passes, and join others: a product calls no collective, so that a rank that waits
-    for another in a pass waits for something that ends by itself.
+    nothing more, nor does a product between two layers or one of several iterations, which hold
+    what has come. No product is put off for ever, because m iterations are in flight and the next
+    one is published when one of them is resolved. Tensor-parallel ranks may do the products of a
+    stage at different places, between its passes and in them, and join others: a product calls no
+    collective, so that a rank that waits for another in a pass waits for something that ends by
+    itself.
 """
 
 from __future__ import annotations
 
+import math
 import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -100,7 +103,9 @@ class SharedHead:
         self._began = self._computing = 0
         """Of what was done of it since something else ran: when it began, ns that it computed."""
         self.passing = 0.0
-        """Seconds of the stage's last forward pass of decodes."""
+        """Seconds of the stage's last forward pass of decodes, without products in it."""
+        self._pass = 0
+        """When the pass that is running began, and has products behind it in the record."""
         self._idle = threading.Event()
         self._idle.set()
 
@@ -132,12 +137,7 @@ class SharedHead:
             StallError: nothing came within the bound. Otherwise as :meth:`Receiver.take`.
         """
         while self._due:
-            assert self._receiver is not None, "the last stage never waits for itself"
-            poll = select.poll()
-            for descriptor in (*self._receiver.descriptors, *until):
-                poll.register(descriptor, select.POLLIN)
-            # wait: stall_timeout; the last stage's rows, its end, or what the caller waits for
-            ready = {fd for fd, _ in poll.poll(0 if self._product else self._bound * 1e3)}
+            ready = self._readable(until, 0 if self._product else self._bound)
             waits = not ready.isdisjoint(until)
             if self._product is None and not self._take():
                 if not waits and not ready:
@@ -154,6 +154,34 @@ class SharedHead:
         """Do what has begun or come, and wait for nothing."""
         while self._due and (self._product is not None or self._take()):
             self._step()
+
+    def begin_pass(self, began: int, decodes: bool) -> Callable[[float], None]:
+        """What is called between the layers of a forward pass that begins, with the share of them
+        that is left."""
+        self._pass = began
+        return partial(self._between_layers, self.passing if decodes else math.inf)
+
+    def _between_layers(self, passing: float, left: float) -> None:
+        if not self._due or not (self._product or (self._readable((), 0) and self._take())):
+            return
+        if self._rest() <= left * passing:
+            self.catch_up()
+
+    def end_pass(self, decodes: bool) -> int:
+        """When the pass would have begun, had all products in it gone before it."""
+        began, self._pass = self._pass, 0
+        if decodes:
+            self.passing = (time.monotonic_ns() - began) / 1e9
+        return began
+
+    def _readable(self, until: Sequence[int], timeout: float) -> set[int]:
+        """Which of the link's descriptors, and of ``until``, have something to say."""
+        assert self._receiver is not None, "the last stage never waits for itself"
+        poll = select.poll()
+        for descriptor in (*self._receiver.descriptors, *until):
+            poll.register(descriptor, select.POLLIN)
+        # wait: stall_timeout; the last stage's rows, its end, or what the caller waits for
+        return {descriptor for descriptor, _ in poll.poll(timeout * 1e3)}
 
     def _rest(self) -> float:
         """Seconds that are left of the product, as its rows were measured."""
@@ -220,7 +248,12 @@ class SharedHead:
         product, began = self._product, self._began
         if product is None or not began:
             return
-        computed, ended = began + self._computing, time.monotonic_ns()
+        ended = time.monotonic_ns()
+        if self._pass:
+            # Nothing in a trace lies within a forward pass: as if this had gone before the pass.
+            began, ended = self._pass, self._pass + ended - began
+            self._pass = ended
+        computed = began + self._computing
         for phase, start, stop in (
             (Phase.LOGITS, began, computed),
             (Phase.HANDOVER, computed, ended),

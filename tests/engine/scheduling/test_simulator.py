@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from benchmarks.scheduling import TRACES
 from benchmarks.simulator.engine_model import EngineModel
 from benchmarks.simulator.rules import Rule, SlotRule, TokenThrottlingRule
 from benchmarks.simulator.simulator import StageCosts, simulate
@@ -139,6 +140,15 @@ def test_lengths_have_the_moments_that_are_stated(lengths, means, deviations):
     assert drawn.std(0) == pytest.approx(deviations, rel=0.02)
     assert LENGTHS[lengths].least <= drawn.min() <= drawn.max() <= LENGTHS[lengths].most
     assert poisson_trace(50, 3, lengths) == poisson_trace(50, 3, lengths)
+
+
+def test_the_recorded_traces_have_the_moments_that_the_page_states():
+    page = " ".join((TRACES.parents[1] / "docs/scheduling.md").read_text().split())
+    for name in ("poisson", "bursty"):
+        replayed = load_trace(TRACES / f"{name}.csv")[:300]
+        means = [np.mean([getattr(a, field) for a in replayed]) for field in ("prompt", "output")]
+        stated = f"{means[0]:.0f} and {means[1]:.0f} ({name.replace('poisson', 'Poisson')})"
+        assert stated in page
 
 
 def test_a_trace_for_the_benchmark_client(tmp_path):

@@ -1,9 +1,11 @@
 """Profiles of emulated devices say what the planner says."""
 
 import pytest
+from benchmarks.emulation import cpu_by_role, idle_by_sipipe
 
 from sipipe.errors import ConfigError
 from sipipe.tools.emulation.emulate import emulation
+from sipipe.tools.emulation.profile import Curve, Profile, StageProfile
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.workload import Microbatch, Workload
 
@@ -77,3 +79,18 @@ def test_slow_motion_is_of_everything():
     assert slow.copy(32) == pytest.approx(3 * usual.copy(32))
     assert slow.kv_tokens == usual.kv_tokens
     assert "3 times as long" in slow.sources["slow motion"]
+
+
+def test_what_the_cut_forces_is_not_idle_time_of_sipipes():
+    """The benchmark's account: stages of 10, 20 and 10 ms, the last with 10 ms of projection."""
+
+    def takes(ms):
+        return Curve(at=(0, 1), seconds=(ms / 1e3, ms / 1e3))
+
+    stages = (StageProfile(takes(ms), takes(10), takes(0), 0.0, 0.0) for ms in (10, 20, 10))
+    made = Profile(name="a", stages=tuple(stages), copy=takes(0), kv_tokens=1)
+    idle = idle_by_sipipe(made, {"batch": 3.2, "busy_share": [0.5, 0.9, 0.95]}, context=40)
+    assert idle == pytest.approx([0.0, 0.1, 0.05])
+    assert cpu_by_role({"executor": 2.5, "stage 0": 1.24, "stage 1": 0.9}) == (
+        "executor 2.5, stage 0.9-1.2"
+    )

@@ -1,5 +1,7 @@
 """Stage times of a recorded run, in a profile."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -31,6 +33,21 @@ def test_a_stage_takes_what_it_took(trace):
     assert "medians of the trace" in made.sources["stages"]
 
 
+def test_a_pass_that_was_recorded_in_parts_is_one(trace):
+    """As a product is that forward passes interrupt."""
+    profile = emulation("llama-70b-8xh100", 4, jitter=0.0).profile
+    halves = []
+    for process in trace.processes:
+        records = process.records.copy()
+        middle = (records["start_ns"] + records["end_ns"]) // 2
+        late = records.copy()
+        records["end_ns"] = late["start_ns"] = middle
+        both = np.sort(np.concatenate((records, late)), order="start_ns", kind="stable")
+        halves.append(dataclasses.replace(process, records=both))
+    parts = replayed(profile, dataclasses.replace(trace, processes=tuple(halves)))
+    assert parts.stages == replayed(profile, trace).stages
+
+
 def test_another_number_of_stages_is_one_line(trace):
-    with pytest.raises(ConfigError, match="recorded with 4 stages, --pp 4"):
+    with pytest.raises(ConfigError, match="recorded with 4 stages, not the 2 of --pp"):
         replayed(emulation("llama-70b-8xh100", 2, jitter=0.0).profile, trace)

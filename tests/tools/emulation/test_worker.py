@@ -30,6 +30,7 @@ from sipipe.worker.loop import StageLoop  # noqa: E402
 from sipipe.worker.world import PipelineStandIn  # noqa: E402
 
 MS = 1_000_000
+WIDTH = 8
 
 
 @pytest.fixture
@@ -105,27 +106,19 @@ def test_copies_come_after_their_source_and_one_another(clock):
     assert (first, second) == (14 * MS, 18 * MS)
 
 
-def test_a_product_and_forward_passes_take_turns(clock):
-    """Whatever could begin first goes first, and takes what it would take alone."""
+def test_a_product_runs_beside_forward_passes(clock):
+    """At half its speed; a pass of the worker has the time in its own."""
     device = EmulatedDevice(profile(1, copy=8), torch.float32, ready(), 5)
     beside = device.beside()
     assert beside.beside() is beside
     device.launch(0.010)
     beside.compute(4 * MS, 0.002)  # its rows come amid the forward pass
     assert clock.now == 4 * MS, "who multiplies waits for the rows"
-    assert (beside.mark(), beside.nanoseconds(0, 0)) == (12 * MS, 2 * MS)
-    assert beside.fetch(torch.empty(1, 2), torch.empty(1, 2), beside.mark()) == 20 * MS
-    device.launch(0.001)
-    assert device.mark() == 13 * MS, "behind the product"
-    device._coming = product = emulated._Product(20 * MS, 0.003)
-    first = device.mark()
-    device.launch(0.008)  # begins before the rows are there
-    assert (product.end, device.mark()) == (0, 21 * MS)
-    second = device.mark()
-    device.launch(0.001)
-    assert (product.end, device.mark()) == (24 * MS, 25 * MS)
-    assert device.nanoseconds(first, second) == 8 * MS
-    assert device.nanoseconds(second, device.mark()) == 1 * MS, "the product's time is its own"
+    assert (beside.mark(), beside.nanoseconds(0, 0)) == (8 * MS, 0)
+    assert device.mark() == 10 * MS
+    assert beside.fetch(torch.empty(1, 2), torch.empty(1, 2), beside.mark()) == 16 * MS
+    beside.compute(5 * MS, 0.001)
+    assert beside.mark() == 10 * MS, "one product after the other"
 
 
 @pytest.mark.parametrize("stages", [(10, 10, 10, 10), (7, 9, 8, 10), (5,) * 8])
@@ -199,6 +192,28 @@ def test_a_stage_takes_longer_for_more():
     assert np.isclose(stage.layers(8), 7.5), "beyond the last point as before it"
 
 
+def watch(monkeypatch, receiver, came):
+    """Copy what the receiver takes into ``came``."""
+    take = receiver.take
+
+    def taken(*args, **more):
+        found = take(*args, **more)
+        assert list(found) == ["hidden_states", "residual"]
+        came.append([hidden.clone() for hidden in found.values()])
+        return found
+
+    monkeypatch.setattr(receiver, "take", taken)
+
+
+def test_hidden_states_bring_the_time_at_which_they_are_there():
+    """In any of the types that models have, and of the rows that sample."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        hidden = torch.zeros(3, WIDTH, dtype=dtype)
+        emulated._times(hidden).fill_(1 << 62 | 12_345)
+        chosen = hidden[torch.tensor([2, 0])]
+        assert emulated._times(chosen).tolist() == [1 << 62 | 12_345] * 2
+
+
 @pytest.mark.parametrize(
     ("stages", "shared"), [(1, False), (2, False), (4, False), (2, True), (4, True)]
 )
@@ -227,7 +242,7 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
         )
         worker.device = torch.device("cpu")
         worker.model_config = SimpleNamespace(
-            dtype=torch.bfloat16, get_vocab_size=lambda: 7, get_hidden_size=lambda: 3
+            dtype=torch.bfloat16, get_vocab_size=lambda: 7, get_hidden_size=lambda: WIDTH
         )
         worker.scheduler_config = SimpleNamespace(max_num_batched_tokens=16, max_num_seqs=4)
         groups.append(PipelineStandIn(place))
@@ -269,6 +284,9 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
     cached = CachedRequestData.make_empty()
     cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens = ["b"], [3], [0]
     steps = [({"a": 5, "b": 3}, 1), ({"b": 1}, 0), ({"b": 1}, 1)]
+    came = []
+    for loop in loops[1:]:
+        watch(monkeypatch, loop._receiver, came)
     for iteration, (scheduled, rows) in enumerate(steps):
         output.num_scheduled_tokens = scheduled
         output.total_num_scheduled_tokens = sum(scheduled.values())
@@ -284,6 +302,9 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
                 assert len(np.unique(entry.array)) > 1
     for loop in loops:
         loop.drain()
+    shapes = [[(tokens, WIDTH)] * 2 for tokens in (8, 1, 1) for _ in loops[1:]]
+    assert [[tuple(hidden.shape) for hidden in each] for each in came] == shapes
+    assert {hidden.dtype for each in came for hidden in each} <= {torch.bfloat16}
     assert reports == [(1, {}, [], {})], "the engine hears of the iteration that samples nothing"
     for loop in loops:
         loop.close()

@@ -9,8 +9,8 @@ from sipipe.tools.planner.models import load_model
 
 @pytest.fixture
 def machine(monkeypatch):
-    def of(cores):
-        found = [Core((index,)) for index in range(cores)]
+    def of(cores, nodes=1):
+        found = [Core((index,), node=index * nodes // cores) for index in range(cores)]
         monkeypatch.setattr(advice, "this_machine", lambda: found)
         monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: set(range(cores)))
         return found
@@ -32,6 +32,11 @@ def test_one_request_is_quicker_where_both_cores_compute_than_in_stages_that_wai
 def test_nothing_is_said_of_one_worker_on_a_small_machine(machine):
     machine(2)
     assert advice.quicker_on_cpus(load_model("qwen3-0.6b"), 1, 1) == ""
+
+
+def test_nothing_is_said_of_a_machine_with_far_memory(machine):
+    machine(2, nodes=2)
+    assert advice.quicker_on_cpus(load_model("qwen3-0.6b"), 2, 1) == ""
 
 
 def test_a_cpus_workers_have_the_cores_of_the_plan(machine):

@@ -5,7 +5,11 @@ vLLM paper), 512 sequences on 8 GPUs and 1,024 on 16, every sampling strategy, o
 per host.
 """
 
+import json
+
 import pytest
+from benchmarks.planner import findings
+from benchmarks.results import RESULTS
 from tests.tools.planner import planned
 from tests.tools.planner.planned import make_plan
 
@@ -110,3 +114,8 @@ def test_without_shared_adapters_tensor_parallelism_across_hosts_is_less_bad():
         return max(found.values()) / found[1, 16]
 
     assert loss(8) < 0.7 * loss(1)
+
+
+def test_what_is_kept_of_the_findings_is_what_the_model_gives():
+    kept = json.loads((RESULTS / "planner-findings.json").read_text())["rows"]
+    assert findings() == kept, "python -m benchmarks.planner --quick, and keep planner-findings"

@@ -1,9 +1,11 @@
 """The data file: every number has a source, and names that are unknown are refused with a list."""
 
+import json
 import tomllib
 from pathlib import Path
 
 import pytest
+from benchmarks.results import RESULTS
 
 from sipipe.errors import ConfigError
 from sipipe.tools.planner import hardware
@@ -26,8 +28,23 @@ def test_every_number_has_a_source():
         assert len(source) > 5, name
         if ends:  # what nobody has measured on the cluster in question
             assert min(ends) <= number <= max(ends), name
-        if "assumption" in source and name.split(".")[0] in ("engine", "loop"):
-            assert ends, f"{name} is assumed and has no range"
+        if source.startswith("assumption"):
+            assert len(ends) == 2, f"{name} is assumed and has no range"
+            assert ends[0] != ends[1], name
+
+
+@pytest.mark.parametrize("kind", ["greedy", "temperature", "top-p", "all"])
+def test_the_cost_of_sampling_is_the_one_that_was_kept(kind):
+    kept = json.loads((RESULTS / "sampling.json").read_text())
+    assert "V 151,936, B 64" in kept["title"]
+    (row,) = [row for row in kept["rows"] if row["strategy"] == kind]
+    for field, column in (("core_ns", "float32"), ("vllm_core_ns", "stock")):
+        cases = ("stated", "quickest", "slowest")
+        found = [getattr(hardware.sampling(kind, hardware.Assumed(c)), field) for c in cases]
+        measured = row[column] * 1e6 / 151_936
+        wanted = f"hardware.toml, sampling.{kind}.{field}: {measured:.2g} by sampling.json"
+        assert found[0] == pytest.approx(measured, rel=0.05), wanted
+        assert found[1:] == pytest.approx([found[0] / 2, found[0] * 2]), wanted
 
 
 @pytest.mark.parametrize("name", sorted(set(hardware.devices()) - {"cpu"}))
@@ -80,6 +97,38 @@ def test_what_is_assumed_has_ends_and_can_be_given():
     assert {transfer(c, **{name: 7.0}) for c in ("quickest", "stated", "slowest")} == {7.0}
     ends = [hardware.engine(key, hardware.Assumed("slowest")).uneven for key in ("vllm", "sipipe")]
     assert ends[0] == ends[1] == assumed["loop.uneven"][2]
+
+
+def test_links_networks_and_devices_have_ends_and_can_be_given():
+    assumed = hardware.assumptions()
+
+    def cluster(given, case="stated"):
+        how = hardware.Assumed(case, given)
+        built = hardware.Assumed(given=given)
+        made = hardware.Cluster(
+            device=hardware.device("cpu", parts=2, assumed=built),
+            hosts=2,
+            devices_per_host=2,
+            network=hardware.network(100, 2, built),
+            cores_per_host=4,
+        )
+        return hardware.at_end(made, how)
+
+    looks = {
+        "link.socket.hop_us": lambda c: c.device.link.hop_us,
+        "link.socket.efficiency": lambda c: c.device.host_link.efficiency,
+        "network.hop_us": lambda c: c.network.hop_us,
+        "device.cpu.memory_gbs": lambda c: c.device.memory_gbs,
+    }
+    for name, look in looks.items():
+        value, quickest, slowest, _ = assumed[name]
+        seen = [look(cluster({}, case)) for case in ("stated", "quickest", "slowest")]
+        part = seen[0] / value  # a device is half of the machine
+        assert seen == pytest.approx([value * part, quickest * part, slowest * part]), name
+        given = [look(cluster({name: 7.0}, case)) for case in ("stated", "quickest", "slowest")]
+        assert given == pytest.approx([7.0 * part] * 3), name
+    assert cluster({}, "slowest").network.adapters == 2
+    assert cluster({}, "slowest").device.memory_gib == cluster({}).device.memory_gib
 
 
 def test_this_machines_cpu_is_divided_over_its_devices():

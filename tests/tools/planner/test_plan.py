@@ -11,7 +11,8 @@ from tests.tools.planner.planned import by_degree, make_plan
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError
 from sipipe.tools.planner.chart import draw
-from sipipe.tools.planner.hardware import Cluster, assumptions, device
+from sipipe.tools.planner.costs import datasheet_costs
+from sipipe.tools.planner.hardware import Assumed, Cluster, assumptions, device
 from sipipe.tools.planner.hardware import network as between
 from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.report import notes, plan_to_dict, serve_commands
@@ -29,7 +30,7 @@ def cluster(gpu="h100", hosts=1, per_host=8, cores=96, network=400):
 
 
 def plan(model="llama-3.1-8b", workload=None, **more):
-    names = ("inflight", "samplers", "baseline", "given")
+    names = ("inflight", "samplers", "baseline", "given", "cpu_sampling")
     options = {key: more.pop(key) for key in names if key in more}
     facts = load_model(model, weight_bits=(workload or Workload()).weight_bits)
     return make_plan(facts, cluster(**more), workload or Workload(), **options)
@@ -152,7 +153,7 @@ def test_more_of_anything_does_not_hurt():
 
 
 def test_too_few_sampler_cores_are_named():
-    found = plan("mixtral-8x7b", Workload(input=10, output=300, sampling="top-p"), samplers=1)
+    found = plan("llama-3.1-8b", Workload(input=10, output=300, sampling="top-p"), samplers=1)
     assert any(choice.iteration.limit == "CPU sampling" for choice in found.choices)
 
 
@@ -181,6 +182,58 @@ def test_unevenness_is_charged_to_both_sides():
             before, after = getattr(both, side), getattr(other, side)
             slower = before.throughput / before.batch / (after.throughput / after.batch)
             assert slower == pytest.approx(1.2 if degree[0] > 1 else 1.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("link.pcie4-no-p2p.hop_us", "link.pcie4-no-p2p.step_us", "link.pcie4-no-p2p.efficiency"),
+        *("network.hop_us", "efficiency.workspace_gib"),
+    ],
+)
+def test_a_predictions_range_contains_what_is_assumed_of_links_and_memory(name):
+    """Each end alone, as if it had been stated, on a cluster where all of them tell."""
+    model, workload = load_model("llama-3.1-8b"), Workload(max_num_seqs=4096)
+
+    def at(**given):
+        assumed = Assumed(given=given)
+        where = Cluster(
+            device=device("4090", assumed=assumed),
+            hosts=2,
+            devices_per_host=2,
+            network=between(100, assumed=assumed),
+            cores_per_host=96,
+        )
+        costs = datasheet_costs(model, where, workload, given)
+        found = make_plan(model, where, workload, costs=costs, given=given)
+        return {(c.engine.key, c.p, c.t): c for c in found.choices}
+
+    stated = at()
+    _, *ends, _ = assumptions()[name]
+    moved = 0
+    for end in ends:
+        for key, other in at(**{name: end}).items():
+            choice = stated[key]
+            low, high = choice.range
+            assert low * 0.999 <= other.throughput <= high * 1.001, (key, end)
+            tokens = choice.slowest.kv_tokens, choice.quickest.kv_tokens
+            assert tokens[0] <= other.memory.kv_tokens <= tokens[1]
+            moved += (other.throughput, other.memory.kv_tokens) != (
+                *(choice.throughput, choice.memory.kv_tokens),
+            )
+    assert moved
+
+
+def test_what_an_uneven_cut_costs_of_the_cache_is_said():
+    found = plan("llama-3.1-8b", gpu="xeon-8468", per_host=4, cores=200)
+    ours, stock = by_degree(found)[4, 1].ours, by_degree(found)[4, 1].stock
+    assert stock.kv_loss == 0
+    assert ours.kv_loss == pytest.approx(1 - ours.memory.kv_tokens / stock.memory.kv_tokens)
+    assert ours.kv_loss > 0
+    rows = {(c["engine"], c["p"]): c for c in plan_to_dict(found)["choices"]}
+    assert rows["sipipe", 4]["kv_loss"] == ours.kv_loss
+    low, high = rows["sipipe", 4]["kv_tokens_range"]
+    assert low <= ours.memory.kv_tokens <= high
 
 
 def test_a_given_input_has_no_range():
@@ -291,6 +344,18 @@ def test_on_cpus_the_output_projection_is_shared_where_that_is_quicker(model):
     assert by_degree(found)[1, 4].ours.vocabulary == "last"
 
 
+def test_on_gpus_it_is_shared_where_samplers_draw_all_rows():
+    found = plan("llama-3.1-8b", per_host=4, cpu_sampling="on")
+    shared = [choice for choice in found.choices if choice.placement.shares_head]
+    assert shared
+    for choice in shared:
+        command = serve_commands(found, choice)[0]
+        assert "--vocabulary shared" in command
+        assert '"cpu_sampling": "on"' in command
+    far = plan(hosts=2, per_host=2, cpu_sampling="on")
+    assert not any(choice.placement.shares_head for choice in far.choices)
+
+
 def test_nothing_is_shared_where_the_engine_would_not():
-    for found in (plan(), plan(gpu="xeon-8468", hosts=2, per_host=2)):
+    for found in (plan(), plan(gpu="xeon-8468", hosts=2, per_host=2), plan(per_host=4, hosts=1)):
         assert not any(choice.placement.shares_head for choice in found.choices)

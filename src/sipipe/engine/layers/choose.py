@@ -57,7 +57,7 @@ def choose_layers(
         and 1 < stages <= total
         and (facts := model_facts(vllm_config)) is not None
     ):
-        return _cut(vllm_config, facts, max(config.kv_loss, _empty(vllm_config, config, facts)))
+        return _cut(vllm_config, facts, config.kv_loss)
     try:
         bounds = [get_pp_indices(total, stage, stages) for stage in range(stages)]
     except ValueError as error:
@@ -82,14 +82,13 @@ def _cut(vllm_config: VllmConfig, facts: ModelFacts, kv_loss: float) -> tuple[in
     )
 
 
-def _empty(vllm_config: VllmConfig, config: SiPipeConfig, facts: ModelFacts) -> float:
+def _empty(vllm_config: VllmConfig, facts: ModelFacts) -> float:
     """Part of the even cut's KV cache that no request can fill: what all that may run leave of it at
-    their full length. Between hosts, where the output projection is not shared out; 0 where prefix
-    caching finds a use for it, or the cache's size is not known yet."""
+    their full length; 0 where prefix caching finds a use for it, or its size is not known yet."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     size = cache.kv_cache_memory_bytes
     known = size is not None and current_platform.is_cpu() and not cache.num_gpu_blocks_override
-    if config.hosts.count == 1 or not known or cache.enable_prefix_caching:
+    if not known or cache.enable_prefix_caching:
         return 0.0
     width = facts.activation_bytes if cache.cache_dtype == "auto" else 1
     ranks = min(parallel.tensor_parallel_size, facts.attention.kv_heads)
@@ -129,7 +128,7 @@ def describe_layers(
         lost = kv_lost(facts, cut, tp, memory) if facts is not None else 0.0
         if lost <= 0 or facts is None:
             return "no KV cache"
-        empty = lost <= _empty(vllm_config, config, facts)
+        empty = lost <= _empty(vllm_config, facts)
         why = ", which --max-num-seqs requests of --max-model-len cannot fill" if empty else ""
         return f"{lost:.0%} of the KV cache's tokens{why}"
 

@@ -26,6 +26,9 @@ COST_TOKENS = 32
 WORTH_SHARING = 1.03
 """How many times as long the slowest stage has to be otherwise for ``"vocabulary": "auto"`` to
 share the output projection out."""
+EVEN = 1.15
+"""How many times as quick or slow as the last stage's a device has to be for its columns to be
+computed with its own speed: equal ones differ less where nothing disturbs them."""
 _WORTH_IT = 0.05
 """Part of the slowest stage's time below which the even cut, which leaves most room for the KV
 cache, is kept."""
@@ -116,17 +119,41 @@ def share_projection(
     projection on the last stage.
     """
     costs, projection = _costs(facts, t, device)
-    parts, slowest = fill(_stage_costs(costs, even), projection)
+    parts, slowest = fill(_stage_costs(costs, even), [projection] * len(even))
     return parts, _slowest(costs, projection, cut) / slowest
 
 
-def fill(times: Sequence[float], projection: float) -> tuple[tuple[float, ...], float]:
-    """What part of ``projection`` each stage gets beside its layers' ``times``, and the time of the
-    slowest then: filled up like water, so that a stage that is longer than the level has nothing."""
-    filled = itertools.accumulate(sorted(times))
-    level = min((below + projection) / n for n, below in enumerate(filled, 1))
-    parts = tuple(max(0.0, level - time) / projection for time in times)
-    return parts, max(*times, level)
+def layers_work(
+    facts: ModelFacts, layers: tuple[int, ...], t: int, device: Literal["cpu", "gpu"]
+) -> tuple[float, ...]:
+    """What each stage's ``layers`` cost a rank, in any unit."""
+    return tuple(_stage_costs(_costs(facts, t, device)[0], layers))
+
+
+def projection_times(
+    work: Sequence[float], times: Sequence[float], projection: float
+) -> tuple[float, ...]:
+    """How long each stage would take for all of the output projection.
+
+    Measured is the last one's time, ``projection``. Another device is as much quicker or slower as
+    it is with its layers, which take ``times`` and cost ``work``; within ``EVEN`` it is neither.
+    """
+    rates = [time / cost for time, cost in zip(times, work, strict=True)]
+    slower = [rate / rates[-1] for rate in rates]
+    return tuple(projection * (1.0 if 1 / EVEN <= by <= EVEN else by) for by in slower)
+
+
+def fill(times: Sequence[float], projections: Sequence[float]) -> tuple[tuple[float, ...], float]:
+    """What part of the output projection each stage gets beside its layers' ``times``, where all of
+    it takes one of ``projections`` there, and the time of the slowest then: filled up like water, so
+    that a stage that is longer than the level has nothing."""
+    level, water, width = math.inf, 1.0, 0.0
+    for time, projection in sorted(zip(times, projections, strict=True)):
+        water += time / projection
+        width += 1 / projection
+        level = min(level, water / width)
+    parts = (max(0.0, level - time) / all_ for time, all_ in zip(times, projections, strict=True))
+    return tuple(parts), max(*times, level)
 
 
 def _costs(facts: ModelFacts, t: int, device: Literal["cpu", "gpu"]) -> tuple[list[float], float]:

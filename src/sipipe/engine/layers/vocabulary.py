@@ -11,7 +11,13 @@ from vllm.config import VllmConfig
 from sipipe.config import SiPipeConfig
 from sipipe.engine.compatibility import uses_second_runner
 from sipipe.engine.layers.choose import choose_layers, device_kind, model_facts
-from sipipe.engine.layers.cut import WORTH_SHARING, fill, share_projection
+from sipipe.engine.layers.cut import (
+    WORTH_SHARING,
+    fill,
+    layers_work,
+    projection_times,
+    share_projection,
+)
 
 _BLOCK = 64
 """Columns that stay together: vLLM pads its vocabulary to as many, and kernels work on fewer."""
@@ -25,6 +31,8 @@ class Vocabulary:
     """Each stage's part of the columns, together 1; empty: the last stage has all."""
     why: str = ""
     """What decided, for the log."""
+    work: tuple[float, ...] = ()
+    """What each stage's layers cost, in any unit, where the projection is shared out."""
 
     def __str__(self) -> str:
         if not self.parts:
@@ -48,31 +56,48 @@ def choose_vocabulary(
         return Vocabulary(why=why or "the sizes of the model's weights are not known"), cut
     even = choose_layers(vllm_config, config, by_cost=False)
     tp = vllm_config.parallel_config.tensor_parallel_size
-    parts, gain = share_projection(facts, cut, even, tp, device=device_kind())
+    kind = device_kind()
+    parts, gain = share_projection(facts, cut, even, tp, device=kind)
     said = f"the slowest stage {gain:.2f} x as quick with layers {even} as unshared with {cut}"
     if config.vocabulary == "auto" and gain < WORTH_SHARING:
         return Vocabulary(why=f"sharing it out would make {said}"), cut
-    return Vocabulary(parts, f"expected to make {said}"), even
+    work = layers_work(facts, even, tp, kind)
+    return Vocabulary(parts, f"expected to make {said}", work), even
 
 
 def settle(
-    expected: Vocabulary, config: SiPipeConfig, layers: Sequence[float], projection: float
+    expected: Vocabulary,
+    config: SiPipeConfig,
+    layers: Sequence[float],
+    projection: float,
+    *,
+    reserved: bool = False,
 ) -> Vocabulary:
     """The parts by what was measured on the loaded model, where they were to be shared out.
 
     Args:
         layers: seconds of each stage's layers for a microbatch of decoding sequences.
-        projection: seconds of all of the output projection.
+        projection: seconds of all of the output projection on the last stage.
+        reserved: stages have memory for their expected parts (GPUs): none but the last, whose rows
+            are its model's, gets more than that.
     """
-    parts, slowest = fill(layers, projection)
-    gain = max(*layers, layers[-1] + projection) / slowest
-    times = ", ".join(f"{seconds * 1e3:.1f}" for seconds in layers)
+    whole = projection_times(expected.work, layers, projection)
+    parts, _ = fill(layers, whole)
+    if reserved:
+        others = [min(pair) for pair in zip(parts, expected.parts, strict=True)][:-1]
+        parts = (*others, 1 - sum(others))
+    shared = [own + part * all_ for own, part, all_ in zip(layers, parts, whole, strict=True)]
+    gain = max(*layers, layers[-1] + projection) / max(shared)
     why = (
-        f"{expected.why}; measured: layers {times} ms, projection {projection * 1e3:.1f} ms, the "
+        f"{expected.why}; measured: layers {_ms(layers)}, all of the projection {_ms(whole)}, the "
         f"slowest stage {gain:.2f} x as quick shared as unshared with the same layers"
     )
     keep = config.vocabulary == "auto" and gain < WORTH_SHARING
-    return Vocabulary(() if keep else parts, why)
+    return Vocabulary(() if keep else parts, why, expected.work)
+
+
+def _ms(times: Sequence[float]) -> str:
+    return ", ".join(f"{seconds * 1e3:.1f}" for seconds in times) + " ms"
 
 
 def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
@@ -86,6 +111,10 @@ def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         return "the stages are on several hosts"
     if vllm_config.lora_config is not None:
         return "adapters may change it (--enable-lora)"
+    if vllm_config.model_config.enable_sleep_mode:
+        return "parts of it on other stages would not sleep (--enable-sleep-mode)"
+    if getattr(vllm_config.quant_config, "lm_head_quantized", False):
+        return "it is quantized"
     return ""
 
 

@@ -21,11 +21,12 @@ def replayed(profile: Profile, trace: Trace) -> Profile:
     stages = [process for process in trace.of("stage") if process.header.rank == 0]
     if len(stages) != len(profile.stages):
         raise ConfigError(
-            f"--replay {trace.directory}: recorded with {len(stages)} stages, --pp {len(stages)}"
+            f"--replay {trace.directory}: recorded with {len(stages)} stages, "
+            f"not the {len(profile.stages)} of --pp"
         )
     found, heads = [], []
     for stage, process in zip(profile.stages, stages, strict=True):
-        layers = _curve(process.phase(Phase.FORWARD), "tokens")
+        layers = _curve(process.whole(Phase.FORWARD), "tokens")
         if layers is None:
             raise ConfigError(
                 f"--replay {trace.directory}: no forward passes of {process.header.name}"

@@ -1,15 +1,17 @@
 """A stage whose device only takes time, for ``sipipe emulate``.
 
 Scheduler, executor, channels, links, publisher and samplers are the engine's own, as on a GPU with
-vLLM's second runner (:mod:`sipipe.worker.second_runner`); the worker's model and device are replaced. Work on the device is a span of
-time that :mod:`sipipe.tools.emulation.profile` gives, so a stream is the time at which it will be free and
-a mark the time at which it will be reached: nothing computes, and no thread is needed for it. What
-travels between stages is that time, in place of the hidden states. The places of the logits are
-filled once, and then published as they are.
+vLLM's second runner (:mod:`sipipe.worker.second_runner`); the worker's model and device are
+replaced. Work on the device is a span of time that :mod:`sipipe.tools.emulation.profile` gives, so a
+stream is the time at which it will be free and a mark the time at which it will be reached: nothing
+computes, and no thread is needed for it. Hidden states have the model's shape and type, and are
+copied as the links copy them; their first eight bytes are the time at which they will be there. The
+places of the logits are filled once, and then published as they are.
 
 Where the output projection is shared out, a stage's product and its forward passes have streams of
-their own, and one memory to read weights from. Here they take turns: what could begin first runs
-first, and the other begins when it has ended. So neither is any quicker for the other's sake.
+their own, and one memory to read weights from: they run side by side, each at half its speed. Here a
+product takes twice as long as alone, from the moment that its rows are there, and each forward pass
+takes as much longer as the product of as many rows takes: there is one for every pass.
 
 Who runs here: the worker's main thread; ``wait`` and ``fetch`` are the publisher's. The head
 thread, in :class:`_Beside`.
@@ -18,10 +20,8 @@ thread, in :class:`_Beside`.
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,16 +41,13 @@ from sipipe.worker.sharing import Sharing
 from sipipe.worker.world import PipelineStandIn
 
 _PATTERN = 1_000_003  # elements: no multiple of a vocabulary, so that rows differ
-_READY = "ready"
+_HIDDEN = ("hidden_states", "residual")
+"""What most of vLLM's models send to the next stage, and what a profile's hops are computed for."""
 
 
-class _Product:
-    """A stage's part of the output projection, and when (monotonic ns) it could begin."""
-
-    def __init__(self, ready: int, seconds: float) -> None:
-        self.ready, self.took = ready, round(seconds * 1e9)
-        self.end = 0
-        """When it has ended; 0: it has no turn yet."""
+def _times(hidden: torch.Tensor) -> torch.Tensor:
+    """[n], the first eight bytes of each row [n, H] as a time (monotonic ns)."""
+    return hidden.view(torch.int64)[:, 0]
 
 
 class EmulatedDevice:
@@ -72,38 +69,16 @@ class EmulatedDevice:
         self._ready = ready
         self._vocabulary = vocabulary
         self._free = self._copied = 0
-        self._turns = threading.Lock()  # wait: held for moments; nobody waits under it
-        self._coming: _Product | None = None
-        self._products: deque[_Product] = deque(maxlen=64)
-        """Those that had their turn last."""
 
     def use(self) -> None:
         pass
 
     def beside(self) -> _Beside:
-        return _Beside(self, self._profile, self._dtype, self._ready, self._vocabulary)
+        return _Beside(self._profile, self._dtype, self._ready, self._vocabulary)
 
     def launch(self, seconds: float) -> None:
-        """Work that takes ``seconds``, behind what was launched or could begin before."""
-        with self._turns:
-            self._give_turn(self.mark())
-            self._free = self.mark() + round(seconds * 1e9)
-
-    def multiply(self, product: _Product) -> None:
-        """Returns when the product that comes next has its turn."""
-        with self._turns:
-            self._coming = product
-        self.wait(product.ready)  # wait: the emulated last stage's time; nobody
-        with self._turns:
-            self._give_turn(product.ready)
-
-    def _give_turn(self, until: int) -> None:
-        """To the product that is to come, if it could begin by then."""
-        product = self._coming
-        if product is not None and product.ready <= until:
-            self._free = product.end = max(self._free, product.ready) + product.took
-            self._products.append(product)
-            self._coming = None
+        """Work that takes ``seconds``, behind what was launched before."""
+        self._free = self.mark() + round(seconds * 1e9)
 
     def mark(self) -> int:
         return max(self._free, time.monotonic_ns(), int(self._ready[0]))
@@ -113,10 +88,7 @@ class EmulatedDevice:
             time.sleep(left / 1e9)  # wait: the emulated kernel's time; nobody
 
     def nanoseconds(self, first: int, last: int) -> int:
-        """Without the products that had their turn in between."""
-        with self._turns:
-            others = [min(p.end, last) - max(p.end - p.took, first) for p in self._products]
-        return last - first - sum(max(0, span) for span in others)
+        return last - first
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: int) -> int:  # noqa: ARG002
         began = max(self._copied, after, time.monotonic_ns())
@@ -139,16 +111,10 @@ class EmulatedDevice:
 class _Beside(EmulatedDevice):
     """The head thread's stream."""
 
-    def __init__(self, device: EmulatedDevice, *same: Any) -> None:
-        super().__init__(*same)
-        self._device = device
-        self._took = 0
-
     def compute(self, ready: int, seconds: float) -> None:
-        """Work that takes ``seconds``, once its rows are there. Returns when that has its turn."""
-        product = _Product(ready, seconds)
-        self._device.multiply(product)
-        self._free, self._took = product.end, product.took
+        """Work that takes ``seconds`` alone, once its rows are there. Returns when they are."""
+        self.wait(ready)  # wait: the emulated last stage's time; nobody
+        self._free = max(self._free, ready) + round(2 * seconds * 1e9)
 
     def beside(self) -> _Beside:
         return self
@@ -156,8 +122,8 @@ class _Beside(EmulatedDevice):
     def mark(self) -> int:
         return max(self._free, time.monotonic_ns())
 
-    def nanoseconds(self, first: int, last: int) -> int:  # noqa: ARG002 - one product at a time
-        return self._took
+    def nanoseconds(self, first: int, last: int) -> int:  # noqa: ARG002 - a pass has the time
+        return 0
 
 
 class _Head(torch.nn.Module):
@@ -172,10 +138,10 @@ class _Head(torch.nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """On the last stage, behind its layers."""
-        self._device.launch(self._seconds(len(hidden)))
+        self._device.launch(self.seconds(len(hidden)))
         return self._nowhere(len(hidden))
 
-    def _seconds(self, rows: int) -> float:
+    def seconds(self, rows: int) -> float:
         return self._profile.stages[-1].head(rows) * self._share
 
     def _nowhere(self, rows: int) -> torch.Tensor:
@@ -185,13 +151,13 @@ class _Head(torch.nn.Module):
 
 
 class _HeadBeside(_Head):
-    """On another stage: the rows are the times at which the last stage has made them."""
+    """On another stage: in the rows is the time at which the last stage has made them."""
 
     def whole(self, hidden: torch.Tensor) -> torch.Tensor:
         assert isinstance(self._device, _Beside)
         rows = len(hidden)
         hop = max(stage.hop(rows) for stage in self._profile.stages)
-        self._device.compute(int(hidden[0, 0]) + round(hop * 1e9), self._seconds(rows))
+        self._device.compute(int(_times(hidden)[0]) + round(hop * 1e9), self.seconds(rows))
         return self._nowhere(rows)
 
 
@@ -216,7 +182,8 @@ class EmulatedSharing(Sharing):
         if self._place.is_last:
             return _Head(device, worker.profile, whole, stop - start, dtype)
         self._device = device = device.beside()
-        return _HeadBeside(device, worker.profile, whole, stop - start, dtype)
+        worker.beside = head = _HeadBeside(device, worker.profile, whole, stop - start, dtype)
+        return head
 
 
 class EmulatedWorker(WorkerBase):
@@ -227,6 +194,8 @@ class EmulatedWorker(WorkerBase):
     draws = True
     reserved = 0
     sharing = EmulatedSharing
+    beside: _HeadBeside | None = None
+    """This stage's part of the output projection, beside its forward passes."""
 
     def init_device(self) -> None:
         parallel_state._PP = PipelineStandIn(self.place)
@@ -239,12 +208,13 @@ class EmulatedWorker(WorkerBase):
         self._lengths: dict[str, int] = {}  # of each request's prompt
         self._random = random.Random(self.place.rank)
         dtype, tokens = self.model_config.dtype, self.scheduler_config.max_num_batched_tokens
-        requests = self.scheduler_config.max_num_seqs
-        self._hidden = torch.zeros(requests, 1, dtype=torch.int64)
+        requests, width = self.scheduler_config.max_num_seqs, self.model_config.get_hidden_size()
         self._rows = np.arange(requests)
-        ready = torch.zeros(tokens, dtype=torch.int64)
+        # What the forward pass has received, and what it has made.
+        came, self._made = torch.zeros(2, tokens, width, dtype=dtype)
+        self._sent: Callable[[], None] = lambda: None
         vocabulary = self.model_config.get_vocab_size()
-        self.emulated = EmulatedDevice(profile, dtype, ready, vocabulary)
+        self.emulated = EmulatedDevice(profile, dtype, _times(came), vocabulary)
         self.model_runner: Any = SimpleNamespace(
             device=self.device,
             is_last_pp_rank=self.place.is_last,
@@ -256,7 +226,7 @@ class EmulatedWorker(WorkerBase):
             model_config=self.model_config,
             model=_Head(self.emulated, profile, vocabulary, vocabulary, dtype),
             prompt_logprobs_worker=SimpleNamespace(uses_prompt_logprobs=np.zeros(requests, bool)),
-            intermediate_tensors=IntermediateTensors({_READY: ready}),
+            intermediate_tensors=IntermediateTensors(dict.fromkeys(_HIDDEN, came)),
         )
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
@@ -290,10 +260,14 @@ class EmulatedWorker(WorkerBase):
         """Launch an iteration; as vLLM's worker, it receives and sends through the group."""
         group: Any = get_pp_group()
         requests = self._follow(output)
+        self._sent()  # as vLLM's worker: what was made last may be overwritten
+        usual = self._stage.seconds(list(requests.values()))
+        if self.beside is not None:
+            usual += self.beside.seconds(sum(samples for *_, samples in requests.values()))
+        seconds = usual * max(0.0, self._random.gauss(1.0, self.profile.jitter))
         if not self.place.is_first:
             group.receive()
-        usual = self._stage.seconds(list(requests.values()))
-        self.emulated.launch(usual * max(0.0, self._random.gauss(1.0, self.profile.jitter)))
+        self.emulated.launch(seconds)  # at once: from here on the device is said to be busy
         computed, scheduled, samples = np.array(list(requests.values())).T
         self._batch = SimpleNamespace(
             req_ids=list(requests),
@@ -308,15 +282,16 @@ class EmulatedWorker(WorkerBase):
         )
         if not self.place.is_last:
             tokens = output.total_num_scheduled_tokens
-            ready = torch.empty(tokens, dtype=torch.int64)
-            ready[0] = self.emulated.mark() + round(self._stage.hop(tokens) * 1e9)
-            group.send({_READY: ready})()
+            there = self.emulated.mark() + round(self._stage.hop(tokens) * 1e9)
+            _times(self._made)[0] = there
+            self._sent = group.send(dict.fromkeys(_HIDDEN, self._made))
 
     def sample_tokens(self, _: Any) -> Any:
         if self.place.is_last:
             # What travels to other stages' parts of the projection, where they have any.
-            self._hidden.fill_(self.emulated.mark())
-            self.model_runner.sample(self._hidden[: self._batch.num_reqs], self._batch, None)
+            hidden = self._made[: self._batch.num_reqs]
+            _times(hidden).fill_(self.emulated.mark())
+            self.model_runner.sample(hidden, self._batch, None)
         nothing = SimpleNamespace(prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={})
         return SimpleNamespace(get_output=lambda: nothing)
 

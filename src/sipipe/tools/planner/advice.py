@@ -48,8 +48,11 @@ def on_host(
 
 def quicker_on_cpus(facts: ModelFacts, stages: int, ranks: int) -> str:
     """For how many requests other degrees are quicker on this machine's CPUs than these, with the
-    numbers; empty where none clearly are."""
+    numbers; empty where none clearly are, or NUMA nodes are several: a worker that spans them reads
+    far memory, which nothing here knows."""
     cores, found = this_machine(), []
+    if len({core.node for core in cores}) > 1:
+        return ""
     for load in LOADS:
         ways = {(c.p, c.t): c for c in on_host(facts, "cpu", stages * ranks, cores, load)}
         asked = ways.get((stages, ranks))

@@ -19,7 +19,7 @@ from sipipe.errors import ConfigError
 from sipipe.tools.planner.communication import all_reduce_seconds
 from sipipe.tools.planner.costs import DatasheetCosts
 from sipipe.tools.planner.fit import Fit, Terms, fit_robustly, group_means
-from sipipe.tools.planner.hardware import Engine
+from sipipe.tools.planner.hardware import Cluster, Engine
 from sipipe.tools.planner.placement import Stage, place
 from sipipe.tools.planner.workload import Microbatch
 
@@ -67,8 +67,9 @@ class Run:
     """Each stage's part of the output projection; empty: the last stage has it."""
 
 
-def _forward_terms(sheet: DatasheetCosts, stage: Stage, tokens: float, cores: int) -> Terms:
-    facts = sheet.facts
+def _forward_terms(
+    facts: ModelFacts, cluster: Cluster, stage: Stage, tokens: float, cores: int
+) -> Terms:
     active = sum(_active(facts, layer) for layer in stage.layer_range) / stage.t
     size = tokens * facts.hidden * facts.activation_bytes
     return {
@@ -77,7 +78,7 @@ def _forward_terms(sheet: DatasheetCosts, stage: Stage, tokens: float, cores: in
         # evicts them: a stage that has it reads its layers from memory every time.
         "layers beside a head": float(stage.layers if stage.head else 0),
         "products": 2.0 * active * tokens / cores,
-        "all-reduce": 2 * stage.layers * all_reduce_seconds(sheet.cluster, stage, size),
+        "all-reduce": 2 * stage.layers * all_reduce_seconds(cluster, stage, size),
     }
 
 
@@ -136,7 +137,7 @@ def calibrate(sheet: DatasheetCosts, runs: Sequence[Run]) -> Calibration:
             found: Terms | None
             stage = stages[min(seen.stage, run.p - 1)]
             if seen.phase == "forward":
-                found = _forward_terms(sheet, stage, seen.tokens, run.cores)
+                found = _forward_terms(facts, sheet.cluster, stage, seen.tokens, run.cores)
             else:
                 part = stage.head / run.t
                 found = _terms(facts, seen.phase, seen.batch, seen.tokens, part, run.cores)
@@ -153,6 +154,7 @@ def calibrate(sheet: DatasheetCosts, runs: Sequence[Run]) -> Calibration:
         fits=fits,
         degrees=frozenset((run.p, run.t) for run in runs),
         cores=max(run.cores for run in runs),
+        traced=sheet.cluster,
     )
 
 
@@ -201,6 +203,8 @@ class Calibration(DatasheetCosts):
     degrees: frozenset[tuple[int, int]]
     """The (p, t) that were run."""
     cores: int
+    traced: Cluster
+    """Whose all-reduce times were fitted: other ends of what is assumed of links do not move them."""
 
     def _fitted(
         self, engine: str, phase: str, *, batch: float, tokens: float = 0.0, part: float = 1.0
@@ -212,7 +216,8 @@ class Calibration(DatasheetCosts):
 
     def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> dict[str, float]:
         """The fitted forward; on the last stage also the projection and the logits' hand-over."""
-        parts = self.fits["forward"].parts(_forward_terms(self, stage, work.tokens, self.cores))
+        terms = _forward_terms(self.facts, self.traced, stage, work.tokens, self.cores)
+        parts = self.fits["forward"].parts(terms)
         return {
             "compute": parts["products"],
             "weight reads": parts["layers"] + parts["layers beside a head"],

@@ -19,6 +19,7 @@ _GIB = float(1 << 30)
 class Link:
     """How the devices of one host exchange data. Rates are per device and direction."""
 
+    key: str
     name: str
     bandwidth_gbs: float
     efficiency: float
@@ -57,6 +58,7 @@ class Network:
 class Device:
     """One accelerator, or one CPU socket."""
 
+    key: str
     name: str
     memory_gib: float
     memory_gbs: float
@@ -201,9 +203,9 @@ def _table() -> Mapping[str, Any]:
 def assumptions() -> dict[str, tuple[float, float, float, str]]:
     """What :attr:`Assumed.given` may name: value, quickest, slowest, source."""
     table = _table()
-    parts = {kind: table[kind] for kind in ("efficiency", "loop", "sampling-host")}
-    parts |= {f"sampling.{key}": entry for key, entry in table["sampling"].items()}
-    parts |= {f"engine.{key}": entry for key, entry in table["engine"].items()}
+    parts = {kind: table[kind] for kind in ("efficiency", "loop", "sampling-host", "network")}
+    for kind in ("sampling", "engine", "device", "link"):
+        parts |= {f"{kind}.{key}": entry for key, entry in table[kind].items()}
     return {
         f"{part}.{field}": (found[0], found[2], found[3], found[1])
         for part, entry in parts.items()
@@ -241,7 +243,13 @@ def _pick(option: str, what: str, key: str) -> Mapping[str, Any]:
     return table[key.lower()]
 
 
-def device(key: str, *, memory_gib: float | None = None, parts: int = 1) -> Device:
+def _link(key: str, assumed: Assumed) -> Link:
+    return Link(**assumed.values(f"link.{key}", _table()["link"][key]), key=key)
+
+
+def device(
+    key: str, *, memory_gib: float | None = None, parts: int = 1, assumed: Assumed = STATED
+) -> Device:
     """A device by name; ``memory_gib`` replaces its memory.
 
     ``cpu`` is this machine's, cut into ``parts`` equal ones; its bandwidth and throughput are
@@ -250,8 +258,9 @@ def device(key: str, *, memory_gib: float | None = None, parts: int = 1) -> Devi
     Raises:
         ConfigError: an unknown name.
     """
-    entry = STATED.values("device", _pick("--gpu", "device", key))
-    if key.lower() == "cpu":
+    found, key = _pick("--gpu", "device", key), key.lower()
+    entry = assumed.values(f"device.{key}", found)
+    if key == "cpu":
         cores = len(os.sched_getaffinity(0))
         entry["cores"] = max(1, cores // parts)
         entry["name"] += f", {entry['cores']} of {cores} cores"
@@ -261,17 +270,38 @@ def device(key: str, *, memory_gib: float | None = None, parts: int = 1) -> Devi
     if memory_gib is not None:
         entry["memory_gib"] = memory_gib
     names = {"host_link": entry["link"]} | entry
-    links = {
-        side: Link(**STATED.values("link", _table()["link"][names[side]]))
-        for side in ("link", "host_link")
-    }
-    return Device(**entry | links)
+    links = {side: _link(names[side], assumed) for side in ("link", "host_link")}
+    return Device(**entry | links, key=key)
 
 
-def network(gigabits: float, adapters: int = 1) -> Network:
+def network(gigabits: float, adapters: int = 1, assumed: Assumed = STATED) -> Network:
     """``adapters`` network adapters of ``gigabits`` Gb/s in each host."""
-    return Network(
-        **STATED.values("network", _table()["network"]), gigabits=gigabits, adapters=adapters
+    values = assumed.values("network", _table()["network"])
+    return Network(**values, gigabits=gigabits, adapters=adapters)
+
+
+def at_end(cluster: Cluster, assumed: Assumed) -> Cluster:
+    """``cluster``, built with what ``assumed`` gives, at that end of what is assumed of its links,
+    its network and its devices."""
+    found, between = cluster.device, cluster.network
+    name, entry = f"device.{found.key}", _table()["device"][found.key]
+    ranged = {
+        field: value for field, value in entry.items() if isinstance(value, list) and value[2:]
+    }
+    stated = dataclasses.replace(assumed, case="stated").values(name, ranged)
+    own = {  # a device's may be a part of what the table states
+        field: getattr(found, field) * value / stated[field]
+        for field, value in assumed.values(name, ranged).items()
+    }
+    return dataclasses.replace(
+        cluster,
+        device=dataclasses.replace(
+            found,
+            link=_link(found.link.key, assumed),
+            host_link=_link(found.host_link.key, assumed),
+            **own,
+        ),
+        network=network(between.gigabits, between.adapters, assumed),
     )
 
 

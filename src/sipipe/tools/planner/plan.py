@@ -13,6 +13,18 @@ OURS = "sipipe"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """A choice with every assumed input at one end of its range: with as many sequences, or as many
+    as the KV cache then holds, whichever is farther from the choice."""
+
+    throughput: float
+    """Output tokens per second."""
+    delay: float
+    """Mean time per output token, seconds."""
+    kv_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """An engine on a (p, t) that can serve the workload, with its best number of sequences."""
 
@@ -22,10 +34,11 @@ class Choice:
     """Layers of each stage, as the engine cuts unless told otherwise; ``placement`` has them where
     they leave enough memory."""
     memory: Memory
+    kv_loss: float
+    """Share of the KV cache's tokens that the uneven cut, or a shared projection, costs."""
     iteration: Iteration
-    quickest: Iteration
-    """The same with every assumed input at the quickest end of its range."""
-    slowest: Iteration
+    quickest: End
+    slowest: End
     inflight: int
     """Microbatches in flight that the engine is told; fewer are, where there are fewer sequences."""
     batch: int
@@ -62,7 +75,7 @@ class Choice:
     @property
     def range(self) -> tuple[float, float]:
         """The throughput between the ends of what is assumed."""
-        return self.batch / self.slowest.delay, self.batch / self.quickest.delay
+        return self.slowest.throughput, self.quickest.throughput
 
     @property
     def tpot(self) -> float:

@@ -38,8 +38,10 @@ def serve_commands(plan: Plan, choice: Choice) -> list[str]:
             words += [f"--inflight={choice.inflight}"]
         layers = tuple(stage.layers for stage in choice.placement.stages)
         shares = choice.placement.shares_head
-        if not gpu and choice.p > 1:
+        if choice.p > 1 and (shares or not gpu):
             words += ["--vocabulary", choice.vocabulary]
+        if gpu and shares:
+            words += ["--additional-config", '{"sipipe": {"cpu_sampling": "on"}}']
         if layers != choice.cut and not shares:
             words += ["--layers", ",".join(map(str, layers))]
     words += ["--max-num-seqs", str(choice.batch)]
@@ -123,6 +125,8 @@ def _choice(plan: Plan, choice: Choice) -> dict[str, Any]:
         **_fields(choice, "batch", "samplers"),
         "throughput_range": [low, high],
         "tpot_range": [choice.quickest.delay, choice.slowest.delay],
+        "kv_tokens_range": [choice.slowest.kv_tokens, choice.quickest.kv_tokens],
+        "kv_loss": choice.kv_loss,
         **_fields(choice.iteration, "inflight", "period", "limit"),
         "capped_by": choice.capped_by,
         "bubbles": {"total": choice.iteration.idle, **choice.iteration.bubbles},

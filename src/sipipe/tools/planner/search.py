@@ -15,8 +15,10 @@ from sipipe.tools.planner.costs import DatasheetCosts
 from sipipe.tools.planner.hardware import Assumed, Case, Engine
 from sipipe.tools.planner.pipeline import Iteration, iterate
 from sipipe.tools.planner.placement import Memory, Placement, place
-from sipipe.tools.planner.plan import OURS, Choice, Gain, Plan, Rejected
+from sipipe.tools.planner.plan import OURS, Choice, End, Gain, Plan, Rejected
 from sipipe.tools.planner.workload import Microbatch, Workload
+
+_KV = "KV capacity"
 
 
 class _RuledOutError(Exception):
@@ -40,6 +42,8 @@ class Search:
     """CPU sampler processes, 1 or more; None takes as many as are needed and free."""
     extrapolate: bool = False
     """Predict outside what ``costs`` were calibrated on, marked, instead of ruling it out."""
+    cpu_sampling: str = "auto"
+    """SiPipe's setting. On GPUs the engine shares the output projection out with ``"on"`` only."""
     given: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Assumed inputs that the user states (:func:`sipipe.tools.planner.hardware.assumptions`)."""
 
@@ -98,8 +102,9 @@ class Search:
         if engine.key == OURS:
             cut = self._cut(p, t)
             ways.insert(0, (cut, ()))
-            if p > 1 and cluster.device.kind == "cpu" and cluster.hosts == 1:
-                ways.append((even, share_projection(facts, cut, even, t)[0]))
+            kind = cluster.device.kind
+            if p > 1 and cluster.hosts == 1 and (kind == "cpu" or self.cpu_sampling == "on"):
+                ways.append((even, share_projection(facts, cut, even, t, device=kind)[0]))
         reasons: list[str] = []
         found = [
             choice
@@ -150,25 +155,41 @@ class Search:
             except _RuledOutError as error:
                 reasons.append(str(error))
 
-    def _at(self, case: Case, choice: Choice, *, shared: bool = True) -> Iteration:
+    def _at(self, case: Case, choice: Choice, *, shared: bool = True) -> End:
         """``choice`` with assumed inputs at one end of their ranges; without ``shared`` those
         that both engines have in common stay where they are."""
-        assumed = Assumed(case, self.given)
+        assumed, workload = Assumed(case, self.given), self.workload
         engine = hardware.engine(choice.engine.key, assumed)
         costs = dataclasses.replace(
-            self.costs, sampling=hardware.sampling(self.workload.sampling, assumed)
+            self.costs, sampling=hardware.sampling(workload.sampling, assumed)
         )
+        batches, tokens = [choice.batch], choice.memory.kv_tokens
         if shared:
-            costs = dataclasses.replace(costs, efficiency=hardware.efficiency(assumed))
+            cluster = hardware.at_end(costs.cluster, assumed)
+            costs = dataclasses.replace(
+                costs, efficiency=hardware.efficiency(assumed), cluster=cluster
+            )
+            memory = costs.memory(choice.placement, workload.memory_utilization)
+            tokens = max(0, memory.kv_tokens)
+            if workload.fixed_batch is None:
+                cap, _ = _batch_cap(memory, workload, choice.inflight)
+                batches.append(cap if choice.capped_by == _KV else min(choice.batch, cap))
         else:
             engine = dataclasses.replace(engine, uneven=choice.engine.uneven)
-        return iterate(
-            costs,
-            engine,
-            choice.placement,
-            choice.iteration.microbatch,
-            inflight=choice.iteration.inflight,
-            samplers=choice.samplers,
+
+        def delay(batch: int) -> float:
+            rounds = min(choice.inflight, batch)
+            each, where = workload.microbatch(math.ceil(batch / rounds)), choice.placement
+            found = iterate(costs, engine, where, each, inflight=rounds, samplers=choice.samplers)
+            return found.delay
+
+        delays = [delay(batch) for batch in batches]
+        rates = [batch / seconds for batch, seconds in zip(batches, delays, strict=True)]
+        quickest = case == "quickest"
+        return End(
+            throughput=max(rates) if quickest else min(rates),
+            delay=min(delays) if quickest else max(delays),
+            kv_tokens=tokens,
         )
 
     def _gain(self, ours: Choice | None, other: Choice | None) -> Gain | None:
@@ -176,8 +197,8 @@ class Search:
             return None
 
         def ratio(own: Case, others: Case) -> float:
-            mine = ours.batch / self._at(own, ours, shared=False).delay
-            return mine * self._at(others, other, shared=False).delay / other.batch
+            mine = self._at(own, ours, shared=False).throughput
+            return mine / self._at(others, other, shared=False).throughput
 
         return Gain(
             stated=ours.throughput / other.throughput,
@@ -242,14 +263,19 @@ class Search:
         volume = volume_per_device(facts.layers, facts.hidden, batch, placement.p, placement.t)
         on_host = engine.sampling == "host"
         enough = self.samplers or self._enough_samplers(engine, placement, best, samplers)
+        per_host = costs.cluster.devices_per_host
+        plain = place(facts.layers, placement.p, placement.t, per_host)
+        even = costs.memory(plain, workload.memory_utilization).kv_tokens
+        stated = End(throughput=batch / best.delay, delay=best.delay, kv_tokens=memory.kv_tokens)
         choice = Choice(
             engine=engine,
             placement=placement,
             cut=cut,
             memory=memory,
+            kv_loss=1.0 - memory.kv_tokens / even if even > 0 else 0.0,
             iteration=best,
-            quickest=best,
-            slowest=best,
+            quickest=stated,
+            slowest=stated,
             inflight=inflight,
             batch=batch,
             lowest_tpot=run(1).delay,
@@ -328,7 +354,7 @@ def _batch_cap(memory: Memory, workload: Workload, inflight: int) -> tuple[int, 
     kv = max(1, int(memory.kv_tokens // workload.context))
     budget = int(workload.max_num_batched_tokens / workload.tokens_per_sequence) * inflight
     caps = {
-        "KV capacity": kv,
+        _KV: kv,
         "max-num-seqs": workload.max_num_seqs,
         "max-num-batched-tokens": max(1, budget),
     }

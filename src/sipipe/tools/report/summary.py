@@ -76,6 +76,7 @@ class Run:
             "rank": stage.rank,
             "host": process.header.host,
             "iterations": len(process.phase(Phase.FORWARD, window=self.window)),
+            "joined": statistics.joined(process.phase(Phase.LOGITS, window=self.window)),
             "wall_ns": wall,
             "ns": by_kind,
             "share": shares(stage.by_kind),

@@ -4,6 +4,7 @@ Written by the preparing thread, read by the device thread, which fills in what 
 (attention metadata). The arrays themselves are in the input buffers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,22 @@ class PromptChunk:
     prompt_len: int
     done: bool
     """Whether this is the last chunk of the prompt."""
+
+
+class LayerMetadata(dict[str, Any]):
+    """Attention metadata by layer. vLLM asks for a layer's where its attention begins, compiled or
+    not: the one moment between two layers at which something else can be done."""
+
+    between: Callable[[float], None] | None = None
+    """Called then, once a layer, with the share of the layers that is left, this one included."""
+    _asked = 0
+    _layer = ""
+
+    def __getitem__(self, layer: str) -> Any:
+        if self.between is not None and layer != self._layer:
+            self.between(1 - self._asked / len(self))
+            self._layer, self._asked = layer, self._asked + 1
+        return super().__getitem__(layer)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +78,7 @@ class ModelInput:
     prompt_chunks: list[PromptChunk] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
     """Requests that finished since the scheduling output before."""
-    attn_metadata: dict[str, Any] = field(default_factory=dict)
+    attn_metadata: LayerMetadata = field(default_factory=LayerMetadata)
     """By layer; built by the device thread."""
     slot_mapping: dict[str, torch.Tensor] = field(default_factory=dict)
     """By layer; built by the device thread."""
