@@ -2,7 +2,7 @@
 
     python -m benchmarks.emulation [--quick] [--tokens 60] [--only TEXT]
 
-An engine a row of :data:`PIPELINES` (11 minutes in all), with as many microbatches in flight as may
+An engine a row of :data:`PIPELINES` (17 minutes in all), with as many microbatches in flight as may
 be: a dense model and a sparse one in 2, 4 and 8 stages; p of them instead of p + 1; forward passes
 that deviate; an uneven cut; 1, 2 and 4 samplers. Where two cores cannot drive stages of 7 ms, in
 slow motion: the devices take N times as long, everything else what it takes. What SiPipe costs on
