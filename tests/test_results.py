@@ -7,10 +7,7 @@ import pytest
 from benchmarks import results
 from benchmarks.results import PAGES, RESULTS, ROOT, unfounded, written
 
-UNFOUNDED = {
-    *("hosts", "sampling-cpus", "scheduling-simulated", "scheduling-summary"),
-    *("trace-served", "trace-served-parts", "sampling-alone"),
-}
+UNFOUNDED = {"trace-served", "trace-served-parts"}
 """Results to be measured again: their commands or commits are no longer, or not, to be had."""
 
 
