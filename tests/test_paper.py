@@ -134,8 +134,7 @@ def test_figures_with_a_command_line_in_common_start_a_row_once(measured, capsys
     assert sorted(by_command) == ["+ layers cut by cost", "SiPipe, PP 4"]
     # Ablation has loads that the figures of throughput have, and takes these engines' rows.
     assert [measured.count(name) for name in ("SiPipe, PP 2", "stock, PP 2")] == [2, 2], "arrivals"
-    assert len(measured) <= 19, "25 minutes on two cores"
-    assert "stock, PP 2, layers 7 and 1" in measured
+    assert len(measured) <= 18, "25 minutes on two cores"
     batch, throughput, latency = (
         json.loads((paper.BUILD / f"paper/{name}-cpu-quick.json").read_text())["rows"]
         for name in ("batch", "throughput", "latency")
@@ -144,7 +143,7 @@ def test_figures_with_a_command_line_in_common_start_a_row_once(measured, capsys
         *(("greedy", count) for count in (16, 64, 128)),
         ("top-p", 16),
     }
-    assert [(row["sampling"], row["requests"]) for row in throughput][::6] == [
+    assert [(row["sampling"], row["requests"]) for row in throughput][::5] == [
         ("greedy", 64),
         ("top-p", 16),
         ("all", 64),
