@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.engine_process import answer, run_in_process
 from benchmarks.harness import report
-from benchmarks.serving import MODELS, STAGES
+from benchmarks.serving import MODELS
 from sipipe.tools.make_model.checkpoint import make_model
 
 KINDS: list[dict[str, Any]] = [
@@ -50,7 +50,7 @@ def main() -> None:
         rows += [{"samplers": samplers, **row} for row in both["rows"]]
     report(
         "balance",
-        f"The busiest sampler's work against an even share, PP {STAGES}, {requests} requests, "
+        f"The busiest sampler's work against an even share, PP 2, {requests} requests, "
         "64 at a time",
         rows,
         note="iterations of 8 rows and more; each draws as late as its busiest sampler",
@@ -84,7 +84,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         return index
 
     RequestTracker.advance = watch  # type: ignore[method-assign]
-    argv = [job["model"], "-pp", str(STAGES), "--max-num-seqs", "64", "--max-model-len", "512"]
+    argv = [job["model"], "-pp", "2", "--max-num-seqs", "64", "--max-model-len", "512"]
     args = parse_engine_args([*argv, "--enforce-eager"], {"samplers": job["samplers"]})
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
     rng = random.Random(0)

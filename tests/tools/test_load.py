@@ -29,6 +29,10 @@ class Server(BaseHTTPRequestHandler):
     """Statuses by what a request's body has, or by its path."""
     bias = 0.0
     """What is added to the first token's logit in draws, but not in what is told."""
+    tied = 0
+    """So many tokens behind the k-th are as likely, and drawn as well."""
+    behind = 0
+    """So many tokens behind the k-th are drawn although they are less likely."""
 
     def log_message(self, *_):
         pass
@@ -58,13 +62,15 @@ class Server(BaseHTTPRequestHandler):
             text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
             return self._answer(text + "data: [DONE]\n\n")
         logits = [-0.1 * i for i in range(load.SHOWN)]
+        last = body.get("top_k", 1) - 1
+        logits[last : last + self.tied + 1] = [logits[last]] * (self.tied + 1)
         drawn = [logits[0] + self.bias, *logits[1:]]
         choices = []
         for index, prompt in enumerate(body["prompt"]):
             choice = {"index": index, "text": "a", "token_ids": prompt[:2]}
             if "logprobs" in body:
                 weights = [2.718281828**logit for logit in drawn]
-                among = body.get("top_k", 1)
+                among = last + 1 + self.tied + self.behind
                 (token,) = random.choices(range(among), weights[:among])
                 told = {f"token_id:{i}": logit for i, logit in enumerate(logits)}
                 choice["logprobs"] = {"tokens": [f"token_id:{token}"], "top_logprobs": [told]}
@@ -159,6 +165,23 @@ def test_draws_that_are_not_the_servers_own_are_told(url, monkeypatch):
     assert load.draws(url, 2048)["p"] > 1e-4
     monkeypatch.setattr(Server, "bias", 1.0)
     assert load.draws(url, 2048)["p"] < 1e-6
+
+
+def test_draws_of_tokens_as_likely_as_the_last_of_the_k_do_not_count(url, monkeypatch):
+    random.seed(0)
+    monkeypatch.setattr(Server, "tied", 2)
+    found = load.draws(url, 2048)
+    assert found["p"] > 1e-4
+    assert 1000 < found["draws"] < 2048
+    monkeypatch.setattr(Server, "bias", 1.0)
+    assert load.draws(url, 2048)["p"] < 1e-6
+
+
+def test_draws_behind_the_k_are_told(url, monkeypatch):
+    monkeypatch.setattr(Server, "behind", 1)
+    found = load.draws(url, 256)
+    assert found["p"] == 0
+    assert found["outside"] > 0
 
 
 @pytest.mark.parametrize(

@@ -271,9 +271,10 @@ def answers(url: str, requests: int = 16, tokens: int = 16) -> list[Any]:
 def draws(url: str, count: int) -> dict[str, float] | None:
     """Chi-square of ``count`` draws against the probabilities that the server tells for each.
 
-    One prompt, temperature 1, top-k. Told are more tokens, because in 16 bits ties decide which are
-    among the k: the last two, and those that are expected less than five times, are taken together.
-    None: a server that does not tell them.
+    One prompt, temperature 1, top-k. In 16 bits the k-th token may be as likely as the next ones,
+    and engines differ in whether they keep those (vLLM does): draws of any of them do not count
+    then. The last two of the k, and those expected less than five times, are taken together. None: a
+    server that does not tell probabilities, or only such draws.
     """
     how = {"max_tokens": 1, "return_tokens_as_token_ids": True, "logprobs": SHOWN}
     among = SHOWN // 2
@@ -287,23 +288,33 @@ def draws(url: str, count: int) -> dict[str, float] | None:
             likely = sorted(told, key=lambda token: -told[token])[:SHOWN]
             if len(likely) < SHOWN:
                 return None
-            whole = sum(math.exp(told[token]) for token in likely[:among])
-            for rank, token in enumerate(likely[:among]):
-                cell = token if rank < among - 2 else "rest"
-                expected[cell] += math.exp(told[token]) / whole
+            least = told[likely[among - 1]]
+            kept = [token for token in likely if told[token] >= least]
             token = logprobs["tokens"][0]
-            last = token if token in likely[: among - 2] else "rest"
-            drawn[last if token in likely else "outside"] += 1
+            if token not in kept:
+                drawn["outside"] += 1
+                continue
+            if len(kept) > among:
+                kept = [token for token in kept if told[token] > least]
+                if token not in kept:
+                    continue
+            whole = sum(math.exp(told[token]) for token in kept)
+            cells = {t: t if rank < among - 2 else "rest" for rank, t in enumerate(kept)}
+            for other, cell in cells.items():
+                expected[cell] += math.exp(told[other]) / whole
+            drawn[cells[token]] += 1
     total = sum(drawn.values())
+    if drawn["outside"]:
+        return {"p": 0.0, "outside": drawn["outside"], "draws": total}
+    if not total:
+        return None
     cells = {cell: cell if mass >= 5 else "rest" for cell, mass in expected.items()}
     seen: Counter[str] = Counter()
     wanted: defaultdict[str, float] = defaultdict(float)
     for token, number in drawn.items():
-        seen[cells.get(token, token)] += number
+        seen[cells[token]] += number
     for token, mass in expected.items():
         wanted[cells[token]] += mass
-    if seen["outside"]:
-        return {"p": 0.0, "outside": seen["outside"], "draws": total}
     square = sum((seen[cell] - mass) ** 2 / mass for cell, mass in wanted.items())
     free = max(1, len(wanted) - 1)
     # Wilson and Hilferty: the cube root is close to normal.
