@@ -48,14 +48,14 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one engine a row")
+    parser.add_argument("--quick", action="store_true", help="one engine a row, the first shape")
     parser.add_argument("--requests", type=int, default=64, help="sent at once (default: 64)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens (default: 64)")
-    what = "of sipipe make-model, and stages; may be repeated (default: all three)"
+    what = "of sipipe make-model, and stages; may be repeated (default: three)"
     parser.add_argument("--shape", action="append", metavar="SIZE,STAGES", help=what)
     args = parser.parse_args()
     _report_products()
-    for shape in args.shape or SHAPES:
+    for shape in args.shape or (SHAPES[:1] if args.quick else SHAPES):
         size, stages = shape.split(",")
         _measure(size, int(stages), args)
 

@@ -134,7 +134,14 @@ def test_preemption_and_prefix_caching_equal_stock(models, stages, drawing):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "stages", "ranks"),
-    [("llama", 4, 1), ("llama", 2, 2), ("mixtral", 2, 1), ("deepseek-v3", 2, 1), ("qwen2", 2, 1)],
+    [
+        ("llama", 4, 1),
+        ("llama", 2, 2),
+        ("llama", 4, 2),
+        ("mixtral", 2, 1),
+        ("deepseek-v3", 2, 1),
+        ("qwen2", 2, 1),
+    ],
 )
 def test_degrees_and_families_equal_stock(models, family, stages, ranks):
     """Every stage multiplies by its part of the output projection, on a thread of its own."""
