@@ -1,6 +1,6 @@
 """The output projection shared out against the best cut of the layers, on emulated devices.
 
-    python -m benchmarks.vocabulary_emulated [sockets|gpus] [--quick] [--requests 64] [--slower 2]
+    python -m benchmarks.vocabulary_emulated [sockets|gpus] [--quick] [--requests 64] [--slower 4]
 
 ``gpus``: ``sipipe emulate`` with either, an engine each, in slow motion, so that two cores can drive
 the stages; p + 1 microbatches in flight. ``sockets``: a stage is what it is on CPUs (device thread, links, its part of the product in pieces, BIC-L), but
@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("sockets", "gpus"), help="default: both")
     parser.add_argument("--quick", action="store_true", help="the first model at four stages")
     parser.add_argument("--requests", type=int, default=64, help="decoding (default: 64)")
-    parser.add_argument("--slower", type=float, default=2, help="stretches all times (default: 2)")
+    parser.add_argument("--slower", type=float, default=4, help="stretches all times (default: 4)")
     args = parser.parse_args()
     if args.what != "gpus":
         _sockets(args)
