@@ -1,7 +1,9 @@
 # SiPipe on vLLM's own image for NVIDIA GPUs. docs/gpu.md says what of it has run on one.
 #   docker build -f deploy/cuda.Dockerfile -t sipipe:cuda .
+# With vLLM 0.32: --build-arg VLLM=0.32.0.
 #   docker run --rm --gpus all -p 8000:8000 -v "$PWD/models:/models" sipipe:cuda MODEL --pp 2
-FROM vllm/vllm-openai:v0.32.0
+ARG VLLM=0.33.0
+FROM vllm/vllm-openai:v${VLLM}
 
 WORKDIR /opt/sipipe
 COPY pyproject.toml README.md LICENSE ./

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,12 @@ def test_kuberay(tmp_path):
 
 def test_they_agree():
     cuda = (DEPLOY / "cuda.Dockerfile").read_text()
-    assert f"FROM vllm/vllm-openai:v{SUPPORTED_VLLM[-1]}\n" in cuda
+    assert f"ARG VLLM={SUPPORTED_VLLM[-1]}\nFROM vllm/vllm-openai:v${{VLLM}}\n" in cuda
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    first, last = (f"0.{SUPPORTED_VLLM[i].split('.')[1]}" for i in (0, -1))
+    assert extras["cuda"] == [f"vllm>={first},<0.{int(last[2:]) + 1}"]
     compose = (DEPLOY / "compose.yaml").read_text()
     kubernetes = (DEPLOY / "kubernetes.yaml").read_text()
     for text, grace in (

@@ -7,7 +7,7 @@ from typing import Literal
 
 from sipipe.errors import ResourceError
 
-SUPPORTED_VLLM = ("0.32.0",)
+SUPPORTED_VLLM = ("0.32.0", "0.33.0")
 """Releases that SiPipe is tested with. Minor versions of vLLM change what a plugin stands on."""
 
 HOW_TO_INSTALL = (

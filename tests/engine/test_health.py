@@ -5,9 +5,13 @@ import asyncio
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.entrypoints.serve.instrumentator.health import router
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+
+try:
+    from vllm.entrypoints.common.cli_args import FrontendArgs
+except ImportError:  # vLLM 0.32
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
 from sipipe.engine import health
 from sipipe.engine.health import Health

@@ -11,11 +11,15 @@ from typing import Any, NoReturn
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import VllmConfig
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.exceptions import VLLMError
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+try:
+    from vllm.entrypoints.common.startup import cli_env_setup
+except ImportError:  # vLLM 0.32
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.compatibility import check_version
@@ -23,6 +27,16 @@ from sipipe.engine.plugin import EXECUTOR_NAMES, register
 from sipipe.errors import ConfigError
 
 EXECUTOR = "sipipe.Executor"
+
+
+def begin() -> None:
+    """What each command does before it looks at its arguments.
+
+    Raises:
+        UnsupportedError: this is not a vLLM that SiPipe was built for.
+    """
+    check_version()
+    cli_env_setup()  # processes are spawned: a fork of a process with threads may hang
 
 
 def parse_engine_args(
@@ -34,8 +48,7 @@ def parse_engine_args(
     stock executor. ``eager_on_cpu``: run eagerly on the CPU engine unless ``argv`` says
     otherwise, because compiling the model costs more than a short command gains.
     """
-    check_version()
-    cli_env_setup()  # processes are spawned: a fork of a process with threads may hang
+    begin()
     parser = _WordsParser(prog="sipipe")
     AsyncEngineArgs.add_cli_args(parser)
     parser.add_argument("model_tag", metavar="MODEL")

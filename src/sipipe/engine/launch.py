@@ -18,16 +18,10 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils import cpu_resource_utils
 
-try:
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-except ImportError:  # vLLM 0.33
-    from vllm.entrypoints.common.startup import cli_env_setup
-
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
 from sipipe.engine.agent import run_agent
-from sipipe.engine.arguments import OneLineParser, checked, use_sipipe
-from sipipe.engine.compatibility import check_version
+from sipipe.engine.arguments import OneLineParser, begin, checked, use_sipipe
 from sipipe.engine.hosts import check_head
 from sipipe.engine.layers.choose import model_facts
 from sipipe.engine.ray_placement import place
@@ -56,8 +50,7 @@ def serve(
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
 
-    check_version()
-    cli_env_setup()
+    begin()
     command = ServeSubcommand()
     parser = OneLineParser(prog="sipipe")
     command.subparser_init(parser.add_subparsers(dest="subparser"))

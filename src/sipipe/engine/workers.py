@@ -4,14 +4,15 @@ A worker is told, in this order: what ``multiprocessing`` would tell a spawned p
 record, and once all have loaded where BIC-I is. Everything after that travels on BIC-I.
 """
 
+import copy
 import os
 import socket
 import threading
 from multiprocessing import resource_tracker, spawn
-from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_file_store_init_method
 from vllm.utils.ompmultiprocessing import OMPProcessManager
@@ -123,17 +124,12 @@ def _waiting(*, shared: bool) -> dict[str, str]:
     return {"GOMP_SPINCOUNT": SPINS} if shared and not said else {}
 
 
-def _of_this_host(setup: Setup) -> Any:
-    """What vLLM's thread binding reads of its configuration, with the ranks of this host alone."""
-    parallel = setup.vllm_config.parallel_config
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            local_world_size=len(setup.here) * setup.ranks,
-            data_parallel_rank_local=parallel.data_parallel_rank_local,
-            _api_process_count=parallel._api_process_count,
-        ),
-        kv_transfer_config=setup.vllm_config.kv_transfer_config,
-    )
+def _of_this_host(setup: Setup) -> VllmConfig:
+    """vLLM's configuration for its thread binding, with the ranks of this host alone."""
+    config = copy.copy(setup.vllm_config)
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.world_size = len(setup.here) * setup.ranks
+    return config
 
 
 def _preparation(name: str, spawned: bool) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.utils import torch_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu import model_runner
@@ -64,7 +65,8 @@ def feedback_of(runner: Any, *, draws: bool) -> TokenFeedback | None:
     if runner.pp_handler is None and draws:
         runner.pp_handler = TokenFeedback(runner.max_num_reqs, device=runner.device)
     feedback: TokenFeedback | None = runner.pp_handler
-    if feedback is not None and feedback.embeds:
+    looked_at = runner.is_first_pp_rank or requires_raw_input_tokens(runner.model)
+    if feedback is not None and looked_at and (draws or not runner.is_last_pp_rank):
         feedback.states = runner.req_states
     return feedback
 

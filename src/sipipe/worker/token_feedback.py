@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_pp_group
 from vllm.sequence import IntermediateTensors
 from vllm.utils import torch_utils
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,7 +21,7 @@ class TokenFeedback:
     """In place of vLLM's ``PPHandler``, in a worker of any stage.
 
     The first stage embeds tokens, and needs the last one of each decoding request; the others get
-    hidden states. vLLM's own ``postprocess_sampled`` writes them into the request states, in the
+    hidden states, and some models look at the tokens there too. vLLM's own ``postprocess_sampled`` writes them into the request states, in the
     order of the stream.
     """
 
@@ -34,7 +33,6 @@ class TokenFeedback:
         """The scheduling output that is about to run; its worker sets it."""
         self.states: Any = None
         """vLLM's request states; None where tokens are not needed or are known already."""
-        self.embeds: bool = get_pp_group().is_first_rank
         self._device = device
         self._ones = torch.ones(max_num_reqs, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)

@@ -141,12 +141,16 @@ def stage_world(place: StagePlace, worker_module: ModuleType) -> Iterator[None]:
 
 
 class _SharingGloo(ProcessGroupGloo):
-    """A gloo group on the device of all others."""
+    """A gloo group on the device of all others. ``others``: options that newer releases of torch have."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, **others: Any
+    ) -> None:
         options = ProcessGroupGloo._Options()
         options._timeout = timeout
         options._devices = _gloo_devices()
+        for name, value in others.items():
+            setattr(options, name, value)
         super().__init__(store, rank, size, options)
 
 

@@ -217,6 +217,7 @@ class EmulatedWorker(WorkerBase):
         self.emulated = EmulatedDevice(profile, dtype, _times(came), vocabulary)
         self.model_runner: Any = SimpleNamespace(
             device=self.device,
+            is_first_pp_rank=self.place.is_first,
             is_last_pp_rank=self.place.is_last,
             max_num_reqs=requests,
             max_num_tokens=tokens,
