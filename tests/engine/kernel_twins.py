@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from vllm.v1.worker import utils
+from vllm.v1.worker import gpu_worker, utils
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
 from vllm.v1.worker.gpu.mm import rope
 from vllm.v1.worker.gpu.model_states import mamba_hybrid
@@ -44,6 +44,7 @@ def at(address, start, count):
     return np.ctypeslib.as_array((ctypes.c_int32 * max(int(count), 0)).from_address(place))
 
 
+gpu_worker.HAS_TRITON = True  # vLLM 0.33 looks when it makes a worker
 for _module in (input_batch, logprob):
     _module.triton.next_power_of_2 = lambda n: 1 << (int(n) - 1).bit_length()
 gumbel.triton.cdiv = lambda n, by: -(-n // by)
@@ -67,7 +68,20 @@ def apply_write(
 
 @twin_of(block_table, "_gather_block_tables_kernel")
 def gather_block_tables(
-    grid, index, sources, targets, strides, num_blocks, stride, num_reqs, *, BLOCK_SIZE
+    grid,
+    index,
+    sources,
+    targets,
+    strides,
+    num_blocks,
+    stride,
+    num_reqs,
+    computed=None,  # this and the next two, of vLLM 0.33: blocks that a sliding window has left
+    reaches=None,
+    sizes=None,
+    *,
+    MASK_SLIDING_WINDOW=False,
+    BLOCK_SIZE,
 ):
     index, num_blocks = index.numpy(), num_blocks.view(-1).numpy()
     for group in range(grid[0]):
@@ -79,6 +93,8 @@ def gather_block_tables(
                 continue
             count = num_blocks[group * stride + index[batch]]
             target[:count] = at(sources[group], index[batch] * width, count)
+            if MASK_SLIDING_WINDOW and (reach := int(reaches[group])) > 0:
+                target[: max(int(computed[index[batch]]) - reach, 0) // int(sizes[group])] = 0
 
 
 @twin_of(block_table, "_compute_slot_mappings_kernel")
@@ -206,9 +222,13 @@ def post_update(
     all_tokens,
     all_tokens_stride,
     total_len,
+    drafts=None,  # this and the next two, of vLLM 0.33
+    drafts_out=None,
+    num_drafts=0,
     *,
     num_warps,
 ):
+    assert drafts is None
     for batch in range(grid[0]):
         row, drawn = int(index[batch]), int(num_sampled[batch])
         if row < 0:
