@@ -1,0 +1,116 @@
+"""docs/upstream.md names everything that SiPipe replaces in vLLM and torch, and nothing else."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "sipipe"
+PAGE = ROOT / "docs" / "upstream.md"
+
+ROOMS = ("engine", "worker", "tools/emulation", "tools/stock_trace.py", "tools/measure.py")
+"""What imports vLLM."""
+THEIRS = {"runner", "_runner", "model_runner", "model", "_model", "_module", "group", "vllm_config"}
+"""What variables that hold objects of vLLM are called here."""
+
+MEANT = {
+    "options of the command line, before vLLM reads them": (
+        "kv_cache_memory_bytes additional_config enforce_eager middleware"
+    ),
+    "fields of the configuration that plugins are to set": (
+        "worker_cls scheduler_cls assigned_physical_gpu_ids placement_group"
+    ),
+    "a copy of vLLM's object, for one reader": "parallel_config sampling_params",
+    "a scheduling output, before it is sent to the workers": "new_token_ids field _NUMBER",
+    "a worker that stands for vLLM's": "max_model_len",
+    "Python's, or of functions of ours": "_fd _inheriting __sipipe__ writeable",
+    "the pipeline group of ours": "receive send",
+    "options of a group that is being made": "name",
+}
+"""What is set on objects of others and replaces nothing."""
+
+
+def set_on_others(tree: ast.Module, defined: set[str]) -> set[str]:
+    """Names of attributes that a module sets on what is not its own."""
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").split(".")[0] in ("vllm", "torch", "multiprocessing")
+        for alias in node.names
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            base = ast.unparse(node.value).split(".")
+            if base != ["self"] and (
+                base[0] in imported or base[-1] in THEIRS or node.attr not in defined
+            ):
+                found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "patch.object"):
+            name = node.args[1]
+            found.add(name.value if isinstance(name, ast.Constant) else ast.unparse(name))
+    return found
+
+
+def own_names(trees) -> set[str]:
+    """Attributes of classes of ours."""
+    found = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                targets = [getattr(part, "target", None), *getattr(part, "targets", ())]
+                found |= {name.id for name in targets if isinstance(name, ast.Name)}
+                found |= {part.name} if isinstance(part, ast.FunctionDef) else set()
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) == "self"
+        ):
+            found.add(node.attr)
+    return found
+
+
+def replaced() -> set[tuple[str, str]]:
+    """(file, name) of what the code replaces."""
+    trees = {file: ast.parse(file.read_text()) for file in SOURCE.rglob("*.py")}
+    defined = own_names(trees.values())
+    meant = set(" ".join(MEANT.values()).split())
+    found = set()
+    for file, tree in trees.items():
+        where = str(file.relative_to(SOURCE))
+        if where.startswith(ROOMS):
+            found |= {(where, name) for name in set_on_others(tree, defined) - meant}
+    return found
+
+
+def registered() -> set[tuple[str, str]]:
+    """(file, name) of the page's rows."""
+    rows = re.findall(r"^\| (`.*?) \| (`.*?) \|", PAGE.read_text(), re.MULTILINE)
+    return {
+        (where, name.rpartition(".")[2])
+        for names, files in rows
+        for name in re.findall(r"`([^`]+)`", names)
+        for where in re.findall(r"`([^`]+)`", files)
+    }
+
+
+def test_everything_that_is_replaced_has_a_row():
+    assert replaced() - registered() == set()
+
+
+def test_every_row_is_of_something_that_is_replaced():
+    assert registered() - replaced() == set()
+
+
+def test_what_replaces_is_found():
+    source = (
+        "from vllm.v1 import core\n"
+        "core.schedule = ours\n"
+        "runner.sample = ours\n"
+        "with patch.object(worker, 'init', ours):\n"
+        "    anything.of_theirs = 1\n"
+        "self.field = anything.field = 1\n"
+    )
+    found = set_on_others(ast.parse(source), {"field", "sample"})
+    assert found == {"schedule", "sample", "init", "of_theirs"}
