@@ -3,12 +3,15 @@
 import dataclasses
 import importlib.metadata
 import importlib.util
+import os
 from typing import Literal
 
-from sipipe.errors import ResourceError
+from sipipe.errors import ResourceError, UnsupportedError
 
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
 """Releases that SiPipe is tested with. Minor versions of vLLM change what a plugin stands on."""
+
+IGNORE_VERSION = "SIPIPE_IGNORE_VLLM_VERSION"
 
 HOW_TO_INSTALL = (
     f"pip install vllm=={SUPPORTED_VLLM[-1]} (CUDA), or `make setup` in SiPipe's repository (CPU)"
@@ -43,6 +46,19 @@ def installed_vllm() -> InstalledVllm | None:
 
 
 def require_vllm() -> None:
-    """Raise a :class:`ResourceError` of one line if vLLM is missing, before anything imports it."""
+    """Refuse to go on without a vLLM that SiPipe was built for; before anything imports it, since
+    another release may have elsewhere what we import.
+
+    Raises:
+        ResourceError: it is missing.
+        UnsupportedError: one line with the versions, and how to go on regardless.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise ResourceError(f"vLLM is not installed here: {HOW_TO_INSTALL}")
+    found = installed_vllm()
+    if found is None or found.supported or os.environ.get(IGNORE_VERSION) == "1":
+        return
+    raise UnsupportedError(
+        f"SiPipe supports vLLM {', '.join(SUPPORTED_VLLM)}, found {found.version}: "
+        f"pip install vllm=={SUPPORTED_VLLM[-1]}, or set {IGNORE_VERSION}=1 to try anyway"
+    )

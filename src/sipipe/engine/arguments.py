@@ -22,9 +22,9 @@ except ImportError:  # vLLM 0.32
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.compatibility import check_version
 from sipipe.engine.plugin import EXECUTOR_NAMES, register
 from sipipe.errors import ConfigError
+from sipipe.versions import require_vllm
 
 EXECUTOR = "sipipe.Executor"
 
@@ -35,7 +35,7 @@ def begin() -> None:
     Raises:
         UnsupportedError: this is not a vLLM that SiPipe was built for.
     """
-    check_version()
+    require_vllm()
     cli_env_setup()  # processes are spawned: a fork of a process with threads may hang
 
 

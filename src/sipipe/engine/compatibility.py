@@ -1,4 +1,4 @@
-"""Which vLLM SiPipe runs on, what it refuses at start-up, and what takes vLLM's own path.
+"""What SiPipe refuses at start-up, and what takes vLLM's own path.
 
 Two kinds of path serve a request:
 
@@ -10,18 +10,12 @@ The choice is made once, at start-up, and logged with its reason. docs/compatibi
 user's view of the two tables below.
 """
 
-import os
-
-import vllm
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, UnsupportedError
-from sipipe.versions import SUPPORTED_VLLM
-
-IGNORE_VERSION = "SIPIPE_IGNORE_VLLM_VERSION"
 
 STOCK_WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "sipipe.worker.vllm_workers.CPUStageWorker",
@@ -29,21 +23,6 @@ STOCK_WORKERS = {
 }
 """Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
 EMULATED_WORKER = "sipipe.tools.emulation.worker.EmulatedWorker"
-
-
-def check_version() -> None:
-    """Refuse a vLLM version that SiPipe was not built for.
-
-    Raises:
-        UnsupportedError: one line with the versions, and how to go on regardless.
-    """
-    found = vllm.__version__.split("+")[0]
-    if found in SUPPORTED_VLLM or os.environ.get(IGNORE_VERSION) == "1":
-        return
-    raise UnsupportedError(
-        f"SiPipe supports vLLM {', '.join(SUPPORTED_VLLM)}, found {vllm.__version__}: "
-        f"pip install vllm=={SUPPORTED_VLLM[-1]}, or set {IGNORE_VERSION}=1 to try anyway"
-    )
 
 
 def check_features(vllm_config: VllmConfig) -> None:

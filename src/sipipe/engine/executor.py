@@ -26,11 +26,11 @@ from vllm.v1.executor.abstract import Executor as VllmExecutor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from sipipe._version import __version__
-from sipipe.engine.compatibility import check_version
 from sipipe.engine.setup import Setup
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.ipc.sockets import leave_reason
 from sipipe.observe.live import Word
+from sipipe.versions import require_vllm
 
 if TYPE_CHECKING:
     from sipipe.engine.pipeline import Pipeline
@@ -57,7 +57,7 @@ class Executor(VllmExecutor):
         from sipipe.engine.pipeline import Pipeline
         from sipipe.engine.remote import meet
 
-        check_version()
+        require_vllm()
         self._placement: object = None
         if self.parallel_config.placement_group is not None:
             from sipipe.engine.ray_placement import place

@@ -34,8 +34,8 @@ def register() -> None:
         backend = self.distributed_executor_backend
         named = isinstance(backend, str) and backend in EXECUTOR_NAMES
         if named or getattr(backend, "__module__", "") == "sipipe.engine.executor":
+            from sipipe import Executor  # or one line, where this is another vLLM
             from sipipe.config import SiPipeConfig
-            from sipipe.engine.executor import Executor
 
             # Options are checked here too, in the process that the user sees.
             SiPipeConfig.from_additional_config(self.additional_config)
