@@ -39,6 +39,7 @@ soak: setup ## half an hour under clients that come and go: does anything grow? 
 goldens: setup ## record anew what stock vLLM gives for the tests' requests
 	@rm -f tests/engine/goldens.json.gz
 	@SIPIPE_RECORD_GOLDENS=1 $(BIN)/pytest -q -m engine tests/engine
+	@SIPIPE_RECORD_GOLDENS=1 $(BIN)/pytest -q -m slow tests/test_newer_vllm.py
 
 mutants: setup ## which small mistakes do the tests notice? Takes an hour
 	@$(BIN)/python scripts/mutate.py

@@ -16,7 +16,7 @@ import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,8 +25,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see make setup")
 
 import torch
 from torch.distributed import ProcessGroupGloo
+from vllm.config import ParallelConfig
 
 from sipipe.engine.executor import Executor
+from sipipe.engine.workers import _of_this_host
 from sipipe.messages.places import StagePlace
 from sipipe.versions import installed_vllm
 from sipipe.worker import device
@@ -56,6 +58,10 @@ class Handed(NamedTuple):
 SAMPLER_NEVER = {"get_logprobs_dims": DRAWING, "sampling_states": DRAFTS, "logprobs_mode": DRAWING}
 GROUP = PipelineStandIn(StagePlace(stage=1, stages=2, tp_rank=0, tp_size=1))
 GROUP.send = lambda _: lambda: None
+CONFIG = SimpleNamespace(
+    parallel_config=ParallelConfig(pipeline_parallel_size=4), kv_transfer_config=None
+)
+THREADS = _of_this_host(SimpleNamespace(here=(2, 3), ranks=1, vllm_config=CONFIG))
 HANDED = {
     "pipeline group": Handed(
         GROUP,
@@ -87,6 +93,9 @@ HANDED = {
     "its penalties": Handed(
         StandInSampler().penalties_state, "v1/worker/gpu/**/*.py", r"\bsampler\.penalties_state"
     ),
+    "ranks of this host": Handed(
+        THREADS.parallel_config, "utils/ompmultiprocessing.py", r"\bconfig\.parallel_config"
+    ),
     "executor": Handed(Executor, "v1/engine/core.py", r"\bself\.model_executor"),
 }
 
@@ -112,6 +121,11 @@ def _there(ours: Any, name: str) -> bool:
 @pytest.mark.parametrize("handed", HANDED.values(), ids=HANDED)
 def test_what_vllm_reads_of_ours_is_there(handed):
     assert not missing(handed)
+
+
+def test_threads_are_bound_for_the_ranks_of_this_host():
+    assert THREADS.parallel_config.local_world_size == 2
+    assert CONFIG.parallel_config.world_size == 4
 
 
 def test_a_field_that_vllm_reads_and_ours_has_not_is_named(tmp_path):

@@ -2,7 +2,8 @@
 
 ``goldens.json.gz`` has them by a key of everything that they depend on: vLLM's version, the
 checkpoint's bytes, the engine's options and the requests. What is missing is taken from a run of
-stock vLLM on the spot. ``make goldens`` records all of them anew.
+stock vLLM on the spot. ``make goldens`` records all of them anew, with each
+vLLM that the tests run on (:mod:`tests.test_newer_vllm`).
 """
 
 import functools

@@ -1,0 +1,94 @@
+"""SiPipe on the newest vLLM that it supports, which the package index has for CUDA only: its Python
+on the CPU kernels of the one that .venv has (scripts/newer_vllm.py).
+
+The tests are those of the other files, in a pytest of their own whose PYTHONPATH has that vLLM.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sipipe.tools.make_model.checkpoint import make_model
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "newer_vllm.py"
+
+SEAMS = ("tests/test_seams.py", "tests/test_handed_over.py")
+ENGINES = (
+    "tests/engine/test_parity.py::test_stages_equal_stock[2]",
+    "tests/engine/test_second_runner.py::test_preemption_and_prefix_caching_equal_stock[2-on]",
+)
+ALL = {
+    "seams": SEAMS,
+    "worker": ("tests/worker",),
+    "parity": ("tests/engine/test_parity.py", "-m", ""),
+    "features": ("tests/engine/test_features.py", "-m", ""),
+    "second_runner": ("tests/engine/test_second_runner.py",),
+    "servers": ("tests/engine/test_server.py", "tests/engine/test_launch.py"),
+    "faults": ("tests/engine/test_failures.py", "tests/engine/test_sudden_end.py"),
+    "commands": ("tests/cli/test_engine.py", "-m", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def newer():
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    try:
+        return script.make()
+    except script.UnavailableError as error:
+        pytest.skip(str(error))
+
+
+def run(newer: Path, *arguments: str) -> None:
+    """Run tests on ``newer``; fail with what pytest says of those that fail."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(
+        command,
+        env={**environment, "PYTHONPATH": str(newer)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:]
+
+
+def test_seams_and_an_engine_of_each_runner(newer):
+    run(newer, *SEAMS, *ENGINES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("arguments", ALL.values(), ids=ALL)
+def test_the_tests_of(newer, arguments):
+    run(newer, *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_bench_measures_both_sides(newer, models):
+    """Each row's servers are started as a user's are."""
+    path = make_model("llama", models / "served")
+    command = [sys.executable, "-m", "sipipe", "bench", str(path), "--pp", "2", "--json"]
+    command += ["--rows", "sipipe,stock", "--sampling", "greedy", "--engines", "1"]
+    command += ["--repeat", "1", "--requests", "8", "--tokens", "8", "--max-model-len", "512"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(newer), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert json.loads(done.stdout)
