@@ -68,11 +68,10 @@ def measure_in_turn(
 
 
 def command() -> str:
-    """How this benchmark was called: ``python -m benchmarks.NAME …``, or ``sipipe …``."""
+    """How this benchmark was called: ``python -m benchmarks.NAME …``."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     name = f"-m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
-    words = ["sipipe"] if name in ("-m sipipe", "sipipe") else ["python", *name.split()]
-    return shlex.join([*words, *sys.argv[1:]])
+    return shlex.join(["python", *name.split(), *sys.argv[1:]])
 
 
 def report(

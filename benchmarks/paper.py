@@ -1,6 +1,6 @@
-"""The paper's figures, one command each: ``sipipe bench paper LIST|FIG|all`` in a checkout.
+"""The paper's figures, one command each, in a checkout.
 
-    python -m benchmarks.paper FIG [--scale cpu|8xh100|16xh100] [--quick]
+    python -m benchmarks.paper LIST|FIG|all [--scale cpu|8xh100|16xh100] [--quick]
     python -m benchmarks.paper FILE.json          draws the picture of kept data again
 
 ``benchmarks/figures/FIG.json`` says what a figure shows: the paper's range, what differs here, and
@@ -34,7 +34,6 @@ from typing import Any
 from benchmarks.harness import BUILD, report
 from benchmarks.pictures import BUSY, DRAWN, PICTURES
 from benchmarks.simulator.workload import at_rate, poisson_trace, shrunk, write_timed_trace
-from sipipe.cli.parser import make_parser
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.load import PERCENTILES
 from sipipe.tools.make_model.checkpoint import make_model
@@ -56,7 +55,9 @@ Rows = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("bench paper", (__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("figure", metavar="LIST|FIG|all")
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="default: cpu")
     parser.add_argument(
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _redraw(Path(own.figure), known)
     names = list(known) if own.figure == "all" else [own.figure]
     if names[0] not in known:
-        raise ConfigError(f'bench paper: "{own.figure}" is none of {", ".join(known)}')
+        raise ConfigError(f'paper: "{own.figure}" is none of {", ".join(known)}')
     (BUILD / "paper").mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="sipipe-paper-") as scratch:
         wanted: dict[str, dict[str, Any]] = {}
@@ -141,7 +142,7 @@ def draw(
         traced = [name for name in engines if (scratch / name).is_dir()]
         rows = [row for name in traced for row in _stages(engines[name], scratch / name)]
     if not rows:
-        raise SiPipeError("bench paper: no row could be measured")
+        raise SiPipeError("paper: no row could be measured")
     stem = f"paper/{name}-{own.scale}{'-quick' if own.quick else ''}"
     (BUILD / f"{stem}.svg").write_text(PICTURES[figure["kind"]](figure["title"], rows))
     note = f"paper: {figure['paper']}. What differs: {figure['differs']}"
@@ -168,7 +169,7 @@ def _redraw(path: Path, known: dict[str, Any]) -> int:
         data = json.loads(path.read_text())
         picture = PICTURES[known[data["benchmark"]]["kind"]](data["title"], data["rows"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"bench paper: {path} is no figure's data: {error!r}") from None
+        raise ConfigError(f"paper: {path} is no figure's data: {error!r}") from None
     target = BUILD / f"paper/{path.stem}.svg"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(picture)
@@ -241,7 +242,7 @@ def _measured(command: list[str]) -> dict[str, Any]:
         check=False,
     )
     if not run.stdout:
-        raise SiPipeError(f"bench paper: sipipe bench {shlex.join(command)} failed")
+        raise SiPipeError(f"paper: sipipe bench {shlex.join(command)} failed")
     found: dict[str, Any] = json.loads(run.stdout)
     return found
 

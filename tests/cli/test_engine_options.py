@@ -137,7 +137,7 @@ def test_bench_names_its_mistakes(argv, word):
 def test_the_help_of_bench_names_the_papers_figures(capsys):
     with pytest.raises(SystemExit):
         bench.main(["--help"])
-    assert "sipipe bench paper LIST" in capsys.readouterr().out
+    assert "python -m benchmarks.paper LIST" in capsys.readouterr().out
 
 
 START = {
@@ -241,7 +241,7 @@ def test_a_row_is_stock_by_its_options_whatever_its_name(started):
     argv = ["m", "--rows", "sipipe", "--row", "stock=--max-num-seqs 8"]
     bench.main([*argv, "--row", "mine=stock --max-num-seqs 8"])
     commands = {name: job["command"] for name, job in started}
-    assert commands["stock"][1:4] == commands["sipipe"][1:4] == ["-m", "sipipe", "serve"]
+    assert commands["stock"][2:5] == commands["sipipe"][2:5] == ["-m", "sipipe", "serve"]
     assert tuple(commands["mine"][: len(bench.STOCK)]) == bench.STOCK
     for name in ("stock", "mine"):
         assert commands[name][-2:] == ["--max-num-seqs", "8"]

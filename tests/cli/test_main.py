@@ -3,11 +3,15 @@
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import sipipe
 from sipipe.cli import COMMANDS, main
+from sipipe.cli.supervise import SERVER
+
+SOURCE = Path(sipipe.__file__).parent
 
 
 def run(*arguments, code=None):
@@ -70,6 +74,24 @@ def test_every_command_that_is_there_explains_itself(capsys):
             main([name, "--help"])
         assert caught.value.code == 0
         assert f"usage: sipipe {name}" in capsys.readouterr().out
+
+
+def test_a_command_runs_no_code_of_the_directory_that_it_is_called_in(tmp_path):
+    for name in ("json", "vllm", "numba", "sipipe", "benchmarks", "benchmarks.paper"):
+        file = tmp_path.joinpath(*name.split("."), "__init__.py")
+        file.parent.mkdir()
+        file.write_text("import os; os.write(2, b'the directory was run')")
+    script = Path(sys.executable).with_name("sipipe")
+    for command in ([script, "bench", "paper", "LIST", "--rows", "none"], [*SERVER, "x"]):
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode, command
+        assert "the directory was run" not in done.stderr
+    children = (line for file in SOURCE.rglob("*.py") for line in file.read_text().splitlines())
+    started = [line for line in children if "sys.executable," in line]
+    assert started
+    assert not [line for line in started if '"-P"' not in line]
 
 
 def test_help_of_every_command_needs_neither_vllm_nor_torch():

@@ -35,16 +35,14 @@ started. Servers are started in turn, forwards and then backwards, one at a time
   sipipe bench MODEL --pp 2 --rows sipipe --row "vLLM's scheduler=--scheduler-cls ..." \\
       --row "stock, 8 in flight=stock --max-num-seqs 8"
 
-The paper's figures, in a checkout of SiPipe: sipipe bench paper LIST
+The paper's figures, in a checkout of SiPipe: python -m benchmarks.paper LIST
 """
 
 ROWS = ("sipipe", "stock", "stock-tp", "stock-one", "sipipe-one", "stock-cut")
-STOCK = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+STOCK = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve")
 
 
 def main(argv: Sequence[str]) -> int:
-    if argv and argv[0] == "paper":
-        return _paper(argv[1:])
     parser = make_parser(
         "bench",
         "Measure what SiPipe serves beside stock vLLM, by vLLM's own benchmark client.",
@@ -173,17 +171,6 @@ def _portable(job: dict[str, Any]) -> dict[str, Any]:
     return {**job, "command": ["python" if w == sys.executable else w for w in job["command"]]}
 
 
-def _paper(argv: Sequence[str]) -> int:
-    """``sipipe bench paper``, whose code and data are the checkout's, not the package's."""
-    import importlib
-
-    if not Path("benchmarks/paper.py").exists():
-        raise ConfigError("bench paper: run it in a checkout of SiPipe (docs/evaluation.md)")
-    sys.path.insert(0, str(Path.cwd()))
-    status: int = importlib.import_module("benchmarks.paper").main(argv)
-    return status
-
-
 def _rows(
     own: argparse.Namespace, settings: Mapping[str, Any], rest: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
@@ -229,7 +216,7 @@ def _rows(
             env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), stages * ranks)
             env |= {"VLLM_PP_LAYER_PARTITION": cut} if cut else {}
         else:
-            command = [sys.executable, "-m", "sipipe", "serve", *command, *options]
+            command = [sys.executable, "-P", "-m", "sipipe", "serve", *command, *options]
         env = {key: os.environ.get(key, value) for key, value in env.items()}
         jobs[name] = {"command": command, "env": env, "url": "", "model": model}
 

@@ -98,7 +98,7 @@ def _import_vllm() -> Finding:
     code = "import transformers, vllm.v1.executor.abstract, sipipe; sipipe.Executor"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-P", "-c", code],
             capture_output=True,
             text=True,
             timeout=IMPORT_SECONDS,

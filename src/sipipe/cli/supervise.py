@@ -25,7 +25,7 @@ import psutil
 
 from sipipe.ipc.sockets import own_sockets, take_reason
 
-SERVER = (sys.executable, "-m", "sipipe.engine.server")
+SERVER = (sys.executable, "-P", "-m", "sipipe.engine.server")
 GRACE = 8.0
 """Seconds that a server has to end in, beside those that its requests have."""
 FIRST_BREAK, LONGEST_BREAK = 1.0, 60.0

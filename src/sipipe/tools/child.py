@@ -76,7 +76,7 @@ def measured(
         # A session of its own, so that it can be ended with all the engine's processes; the socket
         # ends it when this process is killed.
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
+            [sys.executable, "-P", "-m", module, str(theirs.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
