@@ -46,10 +46,10 @@ def recorders(base: Path, page: LivePage) -> dict[str, Callable[[], Recorder]]:
         "off": lambda: open_recorder(None, Header(role="stage")),
         "file": lambda: open_recorder(base / "file", Header(role="stage", index=1)),
         "file and live page": lambda: open_recorder(
-            base / "both", Header(role="stage", index=1), [page.writer("stage", 1)]
+            base / "both", Header(role="stage", index=1), page.writer("stage", 1)
         ),
         "live page": lambda: open_recorder(
-            None, Header(role="stage", index=1), [page.writer("stage", 1)]
+            None, Header(role="stage", index=1), page.writer("stage", 1)
         ),
     }
 

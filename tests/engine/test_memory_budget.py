@@ -19,7 +19,6 @@ from sipipe.errors import ResourceError
 from sipipe.ipc import memory
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel
-from sipipe.ipc.stage_times import StageTimes
 from sipipe.messages.logits import LogitsShape
 from sipipe.observe.live import LivePage, PageHeader
 
@@ -72,9 +71,6 @@ def test_the_budget_is_what_the_channels_map():
     )
     assert size == parts.pop("logits")
     made.close()
-    made, size = opened(lambda: StageTimes.create(stages=3, samplers=2))
-    assert size == parts.pop("stage times")
-    made.close()
     made, size = opened(lambda: LivePage.create(PageHeader(stages=3, samplers=2)))
     assert size == -(-parts.pop("figures") // mmap.PAGESIZE) * mmap.PAGESIZE
     made.close()
@@ -105,7 +101,7 @@ def test_each_place_is_asked_for_its_own_part(monkeypatch, tmp_path):
     memory_budget.check_budget(parts)
     assert sorted(asked, key=str) == sorted([None, str(tmp_path)], key=str)
     here = sum(part.size for part in parts if part.directory)
-    assert {part.what for part in parts if part.directory} == {"BIC-I", "logits", "stage times"}
+    assert {part.what for part in parts if part.directory} == {"BIC-I", "logits"}
     rooms = {None: 1 << 30, str(tmp_path): here}
     monkeypatch.setattr(memory, "free_bytes", rooms.__getitem__)
     memory_budget.check_budget(parts)

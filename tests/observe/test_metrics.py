@@ -49,9 +49,8 @@ def test_scrape(page):
     registry = prometheus_client.CollectorRegistry()
     registry.register(Collector())
     found = scrape(registry)
-    # engine, (kind,) rank, stage
+    # engine, rank, stage
     assert found["sipipe_stage_busy_seconds_total 0 0 1"] == 2
-    assert found["sipipe_bubble_seconds_total 0 intra_stage 0 1"] == pytest.approx(0.5)
     assert found["sipipe_queue_depth 0 stage 1 inputs"] == 2
     assert found["sipipe_fallbacks_total 0"] == 1
     assert found["sipipe_restarts_total 0"] == 2

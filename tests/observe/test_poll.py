@@ -96,8 +96,7 @@ def test_growth_between_two_polls(page):
     assert found.rate(Word.TOKENS) * seconds == pytest.approx(40)
     assert found.rate(Word.BATCHES) * seconds == pytest.approx(5)
     assert found.main_ns(Word.BATCHES) == 800
-    assert found.share(Word.BUSY_NS) * found.span_ns == pytest.approx(5 * 800)
-    assert found.share(Word.INTRA_NS) * found.span_ns == pytest.approx(5 * 200)
+    assert found.busy * found.span_ns == pytest.approx(5 * 800)
     assert block(poll, "stage", 1).rate(Word.TOKENS) == 0
 
 
@@ -105,4 +104,4 @@ def test_a_share_is_never_more_than_all(page):
     poll = Poll(page)
     poll.blocks()
     page.writer("stage", 0).phase(Phase.FORWARD, 0, 0, 10**15, 4, 4)
-    assert block(poll, "stage", 0).share(Word.BUSY_NS) == 1.0
+    assert block(poll, "stage", 0).busy == 1.0

@@ -1,4 +1,4 @@
-"""``sipipe top``: a live view of a running server: stages, samplers, bubbles, tokens per second."""
+"""``sipipe top``: a live view of a running server: stages, samplers, tokens per second."""
 
 import json
 import os
@@ -18,18 +18,10 @@ from rich.text import Text
 
 from sipipe.cli.parser import adder, at_least, make_parser
 from sipipe.errors import ConfigError, ResourceError
-from sipipe.observe.live import BUBBLES, Word, find
+from sipipe.observe.live import Word, find
 from sipipe.observe.poll import Block, Poll
 
 BAR = 20
-LOOKS = {
-    "busy": ("█", "blue"),
-    "load_imbalance": ("L", "yellow"),
-    "intra_stage": ("A", "red"),
-    "inter_stage": ("E", "magenta"),
-    "unscheduled": ("U", "bright_black"),
-}
-"""Letter and colour of each kind of time in a bar; what they leave is time without requests."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -146,9 +138,7 @@ def _stage(block: Block) -> dict[str, Any]:
     return {
         "index": block.index,
         "rank": block.rank,
-        # What these shares leave of 1 is not accounted for yet.
-        "busy": block.share(Word.BUSY_NS),
-        "bubbles": {kind: block.share(word) for kind, word in BUBBLES.items()},
+        "busy": block.busy,
         "microbatches_per_s": block.rate(Word.BATCHES),
         "forward_ms": block.main_ns(Word.BATCHES) / 1e6,
         "iteration": block.last_iteration,
@@ -159,7 +149,7 @@ def _stage(block: Block) -> dict[str, Any]:
 def _sampler(block: Block) -> dict[str, Any]:
     return {
         "index": block.index,
-        "busy": block.share(Word.MAIN_NS),
+        "busy": block.busy,
         "sequences_per_s": block.rate(Word.SEQUENCES),
         "us_per_sequence": block.main_ns(Word.SEQUENCES) / 1e3,
         "queue": block.queues["logits"],
@@ -182,13 +172,14 @@ def render(found: dict[str, Any], *, by_load: bool = False) -> RenderableType:
         f"   waiting {found['waiting']}   fallbacks {found['fallbacks']}"
         f"   restarts {found['restarts']}",
     )  # fmt: skip
-    shares = ("busy", "imbal", "intra", "inter", "unsch")
-    stages = _table("stage", Column("device", min_width=BAR), *_figures(*shares, "ms", "queue"))
+    stages = _table("stage", Column("device", min_width=BAR), *_figures("busy", "ms", "queue"))
     for stage in ordered(found["stages"]):
         stages.add_row(
             f"{stage['index']}" + (f".{stage['rank']}" if stage["rank"] else ""),
-            _bar(stage),
-            *(f"{share:.0%}" for share in (stage["busy"], *stage["bubbles"].values())),
+            Text("█" * (full := round(stage["busy"] * BAR)), "blue").append(
+                "·" * (BAR - full), "dim"
+            ),
+            f"{stage['busy']:.0%}",
             f"{stage['forward_ms']:.1f}",
             "/".join(map(str, stage["queues"].values())),
         )
@@ -204,11 +195,7 @@ def render(found: dict[str, Any], *, by_load: bool = False) -> RenderableType:
                 str(sampler["queue"]),
             )
         parts += [samplers, Text()]
-    legend = Text()
-    for kind, (letter, colour) in LOOKS.items():
-        legend.append(letter, colour).append(f" {kind.removesuffix('_stage').replace('_', ' ')}  ")
-    legend.append("· no requests", "dim")
-    return Group(*parts, legend, Text("q quit   s sort by load", "dim"))
+    return Group(*parts, Text("q quit   s sort by load", "dim"))
 
 
 def _table(*columns: Column | str) -> Table:
@@ -217,13 +204,3 @@ def _table(*columns: Column | str) -> Table:
 
 def _figures(*names: str) -> list[Column]:
     return [Column(name, justify="right") for name in names]
-
-
-def _bar(stage: dict[str, Any]) -> Text:
-    """The stage's time as a bar, ``BAR`` cells wide."""
-    bar, end = Text(), 0.0
-    for kind, share in {"busy": stage["busy"], **stage["bubbles"]}.items():
-        letter, colour = LOOKS[kind]
-        end += share
-        bar.append(letter * (min(BAR, round(end * BAR)) - len(bar)), colour)
-    return bar.append("·" * (BAR - len(bar)), "dim")

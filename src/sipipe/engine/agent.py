@@ -252,7 +252,7 @@ class Agent:
                 data = tokens.recv(CHUNK)
             except OSError:
                 data = b""
-            self._send(say.TOKENS, name, data, self._figures.times_here())
+            self._send(say.TOKENS, name, data, self._figures.figures_here())
         tokens.close()
 
     def _send_figures(self) -> None:
@@ -261,7 +261,7 @@ class Agent:
             figures = self._figures.figures_here()
             if figures != sent:
                 sent = figures
-                self._send(say.FIGURES, figures, self._figures.times_here())
+                self._send(say.FIGURES, figures)
 
 
 def _pickled(value: object) -> bytes:

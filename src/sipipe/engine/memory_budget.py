@@ -19,7 +19,6 @@ from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
 from sipipe.ipc.memory import check_room
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel
-from sipipe.ipc.stage_times import StageTimes
 from sipipe.messages.link import buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.observe.live import PageHeader
@@ -85,8 +84,6 @@ def memory_budget(
         if shares_head:
             link += buffer_bytes(TensorSchema(keys[:1]), sequences)
         parts.append(Part("hidden states", (stages - 1) * ranks * max(2, inflight) * link))
-    times = StageTimes.required_bytes(stages=stages, samplers=samplers)
-    parts.append(Part("stage times", times, directory))
     page = PageHeader(stages=stages, ranks=ranks, samplers=samplers)
     parts.append(Part("figures", page.size))
     return parts

@@ -234,7 +234,7 @@ class RemoteHost:
 
     def _take(self, kind: bytes, *parts: bytes) -> None:
         if kind == say.TOKENS:
-            self._telemetry.take_times(parts[2])
+            self._telemetry.take_figures(parts[2])
             feed = self._feeds[int(parts[0])]
             with suppress(OSError):  # the engine is shutting down
                 # wait: none; the gather thread, which always reads, or `close`
@@ -243,7 +243,6 @@ class RemoteHost:
             self._events.heard(parts[0].decode(), pickle.loads(parts[1]))
         elif kind == say.FIGURES:
             self._telemetry.take_figures(parts[0])
-            self._telemetry.take_times(parts[1])
         elif kind == say.DONE:
             result = pickle.loads(parts[0])
             with self._calling:

@@ -1,10 +1,10 @@
-"""The engine's side of observation: its recorder, the page of live figures, the stage times.
+"""The engine's side of observation: its recorder and the statistics page.
 
-The page is what ``sipipe top`` and the Prometheus metrics read; every process of the engine writes
-its own block. The recorder writes a trace file only where the settings name a directory. The stage
-times are what the scheduler chooses the number of microbatches by.
+The page is what ``sipipe top`` and the Prometheus metrics read, and what the scheduler chooses the
+number of microbatches by; every process of the engine writes its own block. The recorder writes a
+trace file only where the settings name a directory.
 
-Page and times are memory of one host. A host agent has both in the head's layout and sends what its
+The page is memory of one host. A host agent has one in the head's layout and sends what its
 processes wrote; the head puts it where it belongs, so that readers see all hosts.
 """
 
@@ -16,7 +16,6 @@ import vllm
 from sipipe.engine.iterations import Iteration
 from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
 from sipipe.engine.setup import Setup
-from sipipe.ipc.stage_times import StageTimes
 from sipipe.messages.boots import Watched
 from sipipe.observe.live import Key, LivePage, PageHeader, Word
 from sipipe.observe.metrics import Publisher
@@ -27,7 +26,7 @@ _Blocks = list[tuple[Key, bytes]]
 
 
 class Figures:
-    """The page and the stage times of one host. ``run`` is the same on all hosts of an engine.
+    """The statistics page of one host. ``run`` is the same on all hosts of an engine.
 
     ``clock_offset_ns``: what to add to this host's wall clock to have the head's.
     """
@@ -43,9 +42,6 @@ class Figures:
             engine=str(setup.vllm_config.parallel_config.data_parallel_rank),
         )
         self._page = LivePage.create(header)
-        self._times = StageTimes.create(
-            stages=setup.stages, samplers=setup.samplers, directory=setup.config.shm_dir
-        )
         self._here: list[Key] = [
             ("stage", index, rank) for index in setup.here for rank in range(setup.ranks)
         ]
@@ -59,19 +55,8 @@ class Figures:
             trace=setup.config.trace,
             trace_bytes=limit and (limit << 20) // (1 + len(self._here)),
             live=self._page.path,
-            times=self._times.endpoint,
             clock_offset_ns=clock_offset_ns,
         )
-
-    def times_here(self) -> bytes:
-        """The stage times of this host's processes, for the head's :meth:`take_times`."""
-        lines = [(key, bytes(self._line(key))) for key in self._here if key[2] == 0]
-        return msgspec.msgpack.encode(lines)
-
-    def take_times(self, data: bytes) -> None:
-        """Put another host's stage times beside ours."""
-        for key, line in msgspec.msgpack.decode(data, type=_Blocks):
-            self._line(key)[:] = memoryview(line).cast("q")
 
     def figures_here(self) -> bytes:
         """What this host's processes wrote to the page, for the head's :meth:`take_figures`."""
@@ -82,12 +67,8 @@ class Figures:
         for key, block in msgspec.msgpack.decode(data, type=_Blocks):
             self._page.block(key)[:] = memoryview(block).cast("q")
 
-    def _line(self, key: Key) -> memoryview:
-        return self._times.line(key[0], key[1])
-
     def close(self) -> None:
-        """Let the page and the times go."""
-        self._times.close()
+        """Let the page go."""
         self._page.close()
 
 
@@ -131,7 +112,7 @@ class Telemetry(Figures):
         """The times of stages, samplers and this process, as a controller's input."""
         setup = self._setup
         controller = ConcurrencyController(stages=setup.stages, slots=setup.slots)
-        return MeasuredTimes(controller, self._times, samplers=setup.samplers)
+        return MeasuredTimes(controller, self._page, samplers=setup.samplers)
 
     def close(self) -> None:
         """Write what is left of the trace, and let the page go."""

@@ -36,9 +36,7 @@ class Watched:
     trace_bytes: int | None = None
     """That the trace of one process may take; None: no limit."""
     live: str | None = None
-    """Where the page of live figures is."""
-    times: Any = None
-    """Endpoint of the stage times that the scheduler reads."""
+    """Where the statistics page is."""
     clock_offset_ns: int = 0
     """What to add to this host's wall clock to have the head's."""
 

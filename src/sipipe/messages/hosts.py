@@ -36,11 +36,11 @@ HEARD = b"m"
 FAILED = b"f"
 """A pickled exception: the engine cannot go on."""
 TOKENS = b"t"
-"""A sampler's index, bytes of BIC-O (empty: it is gone), and this host's stage times."""
+"""A sampler's index, bytes of BIC-O (empty: it is gone), and this host's figures."""
 SUCCESSOR = b"n"
 """A sampler's index: it has a successor, which waits to be admitted."""
 FIGURES = b"l"
-"""This host's part of the live page, and its stage times."""
+"""This host's part of the statistics page."""
 
 
 @dataclass(frozen=True, kw_only=True)

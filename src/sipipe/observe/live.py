@@ -1,12 +1,12 @@
 """The statistics page: counters of a running server that anyone may read at any time.
 
     0      2048 bytes   header: 8 bytes of magic, then JSON padded with spaces
-    2048   2048 bytes   executor's block       one block per process: 256 words of 8 bytes,
-    4096   2048 bytes   stage 0 rank 0         signed, native order
+    2048   512 bytes    executor's block       one block per process: 64 words of 8 bytes,
+    2560   512 bytes    stage 0 rank 0         signed, native order
            ...          stages by index and rank, then samplers
 
 Who runs here: the executor creates the page; it, each worker and each sampler write to the block
-that is theirs; ``/metrics``, ``sipipe top`` and the neighbouring stages read.
+that is theirs; ``/metrics``, ``sipipe top`` and the engine's scheduler read.
 
 Guarantees: readers never block and never make a writer wait; a word is read whole. Two words read
 one after the other may be from different moments: readers use differences over a second or so.
@@ -37,12 +37,11 @@ import msgspec
 import psutil
 
 from sipipe.observe.format import TraceError
-from sipipe.observe.online import RING, Online
 from sipipe.observe.phases import MAIN_PHASE, Phase, Role
 
-MAGIC = b"SIPLIVE2"
+MAGIC = b"SIPLIVE3"
 """The digit is the layout's: ``sipipe top`` of another version finds no page."""
-_BLOCK = 2048
+_HEADER, _BLOCK = 2048, 512
 _WORDS = _BLOCK // 8
 _NAME = "sipipe-live"
 RUN_VARIABLE = "SIPIPE_RUN"
@@ -57,57 +56,39 @@ class Word(IntEnum):
     """Where in a block a figure lies. Counters only grow; gauges are set."""
 
     BATCHES = 0
-    """Counter, as are the next three: iterations whose main phase (forward, sample, gather) ended."""
+    """Counter, as are the next two: iterations whose main phase (forward, sample, gather) ended."""
     SEQUENCES = 1
     TOKENS = 2
     """Tokens: run by a stage, drawn by a sampler, taken in by the executor."""
-    MAIN_NS = 3
-    """Time spent in the main phase."""
-    BUSY_NS = 4
-    """Stage, counter: the device worked. The four that follow are its bubbles."""
-    IMBALANCE_NS = 5
-    INTRA_NS = 6
-    INTER_NS = 7
-    UNSCHEDULED_NS = 8
-    INFLIGHT = 9
+    INFLIGHT = 3
     """Executor, gauge: microbatches in flight."""
-    RUNNING = 10
+    RUNNING = 4
     """Executor, gauge: sequences that are being served."""
-    WAITING = 11
+    WAITING = 5
     """Executor, gauge: requests that wait to be scheduled."""
-    FALLBACKS = 12
+    FALLBACKS = 6
     """Executor, counter: batches that took vLLM's own path."""
-    RESTARTS = 13
+    RESTARTS = 7
     """Executor, counter: processes that died and were started again."""
-    IDLE_NS = 14
+    IDLE_NS = 8
     """Executor, counter: time without any request, up to the last that came."""
-    IDLE_FROM = 15
+    IDLE_FROM = 9
     """Executor, gauge: when the last request ended, in monotonic nanoseconds, and when the next
     came, which is the earlier of the two while there is none."""
-    IDLE_TO = 16
-    FIRST_TOKENS = 17
+    IDLE_TO = 10
+    FIRST_TOKENS = 11
     """Executor, counter: requests that got their first token, and what they waited for it."""
-    TTFT_NS = 18
-    STALLED = 19
+    TTFT_NS = 12
+    STALLED = 13
     """Executor, gauge: 1 while something is late and a worker does not answer."""
-    PHASE_LAST = 32
+    PHASE_LAST = 16
     """First of the last iteration that each phase saw, plus 1: 0 before the first."""
-    RING = 64
-    """First of RING pairs (iteration, end): the main phase's last ends, by iteration % RING."""
-    PASSED_ON = 128
-    """The same of what it hands on: the executor's dispatches, a stage's sends."""
+    PHASE_NS = 32
+    """First of the time spent in each phase: counters."""
 
 
-BUBBLES = {
-    "load_imbalance": Word.IMBALANCE_NS,
-    "intra_stage": Word.INTRA_NS,
-    "inter_stage": Word.INTER_NS,
-    "unscheduled": Word.UNSCHEDULED_NS,
-}
-"""The kinds of bubble and their counters, in the order in which figures are kept everywhere."""
-assert Word.PHASE_LAST + len(Phase) <= Word.RING
-assert Word.RING + 2 * RING <= Word.PASSED_ON
-assert Word.PASSED_ON + 2 * RING <= _WORDS
+assert len(Phase) <= Word.PHASE_NS - Word.PHASE_LAST
+assert Word.PHASE_NS + len(Phase) <= _WORDS
 
 
 def run_id() -> str:
@@ -140,7 +121,7 @@ class PageHeader(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def size(self) -> int:
         """Bytes of the page."""
-        return _BLOCK * (2 + self.stages * self.ranks + self.samplers)
+        return _HEADER + _BLOCK * (1 + self.stages * self.ranks + self.samplers)
 
 
 class LivePage:
@@ -152,13 +133,13 @@ class LivePage:
         self._descriptor = descriptor
         if memory[:8] != MAGIC:
             raise TraceError("not a SiPipe statistics page")
-        self.header = msgspec.json.decode(memory[8:_BLOCK].rstrip(b" \0"), type=PageHeader)
+        self.header = msgspec.json.decode(memory[8:_HEADER].rstrip(b" \0"), type=PageHeader)
         self.words = memoryview(memory).cast("q")
         h = self.header
         keys: list[Key] = [("executor", 0, 0)]
         keys += [("stage", index, rank) for index in range(h.stages) for rank in range(h.ranks)]
         keys += [("sampler", index, 0) for index in range(h.samplers)]
-        self.blocks = {key: number * _WORDS for number, key in enumerate(keys, 1)}
+        self.blocks = {key: _HEADER // 8 + n * _WORDS for n, key in enumerate(keys)}
         """The first word of each process's block: executor, stages, samplers."""
 
     @classmethod
@@ -167,7 +148,7 @@ class LivePage:
         descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(descriptor, header.size)
         memory = mmap.mmap(descriptor, 0)
-        memory[8:_BLOCK] = msgspec.json.encode(header).ljust(_BLOCK - 8)
+        memory[8:_HEADER] = msgspec.json.encode(header).ljust(_HEADER - 8)
         memory[:8] = MAGIC  # last: a reader that finds the magic finds the header
         return cls(memory, descriptor)
 
@@ -176,7 +157,7 @@ class LivePage:
         self.header = msgspec.structs.replace(
             self.header, path=path, reason=reason[:300], vllm=vllm
         )
-        self._memory[8:_BLOCK] = msgspec.json.encode(self.header).ljust(_BLOCK - 8)
+        self._memory[8:_HEADER] = msgspec.json.encode(self.header).ljust(_HEADER - 8)
 
     @classmethod
     def attach(cls, path: str) -> LivePage:
@@ -231,10 +212,8 @@ class LivePage:
 
 
 # Plain integers: arithmetic with enum members costs several times as much.
-_RING, _PASSED_ON = int(Word.RING), int(Word.PASSED_ON)
-_PASSING_ON = (int(Phase.DISPATCH), int(Phase.SEND))
 _BATCHES, _SEQUENCES, _TOKENS = int(Word.BATCHES), int(Word.SEQUENCES), int(Word.TOKENS)
-_MAIN_NS, _BUSY_NS, _PHASE_LAST = int(Word.MAIN_NS), int(Word.BUSY_NS), int(Word.PHASE_LAST)
+_PHASE_LAST, _PHASE_NS = int(Word.PHASE_LAST), int(Word.PHASE_NS)
 
 
 class LiveWriter:
@@ -242,48 +221,23 @@ class LiveWriter:
 
     def __init__(self, page: LivePage, role: Role, index: int, rank: int) -> None:
         self._page = page  # keeps the mapping alive
-        first = page.blocks[role, index, rank]
-        self._words: Any = page.words[first : first + _WORDS]
+        self._words: Any = page.block((role, index, rank))
         self._main = int(MAIN_PHASE[role])
-        self._online: Online | None = None
-        if role == "stage":
-            executor = page.blocks["executor", 0, 0]
-            before = page.blocks.get(("stage", index - 1, rank))
-            last = page.blocks["stage", page.header.stages - 1, rank]
-            self._online = Online(
-                page.words,
-                before=None if before is None else before + _RING,
-                final=None if last == first else (last + _RING, last + _PASSED_ON),
-                gathered=executor + _RING,
-                dispatched=executor + _PASSED_ON,
-                idle=executor + int(Word.IDLE_FROM),
-                inflight=page.header.inflight,
-            )
 
     def phase(
         self, phase: int, iteration: int, start_ns: int, end_ns: int, batch: int, tokens: int
     ) -> None:
-        """Take one record in. Called by the recorder."""
-        words, online = self._words, self._online
+        """Take one record in. Called by the recorder.
+
+        Batches are counted last: who sees the batch sees its sequences and its time.
+        """
+        words = self._words
         words[_PHASE_LAST + phase] = iteration + 1
-        if phase != self._main:
-            if online is not None:
-                online.note(phase, iteration, start_ns, end_ns)
-            if phase in _PASSING_ON:
-                pair = _PASSED_ON + 2 * (iteration % RING)
-                words[pair + 1] = end_ns
-                words[pair] = iteration
-            return
-        words[_BATCHES] += 1
-        words[_SEQUENCES] += batch
-        words[_TOKENS] += tokens
-        words[_MAIN_NS] += end_ns - start_ns
-        pair = _RING + 2 * (iteration % RING)
-        words[pair + 1] = end_ns
-        words[pair] = iteration
-        if online is not None:
-            for word, spent in enumerate(online.account(iteration, start_ns, end_ns), _BUSY_NS):
-                words[word] += spent
+        words[_PHASE_NS + phase] += end_ns - start_ns
+        if phase == self._main:
+            words[_SEQUENCES] += batch
+            words[_TOKENS] += tokens
+            words[_BATCHES] += 1
 
     def add(self, word: Word, amount: int = 1) -> None:
         """Let a counter grow."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from sipipe._version import __version__
-from sipipe.observe.live import BUBBLES, LivePage, Word, find, run_id
+from sipipe.observe.live import LivePage, Word, find, run_id
 from sipipe.observe.phases import Role
 from sipipe.observe.poll import Block, Poll
 
@@ -47,8 +47,11 @@ class Metric(NamedTuple):
         """The values now, times in seconds."""
         if not isinstance(self.figure, Word):
             return self.figure(block)
-        unit = 1e9 if self.figure.name.endswith("_NS") else 1.0
-        return {"": block.words[self.figure] / unit}
+        return {"": float(block.words[self.figure])}
+
+
+def _busy(block: Block) -> Values:
+    return {"": block.busy_ns / 1e9}
 
 
 METRICS: dict[str, Metric] = {
@@ -59,23 +62,16 @@ METRICS: dict[str, Metric] = {
         "counter",
         "executor",
         lambda block: {"": block.idle_ns / 1e9},
-        "Time without any request, which is not in the bubbles",
+        "Time without any request",
     ),
     "sipipe_stage_busy_seconds": Metric(
-        "counter", "stage", Word.BUSY_NS, "Time in which the stage's device did the model's work"
-    ),
-    "sipipe_bubble_seconds": Metric(
-        "counter",
-        "stage",
-        lambda block: {kind: block.words[word] / 1e9 for kind, word in BUBBLES.items()},
-        "Time in which the stage's device waited, by kind",
-        "kind",
+        "counter", "stage", _busy, "Time in which the stage's device did the model's work"
     ),
     "sipipe_stage_microbatches": Metric(
         "counter", "stage", Word.BATCHES, "Microbatches that the stage ran"
     ),
     "sipipe_sampler_seconds": Metric(
-        "counter", "sampler", Word.MAIN_NS, "Time in which the sampler drew tokens"
+        "counter", "sampler", _busy, "Time in which the sampler drew tokens"
     ),
     "sipipe_sampler_sequences": Metric(
         "counter", "sampler", Word.SEQUENCES, "Sequences for which the sampler drew a token"

@@ -55,8 +55,8 @@ COUNTED_PHASES: dict[Role, tuple[Phase, ...]] = {
     "sampler": (Phase.SAMPLE,),
     "executor": (Phase.SCHEDULE, Phase.DISPATCH, Phase.UPDATE),
 }
-"""Phases that keep a process from its next microbatch, at most five of a role: what the number of
-microbatches is chosen by. A stage's preparation is hidden behind them."""
+"""Phases that keep a process from its next microbatch: what the number of microbatches is
+chosen by. A stage's preparation is hidden behind them."""
 
 MAIN_PHASE: dict[Role, Phase] = {
     "stage": Phase.FORWARD,

@@ -11,7 +11,13 @@ import time
 from dataclasses import dataclass
 
 from sipipe.observe.live import Key, LivePage, Word
-from sipipe.observe.phases import MAIN_PHASE, Phase, Role
+from sipipe.observe.phases import DEVICE_PHASES, MAIN_PHASE, Phase, Role
+
+BUSY_PHASES: dict[Role, tuple[Phase, ...]] = {
+    "executor": (),
+    "stage": DEVICE_PHASES,
+    "sampler": (Phase.SAMPLE,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +56,17 @@ class Block:
         going_on = self.now_ns - since if since > words[Word.IDLE_TO] else 0
         return words[Word.IDLE_NS] + max(0, going_on)
 
-    def share(self, word: Word) -> float:
-        """Part of the time, 0 to 1, by which a word of nanoseconds has grown."""
+    @property
+    def busy_ns(self) -> int:
+        """Time in which the process did its part of the model's work."""
+        return sum(self.words[Word.PHASE_NS + phase] for phase in BUSY_PHASES[self.role])
+
+    @property
+    def busy(self) -> float:
+        """Part of the time, 0 to 1, in which it did since the poll before."""
+        grown = sum(self.grown[Word.PHASE_NS + phase] for phase in BUSY_PHASES[self.role])
         # A microbatch that began before the last poll is counted when it ends: never more than all.
-        return min(1.0, max(0.0, self.grown[word] / self.span_ns))
+        return min(1.0, max(0.0, grown / self.span_ns))
 
     def rate(self, word: Word) -> float:
         """Growth of a word a second."""
@@ -65,7 +78,8 @@ class Block:
 
     def main_ns(self, per: Word) -> float:
         """Time in the main phase per batch or per sequence, in ns; 0 where there was none."""
-        return self.per(Word.MAIN_NS, per)
+        grown = self.grown[Word.PHASE_NS + MAIN_PHASE[self.role]]
+        return grown / self.grown[per] if self.grown[per] else 0.0
 
 
 class Poll:

@@ -25,13 +25,10 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from sipipe.ipc.stage_times import PhaseCounter, StageTimes
 from sipipe.messages.boots import Watched
 from sipipe.observe.format import (
     CPU,
@@ -43,23 +40,14 @@ from sipipe.observe.format import (
     TraceError,
     encode_header,
 )
-from sipipe.observe.live import LivePage
-from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Role
+from sipipe.observe.live import LivePage, LiveWriter
+from sipipe.observe.phases import Role
 
 CAPACITY = 1 << 15
 """Records that wait for the disk at most: seconds of the busiest engine."""
 INTERVAL = 0.2
 """Seconds between two spills."""
 _LIMIT = 0xFFFFFFFF
-
-
-class PhaseSink(Protocol):
-    """What takes phases besides the file: the live page, and what counts stage times."""
-
-    def phase(
-        self, phase: int, iteration: int, start_ns: int, end_ns: int, batch: int, tokens: int
-    ) -> None:
-        """Take one phase in; must not block."""
 
 
 def check_directory(directory: str) -> None:
@@ -78,15 +66,19 @@ def _cannot_write(directory: Path | str, error: OSError) -> TraceError:
     )
 
 
+def _nothing(*_: int) -> None:
+    """Counts nothing: there is no statistics page."""
+
+
 class Recorder:
-    """Tells the sinks of each phase, and appends it to a file of the trace directory if there is
+    """Counts each phase on the statistics page, and appends it to a file of the trace directory if there is
     one. Made by :func:`open_recorder`."""
 
     def __init__(
         self,
         header: Header,
         path: Path | None = None,
-        sinks: Sequence[PhaseSink] = (),
+        live: LiveWriter | None = None,
         limit: int | None = None,
     ) -> None:
         """Create ``path`` (it must not exist), write ``header`` and start the spiller.
@@ -96,7 +88,7 @@ class Recorder:
         Raises:
             TraceError: the file cannot be created.
         """
-        self._sinks = tuple(sink.phase for sink in sinks)
+        self._count = live.phase if live else _nothing
         self._path = path
         self._over = path is None  # no file, closed, or the disk is full
         if path is None:
@@ -146,8 +138,7 @@ class Recorder:
             )
         else:
             self._dropped += 1
-        for sink in self._sinks:
-            sink(phase, iteration, start_ns, end_ns, batch, tokens)
+        self._count(phase, iteration, start_ns, end_ns, batch, tokens)
 
     def close(self) -> None:
         """Write what is left and close the file. Idempotent; later records are lost."""
@@ -226,7 +217,7 @@ class Recorder:
 def open_recorder(
     directory: str | os.PathLike[str] | None,
     header: Header,
-    sinks: Sequence[PhaseSink] = (),
+    live: LiveWriter | None = None,
     limit: int | None = None,
 ) -> Recorder:
     """A recorder for this process.
@@ -235,14 +226,14 @@ def open_recorder(
         directory: where the file goes (made where it is missing), or None for no file.
         header: who records, in which pipeline; process, host and times are filled in here.
             ``realtime_ns`` is what to add to this host's wall clock.
-        sinks: what gets each phase too.
+        live: this process's block of the statistics page, which counts each phase too.
         limit: bytes that the file may have with the one before it; None: no limit.
 
     Raises:
         TraceError: the directory cannot be written to.
     """
     if directory is None:
-        return Recorder(header, sinks=sinks)
+        return Recorder(header, live=live)
     header = msgspec.structs.replace(
         header,
         pid=os.getpid(),
@@ -256,7 +247,7 @@ def open_recorder(
     while name.exists():  # the same process opened one before, or a reused process id
         again += 1
         name = path / f"{stem}-{again}{SUFFIX}"
-    return Recorder(header, name, sinks, limit)
+    return Recorder(header, name, live, limit)
 
 
 def record_process(
@@ -264,18 +255,10 @@ def record_process(
 ) -> Recorder:
     """Open the recorder of the executor, or of stage or sampler ``index``.
 
-    A stage's times are its first rank's.
-
     Raises:
-        TraceError, ChannelPeerDied: the engine is gone, or the trace cannot be written.
+        TraceError: the engine is gone, or the trace cannot be written.
     """
-    sinks: list[PhaseSink] = []
-    if watched.live is not None:
-        sinks.append(LivePage.attach(watched.live).writer(role, index, rank))
-    if watched.times is not None and rank == 0:
-        times = StageTimes.attach(watched.times, stages=watched.stages)
-        line = times.line(role, index)
-        sinks.append(PhaseCounter(line, COUNTED_PHASES[role], MAIN_PHASE[role]))
+    live = LivePage.attach(watched.live).writer(role, index, rank) if watched.live else None
     header = Header(
         role=role,
         index=index,
@@ -287,4 +270,4 @@ def record_process(
         model=watched.model,
         realtime_ns=watched.clock_offset_ns,
     )
-    return open_recorder(watched.trace, header, sinks, watched.trace_bytes)
+    return open_recorder(watched.trace, header, live, watched.trace_bytes)

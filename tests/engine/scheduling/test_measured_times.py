@@ -11,8 +11,8 @@ from sipipe.engine.scheduling.concurrency import (
     ConcurrencyController,
     MeasuredTimes,
 )
-from sipipe.ipc.stage_times import PhaseCounter, StageTimes
-from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
+from sipipe.observe.live import LivePage, PageHeader
+from sipipe.observe.phases import Phase
 
 MS = 1_000_000
 
@@ -21,23 +21,20 @@ class Processes:
     """Two stages, two samplers and the executor, each with its end of the shared memory."""
 
     def __init__(self, slots: int = 3) -> None:
-        made = StageTimes.create(stages=2, samplers=2)
-        theirs = StageTimes.attach(made.endpoint, stages=2)
+        self.page = LivePage.create(PageHeader(stages=2, samplers=2))
         controller = ConcurrencyController(stages=2, slots=slots)
-        self.times = MeasuredTimes(controller, made, samplers=2)
+        self.times = MeasuredTimes(controller, self.page, samplers=2)
         self.controller, self.poll = self.times.controller, self.times.poll
-        self.stages = [self._counter(theirs.line("stage", i), "stage") for i in range(2)]
-        self.samplers = [self._counter(theirs.line("sampler", i), "sampler") for i in range(2)]
-        self.executor = self._counter(theirs.line("executor"), "executor")
-
-    @staticmethod
-    def _counter(line, role):
-        return PhaseCounter(line, COUNTED_PHASES[role], MAIN_PHASE[role])
+        self.stages = [self.page.writer("stage", i) for i in range(2)]
+        self.samplers = [self.page.writer("sampler", i) for i in range(2)]
+        self.executor = self.page.writer("executor")
 
 
 @pytest.fixture
 def engine():
-    return Processes()
+    made = Processes()
+    yield made
+    made.page.close()
 
 
 def test_batches_of_decodes_become_points_of_the_regressions(engine):

@@ -25,8 +25,10 @@ Runs on the engine's thread alone, and is not safe for more. It relies on being 
 import dataclasses
 import time
 from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from sipipe.ipc.stage_times import StageTimes, Taken
+from sipipe.observe.live import Key, LivePage, Word
 from sipipe.observe.phases import COUNTED_PHASES, Phase
 
 MEMORY = 0.995
@@ -50,10 +52,7 @@ FORGET = 0.8
 """What is then believed to be left of what it was, as far as one microbatch says anything."""
 ALIKE = 1.5
 """Ratio of two numbers of sequences up to which they are about as many."""
-_ALL = slice(None)
-_HEAD = slice(
-    COUNTED_PHASES["stage"].index(Phase.LOGITS), COUNTED_PHASES["stage"].index(Phase.HANDOVER) + 1
-)
+_HEAD = (Phase.LOGITS, Phase.HANDOVER)
 
 
 @dataclasses.dataclass(slots=True)
@@ -172,19 +171,17 @@ class MeasuredTimes:
 
     Args:
         controller: what is fed.
-        times: what all have taken. The executor counts a batch when its tokens are in.
+        page: what all have taken, of a stage its first rank. The executor counts a batch when its tokens are in.
         samplers: how many there are; they share a batch out and work side by side.
     """
 
-    def __init__(
-        self, controller: ConcurrencyController, times: StageTimes, *, samplers: int
-    ) -> None:
+    def __init__(self, controller: ConcurrencyController, page: LivePage, *, samplers: int) -> None:
         self.controller = controller
-        lines = [times.line("stage", i) for i in range(len(controller.stages))]
-        self._stages = [_Delta(line) for line in lines]
-        self._heads = [_Delta(line, _HEAD) for line in lines]
-        self._samplers = [_Delta(times.line("sampler", i)) for i in range(samplers)]
-        self._executor = _Delta(times.line("executor"))
+        keys: list[Key] = [("stage", i, 0) for i in range(len(controller.stages))]
+        self._stages = [_Delta(page, key) for key in keys]
+        self._heads = [_Delta(page, key, _HEAD) for key in keys]
+        self._samplers = [_Delta(page, ("sampler", i, 0)) for i in range(samplers)]
+        self._executor = _Delta(page, ("executor", 0, 0))
         self._ends: deque[float] = deque(maxlen=controller.slots + 1)
         """When batches came back, one after the other, without prompts, pauses or a change of k."""
         self._formed, self._decodes = controller.formed, True
@@ -221,18 +218,31 @@ class MeasuredTimes:
             self.controller.took(now - self._ends[-1 - formed], sequences / count, formed)
 
 
-class _Delta:
-    """What one process has taken since it was last asked; all phases that count, or some."""
+class Taken(NamedTuple):
+    """What a process took for some batches."""
 
-    def __init__(self, line: memoryview, phases: slice = _ALL) -> None:
-        self._line, self._phases = line, phases
+    batches: int
+    sequences: int
+    tokens: int
+    nanoseconds: int
+
+
+class _Delta:
+    """What one process has taken since it was last asked: in ``phases``, or in all that count."""
+
+    def __init__(self, page: LivePage, key: Key, phases: Sequence[Phase] = ()) -> None:
+        self._words = page.block(key)
+        phases = phases or COUNTED_PHASES[key[0]]
+        self._counted = [int(Word.PHASE_NS + phase) for phase in phases]
         self._before = Taken(0, 0, 0, 0)
 
     def take(self) -> Taken:
         """Batches, sequences, tokens and nanoseconds since the last call; without a batch, the
         time is left for the call that sees one."""
-        now = Taken.of(self._line, self._phases)
-        delta = now - self._before
+        words = self._words
+        batches, sequences, tokens = words[: Word.TOKENS + 1]
+        now = Taken(batches, sequences, tokens, sum([words[word] for word in self._counted]))
+        delta = Taken(*(new - old for new, old in zip(now, self._before, strict=True)))
         if delta.batches:
             self._before = now
         return delta

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.observe.live import BUBBLES
 from sipipe.observe.phases import DEVICE_PHASES, Phase
 from sipipe.tools.report.intervals import NEVER, Array, ByIteration, Intervals
 from sipipe.tools.report.reader import ProcessTrace, Records, Trace
@@ -79,6 +78,7 @@ class Pipeline:
         ]  # fmt: skip
 
 
+BUBBLES = ("load_imbalance", "intra_stage", "inter_stage", "unscheduled")
 WORKING = ("busy", *BUBBLES)
 """What an instant of a stage can be while there are requests."""
 KINDS = (*WORKING, "idle")
