@@ -7,7 +7,6 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from sipipe.cli.parser import (
@@ -24,7 +23,6 @@ from sipipe.cli.plan_tables import print_assumptions, print_tables
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner.calibration import Calibration
-from sipipe.tools.planner.chart import draw
 from sipipe.tools.planner.costs import DatasheetCosts, datasheet_costs
 from sipipe.tools.planner.hardware import (
     Assumed,
@@ -35,7 +33,6 @@ from sipipe.tools.planner.hardware import (
     network,
 )
 from sipipe.tools.planner.models import builtin_models, load_model
-from sipipe.tools.planner.plan import Plan
 from sipipe.tools.planner.report import plan_to_dict
 from sipipe.tools.planner.search import Search
 from sipipe.tools.planner.traces import LoopCheck, calibrate_from_traces
@@ -103,7 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     flag = parser.add_argument_group("output").add_argument
     flag("--json", action="store_true", help="everything as JSON instead of the table")
     flag("--details", action="store_true", help="also memory, communication and bubbles by kind")
-    flag("--plot", metavar="FILE", help="draw throughput and TPOT over (p, t) into an .svg file")
     return parser
 
 
@@ -137,8 +133,6 @@ def main(argv: Sequence[str]) -> int:
         ).plan()
         for workload in workloads
     ]
-    if args.plot is not None:
-        _draw(args.plot, plans[0])
     if args.json:
         found: dict[str, Any] = {plan.workload.sampling: plan_to_dict(plan) for plan in plans}
         if calibration is not None:
@@ -147,8 +141,6 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(found, indent=2))
     else:
         print_tables(plans, calibration, checks, details=args.details)
-        if args.plot is not None:
-            print(f"drawn: {args.plot}")
     return 0 if all(plan.choices for plan in plans) else 1
 
 
@@ -221,16 +213,6 @@ def _workload(args: argparse.Namespace, facts: ModelFacts, sampling: str) -> Wor
             f"model's context length of {facts.context_length:,}"
         )
     return workload
-
-
-def _draw(name: str, plan: Plan) -> None:
-    path = Path(name)
-    if path.suffix.lower() != ".svg":
-        raise ConfigError(f"--plot draws SVG: name the file .svg, not {name!r}")
-    try:
-        path.write_text(draw(plan), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--plot: cannot write {path}: {error.strerror}") from None
 
 
 def _list() -> None:

@@ -41,9 +41,8 @@ def on_host(
         network=network(100),
         cores_per_host=len(cores),
     )
-    costs = datasheet_costs(facts, cluster, workload)
-    choices = Search(costs=costs, workload=workload).plan().choices
-    return [choice for choice in choices if choice.engine.key == OURS]
+    plan = Search(costs=datasheet_costs(facts, cluster, workload), workload=workload).plan()
+    return [choice for choice in plan.choices if choice.engine.key == OURS]
 
 
 def quicker_on_cpus(facts: ModelFacts, stages: int, ranks: int) -> str:

@@ -1,8 +1,9 @@
-"""Costs fitted to what a real run took.
+"""Costs fitted to what a traced run took.
 
-Each phase is fitted on its own, with terms that follow from what the phase does, so that a fit to
-one (p, t) says something about another. What was never observed comes from the data sheets and is
-said; batch sizes outside the observed range are refused unless asked for.
+Each phase is fitted on its own, as a sum of terms with a physical meaning (per call, per sequence,
+per product, ...), so that a fit to one (p, t) says something about another. No term can save time:
+coefficients are zero or more. What was never observed comes from the data sheets and is said; batch
+sizes outside the observed range are refused unless asked for.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sipipe.engine.layers.facts import ModelFacts
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, ResourceError
 from sipipe.tools.planner.communication import all_reduce_seconds
 from sipipe.tools.planner.costs import DatasheetCosts
-from sipipe.tools.planner.fit import Fit, Terms, fit_robustly, group_means
 from sipipe.tools.planner.hardware import Cluster, Engine
 from sipipe.tools.planner.placement import Stage, place
 from sipipe.tools.planner.workload import Microbatch
@@ -27,26 +27,23 @@ _MARGIN = 1.1
 """How far outside the observed range is still inside."""
 _FEWEST = 8
 """Observations below which a phase is not fitted."""
-_SHARED = ("forward", "logits")
-"""Phases that do not depend on the engine."""
 _EXPECTED = ("logits", "sipipe: prepare", "sipipe: sample", "sipipe: schedule")
 """Phases beside the forward whose absence from a trace is worth a note."""
+Terms = dict[str, float]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """One recorded phase of one iteration."""
 
     stage: int
     """Stage index; -1 for the executor and for samplers."""
     phase: str
-    """Lower-case name of the phase: forward, logits, prepare, send, handover, schedule, dispatch,
-    update, ``sample`` (a sampler's share), ``device_sample`` (a stage that samples itself), or
-    ``turnaround`` (a stage's time between two microbatches when nothing is missing)."""
+    """Lower-case name of the phase; of sampling ``sample`` (a sampler's share) or
+    ``device_sample`` (a stage that samples itself). ``turnaround``: a stage's time between two
+    microbatches when nothing is missing."""
     batch: int
     """Sequences; for ``sample`` those of this sampler."""
     tokens: int
-    """Tokens computed."""
     seconds: float
 
 
@@ -67,27 +64,89 @@ class Run:
     """Each stage's part of the output projection; empty: the last stage has it."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """One phase's fitted terms and how well they describe what was observed."""
+
+    phase: str
+    coefficients: Terms
+    """Seconds per unit of each term."""
+    count: int
+    """Records used; others took three times the median of their like: a compilation, not a cost."""
+    mean_seconds: float
+    median_error: float
+    """Median relative error over records, and its 90th percentile."""
+    high_error: float
+    batch_range: tuple[float, float]
+    tokens_range: tuple[float, float]
+
+    def parts(self, terms: Terms) -> Terms:
+        """The seconds that each of ``terms`` takes."""
+        return {name: self.coefficients[name] * value for name, value in terms.items()}
+
+
+def usual(seconds: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """``seconds`` without those over three times their median: something else's doing."""
+    found = np.asarray(seconds, dtype=np.float64)
+    return found[found <= 3.0 * np.median(found)]
+
+
+def _fit(phase: str, rows: list[tuple[Terms, Observation]]) -> Fit:
+    """Coefficients of zero or more with the least squares of relative errors.
+
+    Raises:
+        ResourceError: scipy is not installed.
+    """
+    try:
+        from scipy.optimize import nnls
+    except ImportError:
+        raise ResourceError(
+            "plan --calibrate fits with scipy, which is not installed: pip install 'sipipe[plan]'"
+        ) from None
+    groups: dict[tuple[float, ...], list[float]] = {}
+    for terms, seen in rows:
+        groups.setdefault(tuple(terms.values()), []).append(seen.seconds)
+    kept = [usual(values) for values in groups.values()]
+    means, counts = np.array([k.mean() for k in kept]), np.array([len(k) for k in kept])
+    matrix, weights = np.array(list(groups)), np.sqrt(counts)
+    scaled = matrix * (weights / means)[:, None]
+    spread = scaled.max(axis=0)
+    spread[spread == 0.0] = 1.0  # a term that no record has gets no coefficient
+    coefficients = nnls(scaled / spread, weights)[0] / spread
+    errors = np.repeat(np.abs(matrix @ coefficients / means - 1.0), counts)
+    batches, tokens = ([float(seen[i]) for _, seen in rows] for i in (2, 3))
+    return Fit(
+        phase=phase,
+        coefficients=dict(zip(rows[0][0], coefficients.tolist(), strict=True)),
+        count=int(counts.sum()),
+        mean_seconds=float(np.average(means, weights=counts)),
+        median_error=float(np.quantile(errors, 0.5)),
+        high_error=float(np.quantile(errors, 0.9)),
+        batch_range=(min(batches), max(batches)),
+        tokens_range=(min(tokens), max(tokens)),
+    )
+
+
 def _forward_terms(
     facts: ModelFacts, cluster: Cluster, stage: Stage, tokens: float, cores: int
 ) -> Terms:
-    active = sum(_active(facts, layer) for layer in stage.layer_range) / stage.t
+    def active(layer: int) -> float:
+        """Weights of a layer that one token meets."""
+        parameters = facts.layer_parameters(layer)
+        if layer in facts.sparse_layers and facts.moe is not None:
+            parameters -= facts.moe.parameters - facts.moe.active_parameters
+        return float(parameters)
+
+    weights = sum(active(layer) for layer in stage.layer_range) / stage.t
     size = tokens * facts.hidden * facts.activation_bytes
     return {
         "layers": float(stage.layers),
         # Where caches are large enough to keep a stage's weights, the vocabulary projection
         # evicts them: a stage that has it reads its layers from memory every time.
         "layers beside a head": float(stage.layers if stage.head else 0),
-        "products": 2.0 * active * tokens / cores,
+        "products": 2.0 * weights * tokens / cores,
         "all-reduce": 2 * stage.layers * all_reduce_seconds(cluster, stage, size),
     }
-
-
-def _active(facts: ModelFacts, layer: int) -> float:
-    """Weights of a layer that one token meets."""
-    parameters = facts.layer_parameters(layer)
-    if layer in facts.sparse_layers and facts.moe is not None:
-        parameters -= facts.moe.parameters - facts.moe.active_parameters
-    return float(parameters)
 
 
 def _terms(
@@ -113,25 +172,21 @@ def _terms(
 
 
 def _key(engine: str, phase: str) -> str:
-    return phase if phase in _SHARED else f"{engine}: {phase}"
+    return phase if phase in ("forward", "logits") else f"{engine}: {phase}"
 
 
 def calibrate(sheet: DatasheetCosts, runs: Sequence[Run]) -> Calibration:
-    """Fit every observed phase.
-
-    Args:
-        sheet: the data-sheet costs that stand in for what no run observed.
-        runs: one or more runs of ``sheet.facts``.
+    """Fit every phase that one or more ``runs`` of ``sheet.facts`` observed; for the others
+    ``sheet`` stands in.
 
     Raises:
         ConfigError: no forward was observed, or a run's stages do not suit the model.
         ResourceError: scipy is not installed.
     """
-    facts = sheet.facts
+    facts, per_host = sheet.facts, sheet.cluster.devices_per_host
     rows: dict[str, list[tuple[Terms, Observation]]] = {}
     for run in runs:
         _check_model(facts, run)
-        per_host = sheet.cluster.devices_per_host
         stages = place(facts.layers, run.p, run.t, per_host, run.layers, run.heads).stages
         for seen in run.observations:
             found: Terms | None
@@ -166,32 +221,6 @@ def _check_model(facts: ModelFacts, run: Run) -> None:
     else:
         return
     raise ConfigError(f"--calibrate: {wrong}; is it a trace of this model?")
-
-
-def _fit(key: str, rows: list[tuple[Terms, Observation]]) -> Fit:
-    """Fit to all; the errors are those on one half of a fit to the other."""
-    values = [tuple(terms.values()) for terms, _ in rows]
-    seconds = np.asarray([seen.seconds for _, seen in rows])
-    matrix, means, counts, dropped = group_means(values, seconds)
-    coefficients = fit_robustly(matrix, means, counts)
-    # Relative errors of the odd records' group means, predicted from the even records.
-    even_matrix, even_means, even_counts, _ = group_means(values[::2], seconds[::2])
-    odd_matrix, odd_means, odd_counts, _ = group_means(values[1::2], seconds[1::2])
-    predicted = odd_matrix @ fit_robustly(even_matrix, even_means, even_counts)
-    errors = np.repeat(np.abs(predicted / odd_means - 1.0), odd_counts.astype(int))
-    batches = [float(seen.batch) for _, seen in rows]
-    tokens = [float(seen.tokens) for _, seen in rows]
-    return Fit(
-        phase=key,
-        coefficients=dict(zip(rows[0][0], coefficients.tolist(), strict=True)),
-        count=len(rows) - dropped,
-        dropped=dropped,
-        mean_seconds=float(np.average(means, weights=counts)),
-        median_error=float(np.quantile(errors, 0.5)),
-        high_error=float(np.quantile(errors, 0.9)),
-        batch_range=(min(batches), max(batches)),
-        tokens_range=(min(tokens), max(tokens)),
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,8 +301,7 @@ class Calibration(DatasheetCosts):
 
     def outside(self, t: int, work: Microbatch) -> tuple[str, ...]:
         """Why the prediction would leave what was observed; empty: it does not."""
-        found = []
-        forward = self.fits["forward"]
+        forward, found = self.fits["forward"], []
         for name, value, (low, high) in (
             ("sequences", work.batch, forward.batch_range),
             ("tokens", work.tokens, forward.tokens_range),
@@ -291,18 +319,15 @@ class Calibration(DatasheetCosts):
         if (p, t) not in self.degrees:
             seen = ", ".join(f"P{a}T{b}" for a, b in sorted(self.degrees))
             found.append(f"P{p}T{t} itself was not run ({seen} was): carried over by the model")
-        missing = [phase for phase in _EXPECTED if phase not in self.fits]
-        if missing:
+        if missing := [phase for phase in _EXPECTED if phase not in self.fits]:
             found.append(f"from data sheets, not in the trace: {', '.join(missing)}")
         found.append("the trace has no context lengths: valid for lengths like the traced ones")
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
         """Fits and errors, JSON-ready."""
-        return {
-            "degrees": sorted([p, t] for p, t in self.degrees),
-            "fits": {
-                key: {**dataclasses.asdict(fit), "terms": list(fit.coefficients)}
-                for key, fit in self.fits.items()
-            },
+        fits = {
+            key: {**dataclasses.asdict(fit), "terms": list(fit.coefficients)}
+            for key, fit in self.fits.items()
         }
+        return {"degrees": sorted([p, t] for p, t in self.degrees), "fits": fits}

@@ -1,54 +1,38 @@
-"""Time and volume of what travels between devices.
-
-Derivations and the comparison with the paper are in docs/planner.md, sections 5 and 8.
-"""
+"""Time and volume of what travels between devices (docs/planner.md, sections 5 and 8)."""
 
 import math
 
-from sipipe.tools.planner.hardware import Cluster, Link, Network
+from sipipe.tools.planner.hardware import Cluster
 from sipipe.tools.planner.placement import Stage
 
 _MICRO = 1e-6
 
 
-def _inside(link: Link, size: float, ranks: int) -> float:
-    """Seconds of an all-reduce among the devices of one host."""
-    share = 2 * (ranks - 1) / ranks
-    ring = link.step_us * _MICRO * math.log2(ranks) + share * size / link.bytes_per_second
-    if not link.small_us:
-        return ring
-    return min(ring, link.small_us * _MICRO + share * size / (link.small_gbs * 1e9))
+def all_reduce_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
+    """One all-reduce of ``size`` bytes among the ranks of a stage; 0 for one rank.
 
-
-def _between(link: Link, network: Network, size: float, ranks: int, hosts: int) -> float:
-    """Seconds of an all-reduce among devices of several hosts.
-
-    A ring enters and leaves every host once, and all its rings share the host's adapters, so the
-    adapters carry the volume that a single device of the ring carries.
+    Between hosts a ring enters and leaves every host once, and all its rings share the host's
+    adapters, so the adapters carry the volume that a single device of the ring carries.
     """
-    local = link.step_us * _MICRO * math.log2(max(1.0, ranks / hosts))
-    moved = 2 * (ranks - 1) / ranks * size
+    ranks, hosts, link, network = stage.t, stage.hosts, cluster.device.link, cluster.network
+    if ranks == 1:
+        return 0.0
+    share = 2 * (ranks - 1) / ranks
+    if hosts == 1:
+        ring = link.step_us * _MICRO * math.log2(ranks) + share * size / link.bytes_per_second
+        if not link.small_us:
+            return ring
+        return min(ring, link.small_us * _MICRO + share * size / (link.small_gbs * 1e9))
     protocols = (
         (network.step_us, network.efficiency),
         (network.small_step_us, network.small_efficiency),
     )
-    return local + min(
+    moved = share * size
+    return link.step_us * _MICRO * math.log2(max(1.0, ranks / hosts)) + min(
         step_us * _MICRO * math.log2(hosts)
-        + max(
-            moved / link.bytes_per_second,
-            moved / (network.peak_bytes_per_second * efficiency),
-        )
+        + max(moved / link.bytes_per_second, moved / (network.peak_bytes_per_second * efficiency))
         for step_us, efficiency in protocols
     )
-
-
-def all_reduce_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
-    """One all-reduce of ``size`` bytes among the ranks of a stage; 0 for one rank."""
-    if stage.t == 1:
-        return 0.0
-    if stage.hosts == 1:
-        return _inside(cluster.device.link, size, stage.t)
-    return _between(cluster.device.link, cluster.network, size, stage.t, stage.hosts)
 
 
 def hop_seconds(cluster: Cluster, stage: Stage, size: float) -> float:

@@ -1,10 +1,13 @@
-"""Devices, links, networks, engines: the numbers of ``hardware.toml``, each with its source."""
+"""Devices, links, networks, engines: the numbers of ``hardware.toml``, each with its source.
+
+The comments of that file say what the fields are.
+"""
 
 import dataclasses
 import functools
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -13,6 +16,7 @@ import psutil
 from sipipe.errors import ConfigError
 
 _GIB = float(1 << 30)
+_KINDS = ("device", "link", "sampling", "engine")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +30,7 @@ class Link:
     step_us: float
     hop_us: float
     small_us: float = 0.0
-    """Latency of the one-kernel all-reduce for small messages; 0: there is none."""
     small_gbs: float = 0.0
-    """Its bus bandwidth."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -65,12 +67,9 @@ class Device:
     bf16_tflops: float
     link: Link
     host_link: Link
-    """To its host's memory: how logits reach CPU samplers."""
     kind: Literal["gpu", "cpu"] = "gpu"
     cores: int = 0
-    """CPU sockets: physical cores."""
     fp8_tflops: float = 0.0
-    """0: there are no FP8 units, and weights are widened to BF16."""
     fp4_tflops: float = 0.0
 
     @property
@@ -90,9 +89,7 @@ class Efficiency:
     memory: float
     compute: float
     compute_narrow: float
-    """Of products of 8 and 4 bits, where the device has units for them."""
     sharpness: float
-    """Exponent of the soft roofline; larger is closer to the maximum of the two."""
     layer_us: float
     moe_us: float
     mla_us: float
@@ -101,23 +98,18 @@ class Efficiency:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Cost of drawing one token, per logit."""
+    """Cost of drawing one token, per logit; of SiPipe's kernels also the memory traffic."""
 
     device_bytes: float
-    """Memory traffic of vLLM's sampler on the device, bytes."""
     vllm_core_ns: float
-    """vLLM's sampler on one core of a CPU device, ns."""
     core_ns: float
-    """SiPipe's kernel on one core, ns."""
     host_bytes: float
-    """Memory traffic of SiPipe's kernel, bytes."""
     host_gbs: float
-    """Memory bandwidth that all samplers of a host share, GB/s."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What an engine adds to the model's own work; see the comments in ``hardware.toml``."""
+    """What an engine adds to the model's own work."""
 
     key: str
     name: str
@@ -138,14 +130,13 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal hosts, filled with equal devices."""
+    """Equal hosts, filled with equal devices. ``cores_per_host`` are all of a host's."""
 
     device: Device
     hosts: int
     devices_per_host: int
     network: Network
     cores_per_host: int
-    """CPU cores of one host, all of them."""
 
     @property
     def devices(self) -> int:
@@ -168,83 +159,91 @@ class Assumed:
     given: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What the user says, by names of :func:`assumptions`: has no range."""
 
-    def values(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """``entry`` with every ``[value, source, ...]`` reduced to its value."""
+    def values(self, part: str) -> dict[str, Any]:
+        """A part of the table with every ``[value, source, ...]`` reduced to its value."""
         place = {"stated": 0, "quickest": 2, "slowest": 3}[self.case]
-
-        def value(field: str, found: Any) -> Any:
-            if not isinstance(found, list):
-                return found
-            return self.given.get(f"{name}.{field}", found[place if len(found) > 2 else 0])
-
-        return {field: value(field, found) for field, found in entry.items()}
+        return {
+            field: self.given.get(f"{part}.{field}", found[place if len(found) > 2 else 0])
+            if isinstance(found, list)
+            else found
+            for field, found in _parts()[part].items()
+        }
 
 
 STATED = Assumed()
 
 
 @functools.cache
-def _table() -> Mapping[str, Any]:
-    """``hardware.toml`` by kind and name.
+def _parts() -> dict[str, dict[str, Any]]:
+    """``hardware.toml`` by part, such as ``efficiency`` and ``device.h100``.
 
     An entry that is ``like`` another one, which stands before it, has that one's values but for
     those of its own.
     """
-    table: dict[str, Any] = tomllib.loads(
-        files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8")
-    )
-    for kind in ("device", "link", "engine"):
-        for key, entry in table[kind].items():
-            base = table[kind].get(entry.pop("like", None), {})
-            table[kind][key] = {**base, **entry}
-    return table
+    text = files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8")
+    found: dict[str, dict[str, Any]] = {}
+    for part, entry in tomllib.loads(text).items():
+        if part in _KINDS:
+            for key, one in entry.items():
+                base = found.get(f"{part}.{one.pop('like', None)}", {})
+                found[f"{part}.{key}"] = {**base, **one}
+        else:
+            found[part] = entry
+    return found
+
+
+def _numbers(parts: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """The numbers of parts of the table, by name: value, source, and the ends of a range."""
+    for part, entry in parts.items():
+        for field, found in entry.items():
+            if isinstance(found, list):
+                yield f"{part}.{field}", found
 
 
 def assumptions() -> dict[str, tuple[float, float, float, str]]:
     """What :attr:`Assumed.given` may name: value, quickest, slowest, source."""
-    table = _table()
-    parts = {kind: table[kind] for kind in ("efficiency", "loop", "sampling-host", "network")}
-    for kind in ("sampling", "engine", "device", "link"):
-        parts |= {f"{kind}.{key}": entry for key, entry in table[kind].items()}
+    order = ("efficiency", "loop", "sampling-host", "network", "sampling.", "engine.", "device.")
+    parts = {
+        name: entry
+        for start in (*order, "link.")
+        for name, entry in _parts().items()
+        if name == start or (start.endswith(".") and name.startswith(start))
+    }
     return {
-        f"{part}.{field}": (found[0], found[2], found[3], found[1])
-        for part, entry in parts.items()
-        for field, found in entry.items()
-        if isinstance(found, list) and len(found) > 2
+        name: (found[0], found[2], found[3], found[1])
+        for name, found in _numbers(parts)
+        if found[2:]
     }
 
 
 def sources(key: str) -> dict[str, str]:
     """Where the numbers of device ``key``, its links, the network and the efficiencies are from, by name."""
-    table = _table()
-    device = table["device"][key.lower()]
-    parts = {part: table[part] for part in ("efficiency", "network")}
-    parts[f"device.{key.lower()}"] = device
-    for side in ("link", "host_link"):
-        if side in device:
-            parts[f"link.{device[side]}"] = table["link"][device[side]]
-    return {
-        f"{part}.{field}": f"{value[0]:g}: {value[1]}"
-        for part, entry in parts.items()
-        for field, value in entry.items()
-        if isinstance(value, list)
-    }
+    own = _parts()[f"device.{key.lower()}"]
+    links = [f"link.{own[side]}" for side in ("link", "host_link") if side in own]
+    names = ("efficiency", "network", f"device.{key.lower()}", *links)
+    parts = {name: _parts()[name] for name in names}
+    return {name: f"{found[0]:g}: {found[1]}" for name, found in _numbers(parts)}
 
 
 def devices() -> tuple[str, ...]:
     """Names that :func:`device` takes."""
-    return tuple(_table()["device"])
+    return _keys("device")
 
 
-def _pick(option: str, what: str, key: str) -> Mapping[str, Any]:
-    table: Mapping[str, Mapping[str, Any]] = _table()[what]
-    if key.lower() not in table:
-        raise ConfigError(f"{option}: unknown {what} {key!r} (known: {', '.join(table)})")
-    return table[key.lower()]
+def _keys(kind: str) -> tuple[str, ...]:
+    return tuple(name[len(kind) + 1 :] for name in _parts() if name.startswith(f"{kind}."))
+
+
+def _pick(option: str, kind: str, key: str, assumed: Assumed) -> dict[str, Any]:
+    """The values of one device, engine or way of sampling."""
+    if key.lower() not in _keys(kind):
+        known = ", ".join(_keys(kind))
+        raise ConfigError(f"{option}: unknown {kind} {key!r} (known: {known})")
+    return assumed.values(f"{kind}.{key.lower()}")
 
 
 def _link(key: str, assumed: Assumed) -> Link:
-    return Link(**assumed.values(f"link.{key}", _table()["link"][key]), key=key)
+    return Link(**assumed.values(f"link.{key}"), key=key)
 
 
 def device(
@@ -258,8 +257,7 @@ def device(
     Raises:
         ConfigError: an unknown name.
     """
-    found, key = _pick("--gpu", "device", key), key.lower()
-    entry = assumed.values(f"device.{key}", found)
+    entry, key = _pick("--gpu", "device", key, assumed), key.lower()
     if key == "cpu":
         cores = len(os.sched_getaffinity(0))
         entry["cores"] = max(1, cores // parts)
@@ -276,47 +274,41 @@ def device(
 
 def network(gigabits: float, adapters: int = 1, assumed: Assumed = STATED) -> Network:
     """``adapters`` network adapters of ``gigabits`` Gb/s in each host."""
-    values = assumed.values("network", _table()["network"])
-    return Network(**values, gigabits=gigabits, adapters=adapters)
+    return Network(**assumed.values("network"), gigabits=gigabits, adapters=adapters)
 
 
 def at_end(cluster: Cluster, assumed: Assumed) -> Cluster:
     """``cluster``, built with what ``assumed`` gives, at that end of what is assumed of its links,
     its network and its devices."""
     found, between = cluster.device, cluster.network
-    name, entry = f"device.{found.key}", _table()["device"][found.key]
-    ranged = {
-        field: value for field, value in entry.items() if isinstance(value, list) and value[2:]
+    part = f"device.{found.key}"
+    stated = dataclasses.replace(assumed, case="stated").values(part)
+    changed: dict[str, Any] = {  # a device's may be a part of what the table states
+        field: getattr(found, field) * assumed.values(part)[field] / stated[field]
+        for field, value in _parts()[part].items()
+        if isinstance(value, list) and value[2:]
     }
-    stated = dataclasses.replace(assumed, case="stated").values(name, ranged)
-    own = {  # a device's may be a part of what the table states
-        field: getattr(found, field) * value / stated[field]
-        for field, value in assumed.values(name, ranged).items()
-    }
+    for side in ("link", "host_link"):
+        changed[side] = _link(getattr(found, side).key, assumed)
     return dataclasses.replace(
         cluster,
-        device=dataclasses.replace(
-            found,
-            link=_link(found.link.key, assumed),
-            host_link=_link(found.host_link.key, assumed),
-            **own,
-        ),
+        device=dataclasses.replace(found, **changed),
         network=network(between.gigabits, between.adapters, assumed),
     )
 
 
 def efficiency(assumed: Assumed = STATED) -> Efficiency:
     """What kernels reach of a device's peak."""
-    return Efficiency(**assumed.values("efficiency", _table()["efficiency"]))
+    return Efficiency(**assumed.values("efficiency"))
 
 
 def engine(key: str, assumed: Assumed = STATED) -> Engine:
     """An engine by name; ConfigError for an unknown one."""
-    own = assumed.values(f"engine.{key.lower()}", _pick("--baseline", "engine", key))
-    return Engine(**own, **assumed.values("loop", _table()["loop"]), key=key.lower())
+    own = _pick("--baseline", "engine", key, assumed)
+    return Engine(**own, **assumed.values("loop"), key=key.lower())
 
 
 def sampling(key: str, assumed: Assumed = STATED) -> Sampling:
     """The cost of one combination of sampling parameters; ConfigError for an unknown one."""
-    own = assumed.values(f"sampling.{key.lower()}", _pick("--sampling", "sampling", key))
-    return Sampling(**own, **assumed.values("sampling-host", _table()["sampling-host"]))
+    own = _pick("--sampling", "sampling", key, assumed)
+    return Sampling(**own, **assumed.values("sampling-host"))

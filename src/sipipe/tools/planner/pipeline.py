@@ -22,9 +22,7 @@ _EXPECTED_MAXIMUM = (
     *(0.0, 0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424),
     *(1.485, 1.539, 1.586, 1.629, 1.668, 1.703, 1.736, 1.766),
 )
-
-_SLOWEST = "slowest stage"
-_ROUND_TRIP = "round trip"
+_SLOWEST, _ROUND_TRIP = "slowest stage", "round trip"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +46,8 @@ class StageTime:
     @property
     def parts(self) -> dict[str, float]:
         """Everything, by cause as the tables name it."""
-        return {
-            **self.forward,
-            "preparation": self.preparation,
-            "hand-over": self.transfer,
-            "device sampling": self.sampling,
-        }
+        more = {"preparation": self.preparation, "hand-over": self.transfer}
+        return {**self.forward, **more, "device sampling": self.sampling}
 
     @property
     def occupancy(self) -> float:
@@ -70,8 +64,6 @@ class Iteration:
     stages: tuple[StageTime, ...]
     period: float
     """Seconds between two microbatches."""
-    round_trip: float
-    """Seconds from a microbatch's scheduling to its next, were it alone."""
     stations: dict[str, float]
     """Each bound of the period, by name."""
     bubbles: dict[str, float]
@@ -98,10 +90,8 @@ class Iteration:
         if name == _SLOWEST:
             parts = max(self.stages, key=lambda time: time.occupancy).parts
         elif name == _ROUND_TRIP:
-            parts = {
-                cause: sum(time.parts[cause] for time in self.stages)
-                for cause in self.stages[0].parts
-            }
+            of_stages = [time.parts for time in self.stages]
+            parts = {cause: sum(each[cause] for each in of_stages) for cause in of_stages[0]}
             ends = (_SLOWEST, _ROUND_TRIP)
             parts |= {key: value for key, value in self.stations.items() if key not in ends}
         else:
@@ -128,8 +118,7 @@ def iterate(
         inflight: microbatches in the loop, 1 or more; fewer than stages leaves stages idle.
         samplers: CPU cores that draw tokens; ignored where the engine samples on the device.
     """
-    on_device = engine.sampling == "device"
-    last = placement.stages[-1]
+    on_device, last = engine.sampling == "device", placement.stages[-1]
     hops = [costs.hop(stage, work) for stage in placement.stages]
     preparations = [costs.preparation(engine, stage, work) for stage in placement.stages]
     prepared = max(preparations)
@@ -138,13 +127,12 @@ def iterate(
     for stage in placement.stages:
         forward = costs.forward(stage, work, gather=on_device and stage.t > 1)
         moved = hops[stage.index] + (hops[stage.index - 1] if stage.index else 0.0)
+        handing = costs.transfer(engine, stage, work) + engine.blocking * moved
         stages.append(
             StageTime(
                 forward=forward,
                 preparation=engine.exposed * preparations[stage.index],
-                transfer=costs.transfer(engine, stage, work)
-                + engine.blocking * moved
-                + waiting * sum(forward.values()),
+                transfer=handing + waiting * sum(forward.values()),
                 sampling=costs.device_sampling(work) if on_device and stage is last else 0.0,
             )
         )
@@ -160,9 +148,8 @@ def iterate(
     if engine.exposed < 1.0:
         stations["preparation"] = prepared
     if not on_device:
-        stations["logits copy"] = max(
-            costs.logits_copy(stage, work) for stage in placement.stages if stage.head
-        )
+        copies = (costs.logits_copy(stage, work) for stage in placement.stages if stage.head)
+        stations["logits copy"] = max(copies)
         stations["CPU sampling"] = costs.host_sampling(work, samplers)
         round_trip += stations["logits copy"] + stations["CPU sampling"]
     cores, each = costs.shared_cores()
@@ -181,7 +168,6 @@ def iterate(
         microbatch=work,
         stages=tuple(stages),
         period=period,
-        round_trip=round_trip,
         stations=stations,
         bubbles={
             "load_imbalance": scale * sum(slowest - s.occupancy + s.sampling for s in stages),

@@ -15,8 +15,7 @@ from sipipe.engine.layers.facts import ModelFacts
 class Stage:
     index: int
     stages: int
-    first_layer: int
-    layers: int
+    layer_range: range
     t: int
     hosts: int
     """Hosts that its ``t`` ranks lie on."""
@@ -24,6 +23,10 @@ class Stage:
     """Whether the hop to the next stage leaves the host."""
     head: float
     """What part of the output projection's columns it multiplies by."""
+
+    @property
+    def layers(self) -> int:
+        return len(self.layer_range)
 
     @property
     def is_first(self) -> bool:
@@ -34,10 +37,6 @@ class Stage:
     def is_last(self) -> bool:
         """Holds the output projection as it was loaded."""
         return self.index == self.stages - 1
-
-    @property
-    def layer_range(self) -> range:
-        return range(self.first_layer, self.first_layer + self.layers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,21 +71,18 @@ def place(
     """
     assert 1 <= p <= layers
     assert t >= 1
-    stages = []
+    stages: list[Stage] = []
     first = 0
     for index, count in enumerate(cut or layer_split(layers, p)):
-        ranks = range(index * t, (index + 1) * t)
-        begin, end = ranks[0] // devices_per_host, ranks[-1] // devices_per_host
-        following = (index + 1) * t // devices_per_host
+        begin, end = (rank // devices_per_host for rank in (index * t, (index + 1) * t - 1))
         stages.append(
             Stage(
                 index=index,
                 stages=p,
-                first_layer=first,
-                layers=count,
+                layer_range=range(first, first + count),
                 t=t,
                 hosts=end - begin + 1,
-                crosses=index < p - 1 and following != begin,
+                crosses=index < p - 1 and (index + 1) * t // devices_per_host != begin,
                 head=heads[index] if heads else float(index == p - 1),
             )
         )
@@ -115,13 +111,13 @@ class Memory:
 def weight_bytes(facts: ModelFacts, stage: Stage) -> float:
     """Weights on one device of ``stage``."""
     layers = sum(facts.layer_parameters(layer) for layer in stage.layer_range)
-    total = layers * facts.weight_bytes
     ends: float = int(stage.is_first) + int(stage.is_last)
     if facts.tied_embeddings:
         ends = min(1, ends)
     if stage.head != stage.is_last:  # shared out: each part is a copy
         ends += stage.head
-    return (total + ends * facts.embedding_parameters * facts.activation_bytes) / stage.t
+    embeddings = ends * facts.embedding_parameters * facts.activation_bytes
+    return (layers * facts.weight_bytes + embeddings) / stage.t
 
 
 def kv_bytes_per_token(facts: ModelFacts, element_bytes: float | None = None) -> float:

@@ -1,6 +1,7 @@
 """What a search has found: engines on pipeline and tensor degrees, ranked, and why others cannot."""
 
 import dataclasses
+from typing import NamedTuple
 
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.tools.planner.hardware import Cluster, Engine
@@ -12,8 +13,7 @@ OURS = "sipipe"
 """SiPipe's key among engines."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class End(NamedTuple):
     """A choice with every assumed input at one end of its range: with as many sequences, or as many
     as the KV cache then holds, whichever is farther from the choice."""
 
@@ -83,8 +83,7 @@ class Choice:
         return self.iteration.delay
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
+class Rejected(NamedTuple):
     """An engine that cannot on a (p, t), and why."""
 
     engine: str
@@ -93,13 +92,12 @@ class Rejected:
     reason: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
-    """SiPipe's fastest choice over the other engine's: throughputs divided."""
+class Gain(NamedTuple):
+    """SiPipe's fastest choice over the other engine's: throughputs divided; at the ends with one
+    side's own assumed inputs at their slowest and the other's at their quickest."""
 
     stated: float
     low: float
-    """With SiPipe's own assumed inputs at their slowest, the other engine's at their quickest."""
     high: float
 
 

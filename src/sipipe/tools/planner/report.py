@@ -1,6 +1,5 @@
 """A plan as JSON-ready values, and as the commands that start it."""
 
-import dataclasses
 import math
 import shlex
 from typing import Any
@@ -21,15 +20,8 @@ def serve_commands(plan: Plan, choice: Choice) -> list[str]:
     ours = choice.engine.key == OURS
     quantize = gpu and workload.weight_bits == 8
     name = facts.name if quantize or workload.weight_bits is None else "CHECKPOINT"
-    words = [
-        "sipipe" if ours else "vllm",
-        "serve",
-        name,
-        "-pp",
-        str(choice.p),
-        "-tp",
-        str(choice.t),
-    ]
+    words = ["sipipe" if ours else "vllm", "serve", name]
+    words += ["-pp", str(choice.p), "-tp", str(choice.t)]
     if quantize:
         words += ["--quantization", "fp8"]
     if ours:
@@ -110,8 +102,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             **_fields(workload, "sampling", "max_num_seqs", "max_num_batched_tokens"),
         },
         "choices": [_choice(plan, choice) for choice in plan.choices],
-        "rejected": [dataclasses.asdict(reject) for reject in plan.rejected],
-        "gain": dataclasses.asdict(plan.gain) if plan.gain else None,
+        "rejected": [reject._asdict() for reject in plan.rejected],
+        "gain": plan.gain._asdict() if plan.gain else None,
         "serve": serve_commands(plan, plan.best) if plan.best else [],
         "notes": notes(plan, plan.best) if plan.best else [],
     }

@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.cut import cut_layers, layer_split, share_projection
@@ -16,7 +16,7 @@ from sipipe.tools.planner.hardware import Assumed, Case, Engine
 from sipipe.tools.planner.pipeline import Iteration, iterate
 from sipipe.tools.planner.placement import Memory, Placement, place
 from sipipe.tools.planner.plan import OURS, Choice, End, Gain, Plan, Rejected
-from sipipe.tools.planner.workload import Microbatch, Workload
+from sipipe.tools.planner.workload import Workload
 
 _KV = "KV capacity"
 
@@ -64,14 +64,11 @@ class Search:
         choices, rejected = [], []
         for key in (OURS, self.baseline or usual):
             engine = hardware.engine(key, Assumed(given=self.given))
-            for p in range(1, cluster.devices + 1):
-                t, rest = divmod(cluster.devices, p)
-                if rest:
-                    continue
+            for p in (p for p in range(1, cluster.devices + 1) if cluster.devices % p == 0):
                 try:
-                    choices.append(self.consider(engine, p, t))
+                    choices.append(self._best(engine, p, cluster.devices // p))
                 except _RuledOutError as reason:
-                    rejected.append(Rejected(engine=key, p=p, t=t, reason=str(reason)))
+                    rejected.append(Rejected(key, p, cluster.devices // p, str(reason)))
         choices.sort(key=lambda choice: (-choice.throughput, choice.tpot))
         plan = Plan(
             facts=self.costs.facts,
@@ -83,128 +80,60 @@ class Search:
         )
         return dataclasses.replace(plan, gain=self._gain(plan.fastest(True), plan.fastest(False)))
 
-    def consider(self, engine: Engine, p: int, t: int) -> Choice:
+    def _best(self, engine: Engine, p: int, t: int) -> Choice:
         """The best deployment of ``engine`` with ``p`` stages of ``t`` ranks.
 
         Raises:
             _RuledOutError: there is none.
         """
-        facts, cluster = self.costs.facts, self.costs.cluster
+        facts, cluster, ours = self.costs.facts, self.costs.cluster, engine.key == OURS
+        per_host, device = cluster.devices_per_host, cluster.device
         if reason := _indivisible(facts, p, t):
             raise _RuledOutError(reason)
-        per_host = cluster.devices_per_host
-        if engine.key == OURS and per_host % t:
+        if ours and per_host % t:
             raise _RuledOutError(
                 f"SiPipe keeps the {t} ranks of a stage on one host, which has {per_host} devices"
             )
         even = cut = layer_split(facts.layers, p)
-        ways: list[tuple[tuple[int, ...], tuple[float, ...]]] = [(even, ())]
-        if engine.key == OURS:
-            cut = self._cut(p, t)
-            ways.insert(0, (cut, ()))
-            kind = cluster.device.kind
-            if p > 1 and cluster.hosts == 1 and (kind == "cpu" or self.cpu_sampling == "on"):
-                ways.append((even, share_projection(facts, cut, even, t, device=kind)[0]))
-        reasons: list[str] = []
-        found = [
-            choice
-            for layers, heads in dict.fromkeys(ways)
-            for choice in self._with_layers(engine, p, t, cut, layers, heads, reasons)
-        ]
+        ways: dict[tuple[tuple[int, ...], tuple[float, ...]], None] = {(even, ()): None}
+        if ours:
+            usable = device.memory_bytes * self.workload.memory_utilization
+            limit = math.inf if device.kind == "cpu" else usable
+            kv_loss = SiPipeConfig().kv_loss
+            cut = cut_layers(facts, p, t, device=device.kind, kv_loss=kv_loss, memory=limit)
+            ways = {(cut, ()): None} | ways
+            if p > 1 and cluster.hosts == 1 and (device.kind == "cpu" or self.cpu_sampling == "on"):
+                ways[even, share_projection(facts, cut, even, t, device=device.kind)[0]] = None
+        asked = self.inflight if ours else None
+        reason, found = "", []
+        for layers, heads in ways:
+            placement = place(facts.layers, p, t, per_host, layers, heads)
+            memory = self.costs.memory(placement, self.workload.memory_utilization)
+            if lack := _lack(memory, self.workload):
+                reason = lack
+                continue
+            for inflight in (asked,) if asked else dict.fromkeys((p, p + int(engine.extra))):
+                try:
+                    found.append(self._predict(engine, placement, cut, memory, inflight))
+                except _RuledOutError as error:
+                    reason = str(error)
         if not found:
-            raise _RuledOutError(reasons[-1])
+            raise _RuledOutError(reason)
         return max(found, key=lambda choice: choice.throughput)
 
-    def _cut(self, p: int, t: int) -> tuple[int, ...]:
-        """The layers of SiPipe's stages, as it cuts them unless told otherwise."""
-        device = self.costs.cluster.device
-        usable = device.memory_bytes * self.workload.memory_utilization
-        return cut_layers(
-            self.costs.facts,
-            p,
-            t,
-            device=device.kind,
-            kv_loss=SiPipeConfig().kv_loss,
-            memory=math.inf if device.kind == "cpu" else usable,
-        )
-
-    def _with_layers(
+    def _run(
         self,
+        costs: DatasheetCosts,
         engine: Engine,
-        p: int,
-        t: int,
-        cut: tuple[int, ...],
-        layers: tuple[int, ...],
-        heads: tuple[float, ...],
-        reasons: list[str],
-    ) -> Iterator[Choice]:
-        """Predictions with stages of ``layers``, and ``heads`` as :func:`place` has them;
-        ``reasons`` gets why there are none."""
-        workload, cluster = self.workload, self.costs.cluster
-        per_host = cluster.devices_per_host
-        placement = place(self.costs.facts.layers, p, t, per_host, layers, heads)
-        memory = self.costs.memory(placement, workload.memory_utilization)
-        if reason := _lack(memory, workload):
-            reasons.append(reason)
-            return
-        cores = self.samplers or cluster.sampler_cores
-        asked = self.inflight if engine.key == OURS else None
-        for inflight in (asked,) if asked else dict.fromkeys((p, p + int(engine.extra))):
-            try:
-                yield self._predict(engine, placement, cut, memory, inflight, cores)
-            except _RuledOutError as error:
-                reasons.append(str(error))
-
-    def _at(self, case: Case, choice: Choice, *, shared: bool = True) -> End:
-        """``choice`` with assumed inputs at one end of their ranges; without ``shared`` those
-        that both engines have in common stay where they are."""
-        assumed, workload = Assumed(case, self.given), self.workload
-        engine = hardware.engine(choice.engine.key, assumed)
-        costs = dataclasses.replace(
-            self.costs, sampling=hardware.sampling(workload.sampling, assumed)
-        )
-        batches, tokens = [choice.batch], choice.memory.kv_tokens
-        if shared:
-            cluster = hardware.at_end(costs.cluster, assumed)
-            costs = dataclasses.replace(
-                costs, efficiency=hardware.efficiency(assumed), cluster=cluster
-            )
-            memory = costs.memory(choice.placement, workload.memory_utilization)
-            tokens = max(0, memory.kv_tokens)
-            if workload.fixed_batch is None:
-                cap, _ = _batch_cap(memory, workload, choice.inflight)
-                batches.append(cap if choice.capped_by == _KV else min(choice.batch, cap))
-        else:
-            engine = dataclasses.replace(engine, uneven=choice.engine.uneven)
-
-        def delay(batch: int) -> float:
-            rounds = min(choice.inflight, batch)
-            each, where = workload.microbatch(math.ceil(batch / rounds)), choice.placement
-            found = iterate(costs, engine, where, each, inflight=rounds, samplers=choice.samplers)
-            return found.delay
-
-        delays = [delay(batch) for batch in batches]
-        rates = [batch / seconds for batch, seconds in zip(batches, delays, strict=True)]
-        quickest = case == "quickest"
-        return End(
-            throughput=max(rates) if quickest else min(rates),
-            delay=min(delays) if quickest else max(delays),
-            kv_tokens=tokens,
-        )
-
-    def _gain(self, ours: Choice | None, other: Choice | None) -> Gain | None:
-        if ours is None or other is None:
-            return None
-
-        def ratio(own: Case, others: Case) -> float:
-            mine = self._at(own, ours, shared=False).throughput
-            return mine / self._at(others, other, shared=False).throughput
-
-        return Gain(
-            stated=ours.throughput / other.throughput,
-            low=ratio("slowest", "quickest"),
-            high=ratio("quickest", "slowest"),
-        )
+        where: Placement,
+        batch: int,
+        inflight: int,
+        samplers: int,
+    ) -> Iteration:
+        """The steady state of ``batch`` sequences; of fewer than microbatches some stay empty."""
+        rounds = min(inflight, batch)
+        each = self.workload.microbatch(math.ceil(batch / rounds))
+        return iterate(costs, engine, where, each, inflight=rounds, samplers=samplers)
 
     def _predict(
         self,
@@ -213,7 +142,6 @@ class Search:
         cut: tuple[int, ...],
         memory: Memory,
         inflight: int,
-        samplers: int,
     ) -> Choice:
         """The best number of running sequences for one engine and placement.
 
@@ -224,18 +152,15 @@ class Search:
         Raises:
             _RuledOutError: there is none within the budget or the calibrated range.
         """
-        costs, workload = self.costs, self.workload
+        costs, workload, facts = self.costs, self.workload, self.costs.facts
+        p, t = placement.p, placement.t
+        cores = self.samplers or costs.cluster.sampler_cores
 
-        def work(batch: int) -> tuple[Microbatch, int]:
-            rounds = min(inflight, batch)  # fewer sequences than microbatches: some stay empty
-            return workload.microbatch(math.ceil(batch / rounds)), rounds
-
-        def run(batch: int) -> Iteration:
-            each, rounds = work(batch)
-            return iterate(costs, engine, placement, each, inflight=rounds, samplers=samplers)
+        def run(batch: int, samplers: int = cores) -> Iteration:
+            return self._run(costs, engine, placement, batch, inflight, samplers)
 
         def outside(batch: int) -> tuple[str, ...]:
-            return costs.outside(placement.t, work(batch)[0])
+            return costs.outside(t, workload.microbatch(math.ceil(batch / min(inflight, batch))))
 
         least, cap, why = 1, *_batch_cap(memory, workload, inflight)
         if workload.fixed_batch is not None:
@@ -247,8 +172,7 @@ class Search:
             tried = _candidates(least, cap)
             within = [batch for batch in tried if not outside(batch)]
             if not within:
-                fewest = min(tried, key=lambda batch: len(outside(batch)))
-                unseen = "; ".join(outside(fewest))
+                unseen = "; ".join(outside(min(tried, key=lambda batch: len(outside(batch)))))
                 raise _RuledOutError(f"not predicted: {unseen} (--extrapolate predicts it, marked)")
             cap, why = within[-1], "calibrated range"
         if (tpot := run(least).delay) > workload.tpot_slo:
@@ -257,16 +181,16 @@ class Search:
                 f"budget of {workload.tpot_slo * 1e3:g} ms"
             )
         if run(cap).delay > workload.tpot_slo:
-            cap, why = _largest(lambda n: run(n).delay <= workload.tpot_slo, cap), "TPOT budget"
+            cap, why = _first(lambda n: run(n + 1).delay > workload.tpot_slo, cap), "TPOT budget"
         batch = max(_candidates(least, cap), key=lambda b: (b / run(b).delay, -b))
-        best, facts = run(batch), costs.facts
-        volume = volume_per_device(facts.layers, facts.hidden, batch, placement.p, placement.t)
-        on_host = engine.sampling == "host"
-        enough = self.samplers or self._enough_samplers(engine, placement, best, samplers)
-        per_host = costs.cluster.devices_per_host
-        plain = place(facts.layers, placement.p, placement.t, per_host)
+        best = run(batch)
+        # The fewest samplers that are within one percent of what all cores reach.
+        wanted = best.period * 1.01
+        enough = self.samplers or _first(lambda n: run(batch, n).period <= wanted, cores + 1)
+        plain = place(facts.layers, p, t, costs.cluster.devices_per_host)
         even = costs.memory(plain, workload.memory_utilization).kv_tokens
-        stated = End(throughput=batch / best.delay, delay=best.delay, kv_tokens=memory.kv_tokens)
+        volume = volume_per_device(facts.layers, facts.hidden, batch, p, t)
+        stated = End(batch / best.delay, best.delay, memory.kv_tokens)
         choice = Choice(
             engine=engine,
             placement=placement,
@@ -280,36 +204,53 @@ class Search:
             batch=batch,
             lowest_tpot=run(1).delay,
             capped_by=why if batch == cap else "no gain from more",
-            samplers=enough if on_host else 0,
+            samplers=enough if engine.sampling == "host" else 0,
             communication_bytes=volume * workload.tokens_per_sequence * facts.activation_bytes,
             unmeasured=(
                 *(f"extrapolated: {reason}" for reason in outside(batch)),
-                *costs.notes(placement.p, placement.t),
+                *costs.notes(p, t),
             ),
         )
         return dataclasses.replace(
             choice, quickest=self._at("quickest", choice), slowest=self._at("slowest", choice)
         )
 
-    def _enough_samplers(
-        self, engine: Engine, placement: Placement, best: Iteration, cores: int
-    ) -> int:
-        """The fewest sampler cores that are within one percent of what all ``cores`` reach."""
+    def _at(self, case: Case, choice: Choice, *, shared: bool = True) -> End:
+        """``choice`` with assumed inputs at one end of their ranges; without ``shared`` those
+        that both engines have in common stay where they are."""
+        assumed, workload = Assumed(case, self.given), self.workload
+        engine = hardware.engine(choice.engine.key, assumed)
+        drawing = hardware.sampling(workload.sampling, assumed)
+        costs = dataclasses.replace(self.costs, sampling=drawing)
+        batches, tokens = [choice.batch], choice.memory.kv_tokens
+        if shared:
+            cluster = hardware.at_end(costs.cluster, assumed)
+            efficiency = hardware.efficiency(assumed)
+            costs = dataclasses.replace(costs, efficiency=efficiency, cluster=cluster)
+            memory = costs.memory(choice.placement, workload.memory_utilization)
+            tokens = max(0, memory.kv_tokens)
+            if workload.fixed_batch is None:
+                cap, _ = _batch_cap(memory, workload, choice.inflight)
+                batches.append(cap if choice.capped_by == _KV else min(choice.batch, cap))
+        else:
+            engine = dataclasses.replace(engine, uneven=choice.engine.uneven)
+        where, inflight, samplers = choice.placement, choice.inflight, choice.samplers
+        delays = [self._run(costs, engine, where, n, inflight, samplers).delay for n in batches]
+        rates = [batch / seconds for batch, seconds in zip(batches, delays, strict=True)]
+        if case == "quickest":
+            return End(max(rates), min(delays), tokens)
+        return End(min(rates), max(delays), tokens)
 
-        def period(samplers: int) -> float:
-            return iterate(
-                self.costs,
-                engine,
-                placement,
-                best.microbatch,
-                inflight=best.inflight,
-                samplers=samplers,
-            ).period
+    def _gain(self, ours: Choice | None, other: Choice | None) -> Gain | None:
+        if ours is None or other is None:
+            return None
 
-        wanted = period(cores) * 1.01
-        return 1 + bisect.bisect_left(
-            range(1, cores + 1), True, key=lambda samplers: period(samplers) <= wanted
-        )
+        def ratio(own: Case, others: Case) -> float:
+            mine = self._at(own, ours, shared=False).throughput
+            return mine / self._at(others, other, shared=False).throughput
+
+        stated = ours.throughput / other.throughput
+        return Gain(stated, ratio("slowest", "quickest"), ratio("quickest", "slowest"))
 
 
 def _indivisible(facts: ModelFacts, p: int, t: int) -> str:
@@ -336,25 +277,19 @@ def _lack(memory: Memory, workload: Workload) -> str:
             f"workspace, {memory.short / 1e9:.1f} GB more than the "
             f"{memory.available / 1e9:.1f} GB it may use"
         )
+    holds = f"KV cache holds {memory.kv_tokens:,} tokens,"
     if memory.kv_tokens < workload.longest:
-        return (
-            f"KV cache holds {memory.kv_tokens:,} tokens, one sequence of "
-            f"{workload.longest:,} does not fit"
-        )
+        return f"{holds} one sequence of {workload.longest:,} does not fit"
     if memory.kv_tokens < workload.min_kv_tokens:
-        return (
-            f"KV cache holds {memory.kv_tokens:,} tokens, under --min-kv-tokens "
-            f"{workload.min_kv_tokens:,}"
-        )
+        return f"{holds} under --min-kv-tokens {workload.min_kv_tokens:,}"
     return ""
 
 
 def _batch_cap(memory: Memory, workload: Workload, inflight: int) -> tuple[int, str]:
     """The most sequences that may run at once, and what says so."""
-    kv = max(1, int(memory.kv_tokens // workload.context))
     budget = int(workload.max_num_batched_tokens / workload.tokens_per_sequence) * inflight
     caps = {
-        _KV: kv,
+        _KV: max(1, int(memory.kv_tokens // workload.context)),
         "max-num-seqs": workload.max_num_seqs,
         "max-num-batched-tokens": max(1, budget),
     }
@@ -362,9 +297,9 @@ def _batch_cap(memory: Memory, workload: Workload, inflight: int) -> tuple[int, 
     return caps[why], why
 
 
-def _largest(good: Callable[[int], bool], above: int) -> int:
-    """The largest number below ``above`` that is good, given that 1 is and goodness ends once."""
-    return 1 + bisect.bisect_left(range(2, above), True, key=lambda number: not good(number))
+def _first(holds: Callable[[int], bool], below: int) -> int:
+    """The first number from 1 on that holds, as do all after it; none below ``below - 1``: that."""
+    return 1 + bisect.bisect_left(range(1, below - 1), True, key=holds)
 
 
 def _candidates(least: int, most: int) -> list[int]:

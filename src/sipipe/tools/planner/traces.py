@@ -9,9 +9,8 @@ from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.observe.format import TraceError
 from sipipe.observe.phases import Phase
-from sipipe.tools.planner.calibration import Calibration, Observation, Run, calibrate
+from sipipe.tools.planner.calibration import Calibration, Observation, Run, calibrate, usual
 from sipipe.tools.planner.costs import datasheet_costs
-from sipipe.tools.planner.fit import group_means
 from sipipe.tools.planner.hardware import Cluster, engine
 from sipipe.tools.planner.pipeline import iterate
 from sipipe.tools.planner.placement import place
@@ -26,7 +25,7 @@ _WARM_UP = 0.05
 """Share of the iterations at the start that is left out."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class LoopCheck:
     """The whole loop of one traced run, at one microbatch size: measured and predicted."""
 
@@ -56,13 +55,13 @@ def calibrate_from_traces(
     Raises:
         ConfigError: a directory holds no usable trace; names it.
     """
-    sheet = datasheet_costs(facts, cluster, workload)
     cores = max(1, cluster.device.cores)
     try:
         traces = [read_trace(directory) for directory in directories]
     except TraceError as error:
         raise ConfigError(f"--calibrate: {error}") from None
-    costs = calibrate(sheet, [run_of(trace, cores=cores) for trace in traces])
+    runs = [run_of(trace, cores=cores) for trace in traces]
+    costs = calibrate(datasheet_costs(facts, cluster, workload), runs)
     return costs, [check for trace in traces for check in check_loop(costs, trace)]
 
 
@@ -74,30 +73,15 @@ def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
     run = run_of(trace, cores=costs.cores)
     per_host = costs.cluster.devices_per_host
     placement = place(costs.facts.layers, run.p, run.t, per_host, run.layers, run.heads)
+    samplers = max(1, len(trace.of("sampler")))
     found = []
     for (batch, formed), (seconds, count) in sorted(_steady(trace).items()):
+        work = Microbatch(batch=batch, tokens=batch, context=0.0)
         predicted = iterate(
-            costs,
-            engine(run.engine),
-            placement,
-            Microbatch(batch=batch, tokens=batch, context=0.0),
-            inflight=formed,
-            samplers=max(1, len(trace.of("sampler"))),
+            costs, engine(run.engine), placement, work, inflight=formed, samplers=samplers
         )
-        found.append(
-            LoopCheck(
-                engine=trace.label,
-                p=run.p,
-                t=run.t,
-                inflight=formed,
-                batch=batch,
-                count=count,
-                measured=seconds,
-                predicted=predicted.delay,
-                limit=predicted.limit,
-                error=predicted.delay / seconds - 1.0,
-            )
-        )
+        times = (seconds, predicted.delay, predicted.limit, predicted.delay / seconds - 1.0)
+        found.append(LoopCheck(trace.label, run.p, run.t, formed, batch, count, *times))
     return found
 
 
@@ -123,21 +107,16 @@ def _steady(trace: Trace) -> dict[tuple[int, int], tuple[float, int]]:
         if np.ptp(between["batch"]) <= 1 and (between["batch"] == between["tokens"]).all():
             gap = (int(now["end_ns"]) - int(records[before]["end_ns"])) * 1e-9
             gaps.setdefault((int(now["batch"]), formed), []).append(gap)
-    found = {}
-    for key, values in gaps.items():
-        # as for the phases: what took three times the median was something else's doing
-        _, means, counts, _ = group_means([()] * len(values), np.asarray(values))
-        if counts[0] >= _FEWEST:
-            found[key] = (float(means[0]), int(counts[0]))
-    return found
+    kept = {key: usual(values) for key, values in gaps.items()}
+    return {key: (float(k.mean()), len(k)) for key, k in kept.items() if len(k) >= _FEWEST}
 
 
 def run_of(trace: Trace, *, cores: int = 1) -> Run:
     """The observations of a trace: one tensor-parallel rank per stage, waits left out."""
-    stages = trace.of("stage")
-    found: list[Observation] = []
+    stages, found = trace.of("stage"), []
+    first = [process for process in stages if process.header.rank == 0]
     for process in trace.processes:
-        if process.header.role == "stage" and process.header.rank == 0:
+        if process in first:
             found += _observations(process.whole(), process.header.index, "device_sample")
         elif process.header.role != "stage":
             found += _observations(process.whole(), -1, "sample")
@@ -147,9 +126,10 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
     # A part of a shared projection is as large as the time that it takes.
     heads = {
         process.header.index: float(np.median(seen["end_ns"] - seen["start_ns"]))
-        for process in stages
-        if process.header.rank == 0 and len(seen := process.whole(Phase.LOGITS))
+        for process in first
+        if len(seen := process.whole(Phase.LOGITS))
     }
+    shares = tuple(heads.get(s, 0.0) / sum(heads.values()) for s in range(trace.stages) if heads)
     return Run(
         p=trace.stages,
         t=1 + max((process.header.rank for process in stages), default=0),
@@ -157,9 +137,7 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
         engine="vllm" if "stock" in trace.label.lower() else "sipipe",
         cores=cores,
         layers=layers if len(layers) == trace.stages and all(layers) else None,
-        heads=tuple(heads.get(stage, 0.0) / sum(heads.values()) for stage in range(trace.stages))
-        if heads
-        else (),
+        heads=shares,
     )
 
 
@@ -197,16 +175,12 @@ def _turnarounds(trace: Trace) -> list[Observation]:
 def _observations(records: Records, stage: int, sample_name: str) -> list[Observation]:
     if not len(records):
         return []
-    first = np.quantile(records["iteration"], _WARM_UP)
-    found = []
+    first, found = np.quantile(records["iteration"], _WARM_UP), []
     for phase in Phase:
         name = sample_name if phase is Phase.SAMPLE else phase.name.lower()
         kept = records[(records["phase"] == phase) & (records["iteration"] >= first)]
         if len(kept) > _MOST:
             kept = kept[np.linspace(0, len(kept) - 1, _MOST).astype(int)]
-        seconds = (kept["end_ns"] - kept["start_ns"]) * 1e-9
-        found += [
-            Observation(stage, name, int(batch), int(tokens), float(duration))
-            for batch, tokens, duration in zip(kept["batch"], kept["tokens"], seconds, strict=True)
-        ]
+        for batch, tokens, start, end in kept[["batch", "tokens", "start_ns", "end_ns"]].tolist():
+            found.append(Observation(stage, name, batch, tokens, (end - start) * 1e-9))
     return found

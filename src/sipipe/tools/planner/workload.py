@@ -11,9 +11,8 @@ class Workload:
     """A steady stream of requests."""
 
     input: int = 1000
-    """Prompt tokens of a request (mean)."""
+    """Prompt tokens of a request (mean), and those generated for it."""
     output: int = 300
-    """Tokens generated for a request (mean)."""
     tpot_slo: float = math.inf
     """Upper bound of the mean time per output token, seconds."""
     max_num_seqs: int = 1024
@@ -21,7 +20,7 @@ class Workload:
     max_num_batched_tokens: int = 8192
     """Tokens of one microbatch, prompt chunks included."""
     sampling: str = "greedy"
-    """Sampling parameters in use: a name that :func:`sipipe.tools.planner.hardware.sampling` takes."""
+    """A name that :func:`sipipe.tools.planner.hardware.sampling` takes."""
     memory_utilization: float = 0.9
     """Share of device memory that weights, workspace and KV cache may take."""
     kv_element_bytes: float | None = None
@@ -51,11 +50,9 @@ class Workload:
 
     def microbatch(self, batch: int) -> Microbatch:
         """The steady microbatch of ``batch`` running sequences."""
+        tokens = batch * self.tokens_per_sequence
         return Microbatch(
-            batch=batch,
-            tokens=batch * self.tokens_per_sequence,
-            context=self.context,
-            prompt_context=self.input / 2,
+            batch=batch, tokens=tokens, context=self.context, prompt_context=self.input / 2
         )
 
 
@@ -68,6 +65,5 @@ class Microbatch:
     tokens: float
     """Tokens computed: one per sequence, and prompt tokens."""
     context: float
-    """Mean cached tokens that a sequence's token attends to."""
+    """Mean cached tokens that a sequence's token attends to, and a prompt token."""
     prompt_context: float = 0.0
-    """Mean earlier tokens that a prompt token attends to."""
