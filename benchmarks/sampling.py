@@ -21,7 +21,7 @@ import numba
 import numpy as np
 
 from benchmarks.harness import median_seconds, report
-from benchmarks.sampling_cliffs import aligned, bfloat16, cliffs, normal, zipf
+from benchmarks.sampling_cliffs import bfloat16, cliffs, normal, zipf
 from sipipe.messages.cost import WEIGHTS
 from sipipe.messages.measured import MIXES
 from sipipe.messages.params import SequenceParams
@@ -68,11 +68,11 @@ def joined(strategy: str, batch: int, vocab: int) -> SequenceColumns:
     return columns
 
 
-def ours(columns: SequenceColumns, logits: np.ndarray, layout: Any = "rows") -> Callable[[], None]:
+def ours(columns: SequenceColumns, logits: np.ndarray) -> Callable[[], None]:
     handles = np.arange(len(columns))
 
     def call() -> None:
-        columns.sample(handles, logits, layout=layout)
+        columns.sample(handles, logits)
 
     return call
 
@@ -202,27 +202,6 @@ def sizes(quick: bool) -> None:
     report(
         "sampling", "ms a sequence by vocabulary and batch, float32", rows, file="sampling-sizes"
     )
-
-
-def layouts() -> None:
-    rows = []
-    x = normal(B, V)
-    across, bits = aligned(x.T), bfloat16(x)
-    bits_across = aligned(bits.T)
-    for name in ("greedy", "temperature", "top-p", "all"):
-        columns = joined(name, B, V)
-        rows.append(
-            {
-                "strategy": name,
-                "rows [B, V]": milliseconds(ours(columns, x), B),
-                "columns [V, B]": milliseconds(ours(columns, across, "columns"), B, repeat=5),
-                "rows, bfloat16": milliseconds(ours(columns, bits), B),
-                "columns, bfloat16": milliseconds(
-                    ours(columns, bits_across, "columns"), B, repeat=5
-                ),
-            }
-        )
-    report("sampling", "ms a sequence by layout", rows, file="sampling-layouts")
 
 
 def state() -> None:
@@ -356,7 +335,6 @@ def main() -> None:
     tables: dict[str, Callable[[], None]] = {
         "strategies": lambda: strategies(options.stock),
         "sizes": lambda: sizes(options.quick),
-        "layouts": layouts,
         "state": state,
         "other": other,
         "cliffs": cliffs,

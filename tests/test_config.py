@@ -36,7 +36,6 @@ def test_every_key_says_what_it_may_be(key):
         "stage_runner",
         "scheduler",
         "transport",
-        "logits_layout",
     ],
 )
 def test_declared_choices_are_the_accepted_ones(name):

@@ -207,10 +207,6 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     inside). Stages may share one, such as ``[0, 0]``: for tests, since a GPU runs processes in turn.
     None: rank r on GPU r of those that are visible."""
 
-    logits_layout: Literal["rows", "columns"] = "rows"
-    """Layout of a logits buffer in shared memory. ``"rows"``: [B, V], a sequence is contiguous.
-    ``"columns"``: [V, B], the paper's transposed layout, tensor-parallel shards concatenate."""
-
     hosts: Annotated[HostSettings, Meta(description='an object such as {"stages": [3, 1]}')] = (
         HostSettings()
     )

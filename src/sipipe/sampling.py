@@ -14,7 +14,6 @@ import numpy.typing as npt
 from sipipe.messages.cost import cost_estimate
 from sipipe.messages.params import LogprobsMode, SequenceParams, derive_seed, unsupported
 from sipipe.sampler.kernels.state import Work, make_work
-from sipipe.sampler.layout import Layout
 from sipipe.sampler.state import Logprobs, SampleResult, SequenceColumns
 from sipipe.sampler.warmup import warm_up
 
@@ -67,13 +66,12 @@ def sample(
     *,
     prompt_token_ids: Tokens | None = None,
     output_token_ids: Tokens | None = None,
-    layout: Layout = "rows",
     vocab_size: int | None = None,
 ) -> npt.NDArray[np.int32]:
     """Draw one token per sequence: int32 [B].
 
-    ``logits``: [B, V] (layout "rows") or [V, B] ("columns"), NumPy or torch CPU, float32, float16
-    or bfloat16 (uint16 bits in NumPy), left unchanged. ``params``: one for all, or one per
+    ``logits``: [B, V], NumPy or torch CPU, float32, float16 or bfloat16 (uint16 bits in NumPy),
+    left unchanged. ``params``: one for all, or one per
     sequence. Token ids: a list or int array per sequence; the position of the draw is the number of
     its output tokens. ``vocab_size``: tokens beyond it are padding. Raises ValueError naming the
     first sequence whose logits hold NaN or +inf, or leave no token.
@@ -83,7 +81,6 @@ def sample(
         params,
         prompt_token_ids=prompt_token_ids,
         output_token_ids=output_token_ids,
-        layout=layout,
         vocab_size=vocab_size,
     )
     return tokens
@@ -95,7 +92,6 @@ def sample_with_logprobs(
     *,
     prompt_token_ids: Tokens | None = None,
     output_token_ids: Tokens | None = None,
-    layout: Layout = "rows",
     vocab_size: int | None = None,
     logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> tuple[npt.NDArray[np.int32], dict[int, Logprobs]]:
@@ -103,7 +99,7 @@ def sample_with_logprobs(
     array = as_array(logits)
     if array.ndim != 2:
         raise ValueError(f"logits must have 2 dimensions, got {array.ndim}")
-    batch, width = array.shape if layout == "rows" else array.shape[::-1]
+    batch, width = array.shape
     every = [params] * batch if isinstance(params, SequenceParams) else list(params)
     prompts: Tokens = [()] * batch if prompt_token_ids is None else prompt_token_ids
     outputs: Tokens = [()] * batch if output_token_ids is None else output_token_ids
@@ -119,7 +115,7 @@ def sample_with_logprobs(
     columns = SequenceColumns(vocab, logprobs_mode=logprobs_mode, work=work)
     for row in range(batch):
         columns.join(row, every[row], prompts[row], outputs[row])
-    result = columns.sample(range(batch), array, layout=layout)
+    result = columns.sample(range(batch), array)
     if result.errors:
         row, problem = next(iter(result.errors.items()))
         raise ValueError(f"logits of sequence {row}: {problem}")

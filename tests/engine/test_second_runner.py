@@ -191,11 +191,10 @@ def with_both_places(batches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_rows_of_both_places_in_a_batch_equal_stock_with_tensor_parallelism(models, layout):
+def test_rows_of_both_places_in_a_batch_equal_stock_with_tensor_parallelism(models):
     """Ranks write their columns of the samplers' rows, and gather those of the device's."""
     path, batches = model(models), parity.mixed_batches()
-    settings = {"cpu_sampling": "per_row", "logits_layout": layout}
+    settings = {"cpu_sampling": "per_row"}
     found = run(path, with_both_places(batches), sipipe=settings, tensor_parallel_size=2)
     assert_stock(found, path, batches, parity.same_tokens)
 
@@ -272,13 +271,6 @@ def test_compiled_stages_equal_stock(models):
     """By torch.compile, as stages on GPUs are by default."""
     path, batches = model(models), parity.mixed_batches()
     found = run(path, batches, enforce_eager=False)
-    assert_stock(found, path, batches, parity.same_tokens)
-
-
-@pytest.mark.slow
-def test_columns_equal_stock(models):
-    path, batches = model(models), parity.mixed_batches()
-    found = run(path, batches, sipipe={"logits_layout": "columns"}, tensor_parallel_size=2)
     assert_stock(found, path, batches, parity.same_tokens)
 
 

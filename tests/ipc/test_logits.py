@@ -38,23 +38,22 @@ def make():
         one.close()
 
 
-def write(writers, iteration, logits, columns, row, vocab=101):
+def write(writers, iteration, logits, row, vocab=101):
     for rank, writer in enumerate(writers):
         part = slice(rank * vocab // len(writers), (rank + 1) * vocab // len(writers))
-        with writer.acquire(iteration, logits.shape[1 if columns else 0], row, 1) as region:
-            region[...] = logits[part] if columns else logits[:, part]
+        with writer.acquire(iteration, logits.shape[0], row, 1) as region:
+            region[...] = logits[:, part]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_ranks_write_one_array(make, ranks, layout, dtype):
-    _, writers, readers = make(ranks=ranks, layout=layout, dtype=dtype, readers=["s", "t"])
+def test_ranks_write_one_array(make, ranks, dtype):
+    _, writers, readers = make(ranks=ranks, dtype=dtype, readers=["s", "t"])
     rng = np.random.default_rng(0)
     for iteration, batch in enumerate([8, 1, 5, 8, 0, 2, 7]):
-        shape = (101, batch) if layout == "columns" else (batch, 101)
+        shape = (batch, 101)
         logits = (rng.normal(size=shape) * 100).astype(DTYPES[dtype])
-        write(writers, iteration, logits, layout == "columns", row=3 * iteration % 11)
+        write(writers, iteration, logits, row=3 * iteration % 11)
         for reader in readers:
             with reader.receive() as received:
                 assert (received.iteration, received.batch) == (iteration, batch)
@@ -66,19 +65,16 @@ def test_ranks_write_one_array(make, ranks, layout, dtype):
             assert received.array.size == 0
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_ranks_write_uneven_shards(make, layout):
-    columns = layout == "columns"
-    _, writers, (reader,) = make(bounds=(0, 60, 101, 101), layout=layout)
+def test_ranks_write_uneven_shards(make):
+    _, writers, (reader,) = make(bounds=(0, 60, 101, 101))
     widths = []
     for rank, writer in enumerate(writers):
         with writer.acquire(0, 2, 0, 1) as region:
-            widths.append(region.shape[0 if columns else 1])
+            widths.append(region.shape[1])
             region[...] = rank + 1
     assert widths == [60, 41, 0]  # of a vocabulary of 101
     with reader.receive() as received:
-        row = (received.array.T if columns else received.array)[1]
-        assert list(row) == [1] * 60 + [2] * 41
+        assert list(received.array[1]) == [1] * 60 + [2] * 41
     for bounds in [(0, 30, 60, 90), (30, 101), (0, 60, 30, 101)]:
         with pytest.raises(AssertionError):
             make(bounds=bounds)
@@ -214,7 +210,7 @@ def test_sizes_and_ranks(make):
         pass
     with pytest.raises(ChannelError, match="has a writer already"):
         LogitsWriter(owner.endpoint, 0)
-    for bad in ({"rows": 0}, {"vocab": 0}, {"entries": 2}, {"dtype": "int8"}, {"layout": "x"}):
+    for bad in ({"rows": 0}, {"vocab": 0}, {"entries": 2}, {"dtype": "int8"}):
         with pytest.raises(AssertionError):
             make(**bad)
 

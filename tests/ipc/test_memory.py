@@ -57,8 +57,8 @@ def test_a_dispatch_channel_takes_the_bytes_that_were_computed(entries, entry_by
 def test_a_logits_channel_takes_the_bytes_that_were_computed(entries, rows, **sizes):
     vocab, ranks = sizes["vocab"], sizes.pop("ranks")
     even = tuple(rank * vocab // ranks for rank in range(ranks + 1))
-    for layout, bounds in (("rows", even), ("columns", (*[0] * ranks, vocab))):
-        shape = LogitsShape(layout=layout, bounds=bounds, **sizes)
+    for bounds in (even, (*[0] * ranks, vocab)):
+        shape = LogitsShape(bounds=bounds, **sizes)
         with closing(LogitsChannel("test", shape, rows=rows, entries=entries)) as channel:
             memory = channel.endpoint.ring.memory
             size = LogitsChannel.required_bytes(shape, rows=rows, entries=entries)

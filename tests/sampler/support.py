@@ -46,7 +46,6 @@ def draws(
     count: int,
     *,
     seed: int = 0,
-    layout: str = "rows",
     **join: object,
 ) -> np.ndarray:
     """``count`` independent draws from one row of logits: sequences that differ in their seed."""
@@ -54,8 +53,7 @@ def draws(
     for handle in range(count):
         own = SequenceParams(**{**_fields(params), "seed": seed * 1_000_003 + handle})
         columns.join(handle, own, **join)
-    matrix = logits.reshape(1, -1) if layout == "rows" else logits.reshape(-1, 1)
-    result = columns.sample(range(count), matrix, np.zeros(count, int), layout=layout)
+    result = columns.sample(range(count), logits.reshape(1, -1), np.zeros(count, int))
     assert not result.errors
     return result.token_ids
 

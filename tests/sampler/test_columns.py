@@ -54,7 +54,7 @@ def alone(params: SequenceParams, sequence: int, steps: int) -> list[int]:
 
 
 def test_a_token_depends_on_nothing_but_its_sequence() -> None:
-    """Batch, order, layout, preemption, restart and number of samplers make no difference."""
+    """Batch, order, preemption, restart and number of samplers make no difference."""
     steps = 12
     expected = [alone(params, i, steps) for i, params in enumerate(KINDS)]
     rng = np.random.default_rng(0)
@@ -72,9 +72,7 @@ def test_a_token_depends_on_nothing_but_its_sequence() -> None:
             matrix[places[i]] = row(step, i)
         for sampler in samplers:
             mine = [int(i) for i in order if home[int(i)] is sampler]
-            layout = "columns" if step % 3 == 2 else "rows"
-            given = np.ascontiguousarray(matrix.T) if layout == "columns" else matrix
-            result = sampler.sample([100 + i for i in mine], given, places[mine], layout=layout)
+            result = sampler.sample([100 + i for i in mine], matrix, places[mine])
             for i, token in zip(mine, result.token_ids.tolist(), strict=True):
                 got[i].append(token)
             sampler.append([100 + i for i in mine], result.token_ids)

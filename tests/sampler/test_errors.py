@@ -173,7 +173,6 @@ def test_wrong_arguments() -> None:
         (lambda: columns.sample([0], row[:, :-1]), "fewer than vocab_size"),
         (lambda: columns.sample([0], row, [1]), r"rows must be in \[0, 1\)"),
         (lambda: columns.sample([0], row, [0, 0]), "rows: 2 for 1"),
-        (lambda: columns.sample([0], row, layout="diagonal"), "layout"),
         (lambda: columns.sample([0], np.zeros((V, 2), np.float32).T), "contiguous"),
         (lambda: columns.sample([0], row, bitmask=np.zeros((1, 2), np.int32)), "bitmask"),
         (lambda: columns.append([0], [V]), "token_ids"),

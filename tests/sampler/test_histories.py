@@ -38,7 +38,7 @@ def found(result, i: int) -> tuple:
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_any_history_draws_as_the_sequence_alone(data: st.DataObject) -> None:
-    """Joins, draws of any of them in any order and layout, preemption, ends, and lost state."""
+    """Joins, draws of any of them in any order, preemption, ends, and lost state."""
     mode = data.draw(st.sampled_from(["raw_logprobs", "processed_logprobs", "processed_logits"]))
     columns = SequenceColumns(V, logprobs_mode=mode)
     texts: dict[int, tuple[SequenceParams, list[int], list[int]]] = {}
@@ -68,9 +68,7 @@ def test_any_history_draws_as_the_sequence_alone(data: st.DataObject) -> None:
         x = rng.normal(0, 2, (len(drawn), V)).astype(np.float32)
         masks = np.concatenate([bitmask(rng.random(V) < 0.6) for _ in drawn])
         rows = np.where(rng.random(len(drawn)) < 0.4, np.arange(len(drawn)), -1)
-        if layout := data.draw(st.sampled_from(["rows", "columns"])):
-            given_x = x if layout == "rows" else np.ascontiguousarray(x.T)
-        result = columns.sample(drawn, given_x, layout=layout, bitmask=masks, bitmask_rows=rows)
+        result = columns.sample(drawn, x, bitmask=masks, bitmask_rows=rows)
         assert not result.errors
         for i, handle in enumerate(drawn):
             alone = SequenceColumns(V, logprobs_mode=mode)

@@ -9,7 +9,6 @@ from tests.sampler.support import bfloat16, from_bfloat16
 
 from sipipe.messages.params import derive_seed
 from sipipe.sampler.kernels import blocks, bounds, lists
-from sipipe.sampler.kernels.layouts import transpose
 from sipipe.sampler.kernels.philox import philox4x32, uniform, uniforms
 
 NO_MASK = np.zeros(64, np.uint32)
@@ -185,16 +184,6 @@ def test_mass_above_a_threshold() -> None:
     kept = values[30:286] >= 0.5
     assert count == kept.sum()
     assert mass == pytest.approx(weights[30:286][kept].sum(), rel=1e-6)
-
-
-@pytest.mark.parametrize("kind", [np.float32, np.uint16, np.int16])
-@pytest.mark.parametrize("count", [3, 16])
-def test_transposition(kind: type, count: int) -> None:
-    x = (np.arange(53 * 40) % 30_000).astype(kind).reshape(53, 40)
-    rows = np.zeros((count, 64), kind)
-    transpose(x.reshape(-1), 40, 53, 5, count, rows.reshape(-1), 64)
-    np.testing.assert_array_equal(rows[:, :53], x[:, 5 : 5 + count].T)
-    assert not rows[:, 53:].any()
 
 
 def test_exponentials_are_exact_to_float32() -> None:

@@ -1,4 +1,4 @@
-"""The same logits in other dtypes, layouts, shards and widths give the same tokens."""
+"""The same logits in other dtypes and widths give the same tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def joined() -> SequenceColumns:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_layouts_agree(dtype: str) -> None:
+def test_widths_agree(dtype: str) -> None:
     x = matrix(dtype)
     columns = joined()
     words = np.full((2, -(-V // 32)), -1, np.int32)
@@ -50,45 +50,17 @@ def test_layouts_agree(dtype: str) -> None:
     wide = np.zeros((B, V + 100), x.dtype)
     wide[:, :V] = x
     wide[:, V:] = x.max()  # padding must not be drawn
-    shards = np.zeros((3, B, 513), x.dtype)
-    for s in range(3):
-        part = x[:, s * 513 : (s + 1) * 513]
-        shards[s, :, : part.shape[1]] = part
-    for name, given, layout in (
-        ("columns", np.ascontiguousarray(x.T), "columns"),
-        ("padded", wide, "rows"),
-        ("sliced", wide[:, :V], "rows"),
-        ("padded columns", np.ascontiguousarray(wide.T), "columns"),
-        ("shards", shards, "rows"),
-    ):
-        got = columns.sample(range(B), given, layout=layout, **masks)
+    for name, given in (("padded", wide), ("sliced", wide[:, :V])):
+        got = columns.sample(range(B), given, **masks)
         np.testing.assert_array_equal(got.token_ids, expected.token_ids, err_msg=name)
-    order = np.random.default_rng(0).permutation(B)
-    some = order[:20]
+    some = np.random.default_rng(0).permutation(B)[:20]
     masks["bitmask_rows"] = [masks["bitmask_rows"][i] for i in some]
-    got = columns.sample(some, np.ascontiguousarray(x.T), some, layout="columns", **masks)
+    got = columns.sample(some, x, some, **masks)
     np.testing.assert_array_equal(got.token_ids, expected.token_ids[some])
 
 
-@pytest.mark.parametrize("batch", [1, 2, 15, 16, 17, 33])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_columns_of_any_number(batch: int, dtype: str) -> None:
-    """Windows of 16 columns: fewer, exactly one, one that overlaps; all of them, and some."""
-    x = matrix(dtype)[:batch]
-    columns = joined()
-    expected = columns.sample(range(batch), x).token_ids
-    across = np.ascontiguousarray(x.T)
-    got = columns.sample(range(batch), across, layout="columns").token_ids
-    np.testing.assert_array_equal(got, expected)
-    some = np.random.default_rng(batch).permutation(batch)[: (batch + 1) // 2]
-    got = columns.sample(some, across, some, layout="columns").token_ids
-    np.testing.assert_array_equal(got, expected[some])
-
-
 def test_nobody_to_draw_for() -> None:
-    for given, layout in ((np.zeros((0, V)), "rows"), (np.zeros((V, 3)), "columns")):
-        drawn = joined().sample([], given.astype(np.float32), layout=layout)
-        assert drawn.token_ids.shape == (0,)
+    assert joined().sample([], np.zeros((0, V), np.float32)).token_ids.shape == (0,)
 
 
 def test_bfloat16_draws_as_its_float32_values() -> None:
@@ -106,6 +78,3 @@ def test_torch_tensors(dtype: str) -> None:
     array = tensor.float().numpy()
     params = [PARAMS[i % len(PARAMS)] for i in range(B)]
     np.testing.assert_array_equal(sample(tensor, params), sample(array, params))
-    np.testing.assert_array_equal(
-        sample(tensor.T.contiguous(), params, layout="columns"), sample(array, params)
-    )

@@ -9,20 +9,18 @@ from sipipe.sampler import warmup
 
 
 @pytest.mark.parametrize("dtype", warmup.DTYPES)
-@pytest.mark.parametrize("layout", warmup.LAYOUTS)
-def test_every_mix_is_drawn_and_timed(monkeypatch, dtype, layout):
+def test_every_mix_is_drawn_and_timed(monkeypatch, dtype):
     drawn = []
 
     class Columns(module.SequenceColumns):
         def sample(self, handles, logits, **how):
             drawn.append(super().sample(handles, logits, **how))
-            assert logits.shape == ((11, 500) if layout == "rows" else (500, 11))
+            assert logits.shape == (11, 500)
             return drawn[-1]
 
     monkeypatch.setattr(module, "SequenceColumns", Columns)
     settings = SamplerSettings(
         vocab_size=500,
-        layout=layout,
         logprobs_mode="raw_logprobs",
         reasoning=([], []),
         watched=Watched(stages=1, inflight=2, model="m", run="r"),

@@ -49,7 +49,6 @@ PARAMS = SequenceParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed
 
 SETTINGS = SamplerSettings(
     vocab_size=VOCAB,
-    layout="rows",
     logprobs_mode="raw_logprobs",
     reasoning=([], []),
     watched=Watched(stages=1, inflight=3, model="none", run="test"),

@@ -81,12 +81,11 @@ class LateDevice:
 
 
 class Rig:
-    def __init__(self, device, layout="rows", rank=0, ranks=1, channel=None):
+    def __init__(self, device, rank=0, ranks=1, channel=None):
         self.channel = channel or LogitsChannel(
             "logits",
             LogitsShape(
                 vocab=VOCAB,
-                layout=layout,
                 bounds=tuple(min(VOCAB, rank * -(-VOCAB // ranks)) for rank in range(ranks + 1)),
             ),
             rows=ENTRIES * BATCH,
@@ -95,7 +94,7 @@ class Rig:
         )
         self.reader = LogitsReader(self.channel.endpoint, "a") if channel is None else None
         self.said, self.phases, self.failed = [], [], []
-        handover = LogitsHandover(LogitsWriter(self.channel.endpoint, rank), layout)
+        handover = LogitsHandover(LogitsWriter(self.channel.endpoint, rank))
         for iteration in range(9):
             handover.expect(iteration, iteration % ENTRIES * BATCH)
         self.ends = [handover]
@@ -130,10 +129,9 @@ def launched(device, iteration, logits=None, **more):
     )
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_readers_get_every_iteration_in_order(layout):
+def test_readers_get_every_iteration_in_order():
     device = HostDevice()
-    rig = Rig(device, layout)
+    rig = Rig(device)
     for iteration in range(9):
         rig.publisher.put(launched(device, iteration, torch.full((3, VOCAB), float(iteration))))
         with rig.reader.receive() as slot:
@@ -197,18 +195,16 @@ def test_a_product_that_is_shared_out_has_its_own_time():
     rig.close()
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_ranks_write_their_columns(layout):
+def test_ranks_write_their_columns():
     device = HostDevice()
-    rigs = [Rig(device, layout, ranks=2)]
-    rigs.append(Rig(device, layout, rank=1, ranks=2, channel=rigs[0].channel))
+    rigs = [Rig(device, ranks=2)]
+    rigs.append(Rig(device, rank=1, ranks=2, channel=rigs[0].channel))
     whole = torch.randn(4, VOCAB)
     cut = -(-VOCAB // 2)
     for rig, part in zip(rigs, (whole[:, :cut], whole[:, cut:]), strict=True):
         rig.publisher.put(launched(device, 0, part))
     with rigs[0].reader.receive() as slot:
-        found = slot.array if layout == "rows" else slot.array.T
-        assert np.array_equal(found, whole.numpy())
+        assert np.array_equal(slot.array, whole.numpy())
     rigs[1].publisher.close()
     rigs[1].ends[0].close()
     rigs[0].close()

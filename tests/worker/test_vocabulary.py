@@ -254,7 +254,7 @@ class Other:
         self.sender, receiver = link(bound)
         shape = LogitsShape(vocab=VOCAB, bounds=(0, 400, VOCAB))
         self.channel = LogitsChannel("t", shape, rows=10, entries=6, readers=["s"])
-        self.logits = LogitsHandover(LogitsWriter(self.channel.endpoint), "rows")
+        self.logits = LogitsHandover(LogitsWriter(self.channel.endpoint))
         self.shard, self.phases = Shard(0, 400, lambda _rows: joins), []
         self.shared = SharedHead((), receiver, self.shard, self.logits, self.record, bound)
         self.last = SharedHead([self.sender], None, None, None, lambda *_: None, bound)
@@ -446,7 +446,7 @@ class Stage:
     def __init__(self, pipeline, stage):
         script, last = f"{pipeline.seed}/{stage}", stage == pipeline.stages - 1
         runner = Runner(script, stage == 0)
-        self.handover = LogitsHandover(LogitsWriter(pipeline.channel.endpoint, stage), "rows")
+        self.handover = LogitsHandover(LogitsWriter(pipeline.channel.endpoint, stage))
         self.steps = StageSteps(
             runner,
             None,

@@ -208,7 +208,6 @@ def _sampler_settings(setup: Setup, watched: Watched) -> SamplerSettings:
         )
     return SamplerSettings(
         vocab_size=model.get_vocab_size(),
-        layout=setup.config.logits_layout,
         logprobs_mode=model.logprobs_mode,
         reasoning=thinking,
         watched=watched,

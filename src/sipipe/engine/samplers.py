@@ -242,7 +242,7 @@ class Samplers:
         child = self._children.start(
             sampler_name(index),
             "sipipe.sampler",
-            (self._dtype, self._settings.layout),
+            (self._dtype,),
             ends=(theirs,),
             environment={"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         )

@@ -100,7 +100,6 @@ class SamplerSettings:
     """What all samplers of an engine are told."""
 
     vocab_size: int
-    layout: Literal["rows", "columns"]
     logprobs_mode: LogprobsMode
     reasoning: tuple[list[int], list[int]]
     """Token ids that begin and end thinking."""

@@ -1,6 +1,6 @@
 """What a sequence costs to sample, so that columns can be shared out among samplers by cost.
 
-Microseconds per 100,000 logits on one core, float32 row layout, measured by ``python -m
+Microseconds per 100,000 logits on one core, float32, measured by ``python -m
 benchmarks.sampling`` (which prints this table's entries); only their ratios matter.
 """
 

@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-LAYOUTS = ("columns", "rows")
 
 
 class LogitsShape(msgspec.Struct, frozen=True):
@@ -19,16 +18,12 @@ class LogitsShape(msgspec.Struct, frozen=True):
     dtype: str = "float32"
     """float32, float16 or bfloat16, which NumPy has not: its bits are uint16."""
 
-    layout: str = "rows"
-    """``rows``: ``[batch, V]``; ``columns``: ``[V, batch]``, the paper's."""
-
     bounds: tuple[int, ...] = ()
     """First token of each writer's part, and V at the end; a part may be empty (vLLM pads its
     vocabulary). Empty: one writer of all."""
 
     def __post_init__(self) -> None:
         assert self.dtype in DTYPES, self
-        assert self.layout in LAYOUTS, self
         assert self.vocab >= 1, self
         assert not self.bounds or (self.bounds[0], self.bounds[-1]) == (0, self.vocab), self
         assert list(self.bounds) == sorted(self.bounds), self
@@ -44,14 +39,10 @@ class LogitsShape(msgspec.Struct, frozen=True):
         return -(-self.vocab * np.dtype(DTYPES[self.dtype]).itemsize // 64) * 64
 
     def array(self, memory: memoryview, row: int, batch: int) -> npt.NDArray[Any]:
-        """``[V, batch]`` or ``[batch, V]``, contiguous, in the rows from ``row`` on."""
-        flat = np.frombuffer(
-            memory, DTYPES[self.dtype], self.vocab * batch, offset=row * self.row_bytes
-        )
-        columns = self.layout == "columns"
-        return flat.reshape((self.vocab, batch) if columns else (batch, self.vocab))
+        """``[batch, V]``, contiguous, in the rows from ``row`` on."""
+        size, offset = self.vocab * batch, row * self.row_bytes
+        return np.frombuffer(memory, DTYPES[self.dtype], size, offset).reshape(batch, self.vocab)
 
     def part(self, array: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
-        """What writer ``rank`` writes of ``array``: ``[its tokens, batch]`` or transposed."""
-        tokens = slice(*(self.bounds[rank : rank + 2] or (0, self.vocab)))
-        return array[tokens] if self.layout == "columns" else array[:, tokens]
+        """What writer ``rank`` writes of ``array``: ``[batch, its tokens]``."""
+        return array[:, slice(*(self.bounds[rank : rank + 2] or (0, self.vocab)))]

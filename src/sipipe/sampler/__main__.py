@@ -1,4 +1,4 @@
-"""``python -m sipipe.sampler PIPE TOKENS DTYPE LAYOUT``: what the engine starts as a sampler.
+"""``python -m sipipe.sampler PIPE TOKENS DTYPE``: what the engine starts as a sampler.
 
 Descriptors of the control pipe and of BIC-O, and what to compile for while the workers load the
 model.

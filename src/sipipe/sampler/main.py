@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,6 @@ from sipipe.messages.step import (
 )
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
-from sipipe.sampler.layout import Layout
 from sipipe.sampler.measure import measure
 from sipipe.sampler.state import SampleResult, SequenceColumns
 from sipipe.sampler.warmup import warm_up
@@ -72,7 +71,6 @@ class Sampler:
         settings = boot.settings
         self._index = boot.index
         self._slot = 0
-        self._layout = settings.layout
         self._steps = DispatchReader(boot.bic_i, sampler_name(boot.index))
         self._logits = LogitsReader(boot.bic_l, sampler_name(boot.index))
         self._entry: ReceivedLogits | None = None
@@ -184,7 +182,7 @@ class Sampler:
         alone = step.iteration <= self._owed
         shares = self._columns.shares(handles, 0 if alone else FRAME_LOGPROBS)
 
-        def prepared() -> Iterator[Callable[[npt.NDArray[Any], Layout], SampleResult]]:
+        def prepared() -> Iterator[Callable[[npt.NDArray[Any]], SampleResult]]:
             for part in shares:
                 if alone and len(part):
                     self._say(Trying(int(handles[part[0]])))
@@ -208,7 +206,7 @@ class Sampler:
         assert entry is not None, "logits of this sampler's rows were not kept"
         with entry:
             for part, draw in zip(shares, chain(first, draws), strict=True):
-                drawn = draw(entry.array, self._layout)
+                drawn = draw(entry.array)
                 if more := part is not shares[-1]:
                     self._send(step.iteration, rows[part], drawn, [], more)
         if alone:
@@ -253,10 +251,10 @@ class Sampler:
         return self._entry if self._entry.iteration == iteration else None
 
 
-def main(parent: Parent, tokens: str, dtype: str, layout: str) -> int:
+def main(parent: Parent, tokens: str, dtype: str) -> int:
     """Be a sampler; the arguments are those of :mod:`sipipe.sampler.__main__`."""
     sender = GatherSender(socket.socket(fileno=int(tokens)))
-    warm_up([dtype], [cast(Layout, layout)])
+    warm_up([dtype])
     boot: SamplerBoot = parent.receive()
     sampler = None
     try:

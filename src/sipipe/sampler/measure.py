@@ -20,8 +20,6 @@ def measure(rows: int, settings: SamplerSettings, dtype: str) -> dict[str, float
     # A few rows and copies of them: what counts is that they are read from memory.
     some = rng.standard_normal((min(rows, 8), settings.vocab_size), dtype=np.float32) * 4
     logits = np.resize(converted(some, dtype), (rows, settings.vocab_size))
-    if settings.layout == "columns":
-        logits = np.ascontiguousarray(logits.T)
     seen = rng.integers(0, settings.vocab_size, 256, dtype=np.int32)
     found = {}
     for mix, params in MIXES.items():
@@ -30,7 +28,7 @@ def measure(rows: int, settings: SamplerSettings, dtype: str) -> dict[str, float
             columns.join(handle, SequenceParams(**params, seed=handle), seen[:128], seen[128:])
         for _ in range(1 + TIMES):
             began = time.monotonic()
-            columns.sample(handles, logits, layout=settings.layout)
+            columns.sample(handles, logits)
             times.append(time.monotonic() - began)
         found[mix] = statistics.median(times[1:])
         for handle in handles:

@@ -29,7 +29,7 @@ from sipipe.sampler.kernels.state import (
     Work,
     make_work,
 )
-from sipipe.sampler.layout import Layout, Reader, writeable
+from sipipe.sampler.layout import read_rows, writeable
 from sipipe.sampler.options import RequestOptions, no_options, row_options
 from sipipe.sampler.seen import SeenTables, grown
 
@@ -95,7 +95,7 @@ class SequenceColumns:
     """The sequences of one sampler, by handles (any integers) that the caller chooses.
 
     ``vocab_size`` is the model's; logits may be wider (padded), the rest is ignored. Memory: about
-    7 MB of work arrays at a vocabulary of 151,936 (10 MB more once the column layout is used), 13 to
+    7 MB of work arrays at a vocabulary of 151,936, 13 to
     27 bytes per distinct token seen by a sequence that has penalties, and nothing for others.
     """
 
@@ -127,7 +127,6 @@ class SequenceColumns:
         self._options: dict[int, RequestOptions] = {}
         self._seen = SeenTables(0)
         self._work: Work = make_work(vocab_size) if work is None else work
-        self._reader = Reader(vocab_size)
         self._arrays = {name: np.zeros(0, kind) for name, kind in _PER_REQUEST.items()}
         self._position = np.zeros(0, np.int64)
         self._has_options = np.zeros(0, np.bool_)
@@ -217,21 +216,16 @@ class SequenceColumns:
         logits: npt.NDArray[Any],
         rows: Tokens | None = None,
         *,
-        layout: Layout = "rows",
         bitmask: npt.NDArray[np.int32] | None = None,
         bitmask_rows: Tokens | None = None,
     ) -> SampleResult:
         """Draw one token for each of ``handles``; nothing is appended.
 
-        ``logits``: float32, float16, or bfloat16 as uint16 bits, never written to. Shape [B, V'] in
-        layout "rows" (or [t, B, V'/t], the shards of t tensor-parallel ranks), [V', B] in layout
-        "columns", where V' >= vocab_size. ``rows[i]`` is the row (or column) of ``handles[i]``,
-        by default i. ``bitmask``: int32 [m, >= ceil(vocab_size / 32)], bit set: token allowed, of
+        ``logits``: [B, V'], V' >= vocab_size; float32, float16, or bfloat16 as uint16 bits, never
+        written to. ``rows[i]`` is the row of ``handles[i]``, by default i. ``bitmask``: int32 [m, >= ceil(vocab_size / 32)], bit set: token allowed, of
         row ``bitmask_rows[i]`` for ``handles[i]``, -1 for none (by default row i).
         """
-        return self.prepare(handles, rows, bitmask=bitmask, bitmask_rows=bitmask_rows)(
-            logits, layout
-        )
+        return self.prepare(handles, rows, bitmask=bitmask, bitmask_rows=bitmask_rows)(logits)
 
     def prepare(
         self,
@@ -240,8 +234,8 @@ class SequenceColumns:
         *,
         bitmask: npt.NDArray[np.int32] | None = None,
         bitmask_rows: Tokens | None = None,
-    ) -> Callable[[npt.NDArray[Any], Layout], SampleResult]:
-        """All of :meth:`sample` that needs no logits: what it returns takes them, and their layout.
+    ) -> Callable[[npt.NDArray[Any]], SampleResult]:
+        """All of :meth:`sample` that needs no logits: what it returns takes them.
 
         No sequence may join, leave or get a token between the two.
         """
@@ -279,10 +273,11 @@ class SequenceColumns:
         options: RowOptions,
         out: Output,
         logits: npt.NDArray[Any],
-        layout: Layout,
     ) -> SampleResult:
         work, scores, vocab, ends = self._work, self._scores, self._vocab_size, out.score_ends
-        for flat, starts, which in self._reader.parts(logits, indices, layout):
+        flat, starts = read_rows(logits, indices, vocab)
+        which = np.arange(indices.size)
+        if which.size:
             sample_rows(flat, starts, which, vocab, requests, state, options, scores, work, out)
         logprobs = {}
         for i in np.flatnonzero((options.wanted >= 0) & (out.codes == 0)).tolist():

@@ -8,17 +8,15 @@ import numpy.typing as npt
 
 from sipipe.jit import compiling
 from sipipe.messages.params import SequenceParams
-from sipipe.sampler.layout import Layout
 from sipipe.sampler.state import SequenceColumns
 
 DTYPES = ("float32", "bfloat16", "float16")
-LAYOUTS: tuple[Layout, ...] = ("rows", "columns")
 
 _VOCAB = 300
 
 
-def warm_up(dtypes: Iterable[str] = DTYPES, layouts: Iterable[Layout] = LAYOUTS) -> None:
-    """Compile for these logits dtypes and layouts.
+def warm_up(dtypes: Iterable[str] = DTYPES) -> None:
+    """Compile for these logits dtypes.
 
     Several processes may call it at once: one compiles, the others wait and load. With a warm
     cache it takes a fraction of a second.
@@ -31,8 +29,7 @@ def warm_up(dtypes: Iterable[str] = DTYPES, layouts: Iterable[Layout] = LAYOUTS)
         columns.join(0, params, [1, 2, 3], [4] * 100)
         columns.append([0], [5])
         for row in rows:
-            for layout in layouts:
-                columns.sample([0], row if layout == "rows" else row.reshape(-1, 1), layout=layout)
+            columns.sample([0], row)
 
 
 def converted(logits: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:

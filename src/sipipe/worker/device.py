@@ -46,7 +46,7 @@ class Device(Protocol):
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
         """Copy a matrix to host memory once the device has reached ``after``; the copy's mark.
 
-        ``target`` has the shape of ``source``; its rows, or those of its transpose, are contiguous.
+        ``target`` has the shape of ``source``; its rows are contiguous.
         Neither may be touched or freed until the device has reached the mark.
         """
 
@@ -124,8 +124,6 @@ class CudaStageDevice:
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(after)
-            if not target[:1].is_contiguous():  # columns: transposed where it costs least
-                source, target = source.T.contiguous(), target.T
             if target.is_contiguous():
                 target.copy_(source, non_blocking=True)
             else:

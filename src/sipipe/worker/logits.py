@@ -144,16 +144,10 @@ class StageLogits:
 
 
 class LogitsHandover:
-    """This rank's writer of BIC-L.
+    """This rank's writer of BIC-L. ``writer``: the channel's end; closed with this."""
 
-    Args:
-        writer: the channel's end; closed with this.
-        layout: ``"rows"`` for logits [B, V], ``"columns"`` for [V, B].
-    """
-
-    def __init__(self, writer: LogitsWriter, layout: str) -> None:
+    def __init__(self, writer: LogitsWriter) -> None:
         self._writer = writer
-        self._layout = layout
         self._rows: dict[int, int] = {}
         self._apart = torch.empty(0)
 
@@ -221,8 +215,8 @@ class LogitsHandover:
         tensor = torch.from_numpy(region)
         if tensor.dtype in (torch.uint16, torch.int16):
             # bfloat16 has no NumPy type: its bits travel.
-            tensor = tensor.view(torch.bfloat16)
-        return tensor if self._layout == "rows" else tensor.T
+            return tensor.view(torch.bfloat16)
+        return tensor
 
     def close(self) -> None:
         """Readers get what was stored, then the end of the channel."""

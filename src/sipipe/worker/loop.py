@@ -160,7 +160,6 @@ class StageLoop:
         shape = LogitsShape(
             vocab=runner.head.vocab_size if runner.head.bounds else logits.shape[1],
             dtype=str(logits.dtype).removeprefix("torch."),
-            layout=self._boot.config.logits_layout,
             # Every rank writes its columns, or the first one rows that vLLM has gathered.
             bounds=runner.head.bounds,
         )
@@ -209,7 +208,7 @@ class StageLoop:
         sharing = self._sharing
         if (head is not None or sharing.shard is not None) and sharing.writer < logits.shape.ranks:
             writer = LogitsWriter(logits, rank=sharing.writer)
-            self._logits = LogitsHandover(writer, config.logits_layout)
+            self._logits = LogitsHandover(writer)
             if self._second is not None:
                 self._device.lock_pages(self._logits.buffer)
         sharing.keep()

@@ -4,9 +4,8 @@ Who runs here
     One writer process per tensor-parallel rank, any number of reader processes, and the owner,
     who made the memory (one of them or another).
 Guarantees
-    An iteration's logits are one contiguous array, ``[V, batch]`` (layout ``columns``, the
-    paper's) or ``[batch, V]`` (``rows``). Each rank writes its part of the vocabulary, so that
-    tensor-parallel shards are concatenated by being written.
+    An iteration's logits are one contiguous array ``[batch, V]``. Each rank writes its part of the
+    vocabulary, so that tensor-parallel shards are concatenated by being written.
 Relies on
     The engine, which gives iterations in flight rows that do not overlap, and rows to another only
     when nobody reads them any more (:mod:`sipipe.engine.logits_room`); all ranks are told the
@@ -127,8 +126,7 @@ class LogitsWriter:
         """This rank's part of the iteration's rows, which begin with ``row``, writable; published
         when the block ends well.
 
-        Yields ``[V/t, batch]`` (columns) or ``[batch, V/t]`` (rows). After an exception in the
-        block nothing is published, and the next call takes the same entry again.
+        Yields ``[batch, V/t]``. After an exception in the block nothing is published, and the next call takes the same entry again.
 
         Raises:
             ChannelTimeout: a late sampler still reads the entry after ``timeout`` seconds.
@@ -182,8 +180,8 @@ class LogitsReader:
     def receive(self) -> ReceivedLogits:
         """Wait, asleep, until every rank has published the next iteration. The writers have come.
 
-        Returns its ``iteration``, ``batch`` and ``array``: ``[V, batch]`` or ``[batch, V]``,
-        read-only, in place. Errors are those of :meth:`DispatchReader.receive`.
+        Returns its ``iteration``, ``batch`` and ``array``: ``[batch, V]``, read-only, in
+        place. Errors are those of :meth:`DispatchReader.receive`.
         """
         _, iteration, batch, row, check, _ = self._ring.receive()
         if check != iteration ^ batch ^ row:  # others' logits would be read

@@ -79,10 +79,6 @@ class Output(NamedTuple):
     ranks: Any  # int32 [n]
 
 
-STAGED = 16
-"""Columns that are transposed together in the column layout: one cache line of float32."""
-
-
 class Work(NamedTuple):
     """Scratch arrays shared by all kernels; V is the vocabulary, N = ceil(V / 256) blocks."""
 
@@ -138,14 +134,3 @@ def make_work(vocab_size: int) -> Work:
         spare=_lines(room, np.float32),
         stack=_lines(2048, np.int64),
     )
-
-
-def make_staging(vocab_size: int, rows: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """[rows, >= V] for rows put together from another layout.
-
-    Rows are an odd number of cache lines apart, so that they do not compete for the same lines of
-    the cache as they are written side by side.
-    """
-    line = 64 // dtype.itemsize
-    lines = -(-vocab_size // line) | 1
-    return np.zeros((rows, lines * line), dtype)
