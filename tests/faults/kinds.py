@@ -278,22 +278,7 @@ def filled_later(rng):
     )
 
 
-# ---- damage, and mistakes ----------------------------------------------------------------------
-
-
-def damaged(where, channel, own=False):
-    """``where``: processes; ``channel``: what of it, see :mod:`tests.faults.plan`."""
-
-    def make(rng):
-        nth = rng.randrange(4) if channel == "pipe" else rng.randrange(1, 40)
-        if channel == "link structure":
-            nth = 0
-        planted = fault(channel, "damage", nth, bit=rng.randrange(1 << 24))
-        if where == "engine":
-            return scenario(own, engine=[planted])
-        return scenario(own, planned={rng.choice(where): [[planted]]})
-
-    return make
+# ---- mistakes -----------------------------------------------------------------------------------
 
 
 def raising(names, points):
@@ -331,7 +316,6 @@ def amid_product(what, stall=60, **more):
 STAGE_DIED = r"stage worker stage\d\.0 \(pid \d+\) (died|ended while starting)"
 NOT_READY = r"not ready in time: .*start_timeout"
 STALLED = r"no progress for .* s: .*stage\d\.0 does not answer"
-DAMAGE = r"channel bic-|sampler\d keeps dying"
 ANY = "."
 
 KINDS = [
@@ -421,26 +405,6 @@ KINDS = [
         True,
     ),
     Kind("/dev/shm is filled while the engine serves", filled_later, 6),
-    Kind("damage: the header of a message on BIC-I", damaged("engine", "BIC-I header"), 10, DAMAGE),
-    Kind("damage: the place of a message on BIC-I", damaged("engine", "BIC-I place"), 10, DAMAGE),
-    Kind("damage: a sampler's part of BIC-I", damaged("engine", "BIC-I step"), 8, DAMAGE),
-    Kind("damage: a worker's part of BIC-I", damaged("engine", "BIC-I output"), 8, DAMAGE),
-    Kind("damage: the header of logits on BIC-L", damaged(STAGES[1:], "BIC-L place"), 8, DAMAGE),
-    Kind("damage: a frame on BIC-O", damaged(SAMPLERS, "BIC-O frame"), 8, DAMAGE),
-    Kind("damage: an answer on BIC-O", damaged(SAMPLERS, "BIC-O answer"), 8, DAMAGE),
-    Kind("damage: a header on a link", damaged(STAGES[:1], "link header"), 10, "link stage0-1"),
-    Kind(
-        "damage: the structure announced on a link",
-        damaged(STAGES[:1], "link structure"),
-        8,
-        "link stage0-1",
-    ),
-    Kind(
-        "damage: a message on a control pipe",
-        damaged((*STAGES, *SAMPLERS), "pipe"),
-        6,
-        "sent what cannot be read",
-    ),
     Kind("a sampler that draws is killed (shared projection)", shared(busy_samplers), 12),
     Kind("a worker is killed amid a product", shared(amid_product("kill")), 12, STAGE_DIED, True),
     Kind("a worker is stopped for 1 s amid a product", shared(amid_product("stop", seconds=1)), 6),
@@ -450,18 +414,6 @@ KINDS = [
         8,
         STALLED,
         True,
-    ),
-    Kind(
-        "damage: a header on a link of final hidden states",
-        shared(damaged(STAGES[1:], "head link header")),
-        10,
-        "link head1-0",
-    ),
-    Kind(
-        "damage: the structure announced on such a link",
-        shared(damaged(STAGES[1:], "link structure")),
-        6,
-        "link head1-0",
     ),
     Kind("a worker raises an error", raising(STAGES, BUSY_WORKER), 8, "planted in", True),
     Kind("a sampler raises an error", raising(SAMPLERS, BUSY_SAMPLER), 8),

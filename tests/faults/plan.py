@@ -30,9 +30,6 @@ def _arm(name, fault, report):
         strike(name, fault, report)
         return True
 
-    if fault["what"] == "damage":
-        _arm_damage(at, fault["bit"], now)
-        return
     owner, attribute = load()[at]
     real = getattr(owner, attribute)
 
@@ -41,86 +38,6 @@ def _arm(name, fault, report):
         return real(*args, **kwargs)
 
     setattr(owner, attribute, armed)
-
-
-def _flipped(data, bit, first=0, count=None):
-    """``data`` with one bit changed, of ``count`` bytes from ``first`` on."""
-    changed = bytearray(data)
-    place = first * 8 + bit % (8 * (count or len(changed) - first))
-    changed[place // 8] ^= 1 << place % 8
-    return bytes(changed)
-
-
-def _arm_damage(channel, bit, now):
-    """Change one bit of what a channel carries, at the one who sends it."""
-    import sipipe.engine.bus as bus
-    import sipipe.engine.dispatch as dispatch
-    import sipipe.ipc.gather as gather
-    import sipipe.ipc.link.packets as packets
-    import sipipe.ipc.link.shm as link
-    import sipipe.ipc.parent as parent
-    import sipipe.ipc.ring.writer as writer
-    import sipipe.sampler.main as sampler
-
-    def results(module, name, change):
-        real = getattr(module, name)
-
-        def changed(*args, **kwargs):
-            found = real(*args, **kwargs)
-            return change(found) if now() else found
-
-        setattr(module, name, changed)
-
-    def first_bytes(data):
-        return _flipped(data, bit, 0, min(3, len(data)))
-
-    def publish(self, header, _real=writer.RingWriter.publish):
-        if now():
-            word = bit % len(header)
-            header = (*header[:word], header[word] ^ 1 << bit // 8 % 63, *header[word + 1 :])
-        return _real(self, header)
-
-    def say(self, message, _real=parent.Parent.say):
-        if now():
-            self._pipe.send_bytes(b"no pickle")
-        return _real(self, message)
-
-    match channel:
-        case "BIC-I header":
-            results(bus, "encode_header", lambda data: _flipped(data, bit))
-        case "BIC-I place" | "BIC-L place":
-            writer.RingWriter.publish = publish
-        case "BIC-I step":
-            results(dispatch, "encode", first_bytes)
-        case "BIC-I output":
-            results(dispatch, "out_of_band", lambda parts: [first_bytes(parts[0]), *parts[1:]])
-        case "BIC-O frame":
-            results(gather, "encode_header", lambda data: _flipped(data, bit))
-        case "BIC-O answer":
-            results(sampler, "encode", first_bytes)
-        case "link header":
-            results(link, "pack", lambda data: _flipped(data, bit, 0, link.HEADER_BYTES))
-        case "head link header":
-            send = packets.PacketConnection.send
-
-            def sent(self, packet, *descriptor):
-                whole = len(packet) >= link.HEADER_BYTES  # else it is the memory's
-                if whole and "link head" in self._who and now():
-                    packet = _flipped(packet, bit, 0, link.HEADER_BYTES)
-                send(self, packet, *descriptor)
-
-            packets.PacketConnection.send = sent
-        case "link structure":
-            real = link.pack
-
-            def described(header, body=b""):
-                return real(header, _flipped(body, bit) if body and now() else body)
-
-            link.pack = described
-        case "pipe":
-            parent.Parent.say = say
-        case _:
-            raise AssertionError(channel)
 
 
 def strike(name, fault, report):

@@ -20,7 +20,6 @@ FEW = (
     "a worker is killed while the engine starts (vLLM's path)",
     "a busy engine is killed",
     "a sampler is stopped for ever",
-    "damage: the header of a message on BIC-I",
     "a worker is killed amid a product",
 )
 

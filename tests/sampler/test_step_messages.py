@@ -63,13 +63,6 @@ def test_a_header_comes_back(kind, slot, number):
 
 
 @DAMAGED
-@given(st.binary(min_size=14, max_size=18))
-def test_a_damaged_header_is_called_so(data):
-    with suppress(DamagedError):
-        assert encode_header(*decode_header(data))[:1] == data[:1]
-
-
-@DAMAGED
 @given(st.data(), st.sampled_from([decode_step, decode_grammar, decode_sampled]))
 def test_damaged_structures_are_called_so(data, decode):
     join = Added(12, 1, SequenceParams(temperature=0.5, logit_bias={3: -1.0}), int32_bytes([1, 2]))

@@ -19,13 +19,13 @@ Relies on
     descriptor that another has closed; ``_collecting`` is held wherever ``_epoll`` and ``_wake``
     are slept on or closed.
 
-A frame is a header (payload bytes, whether more frames of this answer follow, iteration, and their
-CRC-32: with a wrong bit in them the receiver could wait for bytes that never come) and the payload;
-nothing is unpickled here.
+A frame is a header (payload bytes, whether more frames of this answer follow, iteration) and the
+payload; nothing is unpickled here.
 
 Rejected: a listener and a handshake (a sampler is always a child, so its end can be handed to it,
 and nobody else can reach a socket pair); shared memory for the way back (an answer is some hundred
-bytes, so it would save a few microseconds).
+bytes, so it would save a few microseconds); a checksum (nothing damages what the kernel carries
+between two processes of a host).
 """
 
 import collections
@@ -36,7 +36,6 @@ import select
 import socket
 import struct
 import threading
-import zlib
 from collections.abc import Iterable, Sequence
 
 from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
@@ -45,9 +44,7 @@ from sipipe.ipc.locks import deadline_after, remaining
 MAX_BYTES = 1 << 26
 """No frame's payload may be larger."""
 
-_FIELDS = struct.Struct("<I?xxxQ")  # payload bytes, more follows, iteration
-_SUM = struct.Struct("<I")
-_HEADER_BYTES = _FIELDS.size + _SUM.size
+_HEADER = struct.Struct("<I?xxxQ")  # payload bytes, more follows, iteration
 _RECEIVE_BYTES = 1 << 18
 _BUFFERS = 64  # of one sendmsg; the kernel takes up to 1,024
 
@@ -68,11 +65,6 @@ class _Pending:
     missing: set[int]
     """Whose last frame is still to come."""
     frames: dict[int, list[bytes]] = dataclasses.field(default_factory=dict)
-
-
-def encode_header(size: int, more: bool, iteration: int) -> bytes:
-    fields = _FIELDS.pack(size, more, iteration)
-    return fields + _SUM.pack(zlib.crc32(fields))
 
 
 class GatherReceiver:
@@ -193,7 +185,7 @@ class GatherReceiver:
         sampler.sock.close()
 
     def _read(self, descriptor: int) -> None:
-        """Take what is there of one sampler; an end or a damaged frame becomes an error."""
+        """Take what is there of one sampler; an end or a wrong frame becomes an error."""
         sampler = self._samplers.get(descriptor)
         if sampler is None:  # the wake-up, or a sampler that was replaced meanwhile
             if descriptor == self._wake:
@@ -217,16 +209,11 @@ class GatherReceiver:
             self._errors.append((sampler.index, error))
 
     def _parse(self, sampler: _Sampler) -> ChannelError | None:
-        """Take the complete frames; returns what is wrong with one that is damaged."""
+        """Take the complete frames; returns what is wrong with one."""
         data, start = sampler.data, 0
-        while len(data) - start >= _HEADER_BYTES:
-            size, more, iteration = _FIELDS.unpack_from(data, start)
-            begin = start + _HEADER_BYTES
-            if data[start:begin] != encode_header(size, more, iteration):
-                return ChannelError(
-                    f"channel bic-o: the header of a frame of sampler{sampler.index} is damaged; "
-                    "cut off"
-                )
+        while len(data) - start >= _HEADER.size:
+            size, more, iteration = _HEADER.unpack_from(data, start)
+            begin = start + _HEADER.size
             if size > MAX_BYTES or iteration > self._last:
                 return ChannelError(
                     f"channel bic-o: sampler{sampler.index} announced {size:,} bytes for iteration "
@@ -288,7 +275,7 @@ class GatherSender:
                 f"channel bic-o: {size:,} bytes for iteration {iteration} are more than "
                 f"{MAX_BYTES:,}"
             )
-        views.insert(0, memoryview(encode_header(size, more, iteration)))
+        views.insert(0, memoryview(_HEADER.pack(size, more, iteration)))
         deadline = deadline_after(timeout)
         try:
             while views:
