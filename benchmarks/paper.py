@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -41,7 +42,8 @@ from sipipe.tools.report.accounting import KINDS
 from sipipe.tools.report.reader import read_trace
 from sipipe.tools.report.summary import Run
 
-FIGURES = Path(__file__).parent / "figures"
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "benchmarks" / "figures"
 SCALES = ("cpu", "8xh100", "16xh100")
 PRINTED = {
     "bars": ("of stock's best", "of the row above", "TTFT p50", "TPOT p50", "KV tokens"),
@@ -240,6 +242,7 @@ def _measured(command: list[str]) -> dict[str, Any]:
         [sys.executable, "-m", "sipipe", "bench", *command, "--json"],
         stdout=subprocess.PIPE,
         check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # for benchmarks.stock_trace
     )
     if not run.stdout:
         raise SiPipeError(f"paper: sipipe bench {shlex.join(command)} failed")

@@ -222,8 +222,8 @@ def produce(model: Path, side: str, p: int, directory: Path) -> None:
         "additional_config": {"sipipe": {"trace": str(directory)}},
     }
     if side == "stock":
-        spec["worker_cls"] = "sipipe.tools.stock_trace.TracedWorker"
-        spec["scheduler_cls"] = "sipipe.tools.stock_trace.TracedScheduler"
+        spec["worker_cls"] = "benchmarks.stock_trace.TracedWorker"
+        spec["scheduler_cls"] = "benchmarks.stock_trace.TracedScheduler"
     else:
         spec["distributed_executor_backend"] = "sipipe.Executor"
     cores = sorted(os.sched_getaffinity(0))

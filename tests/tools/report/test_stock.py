@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ if __name__ == "__main__":
     model, directory = sys.argv[1:]
     llm = LLM(
         model=model, pipeline_parallel_size=2, max_model_len=256, max_num_seqs=16,
-        worker_cls="sipipe.tools.stock_trace.TracedWorker",
-        scheduler_cls="sipipe.tools.stock_trace.TracedScheduler",
+        worker_cls="benchmarks.stock_trace.TracedWorker",
+        scheduler_cls="benchmarks.stock_trace.TracedScheduler",
         additional_config={"sipipe": {"trace": directory}},
     )
     began = time.perf_counter()
@@ -109,7 +110,7 @@ class Output:
 def worker(monkeypatch):
     """A recorded worker with stand-ins for vLLM's worker, runner and group."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    from sipipe.tools import stock_trace as trace_stock
+    from benchmarks import stock_trace as trace_stock
 
     group = Group()
     monkeypatch.setattr(trace_stock, "get_pp_group", lambda: group)
@@ -164,8 +165,9 @@ def test_worker_counts_where_the_scheduler_does_not_number(worker):
 
 def test_scheduler_without_a_directory_is_one_line():
     pytest.importorskip("vllm", reason="vLLM is not installed")
+    from benchmarks.stock_trace import _open
+
     from sipipe.errors import ConfigError
-    from sipipe.tools.stock_trace import _open
 
     config = type("Config", (), {"additional_config": {}})()
     with pytest.raises(ConfigError, match="additional-config") as caught:
@@ -187,7 +189,12 @@ def recorded(tmp_path_factory):
     bind = f"{cores[0]}|{cores[-1]}"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(program), str(model), str(directory)],
-        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": bind, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        env={
+            **os.environ,
+            "VLLM_CPU_OMP_THREADS_BIND": bind,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+        },
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,8 +1,8 @@
 """Recording stock vLLM: a worker and a scheduler that do what vLLM's do, and note the times.
 
-    vllm serve MODEL --pipeline-parallel-size 2 \\
-        --worker-cls sipipe.tools.stock_trace.TracedWorker \\
-        --scheduler-cls sipipe.tools.stock_trace.TracedScheduler \\
+    PYTHONPATH=. vllm serve MODEL --pipeline-parallel-size 2 \\
+        --worker-cls benchmarks.stock_trace.TracedWorker \\
+        --scheduler-cls benchmarks.stock_trace.TracedScheduler \\
         --additional-config '{"sipipe": {"trace": "traces/stock"}}'
 
 Both timelines then have the same phases and lie side by side in ``sipipe trace report``. With
