@@ -107,3 +107,18 @@ def definitions(tree: ast.Module) -> set[str]:
                 if isinstance(inner, ast.FunctionDef)
             }
     return found
+
+
+def test_every_while_of_a_kernel_says_what_bounds_it():
+    for file in (*SOURCE.glob("sampler/kernels/*.py"), SOURCE / "worker/inputs/kernels.py"):
+        text = file.read_text()
+        kernels = [
+            node
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef)
+            and {"kernel", "entry"} & {ast.unparse(name) for name in node.decorator_list}
+        ]
+        for loop in (node for kernel in kernels for node in ast.walk(kernel)):
+            if isinstance(loop, ast.While):
+                above = text.splitlines()[loop.lineno - 2].strip()
+                assert above.startswith("# bound: "), f"{file}:{loop.lineno}"

@@ -35,7 +35,7 @@ from sipipe.sampler.seen import SeenTables, grown
 
 _MESSAGES = {
     HAS_NAN: "the model's logits hold NaN",
-    HAS_INFINITY: "the model's logits hold +inf",
+    HAS_INFINITY: "a logit is +inf: the model's, or with the request's biases and penalties",
     ALL_MASKED: "no token is left to sample: every logit is -inf or masked",
 }
 

@@ -208,7 +208,8 @@ def load_bits(builder: Any, words: Any, first: Any, wide: bool) -> list[Any]:
 
 
 def maximum(builder: Any, left: Any, right: Any) -> Any:
-    """``left`` where it is greater, else ``right``: one instruction; a NaN in ``left`` is lost."""
+    """``left`` where it is greater, else ``right``: one instruction. A NaN in ``left`` is lost, one
+    in ``right`` stays."""
     return builder.select(builder.fcmp_ordered(">", left, right), left, right)
 
 

@@ -158,6 +158,7 @@ def block_max(
 ) -> Any:
     """(maximum, any NaN) of what is not masked of ``x[start : start + 256]``.
 
+    Beside a NaN the maximum is that of the rest, or of bfloat16 perhaps NaN.
     Unless ``first`` is -1, ``groups[first : first + 32]`` become the maxima of its groups, float32:
     group ``g`` is the 8 tokens ``start + g``, ``start + g + 32``, ... (what lanes hold anyway).
     """
@@ -170,18 +171,13 @@ def block_max(
     def maxima(masks: list[Any]) -> Any:
         if kind == types.uint16:
             return _bfloat16_maximum(builder, x, start, masks, keep)
-        best: list[Any] = []
-        bad: list[Any] = []
+        best = [vec.constant(vec.VF, float("-inf"))] * ACCUMULATORS  # no NaN: it would stay
+        bad = [vec.constant(vec.VB, 0)] * ACCUMULATORS
         vectors = vectors_of(builder, x, start, kind)
         for index, value in enumerate(_unmasked(builder, vectors, masks)):
-            nan = builder.fcmp_unordered("uno", value, value)
-            if index < ACCUMULATORS:
-                best.append(value)
-                bad.append(nan)
-            else:
-                lane = index % ACCUMULATORS
-                best[lane] = vec.maximum(builder, value, best[lane])
-                bad[lane] = builder.or_(bad[lane], nan)
+            lane = index % ACCUMULATORS
+            best[lane] = vec.maximum(builder, value, best[lane])
+            bad[lane] = builder.or_(bad[lane], builder.fcmp_unordered("uno", value, value))
         larger = lambda a, b: vec.maximum(builder, a, b)  # noqa: E731
         halves = [fold(best[half::2], larger) for half in (0, 1)]
         keep(lambda: halves)

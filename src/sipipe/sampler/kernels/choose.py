@@ -27,12 +27,13 @@ def first_maximum(x: Any, row_top: Any, top: Any, edited: Any, work: Any) -> Any
     """The lowest token id with the largest logit, ``top``; the row's own largest is ``row_top``."""
     best = x.size
     if row_top == top:
-        b = 0
-        while work.peaks[b] != top:
-            b += 1
-        best = b << 8
-        while scan.is_masked(best, work) or element(x, best) != top:
-            best += 1
+        for b in range((x.size + 255) >> 8):
+            if work.peaks[b] == top:
+                for token in range(b << 8, min((b + 1) << 8, x.size)):
+                    if element(x, token) == top and not scan.is_masked(token, work):
+                        best = token
+                        break
+                break
     for i in range(edited):
         if work.edited[i] == top:
             best = min(best, np.int64(work.edited_ids[i]))
@@ -74,6 +75,7 @@ def _choose_sorted(count: Any, filters: Any, work: Any) -> Any:
     top = order.key_value(work.keys[0])
     if 0 < k < count:
         cut = order.key_value(work.keys[k - 1])
+        # bound: `count`
         while k < count and order.key_value(work.keys[k]) == cut:
             k += 1
         count = k
@@ -95,12 +97,14 @@ def _choose_sorted(count: Any, filters: Any, work: Any) -> Any:
     if top_p < 1.0:
         target = top_p * total
         last = 0
+        # bound: `kept`
         while last < kept - 1 and work.sums[last] < target:
             last += 1
         kept = last + 1
         total = work.sums[last]
     target = uniform(filters.seed, filters.position) * total
     pick = 0
+    # bound: `kept`
     while pick < kept - 1 and work.sums[pick] <= target:
         pick += 1
     return np.int64(work.ids[pick]), kept, np.float64(top), math.log(total)
@@ -139,13 +143,14 @@ def choose(
 ) -> Any:  # fmt: skip
     """Filter and draw; maxima of the row without its edits, and with them: ``row_top`` and ``top``.
 
-    Where the token is drawn ``from_row``, only what is to be ``listed`` is filtered.
+    Where the token is drawn ``from_row``, only what is to be ``listed`` is filtered; and where no
+    attempt there takes one, which is not to be expected, the token is drawn from what is filtered.
     """
     k, top_p = filters.top_k, filters.top_p
     token = np.int64(-1)
     if from_row and (top_p >= 1.0 or not listed):
         token = draw_row(x, top, filters, True, scan.NEG_INF, np.int64(-1), edited, work)
-        if not listed:
+        if token >= 0 and not listed:
             return token, np.int64(-1), 0.0, 0.0
     inverse = 1.0 / np.float64(filters.temperature)
     if k > 0 or filters.min_p > 0.0:
@@ -162,18 +167,24 @@ def choose(
             other, count, scaled_top, log_mass = _choose_sorted(count, filters, work)
         else:
             other, count, scaled_top, log_mass = _choose_listed(count, high, filters, listed, work)
-        return token if from_row else other, count, scaled_top, log_mass
+        return token if token >= 0 else other, count, scaled_top, log_mass
     scale = np.float32(inverse * scan.LOG2E)
     scaled_top = np.float64(top / filters.temperature)
     total = scan.exp_sums(x, top, scale, edited, work)
     if top_p >= 1.0:
+        if from_row and token < 0:
+            count = scan.gather(x, scan.LOWEST, edited, work)
+            scan.candidate_weights(count, top, scale, work)
+            token, _ = draw_candidates(count, scan.NEG_INF, np.int64(0), filters, work)
         return token, np.int64(-1), scaled_top, math.log(total)
     target = top_p * total
     count, low = gather_tail(x, top, scale, total, target, edited, work)
     cut, cut_id = top_p_cut(count, top, low, target, inverse, work)
-    token, total = draw_candidates(count, cut, cut_id, filters, work)
-    if from_row:
+    other, total = draw_candidates(count, cut, cut_id, filters, work)
+    if from_row and listed:
         token = draw_row(x, top, filters, False, cut, cut_id - 1, edited, work)
+    if token < 0:
+        token = other
     if listed:
         count = _keep_from(count, cut, cut_id, work)
         divide_candidates(count, filters.temperature, work)

@@ -33,7 +33,7 @@ from sipipe.sampler.kernels.scan import LOWEST, is_masked, positions_between
 _ALL, _REACHING, _OTHERS = 0, 1, 2
 SHARE = 32
 """What filters keep holds 1 / SHARE of the mass at least, or the row is not drawn by rejection."""
-_ATTEMPTS = 65536
+ATTEMPTS = 65536
 """That many fail with a probability below 1e-100, where one in 8.5 * SHARE succeeds."""
 
 
@@ -63,6 +63,7 @@ def draw_candidates(count: Any, cut: Any, cut_id: Any, filters: Any, work: Any) 
     last = np.int64(-1)
     if target < total or tied * weight == 0.0:
         b = 0
+        # bound: the blocks of `count`
         while work.sums[b] <= target and (b + 1) * 256 < count:
             b += 1
         before = work.sums[b - 1] if b else 0.0
@@ -238,14 +239,14 @@ def draw_row(
     """One token of the row and its edits, whose maximum is ``top``; `block_maxima` comes first.
 
     ``judged``: by top-k, or else top-p, where they are set. Tokens up to (low, low_id), in the
-    order of logits and then ids, are known not to be kept. Returns -1 for what does not happen.
+    order of logits and then ids, are known not to be kept. -1: no attempt has taken one.
     """
     slope = np.float32(scan.LOG2E / np.float64(filters.temperature) * UNIT)
     exact = np.float64(slope) / UNIT
     end, total = _bound_groups(x, top, slope, edited, work)
     of_row = ((x.size + 255) >> 8) << 5
     mass = 0.0  # the sum of the row's bounds, once it is taken
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         u, v = uniforms(filters.seed, filters.position, attempt)
         group = _propose(end, u * total, work)
         place = int(v * 8.0)

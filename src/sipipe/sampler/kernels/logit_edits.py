@@ -47,6 +47,14 @@ def mask_by_grammar(i: Any, options: Any, work: Any) -> Any:
 
 
 @kernel
+def mask_no_numbers(x: Any, work: Any) -> None:
+    """Mask NaN and +inf: what is asked about the others has an answer then."""
+    for token in range(x.size):
+        if not element(x, token) < np.inf:
+            _mask_token(token, work)
+
+
+@kernel
 def _mask_not_allowed(i: Any, options: Any, work: Any) -> None:
     """Mask all but the allowed tokens of call row ``i``, if it has any."""
     at, last = options.allowed.offsets[i], options.allowed.offsets[i + 1]
@@ -65,8 +73,8 @@ def _mask_stops(x: Any, i: Any, grammar: Any, options: Any, work: Any) -> None:
             work.ids[stops] = token
             stops += 1
     if stops and grammar:
-        top, _ = scan.block_maxima(x, False, work)
-        if not top >= scan.LOWEST:
+        top, bad = scan.block_maxima(x, False, work)
+        if not bad and not top >= scan.LOWEST:
             for s in range(stops):
                 work.mask[work.ids[s] >> 5] &= ~_bit(work.ids[s])
 
@@ -167,6 +175,7 @@ def _list_edits(
     token = options.forced[i]
     if token >= 0:
         at = 0
+        # bound: `edited`
         while at < edited and work.edited_ids[at] != token:
             at += 1
         work.edited_ids[at] = token

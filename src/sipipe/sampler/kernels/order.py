@@ -46,6 +46,7 @@ def least_reaching(score: Any, logit: Any, temperature: Any, shift: Any, offset:
     ``logit`` is one that has this score. Rounding keeps order, so it is found by bisection of bits.
     """
     low, high = np.int64(key_of(scan.LOWEST, 0) >> _32), np.int64(key_of(logit, 0) >> _32)
+    # bound: 32 halvings of the 32 bits
     while low < high:
         middle = (low + high) >> 1
         value = key_value(np.uint64(middle) << _32)
@@ -62,9 +63,12 @@ def _partition(values: Any, low: Any, high: Any) -> Any:
     a, b, c = values[low], values[(low + high) >> 1], values[high]
     pivot = max(min(a, b), min(max(a, b), c))
     i, j = low, high
+    # bound: each round brings i and j closer; the scans end at the pivot, or what was exchanged
     while i <= j:
+        # bound: the pivot, or a value before it that was put behind i
         while values[i] > pivot:
             i += 1
+        # bound: the same from the other side
         while values[j] < pivot:
             j -= 1
         if i <= j:
@@ -113,7 +117,9 @@ def sort_keys(count: Any, ties_sorted: Any, work: Any) -> None:
     keys, stack = work.keys, work.stack
     depth = 0
     low, high = 0, count - 1
+    # bound: `count`, as each round sorts one part for good
     while True:
+        # bound: the part's size, which each partition makes smaller
         while high - low > 16:
             i, j = _partition(keys, low, high)
             if j - low > high - i:
@@ -126,6 +132,7 @@ def sort_keys(count: Any, ties_sorted: Any, work: Any) -> None:
         for i in range(low + 1, high + 1):
             key = keys[i]
             j = i - 1
+            # bound: 16
             while j >= low and keys[j] < key:
                 keys[j + 1] = keys[j]
                 j -= 1
@@ -137,18 +144,33 @@ def sort_keys(count: Any, ties_sorted: Any, work: Any) -> None:
 
 
 @kernel
-def kth_largest(values: Any, count: Any, k: Any) -> Any:
-    """The k-th largest (k >= 1) of ``values[:count]`` (no NaN), which is reordered: quickselect."""
-    low, high = 0, count - 1
+def _reaching(values: Any, count: Any, threshold: Any, work: Any) -> Any:
+    """How many of ``values[:count]``, with -inf behind them to a whole block, are >= ``threshold``."""
+    zero = np.float32(0.0)
+    number = 0
+    for start in range(0, count, 256):
+        number += block_count(values, start, work.no_mask, 0, zero, zero, threshold)
+    return number
+
+
+@kernel
+def kth_largest(values: Any, count: Any, k: Any, work: Any) -> Any:
+    """The k-th largest (k >= 1) of ``values[:count]`` (no NaN); behind them a block is filled up.
+
+    The largest number that k of them reach, by bisection of bits, a vectorized count each: to
+    select by comparing elements takes ten times as long, and in some orders of them hours.
+    """
+    for i in range(count, (count + 255) & ~255):
+        values[i] = scan.NEG_INF
+    low, high = np.int64(key_of(scan.NEG_INF, 0) >> _32), np.int64(key_of(np.inf, 0) >> _32)
+    # bound: 32 halvings of the 32 bits
     while low < high:
-        i, j = _partition(values, low, high)
-        if k - 1 <= j:
-            high = j
-        elif k - 1 >= i:
-            low = i
+        middle = (low + high + 1) >> 1
+        if _reaching(values, count, key_value(np.uint64(middle) << _32), work) >= k:
+            low = middle
         else:
-            break
-    return values[k - 1]
+            high = middle - 1
+    return key_value(np.uint64(low) << _32)
 
 
 @kernel
@@ -167,37 +189,28 @@ def keep_at_least(count: Any, floor: Any, work: Any) -> Any:
 @kernel
 def keep_largest(count: Any, k: Any, work: Any) -> Any:
     """Drop the candidates below the k-th largest; how many stay."""
-    for i in range(count):
-        work.weights[i] = work.values[i]
-    return keep_at_least(count, np.float64(kth_largest(work.weights, count, k)), work)
-
-
-@kernel
-def _reaching(values: Any, count: Any, threshold: Any, work: Any) -> Any:
-    zero = np.float32(0.0)
-    number = 0
-    for start in range(0, count, 256):
-        number += block_count(values, start, work.no_mask, 0, zero, zero, threshold)
-    return number
+    return keep_at_least(count, np.float64(kth_largest(work.values, count, k, work)), work)
 
 
 @kernel
 def threshold_reached(values: Any, count: Any, k: Any, top: Any, work: Any) -> Any:
     """What at least ``k`` of ``values[:count]`` reach, and not many more; -inf if there is none.
 
-    ``top`` is at least their maximum; behind them the block is filled with -inf. Found by
-    bisection, a vectorized count each: to select by comparing elements takes ten times as long.
+    ``top``, which is finite, is at least their maximum; behind them the block is filled with -inf.
+    Found by bisection, a vectorized count each.
     """
     low = high = top
     step = np.float32(1.0)
     number = _reaching(values, count, low, work)
+    # bound: 129 doublings, after which no difference is above the lowest float32
     while number < k:
         high = low
         low = top - step
-        if low < scan.LOWEST:
+        if not low >= scan.LOWEST:  # also where `top` was no number
             return scan.NEG_INF
         step *= np.float32(2.0)
         number = _reaching(values, count, low, work)
+    # bound: 280 halvings, from 2**129 to 2**-149; `low` serves after each, only with more tokens
     while number > k + (k >> 2) + 4:
         middle = low + (high - low) * np.float32(0.5)
         if middle <= low or middle >= high:
@@ -219,6 +232,7 @@ def _threshold_by_sample(x: Any, k: Any, top: Any, edited: Any, work: Any) -> An
     sampled, share = scan.sample_blocks(x, work)
     rank = int(k * share * 1.05) + 8
     zero = np.float32(0.0)
+    # bound: about 50 rounds, as the rank grows by a quarter each; then all tokens
     while rank < sampled:
         guess = threshold_reached(work.values, sampled, rank, top, work)
         if not guess >= scan.LOWEST:

@@ -11,7 +11,13 @@ import numpy as np
 
 from sipipe.jit import entry, kernel
 from sipipe.sampler.kernels.choose import choose, draws_from_row, first_maximum
-from sipipe.sampler.kernels.logit_edits import apply_edits, clear_mask, has_edits, mask_by_grammar
+from sipipe.sampler.kernels.logit_edits import (
+    apply_edits,
+    clear_mask,
+    has_edits,
+    mask_by_grammar,
+    mask_no_numbers,
+)
 from sipipe.sampler.kernels.scan import LOWEST, block_maxima
 from sipipe.sampler.kernels.scores import score_kept, score_raw, score_row
 from sipipe.sampler.kernels.state import (
@@ -31,11 +37,16 @@ GREEDY_BELOW = np.float32(1e-5)
 
 
 @kernel
-def _filters(request: Any, state: Any) -> Any:
-    if state.temperature[request] < GREEDY_BELOW:
+def _filters(request: Any, top: Any, state: Any) -> Any:
+    """How the token of ``request`` is chosen where ``top`` is the largest logit."""
+    temperature = state.temperature[request]
+    if temperature < GREEDY_BELOW:
         return Filters(np.float32(1.0), np.int64(0), 1.0, 0.0, np.uint64(0), np.int64(0))
+    if abs(top / temperature) == np.inf:
+        # Logits that large are 1e26 apart, or the same: the draw is that of any temperature.
+        temperature = np.float32(1.0)
     return Filters(
-        state.temperature[request],
+        temperature,
         np.int64(state.top_k[request]),
         np.float64(state.top_p[request]),
         np.float64(state.min_p[request]),
@@ -51,12 +62,12 @@ def _draw_row(
 ) -> None:  # fmt: skip
     """Sample row ``i`` of this call, with the logits ``x``, for ``request`` into ``out``."""
     greedy = state.temperature[request] < GREEDY_BELOW
-    filters = _filters(request, state)
-    grouped = not greedy and draws_from_row(x.size, filters)
+    grouped = not greedy and draws_from_row(x.size, _filters(request, np.float32(0.0), state))
     edited, row_top, top, bad = apply_edits(x, i, request, grouped, state, options, work)
     if bad or top == np.inf or not top >= LOWEST:
         out.codes[i] = HAS_NAN if bad else HAS_INFINITY if top == np.inf else ALL_MASKED
         return
+    filters = _filters(request, top, state)
     scored = options.wanted[i] >= 0
     processed = scored and scores.processed
     token, kept, high, log_mass = np.int64(-1), np.int64(-1), 0.0, 0.0
@@ -64,7 +75,7 @@ def _draw_row(
         token, kept, high, log_mass = choose(
             x, row_top, top, grouped, filters, processed, edited, work
         )
-    if greedy or token < 0:
+    if greedy:
         token = first_maximum(x, row_top, top, edited, work)
     out.tokens[i] = token
     if processed:
@@ -81,7 +92,10 @@ def _draw_row(
             # Raw scores are after the grammar and before all else, as in vLLM.
             clear_mask(work)
             mask_by_grammar(i, options, work)
-            row_top, _ = block_maxima(x, False, work)
+            row_top, bad = block_maxima(x, False, work)
+            if bad or row_top == np.inf:  # behind the request's other masks
+                mask_no_numbers(x, work)
+                row_top, _ = block_maxima(x, False, work)
         score_raw(x, row_top, scores.logits, i, options, work, out)
 
 

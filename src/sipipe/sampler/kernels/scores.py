@@ -55,6 +55,7 @@ def _write_top(
         for i in range(count):
             work.entries[work.ids[i]] = 1
         token = 0
+        # bound: the vocabulary, of which k are asked for at most
         while n < k:
             if work.entries[token] == 0:
                 ids[1 + n] = token
@@ -80,7 +81,7 @@ def score_row(
     own = (logit / temperature - shift) - offset
     ids[0], values[0] = token, own
     out.ranks[i] = x.size
-    if logit >= scan.LOWEST:
+    if own >= scan.LOWEST:
         zero = np.float32(0.0)
         least = order.least_reaching(own, logit, temperature, shift, offset)
         out.ranks[i] = scan.count_at_least(x, zero, zero, least, edited, work)
@@ -106,7 +107,7 @@ def score_raw(x: Any, top: Any, logits: Any, i: Any, options: Any, work: Any, ou
     ``top`` is the row's maximum; ``logits`` says whether scores are logits or log-probabilities.
     """
     shift, offset = np.float32(0.0), np.float32(0.0)
-    if not logits:
+    if not logits and top >= scan.LOWEST:
         shift = top
         offset = np.float32(math.log(scan.exp_sums(x, top, np.float32(scan.LOG2E), 0, work)))
     score_row(x, top, np.float32(1.0), shift, offset, i, 0, options, work, out)

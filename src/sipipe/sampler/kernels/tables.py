@@ -31,6 +31,7 @@ def _find(tables: Any, request: Any, token: Any) -> Any:
     last = np.uint32(tables.room[request] - 1)
     probe = (np.uint32(token) * np.uint32(2654435769)) & last
     at = first + np.int64(probe)
+    # bound: the index, a quarter of which is free
     while index[at] >= 0 and tokens[start + index[at]] != token:
         probe = (probe + np.uint32(1)) & last
         at = first + np.int64(probe)
@@ -66,6 +67,7 @@ def _count(tables: Any, request: Any, token: Any, times: Any) -> None:
 @entry
 def enter_all(tables: Tables, request: int, added: Any, times: int, done: int) -> int:
     """Count ``added[done:]`` in the table of ``request`` until it is full; entries done."""
+    # bound: what is added
     while done < added.size and not _is_full(tables, request):
         _count(tables, request, added[done], times)
         done += 1

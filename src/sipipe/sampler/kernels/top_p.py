@@ -57,6 +57,7 @@ def gather_tail(
     threshold = bound
     if x.size >= 64 << 8:
         threshold = _guess(x, top, scale, bound, tail, work)
+    # bound: 3 rounds, with the guess, the bound and all tokens
     while True:
         threshold = max(threshold, scan.LOWEST)
         count = scan.gather(x, threshold, edited, work)
@@ -89,16 +90,19 @@ def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: A
         low = top
         for i in range(count):
             low = min(low, work.values[i])
+        low = max(low, scan.LOWEST)
     # Invariant: mass(>= low) >= target (or low is the smallest), mass(>= high) = above < target.
     high = np.float32(np.inf)
     above, skipped = 0.0, 0
     between = count
     step = max(np.float32(top), np.float32(low))
+    half = np.float32(0.5)
+    # bound: 280 halvings, from 2**129 to 2**-149; then `low` and `high` are neighbours
     while between > 64:
         if high == np.inf:
             middle = step
         else:
-            middle = np.float32(low + (high - low) * np.float32(0.5))
+            middle = np.float32(low * half + high * half)  # where the difference is above float32
         if middle <= low or middle >= high:
             break  # `low` and `high` are neighbours: all between are tied
         mass, number = _mass_from(count, middle, work)
@@ -134,5 +138,5 @@ def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: A
     tied = scan.positions_between(count, low, np.nextafter(low, np.float32(np.inf)), work)
     for i in range(tied):
         work.spare[i] = np.float32(work.ids[work.picks[i]])  # exact: ids are below 2 ** 24
-    last = order.kth_largest(work.spare, tied, min(max(needed, 1), tied))
+    last = order.kth_largest(work.spare, tied, min(max(needed, 1), tied), work)
     return low, np.int64(last)
