@@ -19,6 +19,7 @@ import fcntl
 import hashlib
 import importlib
 import os
+import pickle
 import shutil
 import stat
 import sys
@@ -36,6 +37,7 @@ from numba import _dynfunc
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
+from numba.core.serialize import dumps
 
 PATIENCE = 180.0
 F = TypeVar("F", bound=Callable[..., Any])
@@ -118,14 +120,31 @@ class _Locator(_CacheLocator):
 
 
 class _Implementation(CompileResultCacheImpl):
+    """Adds a checksum: machine code with a wrong byte in it is loaded like any other."""
+
     _locator_classes = [_Locator]  # noqa: RUF012 - the base class declares it so
+
+    def reduce(self, data: Any) -> Any:
+        code = dumps(super().reduce(data))
+        return hashlib.sha256(code).digest(), code
+
+    def rebuild(self, target_context: Any, payload: Any) -> Any:
+        digest, code = payload
+        if hashlib.sha256(code).digest() != digest:
+            raise ValueError("its checksum is wrong")
+        return super().rebuild(target_context, pickle.loads(code))
 
 
 class _Cache(FunctionCache):
     _impl_class = _Implementation
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = super().load_overload(sig, target_context)
+        try:
+            found = super().load_overload(sig, target_context)
+        except Exception as error:  # whatever a file of any content raises as it is unpickled
+            found, files = None, f"{self._cache_file._index_path[:-4]}.nb[ci]"
+            _say(f"a file of {files} is damaged ({type(error).__name__}: {error}): compiled anew")
+            self.flush()
         if found is None:
             _say_that_it_takes_time(self._py_func.__module__.rpartition(".")[0])
         return found
@@ -134,12 +153,13 @@ class _Cache(FunctionCache):
 @cache
 def _say_that_it_takes_time(package: str) -> None:
     """Once in a process: nobody should wonder why the first call does not return."""
-    print(
-        f"sipipe: compiling {package} for this processor, once: up to a minute "
-        "(`sipipe warm` does it ahead)",
-        file=sys.stderr,
-        flush=True,
+    _say(
+        f"compiling {package} for this processor, once: up to a minute (`sipipe warm` does it ahead)"
     )
+
+
+def _say(line: str) -> None:
+    print(f"sipipe: {line}", file=sys.stderr, flush=True)
 
 
 # Kernels allocate nothing, so they are compiled without Numba's reference counting (`_nrt`): it

@@ -188,3 +188,30 @@ def test_a_process_that_is_stopped_while_it_compiles_holds_nobody_up(monkeypatch
     monkeypatch.setattr(jit, "PATIENCE", 0.1)
     with jit.compiling(KERNELS), jit.compiling(KERNELS):
         pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        ("nbi", lambda data: b""),
+        ("nbc", lambda data: data[:40]),
+        ("nbc", lambda data: data[:-9] + bytes(9)),
+    ],
+    ids=["an empty index", "code cut off", "zeros amid code"],
+)
+def test_a_damaged_file_is_named_and_compiled_anew(tmp_path: Path, kind: str, damage) -> None:
+    package, cache = copied(tmp_path / "site"), tmp_path / "cache"
+    one = "".join(
+        line for line in DRAW.splitlines(True) if "append" not in line and "table" not in line
+    )
+    drawn, _ = run(package, one, SIPIPE_CACHE_DIR=str(cache))
+    [file] = cache.rglob(f"philox.uniform-*.{kind}")
+    file.write_bytes(damage(file.read_bytes()))
+    again, said = run(package, one, SIPIPE_CACHE_DIR=str(cache))
+    assert again == drawn
+    first, *more = said.splitlines()
+    assert f"{file.parent}/philox.uniform" in first
+    assert "is damaged" in first
+    assert "compiled anew" in first
+    assert [line.split(" for ")[0] for line in more] == [f"sipipe: compiling {KERNELS}"]
+    assert run(package, one, SIPIPE_CACHE_DIR=str(cache)) == (drawn, "")
