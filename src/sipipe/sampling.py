@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from sipipe.messages.cost import cost_estimate
 from sipipe.messages.params import LogprobsMode, SequenceParams, derive_seed, unsupported
@@ -60,6 +61,14 @@ def as_array(logits: Any) -> npt.NDArray[Any]:
     raise TypeError(f"logits must be a NumPy array or a torch CPU tensor, not {type(logits)}")
 
 
+def _of_each(params: SequenceParams, batch: int) -> list[SequenceParams]:
+    """``params`` for each of ``batch`` sequences, with random numbers of its own."""
+    if params.seed is None or params.greedy:
+        return [params] * batch
+    own = (derive_seed(params.seed, str(row)) for row in range(1, batch))
+    return [params, *(replace(params, seed=seed) for seed in own)][:batch]
+
+
 def sample(
     logits: Any,
     params: SequenceParams | Sequence[SequenceParams],
@@ -71,8 +80,9 @@ def sample(
     """Draw one token per sequence: int32 [B].
 
     ``logits``: [B, V], NumPy or torch CPU, float32, float16 or bfloat16 (uint16 bits in NumPy),
-    left unchanged. ``params``: one for all, or one per
-    sequence. Token ids: a list or int array per sequence; the position of the draw is the number of
+    left unchanged. ``params``: one per sequence, or one for all, of which sequence i > 0 draws with
+    the seed ``derive_seed(seed, str(i))``. Without a seed each call draws anew. Token ids: a list or
+    int array per sequence; the position of the draw is the number of
     its output tokens. ``vocab_size``: tokens beyond it are padding. Raises ValueError naming the
     first sequence whose logits hold NaN or +inf, or leave no token.
     """
@@ -100,7 +110,7 @@ def sample_with_logprobs(
     if array.ndim != 2:
         raise ValueError(f"logits must have 2 dimensions, got {array.ndim}")
     batch, width = array.shape
-    every = [params] * batch if isinstance(params, SequenceParams) else list(params)
+    every = _of_each(params, batch) if isinstance(params, SequenceParams) else list(params)
     prompts: Tokens = [()] * batch if prompt_token_ids is None else prompt_token_ids
     outputs: Tokens = [()] * batch if output_token_ids is None else output_token_ids
     for name, given in (

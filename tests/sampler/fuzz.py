@@ -94,15 +94,14 @@ def check(seed: int, number: int) -> None:
     if rng.random() < 0.1:  # not masked: an error, unless by chance
         poison(rng, x, everywhere)
     params = SequenceParams(**request(rng, hidden, size, how))
-    mode, layout = MODES[rng.integers(4)], ("rows", "columns")[rng.integers(2)]
+    mode = MODES[rng.integers(4)]
     prompt, output = (rng.integers(size, size=n).tolist() for n in (5, 3))
     columns = SequenceColumns(size, logprobs_mode=mode)
     columns.join(0, params, prompt, output)
     allowed = ~np.isin(everywhere, hidden)
     grammar = {"bitmask": bitmask(allowed)} if how == "grammar" else {}
     matrix = x.view(np.uint16 if dtype == "bfloat16" else x.dtype)
-    matrix = matrix.reshape((1, -1) if layout == "rows" else (-1, 1))
-    drawn = columns.sample([0], matrix, layout=layout, **grammar)
+    drawn = columns.sample([0], matrix.reshape(1, -1), **grammar)
 
     wide = from_bfloat16(x) if dtype == "bfloat16" else x.astype(np.float32)
     masks = {"allowed": allowed if how == "grammar" else None}

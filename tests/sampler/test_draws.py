@@ -8,8 +8,9 @@ from tests.sampler import naive
 from tests.sampler.support import bfloat16, draws, from_bfloat16
 from tests.sampler.test_filters import logits
 
-from sipipe.messages.params import SequenceParams
+from sipipe.messages.params import SequenceParams, derive_seed
 from sipipe.sampler.state import SequenceColumns
+from sipipe.sampling import sample
 
 STRATEGIES = {
     "temperature": {"temperature": 0.9},
@@ -189,3 +190,24 @@ def test_a_long_sequence_draws_independently() -> None:
     pairs = np.array(tokens[:-1]) * 300 + np.array(tokens[1:])
     joint = np.outer(naive.softmax(x[0]), naive.softmax(x[0])).reshape(-1)
     assert chi_square(pairs, joint) > 1e-4
+
+
+def test_rows_of_one_params_draw_with_numbers_of_their_own() -> None:
+    same = np.zeros((400, 64), np.float32)
+    tokens = sample(same, SequenceParams(seed=7))
+    assert np.bincount(tokens, minlength=64).max() < 40
+    np.testing.assert_array_equal(tokens, sample(same, SequenceParams(seed=7)))
+    np.testing.assert_array_equal(tokens[:3], sample(same[:3], SequenceParams(seed=7)))
+    own = [SequenceParams(seed=7), SequenceParams(seed=derive_seed(7, "1"))]
+    np.testing.assert_array_equal(tokens[:2], sample(same[:2], own))
+
+
+def test_without_a_seed_each_call_draws_anew() -> None:
+    same = np.zeros((400, 64), np.float32)
+    first, second = (sample(same, SequenceParams()) for _ in range(2))
+    assert np.bincount(first, minlength=64).max() < 40
+    assert (first == second).mean() < 0.2
+    columns = SequenceColumns(64)
+    for handle in range(400):
+        columns.join(handle, SequenceParams())
+    assert np.bincount(columns.sample(range(400), same).token_ids, minlength=64).max() < 40

@@ -172,3 +172,16 @@ def test_thinking_budget_against_vllm(budget: int, end: list, prompt: list) -> N
             output.append(token)
             ours.observe(token)
             thinking = ours.thinking
+
+
+def test_biases_of_a_token_that_the_bytes_name_twice_are_added() -> None:
+    ids, values = np.array([9, 2, 9, 2], "<i4"), np.array([3.0, 1.0, 2.0, -np.inf], "<f8")
+    twice = SequenceParams(logit_bias=(ids.tobytes(), values.tobytes()), logprobs=-1, seed=1)
+    once = msgspec.structs.replace(twice, logit_bias={9: 5.0, 2: -np.inf})
+    found = []
+    for params in (twice, once):
+        columns = SequenceColumns(V, logprobs_mode="processed_logprobs")
+        columns.join(0, params)
+        found.append(columns.sample([0], logits("zipf", V).reshape(1, -1)).logprobs[0])
+    np.testing.assert_array_equal(found[0].token_ids, found[1].token_ids)
+    np.testing.assert_array_equal(found[0].logprobs, found[1].logprobs)

@@ -189,7 +189,7 @@ def additions(handles, owners):
 def expected(logits, outputs):
     return sample(
         logits,
-        PARAMS,
+        [PARAMS] * len(logits),
         prompt_token_ids=[PROMPT] * len(logits),
         output_token_ids=outputs,
     ).tolist()

@@ -51,14 +51,15 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     """Subtracted from logits of tokens in the output, times their occurrences. In [-2, 2]."""
     seed: int | None = None
-    """Any integer; its low 64 bits are used. None: the caller derives one (`derive_seed`)."""
+    """Any integer; its low 64 bits are used. None: fresh entropy, where nobody derives one."""
     logprobs: int | None = None
     """How many logprobs to return besides the drawn token's; -1: all; None: none."""
     logprob_token_ids: list[int] | None = None
     """Return the logprobs of exactly these tokens instead of the most likely ones."""
     logit_bias: dict[int, float] | tuple[bytes, bytes] | None = None
     """Added to the logits of these tokens; -inf masks a token. Or the bytes of as many little-endian
-    int32 token ids and float64 biases: a long list travels and joins much faster so."""
+    int32 token ids and float64 biases: a long list travels and joins much faster so; the biases of a
+    token that is named twice are added."""
     bad_words_token_ids: list[list[int]] | None = None
     """Token sequences that must not be completed: their last token is masked."""
     allowed_token_ids: list[int] | bytes | None = None

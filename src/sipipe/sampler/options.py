@@ -116,12 +116,16 @@ class RequestOptions:
         allowed = _ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
         self.allowed = _bits(allowed, vocab_size) if allowed.size else allowed
         bias = params.logit_bias or {}
-        tokens, values = bias if isinstance(bias, tuple) else (bias.keys(), bias.values())
-        self.bias_tokens = _ids("logit_bias", tokens, vocab_size)
-        if not isinstance(values, bytes):
-            values = struct.pack(f"<{len(values)}d", *values)
+        if isinstance(bias, tuple):
+            ids = _ids("logit_bias", bias[0], vocab_size)
+            biases = np.bincount(ids, np.frombuffer(bias[1], "<f8"))
+            self.bias_tokens = np.flatnonzero(np.bincount(ids)).astype(np.int32)
+            biases = biases[self.bias_tokens]
+        else:
+            self.bias_tokens = _ids("logit_bias", bias.keys(), vocab_size)
+            biases = np.frombuffer(struct.pack(f"<{len(bias)}d", *bias.values()), "<f8")
         with np.errstate(over="ignore"):  # then it is infinite, as in vLLM
-            self.bias_values = np.frombuffer(values, "<f8").astype(np.float32)
+            self.bias_values = biases.astype(np.float32)
         self.named = _ids("logprob_token_ids", params.logprob_token_ids, vocab_size)
         self.logprobs = params.logprobs
         for token in output if self._words or self._thinking else ():

@@ -7,6 +7,7 @@ Guarantee: a drawn token depends only on (parameters, seed, prompt, output so fa
 the batch, where a request's state happens to be, or whether it was kept or rebuilt.
 """
 
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -153,7 +154,7 @@ class SequenceColumns:
     ) -> None:
         """Add a sequence, new or resumed (then with the output tokens it already has).
 
-        ``params.seed`` None counts as 0: derive one per request with `derive_seed`. Raises
+        Without a seed it draws with fresh entropy, another time each time that it joins. Raises
         ValueError for token ids outside the vocabulary, or a handle in use.
         """
         if handle in self._requests:
@@ -172,7 +173,7 @@ class SequenceColumns:
         request = self._free.pop()
         given = {
             "top_k": max(params.top_k, 0) if params.top_k < self._vocab_size else 0,
-            "seed": (params.seed or 0) & _SEED_MASK,
+            "seed": (secrets.randbits(64) if params.seed is None else params.seed) & _SEED_MASK,
         }
         for name, array in self._arrays.items():
             array[request] = given.get(name, getattr(params, name))
