@@ -35,7 +35,7 @@ class Launched:
     first: Any = None
     """The device's mark before the stage's layers."""
     made: Any = None
-    """Last stage: the one before its part of the output projection, where that is shared out."""
+    """Last stage: the one before its part of the output projection."""
     last: Any = None
     """The one after everything of the iteration."""
     logits: torch.Tensor | None = None

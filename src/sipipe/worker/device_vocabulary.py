@@ -19,8 +19,8 @@ Why no cycle of waits can form
     m iterations' rows, of which the one m before was drawn, and so multiplied, before this one was
     published. On the device the head's stream waits for the rows' copy alone, and the stage's own
     stream for nothing of it. On a host, whose kernels two threads may not run at once, a pass and a
-    product take turns (:attr:`HeadThread.alone`): a product that has the turn waits for nothing, a
-    pass for the stage before, where a turn ends too. So the smallest thing that is not done can
+    product take turns: a product that has the turn waits for nothing, and a pass gives it up while it
+    waits for the stage before. So the smallest thing that is not done can
     always be done. A product calls no collective: tensor-parallel ranks need not do theirs at the
     same time.
 Guarantees
@@ -32,8 +32,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,10 +44,12 @@ from sipipe.worker.device import Device, HostDevice
 from sipipe.worker.device_thread import DeviceThread, Launched
 from sipipe.worker.head import HeadShard
 from sipipe.worker.logits import LogitsHandover
-from sipipe.worker.vocabulary import KEY, Record
+from sipipe.worker.vocabulary import KEY, Projection, Record
+
+Turn = AbstractContextManager[Any]
 
 
-class HeadThread(DeviceThread):
+class HeadThread(DeviceThread, Projection):
     """Multiplies this stage's part of every iteration's product.
 
     Args:
@@ -74,11 +76,9 @@ class HeadThread(DeviceThread):
         self._shard = shard
         self._logits = logits
         self._record = record
-        self.alone: AbstractContextManager[Any] = nullcontext()
-        """Entered by who runs kernels. On a host vLLM's share memory (one scratchpad of oneDNN's)."""
-        if isinstance(device, HostDevice):
-            # wait: held for a product, or a pass and what it waits for; who computes
-            self.alone = threading.Lock()
+        # Whose turn it is to run kernels. On a host vLLM's share memory (a scratchpad of oneDNN's).
+        # wait: held for a product, or what a pass computes between two waits; who computes
+        self._turn: Turn = threading.Lock() if isinstance(device, HostDevice) else nullcontext()
         super().__init__(device.beside(), "SiPipeHead", fail=fail, stall_timeout=bound)
 
     @torch.inference_mode()
@@ -86,9 +86,9 @@ class HeadThread(DeviceThread):
         device, iteration, count = self._device, launched.iteration, launched.samples
         self._doing = f"waits for the final hidden states of iteration {iteration}"
         rows = self._receiver.take(iteration, count)[KEY]
-        with self.alone:
+        with self._turn:
             first = device.mark()
-            logits = self._shard.whole(rows)
+            logits = self._shard.whole(rows, self._logits.ahead(iteration, count, rows))
         last = device.mark()
         self._receiver.release(iteration)
         self._doing = f"waits for a free place for its columns of iteration {iteration}"
@@ -100,6 +100,25 @@ class HeadThread(DeviceThread):
             self._record(Phase.LOGITS, launched, ran - device.nanoseconds(first, last), ran)
             # Not a phase of the stage: its device goes on meanwhile.
             device.wait(copied)
+
+    def passing(self) -> Turn:
+        return self._turn
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A product may be done meanwhile."""
+        if isinstance(self._turn, nullcontext):
+            yield
+            return
+        self._turn.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self._turn.__enter__()
+
+    def put(self, launched: Launched) -> None:
+        if launched.samples:
+            super().put(launched)
 
     def close(self) -> None:
         """End the thread, whatever it waits for, and the link."""

@@ -6,13 +6,16 @@ iterations in the same order.
 
 Who runs here
     The preparing thread calls :meth:`DoubleBuffer.prepare` for each scheduling output, and
-    :meth:`DoubleBuffer.drain` before whatever wants an idle device. The device thread is inside
-    :meth:`DoubleBuffer.run`. Any thread may call ``close``, ``fail`` and ``doing``.
+    :meth:`DoubleBuffer.call` for what is not an iteration. The device thread is inside
+    :meth:`DoubleBuffer.run`; only it uses the device. Any thread may call ``close``, ``fail`` and
+    ``doing``.
 Guarantees
     Iterations run in the order in which they were prepared. A set is not written while it is
     being read or holds inputs that were not read yet (:class:`Turns`). No more iterations than
-    there are sets are prepared and not finished. An exception in either thread ends both, and is
-    what every later call of either raises, itself. An idle thread sleeps in the kernel.
+    there are sets are prepared and not finished. A call runs when every iteration before it has
+    finished, and nothing beside it. An exception in either thread ends both, and is what every
+    later call of either raises, itself; that of a call is the caller's. An idle thread sleeps in
+    the kernel.
 Relies on
     The stage's steps spending their time outside the GIL where it matters (Numba ``nogil``, torch
     operators, blocking system calls). They run outside the lock.
@@ -24,11 +27,10 @@ Rejected
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,21 +47,17 @@ class StageStoppedError(SiPipeError):
 
 
 class Stage(Protocol):
-    """The four steps of an iteration."""
+    """What an iteration asks of a stage."""
 
     def prepare(
-        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput
+        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput, samples: int
     ) -> ModelInput:
-        """Preparing thread: write the inputs of ``output`` into ``buffer_set``."""
+        """Preparing thread: write the inputs of ``output`` into ``buffer_set``; ``samples``: rows
+        of logits that samplers get."""
 
-    def receive(self, inputs: ModelInput) -> Any:
-        """Device thread: the hidden states of the previous stage, or None on the first."""
-
-    def forward(self, inputs: ModelInput, received: Any) -> Any:
-        """Device thread: run the model. The inputs have been read when it returns."""
-
-    def send(self, inputs: ModelInput, result: Any) -> None:
-        """Device thread: hand the result to the next stage, or to the samplers."""
+    def run(self, inputs: ModelInput) -> None:
+        """Device thread: receive, run the layers, hand on. The inputs have been read when it
+        returns, or :meth:`prepare` waits until the device has."""
 
 
 @dataclass(slots=True)
@@ -120,10 +118,8 @@ class DoubleBuffer:
         stage: what is run.
         sets: input buffer sets, 1 or more; 1 prepares and runs in turn.
         stall_timeout: seconds that :meth:`drain` waits; :meth:`prepare` twice as long.
-        interrupt: ends a ``receive``, ``send`` or ``meanwhile`` that waits for another process;
-            called once, by the thread that ends both.
-        meanwhile: device thread: what else there is to do, until the descriptors that it gets are
-            readable or there is nothing.
+        interrupt: ends a ``run`` that waits for another process; called once, by the thread that
+            ends both.
     """
 
     def __init__(
@@ -133,25 +129,22 @@ class DoubleBuffer:
         sets: int,
         stall_timeout: float,
         interrupt: Callable[[], None] = lambda: None,
-        meanwhile: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> None:
         if sets < 1:
             raise ValueError("there must be 1 or more sets of input buffers")
         self._stage = stage
         self._stall_timeout = stall_timeout
         self._interrupt = interrupt
-        self._meanwhile = meanwhile
         # One lock for all that follows; a wake-up costs a few tens of microseconds.
         # wait: held for moments; nobody waits under it but on its conditions, which let it go
         self._lock = threading.Lock()
         self._finished = threading.Condition(self._lock)
-        # Counts iterations that are prepared and not taken; one more when the threads have ended.
-        # A descriptor, so that the device thread can wait for it and for other work at once.
-        self._prepared = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
-        weakref.finalize(self, os.close, self._prepared)
+        self._work = threading.Condition(self._lock)
         self._turns = Turns(sets)
         self._inputs: deque[ModelInput] = deque()
         """Invariant: ``len(_inputs) == _turns.prepared - _turns.taken``."""
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        """Invariant: at most one, and no iteration is prepared and not finished while there is."""
         self._end: BaseException | None = None
         """What ended the threads; the first that did."""
         # What each thread does now. Written by that thread, read by anyone; a str is replaced
@@ -159,7 +152,7 @@ class DoubleBuffer:
         self._preparing = "waits for a scheduling output"
         self._running = "has not started"
 
-    def prepare(self, iteration: int, slot: int, output: SchedulerOutput) -> None:
+    def prepare(self, iteration: int, slot: int, output: SchedulerOutput, samples: int = 0) -> None:
         """Prepare one iteration; waits until a set is free.
 
         Raises:
@@ -173,16 +166,34 @@ class DoubleBuffer:
                 self._wait(lambda: self._turns.may_write, 2 * self._stall_timeout)
                 buffer_set = self._turns.start_write()
             self._preparing = f"prepares iteration {iteration}"
-            inputs = self._stage.prepare(iteration, slot, buffer_set, output)
+            inputs = self._stage.prepare(iteration, slot, buffer_set, output, samples)
             with self._lock:
                 self._check()
                 self._turns.end_write()
                 self._inputs.append(inputs)
-            os.eventfd_write(self._prepared, 1)
+                self._work.notify()
         except BaseException as error:
             self.fail(error)
         self._check()
         self._preparing = "waits for a scheduling output"
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """What ``function`` returns or raises, in the device thread, when no iteration is there;
+        from the preparing thread.
+
+        Raises:
+            BaseException: as :meth:`drain`.
+        """
+        self.drain()
+        future: Future[Any] = Future()
+        with self._lock:
+            self._calls.append((function, future))
+            self._work.notify()
+            # wait: none here, the engine's for the call; the device thread, `close`, `fail`
+            self._finished.wait_for(lambda: self._end or future.done())
+            if not future.done():
+                self._check()
+        return future.result(0)
 
     def run(self) -> None:
         """Be the device thread until ``close`` or an error, which is raised."""
@@ -197,25 +208,33 @@ class DoubleBuffer:
             self._check()
 
     def _run_one(self) -> None:
-        stage = self._stage
         self._running = "waits for inputs"
-        self._meanwhile((self._prepared,))
-        # wait: none, as an idle engine has nothing to run; `prepare`, `close`, `fail`
-        os.read(self._prepared, 8)
         with self._lock:
+            # wait: none, as an idle engine has nothing to run; `prepare`, `call`, `close`, `fail`
+            self._work.wait_for(lambda: self._end or self._calls or self._turns.may_read)
             self._check()
-            self._turns.start_read()
-            inputs = self._inputs.popleft()
-        name = f"iteration {inputs.iteration}"
-        self._running = f"waits for hidden states of {name}"
-        received = stage.receive(inputs)
-        self._running = f"runs {name}"
-        result = stage.forward(inputs, received)
-        self._running = f"hands over {name}"
-        stage.send(inputs, result)
+            if not self._calls:
+                self._turns.start_read()
+                inputs = self._inputs.popleft()
+        if self._calls:
+            self._run_call()
+            return
+        self._running = f"runs iteration {inputs.iteration}"
+        self._stage.run(inputs)
         with self._lock:
             self._check()
             self._turns.end_read()
+            self._finished.notify()
+
+    def _run_call(self) -> None:
+        self._running = "runs a call"
+        function, future = self._calls[0]
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+        with self._lock:
+            self._calls.popleft()
             self._finished.notify()
 
     def drain(self, timeout: float | None = None) -> None:
@@ -250,7 +269,7 @@ class DoubleBuffer:
                 return
             self._end = error
             self._finished.notify()
-        os.eventfd_write(self._prepared, 1)
+            self._work.notify()
         self._interrupt()
 
     def close(self) -> None:

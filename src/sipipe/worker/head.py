@@ -4,13 +4,12 @@ The last stage's ranks offer the rows of their loaded model in shared memory; ev
 stage takes its part of them: on CPUs packed with vLLM's own kernels, on GPUs as it is.
 
 Who runs here: whoever follows BIC-I, in control calls; the thread that multiplies in
-:meth:`HeadShard.compute`, ``whole`` and ``joins``.
+:meth:`HeadShard.whole`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,18 +22,10 @@ from sipipe.errors import ResourceError
 from sipipe.ipc.memory import PAGE, SharedMemory
 from sipipe.messages.boots import HeadOffer
 from sipipe.messages.measured import Measured
-from sipipe.worker.device import Device, HostDevice, seconds
+from sipipe.worker.device import Device, seconds
 from sipipe.worker.logits import StageLogits, placed_in
 
 _HOST = torch.device("cpu")
-_BLOCK = 64
-"""Columns that stay together: kernels work on as many."""
-_MANY = 32
-"""Rows of the larger product by which a row's time is told from the rest."""
-PIECE = 32 << 20
-"""Bytes of weights of a piece of a product, for each core of the rank: 3 ms for a row, 5 for 32.
-Smaller pieces cost more (five in the place of three: 2 % and a fifth of the copies), and let a
-forward pass in hardly sooner."""
 
 
 class OfferedHead:
@@ -109,23 +100,15 @@ def _find(head: StageLogits, hidden: torch.Tensor) -> tuple[Any, LogitsProcessor
 
 
 class HeadShard:
-    """Some rows of the output projection, by vLLM's kernels, in pieces of about the same size.
+    """Some rows of the output projection, multiplied by vLLM's kernels.
 
     Args:
         offers: of the last stage's ranks, each with its tokens.
         start, stop: first token, and the one behind the last; all of one offer.
         dtype: the model's.
-        piece: bytes of weights of a piece at most, for each thread; None: all is one, as on the
-            last stage, whose products nothing interrupts.
         device: where to have them.
         loaded: the last stage's rank's own rows of the loaded model, which need no copy on a GPU.
-
-    Attributes:
-        pieces: the columns of each, from ``start`` on; there may be none.
-        fixed, per_row: seconds of a product, whatever its rows, and of each row.
     """
-
-    fixed = per_row = 0.0
 
     def __init__(
         self,
@@ -133,7 +116,6 @@ class HeadShard:
         start: int,
         stop: int,
         dtype: torch.dtype,
-        piece: int | None = PIECE,
         device: torch.device = _HOST,
         loaded: torch.Tensor | None = None,
     ) -> None:
@@ -141,44 +123,19 @@ class HeadShard:
         memory = SharedMemory.attach(offer.memory)
         rows = _rows(memory, offer, dtype) if loaded is None else loaded
         rows = rows[start - offer.columns[0] : stop - offer.columns[0]]
-        count = max(1, -(-rows.nbytes // (piece * torch.get_num_threads()))) if piece else 1
-        width = -(-(stop - start) // (count * _BLOCK)) * _BLOCK
-        self.pieces = [
-            slice(first, min(first + width, stop - start))
-            for first in range(0, stop - start, width or 1)
-        ]
-        self._modules = [
-            _Rows(rows[columns].to(device, copy=device.type == "cpu"), offer)
-            for columns in self.pieces
-        ]
+        self._empty = not len(rows)
+        self._rows = _Rows(rows.to(device, copy=device.type == "cpu"), offer)
         del rows
         memory.close()
-        if device.type != "cpu":
-            return  # nothing is in pieces there, and nothing joins
-        hidden = torch.randn(_MANY, offer.hidden, dtype=dtype)
-        # All stages do this at the same time.
-        one, many = (seconds(HostDevice(), partial(self.whole, hidden[:n])) for n in (1, _MANY))
-        self.per_row = max(0.0, many - one) / (_MANY - 1)
-        self.fixed = max(0.0, one - self.per_row)
 
-    def compute(
-        self, hidden: torch.Tensor, piece: int, into: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[n, H] to [n, columns of this piece]; ``into`` is as :meth:`StageLogits.compute` has it."""
-        rows = self._modules[piece]
+    def whole(self, hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, H] to [n, columns], of which there may be none; ``into`` is as
+        :meth:`StageLogits.compute` has it."""
+        if self._empty:
+            return hidden[:, :0]
         with placed_in(into, hidden):
-            logits: torch.Tensor = rows.project(rows, hidden)
+            logits: torch.Tensor = self._rows.project(self._rows, hidden)
         return logits
-
-    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, H] to [n, columns of all pieces], of which there may be none."""
-        parts = [self.compute(hidden, piece) for piece in range(len(self.pieces))]
-        return parts[0] if len(parts) == 1 else torch.cat([hidden[:, :0], *parts], 1)
-
-    def joins(self, rows: int) -> bool:
-        """Whether ``rows`` more in a product delay it by no more than a product of their own would
-        take for reading the matrix."""
-        return self.per_row * rows <= self.fixed
 
 
 class _Rows(torch.nn.Module):
@@ -195,22 +152,19 @@ class _Rows(torch.nn.Module):
 
 
 def time_parts(
-    vllm_runner: Any, head: StageLogits | None, sequences: int, device: Device | None
+    vllm_runner: Any, head: StageLogits | None, sequences: int, device: Device
 ) -> Measured:
     """Seconds that the layers take for ``sequences`` decoding ones, without their attention, and on
     the last stage, which has ``head``, the whole output projection. All stages at once.
-
-    ``device``: of vLLM's second runner; None: the other one, on CPUs.
     """
     config = vllm_runner.model_config
-    clock, decodes = device or HostDevice(), {} if device is None else {"uniform_decode": True}
     with set_current_vllm_config(vllm_runner.vllm_config), torch.inference_mode():
-        layers = seconds(clock, lambda: vllm_runner._dummy_run(sequences, **decodes))
+        layers = seconds(device, lambda: vllm_runner._dummy_run(sequences, uniform_decode=True))
         if head is None:
             return Measured(layers=layers)
         hidden = torch.randn(sequences, config.get_hidden_size(), dtype=config.dtype)
         hidden = hidden.to(vllm_runner.device)
-        return Measured(layers=layers, head=seconds(clock, lambda: head.compute(hidden)))
+        return Measured(layers=layers, head=seconds(device, lambda: head.compute(hidden)))
 
 
 def _rows(memory: SharedMemory, offer: HeadOffer, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ is one method of vLLM's ``LogitsProcessor``, ``_gather_logits``, replaced on the
 scaling and soft caps, which are element-wise, stay vLLM's. The projection writes its result into
 the entry itself where vLLM lets its memory be chosen, else it is copied there.
 
-Who runs here: the device thread, alone.
+Who runs here: the device thread computes; the publisher's and the head's hand over.
 """
 
 from collections.abc import Iterator
@@ -149,7 +149,6 @@ class LogitsHandover:
     def __init__(self, writer: LogitsWriter) -> None:
         self._writer = writer
         self._rows: dict[int, int] = {}
-        self._apart = torch.empty(0)
 
     @property
     def buffer(self) -> memoryview:
@@ -160,39 +159,18 @@ class LogitsHandover:
         """Logits of ``iteration`` will come, and have the rows from ``row`` on."""
         self._rows[iteration] = row
 
-    def ahead(self, iteration: int, rows: int) -> torch.Tensor:
-        """Where to compute the iteration's logits [rows, V of this rank]: where :meth:`store` puts
-        them, so that it has nothing to copy, or where those columns do not lie together, in memory
-        that is kept for them (fresh memory costs page faults)."""
-        place = self.place(iteration, rows)
-        if place.is_contiguous() or not place.is_cpu:
-            return place
-        return self.apart(rows, place)
-
-    def apart(self, rows: int, place: torch.Tensor) -> torch.Tensor:
-        """Memory that is kept for logits [rows, columns of ``place``]."""
-        size = rows * place.shape[1]
-        if self._apart.numel() < size or self._apart.dtype != place.dtype:
-            self._apart = torch.empty(size, dtype=place.dtype)
-        return self._apart[:size].view(rows, place.shape[1])
-
-    def place(self, iteration: int, rows: int) -> torch.Tensor:
-        """The iteration's logits [rows, V of this rank]; may be written until they are published."""
-        return self.part(self._rows[iteration], rows)
+    def ahead(self, iteration: int, rows: int, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Where to compute the iteration's logits [rows, V of this rank] from ``hidden``, so that
+        there is nothing to copy: its place, which is its own until it was drawn. None where those
+        columns do not lie together, or ``hidden`` is on another device."""
+        if not hidden.is_cpu:
+            return None
+        place = self.part(self._rows[iteration], rows)
+        return place if place.is_contiguous() else None
 
     def part(self, row: int, rows: int) -> torch.Tensor:
         """The channel's memory for logits [rows, V of this rank] from ``row`` on."""
         return self._tensor(self._writer.part(row, rows))
-
-    def store(self, iteration: int, logits: torch.Tensor, timeout: float) -> None:
-        """``logits`` [n, V of this rank] into the entry of ``iteration``; done on return.
-
-        Raises:
-            ChannelTimeout: a late sampler still reads the entry after ``timeout`` seconds.
-        """
-        with self.entry(iteration, logits.shape[0], timeout) as target:
-            if logits.data_ptr() != target.data_ptr():
-                target.copy_(logits)
 
     @contextmanager
     def entry(self, iteration: int, rows: int, timeout: float) -> Iterator[torch.Tensor]:
@@ -205,11 +183,6 @@ class LogitsHandover:
         row = self._rows.pop(iteration)
         with self._writer.acquire(iteration, rows, row, timeout) as region:
             yield self._tensor(region)
-
-    def publish(self, iteration: int, rows: int, timeout: float) -> None:
-        """The samplers have what was written to :meth:`place`. Raises as :meth:`entry`."""
-        with self.entry(iteration, rows, timeout):
-            pass
 
     def _tensor(self, region: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(region)

@@ -216,13 +216,12 @@ class Main:
         Whatever is wrong with the call, its arguments or its result is an error of the call only.
         """
         self._call = "waits to run a call"
-        loop.drain()
         answers = True
         try:
             method, args, kwargs, only = content()
             answers = only is None or only == self._boot.place.rank
             self._call = f"runs {method if isinstance(method, str) else 'a function'}"
-            value = self._find(loop, method)(*args, **kwargs)
+            value = loop.call(lambda: self._find(loop, method)(*args, **kwargs))
             if isinstance(value, AsyncModelRunnerOutput):
                 value = value.get_output()
             reply = Reply(call=number, value=pickle.dumps(value) if answers else b"")

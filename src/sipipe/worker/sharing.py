@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -20,12 +20,10 @@ from sipipe.messages.boots import HeadOffer, WorkerBoot
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.measured import Measured
 from sipipe.worker.device import Device
-from sipipe.worker.head import PIECE, HeadShard, OfferedHead, time_parts
+from sipipe.worker.device_vocabulary import HeadThread
+from sipipe.worker.head import HeadShard, OfferedHead, time_parts
 from sipipe.worker.logits import LogitsHandover, StageLogits
-from sipipe.worker.vocabulary import Record, SharedHead
-
-if TYPE_CHECKING:
-    from sipipe.worker.device_vocabulary import HeadThread
+from sipipe.worker.vocabulary import Projection, Record, SharedProjection
 
 
 class Sharing:
@@ -34,10 +32,10 @@ class Sharing:
     Args:
         boot: what the process was started with.
         worker: vLLM's, whose model is loaded.
-        device: of a stage on vLLM's second runner; None: SiPipe's own runner.
+        device: the stage's.
     """
 
-    def __init__(self, boot: WorkerBoot, worker: Any, device: Device | None) -> None:
+    def __init__(self, boot: WorkerBoot, worker: Any, device: Device) -> None:
         self._boot = boot
         self._place = boot.place
         self._worker = worker
@@ -82,13 +80,11 @@ class Sharing:
             self.shard = self._take(offers, *bounds[self.writer : self.writer + 2])
 
     def _take(self, offers: Sequence[HeadOffer], start: int, stop: int) -> HeadShard:
-        whole = self._place.is_last or self._device is not None
         return HeadShard(
             offers,
             start,
             stop,
             self._boot.vllm_config.model_config.dtype,
-            None if whole else PIECE,
             self._worker.model_runner.device,
             None if self._offered is None else self._offered.rows,
         )
@@ -105,7 +101,7 @@ class Sharing:
         logits: LogitsHandover | None,
         record: Record,
         fail: Callable[[Exception], None],
-    ) -> SharedHead | HeadThread:
+    ) -> Projection:
         """This rank's end of the links of final hidden states; all stages have their rows now."""
         assert self.shard is not None
         assert logits is not None, "every rank of every stage writes logits"
@@ -115,10 +111,6 @@ class Sharing:
                 self._offered.close()
             mine = heads[place.tp_rank :: place.tp_size]
             senders = [open_sender(link, ends.pop(0)) for link in mine]
-            return SharedHead(senders, None, self.shard, logits, record, bound)
+            return SharedProjection(senders, self.shard, record)
         receiver = open_receiver(heads[place.rank], ends.pop(0))
-        if self._device is None:
-            return SharedHead((), receiver, self.shard, logits, record, bound)
-        from sipipe.worker.device_vocabulary import HeadThread  # other CPU workers do without it
-
         return HeadThread(self._device, receiver, self.shard, logits, record, fail, bound)

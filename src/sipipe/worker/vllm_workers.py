@@ -2,7 +2,7 @@
 
 They differ from vLLM's in how torch.distributed and the model-parallel groups are set up, and
 where vLLM uses its second runner in what stands for that one's parts
-(:mod:`sipipe.worker.second_runner`). And in one repair: the CPU worker skips its warm-up in eager
+(:mod:`sipipe.worker.draws`). And in one repair: the CPU worker skips its warm-up in eager
 mode, and with it the allocation of the buffer that receives hidden states, which makes stock
 ``--enforce-eager`` with pipeline stages fail at the first step.
 """
@@ -56,7 +56,7 @@ class _StageWorker:
         group.receive = lambda: runner.intermediate_tensors.tensors
         group.send = lambda _: lambda: None
         if self.use_v2_model_runner:
-            from sipipe.worker.second_runner import feedback_of
+            from sipipe.worker.draws import feedback_of
 
             self.feedback = feedback_of(runner, draws=self.draws)
 
@@ -68,7 +68,7 @@ class _StageWorker:
     def _stand_ins(self) -> AbstractContextManager[None]:
         if not self.use_v2_model_runner:
             return nullcontext()
-        from sipipe.worker.second_runner import stand_ins
+        from sipipe.worker.draws import stand_ins
 
         return stand_ins(draws=self.draws)
 

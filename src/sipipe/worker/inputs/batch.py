@@ -4,8 +4,8 @@ A slot holds which requests its microbatch has and where their states are. In a 
 nothing of it changes from one visit to the next, and :meth:`SlotBatch.same` says so with one
 comparison of lists.
 
-Rows are in the order of ``SchedulerOutput.num_scheduled_tokens``, or in the one that an attention
-backend wants. Both orders are permutations, [B] int64: place in the old order of each new row.
+Rows are in the order of vLLM's second runner (``sort_batch_req_ids``): requests with one token
+first, then by their number of tokens, otherwise as in ``SchedulerOutput.num_scheduled_tokens``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ class SlotBatch:
         self._members: frozenset[int] | None = frozenset()
         """The rows as a set; None: to be made when they are asked for."""
         self._stale = True
-        """A row of the batch was freed, given away or resumed since it was resolved; it must be
+        """A row of the batch was freed or given away since it was resolved; it must be
         resolved again even if the names are the same, for a name can come back with another row."""
 
     def same(self, req_ids: Sequence[str]) -> bool:
@@ -37,7 +37,7 @@ class SlotBatch:
         return not self._stale and self.req_ids == req_ids
 
     def touch(self, rows: Sequence[int]) -> None:
-        """The requests of ``rows`` were removed, added or resumed, in whatever slot."""
+        """The requests of ``rows`` were removed or added, in whatever slot."""
         if self._stale:
             return
         if self._members is None:
@@ -58,23 +58,15 @@ def scheduling_order(req_ids: Sequence[str], scheduled: Iterable[str]) -> Int64:
     return np.array([place[req_id] for req_id in scheduled], np.int64)
 
 
-def decodes_first(
-    num_computed_tokens: Int32, num_scheduled_tokens: Int32, prompt_lens: Int32, threshold: int
-) -> Int64 | None:
-    """The permutation that backends with a decode kernel want, or None if it is so already.
+def batch_order(scheduled: Int32) -> Int64 | None:
+    """[B] which request, in scheduling order, is in each row of the batch; None: it is so already.
 
-    Decodes, then short continued prompts, then long ones, then fresh prompts; otherwise the
-    given order, so that a microbatch which only decodes never changes its own.
+    A microbatch that only decodes never changes its order.
 
     Args:
-        num_computed_tokens: [B], before this iteration.
-        num_scheduled_tokens: [B], in this iteration.
-        prompt_lens: [B].
-        threshold: the most tokens of a query that the decode kernel takes.
+        scheduled: [B], tokens of each request in this iteration, in scheduling order.
     """
-    long = num_scheduled_tokens > threshold
-    in_prompt = num_computed_tokens < prompt_lens
-    region = np.where(num_computed_tokens == 0, 3, np.where(long, 2, np.where(in_prompt, 1, 0)))
-    if (np.diff(region) >= 0).all():
+    keys = np.where(scheduled == 1, 0, scheduled)
+    if (keys[1:] >= keys[:-1]).all():
         return None
-    return np.argsort(region, kind="stable")
+    return np.argsort(keys, kind="stable")

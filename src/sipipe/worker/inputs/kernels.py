@@ -19,14 +19,15 @@ Bools = NDArray[np.bool_]
 
 
 @entry
-def spans(
+def lay_out(
     num_computed_tokens: Int32,
     num_scheduled_tokens: Int32,
     query_start_loc: Int32,
     positions: Int64,
     seq_lens: Int32,
+    logits_indices: Int64,
 ) -> tuple[int, int]:
-    """Write query starts, token positions and sequence lengths of a batch.
+    """Write query starts, token positions, sequence lengths and last tokens of a batch.
 
     Args:
         num_computed_tokens: [B], tokens of each request whose KV cache entries exist already.
@@ -34,13 +35,13 @@ def spans(
         query_start_loc: out, at least [B + 1]; ``query_start_loc[b]`` is the first token of row b.
         positions: out, at least [T].
         seq_lens: out, at least [B]; computed + scheduled.
+        logits_indices: out, at least [B]; the last token of row b.
 
     Returns:
-        The largest number of scheduled tokens, and the largest sequence length.
+        How many tokens there are, and the largest number of one request.
     """
     start = 0
-    max_query_len = 0
-    max_seq_len = 0
+    longest = 0
     query_start_loc[0] = 0
     for row in range(num_computed_tokens.shape[0]):
         first = num_computed_tokens[row]
@@ -50,9 +51,9 @@ def spans(
         start += count
         query_start_loc[row + 1] = start
         seq_lens[row] = first + count
-        max_query_len = max(max_query_len, count)
-        max_seq_len = max(max_seq_len, first + count)
-    return max_query_len, max_seq_len
+        logits_indices[row] = start - 1
+        longest = max(longest, count)
+    return start, longest
 
 
 @entry
@@ -63,6 +64,8 @@ def gather_blocks(
     blocks: Int32,
     block_counts: Int32,
     block_size: int,
+    window: int,
+    mapped: bool,
     block_table: Int32,
     slot_mapping: Int64,
 ) -> int:
@@ -78,6 +81,9 @@ def gather_blocks(
         blocks: [R, W], block ids of every known request.
         block_counts: [R], how many of them are valid.
         block_size: tokens a block holds.
+        window: 0, or how many tokens before this iteration's first one attention looks back at:
+            blocks before those may be another request's by now, and are given as block 0.
+        mapped: whether tokens have slots in this group (a recurrent state's have none: -1).
         block_table: out, at least [B, W].
         slot_mapping: out, at least [T]; block id x block size + offset.
 
@@ -88,10 +94,20 @@ def gather_blocks(
     for row in range(rows.shape[0]):
         source = rows[row]
         count = block_counts[source]
-        for j in range(count):
-            block_table[row, j] = blocks[source, j]
         first = num_computed_tokens[row]
         last = first + num_scheduled_tokens[row]
+        unseen = 0
+        if window:
+            unseen = min(max(first - window, 0) // block_size, count)
+        for j in range(unseen):
+            block_table[row, j] = 0
+        for j in range(unseen, count):
+            block_table[row, j] = blocks[source, j]
+        if not mapped:
+            for _ in range(first, last):
+                slot_mapping[token] = -1
+                token += 1
+            continue
         if last > count * block_size:
             return row
         for position in range(first, last):
@@ -102,48 +118,52 @@ def gather_blocks(
 
 
 @entry
-def find_sampled(
+def find_prefills(
     rows: Int64,
     num_computed_tokens: Int32,
-    num_output_tokens: Int32,
-    prompt_lens: Int32,
-    query_start_loc: Int32,
-    seq_lens: Int32,
+    num_scheduled_tokens: Int32,
+    known: Int32,
+    prefill_lens: Int32,
+    num_computed_prefill_tokens: Int32,
     is_prefilling: Bools,
+    runs_as_decode: Bools,
     decoding: Bools,
-    sampled: Int64,
-    logits_indices: Int64,
-) -> int:
-    """Find the rows of a batch that produce a token: those whose known tokens end here.
+) -> tuple[int, int, bool]:
+    """Write which requests of a batch are in their prefill, and which end it or are past it.
 
     Args:
         rows: [B], each request's row of the request states.
         num_computed_tokens: [B], before this iteration.
-        num_output_tokens: [B], tokens that were sampled for each request so far.
-        prompt_lens: [R], prompt tokens of every known request.
-        query_start_loc: [B + 1] and
-        seq_lens: [B], as :func:`spans` wrote them.
-        is_prefilling: out, at least [B]; whether the request is in its prompt.
-        decoding: in and out, [R]; whether the request's last iteration ended with a sampled
-            token; written at ``rows`` only.
-        sampled: out, at least [B]; batch rows that sample, ascending.
-        logits_indices: out, at least [B]; the last token of each of them.
+        num_scheduled_tokens: [B], in this iteration.
+        known: [R], tokens of every known request when it was added.
+        prefill_lens: out, at least [B]; ``known`` of the batch.
+        num_computed_prefill_tokens: out, at least [B]; computed ones of those.
+        is_prefilling: out, at least [B]; whether the request is in its prefill.
+        runs_as_decode: out, at least [B]; whether it is, with one token behind others.
+        decoding: out, [R]; whether the request samples in this iteration; written at ``rows`` only.
 
     Returns:
-        How many rows sample.
+        How many requests sample, how many are in their prefill, and whether all of those run as
+        decodes.
     """
-    found = 0
+    samples = 0
+    prefilling = 0
+    as_decodes = True
     for row in range(rows.shape[0]):
         source = rows[row]
-        prompt = prompt_lens[source]
-        is_prefilling[row] = num_computed_tokens[row] < prompt
-        samples = seq_lens[row] >= prompt + num_output_tokens[row]
-        decoding[source] = samples
-        if samples:
-            sampled[found] = row
-            logits_indices[found] = query_start_loc[row + 1] - 1
-            found += 1
-    return found
+        length = known[source]
+        first = num_computed_tokens[row]
+        within = first < length
+        as_decode = within and first > 0 and num_scheduled_tokens[row] == 1
+        prefill_lens[row] = length
+        num_computed_prefill_tokens[row] = min(first, length)
+        is_prefilling[row] = within
+        runs_as_decode[row] = as_decode
+        decoding[source] = first + num_scheduled_tokens[row] >= length
+        samples += decoding[source]
+        prefilling += within
+        as_decodes = as_decodes and (as_decode or not within)
+    return samples, prefilling, as_decodes
 
 
 @entry
@@ -180,10 +200,9 @@ def warm_up() -> None:
     """Compile every kernel (or load it from the cache): at start-up, not in the first request."""
     row, int32, flag = np.zeros(1, np.int64), np.ones(1, np.int32), np.zeros(1, np.bool_)
     starts, table = np.zeros(2, np.int32), np.zeros((1, 2), np.int32)
+    out = np.zeros(1, np.int32)
     with compiling("sipipe.worker.inputs"):
-        spans(int32, int32, starts, row.copy(), np.zeros(1, np.int32))
-        find_sampled(
-            row, int32, int32, int32, starts, int32, flag, flag.copy(), row.copy(), row.copy()
-        )
-        append_blocks(row, int32, int32, table, np.zeros(1, np.int32))
-        gather_blocks(row, int32, int32, table, int32, 2, table.copy(), row.copy())
+        lay_out(int32, int32, starts, row.copy(), out, row.copy())
+        find_prefills(row, int32, int32, int32, out, out.copy(), flag, flag.copy(), flag.copy())
+        append_blocks(row, int32, int32, table, out.copy())
+        gather_blocks(row, int32, int32, table, int32, 2, 0, True, table.copy(), row.copy())

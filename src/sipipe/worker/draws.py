@@ -1,0 +1,243 @@
+"""What draws the tokens of a stage on vLLM's second runner, in the place of its own sampling.
+
+The runner's ``sample`` is replaced on the last stage: it computes the logits of the rows that
+sample, and leaves the drawing to the CPU samplers, or to the device for rows that ask for no more
+than a temperature. The other stages have nothing to draw.
+
+Who runs here: the device thread; before the first iteration, whoever follows BIC-I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.model_executor.models.interfaces import requires_raw_input_tokens
+from vllm.utils import torch_utils
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from sipipe.worker.device import Device
+from sipipe.worker.device_sampler import DeviceSampler
+from sipipe.worker.device_thread import Launched
+from sipipe.worker.inputs.model_input import ModelInput
+from sipipe.worker.logits import LogitsHandover, StageLogits
+from sipipe.worker.token_feedback import StandInSampler, TokenFeedback
+from sipipe.worker.vocabulary import Projection, WholeProjection
+
+Rows = npt.NDArray[np.int64]
+
+
+@contextmanager
+def stand_ins(*, draws: bool) -> Iterator[None]:
+    """While active, a second runner that vLLM makes or loads takes our parts for its own.
+
+    ``draws``: CPU samplers do, so that vLLM's sampler is not made.
+    """
+    with patch.object(model_runner, "PPHandler", TokenFeedback):
+        if not draws:
+            yield
+            return
+        with patch.object(model_runner, "Sampler", StandInSampler):
+            yield
+
+
+def feedback_of(runner: Any, *, draws: bool) -> TokenFeedback | None:
+    """What brings ``runner`` its tokens; None where its own sampler leaves them on the device.
+
+    vLLM makes a handler only where there is more than one stage; with CPU samplers a single one
+    needs it too.
+    """
+    if runner.pp_handler is None and draws:
+        runner.pp_handler = TokenFeedback(runner.max_num_reqs, device=runner.device)
+    feedback: TokenFeedback | None = runner.pp_handler
+    looked_at = runner.is_first_pp_rank or requires_raw_input_tokens(runner.model)
+    if feedback is not None and looked_at and (draws or not runner.is_last_pp_rank):
+        feedback.states = runner.req_states
+    return feedback
+
+
+class NothingDrawn:
+    """On every stage but the last."""
+
+    head: StageLogits | None = None
+    """Computes this rank's columns of the logits; None: there are none here."""
+    projection = Projection()
+
+    def take_over(self, *, per_row: bool) -> None:
+        """From now on CPU samplers draw, and nothing of vLLM's sampler is kept.
+
+        ``per_row``: not the rows that ask for no more than a temperature, which are drawn here.
+        """
+
+    def open(self, projection: Projection, logits: LogitsHandover | None) -> None:
+        """Iterations can run: with this part of the output projection, and writer of BIC-L."""
+
+    def begin(self, inputs: ModelInput, launched: Launched) -> None:
+        """An iteration is launched next."""
+
+    def end(self) -> None:
+        """It is launched."""
+
+
+class LastRows(NothingDrawn):
+    """On the last stage: logits of the rows that sample.
+
+    Args:
+        runner: vLLM's second runner.
+        device: what it runs on.
+        reports: this rank tells the engine what no sampler does.
+    """
+
+    def __init__(self, runner: Any, device: Device, *, reports: bool) -> None:
+        self._runner = runner
+        self._device = device
+        self._reports = reports
+        self.head: StageLogits = StageLogits(runner)
+        self.projection: Projection = WholeProjection(self.head)
+        requests, there = runner.max_num_reqs, runner.device
+        self._no_tokens = torch.zeros(requests, 1, dtype=torch.int64, device=there)
+        self._none = torch.zeros(requests, dtype=torch.int32, device=there)
+        self._on_device: npt.NDArray[np.bool_] = np.zeros(requests, np.bool_)
+        """Of each of the runner's requests, whether the device draws for it."""
+        self._draw: Callable[..., torch.Tensor] = _never
+        self._ahead: Callable[..., torch.Tensor | None] = _nowhere
+        self._writes = False
+        self._scored: set[str] = set()
+        """Requests of which tokens are named whose log-probabilities in the prompt are wanted."""
+        self._now: tuple[ModelInput, Launched] | None = None
+        """The iteration that is being launched; None: a warm-up, or a measurement."""
+
+    def take_over(self, *, per_row: bool) -> None:
+        self._runner.sample = self._sample
+        self._runner.sampler = StandInSampler()
+        if per_row:
+            self._runner.sampler = sampler = DeviceSampler(self._runner)
+            self._on_device, self._draw = sampler.plain, sampler.draw
+
+    def open(self, projection: Projection, logits: LogitsHandover | None) -> None:
+        self.projection = projection
+        if logits is not None:
+            self._ahead, self._writes = logits.ahead, True
+
+    def begin(self, inputs: ModelInput, launched: Launched) -> None:
+        self._now, output = (inputs, launched), inputs.output
+        self._scored.difference_update(output.finished_req_ids)
+        for new in output.scheduled_new_reqs:
+            params = new.sampling_params
+            if params is not None and params.prompt_logprob_token_ids is not None:
+                self._scored.add(new.req_id)
+
+    def end(self) -> None:
+        self._now = None
+
+    def _sample(
+        self,
+        hidden: torch.Tensor,
+        batch: Any,
+        grammar_output: Any,  # noqa: ARG002 - the samplers have the bitmask
+    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
+        """In place of the runner's ``sample``: no request gets a token here.
+
+        Tokens that are drawn on the device go to the engine, which accepts them as a sampler's.
+        """
+        if self._now is None:
+            drawn = self._rehearse(hidden, batch)
+        else:
+            drawn = self._hand_over(hidden, batch, *self._now)
+        none = self._none[: batch.num_reqs]
+        output = SamplerOutput(
+            sampled_token_ids=drawn,
+            logprobs_tensors=None,
+            num_nans=None,
+            num_sampled=none,
+            num_rejected=none,
+        )
+        return output, none, none
+
+    def _rehearse(self, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+        """All rows, drawn on all ranks: what a warm-up has to compile."""
+        logits = self.head.compute(hidden[batch.logits_indices])
+        if self._draw is not _never and logits is not None:
+            whole = self.head.whole(logits)
+            if whole is not None:
+                self._drawn(whole, batch, slice(None))
+        return self._no_tokens[: batch.num_reqs]
+
+    def _hand_over(
+        self, hidden: torch.Tensor, batch: Any, inputs: ModelInput, launched: Launched
+    ) -> torch.Tensor:
+        rows, sent = self._rows(inputs, batch)
+        tokens = self._no_tokens[: batch.num_reqs]
+        if len(rows):
+            launched.made = self._device.mark()
+            logits, chosen = self._logits(hidden, batch, rows, launched, alone=sent == len(rows))
+            if logits is not None and sent < len(rows):
+                whole = self.head.whole(logits[sent:])
+                if whole is not None and self._reports:  # one rank says the tokens
+                    here = slice(sent, None) if chosen is None else chosen[sent:]
+                    tokens = self._drawn(whole, batch, here)
+            if logits is not None and sent and self._writes:
+                launched.logits = logits[:sent]
+        launched.draws = sent < len(rows)
+        asked = self._runner.prompt_logprobs_worker.uses_prompt_logprobs[batch.idx_mapping_np]
+        if self._scored:
+            asked = asked | [req_id in self._scored for req_id in batch.req_ids]
+        scores = (asked & batch.is_prefilling_np).any()
+        launched.reports = self._reports and bool(launched.draws or not sent or scores)
+        return tokens
+
+    def _drawn(self, logits: torch.Tensor, batch: Any, rows: Any) -> torch.Tensor:
+        """[n, 1], tokens of the requests in ``rows`` of ``batch``, of which these are the logits."""
+        positions = batch.positions[batch.logits_indices[rows]]
+        return self._draw(logits, batch.idx_mapping[rows], positions).unsqueeze(1)
+
+    def _logits(
+        self, hidden: torch.Tensor, batch: Any, rows: Rows, launched: Launched, *, alone: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Logits of ``rows`` of the batch, and the rows on the device; None: all, in order.
+        ``alone``: all go to the samplers."""
+
+        def project(chosen: torch.Tensor) -> torch.Tensor | None:
+            into = self._ahead(launched.iteration, len(chosen), chosen) if alone else None
+            return self.projection.columns(launched, chosen, into)
+
+        if len(rows) == batch.num_reqs and (rows[1:] > rows[:-1]).all():
+            # Decoding alone, each row of the hidden states is one that samples.
+            whole = len(rows) == len(hidden) == batch.num_tokens
+            return project(hidden if whole else hidden[batch.logits_indices]), None
+        chosen = torch_utils.async_tensor_h2d(rows, device=hidden.device)
+        if self._runner.lora_config is None:
+            return project(hidden[batch.logits_indices[chosen]]), chosen
+        # An adapter on the head is looked up by the row of the batch: all of them go through it.
+        logits = self.head.compute(hidden[batch.logits_indices])
+        return None if logits is None else logits[chosen], chosen
+
+    def _rows(self, inputs: ModelInput, batch: Any) -> tuple[Rows, int]:
+        """Rows of ``batch`` whose requests get a token, in the order of ``num_scheduled_tokens``:
+        first the samplers', then those drawn here. And how many of the former."""
+        rows = inputs.sampled
+        if rows is None:  # vLLM has prepared, and sorted
+            samples = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+            samples = samples >= batch.prefill_len_np
+            place = {req_id: row for row, req_id in enumerate(batch.req_ids)}
+            scheduled = map(place.__getitem__, inputs.output.num_scheduled_tokens)
+            order = np.fromiter(scheduled, np.int64, len(place))
+            rows = order[samples[order]]
+        here = self._on_device[batch.idx_mapping_np[rows]]
+        if not here.any():
+            return rows, len(rows)
+        return np.concatenate((rows[~here], rows[here])), len(rows) - int(here.sum())
+
+
+def _never(*_: Any) -> torch.Tensor:
+    raise AssertionError("samplers draw")
+
+
+def _nowhere(*_: Any) -> torch.Tensor | None:
+    return None

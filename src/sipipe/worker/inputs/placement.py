@@ -1,0 +1,179 @@
+"""Where a prepared batch is when the model reads it: in the set itself, or copied from there.
+
+Who runs here: the device thread, but for :meth:`Placement.wait_free`, which is the preparing
+thread's. Guarantee: a set is not written while anything reads it (:mod:`sipipe.worker.double_buffer`
+says when it was taken; here is whether the copies that were launched then are done).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+
+from sipipe.worker.device import Device
+from sipipe.worker.inputs.buffers import InputBuffers
+from sipipe.worker.inputs.model_input import ModelInput
+
+
+class Placed(NamedTuple):
+    """The tensors of a batch of B requests and T tokens, padded to B' and T'."""
+
+    rows: torch.Tensor
+    """[B] int64."""
+    input_ids: torch.Tensor
+    """[T'] int32."""
+    positions: torch.Tensor
+    """[T'] int64."""
+    is_padding: torch.Tensor
+    """[T'] bool."""
+    query_start_loc: torch.Tensor
+    """[B' + 1] int32, T behind B."""
+    seq_lens: torch.Tensor
+    """[B'] int32, 0 behind B."""
+    logits_indices: torch.Tensor
+    """[B] int64."""
+
+
+class Placement(Protocol):
+    """What a stage's device reads."""
+
+    writes_tables: bool
+    """Whether block tables and slot mappings are prepared too; else vLLM keeps its own."""
+
+    def wait_free(self, buffer_set: int) -> None:
+        """Return when nothing reads the set any more."""
+
+    def take_blocks(self, inputs: ModelInput) -> None:
+        """The blocks that cached requests have got."""
+
+    def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
+        """The batch, padded to ``requests`` and ``tokens``."""
+
+    def tables(self, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Block tables [B', W] of each KV cache group, and slot mappings [G, T'], of vLLM's input
+        batch that was placed last."""
+
+
+class InPlace:
+    """On a CPU: the set is what the model reads. The pass has read it when it returns."""
+
+    writes_tables = True
+
+    def __init__(self, runner: Any, buffers: list[InputBuffers]) -> None:
+        self._buffers = buffers
+        self._source = buffers[0]
+        self._computed = runner.req_states.num_computed_tokens.gpu.numpy()
+        # Tables of vLLM's own are not read; a request that is added would be written to them.
+        tables = runner.block_tables
+        tables.append_block_ids = tables.apply_staged_writes = lambda *_, **__: None
+
+    def wait_free(self, buffer_set: int) -> None:
+        pass
+
+    def take_blocks(self, inputs: ModelInput) -> None:
+        pass
+
+    def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
+        source = self._source = self._buffers[inputs.buffer_set]
+        count, used = inputs.num_reqs, inputs.num_tokens
+        # For those of vLLM's parts that look at their own: M-RoPE, prompt log-probabilities.
+        self._computed[source.rows.np[:count]] = source.num_computed_tokens.np[:count]
+        if requests > count:
+            _pad_requests(source, count, requests, used)
+        source.is_padding.np[:used] = False
+        if tokens > used:
+            source.is_padding.np[used:tokens] = True
+            source.slot_mappings.np[:, used:tokens] = PAD_SLOT_ID
+        return Placed(
+            source.rows.tensor[:count],
+            source.input_ids.tensor[:tokens],
+            source.positions.tensor[:tokens],
+            source.is_padding.tensor[:tokens],
+            source.query_start_loc.tensor[: requests + 1],
+            source.seq_lens.tensor[:requests],
+            source.logits_indices.tensor[:count],
+        )
+
+    def tables(self, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        source, requests = self._source, batch.num_reqs_after_padding
+        for table in source.block_tables:
+            table.np[batch.num_reqs : requests] = 0
+        return (
+            tuple(table.tensor[:requests] for table in source.block_tables),
+            source.slot_mappings.tensor[:, : batch.num_tokens_after_padding],
+        )
+
+
+class Copied:
+    """On a GPU: copied in the order of the stream to the addresses that graphs know.
+
+    Block tables stay vLLM's: what changes is far less than what they hold.
+
+    **Untested on a GPU**; its order is tested on an emulated one.
+    """
+
+    writes_tables = False
+
+    def __init__(self, runner: Any, buffers: list[InputBuffers], device: Device) -> None:
+        self._runner = runner
+        self._buffers = buffers
+        self._device = device
+        self._read: list[Any] = [None] * len(buffers)
+        """Of each set, the device's mark behind the copies from it."""
+        requests, there = int(runner.max_num_reqs), runner.device
+        self._rows = torch.zeros(requests, dtype=torch.int64, device=there)
+        self._logits_indices = torch.zeros(requests, dtype=torch.int64, device=there)
+        self._computed = torch.zeros(requests, dtype=torch.int32, device=there)
+        self._attn = runner.prepare_attn
+
+    def wait_free(self, buffer_set: int) -> None:
+        if self._read[buffer_set] is not None:
+            self._device.wait(self._read[buffer_set])
+
+    def take_blocks(self, inputs: ModelInput) -> None:
+        runner, cached = self._runner, inputs.output.scheduled_cached_reqs
+        index = runner.req_states.req_id_to_index
+        for req_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if ids is not None:
+                runner.block_tables.append_block_ids(index[req_id], ids, overwrite=False)
+
+    def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
+        source, known = self._buffers[inputs.buffer_set], self._runner.input_buffers
+        count, used = inputs.num_reqs, inputs.num_tokens
+        if requests > count:
+            _pad_requests(source, count, requests, used)
+        source.is_padding.np[:used] = False
+        source.is_padding.np[used:tokens] = True
+        rows = _copied(source.rows, self._rows, count)
+        placed = Placed(
+            rows,
+            _copied(source.input_ids, known.input_ids, used, tokens),
+            _copied(source.positions, known.positions, used, tokens),
+            _copied(source.is_padding, known.is_padding, tokens),
+            _copied(source.query_start_loc, known.query_start_loc, requests + 1),
+            _copied(source.seq_lens, known.seq_lens, requests),
+            _copied(source.logits_indices, self._logits_indices, count),
+        )
+        computed = _copied(source.num_computed_tokens, self._computed, count)
+        self._read[inputs.buffer_set] = self._device.mark()
+        self._runner.req_states.num_computed_tokens.gpu[rows] = computed
+        return placed
+
+    def tables(self, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        found: tuple[tuple[torch.Tensor, ...], torch.Tensor] = self._attn(batch)
+        return found
+
+
+def _pad_requests(source: InputBuffers, count: int, requests: int, tokens: int) -> None:
+    for starts in (source.query_start_loc, source.starts):
+        starts.np[count + 1 : requests + 1] = tokens
+    for lengths in (source.seq_lens, source.lengths):
+        lengths.np[count:requests] = 0
+
+
+def _copied(source: Any, target: torch.Tensor, count: int, padded: int = 0) -> torch.Tensor:
+    """``count`` elements to the front of ``target``; ``padded`` of it are returned, or as many."""
+    target[:count].copy_(source.tensor[:count], non_blocking=True)
+    return target[: padded or count]

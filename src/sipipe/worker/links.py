@@ -1,0 +1,95 @@
+"""Hidden states in and out of a stage: its links, and what of them each tensor-parallel rank sends.
+
+Who runs here: the thread that runs the device; whoever follows BIC-I opens and closes.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from vllm.distributed import get_tp_group
+
+from sipipe.ipc.link.endpoint import open_receiver, open_sender
+from sipipe.ipc.link.receiver import Receiver
+from sipipe.ipc.link.sender import Sender
+from sipipe.messages.link import LinkEndpoint
+from sipipe.messages.places import StagePlace
+from sipipe.worker.shards import cut, join
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Links:
+    """One rank's ends of the links with the stages before and behind, as far as there are any.
+
+    Args:
+        place: whose.
+        receiver, sender: the ends.
+        cuts: this rank sends a part, and the next stage's ranks gather: between hosts.
+    """
+
+    def __init__(
+        self,
+        place: StagePlace,
+        receiver: Receiver | None = None,
+        sender: Sender | None = None,
+        *,
+        cuts: bool = False,
+    ) -> None:
+        self._place, self._cuts = place, cuts
+        self._receiver, self._sender = receiver, sender
+
+    @classmethod
+    def open(
+        cls, place: StagePlace, links: Sequence[LinkEndpoint], sockets: list[socket.socket]
+    ) -> Links:
+        """Open them; ``sockets`` of links within this host are taken from the front."""
+        receiver, sender, cuts = None, None, False
+        if not place.is_first:
+            link = links[place.rank - place.tp_size]
+            receiver = open_receiver(link, None if link.port else sockets.pop(0))
+        if not place.is_last:
+            link = links[place.rank]
+            sender = open_sender(link, None if link.port else sockets.pop(0))
+            cuts = bool(link.port) and place.tp_size > 1
+        return cls(place, receiver, sender, cuts=cuts)
+
+    def take(
+        self, iteration: int, tokens: int, into: Mapping[str, torch.Tensor] | None = None
+    ) -> Tensors:
+        """The previous stage's tensors, whole. As :meth:`Receiver.take`."""
+        assert self._receiver is not None, "the first stage has no hidden states to wait for"
+        tensors, ranks = self._receiver.take(iteration, tokens, into=into), self._place.tp_size
+        if ranks == 1:
+            return tensors
+        return join(tensors, ranks, partial(get_tp_group().all_gather, dim=0))
+
+    def release(self, iteration: int) -> None:
+        """What was taken of it has been read."""
+        assert self._receiver is not None
+        self._receiver.release(iteration)
+
+    def send(self, iteration: int, tokens: int, tensors: Tensors) -> None:
+        """This rank's part to the next stage. As :meth:`Sender.send`."""
+        assert self._sender is not None, "the last stage has nobody to send to"
+        place = self._place
+        part = cut(tensors, place.tp_rank, place.tp_size) if self._cuts else tensors
+        self._sender.send(iteration, tokens, part)
+
+    def wait_sent(self) -> None:
+        """Until everything that was sent may be overwritten."""
+        if self._sender is not None:
+            self._sender.wait_sent()
+
+    def interrupt(self) -> None:
+        """End a :meth:`take` that waits."""
+        if self._receiver is not None:
+            self._receiver.close()
+
+    def close(self) -> None:
+        for end in (self._receiver, self._sender):
+            if end is not None:
+                end.close()

@@ -1,0 +1,151 @@
+"""A stage whose model is loaded: what the engine asks of it before its first iteration.
+
+It says what it writes, how long its parts take and what of the output projection it takes; then its
+channels are opened, and :class:`~sipipe.worker.sampled_stage.SampledStage` or
+:class:`~sipipe.worker.stage.VllmStage` runs iterations.
+
+Who runs here: whoever follows BIC-I, in control calls.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import torch
+from vllm.config import set_current_vllm_config
+
+from sipipe.ipc.link.buffers import buffer_bytes
+from sipipe.ipc.link.schema import TensorSchema
+from sipipe.ipc.ring.logits import LogitsEndpoint, LogitsWriter
+from sipipe.messages.boots import StageDescription
+from sipipe.messages.link import LinkEndpoint, buffer_tokens
+from sipipe.messages.logits import LogitsShape
+from sipipe.messages.measured import Measured
+from sipipe.worker.device import stage_device
+from sipipe.worker.draws import LastRows, NothingDrawn, feedback_of
+from sipipe.worker.links import Links
+from sipipe.worker.logits import LogitsHandover
+from sipipe.worker.measure import measure_stage
+from sipipe.worker.sampled_stage import SampledStage
+from sipipe.worker.sharing import Sharing
+from sipipe.worker.stage import Surroundings, VllmStage
+
+
+class LoadedStage:
+    """On vLLM's own path."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+
+    def device_bytes(self) -> int:
+        """What links from other stages, and shares of the output projection, take of this GPU."""
+        boot, runner = self._around.boot, self._around.runner
+        kept = getattr(runner, "intermediate_tensors", None)
+        if kept is None or runner.device.type == "cpu" or boot.config.transport == "shm":
+            return 0
+        schema = TensorSchema.capture(kept.tensors, runner.max_num_tokens)
+        tokens = buffer_tokens(runner.max_num_reqs, runner.max_num_tokens)
+        return max(2, boot.watched.inflight) * buffer_bytes(schema, tokens)
+
+    def describe(self) -> StageDescription:
+        """What the engine needs to make this rank's channels; the KV cache is set up by now."""
+        return StageDescription()
+
+    def close(self) -> None:
+        """Release what was opened."""
+
+
+class LoadedSampledStage(LoadedStage):
+    """On SiPipe's path; made before vLLM warms its runner up, whose sampling it replaces."""
+
+    def __init__(self, around: Surroundings) -> None:
+        super().__init__(around)
+        boot, worker, runner = around.boot, around.worker, around.runner
+        self._device = getattr(worker, "emulated", None) or stage_device(runner.device)
+        make: type[Sharing] = getattr(worker, "sharing", Sharing)
+        self.sharing = make(boot, worker, self._device)
+        self._draws = NothingDrawn()
+        if runner.is_last_pp_rank:
+            self._draws = LastRows(runner, self._device, reports=around.reports)
+        self._projection = self._draws.projection
+        self._logits: LogitsHandover | None = None
+        """This rank's writer of BIC-L, if it is one."""
+        if not boot.measures:
+            self.take_over(boot.config.cpu_sampling)
+
+    def take_over(self, draws: str) -> None:
+        """CPU samplers draw from now on; ``draws`` is as ``cpu_sampling`` has it."""
+        self._around.worker.feedback = feedback_of(self._around.runner, draws=True)
+        self._draws.take_over(per_row=draws == "per_row")
+
+    def device_bytes(self) -> int:
+        return super().device_bytes() + self.sharing.device_bytes()
+
+    def describe(self) -> StageDescription:
+        around, head = self._around, self._draws.head
+        if head is None:
+            return StageDescription()
+        config, device = around.boot.vllm_config, around.runner.device
+        with set_current_vllm_config(config):
+            if config.lora_config is not None:
+                around.runner._set_active_loras((0,), (0,), set())  # the projection looks for one
+            model = config.model_config
+            hidden = torch.randn(3, model.get_hidden_size(), dtype=model.dtype).to(device)
+            with torch.inference_mode():
+                logits = head.settle(hidden)
+                offered = self.sharing.offer(head, hidden)
+        if logits is None:
+            return StageDescription(head=offered)
+        shape = LogitsShape(
+            vocab=head.vocab_size if head.bounds else logits.shape[1],
+            dtype=str(logits.dtype).removeprefix("torch."),
+            # Every rank writes its columns, or the first one rows that vLLM has gathered.
+            bounds=head.bounds,
+        )
+        return StageDescription(logits=shape, head=offered)
+
+    def time_parts(self, sequences: int) -> Measured:
+        """How long the parts of a microbatch take, all stages at once."""
+        return self.sharing.time_parts(self._draws.head, sequences)
+
+    def measure(self, sequences: int) -> Measured:
+        """How long the parts of a microbatch take, drawn on this device and by CPU samplers."""
+        around = self._around
+        with set_current_vllm_config(around.boot.vllm_config):
+            return measure_stage(
+                around.runner, self._device, sequences, self._draws.head, self._logits
+            )
+
+    def open(
+        self, logits: LogitsEndpoint, heads: Sequence[LinkEndpoint], sockets: list[socket.socket]
+    ) -> None:
+        """Open the writer of BIC-L, and the links of final hidden states."""
+        around, sharing = self._around, self.sharing
+        writes = self._draws.head is not None or sharing.shard is not None
+        if writes and sharing.writer < logits.shape.ranks:
+            self._logits = LogitsHandover(LogitsWriter(logits, rank=sharing.writer))
+            self._device.lock_pages(self._logits.buffer)
+        sharing.keep()
+        if sharing.shard is not None:
+            self._projection = sharing.open(
+                heads, sockets, self._logits, around.record, around.fail
+            )
+
+    def begin(self, links: Links) -> SampledStage:
+        """Iterations can run."""
+        return SampledStage(
+            self._around, links, self._device, self._draws, self._projection, self._logits
+        )
+
+    def leave(self, links: Links) -> VllmStage:
+        """vLLM's own path goes on from here, after what was measured."""
+        if self._logits is not None:
+            self._device.unlock_pages(self._logits.buffer)
+            self._logits.close()
+        return VllmStage(self._around, links)
+
+    def close(self) -> None:
+        self._projection.close()
+        if self._logits is not None:
+            self._logits.close()

@@ -1,0 +1,246 @@
+"""Who prepares the inputs of a stage on vLLM's second runner.
+
+:class:`SiPipePrepares` stands in the place of the runner's own preparation: the preparing thread
+writes a set of input buffers from the scheduling output (:mod:`sipipe.worker.inputs.prepare`), and
+the runner's ``execute_model``, in the device thread, finds them where it would have prepared them.
+All else of ``execute_model`` is vLLM's: its request states, LoRA, encoders, M-RoPE positions,
+recurrent states, attention metadata, graphs. :class:`VllmPrepares` leaves the runner as it is, for
+the few models and options whose preparation needs what only the runner has.
+
+Of vLLM's request states these rot where SiPipe prepares, and nothing here reads them: the tokens
+behind a prompt, the last sampled token, lengths, its mirrors of computed tokens on the host.
+
+Who runs here: the preparing thread in ``prepare``; the device thread in ``begin`` and in what the
+runner calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import BatchReqState
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace, get_uniform_decode_token_count
+
+from sipipe.worker.device import Device
+from sipipe.worker.inputs.model_input import ModelInput
+from sipipe.worker.inputs.placement import Copied, InPlace, Placement
+from sipipe.worker.inputs.prepare import InputPreparer
+from sipipe.worker.inputs.safety import TokenSafety, Unwatched
+
+
+class Preparation(Protocol):
+    """How a stage comes to its inputs."""
+
+    def prepare(
+        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput
+    ) -> ModelInput:
+        """Preparing thread: all that can be done ahead."""
+
+    def begin(self, inputs: ModelInput) -> None:
+        """Device thread: the runner's ``execute_model`` is called next, with this iteration."""
+
+    def end(self, inputs: ModelInput) -> None:
+        """Device thread: everything of the iteration is launched."""
+
+
+def why_vllm_prepares(runner: Any) -> str:
+    """Why the runner prepares its inputs itself; empty where SiPipe does."""
+    state = type(runner.model_state)
+    if state not in (DefaultModelState, MambaHybridModelState):
+        return f"the model brings its own inputs ({state.__name__})"
+    if runner.num_speculative_steps or runner.model_state.num_new_sampled_tokens_per_step != 1:
+        return "several tokens are drawn at once"
+    if runner.cache_config.mamba_cache_mode == "align":
+        return "recurrent states are cached with prefixes"
+    if runner.pcp_manager is not None or runner.dcp_size > 1:
+        return "contexts are split over ranks"
+    if runner.fast_prefill is not None or runner.model_config.rswa_window is not None:
+        return "the model's prefill leaves tokens out"
+    return ""
+
+
+class VllmPrepares:
+    """The runner prepares in the device thread; :class:`TokenFeedback` brings its tokens."""
+
+    def prepare(
+        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput
+    ) -> ModelInput:
+        return ModelInput(
+            iteration=iteration,
+            slot=slot,
+            buffer_set=buffer_set,
+            output=output,
+            num_reqs=len(output.num_scheduled_tokens),
+            num_tokens=output.total_num_scheduled_tokens,
+        )
+
+    def begin(self, inputs: ModelInput) -> None:
+        pass
+
+    def end(self, inputs: ModelInput) -> None:
+        pass
+
+
+class SiPipePrepares:
+    """SiPipe's preparation, in the place of the runner's from now on.
+
+    Args:
+        runner: vLLM's second runner, warmed up and without a request.
+        device: what it runs on.
+        slots: microbatches in flight.
+        sets: sets of input buffers.
+        check: whether :class:`TokenSafety` watches them.
+    """
+
+    def __init__(self, runner: Any, device: Device, *, slots: int, sets: int, check: bool) -> None:
+        self._runner = runner
+        on_host = runner.device.type == "cpu"
+        kind: Any = InPlace if on_host else Copied
+        self._preparer = InputPreparer(runner, slots=slots, sets=sets, tables=kind.writes_tables)
+        buffers = self._buffers = self._preparer.buffers
+        self._placement: Placement = (
+            InPlace(runner, buffers) if on_host else Copied(runner, buffers, device)
+        )
+        self._safety = TokenSafety(sets) if check else Unwatched()
+        requests = int(runner.max_num_reqs)
+        self._no_drafts = torch.zeros(requests, dtype=torch.int32, device=runner.device)
+        self._one_each = np.arange(requests + 1, dtype=np.int32)
+        self._one_each_there = torch.from_numpy(self._one_each).to(runner.device)
+        self._inputs = ModelInput(iteration=-1, slot=0, buffer_set=0, output=None)
+        self._gather_dummy = runner.gather_batch_req_state
+        runner.update_pp_decode_requests = self._nothing
+        runner.update_requests = self._update_requests
+        runner.gather_batch_req_state = self._gather_batch_req_state
+        runner.prepare_inputs = self._prepare_inputs
+        runner.prepare_attn = self._placement.tables
+        runner.postprocess_num_computed_tokens = self._nothing
+        runner.postprocess_sampled = self._postprocess_sampled
+
+    def prepare(
+        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput
+    ) -> ModelInput:
+        self._placement.wait_free(buffer_set)
+        self._safety.begin_write(buffer_set, iteration)
+        inputs = self._preparer.prepare(output, slot, buffer_set, iteration)
+        self._safety.end_write(buffer_set, iteration)
+        return inputs
+
+    def begin(self, inputs: ModelInput) -> None:
+        self._inputs = inputs
+        self._safety.begin_read(inputs.buffer_set, inputs.iteration)
+
+    def end(self, inputs: ModelInput) -> None:
+        self._safety.end_read(inputs.buffer_set, inputs.iteration)
+
+    # ---- in the runner's place, in the order of its calls ----------------------------------------
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Drawn tokens come with the scheduling output, computed tokens too."""
+
+    def _update_requests(self, output: SchedulerOutput) -> None:
+        runner, inputs = self._runner, self._inputs
+        rows = runner.req_states.req_id_to_index
+        for new, row in zip(output.scheduled_new_reqs, inputs.new_rows, strict=True):
+            # vLLM's parts are kept by its row: LoRA, positions, recurrent states.
+            if rows[new.req_id] != row:
+                raise RuntimeError(
+                    f"request {new.req_id} has row {row} here and {rows[new.req_id]} in vLLM's "
+                    "runner: please report this"
+                )
+        self._placement.take_blocks(inputs)
+        if output.new_block_ids_to_zero:
+            runner.kv_block_zeroer.zero_block_ids(output.new_block_ids_to_zero)
+        if output.kv_cache_block_copies:
+            copy_kv_cache_blocks_inplace(
+                runner.kv_caches, runner.kv_cache_config.num_blocks, output.kv_cache_block_copies
+            )
+
+    def _gather_batch_req_state(
+        self, output: SchedulerOutput, dummy_run: bool
+    ) -> tuple[BatchReqState | None, int | None]:
+        if dummy_run:
+            found: tuple[BatchReqState | None, int | None] = self._gather_dummy(output, True)
+            return found
+        inputs = self._inputs
+        source, count = self._buffers[inputs.buffer_set], inputs.num_reqs
+        state = BatchReqState(
+            req_ids=inputs.req_ids,
+            num_scheduled_tokens=source.num_scheduled_tokens.np[:count],
+            num_tokens=inputs.num_tokens,
+            num_draft_tokens_np=None,
+            idx_mapping_np=source.rows.np[:count],
+            prefill_len_np=source.prefill_lens.np[:count],
+            num_computed_prefill_tokens_np=source.num_computed_prefill_tokens.np[:count],
+            is_prefilling_np=source.is_prefilling.np[:count],
+            has_prefill=inputs.has_prefill,
+            prefill_runs_as_decode_np=source.runs_as_decode.np[:count]
+            if inputs.has_prefill
+            else None,
+            decode_graph_eligible=inputs.decode_graph_eligible,
+            max_seq_len_np=None,  # only vLLM's broadcast of tokens looks
+        )
+        uniform: int | None = get_uniform_decode_token_count(
+            count, inputs.num_tokens, inputs.max_query_len, inputs.decode_graph_eligible
+        )
+        return state, uniform
+
+    def _prepare_inputs(
+        self,
+        output: SchedulerOutput,
+        state: BatchReqState,
+        desc: Any,
+        num_active_loras: int,  # noqa: ARG002
+    ) -> InputBatch:
+        inputs = self._inputs
+        source, count = self._buffers[inputs.buffer_set], inputs.num_reqs
+        requests, tokens = desc.num_reqs or count, max(inputs.num_tokens, desc.num_tokens)
+        placed = self._placement.place(inputs, requests, tokens)
+        return InputBatch(
+            req_ids=inputs.req_ids,
+            num_reqs=count,
+            num_reqs_after_padding=requests,
+            idx_mapping=placed.rows,
+            idx_mapping_np=state.idx_mapping_np,
+            expanded_idx_mapping=placed.rows,
+            expanded_local_pos=self._no_drafts[:count],
+            num_scheduled_tokens=state.num_scheduled_tokens,
+            num_tokens=inputs.num_tokens,
+            num_tokens_after_padding=tokens,
+            num_draft_tokens=0,
+            num_draft_tokens_per_req=None,
+            query_start_loc=placed.query_start_loc,
+            query_start_loc_np=source.starts.np[: requests + 1],
+            seq_lens=placed.seq_lens,
+            seq_lens_cpu_upper_bound=source.lengths.tensor[:requests],
+            dcp_local_seq_lens=None,
+            num_computed_tokens_np=source.num_computed_tokens.np[:count],
+            prefill_len_np=state.prefill_len_np,
+            num_computed_prefill_tokens_np=state.num_computed_prefill_tokens_np,
+            is_prefilling_np=state.is_prefilling_np,
+            has_prefill=inputs.has_prefill,
+            decode_graph_eligible=inputs.decode_graph_eligible,
+            prefill_runs_as_decode_np=state.prefill_runs_as_decode_np,
+            input_ids=placed.input_ids,
+            positions=placed.positions,
+            is_padding=placed.is_padding,
+            logits_indices=placed.logits_indices,
+            cu_num_logits=self._one_each_there[: count + 1],
+            cu_num_logits_np=self._one_each[: count + 1],
+            has_structured_output_reqs=output.has_structured_output_requests,
+            prompt_lens=None,
+        )
+
+    def _postprocess_sampled(
+        self, idx_mapping: torch.Tensor, _: Any, num_sampled: torch.Tensor, *__: Any, **___: Any
+    ) -> None:
+        """vLLM's last stage updates what the model keeps of a request here."""
+        runner = self._runner
+        runner.model_state.postprocess_state(
+            idx_mapping, num_sampled, runner.req_states.num_computed_tokens.gpu
+        )

@@ -1,0 +1,149 @@
+"""A stage on vLLM's second runner, whose tokens CPU samplers draw: one kind for CPUs and GPUs.
+
+The runner has the model, its KV cache, graphs, LoRA, encoders and states. What SiPipe has is what is
+around a forward pass: inputs are prepared ahead by a thread of their own
+(:mod:`sipipe.worker.preparation`, :mod:`sipipe.worker.double_buffer`), hidden states come and go on
+links, the last stage's logits go to the samplers (:mod:`sipipe.worker.draws`), and results are
+handed on when the device has them (:mod:`sipipe.worker.publisher`).
+
+Who runs here: the preparing thread in :meth:`SampledStage.prepare`; the device thread in
+:meth:`SampledStage.run` and what the runner receives and sends through; whoever follows BIC-I in
+all else, with no iteration in the worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from sipipe.observe.phases import Phase
+from sipipe.worker.device import Device
+from sipipe.worker.device_thread import Launched
+from sipipe.worker.double_buffer import DoubleBuffer
+from sipipe.worker.draws import NothingDrawn
+from sipipe.worker.inputs.model_input import ModelInput
+from sipipe.worker.links import Links
+from sipipe.worker.logits import LogitsHandover
+from sipipe.worker.preparation import (
+    Preparation,
+    SiPipePrepares,
+    VllmPrepares,
+    why_vllm_prepares,
+)
+from sipipe.worker.publisher import Publisher
+from sipipe.worker.stage import Surroundings, VllmStage
+from sipipe.worker.vocabulary import Projection
+
+
+class SampledStage(VllmStage):
+    """One rank of it, whose channels are open.
+
+    Args:
+        around, links: as :class:`VllmStage` has them.
+        device: what the runner runs on.
+        draws: what the last stage draws, with its part of the output projection.
+        logits: this rank's writer of BIC-L, if it is one.
+    """
+
+    double_buffer: DoubleBuffer
+
+    def __init__(
+        self,
+        around: Surroundings,
+        links: Links,
+        device: Device,
+        draws: NothingDrawn,
+        projection: Projection,
+        logits: LogitsHandover | None,
+    ) -> None:
+        super().__init__(around, links)
+        boot, runner = around.boot, around.runner
+        bound, sets = boot.config.stall_timeout, 2 if boot.config.overlap else 1
+        self._device, self._draws, self._projection = device, draws, projection
+        self._expect = super().expect if logits is None else logits.expect
+        draws.open(projection, logits)
+        self._launched = Launched(iteration=-1, slot=0, num_reqs=0, num_tokens=0)
+        """The iteration that is being launched, or was last."""
+        self._publisher = Publisher(
+            device,
+            logits,
+            report=around.report,
+            record=around.record,
+            fail=around.fail,
+            stall_timeout=bound,
+        )
+        self._preparation: Preparation = VllmPrepares()
+        if not why_vllm_prepares(runner):
+            check = boot.config.check_token_safety
+            slots = boot.watched.inflight
+            self._preparation = SiPipePrepares(runner, device, slots=slots, sets=sets, check=check)
+        self.double_buffer = DoubleBuffer(
+            self, sets=sets, stall_timeout=bound, interrupt=links.interrupt
+        )
+
+    def expect(self, iteration: int, row: int) -> None:
+        self._expect(iteration, row)
+
+    def prepare(
+        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput, samples: int
+    ) -> ModelInput:
+        began = time.monotonic_ns()
+        inputs = self._preparation.prepare(iteration, slot, buffer_set, output)
+        inputs.samples = samples
+        self._around.record(Phase.PREPARE, inputs, began)
+        return inputs
+
+    def run(self, inputs: ModelInput) -> None:
+        """Launch the iteration; returns before the device has run it."""
+        self._iteration, self._tokens = inputs.iteration, inputs.num_tokens
+        with self._projection.passing():
+            launched = self._launched = Launched(
+                iteration=inputs.iteration,
+                slot=inputs.slot,
+                num_reqs=inputs.num_reqs,
+                num_tokens=inputs.num_tokens,
+                samples=inputs.samples,
+                first=self._device.mark(),
+            )
+            self._preparation.begin(inputs)
+            self._draws.begin(inputs, launched)
+            self._around.wrapper.execute_model(inputs.output)
+            launched.output = self._around.worker.sample_tokens(None)
+            self._draws.end()
+            self._preparation.end(inputs)
+        launched.last = self._device.mark()
+        self._publisher.put(launched)
+        self._projection.put(launched)
+
+    def _receive(self) -> dict[str, torch.Tensor]:
+        began = time.monotonic_ns()
+        with self._projection.waiting():
+            kept = super()._receive()
+        self._around.record(Phase.WAIT_HIDDEN, self._launched, began)
+        self._launched.first = self._device.mark()
+        return kept
+
+    def _send(self, tensors: Any) -> Callable[[], None]:
+        began = time.monotonic_ns()
+        wait = super()._send(tensors)
+        self._around.record(Phase.SEND, self._launched, began)
+        return wait
+
+    def drain(self) -> None:
+        self._projection.drain()
+        self._publisher.drain()
+        super().drain()
+
+    def doing(self) -> str:
+        said = [self.double_buffer.doing(), f"(publisher) {self._publisher.doing()}"]
+        if due := self._projection.doing():
+            said.append(f"(head thread) {due}")
+        return ", ".join(said)
+
+    def close(self) -> None:
+        self.double_buffer.close()
+        self._publisher.close()
