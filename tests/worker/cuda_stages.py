@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from sipipe.worker.second_runner import feedback_of
 from vllm.distributed import parallel_state
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -34,7 +35,6 @@ from sipipe.observe.format import Header
 from sipipe.observe.recorder import open_recorder
 from sipipe.worker.device_vocabulary import HeadThread
 from sipipe.worker.loop import StageLoop
-from sipipe.worker.second_runner import feedback_of
 from sipipe.worker.vllm_workers import GPUStageWorker
 from sipipe.worker.vocabulary import KEY
 from sipipe.worker.world import PipelineStandIn

@@ -28,9 +28,10 @@ class StageTestWorker(CPUWorker):
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
         # Not at the top: these bring Numba, which vLLM's worker must not find while it starts.
+        from sipipe.worker.runner import StageRunner
+
         from sipipe.engine.balance import Balancer
         from sipipe.engine.requests import RequestTracker
-        from sipipe.worker.runner import StageRunner
 
         self.slots = int(os.environ.get("STAGE_SLOTS", "1"))
         self.runner = StageRunner(self.model_runner, slots=self.slots, check_token_safety=True)

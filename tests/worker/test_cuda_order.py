@@ -15,6 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
+from sipipe.worker.second_runner import SecondRunner  # noqa: E402
+
 from sipipe.ipc.link.cuda_device import CudaDevice  # noqa: E402
 from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving, CudaIpcSending  # noqa: E402
 from sipipe.ipc.link.endpoint import open_receiver, open_sender  # noqa: E402
@@ -25,7 +27,6 @@ from sipipe.worker.device_thread import DeviceThread  # noqa: E402
 from sipipe.worker.device_vocabulary import HeadThread  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
-from sipipe.worker.second_runner import SecondRunner  # noqa: E402
 from sipipe.worker.token_feedback import TokenFeedback  # noqa: E402
 
 from .cuda_stages import Rig  # noqa: E402

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
+from sipipe.worker.second_runner import SecondRunner  # noqa: E402
 from tests.worker.test_publisher import LateDevice  # noqa: E402
 from tests.worker.test_second_runner import Head, batch, last_runner  # noqa: E402
 from tests.worker.test_vocabulary import Model, shards  # noqa: E402
@@ -39,7 +40,6 @@ from sipipe.worker.device_thread import Launched  # noqa: E402
 from sipipe.worker.device_vocabulary import HeadThread  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
-from sipipe.worker.second_runner import SecondRunner  # noqa: E402
 from sipipe.worker.vocabulary import SharedHead  # noqa: E402
 
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sipipe.worker.prompt_logprobs import PromptLogprobs
 from torch._dynamo.utils import counters
 from vllm.v1.sample.sampler import Sampler
 
 from sipipe.worker.inputs.model_input import ModelInput, PromptChunk
-from sipipe.worker.prompt_logprobs import PromptLogprobs
 
 VOCAB = 500
 

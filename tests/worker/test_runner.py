@@ -6,13 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from sipipe.worker.runner import StageRunner  # noqa: E402
+from sipipe.worker.support import unsupported_reason  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec  # noqa: E402
 
 from sipipe.messages.places import StagePlace  # noqa: E402
 from sipipe.worker.inputs.safety import TokenSafetyError  # noqa: E402
-from sipipe.worker.runner import StageRunner  # noqa: E402
-from sipipe.worker.support import unsupported_reason  # noqa: E402
 from sipipe.worker.world import PipelineStandIn  # noqa: E402
 
 from .test_prepare import decode_output, fake_vllm_runner, new_output  # noqa: E402

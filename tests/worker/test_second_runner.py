@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
+from sipipe.worker.second_runner import SecondRunner  # noqa: E402
 from tests.worker.test_publisher import VOCAB, LateDevice, Rig  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
@@ -18,17 +19,17 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa
 from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
 
 from sipipe.messages.places import StagePlace  # noqa: E402
-from sipipe.worker import device_sampler, second_runner  # noqa: E402
+from sipipe.worker import device_sampler, second_runner, token_feedback  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.device_sampler import DeviceSampler  # noqa: E402
 from sipipe.worker.device_thread import Launched  # noqa: E402
-from sipipe.worker.second_runner import SecondRunner, feedback_of  # noqa: E402
 from sipipe.worker.token_feedback import StandInSampler, TokenFeedback  # noqa: E402
 from sipipe.worker.world import PipelineStandIn  # noqa: E402
 
 
 @pytest.fixture
-def feedback():
+def feedback(monkeypatch):
+    monkeypatch.setattr(token_feedback, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True))
     found = TokenFeedback(8, 0, device="cpu")
     found.states = SimpleNamespace(
         req_id_to_index={"a": 3, "b": 0, "c": 5},
@@ -64,29 +65,7 @@ def test_nothing_decodes(feedback):
     assert feedback.get_prev_sampled_outputs() is None, "a warm-up brings no tokens"
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "draws", "raw", "fed"),
-    [
-        (True, False, True, False, True),
-        (False, True, True, False, False),
-        (False, True, True, True, True),  # it looks at the tokens beside its hidden states
-        (False, True, False, True, False),  # vLLM's own sampler leaves them on the device
-        (False, False, False, True, True),
-    ],
-)
-def test_stages_that_look_at_tokens_get_them(first, last, draws, raw, fed):
-    runner = SimpleNamespace(
-        pp_handler=TokenFeedback(8),
-        is_first_pp_rank=first,
-        is_last_pp_rank=last,
-        model=SimpleNamespace(requires_raw_input_tokens=raw),
-        req_states=object(),
-    )
-    found = feedback_of(runner, draws=draws)
-    assert found.states is (runner.req_states if fed else None)
-
-
-def test_a_stage_that_gets_hidden_states_alone_needs_no_tokens(feedback):
+def test_stages_that_get_hidden_states_need_no_tokens(feedback):
     feedback.states = None
     feedback.output = output(["a"], [9], [[11]])
     assert feedback.get_prev_sampled_outputs() is None
@@ -114,9 +93,7 @@ def last_runner():
         max_num_reqs=8,
         device=torch.device("cpu"),
         lora_config=None,
-        is_first_pp_rank=False,
-        model=None,
-        pp_handler=TokenFeedback(8),
+        pp_handler=SimpleNamespace(embeds=False),
         prompt_logprobs_worker=SimpleNamespace(uses_prompt_logprobs=np.zeros(8, bool)),
         model_config=SimpleNamespace(use_fp64_gumbel=False),
     )

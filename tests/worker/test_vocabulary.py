@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
+from sipipe.worker.steps import StageSteps  # noqa: E402
 from tests.worker.threaded_pipeline import (  # noqa: E402
     HAND_OVER,
     HIDDEN,
@@ -39,7 +40,6 @@ from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.double_buffer import DoubleBuffer  # noqa: E402
 from sipipe.worker.head import HeadShard, OfferedHead, time_parts  # noqa: E402
 from sipipe.worker.logits import LogitsHandover, StageLogits  # noqa: E402
-from sipipe.worker.steps import StageSteps  # noqa: E402
 from sipipe.worker.vocabulary import SharedHead  # noqa: E402
 
 

@@ -29,9 +29,12 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace, get_uniform_decod
 
 from sipipe.worker.device import Device
 from sipipe.worker.inputs.model_input import ModelInput
-from sipipe.worker.inputs.placement import Copied, InPlace, Placement
+from sipipe.worker.inputs.placement import Placement, placement_of
 from sipipe.worker.inputs.prepare import InputPreparer
 from sipipe.worker.inputs.safety import TokenSafety, Unwatched
+
+KNOWN_STATES = (DefaultModelState, MambaHybridModelState)
+"""vLLM's model states that read of a batch what is prepared here."""
 
 
 class Preparation(Protocol):
@@ -52,7 +55,7 @@ class Preparation(Protocol):
 def why_vllm_prepares(runner: Any) -> str:
     """Why the runner prepares its inputs itself; empty where SiPipe does."""
     state = type(runner.model_state)
-    if state not in (DefaultModelState, MambaHybridModelState):
+    if state not in KNOWN_STATES:
         return f"the model brings its own inputs ({state.__name__})"
     if runner.num_speculative_steps or runner.model_state.num_new_sampled_tokens_per_step != 1:
         return "several tokens are drawn at once"
@@ -100,12 +103,10 @@ class SiPipePrepares:
 
     def __init__(self, runner: Any, device: Device, *, slots: int, sets: int, check: bool) -> None:
         self._runner = runner
-        on_host = runner.device.type == "cpu"
-        kind: Any = InPlace if on_host else Copied
-        self._preparer = InputPreparer(runner, slots=slots, sets=sets, tables=kind.writes_tables)
-        buffers = self._buffers = self._preparer.buffers
-        self._placement: Placement = (
-            InPlace(runner, buffers) if on_host else Copied(runner, buffers, device)
+        self._placement: Placement = placement_of(runner, device, sets)
+        self._buffers = self._placement.buffers
+        self._preparer = InputPreparer(
+            runner, self._buffers, groups=self._placement.groups, slots=slots
         )
         self._safety = TokenSafety(sets) if check else Unwatched()
         requests = int(runner.max_num_reqs)

@@ -36,11 +36,34 @@ class Placed(NamedTuple):
     """[B] int64."""
 
 
+class CacheGroup(NamedTuple):
+    """What there is to know of a KV cache group."""
+
+    width: int
+    """The most blocks that a request can have."""
+    block_size: int
+    window: int
+    """0, or tokens that attention looks back; vLLM 0.33 leaves out blocks before them."""
+    mapped: bool
+    """Whether tokens have slots; a recurrent state's have none."""
+
+
+def cache_groups(tables: Any) -> list[CacheGroup]:
+    """Those of vLLM's ``BlockTables``."""
+    widths = [int(table.gpu.shape[1]) for table in tables.block_tables]
+    windows = getattr(tables, "sliding_window_reach", None)
+    reach = [0] * len(widths) if windows is None else windows.tolist()
+    mapped = tables.slot_mapping_enabled.tolist()
+    return list(map(CacheGroup, widths, tables.block_sizes, reach, mapped))
+
+
 class Placement(Protocol):
     """What a stage's device reads."""
 
-    writes_tables: bool
-    """Whether block tables and slot mappings are prepared too; else vLLM keeps its own."""
+    buffers: list[InputBuffers]
+    """The sets."""
+    groups: list[CacheGroup]
+    """Whose block tables and slot mappings are prepared too; of others vLLM keeps its own."""
 
     def wait_free(self, buffer_set: int) -> None:
         """Return when nothing reads the set any more."""
@@ -59,11 +82,10 @@ class Placement(Protocol):
 class InPlace:
     """On a CPU: the set is what the model reads. The pass has read it when it returns."""
 
-    writes_tables = True
-
-    def __init__(self, runner: Any, buffers: list[InputBuffers]) -> None:
-        self._buffers = buffers
-        self._source = buffers[0]
+    def __init__(self, runner: Any, device: Device, sets: int) -> None:  # noqa: ARG002
+        self.groups = cache_groups(runner.block_tables)
+        self.buffers = _sets(runner, self.groups, sets)
+        self._source = self.buffers[0]
         self._computed = runner.req_states.num_computed_tokens.gpu.numpy()
         # Tables of vLLM's own are not read; a request that is added would be written to them.
         tables = runner.block_tables
@@ -76,7 +98,7 @@ class InPlace:
         pass
 
     def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
-        source = self._source = self._buffers[inputs.buffer_set]
+        source = self._source = self.buffers[inputs.buffer_set]
         count, used = inputs.num_reqs, inputs.num_tokens
         # For those of vLLM's parts that look at their own: M-RoPE, prompt log-probabilities.
         self._computed[source.rows.np[:count]] = source.num_computed_tokens.np[:count]
@@ -114,13 +136,12 @@ class Copied:
     **Untested on a GPU**; its order is tested on an emulated one.
     """
 
-    writes_tables = False
-
-    def __init__(self, runner: Any, buffers: list[InputBuffers], device: Device) -> None:
+    def __init__(self, runner: Any, device: Device, sets: int) -> None:
+        self.groups: list[CacheGroup] = []
+        self.buffers = _sets(runner, self.groups, sets, pinned=runner.device.type == "cuda")
         self._runner = runner
-        self._buffers = buffers
         self._device = device
-        self._read: list[Any] = [None] * len(buffers)
+        self._read: list[Any] = [None] * sets
         """Of each set, the device's mark behind the copies from it."""
         requests, there = int(runner.max_num_reqs), runner.device
         self._rows = torch.zeros(requests, dtype=torch.int64, device=there)
@@ -140,7 +161,7 @@ class Copied:
                 runner.block_tables.append_block_ids(index[req_id], ids, overwrite=False)
 
     def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
-        source, known = self._buffers[inputs.buffer_set], self._runner.input_buffers
+        source, known = self.buffers[inputs.buffer_set], self._runner.input_buffers
         count, used = inputs.num_reqs, inputs.num_tokens
         if requests > count:
             _pad_requests(source, count, requests, used)
@@ -164,6 +185,19 @@ class Copied:
     def tables(self, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         found: tuple[tuple[torch.Tensor, ...], torch.Tensor] = self._attn(batch)
         return found
+
+
+def placement_of(runner: Any, device: Device, sets: int) -> Placement:
+    """How the runner's device comes to ``sets`` sets of input buffers."""
+    return (InPlace if runner.device.type == "cpu" else Copied)(runner, device, sets)
+
+
+def _sets(
+    runner: Any, groups: list[CacheGroup], sets: int, *, pinned: bool = False
+) -> list[InputBuffers]:
+    tokens, requests = int(runner.max_num_tokens), int(runner.max_num_reqs)
+    widths = [group.width for group in groups]
+    return [InputBuffers(tokens, requests, widths, pinned=pinned) for _ in range(sets)]
 
 
 def _pad_requests(source: InputBuffers, count: int, requests: int, tokens: int) -> None:

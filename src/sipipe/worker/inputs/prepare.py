@@ -18,7 +18,7 @@ Who runs here: the preparing thread alone (or any thread, one call at a time).
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,53 +28,38 @@ from sipipe.worker.inputs import kernels
 from sipipe.worker.inputs.batch import Int32, Int64, SlotBatch, batch_order, scheduling_order
 from sipipe.worker.inputs.buffers import InputBuffers
 from sipipe.worker.inputs.model_input import ModelInput
+from sipipe.worker.inputs.placement import CacheGroup
 from sipipe.worker.inputs.request_state import RequestStates
 
 T = TypeVar("T")
 
 
-class CacheGroup(NamedTuple):
-    """What there is to know of a KV cache group."""
-
-    width: int
-    """The most blocks that a request can have."""
-    block_size: int
-    window: int
-    """0, or tokens that attention looks back; vLLM 0.33 leaves out blocks before them."""
-    mapped: bool
-    """Whether tokens have slots; a recurrent state's have none."""
-
-
-def cache_groups(tables: Any) -> list[CacheGroup]:
-    """Those of vLLM's ``BlockTables``."""
-    widths = [int(table.gpu.shape[1]) for table in tables.block_tables]
-    windows = getattr(tables, "sliding_window_reach", None)
-    reach = [0] * len(widths) if windows is None else windows.tolist()
-    mapped = tables.slot_mapping_enabled.tolist()
-    return list(map(CacheGroup, widths, tables.block_sizes, reach, mapped))
-
-
 class InputPreparer:
-    """Request states, slots and input buffers of one stage.
+    """Request states and slots of one stage.
 
     Args:
         vllm_runner: vLLM's second runner, whose KV cache is set up and which has no request.
+        buffers: sets of input buffers, 2 in the paper.
+        groups: KV cache groups whose block tables and slot mappings are prepared.
         slots: microbatches in flight.
-        sets: sets of input buffers, 2 in the paper.
-        tables: whether block tables and slot mappings are prepared too.
     """
 
-    def __init__(self, vllm_runner: Any, *, slots: int, sets: int, tables: bool = True) -> None:
+    def __init__(
+        self,
+        vllm_runner: Any,
+        buffers: list[InputBuffers],
+        *,
+        groups: list[CacheGroup],
+        slots: int,
+    ) -> None:
         kernels.warm_up()
-        requests, states = int(vllm_runner.max_num_reqs), vllm_runner.req_states
+        states = vllm_runner.req_states
         assert not states.req_id_to_index, "vLLM's runner has requests that were not prepared here"
-        self._groups = cache_groups(vllm_runner.block_tables) if tables else []
-        widths = [group.width for group in self._groups]
-        self.states = RequestStates(states.free_indices, widths)
+        self._groups = groups
+        self.states = RequestStates(states.free_indices, [group.width for group in groups])
         self.slots = [SlotBatch() for _ in range(slots)]
-        tokens, pinned = int(vllm_runner.max_num_tokens), vllm_runner.device.type == "cuda"
-        self.buffers = [InputBuffers(tokens, requests, widths, pinned=pinned) for _ in range(sets)]
-        self._batch_rows = np.arange(requests, dtype=np.int64)
+        self.buffers = buffers
+        self._batch_rows = np.arange(len(states.free_indices), dtype=np.int64)
 
     def prepare(
         self, output: SchedulerOutput, slot: int, buffer_set: int, iteration: int

@@ -1,0 +1,96 @@
+"""vLLM's second runner, as far as it prepares inputs: its own code and objects, without a model.
+
+The oracle of SiPipe's preparation: the same scheduling outputs go through vLLM's
+``finish_requests`` to ``prepare_attn``, in the order of its ``execute_model``.
+"""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from tests.engine import kernel_twins  # noqa: F401 - in the place of Triton's kernels
+from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
+from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBuffers
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.states import RequestState
+
+from sipipe.worker.token_feedback import TokenFeedback
+
+BLOCK_SIZES = (4, 8)
+MAX_LEN = 64
+REQUESTS, TOKENS = 64, 512
+
+
+class ModelState:
+    """Of a model that keeps nothing of a request."""
+
+    num_new_sampled_tokens_per_step = 1
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+class Zeroer:
+    def __init__(self):
+        self.zeroed = []
+
+    def zero_block_ids(self, ids):
+        self.zeroed.append(list(ids))
+
+
+class PreparingRunner(GPUModelRunner):
+    """A stage in the middle of a pipeline, or the first one."""
+
+    def __init__(self, *, first=True):
+        self.device = cpu = torch.device("cpu")
+        self.max_num_reqs, self.max_num_tokens = REQUESTS, TOKENS
+        self.model_state, self.kv_block_zeroer = ModelState(), Zeroer()
+        self.pooling_runner = self.encoder_cache = self.prompt_logprobs_worker = self.sampler = None
+        self.pcp_manager = self.fast_prefill = self.adaptive_verification = None
+        self.aux_output_connector = None
+        self.model_config = SimpleNamespace(rswa_window=None)
+        self.cache_config = SimpleNamespace(mamba_cache_mode="none")
+        self.lora_state = ModelState()
+        self.is_last_pp_rank, self.use_pp = False, True
+        self.num_speculative_steps, self.decode_query_len, self.dcp_size = 0, 1, 1
+        with (
+            patch.object(buffer_utils, "UvaBuffer", UvaBuffer),
+            patch.object(buffer_utils, "is_uva_available", lambda: True),
+        ):
+            self.req_states = RequestState(REQUESTS, MAX_LEN, TOKENS, 0, 1000, cpu)
+            self.block_tables = BlockTables(
+                block_sizes=list(BLOCK_SIZES),
+                max_num_reqs=REQUESTS,
+                max_num_batched_tokens=TOKENS,
+                max_num_blocks_per_group=[MAX_LEN // size for size in BLOCK_SIZES],
+                device=cpu,
+            )
+        self.input_buffers = InputBuffers(REQUESTS, TOKENS, cpu)
+        with patch("sipipe.worker.token_feedback.get_pp_group") as group:
+            group.return_value.is_first_rank = first
+            self.pp_handler = TokenFeedback(REQUESTS)
+        self.pp_handler.states = self.req_states if first else None
+
+    def step(self, output, padded_reqs=None, padded_tokens=0):
+        """What ``execute_model`` does before and behind the model: the batch, its state, how many
+        tokens each request decodes, block tables and slot mappings; None without tokens."""
+        self.pp_handler.output = output
+        self.update_pp_decode_requests()
+        self.finish_requests(output)
+        self.free_states(output)
+        self.add_requests(output)
+        self.update_requests(output)
+        self.block_tables.apply_staged_writes()
+        if not output.total_num_scheduled_tokens:
+            return None
+        state, uniform = self.gather_batch_req_state(output, False)
+        padded = SimpleNamespace(num_reqs=padded_reqs, num_tokens=padded_tokens)
+        batch = self.prepare_inputs(output, state, padded, 0)
+        tables, slots = self.prepare_attn(batch)
+        return batch, state, uniform, tables, slots
+
+    def finish(self, batch):
+        """Behind the model."""
+        self.postprocess_num_computed_tokens(batch)
