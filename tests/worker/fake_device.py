@@ -65,7 +65,7 @@ class FakeStage:
         if error is not None:
             raise error
 
-    def prepare(self, iteration, slot, buffer_set, output):
+    def prepare(self, iteration, slot, buffer_set, output, samples):
         if self.planted is not None:
             buffer_set = self.planted
         if self.safety is not None:
@@ -77,6 +77,9 @@ class FakeStage:
             self.safety.end_write(buffer_set, iteration)
         self.log.append(("prepared", iteration))
         return Inputs(iteration, buffer_set)
+
+    def run(self, inputs):
+        self.send(inputs, self.forward(inputs, self.receive(inputs)))
 
     def receive(self, inputs):
         self._step("receive", inputs.iteration)
@@ -148,6 +151,10 @@ class TwoThreads:
 
     def submit(self, iteration, slot=0, output=None):
         return self.call(self.buffer.prepare, iteration, slot, output)
+
+    def run_alone(self, function):
+        """``function`` as a control call, in the device thread; a future."""
+        return self.call(self.buffer.call, function)
 
     def drain(self, timeout=None):
         """Return when all that was submitted is finished; raises what ended the threads."""

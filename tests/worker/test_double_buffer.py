@@ -179,8 +179,8 @@ def test_a_stalled_drain_names_what_both_threads_do():
         stage.wait_for("receive")
         with pytest.raises(
             StallError,
-            match=r"\(preparing thread\) waits for a scheduling output, \(device thread\) waits "
-            r"for hidden states of iteration 17 \(1 iterations prepared and not finished\)",
+            match=r"\(preparing thread\) waits for a scheduling output, \(device thread\) runs "
+            r"iteration 17 \(1 iterations prepared and not finished\)",
         ):
             running.drain(timeout=0.01)
         stage.let("receive")
@@ -192,7 +192,6 @@ def test_a_stalled_drain_names_what_both_threads_do():
     [
         ("prepare", "(preparing thread) prepares iteration 5"),
         ("forward", "(device thread) runs iteration 5"),
-        ("send", "(device thread) hands over iteration 5"),
     ],
 )
 def test_a_stall_report_says_what_is_under_way(gate, text):
@@ -203,14 +202,58 @@ def test_a_stall_report_says_what_is_under_way(gate, text):
         assert text in running.buffer.doing()
 
 
-def test_a_control_call_sees_a_drained_worker():
+def test_a_control_call_runs_in_the_device_thread_between_iterations():
     stage = FakeStage()
     with TwoThreads(stage) as running:
         for round_ in range(20):
             for iteration in range(4):
                 running.submit(round_ * 4 + iteration)
-            running.drain()
-            assert stage.sent == list(range(round_ * 4 + 4))
+            found = running.run_alone(lambda: (threading.current_thread().name, len(stage.sent)))
+            assert found.result(HAND_OVER) == ("test-device", round_ * 4 + 4)
+
+
+def test_a_control_call_that_fails_is_its_callers_error_alone():
+    stage = FakeStage()
+    with TwoThreads(stage) as running:
+        failed = running.run_alone(lambda: 1 / 0)
+        assert isinstance(failed.exception(HAND_OVER), ZeroDivisionError)
+        running.submit(0)
+        running.drain()
+        assert stage.sent == [0]
+
+
+def test_a_stall_report_names_the_call():
+    stage, reached, go_on = FakeStage(), threading.Event(), threading.Event()
+    with TwoThreads(stage) as running:
+        called = running.run_alone(lambda: (reached.set(), go_on.wait(HAND_OVER)))
+        assert reached.wait(HAND_OVER)
+        assert "(device thread) runs a call" in running.buffer.doing()
+        go_on.set()
+        called.result(HAND_OVER)
+
+
+def test_a_control_call_ends_with_the_threads():
+    stage = FakeStage(gates=["receive"])
+    running = TwoThreads(stage)
+    running.submit(0)
+    stage.wait_for("receive")
+    called = running.run_alone(lambda: pytest.fail("an iteration is in the worker"))
+    error = OSError("the channel broke")
+    running.buffer.fail(error)
+    assert called.exception(HAND_OVER) is error
+    running.close()
+
+
+def test_a_signal_in_a_control_call_ends_the_process():
+    running = TwoThreads(FakeStage())
+
+    def signalled():
+        raise SystemExit(0)
+
+    called = running.run_alone(signalled)
+    assert isinstance(called.exception(HAND_OVER), SystemExit)
+    running.close()
+    assert isinstance(running.raised["device"], SystemExit)
 
 
 @pytest.mark.parametrize("where", ["prepare", "receive", "forward", "send"])

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sipipe.worker.inputs.kernels import append_blocks, find_sampled, gather_blocks, spans
+from sipipe.worker.inputs.kernels import append_blocks, find_prefills, gather_blocks, lay_out
 
 
-def naive_spans(computed, scheduled):
+def naive_layout(computed, scheduled):
     positions = [c + j for c, s in zip(computed, scheduled, strict=True) for j in range(s)]
     starts = [0, *np.cumsum(scheduled).tolist()]
     lens = [c + s for c, s in zip(computed, scheduled, strict=True)]
@@ -27,32 +27,39 @@ batches = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1
 
 @settings(max_examples=60, deadline=None)
 @given(batch=batches)
-def test_spans(batch):
+def test_lay_out(batch):
     computed = np.array([c for c, _ in batch], np.int32)
     scheduled = np.array([s for _, s in batch], np.int32)
-    total = int(scheduled.sum())
-    query_start_loc = np.full(len(batch) + 3, -7, np.int32)
+    total, rows = int(scheduled.sum()), len(batch)
+    starts = np.full(rows + 3, -7, np.int32)
     positions = np.full(total + 3, -7, np.int64)
-    seq_lens = np.full(len(batch) + 3, -7, np.int32)
-    longest = spans(
-        computed, scheduled, query_start_loc=query_start_loc, positions=positions, seq_lens=seq_lens
+    seq_lens, last = np.full(rows + 3, -7, np.int32), np.full(rows + 3, -7, np.int64)
+    found = lay_out(
+        computed,
+        scheduled,
+        query_start_loc=starts,
+        positions=positions,
+        seq_lens=seq_lens,
+        logits_indices=last,
     )
-    starts, expected_positions, lens = naive_spans(computed.tolist(), scheduled.tolist())
-    assert longest == (max(scheduled), max(lens))
-    assert query_start_loc[: len(batch) + 1].tolist() == starts
+    expected_starts, expected_positions, lens = naive_layout(computed.tolist(), scheduled.tolist())
+    assert found == (total, max(scheduled))
+    assert starts[: rows + 1].tolist() == expected_starts
     assert positions[:total].tolist() == expected_positions
-    assert seq_lens[: len(batch)].tolist() == lens
-    for array, used in (
-        (query_start_loc, len(batch) + 1),
-        (positions, total),
-        (seq_lens, len(batch)),
-    ):
+    assert seq_lens[:rows].tolist() == lens
+    assert last[:rows].tolist() == [start - 1 for start in expected_starts[1:]]
+    for array, used in ((starts, rows + 1), (positions, total), (seq_lens, rows), (last, rows)):
         assert (array[used:] == -7).all(), "wrote past its part"
 
 
 @settings(max_examples=60, deadline=None)
-@given(batch=batches, block_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99))
-def test_gather_blocks(batch, block_size, seed):
+@given(
+    batch=batches,
+    block_size=st.sampled_from([1, 4, 16]),
+    window=st.sampled_from([0, 0, 1, 7, 100]),
+    seed=st.integers(0, 99),
+)
+def test_gather_blocks(batch, block_size, window, seed):
     rng = np.random.default_rng(seed)
     computed = np.array([c for c, _ in batch], np.int32)
     scheduled = np.array([s for _, s in batch], np.int32)
@@ -66,19 +73,39 @@ def test_gather_blocks(batch, block_size, seed):
     table = np.full((len(batch) + 1, width), -7, np.int32)
     total = int(scheduled.sum())
     slots = np.full(total + 2, -7, np.int64)
-    arguments = {"blocks": blocks, "block_counts": counts, "block_size": block_size}
+    arguments = {
+        "blocks": blocks,
+        "block_counts": counts,
+        "block_size": block_size,
+        "window": window,
+        "mapped": True,
+    }
     assert (
         gather_blocks(rows, computed, scheduled, **arguments, block_table=table, slot_mapping=slots)
         == -1
     )
     for row, source in enumerate(rows):
         used = counts[source]
-        assert table[row, :used].tolist() == blocks[source, :used].tolist()
+        passed = max(int(computed[row]) - window, 0) // block_size if window else 0
+        expected = [0] * min(passed, used) + blocks[source, passed:used].tolist()
+        assert table[row, :used].tolist() == expected
         assert (table[row, used:] == -7).all()
     assert (table[len(batch)] == -7).all()
     assert slots[:total].tolist() == naive_slots(rows, computed, scheduled, blocks, block_size)
     assert (slots[total:] == -7).all()
 
+    unmapped = slots.copy()
+    arguments["mapped"] = False
+    assert (
+        gather_blocks(
+            rows, computed, scheduled, **arguments, block_table=table, slot_mapping=unmapped
+        )
+        == -1
+    )
+    assert (unmapped[:total] == -1).all()
+    assert (unmapped[total:] == -7).all()
+
+    arguments["mapped"] = True
     short = rng.integers(len(batch))
     counts[rows[short]] -= 1
     assert (
@@ -90,48 +117,47 @@ def test_gather_blocks(batch, block_size, seed):
 @settings(max_examples=60, deadline=None)
 @given(
     batch=st.lists(
-        st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(1, 30), st.integers(0, 9)),
+        st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(1, 30)),
         min_size=1,
         max_size=10,
     ),
     seed=st.integers(0, 99),
 )
-def test_find_sampled(batch, seed):
-    """Each sequence: computed and scheduled tokens, prompt length, sampled tokens so far."""
+def test_find_prefills(batch, seed):
+    """Each request: computed and scheduled tokens, and how many it had when it was added."""
     rng = np.random.default_rng(seed)
-    computed, scheduled, prompts, outputs = (
-        np.array(part, np.int32) for part in zip(*batch, strict=True)
-    )
+    computed, scheduled, lengths = (np.array(part, np.int32) for part in zip(*batch, strict=True))
     size, cached = len(batch), len(batch) + 3
     rows = rng.permutation(cached)[:size].astype(np.int64)
-    prompt_lens = np.full(cached, -9, np.int32)
-    prompt_lens[rows] = prompts
+    known = np.full(cached, -9, np.int32)
+    known[rows] = lengths
     decoding = rng.random(cached) < 0.5
     before = decoding.copy()
-    starts = np.array([0, *np.cumsum(scheduled)], np.int32)
-    prefilling = np.ones(size + 2, np.bool_)
-    sampled, logits_indices = np.full(size + 2, -7, np.int64), np.full(size + 2, -7, np.int64)
-    found = find_sampled(
+    out, done = np.full(size + 2, -7, np.int32), np.full(size + 2, -7, np.int32)
+    prefilling, as_decode = np.ones(size + 2, np.bool_), np.ones(size + 2, np.bool_)
+    found = find_prefills(
         rows,
         computed,
-        outputs,
-        prompt_lens=prompt_lens,
-        query_start_loc=starts,
-        seq_lens=computed + scheduled,
+        scheduled,
+        known=known,
+        prefill_lens=out,
+        num_computed_prefill_tokens=done,
         is_prefilling=prefilling,
+        runs_as_decode=as_decode,
         decoding=decoding,
-        sampled=sampled,
-        logits_indices=logits_indices,
     )
-    expected = [b for b, (c, s, p, o) in enumerate(batch) if c + s >= p + o]
-    assert sampled[:found].tolist() == expected
-    assert logits_indices[:found].tolist() == [starts[b + 1] - 1 for b in expected]
-    assert prefilling.tolist() == [c < p for c, _, p, _ in batch] + [True, True]
+    within = [c < p for c, _, p in batch]
+    short = [w and c > 0 and s == 1 for w, (c, s, _) in zip(within, batch, strict=True)]
+    samples = [c + s >= p for c, s, p in batch]
+    fits = all(s or not w for s, w in zip(short, within, strict=True))
+    assert found == (sum(samples), sum(within), fits)
+    assert out.tolist() == [*lengths, -7, -7]
+    assert done.tolist() == [*(min(c, p) for c, _, p in batch), -7, -7]
+    assert prefilling.tolist() == [*within, True, True]
+    assert as_decode.tolist() == [*short, True, True]
     for row in range(cached):
         here = rows.tolist().index(row) if row in rows else None
-        assert decoding[row] == (before[row] if here is None else here in expected)
-    assert (sampled[found:] == -7).all()
-    assert (logits_indices[found:] == -7).all()
+        assert decoding[row] == (before[row] if here is None else samples[here])
 
 
 @settings(max_examples=60, deadline=None)

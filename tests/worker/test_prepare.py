@@ -249,7 +249,7 @@ def padding(rng, output):
     )[rng.integers(3)]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("slots", [1, 3])
 def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
     rng = np.random.default_rng(seed)
@@ -258,7 +258,7 @@ def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
     ours, side = prepared(slots)
     preparer = side._preparer
     steady, added = Counter(preparer, "_write_steady"), Counter(preparer.states, "add")
-    for iteration in range(250):
+    for iteration in range(150):
         output, requests = scheduler.output()
         padded = padding(rng, output)
         inputs = side.prepare(iteration, iteration % slots, iteration % 2, output)
@@ -281,14 +281,14 @@ def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
     assert steady.calls > 20
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_tokens_that_the_scheduler_leaves_out_come_from_the_executor(prepared, seed):
     """With the tracker that SiPipe's executor has, whose rows of the logits are the same."""
     scheduler = MadeUpScheduler(np.random.default_rng(seed), 2, tokens_given=False)
     ours, side = prepared()
     theirs = PreparingRunner()
     tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
-    for iteration in range(200):
+    for iteration in range(100):
         output, requests = scheduler.output()
         told = tracker.advance(iteration, output)
         inputs = side.prepare(iteration, iteration % 2, iteration % 2, output)

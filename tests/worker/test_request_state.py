@@ -5,11 +5,16 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vllm.v1.worker.gpu.states import RequestState
 
 from sipipe.worker.inputs.batch import SlotBatch
 from sipipe.worker.inputs.request_state import RequestStates
 
+from .vllm_preparation import on_host
+
 WIDTHS = (12, 6)
+FREE = [3, 0, 7, 1, 2, 8, 5, 6, 4]
+"""Rows in the order in which vLLM keeps them after a warm-up; the last one is given first."""
 names = st.sampled_from([f"r{i}" for i in range(9)])
 block_lists = st.tuples(
     st.lists(st.integers(0, 99), max_size=3), st.lists(st.integers(0, 99), max_size=2)
@@ -19,16 +24,21 @@ block_lists = st.tuples(
 class StatesMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.states = RequestStates(2, WIDTHS)
+        self.states = RequestStates(FREE, WIDTHS)
+        with on_host():
+            self.vllm = RequestState(len(FREE), 64, 64, 0, 100, "cpu")
+        self.vllm.free_indices = list(FREE)
         self.model = {}
         self.slot = SlotBatch()
 
     @rule(name=names, prompt=st.lists(st.integers(0, 9), max_size=4), blocks=block_lists)
     def add(self, name, prompt, blocks):
-        row = self.states.add(name, prompt, adapter=len(prompt))
+        row = self.states.add(name, prompt)
+        self.vllm.remove_request(name)
+        self.vllm.add_request(name, len(prompt), prompt, 0, 1)
         self.slot.touch([row])
         self.states.append_blocks([row], [blocks])
-        self.model[name] = (prompt, [list(ids) for ids in blocks], len(prompt))
+        self.model[name] = (prompt, [list(ids) for ids in blocks])
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -50,21 +60,12 @@ class StatesMachine(RuleBasedStateMachine):
             for held, added in zip(self.model[name][1], blocks, strict=True):
                 held.extend(added)
 
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), blocks=block_lists)
-    def resume(self, data, blocks):
-        name = data.draw(st.sampled_from(sorted(self.model)))
-        row = self.states.index[name]
-        self.states.resume(row)
-        self.slot.touch([row])
-        self.states.append_blocks([row], [blocks])
-        prompt, _, adapter = self.model[name]
-        self.model[name] = (prompt, [list(ids) for ids in blocks], adapter)
-
     @rule(gone=st.sets(names, max_size=3))
     def remove(self, gone):
         rows = {self.states.index[name] for name in gone if name in self.model}
         assert set(self.states.remove(gone)) == rows
+        for name in sorted(gone):
+            self.vllm.remove_request(name)
         self.slot.touch(list(rows))
         for name in gone:
             self.model.pop(name, None)
@@ -86,12 +87,11 @@ class StatesMachine(RuleBasedStateMachine):
     def the_states_hold_what_the_model_does(self):
         states = self.states
         assert set(states.index) == set(self.model)
-        assert len(set(states.index.values())) == len(self.model)
-        for name, (prompt, blocks, adapter) in self.model.items():
+        assert states.index == self.vllm.req_id_to_index
+        for name, (prompt, blocks) in self.model.items():
             row = states.index[name]
-            assert states.prompts[row] == prompt
-            assert states.prompt_lens[row] == len(prompt)
-            assert states.adapters[row] == adapter
+            assert states.prefills[row] == prompt
+            assert states.prefill_lens[row] == len(prompt)
             for group, ids in enumerate(blocks):
                 assert states.block_counts[group][row] == len(ids)
                 assert states.blocks[group][row, : len(ids)].tolist() == ids
@@ -102,7 +102,7 @@ TestStates = StatesMachine.TestCase
 
 
 def test_a_name_that_comes_back_with_another_row_is_not_taken_for_the_old_one():
-    states = RequestStates(4, (4,))
+    states = RequestStates(range(4), (4,))
     slots = [SlotBatch(), SlotBatch()]
     old = [states.add("a", [1]), states.add("b", [2])]
     states.append_blocks(old, [[[5]], [[6]]])
@@ -111,7 +111,7 @@ def test_a_name_that_comes_back_with_another_row_is_not_taken_for_the_old_one():
     assert gone == old
     for slot in slots:
         slot.touch(gone)
-    new = [states.add("a", [1]), states.add("b", [2])]
+    new = [states.add(name, [1]) for name in ("c", "a", "b")][1:]
     states.append_blocks(new, [[[8]], [[7]]])
     assert new != old
     assert not slots[0].same(["a", "b"])
@@ -120,7 +120,7 @@ def test_a_name_that_comes_back_with_another_row_is_not_taken_for_the_old_one():
 
 
 def test_a_steady_slot_is_recognised_without_looking_at_the_states():
-    states = RequestStates(4, (4,))
+    states = RequestStates(range(4), (4,))
     slot = SlotBatch()
     row = states.add("a", [1])
     slot.resolve(["a"], [row])
@@ -130,7 +130,7 @@ def test_a_steady_slot_is_recognised_without_looking_at_the_states():
 
 
 def test_more_blocks_than_a_row_has_is_an_error_not_a_neighbours_row():
-    states = RequestStates(2, (2,))
+    states = RequestStates(range(2), (2,))
     rows = [states.add("a", [1]), states.add("b", [1])]
     states.append_blocks(rows, [[[5, 6]], [[7]]])
     with pytest.raises(ValueError, match="given 3 blocks, its row holds 2"):

@@ -4,6 +4,7 @@ The oracle of SiPipe's preparation: the same scheduling outputs go through vLLM'
 ``finish_requests`` to ``prepare_attn``, in the order of its ``execute_model``.
 """
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -21,6 +22,16 @@ from sipipe.worker.token_feedback import TokenFeedback
 BLOCK_SIZES = (4, 8)
 MAX_LEN = 64
 REQUESTS, TOKENS = 64, 512
+
+
+@contextmanager
+def on_host():
+    """While active, vLLM's buffers that a GPU would read are plain memory, as on its CPU workers."""
+    with (
+        patch.object(buffer_utils, "UvaBuffer", UvaBuffer),
+        patch.object(buffer_utils, "is_uva_available", lambda: True),
+    ):
+        yield
 
 
 class ModelState:
@@ -55,10 +66,7 @@ class PreparingRunner(GPUModelRunner):
         self.lora_state = ModelState()
         self.is_last_pp_rank, self.use_pp = False, True
         self.num_speculative_steps, self.decode_query_len, self.dcp_size = 0, 1, 1
-        with (
-            patch.object(buffer_utils, "UvaBuffer", UvaBuffer),
-            patch.object(buffer_utils, "is_uva_available", lambda: True),
-        ):
+        with on_host():
             self.req_states = RequestState(REQUESTS, MAX_LEN, TOKENS, 0, 1000, cpu)
             self.block_tables = BlockTables(
                 block_sizes=list(BLOCK_SIZES),

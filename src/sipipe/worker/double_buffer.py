@@ -150,7 +150,8 @@ class DoubleBuffer:
         # What each thread does now. Written by that thread, read by anyone; a str is replaced
         # as a whole.
         self._preparing = "waits for a scheduling output"
-        self._running = "has not started"
+        self.running = "has not started"
+        """The device thread's, which the stage may say more exactly while it runs an iteration."""
 
     def prepare(self, iteration: int, slot: int, output: SchedulerOutput, samples: int = 0) -> None:
         """Prepare one iteration; waits until a set is free.
@@ -208,7 +209,7 @@ class DoubleBuffer:
             self._check()
 
     def _run_one(self) -> None:
-        self._running = "waits for inputs"
+        self.running = "waits for inputs"
         with self._lock:
             # wait: none, as an idle engine has nothing to run; `prepare`, `call`, `close`, `fail`
             self._work.wait_for(lambda: self._end or self._calls or self._turns.may_read)
@@ -219,7 +220,7 @@ class DoubleBuffer:
         if self._calls:
             self._run_call()
             return
-        self._running = f"runs iteration {inputs.iteration}"
+        self.running = f"runs iteration {inputs.iteration}"
         self._stage.run(inputs)
         with self._lock:
             self._check()
@@ -227,7 +228,7 @@ class DoubleBuffer:
             self._finished.notify()
 
     def _run_call(self) -> None:
-        self._running = "runs a call"
+        self.running = "runs a call"
         function, future = self._calls[0]
         try:
             future.set_result(function())
@@ -281,7 +282,7 @@ class DoubleBuffer:
 
     def doing(self) -> str:
         """What both threads do now, as predicates, for the report of a stall."""
-        return f"(preparing thread) {self._preparing}, (device thread) {self._running}"
+        return f"(preparing thread) {self._preparing}, (device thread) {self.running}"
 
     def _check(self) -> None:
         if self._end is not None:

@@ -120,15 +120,18 @@ class SampledStage(VllmStage):
         self._projection.put(launched)
 
     def _receive(self) -> dict[str, torch.Tensor]:
-        began = time.monotonic_ns()
+        began, name = time.monotonic_ns(), f"iteration {self._iteration}"
+        self.double_buffer.running = f"waits for hidden states of {name}"
         with self._projection.waiting():
             kept = super()._receive()
+        self.double_buffer.running = f"runs {name}"
         self._around.record(Phase.WAIT_HIDDEN, self._launched, began)
         self._launched.first = self._device.mark()
         return kept
 
     def _send(self, tensors: Any) -> Callable[[], None]:
         began = time.monotonic_ns()
+        self.double_buffer.running = f"hands over iteration {self._iteration}"
         wait = super()._send(tensors)
         self._around.record(Phase.SEND, self._launched, began)
         return wait
