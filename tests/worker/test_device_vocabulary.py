@@ -1,5 +1,5 @@
-"""The output projection shared out on second-runner stages: the head thread, beside real links,
-BIC-L, publishers and the runner's host; what is launched runs at once, or on a device that is late.
+"""The output projection shared out: the head thread, beside real links, BIC-L and publishers; what is
+launched runs at once, or on a device that is late.
 
 Streams and events: ``test_cuda_order.py``.
 """
@@ -14,9 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from sipipe.worker.second_runner import SecondRunner  # noqa: E402
+from tests.worker.test_draws import Head, batch, last_runner  # noqa: E402
 from tests.worker.test_publisher import LateDevice  # noqa: E402
-from tests.worker.test_second_runner import Head, batch, last_runner  # noqa: E402
 from tests.worker.test_vocabulary import Model, shards  # noqa: E402
 from tests.worker.threaded_pipeline import (  # noqa: E402
     HAND_OVER,
@@ -34,13 +33,15 @@ from sipipe.ipc.link.errors import LinkClosedError  # noqa: E402
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.observe.phases import Phase  # noqa: E402
-from sipipe.worker import second_runner  # noqa: E402
+from sipipe.worker import draws  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.device_thread import Launched  # noqa: E402
 from sipipe.worker.device_vocabulary import HeadThread  # noqa: E402
+from sipipe.worker.draws import LastRows  # noqa: E402
+from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
-from sipipe.worker.vocabulary import SharedHead  # noqa: E402
+from sipipe.worker.vocabulary import SharedProjection  # noqa: E402
 
 
 def launched(iteration, samples=2):
@@ -55,7 +56,7 @@ class Shard:
     def __init__(self, start, stop, pause=lambda: None):
         self.columns, self.pause = torch.arange(start, stop), pause
 
-    def whole(self, rows):
+    def whole(self, rows, into=None):
         self.pause()
         return rows[:, :1] + self.columns
 
@@ -63,15 +64,15 @@ class Shard:
 class Two:
     """A stage with a head thread, and the last stage's end; one sampler."""
 
-    def __init__(self, shard, bounds, *, device=None, bound=HAND_OVER):
-        shape = LogitsShape(vocab=VOCAB, bounds=bounds)
+    def __init__(self, shard, bounds, *, device=None, layout="rows", bound=HAND_OVER):
+        shape = LogitsShape(vocab=VOCAB, bounds=bounds, layout=layout)
         self.channel = LogitsChannel("t", shape, rows=10, entries=6, readers=["s"])
-        self.phases, self.failed = [], []
+        self.layout, self.phases, self.failed = layout, [], []
         self.ours, self.theirs = (
-            LogitsHandover(LogitsWriter(self.channel.endpoint, rank)) for rank in (0, 1)
+            LogitsHandover(LogitsWriter(self.channel.endpoint, rank), layout) for rank in (0, 1)
         )
         sender, receiver = link(bound)
-        self.last = SharedHead([sender], None, None, self.theirs, lambda *_: None, bound)
+        self.last = SharedProjection([sender], Shard(0, 0), lambda *_: None)
         self.head = HeadThread(
             device or HostDevice(),
             receiver,
@@ -90,13 +91,15 @@ class Two:
 
     def finish(self, iteration, rows, columns):
         """The last stage has made ``rows``, and its own ``columns`` for them."""
-        self.last.spread(launched(iteration, len(rows)), rows)
-        self.theirs.store(iteration, columns, HAND_OVER)
+        self.last.columns(launched(iteration, len(rows)), rows, None)
+        with self.theirs.entry(iteration, len(rows), HAND_OVER) as target:
+            target.copy_(columns)
 
     def read(self, iteration):
         with self.reader.receive() as entry:
             assert entry.iteration == iteration
-            return torch.from_numpy(entry.array.copy())
+            found = torch.from_numpy(entry.array.copy())
+        return found if self.layout == "rows" else found.T
 
     def close(self):
         for end in (self.head, self.last, self.ours, self.theirs, self.reader, self.channel):
@@ -116,15 +119,16 @@ def two():
         each.close()
 
 
+@pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("cut", [0, 704])
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 3.0, "scale": 2.0}])
-def test_logits_are_the_unshared_heads_bit_for_bit(two, options, cut):
+def test_logits_are_the_unshared_heads_bit_for_bit(two, options, cut, layout):
     with set_current_vllm_config(VllmConfig()), torch.inference_mode():
         model, bounds = Model(**options), (0, cut, VOCAB)
         packed = model.lm_head.cpu_linear
         first, last = shards(model, bounds, torch.float32)
         model.lm_head.cpu_linear = packed  # as it is where nothing is shared
-        pair = two(first, bounds)
+        pair = two(first, bounds, layout=layout)
         for iteration in range(7):
             hidden = torch.randn(1 + iteration % 2, HIDDEN)
             pair.expect(iteration, len(hidden))
@@ -138,7 +142,7 @@ def test_nothing_is_said_before_the_device_is_there(two):
     """Two iterations are launched and their rows are there before the device has run anything."""
     device, shard = LateDevice(), Shard(0, 400)
     made = []
-    shard.whole = lambda rows: made.append(torch.zeros(len(rows), 400)) or made[-1]
+    shard.whole = lambda rows, _: made.append(torch.zeros(len(rows), 400)) or made[-1]
     pair = two(shard, (0, 400, VOCAB), device=device)
     for iteration in range(2):
         pair.expect(iteration)
@@ -195,19 +199,13 @@ class Stage:
     """Adds one to every hidden state; stops for a moment as its script says."""
 
     def __init__(self, pipeline, stage):
-        last = stage == pipeline.stages - 1
+        self.last = stage == pipeline.stages - 1
         self.pause = pauses(f"{pipeline.seed}/{stage}")
         self.receiver = pipeline.links[stage - 1][1] if stage else None
-        self.sender = None if last else pipeline.links[stage][0]
-        self.handover = LogitsHandover(LogitsWriter(pipeline.channel.endpoint, stage))
-        shard = Shard(*pipeline.bounds[stage : stage + 2], self.pause)
-        runner = last_runner()
-        runner.is_last_pp_rank = last
-        worker = SimpleNamespace(model_runner=runner, sample_tokens=self.sample)
-        device = HostDevice()
-        self.second = SecondRunner(worker, device)
-        self.second.take_over()
-        self.runner, self.orders, self.threads = runner, pipeline.orders[stage], (self.follow,)
+        self.sender = None if self.last else pipeline.links[stage][0]
+        self.handover = LogitsHandover(LogitsWriter(pipeline.channel.endpoint, stage), "rows")
+        shard, device = Shard(*pipeline.bounds[stage : stage + 2], self.pause), HostDevice()
+        self.orders, self.threads = pipeline.orders[stage], (self.follow,)
         self.publisher = Publisher(
             device,
             self.handover,
@@ -216,55 +214,78 @@ class Stage:
             fail=pipeline.failed.append,
             stall_timeout=HAND_OVER,
         )
-        common = shard, self.handover, lambda *_: self.pause()
-        if last:
+
+        def record(*_):
+            self.pause()
+
+        if self.last:
             senders = [ends[0] for ends in pipeline.heads]
-            self.shared = SharedHead(senders, None, *common, HAND_OVER)
+            self.projection = SharedProjection(senders, shard, record)
+            self.draws = LastRows(last_runner(), device, reports=True)
+            self.draws.take_over(per_row=False)
+            self.draws.open(self.projection, self.handover)
         else:
             mine = pipeline.heads[stage][1]
-            self.shared = HeadThread(device, mine, *common, pipeline.failed.append, HAND_OVER)
-        self.second.open(self.publisher, self.shared, writes=last, reports=last)
+            self.projection = HeadThread(
+                device, mine, shard, self.handover, record, pipeline.failed.append, HAND_OVER
+            )
 
     def follow(self):
         while (order := self.orders.get(timeout=HAND_OVER)) is not None:
-            self.iteration, self.samples, place = order
-            if self.samples:
-                self.handover.expect(self.iteration, place)
-            output = SchedulerOutput.make_empty()
-            names = [f"r{row}" for row in range(max(1, self.samples))]
-            output.num_scheduled_tokens = dict.fromkeys(names, 1)
-            output.total_num_scheduled_tokens = len(names)
-            self.second.run(self.iteration, 0, output, self.execute, self.samples)
-        self.shared.drain()
+            iteration, samples, place = order
+            if samples:
+                self.handover.expect(iteration, place)
+            one = Launched(
+                iteration=iteration,
+                slot=0,
+                num_reqs=max(1, samples),
+                num_tokens=max(1, samples),
+                samples=samples,
+                first=HostDevice().mark(),
+            )
+            with self.projection.passing():
+                self.run(one)
+            one.last = HostDevice().mark()
+            self.publisher.put(one)
+            self.projection.put(one)
+        self.projection.drain()
         self.publisher.drain()
 
-    def execute(self, output):
+    def run(self, one):
         self.pause()
-        count = output.total_num_scheduled_tokens
-        rows = torch.full((count, HIDDEN), float(self.iteration))
+        rows = torch.full((one.num_tokens, HIDDEN), float(one.iteration))
         if self.receiver is not None:
-            rows = self.receiver.take(self.iteration, count)["hidden_states"].clone()
-            self.receiver.release(self.iteration)
-        self.hidden = rows + 1
-        if self.sender is not None:
-            self.sender.send(self.iteration, count, {"hidden_states": self.hidden})
-
-    def sample(self, _):
-        if self.sender is None:
-            count = len(self.hidden)
-            prefill = [3 if self.samples else 9] * count
-            names = [f"r{row}" for row in range(count)]
-            rows = batch(names, [5] * count, [1] * count, prefill)
-            self.runner.sample(self.hidden, rows, None)
+            with self.projection.waiting():
+                taken = self.receiver.take(one.iteration, one.num_tokens)
+            rows = taken["hidden_states"].clone()
+            self.receiver.release(one.iteration)
+        hidden = rows + 1
+        if not self.last:
+            self.sender.send(one.iteration, one.num_tokens, {"hidden_states": hidden})
+            return
+        names = [f"r{row}" for row in range(len(hidden))]
+        inputs = ModelInput(
+            iteration=one.iteration,
+            slot=0,
+            buffer_set=0,
+            output=SchedulerOutput.make_empty(),
+            sampled=np.arange(one.samples),
+        )
+        self.draws.begin(inputs, one)
+        count = len(hidden)
+        self.draws._sample(hidden, batch(names, [5] * count, [1] * count, [3] * count), None)
+        self.draws.end()
         nothing = SimpleNamespace(prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={})
-        return SimpleNamespace(get_output=lambda: nothing, sampled_token_ids=np.zeros(0))
+        one.output = SimpleNamespace(
+            get_output=lambda: nothing, sampled_token_ids=np.zeros(0, np.int64)
+        )
 
     def close(self):
-        for end in (self.shared, self.publisher, self.handover):
+        for end in (self.projection, self.publisher, self.handover):
             end.close()
 
 
 @pytest.mark.parametrize(("stages", "inflight"), [(2, 1), (2, 3), (4, 2), (4, 5), (8, 3), (8, 9)])
 def test_every_iteration_comes_out_whole_whoever_is_late(monkeypatch, stages, inflight):
-    monkeypatch.setattr(second_runner, "StageLogits", Head)
+    monkeypatch.setattr(draws, "StageLogits", Head)
     check(Stage, stages, inflight, fewest=0)

@@ -1,4 +1,4 @@
-"""Logits into BIC-L: in place, in every dtype."""
+"""Logits into BIC-L: layouts and dtypes."""
 
 from __future__ import annotations
 
@@ -10,44 +10,54 @@ pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
+from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 
 VOCAB, BATCH = 37, 5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_readers_see_the_logits(dtype):
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_readers_see_the_logits(layout, dtype):
     channel = LogitsChannel(
         "logits",
-        LogitsShape(vocab=VOCAB, dtype=dtype),
+        LogitsShape(vocab=VOCAB, dtype=dtype, layout=layout),
         rows=BATCH,
         entries=3,
         readers=["a"],
     )
     reader = LogitsReader(channel.endpoint, "a")
     writer = LogitsWriter(channel.endpoint, rank=0)
-    handover = LogitsHandover(writer)
+    handover = LogitsHandover(writer, layout)
     logits = torch.randn(4, VOCAB, dtype=getattr(torch, dtype))
     handover.expect(0, 1)
-    handover.store(0, logits, 5.0)
+    with handover.entry(0, 4, 5.0) as target:
+        target.copy_(logits)
     with reader.receive() as slot:
+        found = slot.array if layout == "rows" else slot.array.T
         expected = logits.view(torch.int16) if dtype == "bfloat16" else logits
-        assert np.array_equal(slot.array.view(expected.numpy().dtype)[:4], expected.numpy())
+        assert np.array_equal(found.view(expected.numpy().dtype)[:4], expected.numpy())
     for end in (handover, reader, channel):
         end.close()
 
 
-def test_what_was_computed_in_the_slot_is_not_copied():
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_what_was_computed_in_its_place_is_not_copied(layout):
     channel = LogitsChannel(
-        "logits", LogitsShape(vocab=VOCAB), rows=BATCH, entries=3, readers=["a"]
+        "logits", LogitsShape(vocab=VOCAB, layout=layout), rows=BATCH, entries=3, readers=["a"]
     )
     reader = LogitsReader(channel.endpoint, "a")
-    handover = LogitsHandover(LogitsWriter(channel.endpoint))
+    handover = LogitsHandover(LogitsWriter(channel.endpoint), layout)
     for iteration in range(7):
         handover.expect(iteration, iteration % 3)
-        place = handover.ahead(iteration, 3)
+        place = handover.ahead(iteration, 3, torch.zeros(3, 1))
+        if layout == "columns":
+            assert place is None, "a product's result lies in rows"
+            place = torch.empty(3, VOCAB)
         place.copy_(torch.full((3, VOCAB), float(iteration)))
-        handover.store(iteration, place, 5.0)
+        with handover.entry(iteration, 3, 5.0) as target:
+            assert (target.data_ptr() == place.data_ptr()) is (layout == "rows")
+            HostDevice().fetch(place, target, 0)
         with reader.receive() as slot:
             assert (slot.array == iteration).all()
             assert slot.array.size == 3 * VOCAB

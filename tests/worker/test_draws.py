@@ -1,8 +1,7 @@
-"""What a stage on vLLM's second runner puts in place of the runner's own parts, without a model."""
+"""What draws a stage's tokens in the place of vLLM's sampling, and what brings them, without a model."""
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from sipipe.worker.second_runner import SecondRunner  # noqa: E402
 from tests.worker.test_publisher import VOCAB, LateDevice, Rig  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
@@ -19,10 +17,12 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa
 from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
 
 from sipipe.messages.places import StagePlace  # noqa: E402
-from sipipe.worker import device_sampler, second_runner, token_feedback  # noqa: E402
+from sipipe.worker import device_sampler, draws, token_feedback  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.device_sampler import DeviceSampler  # noqa: E402
 from sipipe.worker.device_thread import Launched  # noqa: E402
+from sipipe.worker.draws import LastRows  # noqa: E402
+from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.token_feedback import StandInSampler, TokenFeedback  # noqa: E402
 from sipipe.worker.world import PipelineStandIn  # noqa: E402
 
@@ -101,9 +101,8 @@ def last_runner():
 
 @pytest.fixture
 def last_stage(monkeypatch):
-    monkeypatch.setattr(second_runner, "StageLogits", Head)
-    runner = last_runner()
-    return SecondRunner(SimpleNamespace(model_runner=runner), HostDevice())
+    monkeypatch.setattr(draws, "StageLogits", Head)
+    return LastRows(last_runner(), HostDevice(), reports=True)
 
 
 def batch(req_ids, computed, scheduled, prefill):
@@ -112,6 +111,7 @@ def batch(req_ids, computed, scheduled, prefill):
     return SimpleNamespace(
         req_ids=req_ids,
         num_reqs=len(req_ids),
+        num_tokens=int(ends[-1]),
         num_computed_tokens_np=np.array(computed),
         num_scheduled_tokens=np.array(scheduled),
         prefill_len_np=np.array(prefill),
@@ -123,33 +123,59 @@ def batch(req_ids, computed, scheduled, prefill):
     )
 
 
-def logits_of(stage, hidden, sorted_batch):
-    rows, sent = stage._rows(sorted_batch)
-    assert sent == len(rows)
-    return stage._logits(hidden, sorted_batch, rows)[0]
+def inputs_of(iteration, scheduled, sampled=None):
+    """``scheduled``: a scheduling output, or the names that it has, in order."""
+    if not isinstance(scheduled, SchedulerOutput):
+        names, scheduled = scheduled, SchedulerOutput.make_empty()
+        scheduled.num_scheduled_tokens = dict.fromkeys(names, 1)
+    return ModelInput(iteration=iteration, slot=0, buffer_set=0, output=scheduled, sampled=sampled)
 
 
+def sample(stage, hidden, batch, asked, *, reports=True, sampled=None):
+    """One iteration's ``sample``: what was launched, and the tokens on their way to the host."""
+    stage._writes, stage._reports = True, reports
+    launched = Launched(iteration=0, slot=0, num_reqs=1, num_tokens=1)
+    stage.begin(inputs_of(0, asked, sampled), launched)
+    result, drawn, _ = stage._sample(hidden, batch, None)
+    stage.end()
+    assert not drawn.any(), "the runner is told of no token"
+    return launched, result.sampled_token_ids
+
+
+def row_values(logits):
+    return [] if logits is None else logits.flatten().tolist()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
-def test_rows_are_in_the_samplers_order(last_stage, lora):
+def test_rows_are_in_the_samplers_order(last_stage, lora, prepared):
     """vLLM puts decoding requests first; samplers know the order of the scheduling output."""
     last_stage._runner.lora_config = object() if lora else None
     sorted_batch = batch(["d1", "d2", "chunk", "p"], [9, 5, 0, 0], [1, 1, 3, 4], [9, 2, 8, 4])
-    asked = SimpleNamespace(num_scheduled_tokens={"p": 4, "d2": 1, "chunk": 3, "d1": 1})
-    last_stage._output = asked
     hidden = torch.arange(9.0).unsqueeze(1)
-    logits = logits_of(last_stage, hidden, sorted_batch)
-    assert logits.flatten().tolist() == [8.0, 1.0, 0.0], "p, d2, d1; chunk gets no token"
+    sampled = np.array([3, 1, 0]) if prepared else None
+    launched, _ = sample(
+        last_stage, hidden, sorted_batch, ["p", "d2", "chunk", "d1"], sampled=sampled
+    )
+    assert row_values(launched.logits) == [8.0, 1.0, 0.0], "p, d2, d1; chunk gets no token"
     assert last_stage.head.rows == [4 if lora else 3]
 
 
 def test_all_rows_and_none(last_stage):
     hidden = torch.arange(2.0).unsqueeze(1)
     both = batch(["a", "b"], [9, 5], [1, 1], [9, 2])
-    last_stage._output = SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1})
-    assert logits_of(last_stage, hidden, both).flatten().tolist() == [0.0, 1.0]
+    assert row_values(sample(last_stage, hidden, both, ["a", "b"])[0].logits) == [0.0, 1.0]
     chunks = batch(["a"], [0], [2], [9])
-    last_stage._output = SimpleNamespace(num_scheduled_tokens={"a": 2})
-    assert logits_of(last_stage, hidden, chunks) is None
+    launched, _ = sample(last_stage, hidden, chunks, ["a"])
+    assert launched.logits is None
+    assert launched.reports, "no sampler will say that it has run"
+
+
+def test_padded_hidden_states_are_not_taken_for_rows(last_stage):
+    """A graph's are as long as it is."""
+    both = batch(["a", "b"], [9, 5], [1, 1], [9, 2])
+    launched, _ = sample(last_stage, torch.arange(8.0).unsqueeze(1), both, ["a", "b"])
+    assert row_values(launched.logits) == [0.0, 1.0]
 
 
 PLAIN, ASKS_MORE = SamplingParams(temperature=0.5, seed=-1 << 40), SamplingParams(top_p=0.9, seed=1)
@@ -169,20 +195,6 @@ def drawn(monkeypatch):
     monkeypatch.setattr(device_sampler.gumbel, "gumbel_sample", gumbel_sample)
     monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
     return asked
-
-
-def sample(stage, hidden, batch, asked, *, reports=True):
-    """One iteration's ``sample``: what was launched, and the tokens on their way to the host."""
-    stage._writes, stage._reports = True, reports
-    stage._output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(asked, 1))
-    stage.launched = Launched(iteration=0, slot=0, num_reqs=1, num_tokens=1)
-    result, sampled, _ = stage._sample(hidden, batch, None)
-    assert not sampled.any(), "the runner is told of no token"
-    return stage.launched, result.sampled_token_ids
-
-
-def row_values(logits):
-    return [] if logits is None else logits.flatten().tolist()
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -247,11 +259,10 @@ def test_the_kernel_is_compiled_while_memory_is_profiled(drawn):
 
 def test_scores_of_tokens_that_a_request_names_are_reported(last_stage):
     """While it runs its prompt, whatever becomes of them in vLLM's runner."""
-    rig, reports = Rig(HostDevice()), []
-    runner = last_stage._runner
-    params = SamplingParams(prompt_logprob_token_ids=[[1]])
+    plain, params = SamplingParams(), SamplingParams(prompt_logprob_token_ids=[[1]])
+    last_stage.take_over(per_row=False)
 
-    def run(batch, *, new=(), finished=()):
+    def reports(batch, *, new=(), finished=()):
         scheduled = output([], [], [])
         scheduled.scheduled_new_reqs = [
             SimpleNamespace(req_id=name, sampling_params=asked) for name, asked in new
@@ -259,25 +270,15 @@ def test_scores_of_tokens_that_a_request_names_are_reported(last_stage):
         scheduled.finished_req_ids = set(finished)
         scheduled.num_scheduled_tokens = dict.fromkeys(batch.req_ids, 1)
         batch.is_prefilling_np = batch.num_computed_tokens_np < batch.prefill_len_np
+        launched, _ = sample(last_stage, torch.zeros(batch.num_reqs, VOCAB), batch, scheduled)
+        return launched.reports
 
-        def sample_tokens(_):
-            runner.sample(torch.zeros(batch.num_reqs, VOCAB), batch, None)
-            reports.append(last_stage.launched.reports)
-            last_stage.launched.reports = False
-
-        last_stage._worker.sample_tokens = sample_tokens
-        last_stage.run(len(reports), 0, scheduled, lambda _: None)
-
-    last_stage.take_over()
-    last_stage.open(rig.publisher, None, writes=False, reports=True)
-    plain = SamplingParams()
-    run(batch(["a", "b"], [0, 0], [1, 1], [1, 2]), new=[("a", plain), ("b", params)])
-    run(batch(["a", "b"], [1, 1], [1, 1], [1, 2]))  # b's prompt ends
-    run(batch(["a", "b"], [2, 2], [1, 1], [1, 2]))
-    run(batch(["a", "b"], [3, 0], [1, 1], [1, 1]), new=[("b", plain)], finished=["b"])
-    assert reports == [True, True, False, False]
-    rig.publisher.drain()
-    rig.close()
+    new = [("a", plain), ("b", params)]
+    assert reports(batch(["a", "b"], [0, 0], [1, 1], [1, 2]), new=new)
+    assert reports(batch(["a", "b"], [1, 1], [1, 1], [1, 2])), "b's prompt ends"
+    assert not reports(batch(["a", "b"], [2, 2], [1, 1], [1, 2]))
+    again = {"new": [("b", plain)], "finished": ["b"]}
+    assert not reports(batch(["a", "b"], [3, 0], [1, 1], [1, 1]), **again)
 
 
 def test_a_warm_up_hands_nothing_on(last_stage):
@@ -285,7 +286,6 @@ def test_a_warm_up_hands_nothing_on(last_stage):
     drawn, sampled, rejected = last_stage._sample(hidden, batch(["a"], [0], [2], [2]), None)
     assert drawn.sampled_token_ids.shape == (1, 1)
     assert sampled.tolist() == rejected.tolist() == [0]
-    assert last_stage.launched is None
 
 
 class WaitingOperators(TorchDispatchMode):
@@ -304,46 +304,32 @@ class WaitingOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_launching_thread_never_waits_for_the_device(monkeypatch, feedback):
+def test_the_launching_thread_never_waits_for_the_device(last_stage):
     """Steady iterations, all launched before the device has run one. Who waits is the publisher."""
-    monkeypatch.setattr(second_runner, "StageLogits", Head)
-    monkeypatch.setattr(second_runner, "feedback_of", lambda *_, **__: feedback)
-    device, waits = LateDevice(), []
-    monkeypatch.setattr(
-        LateDevice,
-        "wait",
-        lambda self, mark, wait=LateDevice.wait: (
-            waits.append(threading.current_thread().name),
-            wait(self, mark),
-        ),
-    )
+    device = LateDevice()
+    last_stage._device = device
     rig = Rig(device)
-    runner = last_runner()
+    last_stage.take_over(per_row=False)
+    last_stage.open(last_stage.projection, None)
+    last_stage._writes = True
     sorted_batch = batch(["c", "a"], [12, 9], [1, 1], [7, 4])
-
-    def execute_model(_):
-        assert feedback.get_prev_sampled_outputs() is not None
-        stage.received()
-
-    worker = SimpleNamespace(model_runner=runner, feedback=None)
-    worker.sample_tokens = lambda _: runner.sample(torch.zeros(2, VOCAB), sorted_batch, None)[0]
-    stage = SecondRunner(worker, device)
-    stage.take_over()
-    stage.open(rig.publisher, None, writes=True, reports=True)
     with WaitingOperators() as operators:
         for iteration in range(3):
-            scheduled = output(["a", "c"], [9, 12], [[11], [13]])
-            scheduled.num_scheduled_tokens = {"a": 1, "c": 1}  # the runner has them as c, a
-            feedback.output = scheduled
-            stage.run(iteration, 0, scheduled, execute_model)
+            launched = Launched(
+                iteration=iteration, slot=0, num_reqs=2, num_tokens=2, first=device.mark()
+            )
+            # The runner has them as c, a.
+            last_stage.begin(inputs_of(iteration, ["a", "c"], np.array([1, 0])), launched)
+            last_stage._sample(torch.zeros(2, VOCAB), sorted_batch, None)
+            last_stage.end()
+            launched.last = device.mark()
+            rig.publisher.put(launched)
     assert operators.found == []
     device.run(SimpleNamespace(at=device.launched))
     for iteration in range(3):
         with rig.reader.receive() as slot:
             assert slot.iteration == iteration
     rig.publisher.drain()
-    assert set(waits) == {"SiPipePublisher"}
-    assert len(waits) == 6, "for the iteration and for its copy"
     rig.close()
 
 
