@@ -32,10 +32,11 @@ METHODS = {
     "vllm.v1.executor.abstract:Executor.register_failure_callback": "self callback",
     "vllm.v1.executor.abstract:Executor.shutdown": "self",
     "vllm.v1.executor.abstract:Executor.supports_async_scheduling": "",
-    "vllm.engine.arg_utils:EngineArgs._check_feature_supported": "self",
     "vllm.engine.arg_utils:AsyncEngineArgs.from_cli_args": "args",
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context",
     "vllm.config:VllmConfig.max_concurrent_batches": None,
+    "vllm.config:VllmConfig.use_v2_model_runner": None,
+    "vllm.config:VllmConfig._validate_v2_model_runner": "self",
     # The benchmark client.
     "vllm.benchmarks.serve:add_cli_args": "parser",
     "vllm.benchmarks.serve:main_async": "args",

@@ -18,11 +18,11 @@ import time
 gc.set_threshold(20_000, 20, 20)
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-    # vLLM refuses its second runner without Triton, here and again in the engine's own process;
-    # the workers have twins of its kernels (kernel_twins.py), or Triton's interpreter.
-    from vllm.config import vllm as checks
+    # Here and again in the engine's own process: vLLM's sampler has twins of its kernels
+    # (sampler_twins.py), or Triton's interpreter.
+    from sipipe.engine import compatibility
 
-    checks.HAS_TRITON = True
+    compatibility.HAS_TRITON = True
 for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     if path and path not in sys.path:  # this process was forked, and its children take this over
         sys.path.append(path)

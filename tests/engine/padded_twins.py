@@ -1,10 +1,10 @@
-"""As :mod:`kernel_twins`, on a runner that pads every batch, as one with CUDA graphs does: to
+"""As :mod:`sampler_twins`, on a runner that pads every batch, as one with CUDA graphs does: to
 multiples that differ between stages. Where CPU samplers draw, the worker also runs vLLM's warm-up
 of GPUs first; for its own sampler that launches kernels that have no twins."""
 
 from dataclasses import replace
 
-from kernel_twins import Twins  # noqa: F401
+from sampler_twins import Twins  # noqa: F401
 from vllm.distributed import get_pp_group
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.gpu import model_runner

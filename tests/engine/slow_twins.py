@@ -1,4 +1,4 @@
-"""As :mod:`kernel_twins`, with a part that is slow on purpose, so that who is the quicker one is
+"""As :mod:`sampler_twins`, with a part that is slow on purpose, so that who is the quicker one is
 known. ``SLOW_PART`` is ``device``, drawing there; ``copy``, of logits to the host; or ``whole``, that
 copy and vLLM's sampler, but not the kernel that draws."""
 
@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 
-from kernel_twins import Twins  # noqa: F401
+from sampler_twins import Twins  # noqa: F401
 from vllm.v1.worker.gpu.sample import gumbel, sampler
 
 from sipipe.messages.measured import TIMES

@@ -43,7 +43,9 @@ def vllm_config(**changes):
         else:
             flat[name] = value
     return SimpleNamespace(
-        **{name: SimpleNamespace(**values) for name, values in parts.items()}, **flat
+        additional_config=None,
+        **{name: SimpleNamespace(**values) for name, values in parts.items()},
+        **flat,
     )
 
 
@@ -84,6 +86,14 @@ def on_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("special", ["is_multimodal_model", "is_hybrid", "is_attention_free"])
+def test_the_second_runner_takes_them_and_the_own_one_does_not(monkeypatch, special):
+    config = vllm_config(**{f"model_config__{special}": True})
+    assert not compat.why_not_sipipe(config, SiPipeConfig())
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert "need vLLM's" in compat.why_not_sipipe(config, SiPipeConfig())
+
+
+@pytest.mark.parametrize("special", ["is_multimodal_model", "is_hybrid", "is_attention_free"])
 def test_gpu_stages_stand_on_vllms_second_runner(on_gpu, special):
     on_gpu(second=True)
     assert not compat.why_not_sipipe(vllm_config(), SiPipeConfig(stage_runner="sipipe"))
@@ -115,21 +125,45 @@ def test_what_the_second_runner_samples_itself_takes_vllms_path(on_gpu, changes,
 
 
 def test_which_runner_is_vllms_choice_but_on_cpus(monkeypatch):
-    """There it is the first, unless it was asked for; no variable is set for that."""
-    asked = []
+    """There it is the second, unless another was asked for, or vLLM's sampler is needed."""
+    asked, config = [], vllm_config()
     second = property(lambda config: asked.append(config) or True)
     monkeypatch.setattr(
         compat, "VllmConfig", type("VllmConfig", (), {"use_v2_model_runner": second})
     )
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    assert not compat.uses_second_runner("config")
+    assert compat.uses_second_runner(config)
+    assert not compat.uses_second_runner(vllm_config(model_config__runner_type="pooling"))
+    monkeypatch.setattr(compat, "SECOND_RUNNER_ON_CPUS", False)
+    assert not compat.uses_second_runner(config)
+    for said in ("0", "1"):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", said)
+        assert compat.uses_second_runner(config) is (said == "1")
     assert not asked
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert compat.uses_second_runner("config")
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    assert compat.uses_second_runner("config")
-    assert asked == ["config", "config"]
+    assert compat.uses_second_runner(config)
+    assert asked == [config]
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "reason"),
+    [
+        ({"watermark_config": object()}, {}, "--watermark-config.*needs Triton on CPUs"),
+        ({}, {"cpu_sampling": "off"}, '"cpu_sampling": "off".*VLLM_USE_V2_MODEL_RUNNER=1'),
+    ],
+)
+def test_a_second_runner_that_would_have_to_draw_on_a_cpu_is_refused(
+    monkeypatch, changes, settings, reason
+):
+    config = vllm_config(**changes)
+    config.additional_config = {"sipipe": settings}
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert compat.uses_second_runner(config)
+    with pytest.raises(ConfigError, match=reason) as error:
+        compat.check_second_runner(config)
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(compat, "HAS_TRITON", True)
+    compat.check_second_runner(config)
 
 
 @pytest.mark.parametrize(
@@ -137,10 +171,7 @@ def test_which_runner_is_vllms_choice_but_on_cpus(monkeypatch):
     [
         ({"model_config__runner_type": "pooling"}, {}, "pooling"),
         ({"model_config__logits_processors": ["a.B"]}, {}, "--logits-processors"),
-        ({"model_config__is_multimodal_model": True}, {}, "multi-modal"),
         ({"model_config__is_encoder_decoder": True}, {}, "encoder-decoder"),
-        ({"model_config__is_hybrid": True}, {}, "recurrent"),
-        ({"model_config__is_attention_free": True}, {}, "recurrent"),
         ({"model_config__return_sampling_mask": True}, {}, "--return-sampling-mask"),
         ({"model_config__enable_prompt_embeds": True}, {}, "--enable-prompt-embeds"),
         ({"scheduler_config__async_scheduling": True}, {}, "asynchronous"),
@@ -164,9 +195,10 @@ def test_insisting_on_sipipes_path_is_an_error_where_it_cannot_be_had(settings):
         compat.why_not_sipipe(config, SiPipeConfig.from_dict(settings))
 
 
-def test_a_choice_per_row_is_for_second_runner_stages(monkeypatch):
+def test_a_choice_per_row_is_for_devices_that_draw(monkeypatch):
     settings = SiPipeConfig(cpu_sampling="per_row")
     with pytest.raises(ConfigError, match=r'"cpu_sampling" is "per_row".*set it to "auto"'):
         compat.why_not_sipipe(vllm_config(), settings)
+    monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(compat, "uses_second_runner", lambda _: True)
     assert not compat.why_not_sipipe(vllm_config(), settings)

@@ -8,8 +8,9 @@ from tests.engine import multi_modal, recurrent
 from tests.engine import test_parity as parity
 from tests.engine.engines import Engine, model, stock_results
 from tests.engine.test_second_runner import (
-    SECOND_RUNNER,
+    DRAWS,
     SEES,
+    TWINS,
     checkpoint,
     with_both_places,
     with_images,
@@ -95,11 +96,11 @@ def test_hidden_states_by_way_of_host_memory_equal_stock(models):
 
 @pytest.mark.slow
 def test_what_is_to_run_on_a_gpu_runs(models):
-    """With twins of the kernels, on a platform that checks no waits."""
+    """With twins of the sampler's kernels, on a platform that checks no waits."""
     compare(
         model(models),
         "per_row",
         parity.mixed_batches(),
-        env=SECOND_RUNNER["env"] | WAITS_ARE_ERRORS,
-        worker=SECOND_RUNNER["worker_extension_cls"],
+        env=DRAWS | WAITS_ARE_ERRORS,
+        worker=TWINS["worker_extension_cls"],
     )

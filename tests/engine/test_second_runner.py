@@ -1,7 +1,7 @@
 """Stages on vLLM's second runner, the one for GPUs, give stock vLLM's tokens.
 
-On the CPU build, with NumPy twins of its kernels (:mod:`.kernel_twins`): everything is there but
-streams, graphs and the device. The way in is vLLM's own, ``VLLM_USE_V2_MODEL_RUNNER=1``.
+On the CPU build: everything is there but streams, graphs and the device. Where vLLM's sampler draws,
+it has NumPy twins of its kernels (:mod:`.sampler_twins`).
 """
 
 import json
@@ -33,10 +33,9 @@ pytestmark = pytest.mark.engine
 TRITON = os.environ.get("SIPIPE_TRITON", "")
 INTERPRETED = Path(__file__).with_name("interpreted")
 
-SECOND_RUNNER = {
-    "env": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
-    "worker_extension_cls": "kernel_twins.Twins",
-}
+DRAWS = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""An engine whose CPU draws as a GPU does (engine_run.py)."""
+TWINS = {"env": DRAWS, "worker_extension_cls": "sampler_twins.Twins"}
 
 
 SHARED = {"samplers": 2, "cpu_sampling": "on", "vocabulary": "shared"}
@@ -44,16 +43,18 @@ SHARED = {"samplers": 2, "cpu_sampling": "on", "vocabulary": "shared"}
 
 def slow(part):
     """Settings of an engine in which what is measured at its start is known."""
-    env = SECOND_RUNNER["env"] | {"SLOW_PART": part}
+    env = DRAWS | {"SLOW_PART": part}
     return {"env": env, "worker_extension_cls": "slow_twins.Twins"}
 
 
 def run(path, batches, *, stages=2, sipipe=None, **engine):
     """The output projection is shared out where samplers draw all rows."""
-    settings = {"sipipe": {**SHARED, **(sipipe or {})}, **SECOND_RUNNER, **engine}
+    sipipe = {**SHARED, **(sipipe or {})}
+    samplers_alone = sipipe["cpu_sampling"] == "on"
+    settings = {**({} if samplers_alone else TWINS), "sipipe": sipipe, **engine}
     settings["pipeline_parallel_size"] = stages
     found = run_engine(path, batches, **settings)
-    shares = stages > 1 and settings["sipipe"]["cpu_sampling"] == "on"
+    shares = stages > 1 and samplers_alone
     assert (SHARED_OUT in log_of(path, **settings)) is shares
     return found
 
@@ -150,7 +151,7 @@ def test_degrees_and_families_equal_stock(models, family, stages, ranks):
     if family in parity.ALONE:
         batches, stock = parity.single_requests(), {"tensor_parallel_size": ranks}
     degrees = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
-    with Engine(path, sipipe=SHARED, **degrees, **SECOND_RUNNER) as engine:
+    with Engine(path, sipipe=SHARED, **degrees) as engine:
         found = engine.run(batches)
         assert SHARED_OUT in engine.log.read_text()
     assert_stock(found, path, batches, parity.same_tokens, **stock)
@@ -159,7 +160,7 @@ def test_degrees_and_families_equal_stock(models, family, stages, ranks):
 @pytest.mark.slow
 def test_a_killed_last_stage_ends_an_engine_that_waits_for_its_rows(models):
     params = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}
-    with Engine(model(models), sipipe=SHARED, pipeline_parallel_size=2, **SECOND_RUNNER) as engine:
+    with Engine(model(models), sipipe=SHARED, pipeline_parallel_size=2) as engine:
         engine.submit([{"prompts": prompts(8), "params": [params] * 8}])
         engine.wait_until_generating()
         everybody = engine.descendants()
@@ -310,13 +311,14 @@ def mapped_channels(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runner", [SECOND_RUNNER, {}], ids=["second runner", "own runner"])
-def test_a_running_engine_maps_what_its_budget_says(models, runner):
+@pytest.mark.parametrize("second", ["1", "0"], ids=["second runner", "own runner"])
+def test_a_running_engine_maps_what_its_budget_says(models, second):
     """And no more once prompts have crossed in pieces."""
     long = [{"prompts": prompts(8, longest=900, seed=17), "params": greedy(8)}]
     settings = SHARED | {"microbatches": {"prefill_spread": 1}}  # nothing that is measured
     degrees = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "pipeline_parallel_size": 3}
-    with Engine(model(models, vocab_size=40_000), sipipe=settings, **degrees, **runner) as engine:
+    env = {"VLLM_USE_V2_MODEL_RUNNER": second}
+    with Engine(model(models, vocab_size=40_000), sipipe=settings, env=env, **degrees) as engine:
         engine.run(long)
         first, _ = mapped_channels(engine)
         engine.run([*long, *long])
@@ -389,7 +391,7 @@ def test_a_model_with_recurrent_layers_equals_stock(models, stages):
 @pytest.mark.skipif(not TRITON, reason="SIPIPE_TRITON names no directory with an unpacked Triton")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_kernels_themselves_interpreted_equal_stock(models, stages):
-    """vLLM's own kernels, in Triton's interpreter: what the twins may have got wrong.
+    """vLLM's own kernels, in Triton's interpreter: what ours may have got wrong.
 
     pip download --no-deps triton && unzip -q triton-*.whl -d DIR; SIPIPE_TRITON=DIR pytest ...
     """
@@ -399,7 +401,7 @@ def test_the_kernels_themselves_interpreted_equal_stock(models, stages):
         path,
         batches,
         stages=stages,
-        env=SECOND_RUNNER["env"] | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        env=DRAWS | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
         worker_extension_cls="",
     )
     assert_stock(found, path, batches, parity.same_tokens)

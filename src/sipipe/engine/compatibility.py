@@ -13,6 +13,7 @@ user's view of the two tables below.
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, UnsupportedError
@@ -23,6 +24,8 @@ STOCK_WORKERS = {
 }
 """Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
 EMULATED_WORKER = "sipipe.tools.emulation.worker.EmulatedWorker"
+SECOND_RUNNER_ON_CPUS = True
+"""Whether stages on CPUs stand on vLLM's second runner, unless ``VLLM_USE_V2_MODEL_RUNNER`` says so."""
 
 
 def check_features(vllm_config: VllmConfig) -> None:
@@ -66,10 +69,10 @@ def why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     reason = _reason(vllm_config, config)
     if reason:
         check_asked(config, reason)
-    elif config.cpu_sampling == "per_row" and not uses_second_runner(vllm_config):
+    elif config.cpu_sampling == "per_row" and not device_may_draw(vllm_config):
         raise ConfigError(
-            'sipipe config: "cpu_sampling" is "per_row", which is for stages on vLLM\'s second '
-            'runner (GPUs), and SiPipe\'s own run here: set it to "auto"'
+            'sipipe config: "cpu_sampling" is "per_row", which is for devices that draw tokens '
+            'themselves (GPUs), and this one does not: set it to "auto"'
         )
     return reason
 
@@ -87,17 +90,63 @@ def check_asked(config: SiPipeConfig, reason: str) -> None:
 
 
 def uses_second_runner(vllm_config: VllmConfig) -> bool:
-    """Whether the stages stand on vLLM's second model runner: vLLM's choice.
+    """Whether the stages stand on vLLM's second model runner.
 
-    On CPUs that is the first one, and SiPipe's own in its place, unless
-    ``VLLM_USE_V2_MODEL_RUNNER`` says otherwise.
+    vLLM's choice, but on CPUs, where vLLM does not take it for want of Triton: SiPipe has the
+    kernels that its own path needs (:mod:`sipipe.worker.cpu_kernels`). ``VLLM_USE_V2_MODEL_RUNNER``
+    counts there as well.
     """
-    if current_platform.is_cpu() and envs.VLLM_USE_V2_MODEL_RUNNER is None:
-        return False
-    return bool(VllmConfig.use_v2_model_runner.__get__(vllm_config))
+    if not current_platform.is_cpu():
+        return bool(VllmConfig.use_v2_model_runner.__get__(vllm_config))
+    if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
+        return bool(envs.VLLM_USE_V2_MODEL_RUNNER)
+    if vllm_config.watermark_config is not None:
+        return True  # the first one would leave watermarks out, and say nothing
+    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    return SECOND_RUNNER_ON_CPUS and not _vllms_own(vllm_config, config)
+
+
+def device_may_draw(vllm_config: VllmConfig) -> bool:
+    """Whether the last stage's device can draw tokens beside CPU samplers: on vLLM's second runner,
+    where the kernels of its sampler are, which a CPU has only with Triton."""
+    return (HAS_TRITON or not current_platform.is_cpu()) and uses_second_runner(vllm_config)
+
+
+def check_second_runner(vllm_config: VllmConfig) -> None:
+    """Refuse a second runner that would have to draw and cannot.
+
+    Raises:
+        ConfigError: one line that names the option.
+    """
+    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    reason = _vllms_own(vllm_config, config)
+    if reason and current_platform.is_cpu() and not HAS_TRITON:
+        raise ConfigError(
+            f"{reason}, and that of its second model runner needs Triton on CPUs: leave the option "
+            "out, or VLLM_USE_V2_MODEL_RUNNER=1 where that is set"
+        )
 
 
 def _reason(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
+    model = vllm_config.model_config
+    if reason := _vllms_own(vllm_config, config):
+        return reason
+    if uses_second_runner(vllm_config):
+        return ""
+    if not current_platform.is_cpu():
+        return (
+            "SiPipe's stages on GPUs stand on vLLM's second runner, and vLLM takes its first one "
+            "here (see VLLM_USE_V2_MODEL_RUNNER)"
+        )
+    if model.is_multimodal_model:
+        return "multi-modal models need vLLM's encoder path"
+    if model.is_hybrid or model.is_attention_free:
+        return "models with recurrent state (hybrid, mamba) need vLLM's own runner"
+    return ""
+
+
+def _vllms_own(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
+    """Why vLLM's own sampler is needed, whichever of its runners there is; empty: it is not."""
     model = vllm_config.model_config
     if config.stage_runner == "vllm":
         return 'the sipipe config says "stage_runner": "vllm"'
@@ -115,22 +164,6 @@ def _reason(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         return "prompt embeddings (--enable-prompt-embeds) need vLLM's own runner"
     if getattr(vllm_config.scheduler_config, "async_scheduling", False):
         return "asynchronous scheduling keeps sampled tokens on the device"
-    if uses_second_runner(vllm_config):
-        return _why_not_second(vllm_config)
-    if not current_platform.is_cpu():
-        return (
-            "SiPipe's stages on GPUs stand on vLLM's second runner, and vLLM takes its first one "
-            "here (see VLLM_USE_V2_MODEL_RUNNER)"
-        )
-    if model.is_multimodal_model:
-        return "multi-modal models need vLLM's encoder path"
-    if model.is_hybrid or model.is_attention_free:
-        return "models with recurrent state (hybrid, mamba) need vLLM's own runner"
-    return ""
-
-
-def _why_not_second(vllm_config: VllmConfig) -> str:
-    model = vllm_config.model_config
     if vllm_config.watermark_config is not None:
         return "watermarks (--watermark-config) are put in by vLLM's own sampler"
     if model.is_diffusion:

@@ -1,9 +1,10 @@
 """The ``vllm.general_plugins`` entry point: what vLLM runs in each of its processes.
 
 It adds SiPipe's figures to ``/metrics`` (a collector that says nothing where no SiPipe engine
-runs), and two hooks. vLLM refuses a custom executor given by name together with pipeline
-parallelism, because it asks the name for ``supports_pp``. :func:`register` lets ``EngineArgs``
-resolve our name to the class first. And vLLM's server answers a request that fails with "Internal
+runs), and two hooks. ``EngineArgs`` resolves our executor's name to the class first, because vLLM
+refuses a custom executor given by name together with pipeline parallelism (it asks the name for
+``supports_pp``), and makes the configuration in a class of ours, which knows what vLLM's runner and
+the number of microbatches will be. And vLLM's server answers a request that fails with "Internal
 server error", whatever the reason; :func:`tell_clients_why` has it say the reason. Nothing else of
 vLLM is touched, and nothing happens to engines that do not ask for SiPipe.
 """
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 EXECUTOR_NAMES = frozenset(
     {"sipipe", "sipipe.Executor", "sipipe.vllm.Executor", "sipipe.engine.executor.Executor"}
@@ -20,32 +22,35 @@ EXECUTOR_NAMES = frozenset(
 
 def register() -> None:
     """Called by vLLM, possibly several times in a process."""
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine import arg_utils
 
     from sipipe.observe import metrics
 
     metrics.register()
-    check = EngineArgs._check_feature_supported
-    if getattr(check, "__sipipe__", False):
+    create = arg_utils.EngineArgs.create_engine_config
+    if getattr(create, "__sipipe__", False):
         return
 
-    @wraps(check)
-    def resolve_then_check(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         backend = self.distributed_executor_backend
         named = isinstance(backend, str) and backend in EXECUTOR_NAMES
-        if named or getattr(backend, "__module__", "") == "sipipe.engine.executor":
-            from sipipe import Executor  # or one line, where this is another vLLM
-            from sipipe.config import SiPipeConfig
+        if not named and getattr(backend, "__module__", "") != "sipipe.engine.executor":
+            return create(self, *args, **kwargs)
+        from sipipe import Executor  # or one line, where this is another vLLM
+        from sipipe.config import SiPipeConfig
+        from sipipe.engine.setup import PipelineVllmConfig
 
-            # Options are checked here too, in the process that the user sees.
-            SiPipeConfig.from_additional_config(self.additional_config)
-            tell_clients_why()
-            if named:
-                self.distributed_executor_backend = Executor
-        return check(self, *args, **kwargs)
+        # Options are checked here too, in the process that the user sees.
+        SiPipeConfig.from_additional_config(self.additional_config)
+        tell_clients_why()
+        if named:
+            self.distributed_executor_backend = Executor
+        with patch.object(arg_utils, "VllmConfig", PipelineVllmConfig):
+            return create(self, *args, **kwargs)
 
-    resolve_then_check.__sipipe__ = True  # type: ignore[attr-defined]
-    EngineArgs._check_feature_supported = resolve_then_check
+    create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
+    arg_utils.EngineArgs.create_engine_config = create_engine_config
 
 
 def tell_clients_why() -> None:

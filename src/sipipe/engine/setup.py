@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -28,6 +29,8 @@ from sipipe.engine.compatibility import (
     STOCK_WORKERS,
     check_asked,
     check_features,
+    check_second_runner,
+    device_may_draw,
     uses_second_runner,
     why_not_sipipe,
 )
@@ -49,14 +52,21 @@ PIPELINE_SCHEDULER = "sipipe.engine.scheduling.scheduler.PipelineScheduler"
 class PipelineVllmConfig(VllmConfig):
     """A VllmConfig whose engine keeps ``inflight`` microbatches in flight.
 
-    vLLM derives that number from the parallel configuration and reads it once, after it has made
-    the executor; the executor gives the instance this class. The scheduler and the workers ask it
-    too which of vLLM's runners there is.
+    vLLM derives that number from the parallel configuration. The front end, the scheduler and the
+    workers ask it too which of vLLM's runners there is, and so does the configuration while it is
+    made; the plugin therefore has ``EngineArgs`` make this class (:mod:`sipipe.engine.plugin`), and
+    the executor gives it to a configuration that somebody has made by hand.
     """
 
     @property
     def use_v2_model_runner(self) -> bool:
         return uses_second_runner(self)
+
+    def _validate_v2_model_runner(self) -> None:
+        check_second_runner(self)
+        # Kernels are all that the second runner wants Triton for.
+        with patch.object(sys.modules[VllmConfig.__module__], "HAS_TRITON", True):
+            super()._validate_v2_model_runner()
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -209,10 +219,10 @@ class Setup:
 
     @property
     def measures(self) -> bool:
-        """Whether it is measured, once the model is loaded, if CPU samplers draw. On CPUs it is
-        known that they should (docs/configuration.md)."""
+        """Whether it is measured, once the model is loaded, if CPU samplers draw: not where nothing
+        else can (docs/configuration.md)."""
         settings = {self.config.cpu_sampling, self.config.stage_runner}
-        return not self.reason and settings == {"auto"} and uses_second_runner(self.vllm_config)
+        return not self.reason and settings == {"auto"} and device_may_draw(self.vllm_config)
 
     @property
     def microbatch(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from vllm.distributed import get_pp_group
@@ -103,6 +104,24 @@ if current_platform.is_cpu():
         """One tensor-parallel rank of a stage on CPU cores."""
 
         vllm_module = cpu_worker
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # vLLM 0.33 asks for Triton here, of which the second runner needs the kernels alone.
+            with patch.object(gpu_worker, "HAS_TRITON", True, create=True):
+                super().__init__(*args, **kwargs)
+
+        def init_device(self) -> None:
+            if self.use_v2_model_runner:
+                from sipipe.worker.cpu_kernels.launch import install
+
+                install()
+            super().init_device()
+
+        def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+            super().initialize_from_config(*args, **kwargs)
+            if self.use_v2_model_runner and self.model_runner.kv_block_zeroer is None:
+                # The scheduler has blocks zeroed once a request has failed.
+                self.model_runner._init_kv_zero_meta()
 
         def load_model(self, *args: Any, **kwargs: Any) -> None:
             super().load_model(*args, **kwargs)

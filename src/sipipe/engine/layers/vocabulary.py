@@ -9,7 +9,7 @@ from itertools import pairwise
 from vllm.config import VllmConfig
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.compatibility import uses_second_runner
+from sipipe.engine.compatibility import device_may_draw
 from sipipe.engine.layers.choose import choose_layers, device_kind, model_facts
 from sipipe.engine.layers.cut import (
     WORTH_SHARING,
@@ -102,10 +102,10 @@ def _ms(times: Sequence[float]) -> str:
 
 def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     """What keeps the projection on the last stage, from the configuration alone; or nothing."""
-    if uses_second_runner(vllm_config) and config.cpu_sampling != "on":
+    if device_may_draw(vllm_config) and config.cpu_sampling != "on":
         return (
             f'"cpu_sampling" is "{config.cpu_sampling}", with which the last stage\'s device may '
-            'draw; on vLLM\'s second model runner it is shared out with "on"'
+            'draw; it is shared out with "on"'
         )
     if config.hosts.count > 1:
         return "the stages are on several hosts"

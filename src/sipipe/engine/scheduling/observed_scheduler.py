@@ -10,12 +10,12 @@ import time
 from typing import Any
 
 from vllm import outputs
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from sipipe.engine.compatibility import uses_second_runner
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.scheduling.concurrency import MeasuredTimes
@@ -89,7 +89,7 @@ class ObservedScheduler:
         """From now on blocks of the KV cache are zeroed for who has them next: there may be NaN in
         those of a request that failed, and 0, by which vLLM's attention on CPUs multiplies what is
         masked, leaves NaN. Only after a failure: it costs the memory's bandwidth."""
-        if not uses_second_runner(self.vllm_config):  # type: ignore[attr-defined]
+        if current_platform.is_cpu():
             self.needs_kv_cache_zeroing = True
             for manager in self.kv_cache_manager.coordinator.single_type_managers:  # type: ignore[attr-defined]
                 manager._record_new_block_ids = True

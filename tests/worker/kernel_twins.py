@@ -1,41 +1,23 @@
-"""vLLM's second runner without Triton: its kernels written again with NumPy, for the CPU build.
+"""The kernels of vLLM's second runner, slow and obvious: program after program, with NumPy.
 
-Given to an engine as ``worker_extension_cls``, which vLLM imports in each worker before it makes
-the worker. The twins are set in place of the kernels in vLLM's modules; all else of the runner is
-vLLM's. A twin takes what its kernel takes and does what it does, program after program.
+A twin takes what vLLM launches its kernel with, behind the grid.
 """
 
 import ctypes
-from functools import partial
 
 import numpy as np
 import torch
-from vllm.v1.worker import gpu_worker, utils
-from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
-from vllm.v1.worker.gpu.mm import rope
-from vllm.v1.worker.gpu.model_states import mamba_hybrid
-from vllm.v1.worker.gpu.sample import gumbel, logprob, penalties, prompt_logprob, states
 
-
-class Twins:
-    """Mixed into the worker's class, to which it adds nothing."""
-
-
-class Twin:
-    def __init__(self, function):
-        self._function = function
-
-    def __getitem__(self, grid):
-        return partial(self._function, grid)
+TWINS = {}
+"""By the kernel's name below ``vllm.v1.worker``."""
 
 
 def twin_of(module, kernel):
-    def replace(function):
-        assert hasattr(module, kernel), f"vLLM has no {module.__name__}.{kernel}"
-        setattr(module, kernel, Twin(function))
+    def keep(function):
+        TWINS[f"{module}.{kernel}"] = function
         return function
 
-    return replace
+    return keep
 
 
 def at(address, start, count):
@@ -44,13 +26,7 @@ def at(address, start, count):
     return np.ctypeslib.as_array((ctypes.c_int32 * max(int(count), 0)).from_address(place))
 
 
-gpu_worker.HAS_TRITON = True  # vLLM 0.33 looks when it makes a worker
-for _module in (input_batch, logprob):
-    _module.triton.next_power_of_2 = lambda n: 1 << (int(n) - 1).bit_length()
-gumbel.triton.cdiv = lambda n, by: -(-n // by)
-
-
-@twin_of(buffer_utils, "_apply_write_kernel")
+@twin_of("gpu.buffer_utils", "_apply_write_kernel")
 def apply_write(
     grid, output, stride, rows, starts, contents, ends, groups, *, MULTI_GROUP, BLOCK_SIZE
 ):
@@ -66,7 +42,7 @@ def apply_write(
             output.view(-1).numpy()[where : where + end - begin] = new
 
 
-@twin_of(block_table, "_gather_block_tables_kernel")
+@twin_of("gpu.block_table", "_gather_block_tables_kernel")
 def gather_block_tables(
     grid,
     index,
@@ -76,12 +52,12 @@ def gather_block_tables(
     num_blocks,
     stride,
     num_reqs,
-    computed=None,  # this and the next two, of vLLM 0.33: blocks that a sliding window has left
-    reaches=None,
-    sizes=None,
+    computed=None,
+    reach=None,
+    block_sizes=None,
     *,
-    MASK_SLIDING_WINDOW=False,
     BLOCK_SIZE,
+    MASK_SLIDING_WINDOW=False,
 ):
     index, num_blocks = index.numpy(), num_blocks.view(-1).numpy()
     for group in range(grid[0]):
@@ -93,11 +69,12 @@ def gather_block_tables(
                 continue
             count = num_blocks[group * stride + index[batch]]
             target[:count] = at(sources[group], index[batch] * width, count)
-            if MASK_SLIDING_WINDOW and (reach := int(reaches[group])) > 0:
-                target[: max(int(computed[index[batch]]) - reach, 0) // int(sizes[group])] = 0
+            if MASK_SLIDING_WINDOW and reach[group]:
+                oldest = max(int(computed[int(index[batch])] - reach[group]), 0)
+                target[: min(oldest // int(block_sizes[group]), count)] = 0
 
 
-@twin_of(block_table, "_compute_slot_mappings_kernel")
+@twin_of("gpu.block_table", "_compute_slot_mappings_kernel")
 def compute_slot_mappings(
     grid,
     max_num_tokens,
@@ -132,7 +109,7 @@ def compute_slot_mappings(
         out[query_start[grid[1] - 1] : max_num_tokens] = PAD_ID
 
 
-@twin_of(input_batch, "_prepare_prefill_inputs_kernel")
+@twin_of("gpu.input_batch", "_prepare_prefill_inputs_kernel")
 def prepare_prefill_inputs(
     grid,
     input_ids,
@@ -162,7 +139,7 @@ def prepare_prefill_inputs(
             following[ahead, row] = int(known[place]) if place < prefill else 0
 
 
-@twin_of(input_batch, "_prepare_pos_seq_lens_kernel")
+@twin_of("gpu.input_batch", "_prepare_pos_seq_lens_kernel")
 def prepare_pos_seq_lens(
     grid, positions, seq_lens, index, query_start, num_computed, max_num_reqs, *, BLOCK_SIZE
 ):
@@ -180,7 +157,7 @@ def prepare_pos_seq_lens(
         positions[begin:end] = np.arange(computed, computed + end - begin)
 
 
-@twin_of(input_batch, "_combine_sampled_and_draft_tokens_kernel")
+@twin_of("gpu.input_batch", "_combine_sampled_and_draft_tokens_kernel")
 def combine_sampled_and_draft_tokens(
     grid,
     input_ids,
@@ -206,7 +183,7 @@ def combine_sampled_and_draft_tokens(
             input_ids[last] = int(last_sampled.view(-1)[row])
 
 
-@twin_of(input_batch, "_post_update_kernel")
+@twin_of("gpu.input_batch", "_post_update_kernel")
 def post_update(
     grid,
     index,
@@ -222,13 +199,9 @@ def post_update(
     all_tokens,
     all_tokens_stride,
     total_len,
-    drafts=None,  # this and the next two, of vLLM 0.33
-    drafts_out=None,
-    num_drafts=0,
-    *,
+    *_,  # of drafts, with vLLM 0.33
     num_warps,
 ):
-    assert drafts is None
     for batch in range(grid[0]):
         row, drawn = int(index[batch]), int(num_sampled[batch])
         if row < 0:
@@ -245,13 +218,13 @@ def post_update(
         num_computed[row] += ran - num_rejected[batch]
 
 
-@twin_of(input_batch, "_post_update_num_computed_tokens_kernel")
+@twin_of("gpu.input_batch", "_post_update_num_computed_tokens_kernel")
 def post_update_num_computed_tokens(grid, index, num_computed, query_start):
     for batch in range(grid[0]):
         num_computed[int(index[batch])] += query_start[batch + 1] - query_start[batch]
 
 
-@twin_of(rope, "_prepare_rope_positions_kernel")
+@twin_of("gpu.mm.rope", "_prepare_rope_positions_kernel")
 def prepare_rope_positions(
     grid,
     positions,
@@ -279,25 +252,25 @@ def prepare_rope_positions(
         positions[:NUM_DIMS, here] = found
 
 
-@twin_of(mamba_hybrid, "_fill_num_accepted_kernel")
+@twin_of("gpu.model_states.mamba_hybrid", "_fill_num_accepted_kernel")
 def fill_num_accepted(grid, index, accepted, value):
     accepted[index[: grid[0]]] = value
 
 
-@twin_of(mamba_hybrid, "_scatter_num_accepted_kernel")
+@twin_of("gpu.model_states.mamba_hybrid", "_scatter_num_accepted_kernel")
 def scatter_num_accepted(grid, index, sampled, accepted):
     there = index[: grid[0]] >= 0
     accepted[index[: grid[0]][there]] = sampled[: grid[0]][there].clamp(min=1)
 
 
-@twin_of(utils, "_zero_kv_blocks_kernel")
+@twin_of("utils", "_zero_kv_blocks_kernel")
 def zero_kv_blocks(grid, addresses, strides, sizes, blocks, *, BLOCK_SIZE):
     for block in blocks.tolist():
         for address, stride, size in zip(addresses, strides, sizes, strict=True):
             at(address, block * int(stride), size)[:] = 0
 
 
-@twin_of(prompt_logprob, "_prompt_logprobs_token_ids_kernel")
+@twin_of("gpu.sample.prompt_logprob", "_prompt_logprobs_token_ids_kernel")
 def prompt_logprobs_token_ids(
     grid, targets, query_start, index, num_computed, all_tokens, all_tokens_stride, *, BLOCK_SIZE
 ):
@@ -308,7 +281,7 @@ def prompt_logprobs_token_ids(
         targets[begin : begin + len(known)] = known
 
 
-@twin_of(logprob, "_topk_log_softmax_kernel")
+@twin_of("gpu.sample.logprob", "_topk_log_softmax_kernel")
 def topk_log_softmax(
     grid, out, logits, stride, ids, ids_stride, topk, vocab, *, BLOCK_SIZE, TOPK_BLOCK_SIZE
 ):
@@ -316,112 +289,7 @@ def topk_log_softmax(
     out.copy_(scores.gather(-1, ids[:, :topk]))
 
 
-@twin_of(logprob, "_ranks_kernel")
+@twin_of("gpu.sample.logprob", "_ranks_kernel")
 def ranks(grid, out, logits, stride, token_ids, vocab, *, BLOCK_SIZE):
     chosen = logits.gather(-1, token_ids.view(-1, 1))
     out.copy_((logits[:, :vocab] >= chosen).sum(-1))
-
-
-@twin_of(input_batch, "_get_num_sampled_and_rejected_kernel")
-def get_num_sampled_and_rejected(grid, sampled, rejected, seq_lens, first_logits, index, prefill):
-    for batch in range(grid[0]):
-        chunk = int(seq_lens[batch]) < int(prefill[int(index[batch])])
-        sampled[batch] = 0 if chunk else sampled[batch]
-        logits = first_logits[batch + 1] - first_logits[batch]
-        rejected[batch] = 0 if chunk else logits - sampled[batch]
-
-
-def murmur3(seed, position, tokens):
-    """uint32 for each of ``tokens``, of (seed, position, token): MurmurHash3 of four words."""
-
-    def rotated(value, by):
-        return (value << np.uint32(by)) | (value >> np.uint32(32 - by))
-
-    found = np.zeros(len(tokens), np.uint32)
-    for word in (seed, seed >> 32, position, tokens):
-        word = np.atleast_1d(word & 0xFFFFFFFF).astype(np.uint32) * np.uint32(0xCC9E2D51)
-        found = rotated(found ^ (rotated(word, 15) * np.uint32(0x1B873593)), 13)
-        found = found * np.uint32(5) + np.uint32(0xE6546B64)
-    found ^= np.uint32(16)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        found = (found ^ (found >> np.uint32(shift))) * np.uint32(factor)
-    return found
-
-
-@twin_of(gumbel, "_gumbel_sample_kernel")
-def gumbel_sample(
-    grid,
-    tokens,
-    tokens_stride,
-    values,
-    values_stride,
-    _cache,
-    _cache_stride,
-    _cache_column_stride,
-    _cache_column,
-    _cache_source,
-    _cache_source_stride,
-    logits,
-    logits_stride,
-    index,
-    seeds,
-    positions,
-    temperatures,
-    vocab,
-    *,
-    BLOCK_SIZE,
-    IS_DRAFTING,
-    APPLY_TEMPERATURE,
-    USE_FP64,
-    PER_TOKEN_COL,
-):
-    assert (IS_DRAFTING, USE_FP64, PER_TOKEN_COL) == (False, False, False)
-    for row in range(grid[0]):
-        request = int(index[row])
-        scores, temperature = logits[row, :vocab].float().numpy(), float(temperatures[request])
-        if temperature and APPLY_TEMPERATURE:
-            scores = scores / np.float32(temperature)
-        if temperature:
-            drawn = murmur3(int(seeds[request]), int(positions[row]), np.arange(vocab))
-            uniform = ((drawn.astype(np.float64) + 0.5) * 2.0**-32).astype(np.float32)
-            scores = scores - np.log(-np.log1p(-np.minimum(uniform, 1 - 2.0**-24)))
-        for block in range(grid[1]):
-            here = scores[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
-            tokens[row, block] = block * BLOCK_SIZE + int(here.argmax())
-            values[row, block] = float(here.max())
-
-
-def apply_temperature(logits, index, temperature):
-    asked = temperature[index].unsqueeze(1)
-    logits.div_(torch.where(asked == 0, 1.0, asked))
-
-
-def apply_min_p(logits, index, min_p):
-    least = logits.max(-1, keepdim=True).values + min_p[index].unsqueeze(1).log()
-    logits.masked_fill_(logits < least, -torch.inf)
-
-
-def count_tokens(index, all_tokens, prompt_len, prefill_len, in_prompt, in_output, longest):
-    """Which tokens a prompt has, as bits, and how often an output has each."""
-    for row in index.tolist():
-        prompt = all_tokens[row, : prompt_len[row]].numpy()
-        bits = np.zeros(in_prompt.shape[1] * 32, bool)
-        bits[prompt] = True
-        in_prompt[row] = torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
-        output = all_tokens[row, prompt_len[row] : prefill_len[row]]
-        in_output[row] = torch.bincount(output, minlength=in_output.shape[1])
-
-
-def apply_penalties(logits, index, _ids, _at, repetition, frequency, presence, prompt, output):
-    counts = output[index]
-    words = np.ascontiguousarray(prompt[index].numpy()).view(np.uint8)
-    bits = np.unpackbits(words, axis=1, bitorder="little")[:, : logits.shape[1]]
-    seen = torch.from_numpy(bits).bool() | (counts > 0)
-    scale = torch.where(seen, repetition[index].unsqueeze(1), 1.0)
-    logits.copy_(torch.where(logits > 0, logits / scale, logits * scale))
-    logits -= frequency[index].unsqueeze(1) * counts
-    logits -= presence[index].unsqueeze(1) * (counts > 0)
-
-
-states.apply_temperature, states.apply_min_p = apply_temperature, apply_min_p
-penalties.bincount, penalties.apply_penalties = count_tokens, apply_penalties
