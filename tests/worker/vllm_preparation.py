@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from tests.engine import kernel_twins  # noqa: F401 - in the place of Triton's kernels
 from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -17,6 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBuffers
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.states import RequestState
 
+from sipipe.worker.cpu_kernels.launch import install
 from sipipe.worker.token_feedback import TokenFeedback
 
 BLOCK_SIZES = (4, 8)
@@ -55,6 +55,7 @@ class PreparingRunner(GPUModelRunner):
     """A stage in the middle of a pipeline, or the first one."""
 
     def __init__(self, *, first=True):
+        install()
         self.device = cpu = torch.device("cpu")
         self.max_num_reqs, self.max_num_tokens = REQUESTS, TOKENS
         self.model_state, self.kv_block_zeroer = ModelState(), Zeroer()
