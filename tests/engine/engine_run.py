@@ -103,6 +103,7 @@ def sampling_params(values):
 def request(output):
     named = output.prompt_token_id_logprobs
     return {
+        "cached": output.num_cached_tokens,
         "prompt_logprobs": positions(output.prompt_logprobs),
         **({} if named is None else {"named": named.tolist()}),
         "outputs": [

@@ -388,6 +388,20 @@ def test_a_model_with_recurrent_layers_equals_stock(models, stages):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 1])
+def test_recurrent_states_of_cached_prefixes_equal_stock(models, stages):
+    """Which lie in blocks, and come along to the next one. Stock has no cache here."""
+    path = checkpoint(models, "falcon-h1", recurrent.make)
+    shared = prompts(1, longest=60, seed=9)[0] * 9
+    many = [shared[:300] + p for p in prompts(8, longest=60, seed=11)]
+    batches = [{"prompts": many, "params": greedy(8, shortest=90, longest=140)}] * 2
+    settings = {"pipeline_parallel_size": stages, "enable_prefix_caching": True}
+    found = run_engine(path, batches, sipipe={"samplers": 2}, **settings)
+    assert any(request["cached"] for request in found[1])
+    assert_stock(found, path, batches, features.same_tokens)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not TRITON, reason="SIPIPE_TRITON names no directory with an unpacked Triton")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_kernels_themselves_interpreted_equal_stock(models, stages):

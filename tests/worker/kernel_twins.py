@@ -293,3 +293,74 @@ def topk_log_softmax(
 def ranks(grid, out, logits, stride, token_ids, vocab, *, BLOCK_SIZE):
     chosen = logits.gather(-1, token_ids.view(-1, 1))
     out.copy_((logits[:, :vocab] >= chosen).sum(-1))
+
+
+@twin_of("gpu.model_states.mamba_hybrid", "preprocess_mamba_align_fused_kernel")
+def preprocess_mamba_align(
+    grid,
+    index,
+    column,
+    computed,
+    query_start,
+    accepted,
+    before,
+    bias,
+    num_reqs,
+    *,
+    BLOCK_SIZE,
+    MAMBA_BLOCK_SIZE,
+):
+    for batch, row in enumerate(index.tolist()[:num_reqs]):
+        before[row], bias[row] = column[row], max(int(accepted[row]) - 1, 0)
+        tokens = int(computed[row] + query_start[batch + 1] - query_start[batch])
+        column[row] = -(-tokens // MAMBA_BLOCK_SIZE) - 1
+        if 0 <= before[row] != column[row]:
+            accepted[row] = 1
+
+
+@twin_of("mamba_utils", "precopy_mamba_align_fused_kernel")
+def precopy_mamba_align(
+    grid,
+    column,
+    before,
+    bias,
+    tables,
+    stride,
+    bases,
+    strides,
+    elements,
+    inner,
+    widths,
+    groups,
+    dimensions,
+    dimension_strides,
+    index,
+    num_reqs,
+    **_,
+):
+    for row in index.tolist()[:num_reqs]:
+        if row < 0 or before[row] < 0 or before[row] == column[row]:
+            continue
+        assert bias[row] == 0, "no drafts"
+        for state in range(grid[1]):
+            here = at(tables[groups[state]], row * stride, stride)
+            source, target = (
+                int(bases[state] + here[int(at_[row])] * strides[state]) for at_ in (before, column)
+            )
+            if dimensions[state]:
+                for each in range(int(dimensions[state])):
+                    start = each * int(dimension_strides[state])
+                    size = int(widths[state] * elements[state])
+                    ctypes.memmove(target + start, source + start, size)
+            else:
+                size = int(inner[state] * elements[state] * max(int(widths[state]), 1))
+                ctypes.memmove(target, source, size)
+
+
+@twin_of("mamba_utils", "postprocess_mamba_fused_kernel")
+def postprocess_mamba(
+    grid, accepted, column, scheduled, computed, *_, block_size, PRECOMPUTED_NEW_COMPUTED, **__
+):
+    """What moves a state, but for the move: nothing may come to it."""
+    assert PRECOMPUTED_NEW_COMPUTED
+    assert (accepted == 1).all(), "no drafts"

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the kernels are vLLM's")
 
 from tests.worker.kernel_twins import TWINS  # noqa: E402
-from vllm.v1.worker import utils  # noqa: E402
+from vllm.v1.worker import mamba_utils, utils  # noqa: E402
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch  # noqa: E402
 from vllm.v1.worker.gpu.mm import rope  # noqa: E402
 from vllm.v1.worker.gpu.model_states import mamba_hybrid  # noqa: E402
@@ -264,6 +264,61 @@ def test_positions_in_three_dimensions(batch):
         return [states.positions]
 
     both(prepare)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batch=batches, seed=st.integers(0, 99))
+def test_recurrent_states_come_along_to_another_block(batch, seed):
+    """Of a convolution in both of its layouts, and others, whose pages are wider than a state."""
+    random = torch.Generator().manual_seed(seed)
+    tables = torch.stack([torch.randperm(40, generator=random) for _ in range(ROWS)]).int()
+    pages = torch.randn(3, 40, 64, generator=random)
+    masked = batch.index.clone()
+    masked[0] = -1
+
+    def numbers(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    def migrate():
+        memory = pages.clone()
+        states = SimpleNamespace(
+            is_initialized=True,
+            num_states=3,
+            block_table_ptrs=torch.tensor([tables.data_ptr()]),
+            block_table_stride_req=40,
+            state_base_addrs=torch.tensor([page.data_ptr() for page in memory]),
+            state_block_strides=torch.tensor([256, 256, 256]),
+            state_elem_sizes=numbers(4, 4, 2),
+            state_inner_sizes=torch.tensor([7, 1, 25]),
+            state_conv_widths=numbers(3, 3, 0),
+            state_group_indices=numbers(0, 0, 0),
+            state_dim_row_count=numbers(0, 5, 0),
+            state_dim_row_stride=torch.tensor([0, 16, 0]),
+            block_size=BLOCK,
+            num_accepted_tokens_out=torch.ones(ROWS, dtype=torch.int32),
+        )
+        column = (batch.computed + BLOCK - 1) // BLOCK - 1
+        accepted, before, bias = (torch.ones(ROWS, dtype=torch.int32) for _ in range(3))
+        mamba_hybrid.preprocess_mamba_align_fused_kernel[(1,)](
+            batch.index,
+            column,
+            batch.computed,
+            batch.starts,
+            accepted,
+            before,
+            bias,
+            batch.count,
+            BLOCK_SIZE=256,
+            MAMBA_BLOCK_SIZE=BLOCK,
+        )
+        context = mamba_utils.MambaSpecDecodeGPUContext
+        context.run_fused_precopy(states, batch.count, column, before, bias, masked)
+        context.run_fused_postprocess_align(
+            states, batch.count, accepted, column, batch.computed, masked
+        )
+        return memory, column, accepted, before, bias
+
+    both(migrate)
 
 
 def test_blocks_are_zeroed():

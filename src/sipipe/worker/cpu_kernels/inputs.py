@@ -26,15 +26,21 @@ Bools = NDArray[np.bool_]
 Grid = tuple[int, ...]
 
 
-@intrinsic
-def int32_at(typing: Any, address: Any, start: Any) -> Any:  # noqa: ARG001 - Numba hands it in
-    """int32 from element ``start`` of the array at ``address``, to be indexed."""
+def _pointer_to(element: types.Type) -> Any:
+    @intrinsic
+    def at(typing: Any, address: Any, start: Any) -> Any:  # noqa: ARG001 - Numba hands it in
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = context.get_value_type(signature.return_type)
+            return builder.gep(builder.inttoptr(arguments[0], pointer), [arguments[1]])
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = context.get_value_type(signature.return_type)
-        return builder.gep(builder.inttoptr(arguments[0], pointer), [arguments[1]])
+        return types.CPointer(element)(types.uint64, types.int64), generate
 
-    return types.CPointer(types.int32)(types.uint64, types.int64), generate
+    return at
+
+
+int32_at = _pointer_to(types.int32)
+"""``(address, start)``: int32 from element ``start`` of the array at ``address``, to be indexed."""
+bytes_at = _pointer_to(types.uint8)
 
 
 @entry

@@ -43,6 +43,11 @@ COMPILED: dict[str, Callable[..., None]] = {
     "gpu.mm.rope._prepare_rope_positions_kernel": inputs.prepare_rope_positions,
     "gpu.model_states.mamba_hybrid._fill_num_accepted_kernel": states.fill_num_accepted,
     "gpu.model_states.mamba_hybrid._scatter_num_accepted_kernel": states.scatter_num_accepted,
+    "gpu.model_states.mamba_hybrid.preprocess_mamba_align_fused_kernel": (
+        states.preprocess_mamba_align
+    ),
+    "mamba_utils.precopy_mamba_align_fused_kernel": states.precopy_mamba_align,
+    "mamba_utils.postprocess_mamba_fused_kernel": states.postprocess_mamba,
     "gpu.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": (
         inputs.prompt_logprobs_token_ids
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sipipe.jit import entry
-from sipipe.worker.cpu_kernels.inputs import Grid, Int32, Int64, UInt64, int32_at
+from sipipe.worker.cpu_kernels.inputs import Grid, Int32, Int64, UInt64, bytes_at, int32_at
 
 
 def apply_write(
@@ -139,6 +139,92 @@ def scatter_num_accepted(
         row = idx_mapping_ptr[batch]
         if row >= 0:
             num_accepted_ptr[row] = max(num_sampled_ptr[batch], 1)
+
+
+@entry
+def preprocess_mamba_align(
+    idx_mapping_ptr: Int64,
+    state_idx_ptr: Int32,
+    num_computed_tokens_ptr: Int32,
+    query_start_loc_ptr: Int32,
+    num_accepted_tokens_ptr: Int32,
+    src_col_ptr: Int32,
+    src_off_ptr: Int32,
+    num_reqs: int,
+    MAMBA_BLOCK_SIZE: int,
+) -> None:
+    """Find the block of each request's recurrent state: that of the last token so far, which moves
+    to that of the last token of this iteration.
+
+    Args:
+        state_idx_ptr: in and out, [R]; -1 in a request without tokens.
+        src_col_ptr: out, [R], what ``state_idx_ptr`` was.
+        src_off_ptr: out, [R], tokens of drafts that were accepted.
+    """
+    for batch in range(num_reqs):
+        row = idx_mapping_ptr[batch]
+        before = state_idx_ptr[row]
+        ran = query_start_loc_ptr[batch + 1] - query_start_loc_ptr[batch]
+        last = num_computed_tokens_ptr[row] + ran
+        after = (last + MAMBA_BLOCK_SIZE - 1) // MAMBA_BLOCK_SIZE - 1
+        src_col_ptr[row] = before
+        src_off_ptr[row] = max(num_accepted_tokens_ptr[row] - 1, 0)
+        state_idx_ptr[row] = after
+        if before >= 0 and before != after:
+            num_accepted_tokens_ptr[row] = 1
+
+
+@entry
+def precopy_mamba_align(
+    mamba_state_idx_ptr: Int32,
+    src_col_ptr: Int32,
+    block_table_ptrs_ptr: Int64,
+    block_table_stride_req: int,
+    state_base_addrs_ptr: Int64,
+    state_block_strides_ptr: Int64,
+    state_elem_sizes_ptr: Int32,
+    state_inner_sizes_ptr: Int64,
+    state_conv_widths_ptr: Int32,
+    state_group_indices_ptr: Int32,
+    state_dim_row_count_ptr: Int32,
+    state_dim_row_stride_ptr: Int64,
+    idx_mapping_ptr: Int64,
+    num_reqs: int,
+) -> None:
+    """Copy recurrent states of requests that have come to another block into that block.
+
+    Whole ones: without speculative decoding, which is refused at start-up, no part of a state is of
+    tokens that were rejected.
+
+    Args:
+        state_base_addrs_ptr: [S], of each state of each layer, and likewise the others: bytes
+            between blocks, bytes of an element, elements of a token (or of the whole), tokens of a
+            convolution (or 0), group of KV cache, rows of a layout with tokens innermost (or 0)
+            and bytes between those.
+    """
+    for batch in range(num_reqs):
+        row = idx_mapping_ptr[batch]
+        if row < 0:
+            continue
+        source, target = src_col_ptr[row], mamba_state_idx_ptr[row]
+        if source < 0 or source == target:
+            continue
+        for state in range(state_base_addrs_ptr.shape[0]):
+            table = block_table_ptrs_ptr[state_group_indices_ptr[state]]
+            blocks = int32_at(table, row * block_table_stride_req)
+            base, stride = state_base_addrs_ptr[state], state_block_strides_ptr[state]
+            tokens = max(state_conv_widths_ptr[state], 1)
+            size = tokens * state_inner_sizes_ptr[state] * state_elem_sizes_ptr[state]
+            for part in range(max(state_dim_row_count_ptr[state], 1)):
+                start = part * state_dim_row_stride_ptr[state]
+                read = bytes_at(base, np.int64(blocks[source]) * stride + start)
+                written = bytes_at(base, np.int64(blocks[target]) * stride + start)
+                for j in range(size):
+                    written[j] = read[j]
+
+
+def postprocess_mamba() -> None:
+    """Nothing: a state ends where its tokens do, unless drafts were rejected."""
 
 
 @entry

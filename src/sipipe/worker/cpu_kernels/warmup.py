@@ -37,3 +37,6 @@ def warm_up() -> None:
         states.scatter_num_accepted(none, row, place, place)
         states.zero_kv_blocks(addresses, width, width, row[:0])
         inputs.prompt_logprobs_token_ids(none, row, starts, row, place, table)
+        states.preprocess_mamba_align(row, place, place, starts, place, place, place, 0, 1)
+        found = (width, width, place, width, place, place, place, width)
+        states.precopy_mamba_align(place, place, row, 1, *found, row, 0)
