@@ -21,6 +21,7 @@ from collections import defaultdict
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from benchmarks.harness import report
 from sipipe.cli.emulate import BUSY
@@ -127,7 +128,8 @@ def idle_by_sipipe(profile: Profile, load: dict[str, Any], context: int) -> list
     busiest one's time whatever drives it. ``context``: tokens of each sequence.
     """
     batch = round(load["batch"])
-    times = [stage.seconds([(context, 1, True)] * batch) for stage in profile.stages]
+    decoding = np.full(batch, context), np.ones(batch)
+    times = [stage.seconds(*decoding) for stage in profile.stages]
     times[-1] += profile.stages[-1].head(batch)
     shares = zip(load["busy_share"], times, strict=True)
     return [max(0.0, 1 - busy * max(times) / seconds) for busy, seconds in shares]

@@ -1,5 +1,6 @@
 """Profiles of emulated devices say what the planner says."""
 
+import numpy as np
 import pytest
 from benchmarks.emulation import cpu_by_role, idle_by_sipipe
 
@@ -19,7 +20,7 @@ def test_stage_times_are_the_planners(name, pp, batch):
     for stage, profile in zip(made.placement.stages, made.profile.stages, strict=True):
         work = Microbatch(batch=batch, tokens=batch, context=1000)
         predicted = sum(costs.forward(stage, work, gather=False).values())
-        emulated = profile.seconds([(1000, 1, True)] * batch) + profile.head(batch)
+        emulated = profile.seconds(np.full(batch, 1000), np.ones(batch)) + profile.head(batch)
         assert emulated == pytest.approx(predicted, rel=0.01)
 
 
@@ -71,9 +72,9 @@ def test_a_projection_that_cannot_be_shared_is_one_line(name, pp):
 def test_slow_motion_is_of_everything():
     usual = emulation("llama-70b-8xh100", 4, jitter=0.0).profile
     slow = usual.slowed(3)
-    requests = [(1000, 1, True)] * 32 + [(100, 50, False)]
+    requests = np.array([1000, 100]), np.array([1, 50])
     for one, other in zip(usual.stages, slow.stages, strict=True):
-        assert other.seconds(requests) == pytest.approx(3 * one.seconds(requests))
+        assert other.seconds(*requests) == pytest.approx(3 * one.seconds(*requests))
         assert other.head(82) == pytest.approx(3 * one.head(82))
         assert other.hop(82) == pytest.approx(3 * one.hop(82))
     assert slow.copy(32) == pytest.approx(3 * usual.copy(32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 from types import SimpleNamespace
 
@@ -14,7 +15,11 @@ pytest.importorskip("vllm", reason="stands for vLLM's worker")
 import numpy as np  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
+from vllm.v1.core.sched.output import (  # noqa: E402
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
 
 from sipipe.config import SiPipeConfig  # noqa: E402
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader  # noqa: E402
@@ -25,8 +30,10 @@ from sipipe.observe.format import Header  # noqa: E402
 from sipipe.observe.recorder import open_recorder  # noqa: E402
 from sipipe.tools.emulation import worker as emulated  # noqa: E402
 from sipipe.tools.emulation.profile import Curve, Profile, StageProfile  # noqa: E402
+from sipipe.tools.emulation.runner import EmulatedRunner  # noqa: E402
 from sipipe.tools.emulation.worker import EmulatedDevice, EmulatedWorker  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
+from sipipe.worker.preparation import SiPipePrepares, why_vllm_prepares  # noqa: E402
 from sipipe.worker.world import PipelineStandIn  # noqa: E402
 
 MS = 1_000_000
@@ -151,32 +158,92 @@ def test_the_places_of_the_logits_are_filled():
     assert 0.9 < logits.std() < 1.1
 
 
-def test_a_worker_knows_who_samples():
-    worker = EmulatedWorker.__new__(EmulatedWorker)
-    worker._lengths = {}
+def new_request(name, tokens=5):
+    return NewRequestData(
+        req_id=name,
+        prompt_token_ids=[0] * tokens,
+        prefill_token_ids=[0] * tokens,
+        mm_features=[],
+        sampling_params=None,
+        pooling_params=None,
+        block_ids=([1],),
+        num_computed_tokens=0,
+        lora_request=None,
+    )
+
+
+def vllm_config(path=""):
+    config = VllmConfig()
+    config.additional_config = {"sipipe": {"emulate": str(path)}}
+    config.cache_config.block_size = 16
+    config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs = 16, 4
+    config.model_config = SimpleNamespace(
+        dtype=torch.bfloat16,
+        max_model_len=32,
+        rswa_window=None,
+        get_vocab_size=lambda: 7,
+        get_hidden_size=lambda: WIDTH,
+    )
+    return config
+
+
+def test_a_batch_is_the_prepared_one():
+    """Rows are vLLM's; requests in their prompts do not sample."""
+    runner = EmulatedRunner(vllm_config(), torch.nn.Module(), {}, last=True)
+    device = EmulatedDevice(profile(1), torch.bfloat16, ready(), 7)
+    assert not why_vllm_prepares(runner)
+    prepares = SiPipePrepares(runner, device, slots=1, sets=2, check=True)
     output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs = [
-        SimpleNamespace(
-            req_id=name, prompt_token_ids=[0] * 5, num_computed_tokens=0, sampling_params=None
-        )
-        for name in "ab"
-    ]
-    output.num_scheduled_tokens = {"a": 5, "b": 3}
-    assert worker._follow(output) == {"a": (0, 5, True), "b": (0, 3, False)}
+    output.scheduled_new_reqs = [new_request("a"), new_request("b")]
+    found = []
+
+    def step(iteration, **scheduled):
+        output.num_scheduled_tokens = scheduled
+        output.total_num_scheduled_tokens = sum(scheduled.values())
+        inputs = prepares.prepare(iteration, 0, iteration % 2, output)
+        prepares.begin(inputs)
+        found.append(runner.begin(output))
+        prepares.end(inputs)
+        return [] if inputs.sampled is None else inputs.sampled.tolist()
+
+    assert step(0, a=5, b=3) == [1], "batches are in vLLM's order: by their tokens"
+    assert found[0].req_ids == ["b", "a"]
     output.scheduled_new_reqs = []
     output.scheduled_cached_reqs = cached = CachedRequestData.make_empty()
     cached.req_ids, cached.num_computed_tokens = ["b", "a"], [3, 5]
-    cached.num_output_tokens = [0, 1]
-    output.num_scheduled_tokens = {"b": 2, "a": 1}
-    assert worker._follow(output) == {"b": (3, 2, True), "a": (5, 1, True)}
-    # Preempted, and computed anew: its tokens are not drawn again.
-    cached.num_computed_tokens, cached.num_output_tokens = [0, 6], [4, 2]
-    output.num_scheduled_tokens = {"b": 8, "a": 1}
-    assert worker._follow(output) == {"b": (0, 8, False), "a": (6, 1, True)}
-    output.finished_req_ids = {"a", "b"}
-    output.num_scheduled_tokens = {}
-    assert not worker._follow(output)
-    assert not worker._lengths
+    cached.new_token_ids, cached.new_block_ids = [[], [7]], [None, ([2],)]
+    assert sorted(step(1, b=2, a=1)) == [0, 1]
+    assert found[1].num_computed_tokens_np.tolist() == [5, 3]
+    assert found[1].prefill_len_np.tolist() == [5, 5]
+    rows = [runner.req_states.req_id_to_index[name] for name in "ab"]
+    assert runner.block_tables.num_blocks.np[0, rows].tolist() == [2, 1]
+    output.finished_req_ids, output.scheduled_cached_reqs = (
+        {"a", "b"},
+        CachedRequestData.make_empty(),
+    )
+    assert step(2) == []
+    assert found[2] is None
+    assert not runner.req_states.req_id_to_index
+
+
+def test_a_set_is_free_when_the_device_has_come_to_its_copies(clock):
+    """Behind the forward pass before them, not when they are launched."""
+    runner = EmulatedRunner(vllm_config(), torch.nn.Module(), {}, last=True)
+    device = EmulatedDevice(profile(1), torch.bfloat16, ready(), 7)
+    prepares = SiPipePrepares(runner, device, slots=1, sets=2, check=True)
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs, output.num_scheduled_tokens = [new_request("a")], {"a": 5}
+    output.total_num_scheduled_tokens = 5
+    device.launch(0.010)
+    inputs = prepares.prepare(0, 0, 0, output)
+    prepares.begin(inputs)
+    runner.begin(output)
+    prepares.end(inputs)
+    output = SchedulerOutput.make_empty()
+    prepares.prepare(1, 0, 1, output)
+    assert clock.now == 0, "the other set"
+    prepares.prepare(2, 0, 0, output)
+    assert clock.now == 10 * MS
 
 
 def test_a_stage_takes_longer_for_more():
@@ -187,8 +254,9 @@ def test_a_stage_takes_longer_for_more():
         decode_context=0.001,
         prompt_context=0.0001,
     )
-    assert stage.seconds([(10, 1, True)]) == pytest.approx(1.0 + 0.001 * 10.5)
-    assert stage.seconds([(10, 3, False)]) == pytest.approx(2.5 + 0.0001 * 3 * 11.5)
+    ten, one, three = np.array([[10], [1], [3]])
+    assert stage.seconds(ten, one) == pytest.approx(1.0 + 0.001 * 10.5)
+    assert stage.seconds(ten, three) == pytest.approx(2.5 + 0.0001 * 3 * 11.5)
     assert np.isclose(stage.layers(8), 7.5), "beyond the last point as before it"
 
 
@@ -236,15 +304,9 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
     for stage in range(stages):
         place = StagePlace(stage=stage, stages=stages, tp_rank=0, tp_size=1)
         worker = EmulatedWorker.__new__(EmulatedWorker)
-        worker.place = place
-        worker.vllm_config = SimpleNamespace(
-            additional_config={"sipipe": {"emulate": str(path)}}, lora_config=None
-        )
-        worker.device = torch.device("cpu")
-        worker.model_config = SimpleNamespace(
-            dtype=torch.bfloat16, get_vocab_size=lambda: 7, get_hidden_size=lambda: WIDTH
-        )
-        worker.scheduler_config = SimpleNamespace(max_num_batched_tokens=16, max_num_seqs=4)
+        worker.place, worker.device, config = place, torch.device("cpu"), vllm_config(path)
+        worker.vllm_config, worker.model_config = config, config.model_config
+        worker.scheduler_config = config.scheduler_config
         groups.append(PipelineStandIn(place))
         monkeypatch.setattr(parallel_state, "_PP", groups[stage])
         worker.load_model()
@@ -268,31 +330,29 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
             reports.append,
         )
         if shared:
-            offer = loop._sharing.offer(None, None)
+            offer = loop._sampled.sharing.offer(None, None)
             loop.take_head(offers=[offer], bounds=bounds)
             assert loop.time_parts(sequences=4).layers == (stage + 1) / 1e3
         links = [link] * (stages - 1)
         loop.open(links=links, heads=links, logits=channel.endpoint)
         loops.append(loop)
     output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs = [
-        SimpleNamespace(
-            req_id=name, prompt_token_ids=[0] * 5, num_computed_tokens=0, sampling_params=None
-        )
-        for name in "ab"
-    ]
+    output.scheduled_new_reqs = [new_request("a"), new_request("b")]
     cached = CachedRequestData.make_empty()
-    cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens = ["b"], [3], [0]
+    cached.req_ids, cached.new_token_ids, cached.new_block_ids = ["b"], [[]], [None]
     steps = [({"a": 5, "b": 3}, 1), ({"b": 1}, 0), ({"b": 1}, 1)]
     came = []
     for loop in loops[1:]:
-        watch(monkeypatch, loop._receiver, came)
+        watch(monkeypatch, loop.stage._links._receiver, came)
     for iteration, (scheduled, rows) in enumerate(steps):
+        output = copy.copy(output)
         output.num_scheduled_tokens = scheduled
         output.total_num_scheduled_tokens = sum(scheduled.values())
         for loop, group in zip(loops, groups, strict=True):
             monkeypatch.setattr(parallel_state, "_PP", group)
             loop.run(iteration, iteration % 3, output, iteration if rows else -1, rows)
+            loop.double_buffer._run_one()  # as the device thread
+        output = copy.copy(output)
         output.scheduled_new_reqs, output.scheduled_cached_reqs = [], cached
         cached.num_computed_tokens = [3 + iteration]
     for iteration, (_, rows) in enumerate(steps):
@@ -301,7 +361,7 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
                 assert (entry.iteration, entry.batch) == (iteration, rows)
                 assert len(np.unique(entry.array)) > 1
     for loop in loops:
-        loop.drain()
+        loop.stage.drain()
     shapes = [[(tokens, WIDTH)] * 2 for tokens in (8, 1, 1) for _ in loops[1:]]
     assert [[tuple(hidden.shape) for hidden in each] for each in came] == shapes
     assert {hidden.dtype for each in came for hidden in each} <= {torch.bfloat16}

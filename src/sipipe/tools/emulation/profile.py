@@ -1,8 +1,10 @@
 """What an emulated engine's devices take for their work: data, made by ``sipipe emulate``."""
 
-from collections.abc import Sequence
-
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int32]
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -36,14 +38,12 @@ class StageProfile(msgspec.Struct, frozen=True):
     prompt_context: float
     """Seconds for each earlier token that each prompt token attends to."""
 
-    def seconds(self, requests: Sequence[tuple[int, int, bool]]) -> float:
-        """Of a forward pass, without the output projection. ``requests``: of each the tokens
-        computed before, the tokens scheduled, and whether it samples."""
-        attention = 0.0
-        for computed, scheduled, _ in requests:
-            each = self.decode_context if scheduled == 1 else self.prompt_context
-            attention += each * scheduled * (computed + scheduled / 2)
-        return self.layers(sum(s for _, s, _ in requests)) + attention
+    def seconds(self, computed: Counts, scheduled: Counts) -> float:
+        """Of a forward pass, without the output projection. Of each request [B]: the tokens
+        computed before, and those scheduled."""
+        each = np.where(scheduled == 1, self.decode_context, self.prompt_context)
+        attention = (each * scheduled * (computed + scheduled / 2)).sum()
+        return self.layers(scheduled.sum()) + float(attention)
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """A stage whose device only takes time, for ``sipipe emulate``.
 
-Scheduler, executor, channels, links, publisher and samplers are the engine's own, as on a GPU with
-vLLM's second runner (:mod:`sipipe.worker.second_runner`); the worker's model and device are
-replaced. Work on the device is a span of time that :mod:`sipipe.tools.emulation.profile` gives, so a
+Scheduler, executor, channels, preparation, links, publisher and samplers are the engine's own, as on
+a GPU; the worker's model and device are replaced. Batches are prepared ahead and copied from their
+sets of input buffers as there: the host copies at once, and a set is free when the device's time has
+come to its copies. Work on the device is a span of time that :mod:`sipipe.tools.emulation.profile` gives, so a
 stream is the time at which it will be free and a mark the time at which it will be reached: nothing
 computes, and no thread is needed for it. Hidden states have the model's shape and type, and are
 copied as the links copy them; their first eight bytes are the time at which they will be there. The
@@ -13,8 +14,8 @@ their own, and one memory to read weights from: they run side by side, each at h
 product takes twice as long as alone, from the moment that its rows are there, and each forward pass
 takes as much longer as the product of as many rows takes: there is one for every pass.
 
-Who runs here: the worker's main thread; ``wait`` and ``fetch`` are the publisher's. The head
-thread, in :class:`_Beside`.
+Who runs here: the device thread; ``wait`` is the preparing thread's and the publisher's, ``fetch``
+the publisher's. The head thread, in :class:`_Beside`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed import get_pp_group, parallel_state
-from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
@@ -37,6 +37,7 @@ from sipipe.messages.boots import HeadOffer
 from sipipe.messages.measured import Measured
 from sipipe.messages.places import StagePlace
 from sipipe.tools.emulation.profile import Profile, read_profile
+from sipipe.tools.emulation.runner import EmulatedRunner
 from sipipe.worker.sharing import Sharing
 from sipipe.worker.world import PipelineStandIn
 
@@ -147,13 +148,15 @@ class _Head(torch.nn.Module):
     def _nowhere(self, rows: int) -> torch.Tensor:
         return torch.empty(rows, self._columns, dtype=self._dtype, device="meta")
 
-    whole = compute_logits
+    def whole(self, hidden: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+        """As :meth:`HeadShard.whole`."""
+        return self.compute_logits(hidden)
 
 
 class _HeadBeside(_Head):
     """On another stage: in the rows is the time at which the last stage has made them."""
 
-    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
+    def whole(self, hidden: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
         assert isinstance(self._device, _Beside)
         rows = len(hidden)
         hop = max(stage.hop(rows) for stage in self._profile.stages)
@@ -205,29 +208,19 @@ class EmulatedWorker(WorkerBase):
     def load_model(self, *_: Any, **__: Any) -> None:
         profile = read_profile(self.vllm_config.additional_config["sipipe"]["emulate"])
         self.profile, self._stage = profile, profile.stages[self.place.stage]
-        self._lengths: dict[str, int] = {}  # of each request's prompt
         self._random = random.Random(self.place.rank)
-        dtype, tokens = self.model_config.dtype, self.scheduler_config.max_num_batched_tokens
-        requests, width = self.scheduler_config.max_num_seqs, self.model_config.get_hidden_size()
-        self._rows = np.arange(requests)
+        dtype, width = self.model_config.dtype, self.model_config.get_hidden_size()
+        tokens = self.scheduler_config.max_num_batched_tokens
         # What the forward pass has received, and what it has made.
         came, self._made = torch.zeros(2, tokens, width, dtype=dtype)
         self._sent: Callable[[], None] = lambda: None
         vocabulary = self.model_config.get_vocab_size()
         self.emulated = EmulatedDevice(profile, dtype, _times(came), vocabulary)
-        self.model_runner: Any = SimpleNamespace(
-            device=self.device,
-            is_first_pp_rank=self.place.is_first,
-            is_last_pp_rank=self.place.is_last,
-            max_num_reqs=requests,
-            max_num_tokens=tokens,
-            lora_config=None,
-            pp_handler=None,
-            req_states=None,  # no token is looked at
-            model_config=self.model_config,
-            model=_Head(self.emulated, profile, vocabulary, vocabulary, dtype),
-            prompt_logprobs_worker=SimpleNamespace(uses_prompt_logprobs=np.zeros(requests, bool)),
-            intermediate_tensors=IntermediateTensors(dict.fromkeys(_HIDDEN, came)),
+        self.model_runner: Any = EmulatedRunner(
+            self.vllm_config,
+            _Head(self.emulated, profile, vocabulary, vocabulary, dtype),
+            dict.fromkeys(_HIDDEN, came),
+            last=self.place.is_last,
         )
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
@@ -260,60 +253,30 @@ class EmulatedWorker(WorkerBase):
     def execute_model(self, output: SchedulerOutput) -> None:
         """Launch an iteration; as vLLM's worker, it receives and sends through the group."""
         group: Any = get_pp_group()
-        requests = self._follow(output)
         self._sent()  # as vLLM's worker: what was made last may be overwritten
-        usual = self._stage.seconds(list(requests.values()))
+        batch = self._batch = self.model_runner.begin(output)
+        if batch is None:
+            return
+        computed, scheduled = batch.num_computed_tokens_np, batch.num_scheduled_tokens
+        usual = self._stage.seconds(computed, scheduled)
         if self.beside is not None:
-            usual += self.beside.seconds(sum(samples for *_, samples in requests.values()))
+            samples = int((computed + scheduled >= batch.prefill_len_np).sum())
+            usual += self.beside.seconds(samples)
         seconds = usual * max(0.0, self._random.gauss(1.0, self.profile.jitter))
         if not self.place.is_first:
             group.receive()
         self.emulated.launch(seconds)  # at once: from here on the device is said to be busy
-        computed, scheduled, samples = np.array(list(requests.values())).T
-        self._batch = SimpleNamespace(
-            req_ids=list(requests),
-            num_reqs=len(requests),
-            num_computed_tokens_np=computed,
-            num_scheduled_tokens=scheduled,
-            # Reached exactly where the request samples.
-            prefill_len_np=computed + scheduled + (samples == 0),
-            logits_indices=torch.arange(len(requests)),
-            idx_mapping_np=self._rows[: len(requests)],
-            is_prefilling_np=samples == 0,
-        )
         if not self.place.is_last:
-            tokens = output.total_num_scheduled_tokens
-            there = self.emulated.mark() + round(self._stage.hop(tokens) * 1e9)
+            there = self.emulated.mark() + round(self._stage.hop(batch.num_tokens) * 1e9)
             _times(self._made)[0] = there
             self._sent = group.send(dict.fromkeys(_HIDDEN, self._made))
 
     def sample_tokens(self, _: Any) -> Any:
-        if self.place.is_last:
+        batch = self._batch
+        if self.place.is_last and batch is not None:
             # What travels to other stages' parts of the projection, where they have any.
-            hidden = self._made[: self._batch.num_reqs]
-            _times(hidden).fill_(self.emulated.mark())
-            self.model_runner.sample(hidden, self._batch, None)
+            hidden = self._made[: batch.num_tokens]
+            _times(hidden)[batch.logits_indices] = self.emulated.mark()
+            self.model_runner.sample(hidden, batch, None)
         nothing = SimpleNamespace(prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={})
         return SimpleNamespace(get_output=lambda: nothing)
-
-    def _follow(self, output: SchedulerOutput) -> dict[str, tuple[int, int, bool]]:
-        """Of each request in order: tokens computed before, tokens scheduled, whether it samples."""
-        for req_id in output.finished_req_ids:
-            self._lengths.pop(req_id, None)
-        known = {}
-        for new in output.scheduled_new_reqs:
-            self._lengths[new.req_id] = len(new.prompt_token_ids)
-            known[new.req_id] = (new.num_computed_tokens, 0)
-        cached = output.scheduled_cached_reqs
-        known |= {
-            req_id: (computed, drawn)
-            for req_id, computed, drawn in zip(
-                cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
-            )
-        }
-        found = {}
-        for req_id, scheduled in output.num_scheduled_tokens.items():
-            computed, drawn = known[req_id]
-            samples = computed + scheduled >= self._lengths[req_id] + drawn
-            found[req_id] = (computed, scheduled, samples)
-        return found

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
-from sipipe.worker.device import Device
+from sipipe.worker.device import Device, HostDevice
 from sipipe.worker.inputs.buffers import InputBuffers
 from sipipe.worker.inputs.model_input import ModelInput
 
@@ -189,7 +189,7 @@ class Copied:
 
 def placement_of(runner: Any, device: Device, sets: int) -> Placement:
     """How the runner's device comes to ``sets`` sets of input buffers."""
-    return (InPlace if runner.device.type == "cpu" else Copied)(runner, device, sets)
+    return (InPlace if isinstance(device, HostDevice) else Copied)(runner, device, sets)
 
 
 def _sets(
