@@ -151,6 +151,8 @@ class Copied:
 
     def wait_free(self, buffer_set: int) -> None:
         if self._read[buffer_set] is not None:
+            self._device.use()  # the preparing thread's is GPU 0 until somebody says otherwise
+            # wait: none of its own, `stall_timeout` for the iteration; the device
             self._device.wait(self._read[buffer_set])
 
     def take_blocks(self, inputs: ModelInput) -> None:
