@@ -52,6 +52,7 @@ class EmulatedRunner:
     ) -> None:
         scheduler, self.model_config = config.scheduler_config, config.model_config
         self.cache_config = config.cache_config
+        self.is_first_pp_rank = True  # it has tokens, and nobody looks at them
         self.is_last_pp_rank, self.model = last, model
         requests = self.max_num_reqs = scheduler.max_num_seqs
         tokens = self.max_num_tokens = scheduler.max_num_batched_tokens
