@@ -7,7 +7,7 @@ import time
 
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.parent import Parent
-from sipipe.messages.replies import Ready
+from sipipe.messages.replies import Ready, Warm
 
 
 def main():
@@ -16,6 +16,8 @@ def main():
         case "ready":
             parent.doing = lambda: "waits for its test"
             parent.say(Ready())
+        case "warm":
+            parent.say(Warm())
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "raise":

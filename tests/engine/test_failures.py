@@ -128,7 +128,7 @@ def kill_samplers(engine):
     engine.wait_until_generating()
     for _ in range(2):
         time.sleep(0.3)
-        if samplers := engine.find(r"sipipe\.sampler"):
+        if samplers := engine.find(r"sipipe\.sampler.* sampler\d"):
             samplers[0].kill()
     disturbed = engine.result()
     assert re.search(r"sampler\d died .*starting it again", engine.log.read_text())
@@ -143,7 +143,7 @@ def test_a_killed_idle_sampler_is_replaced(engine):
     for victim in (0, 1):
         engine.submit([batch])
         time.sleep(0.3)
-        if samplers := sorted(engine.find(r"sipipe\.sampler"), key=lambda p: p.pid):
+        if samplers := sorted(engine.find(r"sipipe\.sampler.* sampler\d"), key=lambda p: p.pid):
             samplers[victim % len(samplers)].kill()
         assert tokens(engine.result()[0]) == tokens(undisturbed[0])
 
@@ -154,7 +154,7 @@ def test_a_stopped_sampler_is_replaced_and_no_token_changes(engine):
     undisturbed = engine.run([batch])
     engine.submit([batch])
     engine.wait_until_generating()
-    stopped = engine.find(r"sipipe\.sampler")[0]
+    stopped = engine.find(r"sipipe\.sampler.* sampler\d")[0]
     stopped.suspend()
     assert tokens(engine.result()[0]) == tokens(undisturbed[0])
     assert gone([stopped])

@@ -12,7 +12,7 @@ from sipipe.engine.iterations import Iterations
 from sipipe.engine.requests import Work
 from sipipe.engine.resolve import build_output
 from sipipe.engine.rpc import Calls
-from sipipe.engine.stall import StallWatch
+from sipipe.engine.stall import StallClock, StallWatch
 from sipipe.errors import StallError
 from sipipe.messages.replies import IterationReport, Status
 from sipipe.messages.step import Sampled, int32_bytes
@@ -118,13 +118,15 @@ class Watched:
     """A stall watch of 100 s over two workers that answer when the test says so."""
 
     def __init__(self):
-        self.iterations, self.errors, self.asked, self.shown = Iterations(3, 99), [], 0, []
-        self.calls = Calls(SimpleNamespace(publish=lambda *_: None), WORKERS)
+        self.errors, self.asked, self.shown, self.clock = [], 0, [], StallClock()
+        self.iterations = Iterations(3, 99, self.clock.now)
+        self.calls = Calls(SimpleNamespace(publish=lambda *_: None), WORKERS, self.clock.now)
         self.watch = StallWatch(
             self.iterations,
             self.calls,
             WORKERS,
             self.ask,
+            self.clock,
             100.0,
             self.errors.append,
             self.shown.append,
@@ -218,3 +220,35 @@ def test_a_stall_says_what_each_worker_does():
         "stall_timeout",
     ):
         assert part in str(error)
+
+
+def test_the_stall_clock_stands_still_while_a_sampler_is_replaced(monkeypatch):
+    """Whatever it takes, and whoever else dies meanwhile; but not longer than it was said."""
+    watched = Watched()
+    now = time.monotonic()
+    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now))
+    begin(watched.iterations)
+    watched.watch.turn()
+
+    def fails_after(seconds):
+        nonlocal now
+        now += seconds
+        watched.watch.turn()
+        for worker in WORKERS:
+            watched.watch.heard(worker, Status("waits"))
+        watched.watch.turn()
+        return bool(watched.errors)
+
+    assert not fails_after(60.0)
+    watched.clock.stop("sampler0", 500.0)
+    assert not fails_after(200.0)
+    watched.clock.stop("sampler1", 500.0)
+    watched.clock.go_on("sampler0")
+    assert not fails_after(200.0)
+    watched.clock.go_on("sampler1")
+    assert not fails_after(39.0)
+    watched.clock.stop("sampler0", 500.0)
+    watched.clock.stop("sampler0", 500.0)  # since the first
+    assert not fails_after(499.0)
+    assert fails_after(2.5)
+    assert "no progress for 100 s" in str(watched.errors[0])

@@ -229,7 +229,7 @@ def test_who_draws_is_measured(models, part, stages, ranks):
         assert f"cpu_sampling auto: {chosen}" in said
         own_path = "vLLM's own path: CPU samplers would not be worth it here"
         assert (own_path in said) is (not samplers)
-        assert len(engine.find(r"sipipe\.sampler")) == samplers
+        assert len(engine.find(r"sipipe\.sampler.* sampler\d")) == samplers
     assert_stock(found, path, batches, parity.same_tokens)
 
 

@@ -67,8 +67,10 @@ def _write(result, said):
 def _start(scenario, configured):
     from vllm.v1.engine.core import EngineCore
 
+    from sipipe.engine import spare
     from sipipe.engine.executor import Executor
 
+    spare.SPARE_SECONDS = spare.AGAIN_SECONDS = scenario["spare"]
     vllm_config = pickle.loads(configured)
     vllm_config.additional_config = {"sipipe": scenario["sipipe"]}
     return EngineCore(vllm_config, Executor, log_stats=False)

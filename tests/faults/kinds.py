@@ -30,13 +30,14 @@ BUSY_ENGINE = ("schedule", "dispatch", "resolve", "record")
 FOR_EVER = 1e9
 
 
-def scenario(own=False, bound=120.0, **more):
-    """``own``: on vLLM's own path. Other settings of SiPipe's by ``sipipe``."""
+def scenario(own=False, bound=120.0, spare=1e9, **more):
+    """``own``: on vLLM's own path. Other settings of SiPipe's by ``sipipe``. ``spare``: seconds
+    until there is a spare sampler."""
     sipipe = {"samplers": 2, "inflight": 3, "stall_timeout": 60, "start_timeout": 90}
     sipipe |= {"cores": "off", "vocabulary": "last", **more.pop("sipipe", {})}
     if own:
         sipipe["cpu_sampling"] = "off"
-    return {"sipipe": sipipe, "own": own, "bound": bound, **more}
+    return {"sipipe": sipipe, "own": own, "bound": bound, "spare": spare, **more}
 
 
 def fault(at, what="kill", nth=0, **more):
@@ -114,6 +115,23 @@ def dying_sampler(rng):
     """Five times is too often."""
     name = rng.choice(SAMPLERS)
     return scenario(planned={name: [[fault("hear", nth=rng.randrange(8))] for _ in range(8)]})
+
+
+def spared_samplers(rng):
+    """Three deaths, for which there may be a spare."""
+    outside = [{"name": rng.choice(SAMPLERS), "what": "kill", "step": s} for s in steps(rng, 3)]
+    return scenario(spare=0.0, outside=outside)
+
+
+def struck_spare(what, **more):
+    """At any step of its life, before a sampler dies or when it has its place."""
+
+    def make(rng):
+        strikes = [[fault(rng.choice((*START_SAMPLER, "restore")), what, **more)] for _ in range(2)]
+        dies = {"name": rng.choice(SAMPLERS), "what": "kill", "step": rng.randrange(20, 60)}
+        return scenario(spare=0.0, planned={"spare": strikes}, outside=[dies])
+
+    return make
 
 
 def starting_samplers(rng):
@@ -326,6 +344,9 @@ KINDS = [
     Kind("both samplers are killed at once", both_samplers, 8),
     Kind("a sampler is told to end (SIGTERM)", ended_samplers, 6),
     Kind("a sampler dies again and again", dying_sampler, 3, r"sampler\d keeps dying", True),
+    Kind("a sampler is killed and there is a spare", spared_samplers, 8),
+    Kind("the spare sampler is killed at each step of its life", struck_spare("kill"), 10),
+    Kind("the spare sampler is stopped for ever", struck_spare("stop", seconds=FOR_EVER), 6),
     Kind(
         "a sampler is killed while the engine starts",
         starting_samplers,

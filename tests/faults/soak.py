@@ -32,7 +32,8 @@ NAMES = {
     r"sipipe\.engine\.server": "front end",
     r"EngineCore": "engine",
     r"Worker_PP(\d)": "stage worker {}",
-    r"-m sipipe\.sampler": "sampler",
+    r"sipipe\.sampler.* spare": "spare sampler",
+    r"sipipe\.sampler": "sampler",
     r"resource_tracker": "Python's resource tracker",
 }
 PARTS = 6

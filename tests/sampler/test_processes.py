@@ -27,7 +27,7 @@ from sipipe.messages.boots import SamplerSettings, Watched
 from sipipe.messages.header import Kind
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.params import SequenceParams
-from sipipe.messages.replies import Trying
+from sipipe.messages.replies import Trying, Warm
 from sipipe.messages.step import (
     Added,
     Grammar,
@@ -75,6 +75,7 @@ class Service:
             dataclasses.replace(SETTINGS, vocab_size=vocab),
             dtype="float32",
             cores=[(), ()],
+            times=[],
             succession=self,
             stall_timeout=stall_timeout,
         )
@@ -94,8 +95,8 @@ class Service:
         self.samplers.open(self.ring, self.logits, time.monotonic() + 300)
 
     def heard(self, child, message):
-        assert isinstance(message, Trying)
-        self.samplers.tries(child.name, message)
+        assert isinstance(message, Trying | Warm)
+        self.samplers.heard(child.name, message)
 
     def on_death(self, child, how):
         self.deaths.append((child.name, how))

@@ -189,6 +189,13 @@ class Children:
             self._wake()
         return child
 
+    def rename(self, child: Child, name: str) -> None:
+        """A child has another part now; nobody of the new name lives."""
+        with self._changed:
+            self._children.pop(child.name, None)
+            child.name = name
+            self._children[name] = child
+
     def wait_ready(self, names: Sequence[str], deadline: float) -> list[Ready]:
         """Return what they said when all of ``names`` have said that they are ready.
 

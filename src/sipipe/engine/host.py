@@ -27,9 +27,10 @@ from sipipe.engine.workers import Workers
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint
-from sipipe.messages.boots import SamplerSettings, Watched
+from sipipe.ipc.stage_times import StageTimes
+from sipipe.messages.boots import SPARE, SamplerSettings, Watched
 from sipipe.messages.logits import LogitsShape
-from sipipe.messages.replies import ASK_STATUS, Trying
+from sipipe.messages.replies import ASK_STATUS, Replacing, Warm
 from sipipe.messages.step import Snapshot
 
 
@@ -65,14 +66,18 @@ class Host:
         self._closing.callback(self._workers.remove_rendezvous)
         names, sockets = self._workers.names, []
         if setup.cores.samplers:
+            times = StageTimes.attach(self._watched.times, stages=setup.stages)
+            self._closing.callback(times.close)
             self._samplers = Samplers(
                 self._children,
                 _sampler_settings(setup, self._watched),
                 dtype=setup.dtype,
                 cores=setup.cores.samplers,
+                times=[times.line("sampler", i) for i in range(len(setup.cores.samplers))],
                 succession=self._events,
                 stall_timeout=setup.config.stall_timeout,
             )
+            self._closing.callback(self._samplers.spare.close)
             names, sockets = names + self._samplers.names, self._samplers.sockets
         self._ring = DispatchProducer(
             "bic-i", **ring_sizes(setup.slots), readers=names, directory=setup.config.shm_dir
@@ -174,17 +179,19 @@ class Host:
     # ---- the events thread --------------------------------------------------------------------
 
     def _heard(self, child: Child, message: Any) -> None:
-        if isinstance(message, Trying):
-            if self._samplers is not None:
-                self._samplers.tries(child.name, message)
-        else:
+        if self._samplers is not None:
+            self._samplers.heard(child.name, message)
+        if not isinstance(message, Warm):
             self._events.heard(child.name, message)
 
     def _turn(self) -> float:
         sleep, samplers = self._events.turn(), self._samplers
-        return sleep if samplers is None else min(sleep, samplers.end_stuck())
+        return sleep if samplers is None else min(sleep, samplers.turn())
 
     def _died(self, child: Child, how: str) -> None:
+        if self._samplers is not None and child.name == SPARE:
+            self._samplers.spare.ended(how)
+            return
         if self._samplers is None or child.name not in self._samplers.names:
             what = "died" if self._loaded else "ended while starting (see its log lines above)"
             where = self._setup.where()
@@ -193,6 +200,7 @@ class Host:
             )
             return
         try:
+            self._events.heard(child.name, Replacing())
             self._samplers.replace(child.name, how)
         except WorkerDiedError as error:
             self._events.failed(error)

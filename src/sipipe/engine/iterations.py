@@ -45,7 +45,7 @@ class Iteration:
     logits_row: int = -1
     """Where its rows of BIC-L begin; -1: it has none."""
     began: float = 0.0
-    """When it was numbered, in monotonic seconds; the stall bound counts from here."""
+    """When it was numbered, in seconds of ``now``; the stall bound counts from here."""
     published: int = 0
     """When it was on BIC-I, in monotonic nanoseconds; the wait for its tokens begins then."""
     grammar: Grammar | None = None
@@ -77,11 +77,12 @@ class Iteration:
 class Iterations:
     """The iterations of one engine, shared by its scheduler and its executor.
 
-    ``slots``: microbatches in flight, m. ``rows``: of BIC-L.
+    ``slots``: microbatches in flight, m. ``rows``: of BIC-L. ``now``: the clock of the stall bound.
     """
 
-    def __init__(self, slots: int, rows: int) -> None:
+    def __init__(self, slots: int, rows: int, now: Callable[[], float] = time.monotonic) -> None:
         self._slots = slots
+        self._now = now
         self._room = LogitsRoom(rows)
         # wait: held for moments; nobody waits under it but on its condition, which lets it go
         self._lock = threading.Lock()
@@ -129,7 +130,7 @@ class Iterations:
             iteration.number, self._next = self._next, self._next + 1
             if iteration.slot is None:
                 iteration.slot = iteration.number % self._slots
-            iteration.began = time.monotonic()
+            iteration.began = self._now()
             iteration.work = follow(iteration.number, output)
             iteration.logits_row = self._room.take(iteration.number, len(iteration.work.sampled))
             self._in_flight[iteration.number] = iteration

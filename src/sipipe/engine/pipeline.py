@@ -37,14 +37,14 @@ from sipipe.engine.rpc import Calls, result_of
 from sipipe.engine.samplers import Poison
 from sipipe.engine.scheduling.observed_scheduler import observed
 from sipipe.engine.setup import Setup
-from sipipe.engine.stall import ANSWER_SECONDS, LONGEST_SLEEP, StallWatch
+from sipipe.engine.stall import ANSWER_SECONDS, LONGEST_SLEEP, StallClock, StallWatch
 from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.gather import GatherReceiver
 from sipipe.messages.boots import HeadOffer, StageDescription
 from sipipe.messages.link import LinkEndpoint, TransportKind
 from sipipe.messages.measured import MIXES, Measured
 from sipipe.messages.places import StagePlace
-from sipipe.messages.replies import IterationReport, Reply, Status
+from sipipe.messages.replies import IterationReport, Replacing, Reply, Status, Trying
 from sipipe.messages.step import Snapshot
 from sipipe.observe.live import Word
 
@@ -67,7 +67,8 @@ class Pipeline:
             self._closing.callback(remote.close)
         self.telemetry = Telemetry(setup)
         self._closing.callback(self.telemetry.close)
-        self.iterations = Iterations(setup.slots, setup.logits_rows)
+        self._clock = StallClock()
+        self.iterations = Iterations(setup.slots, setup.logits_rows, self._clock.now)
         self._remotes = remotes
         self._host = Host(setup, self.telemetry.watched, self)
         self._hosts: list[Host | RemoteHost] = [*remotes, self._host]  # far ones hear first
@@ -95,7 +96,7 @@ class Pipeline:
             for rank in range(setup.ranks)
         ]
         self._bus = Bus(self._hosts)
-        self.calls = Calls(self._bus, workers)
+        self.calls = Calls(self._bus, workers, self._clock.now)
         self._resolving.append(self.calls.fail)
         for remote in self._remotes:
             remote.begin(self, self.telemetry)
@@ -109,6 +110,7 @@ class Pipeline:
             self.calls,
             workers,
             self._ask,
+            self._clock,
             timeout,
             self.failed,
             lambda stalled: self.telemetry.live.set(Word.STALLED, stalled),
@@ -256,6 +258,11 @@ class Pipeline:
             case Status():
                 assert self._stall is not None
                 self._stall.heard(name, message)
+            case Replacing() | Trying(handle=int()):
+                # Its own bound: a dead one is replaced, and who hangs at a request is killed.
+                self._clock.stop(name, self._setup.config.start_timeout)
+            case Trying():
+                self._clock.go_on(name)
             case Exception() if not self._loaded:
                 self.failed(message)
             case Exception():

@@ -36,7 +36,7 @@ class _Call:
     waiting: set[int]
     workers: Sequence[str]
     began: float
-    """In monotonic seconds; the stall bound counts from here."""
+    """In seconds of the calls' clock; the stall bound counts from here."""
     future: Future[Any] = field(default_factory=Future)
     results: dict[int, Any] = field(default_factory=dict)
 
@@ -64,11 +64,15 @@ def result_of(future: Future[Any], late: Callable[[], object], seconds: float) -
 
 
 class Calls:
-    """The calls that are out. ``workers``: the workers' names, by rank."""
+    """The calls that are out. ``workers``: the workers' names, by rank; ``now``: the clock of the
+    stall bound."""
 
-    def __init__(self, bus: Bus, workers: Sequence[str]) -> None:
+    def __init__(
+        self, bus: Bus, workers: Sequence[str], now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._bus = bus
         self._workers = workers
+        self._now = now
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
         self._calls: dict[int, _Call] = {}
         self._next = 0
@@ -86,7 +90,7 @@ class Calls:
         title = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         parts = out_of_band((named, args, kwargs or {}, only))
         ranks = {only} if only is not None else set(range(len(self._workers)))
-        call = _Call(title, only, ranks, self._workers, time.monotonic())
+        call = _Call(title, only, ranks, self._workers, self._now())
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(f"SiPipe's executor has failed: {self._failure}")

@@ -1,18 +1,21 @@
 """The sampler processes of an engine, and the replacement of one that dies.
 
 Who runs here
-    Whoever starts their host. The events thread says that one died; a thread per death starts the
-    successor, which the engine admits, in the order of BIC-I.
+    Whoever starts their host. The events thread says that one died, and gives its place to the
+    spare (:mod:`sipipe.engine.spare`); a thread per death starts a successor where there is none,
+    and has the engine admit it, in the order of BIC-I.
 Guarantees
     A successor draws again what its predecessor had not delivered: draws depend on (seed,
     position) and logits only, so the tokens are the same. A sampler that dies ``DEATHS`` times
     within ``DEATHS_WINDOW`` seconds is not replaced any more.
     A sampler that does nothing for ``STUCK_SECONDS`` while logits wait for it, because it is
-    stopped or hangs, is killed, and so replaced; one that computes, after a part of the stall
-    timeout (:data:`BUSY_PART`) without getting on.
+    stopped or hangs, is killed, and so replaced; one that computes, when it has used ``PATIENCE``
+    times as much of its core as what it is at takes on the average (and ``BUSY_SECONDS``, or
+    ``TRY_SECONDS``), or a part of the stall timeout has passed (:data:`BUSY_PART`).
     A successor adds and draws alone, one request after the other, what its predecessor left. A
     request that ends ``STRIKES`` successors while they try it fails, and no other with it; such
-    deaths are not counted among the ``DEATHS``.
+    deaths are not counted among the ``DEATHS``. Meanwhile the stall clock stands still, so that no
+    request ends the engine by its samplers.
     Publishing never waits for a dead sampler: both rings forget it before a successor asks to be
     admitted, for which it needs the order that a publish which waits for the same sampler holds.
 Relies on
@@ -24,6 +27,7 @@ Relies on
 import logging
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections import Counter, deque
@@ -35,11 +39,13 @@ from typing import Any, Protocol
 import psutil
 
 from sipipe.engine.children import Child, Children
+from sipipe.engine.spare import Spare, Started
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel
-from sipipe.messages.boots import SamplerBoot, SamplerSettings, sampler_name
-from sipipe.messages.replies import Trying
+from sipipe.ipc.stage_times import Taken
+from sipipe.messages.boots import SPARE, SamplerBoot, SamplerSettings, sampler_name
+from sipipe.messages.replies import Trying, Warm
 from sipipe.messages.step import Snapshot
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -47,13 +53,18 @@ logger = logging.getLogger(f"vllm.{__name__}")
 DEATHS = 5
 DEATHS_WINDOW = 60.0
 STUCK_SECONDS = 5.0
-"""Doubled each time for the same sampler: five such deaths are more than ``DEATHS_WINDOW``."""
+"""Doubled for each such death of the same sampler in ``STUCK_WINDOW``, four of which are kept: five
+are more than ``DEATHS_WINDOW``."""
+STUCK_WINDOW = 600.0
 LOOK_SECONDS = 1.0
 STRIKES = 2
 """One that ends by chance, just as it tries a request, is not that request's fault."""
-BUSY_PART, TRY_PART = 0.25, 0.1
-"""How long a sampler may compute for one iteration, and a successor for one request: parts of the
-stall timeout, within which a request that hangs its samplers has failed."""
+BUSY_SECONDS, TRY_SECONDS = 15.0, 4.0
+"""Of a core: what a sampler may use for one iteration, and a successor for one request."""
+PATIENCE = 1000.0
+"""What all log-probabilities of a row cost, as a multiple of a greedy row, is 30."""
+BUSY_PART = 0.25
+"""Of the stall timeout: how long a sampler may compute for one iteration, with a core or without."""
 
 Poison = tuple[int, str]
 """Handle of a request that no sampler survives, and what the client is told."""
@@ -63,14 +74,16 @@ Poison = tuple[int, str]
 class _Look:
     """How a sampler that is behind was found."""
 
-    place: tuple[int, int]
-    """Its process, and the use of BIC-L that it is at."""
-    cpu: float
-    """CPU seconds that it has used."""
+    place: tuple[int, int, int | None]
+    """Its process, the use of BIC-L that it is at, and the request that it tries alone."""
     moved: float
     """Since when it has been at that place, in monotonic seconds,"""
+    used: float
+    """and what CPU seconds it had used then."""
+    cpu: float
+    """What it has used now,"""
     worked: float
-    """and since when it has used no CPU."""
+    """and since when no more."""
 
 
 class Succession(Protocol):
@@ -87,7 +100,8 @@ class Succession(Protocol):
 class Samplers:
     """One process for each entry of ``cores``, bound to those cores (empty: not bound).
 
-    The processes start at once and compile for logits of ``dtype`` while the model loads.
+    The processes start at once and compile for logits of ``dtype`` while the model loads. ``times``:
+    their lines of the stage times.
     """
 
     def __init__(
@@ -97,10 +111,12 @@ class Samplers:
         *,
         dtype: str,
         cores: Sequence[Sequence[int]],
+        times: Sequence[memoryview],
         succession: Succession,
         stall_timeout: float,
     ) -> None:
         self._children = children
+        self._times = times
         self._settings = settings
         self._dtype = dtype
         self._cores = cores
@@ -111,17 +127,20 @@ class Samplers:
         """Of samplers that are behind."""
         self._replacing: dict[int, threading.Thread] = {}
         """What starts, or has started, the successor of a sampler."""
-        self._tries: dict[int, tuple[int, float]] = {}
-        """The request that a successor adds or draws alone now, and since when."""
+        self._tries: dict[int, int] = {}
+        """The request that a successor adds or draws alone now."""
         self._strikes: Counter[int] = Counter()
         """How many have died of each such request."""
-        self._patience = [STUCK_SECONDS] * len(cores)
+        self._stuck: list[deque[float]] = [deque(maxlen=4) for _ in cores]
+        """When one was killed that did nothing."""
+        self._killed: dict[int, subprocess.Popen[bytes]] = {}
         self._channels: tuple[DispatchProducer, LogitsChannel] | None = None
         self._looking = threading.Lock()  # wait: held for moments; nobody waits under it
         """Held while the events thread reads BIC-L, so that it is not closed just then."""
         self.names = [sampler_name(index) for index in range(len(cores))]
         """As readers of BIC-I and BIC-L."""
-        started = [self._start(index) for index in range(len(cores))]
+        self.spare = Spare(children, self._start)
+        started = [self._start(name) for name in self.names]
         self._started = [child for child, _ in started]
         self.sockets = [sock for _, sock in started]
         """The receiving ends of BIC-O, which are the receiver's to close."""
@@ -142,10 +161,11 @@ class Samplers:
         for index, child in enumerate(self._started):
             child.say(self._boot(index, measure=rows))
         ready = self._children.wait_ready(self.names, deadline)
+        self.spare.want()
         return {mix: max(one.measured[mix] for one in ready) for mix in ready[0].measured}
 
     def replace(self, name: str, reason: str) -> None:
-        """Start a successor, in a thread of its own; from the events thread.
+        """Have a successor take the place, in a thread of its own; from the events thread.
 
         Raises:
             WorkerDiedError: the sampler died before it could draw, or keeps dying.
@@ -156,7 +176,7 @@ class Samplers:
         index = self.names.index(name)
         deaths, poison = self._deaths[index], None
         if index in self._tries:
-            handle, _ = self._tries.pop(index)
+            handle = self._tries.pop(index)
             self._strikes[handle] += 1
             if self._strikes[handle] == STRIKES:
                 poison = handle, f"it ended every sampler that drew for it ({reason})"
@@ -167,23 +187,36 @@ class Samplers:
                 f"{name} keeps dying ({reason}, the {DEATHS}th time within {DEATHS_WINDOW:g} s); "
                 "the engine stops"
             )
-        logger.warning("%s died (%s); starting it again", name, reason)
-        earlier = self._replacing.get(index)
+        spare = self.spare.take(name)
+        how = "starting it again" if spare is None else "the spare takes its place"
+        logger.warning("%s died (%s); %s", name, reason, how)
         self._replacing[index] = replacing = threading.Thread(
-            target=self._replace, args=(index, poison, earlier), name=f"SiPipe-{name}", daemon=True
+            target=self._replace,
+            args=(index, poison, spare, self._replacing.get(index)),
+            name=f"SiPipe-{name}",
+            daemon=True,
         )
         replacing.start()
 
-    def tries(self, name: str, message: Trying) -> None:
-        """A successor says what it does; from the events thread."""
-        index = self.names.index(name)
-        if message.handle is None:
-            self._tries.pop(index, None)
-        else:
-            self._tries[index] = message.handle, time.monotonic()
+    def heard(self, name: str, message: object) -> None:
+        """A sampler said something; from the events thread."""
+        match message:
+            case Warm():
+                self.spare.warm = True
+            case Trying(handle=None):
+                self._tries.pop(self.names.index(name), None)
+            case Trying(handle=int(handle)):
+                self._tries[self.names.index(name)] = handle
+
+    def turn(self) -> float:
+        """Kill who is stuck, keep a spare; from the events thread. Returns the seconds to the next
+        turn."""
+        if self._channels is None:
+            return STUCK_SECONDS
+        return min(self.end_stuck(), self.spare.keep())
 
     def end_stuck(self) -> float:
-        """Kill who is stuck; from the events thread. Returns the seconds to the next look."""
+        """Kill who is stuck. Returns the seconds to the next look."""
         with self._looking:
             behind = self._channels[1].behind() if self._channels is not None else {}
         now = time.monotonic()
@@ -191,36 +224,49 @@ class Samplers:
             process = self._started[index].process
             if name not in behind or process.returncode is not None:
                 self._looks.pop(index, None)
-            elif why := self._stuck(index, process.pid, behind[name], now):
+            elif self._killed.get(index) is process:
+                continue  # its end is not heard of yet
+            elif why := self._why_stuck(index, process.pid, behind[name], now):
                 logger.warning("%s %s; it is killed", self._started[index], why)
-                self._looks.pop(index, None)
+                self._killed[index] = process
                 process.kill()
         return LOOK_SECONDS if behind else STUCK_SECONDS
 
-    def _stuck(self, index: int, pid: int, use: int, now: float) -> str:
+    def _why_stuck(self, index: int, pid: int, use: int, now: float) -> str:
         """Why a sampler that is behind is to be killed; empty: not now."""
         try:
             cpu = sum(psutil.Process(pid).cpu_times())
         except psutil.NoSuchProcess:
             return ""
-        look = self._looks.setdefault(index, _Look((pid, use), cpu, now, now))
-        if look.place != (pid, use):
-            look = self._looks[index] = _Look((pid, use), cpu, now, now)
+        place = pid, use, self._tries.get(index)
+        look = self._looks.get(index)
+        if look is None or look.place != place:
+            look = self._looks[index] = _Look(place, now, cpu, cpu, now)
         if look.cpu != cpu:
             look.cpu, look.worked = cpu, now
-        if now - look.worked > self._patience[index]:
-            self._patience[index] *= 2
+        stuck = self._stuck[index]
+        recent = sum(now - at < STUCK_WINDOW for at in stuck)
+        if now - look.worked > STUCK_SECONDS * 2**recent:
+            stuck.append(now)
             return f"has done nothing for {now - look.worked:.3g} s with logits before it"
-        since, part, at = look.moved, BUSY_PART, "one iteration"
-        if index in self._tries:
-            since, part, at = self._tries[index][1], TRY_PART, "one request"
-        late = use >= 0 and now - since > part * self._stall_timeout  # attached, so compiled too
-        return f"has been at {at} for {now - since:.3g} s" if late else ""
+        used, since, alone = cpu - look.used, now - look.moved, index in self._tries
+        at, floor = ("request", TRY_SECONDS) if alone else ("iteration", BUSY_SECONDS)
+        late = not alone and since > BUSY_PART * self._stall_timeout
+        late = late or used > max(floor, PATIENCE * self._mean(alone))
+        late = late and use >= 0  # attached, so compiled too
+        return f"has been at one {at} for {since:.3g} s ({used:.3g} s of a core)" if late else ""
+
+    def _mean(self, alone: bool) -> float:
+        """Seconds that the samplers have taken so far for one sequence, or for an iteration."""
+        taken = [Taken.of(line) for line in self._times]
+        count = sum(one.sequences if alone else one.batches for one in taken)
+        return sum(one.nanoseconds for one in taken) * 1e-9 / max(1, count)
 
     def let_go(self) -> None:
         """Let go of the channels, which are closed now: all samplers end."""
         with self._looking:
             self._channels = None
+        self.spare.close()
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
         """Let the successor of sampler ``index`` begin, with all that it needs, behind the message
@@ -237,19 +283,24 @@ class Samplers:
         for channel in self._channels or ():
             channel.remove_reader(name)
 
-    def _start(self, index: int) -> tuple[Child, socket.socket]:
+    def _start(self, name: str) -> Started:
         ours, theirs = socket.socketpair()
         child = self._children.start(
-            sampler_name(index),
+            name,
             "sipipe.sampler",
-            (self._dtype,),
+            (self._dtype, name),
             ends=(theirs,),
             environment={"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         )
-        if self._cores[index]:
-            with suppress(ProcessLookupError):
-                os.sched_setaffinity(child.process.pid, self._cores[index])
+        self._bind(child)
         return child, ours
+
+    def _bind(self, child: Child) -> None:
+        """To the cores of its place; a spare to those of all."""
+        every = [self._cores[i] for i, name in enumerate(self.names) if child.name in (name, SPARE)]
+        if all(every):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(child.process.pid, {cpu for cpus in every for cpu in cpus})
 
     def _boot(self, index: int, **more: Any) -> SamplerBoot:
         assert self._channels is not None
@@ -262,7 +313,13 @@ class Samplers:
             **more,
         )
 
-    def _replace(self, index: int, poison: Poison | None, earlier: threading.Thread | None) -> None:
+    def _replace(
+        self,
+        index: int,
+        poison: Poison | None,
+        spare: Started | None,
+        earlier: threading.Thread | None,
+    ) -> None:
         try:
             if earlier is not None:
                 # One after the other: the place and the socket of one that died at once would
@@ -270,7 +327,9 @@ class Samplers:
                 # wait: as long as that start and its `order` of BIC-I; its end
                 earlier.join()
                 self._forget(self.names[index])
-            self._started[index], tokens = self._start(index)
+            if spare is not None:
+                self._bind(spare[0])
+            self._started[index], tokens = spare or self._start(self.names[index])
             self._succession.started_again(index, tokens, poison)
         except Exception as error:
             self._succession.failed(error)

@@ -1,11 +1,12 @@
 """The bound on what the engine waits for: what makes no progress stops it, and says where.
 
 Runs on the events thread only. An iteration has the bound itself, and so has one on vLLM's own
-path. Any other call of the workers may take as long as they live and answer: nobody knows how long
+path; while a sampler is replaced, the clock stands still. Any other call of the workers may take as long as they live and answer: nobody knows how long
 a user's own method takes. While something is late, the workers are asked over and over whether they
 still answer: as long as one does not, the engine is stalled, and ``/health`` says so.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,8 +21,44 @@ LATE_SECONDS = 10.0
 LONGEST_SLEEP = 5.0
 
 
+class StallClock:
+    """Monotonic seconds, less those in which it stood still. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
+        self._stood = 0.0
+        self._still: dict[str, float] = {}
+        """Who has stopped it, and until when at the latest."""
+        self._looked = time.monotonic()
+
+    def now(self) -> float:
+        """The time on this clock."""
+        with self._lock:
+            return self._look() - self._stood
+
+    def stop(self, name: str, seconds: float) -> None:
+        """It stands still until ``name`` lets it go on, or for ``seconds`` since it first said so."""
+        with self._lock:
+            now = self._look()
+            self._still.setdefault(name, now + seconds)
+
+    def go_on(self, name: str) -> None:
+        with self._lock:
+            self._look()
+            self._still.pop(name, None)
+
+    def _look(self) -> float:
+        """Count what has passed since the last look; returns the monotonic time."""
+        before, self._looked = self._looked, time.monotonic()
+        until = max(self._still.values(), default=before)
+        self._stood += max(0.0, min(until, self._looked) - before)
+        self._still = {name: end for name, end in self._still.items() if end > self._looked}
+        return self._looked
+
+
 class StallWatch:
-    """Looks at the oldest iteration and the oldest call; ``timeout`` seconds are the bound.
+    """Looks at the oldest iteration and the oldest call; ``timeout`` seconds of ``clock``, by which
+    they count, are the bound.
 
     ``ask`` asks all ``workers`` what they do; :meth:`heard` takes the answers. ``show`` is told
     whether one that should answer does not.
@@ -33,6 +70,7 @@ class StallWatch:
         calls: Calls,
         workers: Sequence[str],
         ask: Callable[[], None],
+        clock: StallClock,
         timeout: float,
         fail: Callable[[BaseException], None],
         show: Callable[[bool], None],
@@ -41,6 +79,7 @@ class StallWatch:
         self._calls = calls
         self._workers = workers
         self._ask = ask
+        self._clock = clock
         self._timeout = timeout
         self._fail = fail
         self._show = show
@@ -61,10 +100,11 @@ class StallWatch:
         waiting = [w for w in (self._iterations.oldest(), self._calls.oldest()) if w is not None]
         oldest = min(waiting, key=lambda wait: wait.began, default=None)
         now = time.monotonic()
-        left = LONGEST_SLEEP if oldest is None else oldest.began + self._timeout - now
+        waited = 0.0 if oldest is None else self._clock.now() - oldest.began
+        left = LONGEST_SLEEP if oldest is None else self._timeout - waited
         if oldest is None or left > 0:
             self._answers_until = None
-            late = oldest is not None and now - oldest.began > LATE_SECONDS
+            late = waited > LATE_SECONDS
             return max(0.05, min(left, self._probe(late, now)))
         if self._answers_until is None:
             self._probed = None
@@ -76,7 +116,7 @@ class StallWatch:
             return min(LONGEST_SLEEP, self._answers_until - now)
         if oldest.may_be_long and not silent:
             # All live: look again when the bound has passed once more.
-            oldest.began, self._answers_until = now, None
+            oldest.began, self._answers_until = self._clock.now(), None
             return LONGEST_SLEEP
         doing = "; ".join(
             f"{worker} {self._answers.get(worker, 'does not answer')}" for worker in self._workers

@@ -122,6 +122,10 @@ class SamplerBoot:
     """Where the sampler takes the place of one that died: what that one knew and owed."""
 
 
+SPARE = "spare"
+"""Name of a sampler process that has no place yet."""
+
+
 def sampler_name(index: int) -> str:
     """How channels and logs name a sampler."""
     return f"sampler{index}"

@@ -28,6 +28,16 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
+class Warm:
+    """A spare sampler has compiled, and could take a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replacing:
+    """Of a sampler that has died: its successor starts. Said by its host."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trying:
     """A sampler that has taken another's place adds or draws one request alone. If it dies of it,
     or hangs, the engine knows of which."""

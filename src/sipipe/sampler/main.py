@@ -23,6 +23,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -35,9 +36,9 @@ from sipipe.ipc.gather import GatherSender
 from sipipe.ipc.parent import Parent
 from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.ipc.ring.logits import LogitsReader, ReceivedLogits
-from sipipe.messages.boots import SamplerBoot, sampler_name
+from sipipe.messages.boots import SPARE, SamplerBoot, sampler_name
 from sipipe.messages.header import Kind, decode_header
-from sipipe.messages.replies import Ready, Trying
+from sipipe.messages.replies import Ready, Trying, Warm
 from sipipe.messages.step import (
     Added,
     Grammar,
@@ -251,11 +252,25 @@ class Sampler:
         return self._entry if self._entry.iteration == iteration else None
 
 
-def main(parent: Parent, tokens: str, dtype: str) -> int:
+def show(name: str) -> None:
+    """As what `ps` and `top` show this process; as in vLLM, the whole only where a library is."""
+    with suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(name)
+    with suppress(ImportError):
+        from setproctitle import setproctitle
+
+        setproctitle(f"sipipe.sampler {name}")
+
+
+def main(parent: Parent, tokens: str, dtype: str, name: str) -> int:
     """Be a sampler; the arguments are those of :mod:`sipipe.sampler.__main__`."""
     sender = GatherSender(socket.socket(fileno=int(tokens)))
+    show(name)
     warm_up([dtype])
+    if name == SPARE:
+        parent.say(Warm())
     boot: SamplerBoot = parent.receive()
+    show(sampler_name(boot.index))
     sampler = None
     try:
         sampler = Sampler(boot, sender, parent.say)
