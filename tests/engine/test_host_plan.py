@@ -183,7 +183,7 @@ def test_a_refusal_is_believed_the_second_time(monkeypatch, refusals):
     wait, left = Connection.wait_for_peer, [None] * refusals
 
     def waits(self, timeout):
-        if self._who == "the head" and left:
+        if self.who == "the head" and left:
             left.pop()
             self.refused = True
             return False

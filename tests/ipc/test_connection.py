@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
+import re
 import socket
 import threading
 
+import numpy as np
 import pytest
 from tests.ipc.link.conftest import free_port
 
 from sipipe.errors import ConfigError
-from sipipe.ipc.connection import Connection, resolve
+from sipipe.ipc.connection import Connection
+from sipipe.ipc.frames import FRAME
 from sipipe.ipc.link.errors import PeerDiedError, TransferMismatchError
 from sipipe.ipc.secret import key_pairs, read_secret
+from sipipe.ipc.tcp import resolve
 
 BOUND = 30.0
 HERE = "127.0.0.1"
@@ -28,9 +34,9 @@ def secret(monkeypatch):
 def open_end():
     opened = []
 
-    def open_end(port: int, *, listens: bool, token: str = "") -> Connection:
+    def open_end(port: int, *, listens: bool, **more) -> Connection:
         who = "the connecting end" if listens else "the listening end"
-        opened.append(Connection(HERE, port, listens=listens, who=who, token=token))
+        opened.append(Connection(HERE, port, listens=listens, who=who, **more))
         return opened[-1]
 
     yield open_end
@@ -82,6 +88,21 @@ def test_parts_that_go_where_they_belong(ends):
         listening.receive(BOUND, lambda head: [view[:3]])
 
 
+@pytest.mark.parametrize("size", [FRAME - 1, FRAME, FRAME + 1, 3 * FRAME])
+def test_parts_of_any_size(ends, size):
+    listening, connecting = ends
+    sent = np.random.default_rng(0).bytes(size)
+    connecting.send(sent, b"", np.frombuffer(sent, np.uint8).data)
+    assert listening.receive(BOUND) == [sent, b"", sent]
+    room = bytearray(size)
+    connecting.send(b"head", sent, b"more")
+    assert listening.receive(BOUND, lambda head: [memoryview(room)]) == [b"head", b"more"]
+    assert room == sent
+    connecting.send(b"head", sent + b"x" * FRAME)
+    with pytest.raises(TransferMismatchError):
+        listening.receive(BOUND, lambda head: [memoryview(room)])
+
+
 def test_nothing_comes_in_time(ends):
     assert ends[0].receive(0.01) is None
 
@@ -124,6 +145,106 @@ def test_another_secret_is_refused_and_a_stranger_is_no_hindrance(open_end, monk
     right.close()
     with pytest.raises(PeerDiedError):
         listening.receive(BOUND)
+
+
+def knock(port: int, times: int, says: bytes = b"") -> None:
+    """Connect and go."""
+    for _ in range(times):
+        with socket.socket() as stranger:
+            stranger.setblocking(False)
+            with contextlib.suppress(OSError):
+                stranger.connect((HERE, port))
+            if says:
+                with contextlib.suppress(OSError):
+                    stranger.send(says)
+
+
+STRANGERS = pytest.mark.parametrize(
+    "times", [1500, pytest.param(20_000, marks=pytest.mark.slow)], ids=str
+)
+
+
+@STRANGERS
+@pytest.mark.parametrize("says", [b"", bytes(range(64))], ids=["nothing", "bytes"])
+@pytest.mark.parametrize("token", ["", "a token"], ids=["encrypted", "not encrypted"])
+def test_strangers_hinder_nobody(open_end, times, says, token):
+    """At a port that nobody looks at, before and after the peer comes."""
+    port = free_port()
+    listening = open_end(port, listens=True, token=token)
+    slow = socket.create_connection((HERE, port))
+    slow.send(b"\xff")
+    with slow:
+        knock(port, times, says)
+        connecting = open_end(port, listens=False, token=token)
+        assert connecting.wait_for_peer(BOUND)
+        knock(port, times, says)
+        connecting.send(b"in")
+        assert listening.receive(BOUND) == [b"in"]
+        listening.send(b"out")
+        assert connecting.receive(BOUND) == [b"out"]
+
+
+def test_once_the_peer_is_in_nobody_else_gets_to_the_port(ends):
+    port = ends[0]._listener.getsockname()[1]
+    with pytest.raises(TimeoutError):
+        socket.create_connection((HERE, port), timeout=1.0)
+
+
+@pytest.mark.parametrize("token", ["", "a token"], ids=["encrypted", "not encrypted"])
+def test_no_more_than_a_frame_of_a_stranger_is_stored(open_end, token):
+    port = free_port()
+    open_end(port, listens=True, token=token)
+    mechanism = b"PLAIN" if token else b"CURVE"
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+    sent, block = 0, bytes(1 << 20)
+    with socket.create_connection((HERE, port), timeout=BOUND) as stranger:
+        stranger.sendall(greeting)
+        assert stranger.recv(64)
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(b"\x06" + (1 << 40).to_bytes(8, "big"))  # a command of a terabyte
+            while sent < 64:
+                stranger.sendall(block)
+                sent += 1
+    assert sent < 32
+
+
+def test_a_connection_that_was_lost_is_not_made_again(open_end):
+    """Else an end that is about to close would be taken for the one that is awaited."""
+    port = free_port()
+    first, old = open_end(port, listens=True), open_end(port, listens=False)
+    assert first.wait_for_peer(BOUND)
+    assert old.wait_for_peer(BOUND)
+    first.close()
+    second = open_end(port, listens=True)
+    assert not second.wait_for_peer(1.0)
+    new = open_end(port, listens=False)
+    assert second.wait_for_peer(BOUND)
+    new.send(b"new")
+    assert second.receive(BOUND) == [b"new"]
+
+
+@pytest.mark.parametrize("token", ["", "a token"], ids=["encrypted", "not encrypted"])
+@pytest.mark.parametrize("leaves", ["listening", "connecting"])
+def test_a_lost_peer_is_told_to_an_end_that_asks_for_nothing(open_end, leaves, token):
+    told = queue.SimpleQueue()
+    port = free_port()
+    ends = [open_end(port, listens=x, token=token, lost=told.put) for x in (True, False)]
+    assert all(end.wait_for_peer(BOUND) for end in ends)
+    ends[leaves == "connecting"].close()
+    who = f"the {leaves} end died or cannot be reached"
+    assert re.match(rf"{who} \(it (closed|reset) the connection\);", str(told.get(timeout=BOUND)))
+
+
+def test_an_end_that_is_refused_says_so(open_end, monkeypatch):
+    told = queue.SimpleQueue()
+    port = free_port()
+    open_end(port, listens=True)
+    monkeypatch.setenv("SIPIPE_SECRET", "another secret of the tests")
+    wrong = open_end(port, listens=False, lost=told.put)
+    wrong.send(b"out")
+    assert "(it refused the handshake 3 times)" in str(told.get(timeout=BOUND))
+    with pytest.raises(PeerDiedError):
+        wrong.receive(BOUND)
 
 
 @pytest.mark.parametrize("token", ["", "a token"])
@@ -180,6 +301,11 @@ def test_where_the_secret_comes_from(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"SIPIPE_SECRET_FILE: .*secret cannot be read"):
         read_secret()
     path.write_text("a secret in a file\n")
+    for mode in (0o640, 0o604):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=f"others can read {path}: chmod 600 {path}$"):
+            read_secret()
+    path.chmod(0o600)
     assert read_secret() == b"a secret in a file"
 
 

@@ -41,8 +41,9 @@ from sipipe.engine.setup import Setup, assign_devices
 from sipipe.engine.stall import LONGEST_SLEEP
 from sipipe.engine.telemetry import Figures
 from sipipe.errors import ConfigError, StallError
-from sipipe.ipc.connection import OTHER_PORT, Connection, check_port, resolve
+from sipipe.ipc.connection import Connection
 from sipipe.ipc.link.errors import PeerDiedError
+from sipipe.ipc.tcp import OTHER_PORT, check_port, resolve
 from sipipe.messages import hosts as say
 
 FIGURES_SECONDS = 0.5

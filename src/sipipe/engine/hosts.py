@@ -15,8 +15,8 @@ from vllm import envs
 from sipipe._version import __version__
 from sipipe.config import HostSettings
 from sipipe.errors import ConfigError
-from sipipe.ipc.connection import OTHER_PORT, check_port, resolve
 from sipipe.ipc.secret import read_secret
+from sipipe.ipc.tcp import OTHER_PORT, check_port, resolve
 
 if TYPE_CHECKING:
     from sipipe.engine.setup import Setup

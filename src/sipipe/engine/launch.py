@@ -27,7 +27,7 @@ from sipipe.engine.layers.choose import model_facts
 from sipipe.engine.ray_placement import place
 from sipipe.engine.setup import Setup
 from sipipe.errors import ConfigError, ResourceError
-from sipipe.ipc.connection import check_port
+from sipipe.ipc.tcp import check_port
 from sipipe.observe.recorder import check_directory
 
 MIDDLEWARE = "sipipe.engine.health.Health"

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sipipe.errors import ConfigError
-from sipipe.ipc.connection import check_port
 from sipipe.ipc.parent import end_with_parent_thread
 from sipipe.ipc.secret import SECRET
+from sipipe.ipc.tcp import check_port
 from sipipe.messages.boots import GRACE_SECONDS
 
 

@@ -31,9 +31,10 @@ from sipipe.engine.rpc import result_of
 from sipipe.engine.setup import Setup
 from sipipe.engine.telemetry import Telemetry
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
-from sipipe.ipc.connection import Connection, resolve
+from sipipe.ipc.connection import Connection
 from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.ipc.ring.logits import LogitsEndpoint
+from sipipe.ipc.tcp import resolve
 from sipipe.messages import hosts as say
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.step import Snapshot
@@ -107,7 +108,7 @@ class RemoteHost:
 
         Raises: see :func:`meet`.
         """
-        setup, connection = self._setup, self._connection
+        setup, connection, warned = self._setup, self._connection, False
         while not connection.wait_for_peer(max(0.0, deadline - time.monotonic())):
             if time.monotonic() > deadline:
                 raise StallError(
@@ -116,6 +117,9 @@ class RemoteHost:
                 )
             if connection.refused:
                 connection.refused = False
+                if warned:
+                    continue
+                warned = True  # once, however often somebody comes
                 logger.warning("Somebody with another secret, or none, came for %s", self)
         while (answer := connection.receive(HELLO_SECONDS)) == [say.CLOCK]:
             connection.send(say.CLOCK, str(time.time_ns()).encode())
@@ -123,6 +127,7 @@ class RemoteHost:
             raise StallError(f"{self} came and said nothing; look at its own log")
         hello: say.Hello = pickle.loads(answer[1])
         self.address = hello.address
+        connection.who = str(self)
         if different := difference(agreed(setup), hello.agreed):
             error = f"host {self.node} ({hello.address}) does not fit: {different}"
             self._said = True
@@ -225,10 +230,9 @@ class RemoteHost:
         try:
             while not self._ending and (message := self._connection.receive(None)):
                 self._take(*message)
-        except PeerDiedError:
+        except PeerDiedError as error:
             if not self._ending:
-                error = f"{self} died or cannot be reached; its own log says more; the engine stops"
-                self._events.failed(WorkerDiedError(error))
+                self._events.failed(WorkerDiedError(f"{error}; the engine stops"))
         except Exception as error:
             self._events.failed(error)
 

@@ -2,13 +2,21 @@
 told otherwise, encrypted.
 
 Who runs here
-    One thread at a time receives; any thread sends, interrupts or closes. ZeroMQ's own thread
-    does the network, so that sending never waits and what comes lies ready in memory.
+    One thread at a time receives; any thread sends, interrupts or closes. A thread of each
+    connection takes in what ZeroMQ says of it: it makes the attempts to connect, and sees the
+    peer come and go. ZeroMQ's own thread does the network, so that sending never waits and what
+    comes lies ready in memory; it also sends and awaits heartbeats, and waits for no thread of
+    Python's.
 Guarantees
     The peer has the same secret (:mod:`sipipe.ipc.secret`), or this connection's own ``token``, or
-    nothing is exchanged. Messages arrive whole and in order. A peer that ends, is stopped, or cannot be reached any more is
-    noticed within ``TIMEOUT_MS`` and a second, also by a process that only waits, and after all
-    that it sent has been received. A connection that was lost is not made again.
+    nothing is exchanged. Messages arrive whole and in order, after what was sent before them. A
+    peer that ends, is stopped, or cannot be reached any more is noticed, also by a process that
+    waits for something else: at once if its process ended, after ``NETWORK_MS`` and a second if the
+    network is gone (which the kernel sees, however busy the processes are), after ``SILENCE_MS``
+    and a second if its process is stopped; what it sent has been received by then.
+    One peer is met, once: a connection that was lost is not made again, and whoever else comes to
+    the port is heard by nobody, not by ZeroMQ either (:func:`.tcp.deafen`). Before that a stranger
+    has ``HANDSHAKE_MS``, and no more than a frame of his is stored.
 Relies on
     ZeroMQ sockets may be used by several threads that take turns: ``_turn`` is held around every
     call. The descriptor of such a socket wakes once for news, and a send may take the news in:
@@ -18,7 +26,9 @@ Relies on
 
 Rejected: a ROUTER for all hosts on one port (its events name no peer, so that a lost one would
 have to be found by asking all); a second socket for sending (two connections to one peer may die
-one after the other).
+one after the other); closing the listener once the peer is in (ZeroMQ closes what came by it);
+a limit as large as the largest message (it holds for strangers too: large parts travel as frames,
+:mod:`.frames`).
 """
 
 import os
@@ -26,23 +36,28 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from sipipe.errors import ConfigError
+from sipipe.ipc import frames
+from sipipe.ipc.frames import Place
 from sipipe.ipc.link.errors import PeerDiedError, TransferMismatchError
 from sipipe.ipc.secret import key_pairs, read_secret
+from sipipe.ipc.tcp import deafen, listen, what_was_seen
 
-OTHER_PORT = (
-    "choose another --master-port, or an address of this host (--master-addr on the head, "
-    "VLLM_HOST_IP on others)"
-)
-HEARTBEAT_MS, TIMEOUT_MS = 1000, 3000
+HEARTBEAT_MS, SILENCE_MS = 1000, 10_000
+NETWORK_MS = 4000
+"""For which nothing that was sent is acknowledged by the peer's kernel."""
+HANDSHAKE_MS = 3000
 _LINGER_MS = 1000
+_RETRY_SECONDS = 0.2
+_REFUSALS = 3
+"""Once may be a peer that is just ending."""
+_NEVER_MS = 24 * 3600 * 1000
 _USER = "sipipe"
 _REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -50,38 +65,8 @@ _REFUSED = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
-_EVENTS = _OPENED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
-
-Place = Callable[[bytes], Sequence[memoryview]]
-"""Where the parts behind a message's first one go, each with its exact size."""
-
-
-def resolve(host: str, option: str) -> str:
-    """The address of ``host``. Raises ConfigError, which names ``option``."""
-    try:
-        # wait: the resolver's (30 s on most systems); its answer
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigError(f"{option} {host}: no such host ({error.strerror})") from None
-
-
-def check_port(address: str, port: int, mend: str) -> None:
-    """Refuse a port of this host that cannot be listened on; ``address`` "" stands for any.
-
-    Raises:
-        ConfigError: it is taken, or the address is not this host's; ``mend`` says what to do.
-    """
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            raise _unusable(address, port, error.errno, mend) from None
-
-
-def _unusable(address: str, port: int, errno: int | None, mend: str) -> ConfigError:
-    where, why = f"port {port}{' of ' if address else ''}{address}", os.strerror(errno or 0)
-    return ConfigError(f"{where} cannot be listened on ({why}): {mend}")
+_FAILED = _REFUSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
+_EVENTS = _OPENED | _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED
 
 
 def _curve(listens: bool) -> dict[int, int | bytes]:
@@ -112,62 +97,74 @@ class Connection:
         token: instead of the secret, and of encryption: a word that the ends know by an encrypted
             connection, and that lets one peer in. It is readable in the network, too late for
             others: the peer that it belongs to is in by then.
+        lost: told by the connection's thread, once, when the peer that was met is gone.
 
     Raises:
         ConfigError: no secret; an address that is not this host's; a port that is taken.
     """
 
     def __init__(
-        self, address: str, port: int, *, listens: bool, who: str, token: str = ""
+        self,
+        address: str,
+        port: int,
+        *,
+        listens: bool,
+        who: str,
+        token: str = "",
+        lost: Callable[[PeerDiedError], None] = lambda _: None,
     ) -> None:
-        self._who = who
-        # wait: held for moments; nobody waits under it but `close`, for a second
-        self._turn = threading.Lock()
-        # Descriptors until the peer is met. ZeroMQ does not say which one it came by: a stranger
-        # who was there too is thrown out within the handshake's bound, and then it is the last.
-        self._open: set[int] = set()
-        self._met = False
+        self.who = who
+        """The peer, for messages."""
         self.refused = False
         """Whether somebody without the secret was there, or we were not let in."""
-        self._gone = self._closed = False
-        self._context = zmq.Context()
-        self._door: ThreadAuthenticator | None = None
-        self._socket = self._context.socket(zmq.PAIR)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lost = lost
+        self._seen = ""
+        self._met = self._gone = self._closed = False
+        self._early: list[list[bytes]] = []
+        """What the connecting end sends before the peer is met."""
+        # The kernel's view of the connection, which ZeroMQ closes before it says so. It does not say
+        # either by which one the peer came: a stranger who was there too is thrown out within the
+        # handshake's bound, and then it is the last.
+        self._peers: dict[int, socket.socket] = {}
+        # wait: held for moments; nobody waits under it
+        self._turn = threading.Lock()
         options: dict[int, int | bytes] = {
             zmq.IPV6: ":" in address,
-            zmq.SNDHWM: 0,
-            zmq.RCVHWM: 0,
             zmq.LINGER: _LINGER_MS,
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
-            zmq.HEARTBEAT_TIMEOUT: TIMEOUT_MS,
-            zmq.HEARTBEAT_TTL: TIMEOUT_MS,
-            zmq.CONNECT_TIMEOUT: TIMEOUT_MS,
-            zmq.HANDSHAKE_IVL: TIMEOUT_MS,
+            zmq.HEARTBEAT_TIMEOUT: SILENCE_MS,
+            zmq.HEARTBEAT_TTL: SILENCE_MS,
+            zmq.TCP_MAXRT: NETWORK_MS,
+            zmq.CONNECT_TIMEOUT: HANDSHAKE_MS,
+            zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+            zmq.RECONNECT_IVL: _NEVER_MS,
+            zmq.MAXMSGSIZE: frames.MOST_BYTES,
         }
-        options |= _plain(token, listens) if token else _curve(listens)
+        self._options = options | (_plain(token, listens) if token else _curve(listens))
+        self._where = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+        self._listener = listen(address, port) if listens else None
+        self._context = zmq.Context()
+        # Of the monitor too: with a full queue ZeroMQ's thread would wait for room in it.
+        self._context.setsockopt(zmq.SNDHWM, 0)
+        self._context.setsockopt(zmq.RCVHWM, 0)
+        self._door: ThreadAuthenticator | None = None
         if token and listens:
             self._door = ThreadAuthenticator(self._context)
             self._door.start()
             self._door.configure_plain("*", {_USER: token})
-        for option, value in options.items():
-            self._socket.setsockopt(option, value)
-        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
-        for descriptor in (self._socket.FD, self._monitor.FD, self._wake):
-            self._poll.register(descriptor, select.POLLIN)
-        where = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-        try:
-            (self._socket.bind if listens else self._socket.connect)(where)
-        except zmq.ZMQError as error:
-            self.close()
-            raise _unusable(address, port, error.errno, OTHER_PORT) from None
+        self._poll.register(self._wake, select.POLLIN)
+        self._closing = threading.Event()
+        self._attempts = 0
+        self._open()
+        self._thread = threading.Thread(target=self._watch, name="SiPipeConnection", daemon=True)
+        self._thread.start()
 
     def wait_for_peer(self, timeout: float) -> bool:
         """Whether the peer was there within ``timeout`` seconds, or :attr:`refused` meanwhile."""
         deadline = time.monotonic() + timeout
         while True:
-            self._look()
             left = deadline - time.monotonic()
             if self._met or self.refused or left <= 0:
                 return self._met
@@ -182,12 +179,12 @@ class Connection:
         with self._turn:
             if self._closed or self._gone:
                 raise self.died()
-            try:
-                self._socket.send_multipart(parts, zmq.NOBLOCK)
-            except zmq.ZMQError:
-                raise self.died() from None
-            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                os.eventfd_write(self._wake, 1)
+            if self._met:
+                self._give(parts)
+            elif self._listener is None:
+                self._early.append([bytes(part) for part in parts])
+            else:
+                raise self.died()
 
     def receive(self, timeout: float | None, place: Place | None = None) -> list[bytes] | None:
         """The parts of the next message, or None when ``timeout`` seconds passed, if it is one.
@@ -205,10 +202,14 @@ class Connection:
                 if self._closed:
                     raise self.died()
                 with suppress(zmq.Again):
-                    return self._take(place)
+                    parts = frames.receive(self._socket, place)
+                    if parts is None:
+                        raise TransferMismatchError(
+                            f"{self.who} sent another size than it announced"
+                        )
+                    return parts
             if gone:
                 raise self.died()
-            self._look()
             left = None if deadline is None else deadline - time.monotonic()
             if not self._gone:
                 if left is not None and left <= 0:
@@ -217,7 +218,8 @@ class Connection:
 
     def died(self) -> PeerDiedError:
         """What to raise when the peer is gone without a goodbye."""
-        return PeerDiedError(f"{self._who} died or cannot be reached; its own log says more")
+        seen = f" ({self._seen})" if self._seen else ""
+        return PeerDiedError(f"{self.who} died or cannot be reached{seen}; its own log says more")
 
     def interrupt(self, goodbye: bytes = b"") -> None:
         """Send ``goodbye``, if there is one, and end a ``receive`` that waits."""
@@ -225,8 +227,7 @@ class Connection:
             with suppress(PeerDiedError):
                 self.send(goodbye)
         self._gone = True
-        with suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        self._rouse()
 
     def close(self) -> None:
         """What was sent goes out, within a second. Idempotent; nobody receives any more."""
@@ -234,53 +235,137 @@ class Connection:
             if self._closed:
                 return
             self._closed = self._gone = True
-            self._look()
-            if self._met and not self._open:  # nobody is there to take what was sent
-                self._socket.setsockopt(zmq.LINGER, 0)
+            self._closing.set()
             self._socket.disable_monitor()
-            self._monitor.close()
-            self._socket.close()
-            if self._door is not None:
-                self._door.stop()
-            self._context.term()  # wait: 1 s (`_LINGER_MS`); what was sent has gone out
-            os.close(self._wake)
+        self._thread.join()  # wait: none; it hears that its monitor has stopped
+        for peer in self._peers.values():
+            peer.close()
+        if not self._met or self._seen:  # nobody is there to take what was sent
+            self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._door is not None:
+            self._door.stop()
+        self._context.term()  # wait: 1 s (`_LINGER_MS`); what was sent has gone out
+        os.close(self._wake)
 
     # ---- the receiving thread -------------------------------------------------------------------
 
-    def _take(self, place: Place | None) -> list[bytes]:
-        parts = [self._socket.recv(zmq.NOBLOCK)]
-        targets = place(parts[0]) if place is not None else []
-        came: list[int] = []
-        while self._socket.getsockopt(zmq.RCVMORE):
-            if len(came) < len(targets):
-                # wait: none: messages come whole
-                came.append(self._socket.recv_into(targets[len(came)]))
-            else:
-                parts.append(self._socket.recv())  # wait: none: messages come whole
-        if came != [len(target) for target in targets]:
-            raise TransferMismatchError(f"{self._who} sent another size than it announced")
-        return parts
-
-    def _look(self) -> None:
-        """Take in what ZeroMQ says of the connection."""
-        with suppress(zmq.Again):
-            while True:
-                news = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-                event = news["event"]
-                if event & _OPENED and not self._met:
-                    self._open.add(news["value"])
-                elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._met = True
-                elif event & _REFUSED and not self._met:
-                    self.refused = True
-                elif event == zmq.EVENT_DISCONNECTED:
-                    self._open.discard(news["value"])
-                    self._gone = self._gone or (self._met and not self._open)
-
     def _sleep(self, seconds: float | None) -> None:
-        # wait: the caller's or none; news, the peer's death or silence (3 s, `TIMEOUT_MS`),
+        # wait: the caller's or none; news, the peer's death or silence (10 s, `SILENCE_MS`),
         # `interrupt`
         for descriptor, _ in self._poll.poll(None if seconds is None else seconds * 1e3):
             if descriptor == self._wake:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
+
+    # ---- whoever has its turn -------------------------------------------------------------------
+
+    def _give(self, parts: Sequence[bytes | memoryview]) -> None:
+        try:
+            frames.send(self._socket, parts)
+        except zmq.ZMQError:
+            raise self.died() from None
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._rouse()
+
+    def _rouse(self) -> None:
+        with suppress(OSError):  # closed
+            os.eventfd_write(self._wake, 1)
+
+    def _open(self) -> None:
+        """Bind, or begin an attempt to connect: ZeroMQ itself would make another one at any time."""
+        self._socket = self._context.socket(zmq.PAIR)
+        for option, value in self._options.items():
+            self._socket.setsockopt(option, value)
+        self._attempts += 1
+        self._monitor = self._socket.get_monitor_socket(_EVENTS, f"inproc://{self._attempts}")
+        if self._listener is None:
+            self._socket.connect(self._where)
+        else:
+            self._socket.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))
+            self._socket.bind(self._where)
+
+    # ---- the connection's thread ----------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Until this end is closed."""
+        opened: dict[int, float] = {}
+        """Descriptors until the peer is met, and since when."""
+        refusals = 0
+        for event, value in self._news():
+            if self._met:
+                if event == zmq.EVENT_DISCONNECTED and value in self._peers:
+                    with self._peers.pop(value) as peer:
+                        seen = what_was_seen(peer, HEARTBEAT_MS / 1e3)
+                    if not self._peers:
+                        self._bury(seen)
+            elif event & _OPENED:
+                opened[value] = time.monotonic()
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._meet(opened)
+            elif self._listener is not None:
+                opened.pop(value if event == zmq.EVENT_DISCONNECTED else -1, None)
+                if event & (_REFUSED ^ zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+                    self._refuse()
+            elif refusals < _REFUSALS:
+                now = time.monotonic()
+                quick = any(now - since < HANDSHAKE_MS / 1e3 for since in opened.values())
+                opened.clear()
+                if event & _REFUSED and quick:  # else it has not answered in time
+                    refusals += 1
+                    self._refuse()
+                if refusals == _REFUSALS:
+                    self._bury(f"it refused the handshake {refusals} times")
+                else:
+                    self._try_again()
+
+    def _news(self) -> Iterator[tuple[int, int]]:
+        while True:
+            # wait: none; what ZeroMQ says next, `close`
+            news = recv_monitor_message(self._monitor)
+            if news["event"] == zmq.EVENT_MONITOR_STOPPED:
+                self._monitor.close()
+                return
+            yield news["event"], news["value"]
+
+    def _refuse(self) -> None:
+        self.refused = True
+        self._rouse()
+
+    def _try_again(self) -> None:
+        # wait: 0.2 s (`_RETRY_SECONDS`); `close`
+        if self._closing.wait(_RETRY_SECONDS):
+            return
+        with self._turn:
+            if not self._closed:
+                self._socket.disable_monitor()
+                self._monitor.close()
+                self._socket.close(linger=0)
+                self._open()
+
+    def _meet(self, opened: Iterable[int]) -> None:
+        for descriptor in opened:
+            with suppress(OSError):  # closed already
+                self._peers[descriptor] = socket.socket(fileno=os.dup(descriptor))
+        if self._listener is not None:
+            deafen(self._listener)
+        with self._turn:
+            if not self._closed:
+                self._met = True
+                self._poll.register(self._socket.FD, select.POLLIN)
+                with suppress(PeerDiedError):  # it is told below
+                    for parts in self._early:
+                        self._give(parts)
+                self._early.clear()
+        self._rouse()
+        if not self._peers:
+            self._bury("it closed the connection")
+
+    def _bury(self, seen: str) -> None:
+        self._seen = seen
+        told, self._gone = self._gone, True
+        self._rouse()
+        if not told:
+            self._lost(self.died())

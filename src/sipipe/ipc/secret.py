@@ -39,14 +39,17 @@ def read_secret() -> bytes:
     """The secret of this process's environment.
 
     Raises:
-        ConfigError: there is none, it cannot be read, or it is too short.
+        ConfigError: there is none, it cannot be read, others can read it, or it is too short.
     """
     secret, path = os.environ.get(SECRET, "").encode(), os.environ.get(SECRET_FILE)
     if not secret and path:
         try:
-            secret = Path(path).read_bytes()
+            with Path(path).open("rb") as file:
+                mode, secret = os.fstat(file.fileno()).st_mode, file.read()
         except OSError as error:
             raise ConfigError(f"{SECRET_FILE}: {path} cannot be read ({error.strerror})") from None
+        if mode & 0o077:
+            raise ConfigError(f"{SECRET_FILE}: others can read {path}: chmod 600 {path}")
     secret = secret.strip()
     if not secret:
         raise ConfigError(

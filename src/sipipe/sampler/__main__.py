@@ -31,7 +31,7 @@ if __name__ == "__main__":
     # Before what takes a second to import: a snapshot that is longer than the pipe is read at once.
     parent = Parent(int(sys.argv[1]))
     if sys.argv[-1] == SPARE:
-        ahead = threading.Thread(target=load, args=sys.argv[3:5], daemon=True)
+        ahead = threading.Thread(target=load, args=sys.argv[3:4], daemon=True)
         ahead.start()
         ahead.join()  # wait: none, nobody waits for a spare; its end, SIGTERM
     from sipipe.sampler.main import main

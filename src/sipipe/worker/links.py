@@ -6,7 +6,7 @@ Who runs here: the thread that runs the device; whoever follows BIC-I opens and 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -44,16 +44,21 @@ class Links:
 
     @classmethod
     def open(
-        cls, place: StagePlace, links: Sequence[LinkEndpoint], sockets: list[socket.socket]
+        cls,
+        place: StagePlace,
+        links: Sequence[LinkEndpoint],
+        sockets: list[socket.socket],
+        fail: Callable[[Exception], None],
     ) -> Links:
-        """Open them; ``sockets`` of links within this host are taken from the front."""
+        """Open them; ``sockets`` of links within this host are taken from the front. ``fail`` is
+        told at once of one that is lost."""
         receiver, sender, cuts = None, None, False
         if not place.is_first:
             link = links[place.rank - place.tp_size]
-            receiver = open_receiver(link, None if link.port else sockets.pop(0))
+            receiver = open_receiver(link, None if link.port else sockets.pop(0), fail)
         if not place.is_last:
             link = links[place.rank]
-            sender = open_sender(link, None if link.port else sockets.pop(0))
+            sender = open_sender(link, None if link.port else sockets.pop(0), fail)
             cuts = bool(link.port) and place.tp_size > 1
         return cls(place, receiver, sender, cuts=cuts)
 

@@ -88,7 +88,8 @@ class StageLoop:
         shared out; by rank of the receiver. ``logits`` is None when the engine runs on vLLM's own
         path.
         """
-        self._links = Links.open(self._around.boot.place, links, self._sockets)
+        around = self._around
+        self._links = Links.open(around.boot.place, links, self._sockets, around.fail)
         if logits is None:
             self.stage = VllmStage(self._around, self._links)
             return

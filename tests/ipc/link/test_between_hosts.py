@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 
 import pytest
 
 BOUND = 60.0
-NOTICED = 10.0  # seconds; promised are 5, and the machine may be busy
+NOTICED = 30.0  # seconds; promised are 5, 11 of a process that is stopped
 
 PRELUDE = """
 import sys, torch
@@ -22,7 +23,7 @@ def end(call):
     try:
         call()
     except SiPipeError as error:
-        print(type(error).__name__, flush=True)
+        print(type(error).__name__, error, flush=True)
 """
 RECEIVES = """
 receiver = open_receiver(link, None)
@@ -75,12 +76,19 @@ def test_both_ends_notice_a_cable_that_is_cut(cluster, ends, how):
         cluster.hosts[0].cable("down")
     else:
         cluster.hosts[1].mute(True)
-    assert [noticed(end) for end in ends] == ["PeerDiedError", "PeerDiedError"]
+    for end in ends:
+        assert re.match(r"PeerDiedError .* \(it was silent for [0-9.]+ s[,)]", noticed(end))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_stage_that_is_killed_or_stopped(cluster, ends, number):
+@pytest.mark.parametrize(
+    ("number", "seen"),
+    [
+        (signal.SIGKILL, "(closed|reset) the connection"),
+        (signal.SIGSTOP, r"was silent for 1[0-9.]+ s, while its machine answered"),
+    ],
+)
+def test_a_stage_that_is_killed_or_stopped(cluster, ends, number, seen):
     (process,) = cluster.hosts[0].processes()
     process.send_signal(number)
-    assert noticed(ends[1]) == "PeerDiedError"
+    assert re.match(rf"PeerDiedError .* \(it {seen}\);", noticed(ends[1]))

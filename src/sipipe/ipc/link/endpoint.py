@@ -6,25 +6,32 @@ from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving, CudaIpcSending
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
 from sipipe.ipc.link.shm import ShmReceiving, ShmSending
-from sipipe.ipc.link.zeromq import ZeromqReceiving, ZeromqSending
+from sipipe.ipc.link.zeromq import Lost, ZeromqReceiving, ZeromqSending
 from sipipe.messages.link import LinkEndpoint
 
 
-def open_sender(endpoint: LinkEndpoint, sock: socket.socket | None) -> Sender:
+def open_sender(
+    endpoint: LinkEndpoint, sock: socket.socket | None, lost: Lost = lambda _: None
+) -> Sender:
     """The sending end, in the process of the earlier stage; does not wait for the other.
 
-    ``sock``: one of a connected pair of Unix packet sockets; from now on the sender's. None for a
-    link between hosts.
+    Args:
+        endpoint: the link.
+        sock: one of a connected pair of Unix packet sockets; from now on the sender's. None for a
+            link between hosts.
+        lost: told when the other host's stage is gone; of one of this host the engine hears itself.
     """
     if sock is None:
-        return Sender(endpoint, ZeromqSending(endpoint))
+        return Sender(endpoint, ZeromqSending(endpoint, lost))
     transport = ShmSending if endpoint.kind == "shm" else CudaIpcSending
     return Sender(endpoint, transport(endpoint, sock))
 
 
-def open_receiver(endpoint: LinkEndpoint, sock: socket.socket | None) -> Receiver:
+def open_receiver(
+    endpoint: LinkEndpoint, sock: socket.socket | None, lost: Lost = lambda _: None
+) -> Receiver:
     """The receiving end, in the process of the later stage; see :func:`open_sender`."""
     if sock is None:
-        return Receiver(endpoint, ZeromqReceiving(endpoint))
+        return Receiver(endpoint, ZeromqReceiving(endpoint, lost))
     transport = ShmReceiving if endpoint.kind == "shm" else CudaIpcReceiving
     return Receiver(endpoint, transport(endpoint, sock))

@@ -11,13 +11,16 @@ twice the CPU time); receiving in a thread of ours (a wake-up more on the critic
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 
-from sipipe.ipc.connection import Connection, Place
+from sipipe.ipc.connection import Connection
+from sipipe.ipc.frames import Place
 from sipipe.ipc.link.buffers import Buffers, buffer_bytes
+from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.ipc.link.header import Header, Kind, pack, unpack
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.link.shm import Announcement, ShmReceiving, ShmSending, until_reached
@@ -44,13 +47,18 @@ class _Packets:
         """Nothing: the connection watches the peer."""
 
 
+Lost = Callable[[PeerDiedError], None]
+"""Told when the other stage is gone, by a thread of the connection: a stage that is idle asks for
+nothing."""
+
+
 class ZeromqSending(ShmSending):
     """The sender's end, which connects."""
 
-    def __init__(self, endpoint: LinkEndpoint) -> None:
+    def __init__(self, endpoint: LinkEndpoint, lost: Lost) -> None:
         self._endpoint = endpoint
         self._packet = bytearray(1 << 16)
-        self._connection: Any = _connect(endpoint, listens=False)
+        self._connection: Any = _connect(endpoint, lost, listens=False)
 
     def announce(self, schema: TensorSchema) -> None:
         size = buffer_bytes(schema, self._endpoint.buffer_tokens)
@@ -72,14 +80,14 @@ class ZeromqSending(ShmSending):
 class ZeromqReceiving(ShmReceiving):
     """The receiver's end, which listens."""
 
-    def __init__(self, endpoint: LinkEndpoint) -> None:
+    def __init__(self, endpoint: LinkEndpoint, lost: Lost) -> None:
         self._endpoint = endpoint
         self._packet = bytearray(1 << 16)
         self._view = memoryview(self._packet)
         self._buffers: Buffers | None = None
         self._size = 0  # bytes of a buffer, so far
         self._schemas: dict[int, TensorSchema] = {}
-        self._connection: Any = _connect(endpoint, listens=True, place=self._place)
+        self._connection: Any = _connect(endpoint, lost, listens=True, place=self._place)
 
     def _place(self, packet: bytes) -> list[memoryview]:
         header = unpack(memoryview(packet))
@@ -102,9 +110,16 @@ class ZeromqReceiving(ShmReceiving):
             self._buffers = Buffers(memory, size, self._endpoint.buffer_tokens)
 
 
-def _connect(endpoint: LinkEndpoint, *, listens: bool, place: Place | None = None) -> _Packets:
+def _connect(
+    endpoint: LinkEndpoint, lost: Lost, *, listens: bool, place: Place | None = None
+) -> _Packets:
     who = f"{endpoint.describe()}: the {'previous' if listens else 'next'} stage"
     connection = Connection(
-        endpoint.address, endpoint.port, listens=listens, who=who, token=endpoint.token
+        endpoint.address,
+        endpoint.port,
+        listens=listens,
+        who=who,
+        token=endpoint.token,
+        lost=lost,
     )
     return _Packets(connection, place)
