@@ -64,6 +64,7 @@ def run(newer: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-20_000:]
 
 
+@pytest.mark.timeout(1200)  # with the download
 def test_seams_and_an_engine_of_each_runner(newer):
     run(newer, *SEAMS, *ENGINES)
 

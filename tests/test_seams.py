@@ -201,7 +201,7 @@ ATTRIBUTES = {
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
         "pp_handler req_states sampler prompt_logprobs_worker intermediate_tensors max_num_reqs "
-        "max_num_tokens lora_config is_last_pp_rank device model vllm_config model_config "
+        "max_num_tokens lora_config is_first_pp_rank is_last_pp_rank device model vllm_config model_config "
         "input_buffers"
     ),
     "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index prefill_len",
