@@ -29,15 +29,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.calibration import calibrate
+from benchmarks.calibration_traces import check_loop, run_of
 from benchmarks.harness import report
 from sipipe.tools.make_model.checkpoint import make_model
-from sipipe.tools.planner.calibration import calibrate
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.hardware import Cluster, device, network
 from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.plan import OURS, Choice
 from sipipe.tools.planner.search import Search
-from sipipe.tools.planner.traces import check_loop, run_of
 from sipipe.tools.planner.workload import Workload
 from sipipe.tools.report.reader import Trace, read_trace
 

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 
 from sipipe.cli import main
-from sipipe.observe.format import Header
-from sipipe.observe.phases import Phase
-from sipipe.observe.recorder import open_recorder
 
 HOSTS = ("--gpu", "h100", "--hosts", "2", "--gpus-per-host", "8")
 
@@ -208,7 +205,6 @@ def test_model_directory_and_picture(capsys, tmp_path):
         (("llama-3.1-8b", "--gpu", "h100", "--assume", "efficiency.memory=0"), "above 0, not"),
         (("llama-3.1-8b", "--gpu", "h100", "--batch", "0"), "--batch"),
         (("llama-3.1-8b", "--gpu", "h100", "--gpu-memory-utilization", "2"), "--gpu-memory-util"),
-        (("llama-3.1-8b", "--gpu", "h100", "--calibrate", "/no/where"), "--calibrate"),
         (("/no/config.json", "--gpu", "h100"), "cannot read /no/config.json"),
     ],
 )
@@ -218,132 +214,3 @@ def test_a_mistake_gets_one_line(capsys, arguments, named):
     assert out == ""
     assert error.count("\n") == 1
     assert named in error
-
-
-def record_run(directory, *, p, batches, iterations=80):
-    """A trace such as SiPipe writes, of a machine on which everything is linear in the batch."""
-    milli = 1_000_000
-    processes = [("executor", 0), *(("stage", index) for index in range(p)), ("sampler", 0)]
-    for role, index in processes:
-        recorder = open_recorder(
-            str(directory), Header(role=role, index=index, stages=p, inflight=p + 1, run="one")
-        )
-        clock = 0
-        for iteration in range(iterations):
-            batch = batches[iteration % len(batches)]
-
-            def see(phase, milliseconds, batch=batch, iteration=iteration, recorder=recorder):
-                nonlocal clock
-                end = clock + int(milliseconds * milli)
-                recorder.record(phase, iteration, iteration % 3, clock, end, batch, batch)
-                clock = end
-
-            if role == "executor":
-                see(Phase.SCHEDULE, 0.2 + 0.004 * batch)
-                see(Phase.DISPATCH, 0.05)
-                see(Phase.GATHER, 9.0)
-                see(Phase.UPDATE, 0.1 + 0.002 * batch)
-            elif role == "sampler":
-                see(Phase.WAIT_LOGITS, 7.0)
-                see(Phase.SAMPLE, 0.05 + 0.07 * batch)
-            else:
-                see(Phase.WAIT_SCHEDULING, 1.0)
-                see(Phase.PREPARE, 0.2 + 0.003 * batch)
-                see(Phase.FORWARD, (4.0 + 0.02 * batch) / p)
-                see(Phase.SEND if index < p - 1 else Phase.HANDOVER, 0.1)
-                if index == p - 1:
-                    see(Phase.LOGITS, 1.0 + 0.05 * batch)
-        recorder.close()
-
-
-@pytest.fixture
-def bench(tmp_path):
-    """A model directory and the trace of a run of it."""
-    config = {
-        "num_hidden_layers": 8,
-        "vocab_size": 151_936,
-        "hidden_size": 512,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 1536,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    record_run(tmp_path / "trace", p=2, batches=(8, 16, 32))
-    return str(tmp_path), str(tmp_path / "trace")
-
-
-def test_calibration_reads_a_trace_and_reports_its_errors(capsys, bench):
-    model, trace = bench
-    common = (model, "--gpu", "cpu", "--gpus-per-host", "2", "--cores", "64", "--calibrate", trace)
-    status, out = plan(capsys, *common, "--input", "0", "--output", "50", "--json")
-    found = json.loads(out)
-    assert status == 0
-    fits = found["calibration"]["fits"]
-    assert {"forward", "logits", "sipipe: prepare", "sipipe: sample"} <= set(fits)
-    assert all(fit["median_error"] < 0.01 for fit in fits.values())
-    plain = found["greedy"]
-    best = next(row for row in plain["choices"] if row["engine"] == "sipipe")
-    assert (best["p"], best["t"]) == (2, 1)
-    assert best["batch"] / best["inflight"] <= 32 * 1.1 + 1
-    # traced with 4 and 4 layers, planned with SiPipe's 7 and 1; B sequences a microbatch:
-    # 7/4 of 2 + .01 B before, 1/4 of it + 1 + .05 B + .1 ms at the end
-    microbatch = -(-best["batch"] // best["inflight"])
-    slowest = max(3.5 + 0.0175 * microbatch, 1.6 + 0.0525 * microbatch) * 1e-3
-    assert best["period"] == pytest.approx(slowest, rel=0.05)
-    assert any("t = 2" in reject["reason"] for reject in plain["rejected"])
-
-
-def test_calibration_refuses_to_extrapolate_silently(capsys, bench):
-    model, trace = bench
-    common = (model, "--gpu", "cpu", "--gpus-per-host", "2", "--cores", "64", "--calibrate", trace)
-    status, out = plan(capsys, *common, "--batch", "900", "--input", "0")
-    assert status == 1
-    assert "not predicted" in out
-    status, out = plan(capsys, *common, "--batch", "900", "--input", "0", "--extrapolate")
-    assert status == 0
-    assert "* extrapolated: " in out
-
-
-def test_directories_without_a_trace(capsys, tmp_path):
-    (tmp_path / "note.txt").write_text("nothing")
-    arguments = ("llama-3.1-8b", "--gpu", "h100", "--calibrate", str(tmp_path))
-    assert main(["plan", *arguments]) == 2
-    assert "--calibrate: " in (error := capsys.readouterr().err)
-    assert "no trace files" in error
-
-
-def test_a_trace_of_another_model(capsys, bench, tmp_path):
-    """More stages than the model has layers; the trace does not name its model's sizes."""
-    model, _ = bench
-    record_run(tmp_path / "deep", p=9, batches=(8,), iterations=10)
-    arguments = (model, "--gpu", "cpu", "--calibrate", str(tmp_path / "deep"))
-    assert main(["plan", *arguments]) == 2
-    assert "is it a trace of this model?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "example",
-    [
-        {"stock": True, "inflight": 4},
-        {"stock": True, "inflight": 4, "sample": 0.5, "prepare": 4.0},
-        {"inflight": 5},
-        {"inflight": 4, "sample": 12.0},
-        {"inflight": 5, "stages": 2, "sample": 24.0},
-    ],
-)
-def test_a_simulated_pipeline_is_predicted_from_its_trace(capsys, bench, tmp_path, example):
-    """sipipe.trace makes timelines up event by event; the fitted loop must give their TPOT."""
-    from sipipe.tools.report.example import Example, write_example
-
-    model, _ = bench
-    spec = Example(iterations=1_200, prefill_every=100, **example)
-    write_example(tmp_path / "made-up", spec)
-    _, out = plan(
-        capsys,
-        *(model, "--gpu", "cpu", "--gpus-per-host", str(spec.stages), "--cores", "64"),
-        *("--calibrate", str(tmp_path / "made-up"), "--input", "0", "--json"),
-    )
-    (check,) = json.loads(out)["calibration"]["loop"]
-    assert check["batch"] == spec.batch
-    assert check["count"] > 100
-    assert abs(check["error"]) < 0.1

@@ -1,12 +1,11 @@
 """``sipipe plan``: rank pipeline and tensor degrees for a model, a cluster and a latency budget."""
 
 import argparse
-import dataclasses
 import difflib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sipipe.cli.parser import (
@@ -22,8 +21,7 @@ from sipipe.cli.parser import (
 from sipipe.cli.plan_tables import print_assumptions, print_tables
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
-from sipipe.tools.planner.calibration import Calibration
-from sipipe.tools.planner.costs import DatasheetCosts, datasheet_costs
+from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.hardware import (
     Assumed,
     Cluster,
@@ -35,7 +33,6 @@ from sipipe.tools.planner.hardware import (
 from sipipe.tools.planner.models import builtin_models, load_model
 from sipipe.tools.planner.report import plan_to_dict
 from sipipe.tools.planner.search import Search
-from sipipe.tools.planner.traces import LoopCheck, calibrate_from_traces
 from sipipe.tools.planner.workload import Workload
 
 EPILOG = """\
@@ -94,9 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     flag("--assumptions", action="store_true", help="list them with their ranges, and stop")
     stated = "one of them, such as engine.sipipe.transfer_us=250; may be repeated"
     flag("--assume", metavar="INPUT=VALUE", action="append", default=[], help=stated)
-    flag = parser.add_argument_group("calibration").add_argument
-    flag("--calibrate", metavar="DIR", action="append", help="fit to the trace of a run of MODEL")
-    flag("--extrapolate", action="store_true", help="predict outside the trace's range, marked")
     flag = parser.add_argument_group("output").add_argument
     flag("--json", action="store_true", help="everything as JSON instead of the table")
     flag("--details", action="store_true", help="also memory, communication and bubbles by kind")
@@ -116,18 +110,13 @@ def main(argv: Sequence[str]) -> int:
     given = _given(args.assume)
     cluster = _cluster(args, Assumed(given=given))
     workloads = [_workload(args, facts, sampling) for sampling in args.sampling]
-    calibration: Calibration | None = None
-    checks: list[LoopCheck] = []
-    if args.calibrate:
-        calibration, checks = calibrate_from_traces(args.calibrate, facts, cluster, workloads[0])
     plans = [
         Search(
-            costs=_costs(calibration, facts, cluster, workload, given),
+            costs=datasheet_costs(facts, cluster, workload, given),
             workload=workload,
             baseline=args.baseline,
             inflight=args.inflight,
             samplers=args.samplers,
-            extrapolate=args.extrapolate,
             cpu_sampling=args.cpu_sampling,
             given=given,
         ).plan()
@@ -135,26 +124,10 @@ def main(argv: Sequence[str]) -> int:
     ]
     if args.json:
         found: dict[str, Any] = {plan.workload.sampling: plan_to_dict(plan) for plan in plans}
-        if calibration is not None:
-            loop = [dataclasses.asdict(check) for check in checks]
-            found["calibration"] = {**calibration.to_dict(), "loop": loop}
         print(json.dumps(found, indent=2))
     else:
-        print_tables(plans, calibration, checks, details=args.details)
+        print_tables(plans, details=args.details)
     return 0 if all(plan.choices for plan in plans) else 1
-
-
-def _costs(
-    calibration: Calibration | None,
-    facts: ModelFacts,
-    cluster: Cluster,
-    workload: Workload,
-    given: Mapping[str, float],
-) -> DatasheetCosts:
-    sheet = datasheet_costs(facts, cluster, workload, given)
-    if calibration is None:
-        return sheet
-    return dataclasses.replace(calibration, sampling=sheet.sampling, efficiency=sheet.efficiency)
 
 
 def _kinds(text: str) -> tuple[str, ...]:

@@ -5,24 +5,15 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from sipipe.tools.planner.calibration import Calibration
 from sipipe.tools.planner.hardware import assumptions
 from sipipe.tools.planner.placement import kv_bytes_per_token
 from sipipe.tools.planner.plan import Choice, Plan
 from sipipe.tools.planner.report import notes, serve_commands
-from sipipe.tools.planner.traces import LoopCheck
 
-_NO_LOOP = "the traces hold no steady decoding to compare a whole prediction with"
 _KINDS = {"greedy": "greedy", "all": "top-k, top-p, min-p and penalties"}
 
 
-def print_tables(
-    plans: Sequence[Plan],
-    calibration: Calibration | None,
-    checks: Sequence[LoopCheck],
-    *,
-    details: bool,
-) -> None:
+def print_tables(plans: Sequence[Plan], *, details: bool) -> None:
     """For each plan, which differ in the sampling alone, the ranking, what was ruled out, which
     engine is fastest, and the commands that start it."""
     console = Console(highlight=False, markup=False)
@@ -44,18 +35,12 @@ def print_tables(
         f"{cluster.hosts} host(s) of {cluster.devices_per_host} x {cluster.device.name}, "
         f"{cluster.device.link.name}{between}"
     )
-    if calibration is not None:
-        console.print(_fit_table(calibration))
-        console.print(_loop_table(checks) if checks else _NO_LOOP)
     for plan in plans:
         _print_plan(console, plan, details=details)
-    for note in sorted({note for plan in plans for c in plan.choices for note in c.unmeasured}):
-        console.print(f"* {note}")
-    if calibration is None and any(plan.choices for plan in plans):
+    if any(plan.choices for plan in plans):
         console.print(
             "computed from data sheets and assumed inputs (--assumptions lists them): ranges are "
-            "between their ends; compare rows, and calibrate (--calibrate DIR) before relying on "
-            "a number"
+            "between their ends; compare rows, and measure (sipipe bench) before relying on a number"
         )
 
 
@@ -130,14 +115,14 @@ def _choice_table(plan: Plan, width: int) -> Table:
 
 
 def _cells(choice: Choice) -> list[str]:
-    (low, high), mark = choice.range, " *" if choice.unmeasured else ""
+    low, high = choice.range
     quickest, slowest = choice.quickest.delay * 1e3, choice.slowest.delay * 1e3
     return [
         *(choice.engine.key, str(choice.p), str(choice.t)),
         *(f"{choice.throughput:,.0f}", f"{low:,.0f}-{high:,.0f}"),
         *(f"{choice.tpot * 1e3:.1f}", f"{quickest:.1f}-{slowest:.1f}"),
         *(f"{choice.batch:,}", _kv_cell(choice), f"{choice.iteration.idle:.0%}"),
-        *(choice.vocabulary, f"{choice.iteration.limit}; {choice.capped_by}{mark}"),
+        *(choice.vocabulary, f"{choice.iteration.limit}; {choice.capped_by}"),
     ]
 
 
@@ -177,34 +162,3 @@ def print_assumptions() -> None:
         for name, (*numbers, source) in assumptions().items()
     ]
     Console(highlight=False, markup=False).print(_table(columns, rows, left=("input", "source")))
-
-
-def _loop_table(checks: Sequence[LoopCheck]) -> Table:
-    columns = ["engine", "p", "t", "in flight", "a microbatch", "measured ms", "predicted ms"]
-    rows = [
-        [
-            check.engine,
-            *(str(number) for number in (check.p, check.t, check.inflight, check.batch)),
-            f"{check.measured * 1e3:.2f}",
-            f"{check.predicted * 1e3:.2f}",
-            f"{check.error:+.0%}",
-        ]
-        for check in checks
-    ]
-    return _table([*columns, "error"], rows, left=("engine",), title="the traced runs themselves")
-
-
-def _fit_table(calibration: Calibration) -> Table:
-    columns = ["phase", "records", "mean ms", "median error", "90 % error", "batch seen"]
-    rows = [
-        [
-            fit.phase,
-            f"{fit.count:,}",
-            f"{fit.mean_seconds * 1e3:.3f}",
-            f"{fit.median_error:.0%}",
-            f"{fit.high_error:.0%}",
-            f"{fit.batch_range[0]:g}-{fit.batch_range[1]:g}",
-        ]
-        for fit in calibration.fits.values()
-    ]
-    return _table(columns, rows, left=("phase",), title="calibration")

@@ -5,16 +5,18 @@ import sys
 
 import numpy as np
 import pytest
-from tests.tools.planner.planned import make_plan
+from benchmarks.calibration import Observation, Run, calibrate, usual
+from benchmarks.calibration_traces import check_loop, run_of
 
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError, ResourceError
-from sipipe.tools.planner.calibration import Observation, Run, calibrate, usual
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.hardware import Cluster, device, engine, network
 from sipipe.tools.planner.pipeline import iterate
 from sipipe.tools.planner.placement import place
 from sipipe.tools.planner.workload import Workload
+from sipipe.tools.report.example import Example, write_example
+from sipipe.tools.report.reader import read_trace
 
 BENCH = facts_from_config(
     {
@@ -153,56 +155,6 @@ def test_a_model_that_does_not_describe_the_trace_shows_in_the_error():
     assert calibrate(SHEET, [Run(p=1, t=1, observations=seen)]).fits["forward"].high_error > 0.5
 
 
-def ranked(costs, batch, per_host=2, **more):
-    cluster = dataclasses.replace(CLUSTER, devices_per_host=per_host)
-    workload = Workload(input=40, output=10, fixed_batch=batch)
-    return make_plan(BENCH, cluster, workload, costs=costs, **more)
-
-
-def test_extrapolation_is_refused_and_marked_when_asked_for():
-    costs = calibrate(SHEET, [synthetic(2, (8, 16, 32))])
-    inside = ranked(costs, 60)
-    assert {(choice.p, choice.t) for choice in inside.choices} == {(2, 1)}
-    refused = {(reject.p, reject.t): reject.reason for reject in inside.rejected}
-    assert "t = 2, observed was 1" in refused[1, 2]
-    outside = ranked(costs, 900)
-    assert outside.best is None
-    assert all("--extrapolate" in reject.reason for reject in outside.rejected)
-    assert any("observed were 8 to 32" in reject.reason for reject in outside.rejected)
-    anyway = ranked(costs, 900, extrapolate=True)
-    assert len(anyway.choices) == 4
-    assert all(
-        any(note.startswith("extrapolated") for note in choice.unmeasured)
-        for choice in anyway.choices
-    )
-
-
-def test_a_degree_that_was_not_run_is_predicted_and_marked():
-    costs = calibrate(SHEET, [synthetic(2, (8, 16, 32))])
-    workload = Workload(input=40, output=10, fixed_batch=60)
-    cluster = dataclasses.replace(CLUSTER, devices_per_host=4)
-    plan = make_plan(BENCH, cluster, workload, costs=costs)
-    deep = next(choice for choice in plan.choices if choice.p == 4)
-    assert any("P4T1 itself was not run (P2T1 was)" in note for note in deep.unmeasured)
-
-
-def test_the_search_stays_inside_the_observed_range():
-    costs = calibrate(SHEET, [synthetic(2, (8, 16, 32))])
-    cluster = dataclasses.replace(CLUSTER, devices_per_host=2)
-    plan = make_plan(BENCH, cluster, Workload(input=40, output=10), costs=costs)
-    best = plan.best
-    assert best.capped_by == "calibrated range"
-    assert best.iteration.microbatch.batch <= 32 * 1.1
-
-
-def test_phases_that_were_not_seen_come_from_data_sheets_and_are_named():
-    only = [seen for seen in synthetic(2, (8, 16)).observations if seen.phase == "forward"]
-    costs = calibrate(SHEET, [Run(p=2, t=1, observations=only)])
-    notes = " ".join(costs.notes(2, 1))
-    assert "not in the trace: logits, sipipe: prepare, sipipe: sample" in notes
-    assert "no context lengths" in notes
-
-
 def test_stock_and_sipipe_traces_are_kept_apart():
     ours, stock = synthetic(2, (8, 16)), synthetic(2, (8, 16), truth=Truth(prepare=(3e-3, 1e-5)))
     costs = calibrate(SHEET, [ours, dataclasses.replace(stock, engine="vllm")])
@@ -212,7 +164,28 @@ def test_stock_and_sipipe_traces_are_kept_apart():
 
 
 def test_a_trace_without_forwards_and_one_of_another_model():
-    with pytest.raises(ConfigError, match=r"--calibrate: .*forward records"):
+    with pytest.raises(ConfigError, match=r"calibration: .*forward records"):
         calibrate(SHEET, [Run(p=2, t=1, observations=[])])
     with pytest.raises(ConfigError, match="9 stages"):
         calibrate(SHEET, [Run(p=9, t=1, observations=[])])
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        {"stock": True, "inflight": 4},
+        {"stock": True, "inflight": 4, "sample": 0.5, "prepare": 4.0},
+        {"inflight": 5},
+        {"inflight": 4, "sample": 12.0},
+        {"inflight": 5, "stages": 2, "sample": 24.0},
+    ],
+)
+def test_a_simulated_pipeline_is_predicted_from_its_trace(tmp_path, example):
+    """Made up event by event; the fitted loop must give its time per output token."""
+    spec = Example(iterations=1_200, prefill_every=100, **example)
+    write_example(tmp_path, spec)
+    trace = read_trace(str(tmp_path))
+    (check,) = check_loop(calibrate(SHEET, [run_of(trace)]), trace)
+    assert check.batch == spec.batch
+    assert check.count > 100
+    assert abs(check.error) < 0.1

@@ -1,8 +1,4 @@
-"""Seconds that each part of an iteration takes, from data sheets.
-
-:class:`DatasheetCosts` answers what the pipeline model asks from ``hardware.toml``; a calibrated
-model (:mod:`sipipe.tools.planner.calibration`) overrides what a trace has shown.
-"""
+"""Seconds that each part of an iteration takes, from the data sheets in ``hardware.toml``."""
 
 import dataclasses
 import math
@@ -30,19 +26,14 @@ def roofline(compute: float, memory: float, sharpness: float) -> float:
     return larger * math.pow(1.0 + math.pow(smaller / larger, sharpness), 1.0 / sharpness)
 
 
-def _decode_flops(attention: Attention, context: float) -> float:
-    """FLOPs of one new token attending to ``context`` cached tokens, all heads."""
-    if attention.kind == "mla":  # absorbed form: scores and values in the latent space
-        return 2.0 * attention.heads * (2 * attention.kv_rank + attention.rope_dim) * context
-    return 4.0 * attention.heads * attention.head_dim * context
-
-
-def _prefill_flops(attention: Attention, context: float) -> float:
-    """FLOPs of one prompt token attending to ``context`` earlier tokens, all heads."""
-    if attention.kind == "mla":  # expanded form: ordinary heads
-        width = attention.head_dim + attention.rope_dim + attention.value_dim
-        return 2.0 * attention.heads * width * context
-    return 4.0 * attention.heads * attention.head_dim * context
+def _flops_per_context(attention: Attention, *, decode: bool) -> float:
+    """FLOPs of one token for each token that it attends to, all heads: a new one, or a prompt's."""
+    if attention.kind != "mla":
+        return 4.0 * attention.heads * attention.head_dim
+    if decode:  # absorbed form: scores and values in the latent space
+        return 2.0 * attention.heads * (2 * attention.kv_rank + attention.rope_dim)
+    # expanded form: ordinary heads
+    return 2.0 * attention.heads * (attention.head_dim + attention.rope_dim + attention.value_dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,12 +127,13 @@ class DatasheetCosts:
         heads = stage.layers / min(stage.t, attention.heads)
         peak = self.cluster.device.flops(16) * self.efficiency.compute
         decode = roofline(
-            work.batch * _decode_flops(attention, work.context) * heads / peak,
+            work.batch * (_flops_per_context(attention, decode=True) * work.context) * heads / peak,
             read / self._bandwidth,
             self.efficiency.sharpness,
         )
         prompts = work.tokens - work.batch
-        return decode + prompts * _prefill_flops(attention, work.prompt_context) * heads / peak
+        prefill = _flops_per_context(attention, decode=False) * work.prompt_context
+        return decode + prompts * prefill * heads / peak
 
     def _all_reduce(self, stage: Stage, work: Microbatch) -> float:
         count = 2 * stage.layers + int(stage.is_first)  # the embedding is split by vocabulary
@@ -209,16 +201,6 @@ class DatasheetCosts:
         if self.cluster.device.kind == "gpu":
             return 0, 0
         return self.cluster.cores_per_host * self.cluster.hosts, max(1, self.cluster.device.cores)
-
-    def outside(self, t: int, work: Microbatch) -> tuple[str, ...]:
-        """Why a prediction would leave what the costs were calibrated on; empty: it does not."""
-        del t, work  # data sheets are calibrated on nothing, which the report says once
-        return ()
-
-    def notes(self, p: int, t: int) -> tuple[str, ...]:
-        """What to know about a prediction that does not."""
-        del p, t
-        return ()
 
 
 def datasheet_costs(

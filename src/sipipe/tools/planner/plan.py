@@ -51,8 +51,6 @@ class Choice:
     """CPU sampler processes; 0 where the engine samples on the device."""
     communication_bytes: float
     """Bytes that one device sends for one token of every running sequence: C(p, t)."""
-    unmeasured: tuple[str, ...] = ()
-    """What of this configuration a calibration never saw; empty for data sheets."""
 
     @property
     def p(self) -> int:

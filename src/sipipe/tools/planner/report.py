@@ -122,7 +122,6 @@ def _choice(plan: Plan, choice: Choice) -> dict[str, Any]:
         **_fields(choice.iteration, "inflight", "period", "limit"),
         "capped_by": choice.capped_by,
         "bubbles": {"total": choice.iteration.idle, **choice.iteration.bubbles},
-        "unmeasured": list(choice.unmeasured),
         "kv_tokens": choice.memory.kv_tokens,
         "weights_per_device": choice.memory.weights,
         "communication_per_device": choice.communication_bytes,

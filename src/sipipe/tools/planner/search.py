@@ -31,7 +31,7 @@ class Search:
     or why not."""
 
     costs: DatasheetCosts
-    """Of the model on the cluster, all of which is one deployment; calibrated or data sheets'."""
+    """Of the model on the cluster, all of which is one deployment."""
     workload: Workload
     baseline: str | None = None
     """The engine to compare SiPipe with. None: vLLM as it is by default, with asynchronous
@@ -40,8 +40,6 @@ class Search:
     """SiPipe's microbatches in flight, 1 or more; None tries p and p + 1."""
     samplers: int | None = None
     """CPU sampler processes, 1 or more; None takes as many as are needed and free."""
-    extrapolate: bool = False
-    """Predict outside what ``costs`` were calibrated on, marked, instead of ruling it out."""
     cpu_sampling: str = "auto"
     """SiPipe's setting. On GPUs the engine shares the output projection out with ``"on"`` only."""
     given: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -150,7 +148,7 @@ class Search:
         reached make small steps.
 
         Raises:
-            _RuledOutError: there is none within the budget or the calibrated range.
+            _RuledOutError: there is none within the budget.
         """
         costs, workload, facts = self.costs, self.workload, self.costs.facts
         p, t = placement.p, placement.t
@@ -159,22 +157,12 @@ class Search:
         def run(batch: int, samplers: int = cores) -> Iteration:
             return self._run(costs, engine, placement, batch, inflight, samplers)
 
-        def outside(batch: int) -> tuple[str, ...]:
-            return costs.outside(t, workload.microbatch(math.ceil(batch / min(inflight, batch))))
-
         least, cap, why = 1, *_batch_cap(memory, workload, inflight)
         if workload.fixed_batch is not None:
             least = workload.fixed_batch
             if least > cap:
                 raise _RuledOutError(f"--batch {least} is over the limit of {cap} set by {why}")
             cap, why = least, "--batch"
-        if not self.extrapolate and outside(cap):
-            tried = _candidates(least, cap)
-            within = [batch for batch in tried if not outside(batch)]
-            if not within:
-                unseen = "; ".join(outside(min(tried, key=lambda batch: len(outside(batch)))))
-                raise _RuledOutError(f"not predicted: {unseen} (--extrapolate predicts it, marked)")
-            cap, why = within[-1], "calibrated range"
         if (tpot := run(least).delay) > workload.tpot_slo:
             raise _RuledOutError(
                 f"TPOT {tpot * 1e3:.1f} ms with {least} running sequence(s), over the "
@@ -206,10 +194,6 @@ class Search:
             capped_by=why if batch == cap else "no gain from more",
             samplers=enough if engine.sampling == "host" else 0,
             communication_bytes=volume * workload.tokens_per_sequence * facts.activation_bytes,
-            unmeasured=(
-                *(f"extrapolated: {reason}" for reason in outside(batch)),
-                *costs.notes(p, t),
-            ),
         )
         return dataclasses.replace(
             choice, quickest=self._at("quickest", choice), slowest=self._at("slowest", choice)

@@ -2,8 +2,7 @@
 
 Each phase is fitted on its own, as a sum of terms with a physical meaning (per call, per sequence,
 per product, ...), so that a fit to one (p, t) says something about another. No term can save time:
-coefficients are zero or more. What was never observed comes from the data sheets and is said; batch
-sizes outside the observed range are refused unless asked for.
+coefficients are zero or more. What was never observed comes from the data sheets.
 """
 
 from __future__ import annotations
@@ -23,12 +22,8 @@ from sipipe.tools.planner.hardware import Cluster, Engine
 from sipipe.tools.planner.placement import Stage, place
 from sipipe.tools.planner.workload import Microbatch
 
-_MARGIN = 1.1
-"""How far outside the observed range is still inside."""
 _FEWEST = 8
 """Observations below which a phase is not fitted."""
-_EXPECTED = ("logits", "sipipe: prepare", "sipipe: sample", "sipipe: schedule")
-"""Phases beside the forward whose absence from a trace is worth a note."""
 Terms = dict[str, float]
 
 
@@ -77,8 +72,6 @@ class Fit:
     median_error: float
     """Median relative error over records, and its 90th percentile."""
     high_error: float
-    batch_range: tuple[float, float]
-    tokens_range: tuple[float, float]
 
     def parts(self, terms: Terms) -> Terms:
         """The seconds that each of ``terms`` takes."""
@@ -101,7 +94,7 @@ def _fit(phase: str, rows: list[tuple[Terms, Observation]]) -> Fit:
         from scipy.optimize import nnls
     except ImportError:
         raise ResourceError(
-            "plan --calibrate fits with scipy, which is not installed: pip install 'sipipe[plan]'"
+            "the calibration fits with scipy, which is not installed: pip install scipy"
         ) from None
     groups: dict[tuple[float, ...], list[float]] = {}
     for terms, seen in rows:
@@ -114,7 +107,6 @@ def _fit(phase: str, rows: list[tuple[Terms, Observation]]) -> Fit:
     spread[spread == 0.0] = 1.0  # a term that no record has gets no coefficient
     coefficients = nnls(scaled / spread, weights)[0] / spread
     errors = np.repeat(np.abs(matrix @ coefficients / means - 1.0), counts)
-    batches, tokens = ([float(seen[i]) for _, seen in rows] for i in (2, 3))
     return Fit(
         phase=phase,
         coefficients=dict(zip(rows[0][0], coefficients.tolist(), strict=True)),
@@ -122,8 +114,6 @@ def _fit(phase: str, rows: list[tuple[Terms, Observation]]) -> Fit:
         mean_seconds=float(np.average(means, weights=counts)),
         median_error=float(np.quantile(errors, 0.5)),
         high_error=float(np.quantile(errors, 0.9)),
-        batch_range=(min(batches), max(batches)),
-        tokens_range=(min(tokens), max(tokens)),
     )
 
 
@@ -201,13 +191,12 @@ def calibrate(sheet: DatasheetCosts, runs: Sequence[Run]) -> Calibration:
     fits = {key: _fit(key, found) for key, found in rows.items() if len(found) >= _FEWEST}
     if "forward" not in fits:
         raise ConfigError(
-            "--calibrate: the trace has fewer than "
+            "calibration: the trace has fewer than "
             f"{_FEWEST} forward records; run the model longer with --trace"
         )
     return Calibration(
         **vars(sheet),
         fits=fits,
-        degrees=frozenset((run.p, run.t) for run in runs),
         cores=max(run.cores for run in runs),
         traced=sheet.cluster,
     )
@@ -220,7 +209,7 @@ def _check_model(facts: ModelFacts, run: Run) -> None:
         wrong = f"the trace's stages have {sum(run.layers)} layers, {facts.name} has {facts.layers}"
     else:
         return
-    raise ConfigError(f"--calibrate: {wrong}; is it a trace of this model?")
+    raise ConfigError(f"calibration: {wrong}; is it a trace of this model?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,8 +218,6 @@ class Calibration(DatasheetCosts):
 
     fits: Mapping[str, Fit]
     """By phase; phases that depend on the engine as ``"sipipe: prepare"``."""
-    degrees: frozenset[tuple[int, int]]
-    """The (p, t) that were run."""
     cores: int
     traced: Cluster
     """Whose all-reduce times were fitted: other ends of what is assumed of links do not move them."""
@@ -298,36 +285,3 @@ class Calibration(DatasheetCosts):
 
     def shared_cores(self) -> tuple[int, int]:
         return super().shared_cores()[0], self.cores
-
-    def outside(self, t: int, work: Microbatch) -> tuple[str, ...]:
-        """Why the prediction would leave what was observed; empty: it does not."""
-        forward, found = self.fits["forward"], []
-        for name, value, (low, high) in (
-            ("sequences", work.batch, forward.batch_range),
-            ("tokens", work.tokens, forward.tokens_range),
-        ):
-            if not low / _MARGIN <= value <= high * _MARGIN:
-                found.append(f"{value:g} {name} a microbatch, observed were {low:g} to {high:g}")
-        seen = sorted({degree for _, degree in self.degrees})
-        if t not in seen:
-            found.append(f"t = {t}, observed was {', '.join(map(str, seen))}")
-        return tuple(found)
-
-    def notes(self, p: int, t: int) -> tuple[str, ...]:
-        """What to know about a prediction that is inside."""
-        found = []
-        if (p, t) not in self.degrees:
-            seen = ", ".join(f"P{a}T{b}" for a, b in sorted(self.degrees))
-            found.append(f"P{p}T{t} itself was not run ({seen} was): carried over by the model")
-        if missing := [phase for phase in _EXPECTED if phase not in self.fits]:
-            found.append(f"from data sheets, not in the trace: {', '.join(missing)}")
-        found.append("the trace has no context lengths: valid for lengths like the traced ones")
-        return tuple(found)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Fits and errors, JSON-ready."""
-        fits = {
-            key: {**dataclasses.asdict(fit), "terms": list(fit.coefficients)}
-            for key, fit in self.fits.items()
-        }
-        return {"degrees": sorted([p, t] for p, t in self.degrees), "fits": fits}

@@ -1,21 +1,16 @@
 """The observations in a trace, and how well costs fitted to them predict the traced run."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
-from sipipe.engine.layers.facts import ModelFacts
-from sipipe.errors import ConfigError
-from sipipe.observe.format import TraceError
+from benchmarks.calibration import Calibration, Observation, Run, usual
 from sipipe.observe.phases import Phase
-from sipipe.tools.planner.calibration import Calibration, Observation, Run, calibrate, usual
-from sipipe.tools.planner.costs import datasheet_costs
-from sipipe.tools.planner.hardware import Cluster, engine
+from sipipe.tools.planner.hardware import engine
 from sipipe.tools.planner.pipeline import iterate
 from sipipe.tools.planner.placement import place
-from sipipe.tools.planner.workload import Microbatch, Workload
-from sipipe.tools.report.reader import Records, Trace, read_trace
+from sipipe.tools.planner.workload import Microbatch
+from sipipe.tools.report.reader import Records, Trace
 
 _MOST = 4_000
 """Records taken of one process and phase, evenly over the run: enough for a mean."""
@@ -45,24 +40,6 @@ class LoopCheck:
     """What the prediction spends its time on."""
     error: float
     """Predicted over measured, less 1."""
-
-
-def calibrate_from_traces(
-    directories: Sequence[str], facts: ModelFacts, cluster: Cluster, workload: Workload
-) -> tuple[Calibration, list[LoopCheck]]:
-    """Costs fitted to the traces in ``directories``, and how well they predict those runs.
-
-    Raises:
-        ConfigError: a directory holds no usable trace; names it.
-    """
-    cores = max(1, cluster.device.cores)
-    try:
-        traces = [read_trace(directory) for directory in directories]
-    except TraceError as error:
-        raise ConfigError(f"--calibrate: {error}") from None
-    runs = [run_of(trace, cores=cores) for trace in traces]
-    costs = calibrate(datasheet_costs(facts, cluster, workload), runs)
-    return costs, [check for trace in traces for check in check_loop(costs, trace)]
 
 
 def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
