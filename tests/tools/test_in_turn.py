@@ -3,9 +3,9 @@
 import os
 
 import pytest
+from benchmarks import small
 
 from sipipe.errors import SiPipeError
-from sipipe.tools import child
 
 
 def test_engines_answer_in_turn_and_what_ends_one_ends_the_others(monkeypatch):
@@ -27,10 +27,10 @@ def test_engines_answer_in_turn_and_what_ends_one_ends_the_others(monkeypatch):
                 os.close(descriptor)
         return side.upper()
 
-    monkeypatch.setattr(child, "measured", answer)
-    assert child.measured_in_turn({"a": {}, "b": {}, "c": {}}) == {"a": "A", "b": "B", "c": "C"}
+    monkeypatch.setattr(small, "measured", answer)
+    assert small.measured_in_turn({"a": {}, "b": {}, "c": {}}) == {"a": "A", "b": "B", "c": "C"}
     assert said == ["a", "b", "c"] * 3
     said.clear()
     with pytest.raises(SiPipeError, match=r"out of luck|has ended"):
-        child.measured_in_turn({"a": {}, "b": {"fails": True}})
+        small.measured_in_turn({"a": {}, "b": {"fails": True}})
     assert said == ["a", "b"]
