@@ -132,7 +132,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    warm_up(["float32", "bfloat16"], ["rows"])
+    warm_up(["float32", "bfloat16"])
     x = normal(B, V)
     bits = bfloat16(x)
     texts = np.random.default_rng(1).integers(0, V, (B, 400))

@@ -166,7 +166,7 @@ def run(
         handover = None
         if writes:
             writer = LogitsWriter(channel.endpoint, index if shared else 0)
-            handovers.append(handover := LogitsHandover(writer, "rows"))
+            handovers.append(handover := LogitsHandover(writer))
         steps = StageSteps(
             device,  # type: ignore[arg-type]
             Whole(device) if last else None,  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ def prepare(scratch):
         return real(self, name, *rest, **more)
 
     children.Children.start = start
-    warm_up(["float32"], ["rows"])
+    warm_up(["float32"])
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()
