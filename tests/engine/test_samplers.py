@@ -55,7 +55,7 @@ def one():
         None,
         dtype="float32",
         cores=[()],
-        times=[],
+        figures=[],
         succession=engine,
         stall_timeout=300.0,
     )

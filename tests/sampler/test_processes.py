@@ -75,7 +75,7 @@ class Service:
             dataclasses.replace(SETTINGS, vocab_size=vocab),
             dtype="float32",
             cores=[(), ()],
-            times=[],
+            figures=[],
             succession=self,
             stall_timeout=stall_timeout,
         )

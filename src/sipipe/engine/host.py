@@ -27,11 +27,11 @@ from sipipe.engine.workers import Workers
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint
-from sipipe.ipc.stage_times import StageTimes
 from sipipe.messages.boots import SPARE, SamplerSettings, Watched
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.replies import ASK_STATUS, Replacing, Warm
 from sipipe.messages.step import Snapshot
+from sipipe.observe.live import LivePage
 
 
 class Events(Succession, Protocol):
@@ -66,14 +66,15 @@ class Host:
         self._closing.callback(self._workers.remove_rendezvous)
         names, sockets = self._workers.names, []
         if setup.cores.samplers:
-            times = StageTimes.attach(self._watched.times, stages=setup.stages)
-            self._closing.callback(times.close)
+            assert self._watched.live is not None
+            page = LivePage.attach(self._watched.live)
+            self._closing.callback(page.close)
             self._samplers = Samplers(
                 self._children,
                 _sampler_settings(setup, self._watched),
                 dtype=setup.dtype,
                 cores=setup.cores.samplers,
-                times=[times.line("sampler", i) for i in range(len(setup.cores.samplers))],
+                figures=[page.block(("sampler", i, 0)) for i in range(len(setup.cores.samplers))],
                 succession=self._events,
                 stall_timeout=setup.config.stall_timeout,
             )

@@ -43,10 +43,11 @@ from sipipe.engine.spare import Spare, Started
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel
-from sipipe.ipc.stage_times import Taken
 from sipipe.messages.boots import SPARE, SamplerBoot, SamplerSettings, sampler_name
 from sipipe.messages.replies import Trying, Warm
 from sipipe.messages.step import Snapshot
+from sipipe.observe.live import Word
+from sipipe.observe.phases import COUNTED_PHASES
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -100,8 +101,8 @@ class Succession(Protocol):
 class Samplers:
     """One process for each entry of ``cores``, bound to those cores (empty: not bound).
 
-    The processes start at once and compile for logits of ``dtype`` while the model loads. ``times``:
-    their lines of the stage times.
+    The processes start at once and compile for logits of ``dtype`` while the model loads.
+    ``figures``: their blocks of the statistics page.
     """
 
     def __init__(
@@ -111,12 +112,12 @@ class Samplers:
         *,
         dtype: str,
         cores: Sequence[Sequence[int]],
-        times: Sequence[memoryview],
+        figures: Sequence[memoryview],
         succession: Succession,
         stall_timeout: float,
     ) -> None:
         self._children = children
-        self._times = times
+        self._figures = figures
         self._settings = settings
         self._dtype = dtype
         self._cores = cores
@@ -258,9 +259,10 @@ class Samplers:
 
     def _mean(self, alone: bool) -> float:
         """Seconds that the samplers have taken so far for one sequence, or for an iteration."""
-        taken = [Taken.of(line) for line in self._times]
-        count = sum(one.sequences if alone else one.batches for one in taken)
-        return sum(one.nanoseconds for one in taken) * 1e-9 / max(1, count)
+        spent = [Word.PHASE_NS + phase for phase in COUNTED_PHASES["sampler"]]
+        seconds: float = sum(block[word] for block in self._figures for word in spent) * 1e-9
+        word = Word.SEQUENCES if alone else Word.BATCHES
+        return seconds / max(1, sum(block[word] for block in self._figures))
 
     def let_go(self) -> None:
         """Let go of the channels, which are closed now: all samplers end."""
