@@ -8,10 +8,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
 from sipipe.cli import main
 from sipipe.cores import CorePlan
-from sipipe.engine import arguments, launch
-from sipipe.engine.setup import Setup
+from sipipe.engine import arguments, launch, plugin
+from sipipe.engine.executor import Executor
+from sipipe.engine.setup import PipelineVllmConfig, Setup
 from sipipe.errors import ConfigError, ResourceError, UnsupportedError
 from sipipe.ipc import memory
 from sipipe.tools.make_model.checkpoint import make_model
@@ -36,6 +40,30 @@ def test_the_executor_and_its_settings_reach_vllm(model):
     assert isinstance(backend, type)
     assert backend.__name__ == "Executor"
     assert backend.__module__ == "sipipe.engine.executor"
+
+
+def test_engines_of_our_executor_have_the_second_runner_on_cpus_and_others_vllms_default(model):
+    """By each name and by the class, in turn with stock engines, in one process."""
+    if not arguments.current_platform.is_cpu():
+        pytest.skip("a CUDA build of vLLM")
+    plugin.register()
+    short = {"model": model, "max_model_len": 256, "pipeline_parallel_size": 2}
+    for backend in ("sipipe", "sipipe.Executor", "mp", Executor, "mp"):
+        config = EngineArgs(**short, distributed_executor_backend=backend).create_engine_config()
+        assert config.use_v2_model_runner is (backend != "mp"), backend
+        assert type(config) is (VllmConfig if backend == "mp" else PipelineVllmConfig)
+    # vLLM's own path has vLLM's runner.
+    off = config_of(model, "-pp", "2", "--max-model-len", "256", cpu_sampling="off")
+    assert not off.use_v2_model_runner
+
+
+def test_an_asked_for_second_runner_that_would_have_to_draw_is_refused(model, monkeypatch):
+    if not arguments.current_platform.is_cpu():
+        pytest.skip("a CUDA build of vLLM")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ConfigError, match=r"stage_runner.*Triton") as error:
+        config_of(model, "--max-model-len", "256", stage_runner="vllm")
+    assert "\n" not in str(error.value)
 
 
 def test_eager_is_the_default_of_short_commands_on_cpu(model):

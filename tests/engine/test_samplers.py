@@ -20,6 +20,8 @@ from sipipe.messages.boots import SPARE
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.replies import Trying
 from sipipe.messages.step import Snapshot
+from sipipe.observe.live import Word
+from sipipe.observe.phases import COUNTED_PHASES
 
 
 class StandIns(Samplers):
@@ -198,7 +200,10 @@ def test_a_lone_request_may_use_a_multiple_of_what_draws_take(one, monkeypatch):
     looks.move()
     assert looks.after(200.0, cpu=3.9) == ""
     assert "at one request" in looks.after(0.1, cpu=0.2)
-    one._times = [memoryview(array("q", [10, 100, 100, 2_000_000_000, 0, 0, 0, 0]))]
+    figures = array("q", bytes(512))
+    figures[Word.BATCHES], figures[Word.SEQUENCES] = 10, 100
+    figures[Word.PHASE_NS + COUNTED_PHASES["sampler"][0]] = 2_000_000_000
+    one._figures = [memoryview(figures)]
     one.heard("sampler0", Trying(8))
     assert looks.after(0.0) == ""
     assert looks.after(19.0, cpu=19.0) == ""  # 1,000 times 20 ms

@@ -145,10 +145,11 @@ class Setup:
         budget = self.budget()
         check_budget(budget)
         runner = "" if self.config.emulate is None else f"devices emulated: {self.config.emulate}"
-        if uses_second_runner(self.vllm_config):
-            runner = "stages host vLLM's second model runner"
-            if not current_platform.is_cpu():
-                runner += ", which nobody has run on a GPU with SiPipe yet (docs/gpu.md)"
+        if uses_second_runner(self.vllm_config) and not current_platform.is_cpu():
+            runner = (
+                "stages host vLLM's second model runner, which nobody has run on a GPU with SiPipe "
+                "yet (docs/gpu.md)"
+            )
         cores = self.cores.describe(self.here[0], elsewhere=self.here[-1] < self.stages - 1)
         lines = [
             *cores,

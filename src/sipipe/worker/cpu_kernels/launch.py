@@ -106,14 +106,14 @@ class Launch:
         take: Callable[[Any], Any],
     ) -> None:
         self._function, self._take = function, take
-        self._given = list(inspect.signature(kernel).parameters)
+        given = list(inspect.signature(kernel).parameters)
         wanted = inspect.signature(getattr(function, "py_func", function)).parameters
         self._hands_grid = "grid" in wanted
-        self._wanted = [name for name in wanted if name != "grid" and name in self._given]
+        self._wanted = [(given.index(name), name) for name in wanted if name in given]
         missing = [
             name
             for name, parameter in wanted.items()
-            if name not in ("grid", *self._given) and parameter.default is parameter.empty
+            if name not in ("grid", *given) and parameter.default is parameter.empty
         ]
         if missing:
             raise TypeError(f"vLLM's {kernel.__name__} has no {', '.join(missing)}")
@@ -122,9 +122,10 @@ class Launch:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-        named.update(zip(self._given, arguments, strict=False))
-        take = self._take
-        handed = [take(named[name]) for name in self._wanted]
+        take, count = self._take, len(arguments)
+        handed = [
+            take(arguments[place] if place < count else named[name]) for place, name in self._wanted
+        ]
         self._function(grid, *handed) if self._hands_grid else self._function(*handed)
 
 
