@@ -208,8 +208,9 @@ class LastRows(NothingDrawn):
             return self.projection.columns(launched, chosen, into)
 
         if len(rows) == batch.num_reqs and (rows[1:] > rows[:-1]).all():
-            # Decoding alone, each row of the hidden states is one that samples.
-            whole = len(rows) == len(hidden) == batch.num_tokens
+            # Decoding alone, each row of the hidden states is one that samples. Not on a GPU: a
+            # graph's next replay would overwrite them on their way to other stages.
+            whole = hidden.is_cpu and len(rows) == len(hidden) == batch.num_tokens
             return project(hidden if whole else hidden[batch.logits_indices]), None
         chosen = torch_utils.async_tensor_h2d(rows, device=hidden.device)
         if self._runner.lora_config is None:
