@@ -1,18 +1,22 @@
 """Two stages on the emulated device, driven as the engine, its workers and its samplers do.
 
 Everything between vLLM's model runner and the samplers is the real thing: ``StageLoop``,
-``SecondRunner``, ``TokenFeedback``, ``Publisher``, ``HeadThread``, ``CudaStageDevice``, links between GPUs, BIC-L,
-and vLLM's own worker step, staging buffers and asynchronous output. In place of the model runner
-stands :class:`.integer_runner.Runner`, whose model is integer arithmetic, so that one wrong byte shows.
+``SampledStage``, ``DoubleBuffer``, ``SiPipePrepares``, ``Publisher``, ``HeadThread``,
+``CudaStageDevice``, links between GPUs, BIC-L, and vLLM's own worker step and asynchronous output. In
+place of the model runner stands :class:`.integer_runner.Runner`, whose model is integer arithmetic, so
+that one wrong byte shows.
 
-One thread launches both stages; publishers and the head thread are actors. The seed chooses who goes on, and an
-iteration i + m is launched as early as the engine may: once iteration i has been heard of.
+The test's own thread is the device thread of both stages; their preparing threads, publishers and
+head thread are actors. The seed chooses who goes on, and an iteration i + m is dispatched as early as
+the engine may: once iteration i has been heard of. Control calls come between iterations.
 """
 
 from __future__ import annotations
 
 import random
 import socket
+import threading
+import traceback
 from collections import deque
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,10 +24,9 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from sipipe.worker.second_runner import feedback_of
 from vllm.distributed import parallel_state
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample import gumbel
 
@@ -39,8 +42,10 @@ from sipipe.worker.vllm_workers import GPUStageWorker
 from sipipe.worker.vocabulary import KEY
 from sipipe.worker.world import PipelineStandIn
 
+from .emulated_cuda import SteppedQueue
 from .emulated_tensors import Factories
 from .integer_runner import (
+    BLOCK,
     HEAD,
     HIDDEN,
     INFLIGHT,
@@ -50,9 +55,6 @@ from .integer_runner import (
     expected_hidden,
     gumbel_sample,
 )
-
-_WHO = ("launch 0", "launch 1", "publish 0", "publish 1")
-
 
 CHUNK = 9  # tokens of a prompt in an iteration, at most
 BUFFER_TOKENS = 10
@@ -69,16 +71,16 @@ class Columns:
     def __init__(self, start, stop, device):
         self.part = HEAD[:, start:stop].to(device)
 
-    def whole(self, hidden):
+    def whole(self, hidden, _):
         return hidden @ self.part
 
 
 class Request:
-    def __init__(self, row, choose, shared):
-        self.id, self.row = f"r{row}", row
-        length = choose.randint(1, choose.choice((CHUNK, 4 * CHUNK)))
+    def __init__(self, number, choose, shared):
+        self.id, self.row = f"r{number}", None
+        length = choose.randint(1, choose.choice((CHUNK, 8 * CHUNK)))
         self.prompt = [choose.randrange(50) for _ in range(length)]
-        self.computed = 0
+        self.computed, self.blocks = 0, []
         self.params = SamplingParams(
             temperature=choose.choice((0.0, 0.5, 1.0)),
             seed=choose.randrange(1000),
@@ -88,6 +90,51 @@ class Request:
             self.params.top_k = 1
         self.token = None
         """The last one drawn."""
+
+    def grow(self, tokens, choose):
+        """The new blocks for ``tokens`` more."""
+        count = -(-(self.computed + tokens) // BLOCK) - len(self.blocks)
+        new = [choose.randint(1, 40) for _ in range(count)]
+        self.blocks += new
+        return new
+
+
+class Preparing:
+    """The preparing thread of a stage: an actor."""
+
+    def __init__(self, rig, loop):
+        self.rig, self.loop = rig, loop
+        self.queue = SteppedQueue()
+        self.actor = self.queue.actor
+        buffer = loop.double_buffer
+        buffer._finished = SteppedCondition(rig, buffer._lock)
+        self.thread = threading.Thread(target=self.run, name="SiPipePreparing")
+        self.thread.start()
+
+    def run(self):
+        while (job := self.queue.get()) is not None:
+            try:
+                job()
+            except Exception as error:
+                self.rig.failed(error)
+                return
+
+
+class SteppedCondition(threading.Condition):
+    """Who waits gives its turn away."""
+
+    def __init__(self, rig, lock=None):
+        super().__init__(lock)
+        self.rig = rig
+
+    def wait_for(self, predicate, _=None):
+        for _ in range(10_000):
+            if predicate():
+                return True
+            self.release()
+            self.rig.give_way()
+            self.acquire()
+        return False
 
 
 class Rig:
@@ -100,6 +147,7 @@ class Rig:
         machine,
         seed,
         *,
+        layout="rows",
         graphs=True,
         depth=INFLIGHT,
         shared=False,
@@ -108,12 +156,9 @@ class Rig:
         self.choose = choose = random.Random(seed)
         self.wrong = []
         rows = INFLIGHT * ROWS
-        self.requests = [Request(row, choose, shared) for row in range(rows)]
+        self.requests = [Request(number, choose, shared) for number in range(rows)]
+        self.free = list(range(rows))
         self.asked = np.array([choose.random() < 0.3 for _ in range(rows)])
-        states = SimpleNamespace(
-            req_id_to_index={r.id: r.row for r in self.requests},
-            prefill_len=SimpleNamespace(np=np.array([len(r.prompt) for r in self.requests])),
-        )
         self.depth = depth
         link = LinkEndpoint(
             kind="cuda_ipc", buffer_tokens=BUFFER_TOKENS, depth=depth, device="cuda"
@@ -125,17 +170,20 @@ class Rig:
         bounds = (0, 5, VOCAB) if shared else ()
         self.channel = LogitsChannel(
             "logits",
-            LogitsShape(vocab=VOCAB, bounds=bounds),
+            LogitsShape(vocab=VOCAB, layout=layout, bounds=bounds),
             rows=INFLIGHT * ROWS,
             entries=INFLIGHT + 2,
             readers=["a"],
         )
+        self.layout = layout
         self.reader = LogitsReader(self.channel.endpoint, "a")
         self.committed = [0, 0] if shared else [0]
         self.expected, self.reports, self.tokens, self.waits_for = {}, {}, {}, {}
         monkeypatch.setattr(gumbel, "gumbel_sample", gumbel_sample)
         monkeypatch.setattr(buffer_utils, "_DEFAULT_MAX_CONCURRENCY", INFLIGHT)
-        self.launched = [0, 0]
+        self.dispatched, self.launched = 0, [0, 0]
+        self.running = set()
+        """Stages whose device thread is in something."""
         self.products = deque()
         """Iterations that the head thread has not begun."""
         self.actors = {}
@@ -147,59 +195,70 @@ class Rig:
 
         monkeypatch.setattr(HeadThread, "_do", with_factories)
         self.outputs = []
-        self.groups, self.loops = [], []
+        self.groups, self.loops, self.preparing = [], [], []
         for stage in range(2):
             place = StagePlace(stage=stage, stages=2, tp_rank=0, tp_size=1)
             self.groups.append(PipelineStandIn(place))
             with self.on(stage):
-                worker = GPUStageWorker.__new__(GPUStageWorker)
-                worker.model_runner = Runner(place, states, self.asked, graphs=graphs)
-                worker.place, worker.draws, worker.use_v2_model_runner = place, True, True
-                worker.profiler, worker._pp_send_work = None, []
-                parallel = SimpleNamespace(distributed_executor_backend=object())
-                worker.vllm_config = SimpleNamespace(parallel_config=parallel)
-                worker.feedback = feedback_of(worker.model_runner, draws=True)
-                loop = StageLoop(
-                    SimpleNamespace(
-                        place=place,
-                        path="sipipe",
-                        measures=False,
-                        parts=(),
-                        config=SimpleNamespace(
-                            transport="auto",
-                            stall_timeout=30,
-                            cpu_sampling="on" if shared else "per_row",
-                        ),
-                        watched=SimpleNamespace(inflight=INFLIGHT),
-                    ),
-                    SimpleNamespace(worker=worker, execute_model=worker.execute_model),
-                    [pair[stage] for pair in pairs],
-                    self.reported,
-                    open_recorder(None, Header(role="stage")),
-                    self.failed,
-                )
-                self.loops.append(loop)
-                if shared:
-                    start, stop = bounds[stage : stage + 2]
-                    loop._sharing.shard = Columns(start, stop, worker.model_runner.device)
-                    loop._sharing.writer = stage
-                loop.open(links=[link], heads=[head], logits=self.channel.endpoint)
-                names = [f"head {stage}"] if shared and stage == 0 else []
-                news = machine.actors[len(self.actors) :]
-                for name, actor in zip([*names, f"publish {stage}"], news, strict=True):
-                    assert actor.back.acquire(timeout=60)
-                    self.actors[name] = actor
+                self.open(place, [link], [head], [pair[stage] for pair in pairs], bounds, graphs)
+
+    def open(self, place, links, heads, sockets, bounds, graphs):
+        stage, known = place.stage, len(self.machine.actors)
+        worker = GPUStageWorker.__new__(GPUStageWorker)
+        worker.model_runner = Runner(place, self.asked, graphs=graphs)
+        worker.place, worker.draws, worker.use_v2_model_runner = place, True, True
+        worker.profiler, worker._pp_send_work = None, []
+        parallel = SimpleNamespace(distributed_executor_backend=object())
+        worker.vllm_config = SimpleNamespace(parallel_config=parallel)
+        loop = StageLoop(
+            SimpleNamespace(
+                place=place,
+                path="sipipe",
+                measures=False,
+                parts=(),
+                config=SimpleNamespace(
+                    transport="auto",
+                    stall_timeout=30,
+                    logits_layout=self.layout,
+                    cpu_sampling="on" if self.shared else "per_row",
+                    overlap=True,
+                    check_token_safety=False,
+                ),
+                watched=SimpleNamespace(inflight=INFLIGHT),
+            ),
+            SimpleNamespace(worker=worker, execute_model=worker.execute_model),
+            sockets,
+            self.reported,
+            open_recorder(None, Header(role="stage")),
+            self.failed,
+        )
+        self.loops.append(loop)
+        if self.shared:
+            start, stop = bounds[stage : stage + 2]
+            loop._sampled.sharing.shard = Columns(start, stop, worker.model_runner.device)
+            loop._sampled.sharing.writer = stage
+        loop.open(links=links, heads=heads, logits=self.channel.endpoint)
+        loop.stage._publisher._progress = SteppedCondition(self)
+        if self.shared and not stage:
+            loop.stage._projection._progress = SteppedCondition(self)
+        self.preparing.append(Preparing(self, loop))
+        names = [f"head {stage}"] if self.shared and stage == 0 else []
+        names += [f"publish {stage}", f"prepare {stage}"]
+        for name, actor in zip(names, self.machine.actors[known:], strict=True):
+            assert actor.back.acquire(timeout=60)
+            self.actors[name] = actor
 
     @contextmanager
     def on(self, stage):
-        """The calling thread is the launching thread of ``stage``."""
-        self.machine.device = stage
+        """The calling thread is the device thread of ``stage``."""
+        before, self.machine.device = self.machine.device, stage
         with (
             Factories(),
             patch.object(parallel_state, "_PP", self.groups[stage]),
             patch.object(parallel_state, "_TP", object()),
         ):
             yield
+        self.machine.device = before
 
     def reported(self, iteration, prompt_logprobs, tokens, _):
         """Stands for the engine, which hears of an iteration from the last stage's publisher."""
@@ -215,7 +274,7 @@ class Rig:
         self.waits_for[iteration].discard("report")
 
     def failed(self, error):
-        """A publisher's thread ends."""
+        """A thread that is an actor ends."""
         self.wrong.append(repr(error))
         self.machine.local.actor.end()
 
@@ -227,26 +286,26 @@ class Rig:
         requests = self.requests[slot * ROWS : (slot + 1) * ROWS]
         self.choose.shuffle(requests)
         output = SchedulerOutput.make_empty()
-        output.computed, output.prompt_tokens = {}, {}
         output.scheduled_cached_reqs = cached = CachedRequestData.make_empty()
-        output.params = {}
         logits, scores, tokens_here = [], {}, []
         for request in requests:
             start, left = request.computed, len(request.prompt) - request.computed
             if left > 0:
-                tokens = request.prompt[start : start + self.choose.randint(1, min(left, CHUNK))]
-                output.prompt_tokens[request.id] = tokens
+                most = min(left, CHUNK)
+                tokens = request.prompt[start : start + self.choose.choice((1, most, most))]
             else:
                 tokens = [request.token]
+            blocks = request.grow(len(tokens), self.choose)
+            if start == 0:
+                output.scheduled_new_reqs.append(self.introduce(request, blocks))
+            else:
                 cached.req_ids.append(request.id)
                 cached.num_computed_tokens.append(start)
-                cached.new_token_ids.append(tokens)
-            if start == 0:
-                output.params[request.id] = request.params
+                cached.new_token_ids.append([] if left > 0 else tokens)
+                cached.new_block_ids.append((blocks,) if blocks else None)
             request.computed += len(tokens)
             output.num_scheduled_tokens[request.id] = len(tokens)
-            output.computed[request.id] = start
-            hidden = expected_hidden(tokens, range(start, request.computed), request.row)
+            hidden = expected_hidden(tokens, start, request.row, request.blocks)
             if left > 0 and self.asked[request.row]:
                 scores[request.id] = hidden + 1
             if request.computed >= len(request.prompt):
@@ -269,20 +328,70 @@ class Rig:
             self.waits_for[iteration].add("report")
         return output
 
-    def launch(self, stage):
-        iteration = self.launched[stage]
-        self.launched[stage] += 1
+    def introduce(self, request, blocks):
+        request.row = self.free.pop()
+        return NewRequestData(
+            req_id=request.id,
+            prompt_token_ids=request.prompt,
+            prefill_token_ids=request.prompt,
+            mm_features=[],
+            sampling_params=request.params,
+            pooling_params=None,
+            block_ids=(blocks,),
+            num_computed_tokens=0,
+            lora_request=None,
+        )
+
+    def dispatch(self):
+        """An iteration to both stages, and now and then a call."""
+        iteration = self.dispatched
+        self.outputs.append(self.schedule(iteration))
+        self.dispatched += 1
+        slot, logits = iteration % INFLIGHT, "logits" in self.waits_for[iteration]
+        row, rows = (slot * ROWS, len(self.expected[iteration])) if logits else (-1, 0)
+        output = self.outputs[iteration]
+        for stage, preparing in enumerate(self.preparing):
+            loop = preparing.loop
+            job = (iteration, slot, output, row, rows)
+            preparing.queue.put(lambda loop=loop, job=job: loop.run(*job))
+            if self.choose.random() < 0.1:
+                call = (stage, self.dispatched)
+                preparing.queue.put(lambda loop=loop, call=call: loop.call(self.alone(*call)))
+
+    def alone(self, stage, dispatched):
+        """A call: every iteration before it has run on the device, and is told."""
+
+        def call():
+            there = self.loops[stage].stage
+            if self.launched[stage] != dispatched:
+                self.wrong.append("a call ran before an iteration")
+            if not self.machine.reached(there._launched.last.place):
+                self.wrong.append("a call ran beside an iteration")
+            if there._publisher._done != dispatched:
+                self.wrong.append("a call ran before an iteration was handed on")
+
+        return call
+
+    def run_one(self, stage):
+        """A turn of the device thread of ``stage``."""
+        buffer = self.loops[stage].double_buffer
+        iterates = not buffer._calls
+        if iterates and not stage and self.waits_rows(self.launched[0]):
+            self.products.append(self.launched[0])
+        self.launched[stage] += iterates
+        self.running.add(stage)
         with self.on(stage):
-            slot, logits = iteration % INFLIGHT, "logits" in self.waits_for[iteration]
-            row, rows = (slot * ROWS, len(self.expected[iteration])) if logits else (-1, 0)
-            self.loops[stage].run(iteration, slot, self.outputs[iteration], row, rows)
-        if stage == 0 and rows:
-            self.products.append(iteration)
+            buffer._run_one()
+        self.running.remove(stage)
+
+    def waits_rows(self, iteration):
+        return self.shared and iteration in self.expected
 
     def draw(self):
         """Stands for a sampler: it reads as soon as there is something."""
         with self.reader.receive() as entry:
             found = torch.from_numpy(entry.array.copy())
+            found = found if self.layout == "rows" else found.T
             expected = self.expected.get(entry.iteration)
             if expected is None or not torch.equal(found, expected):
                 self.wrong.append(f"logits of iteration {entry.iteration}")
@@ -294,29 +403,53 @@ class Rig:
         return iteration < 0 or self.waits_for.get(iteration) == set()
 
     def choices(self, iterations):
-        first, last = self.launched
+        found = self.others() | self.runs()
+        if self.dispatched < iterations and self.resolved(self.dispatched - INFLIGHT):
+            found["dispatch"] = self.dispatch
+        return found
+
+    def runs(self):
+        """Device threads that can go on."""
+        found, (first, last) = {}, self.launched
+        for stage, loop in enumerate(self.loops):
+            buffer = loop.double_buffer
+            if any(stage <= other for other in self.running):
+                continue  # what it waits for may be the other's, which is this very thread
+            if buffer._calls:
+                found[f"run {stage}"] = lambda stage=stage: self.run_one(stage)
+            if not buffer._turns.may_read:
+                continue
+            # Else the sender waits for a buffer, or the receiver, in the thread that is all stages'.
+            room = sum(map(pieces, self.outputs[last : first + 1])) <= self.depth
+            if last < first if stage else room:
+                found[f"run {stage}"] = lambda stage=stage: self.run_one(stage)
+        return found
+
+    def others(self):
+        """Other threads that can."""
         found = {}
-        if first < iterations and self.resolved(first - INFLIGHT):
-            if first == len(self.outputs):
-                self.outputs.append(self.schedule(first))
-            # Else the sender waits for a buffer, in the thread that is all stages'.
-            if sum(map(pieces, self.outputs[last : first + 1])) <= self.depth:
-                found["launch 0"] = lambda: self.launch(0)
-        if last < first:
-            found["launch 1"] = lambda: self.launch(1)
         for name, actor in self.actors.items():
             if name == "head 0" and actor.idle:
                 # Else it waits for the rows with the turn that is the last stage's.
-                if self.products and self.products[0] < last:
+                if self.products and self.products[0] < self.launched[1]:
                     found[name] = lambda of=actor: (self.products.popleft(), of.let())
-            elif not actor.idle or not actor.items.empty():
+            elif not actor.free and (not actor.idle or not actor.items.empty()):
                 found[name] = actor.let
         return found
+
+    def give_way(self):
+        """The calling thread waits: another goes on."""
+        actor = getattr(self.machine.local, "actor", None)
+        if actor is not None:
+            actor.step()
+            return
+        found = self.others() | self.runs()
+        self.choose.choice([*found.values(), lambda: None])()
 
     def run(self, iterations):
         """Returns what went wrong; nothing: the schedule went well."""
         for place, loop in enumerate(self.loops[-len(self.committed) :]):
-            real = loop._logits._writer._ring
+            real = loop._sampled._logits._writer._ring
 
             def count(header, place=place, publish=real.publish):
                 publish(header)
@@ -326,13 +459,28 @@ class Rig:
         # The first frame brings the link's memory, by a thread of the link.
         if self.shared:
             self.open_head()
-        self.outputs.append(self.schedule(0))
-        self.launch(0)
-        self.launch(1)
-        self.sends_at_once(self.loops[0]._sender)
+        try:
+            self.go(iterations)
+        except Exception:
+            self.wrong.append(traceback.format_exc())
+        machine = self.machine
+        self.wrong += [f"on the device: {error!r}" for error in machine.errors]
+        self.wrong += [f"a thread waited for {what}" for what in machine.waits]
+        self.wrong += [f"{name} used a stage's own stream" for name in machine.strangers]
+        self.wrong += [f"{name} made a context on another GPU" for name in machine.foreign]
+        return list(self.wrong)
+
+    def go(self, iterations):
+        self.dispatch()
+        for stage in range(2):
+            while not self.loops[stage].double_buffer._turns.may_read:
+                self.actors[f"prepare {stage}"].let()
+            self.run_one(stage)
+        self.sends_at_once(self.loops[0]._links._sender)
         self.machine.waits.clear()
         self.machine.calm = False
-        drawn, burst, who = 0, 0, (*_WHO, "head 0") if self.shared else _WHO
+        who = ["dispatch", "run 0", "run 1", *self.actors]
+        drawn = burst = 0
         while not self.wrong and not all(map(self.resolved, range(iterations))):
             choices = self.choices(iterations)
             if not choices:
@@ -346,12 +494,6 @@ class Rig:
             while drawn < min(self.committed):
                 self.draw()
                 drawn += 1
-        machine = self.machine
-        self.wrong += [f"on the device: {error!r}" for error in machine.errors]
-        self.wrong += [f"a thread waited for {what}" for what in machine.waits]
-        self.wrong += [f"{name} used a stage's own stream" for name in machine.strangers]
-        self.wrong += [f"{name} made a context on another GPU" for name in machine.foreign]
-        return self.wrong
 
     def sends_at_once(self, sender):
         """What ``sender`` sends leaves at once, and not by a thread that runs as it likes."""
@@ -366,7 +508,8 @@ class Rig:
 
     def open_head(self):
         """As the first frame of the link does, which brings its memory."""
-        [sender], receiver = self.loops[1]._shared._senders, self.loops[0]._shared._receiver
+        [sender] = self.loops[1].stage._projection._senders
+        receiver = self.loops[0].stage._projection._receiver
         with self.on(1):
             sender.send(0, 1, {KEY: torch.zeros(1, HIDDEN, device="cuda:1")})
         with self.on(0):
@@ -377,10 +520,16 @@ class Rig:
 
     def close(self):
         self.machine.calm = True
+        for loop in self.loops:
+            loop.double_buffer.close()
+        for preparing in self.preparing:
+            preparing.queue.put(None)
         for actor in self.actors.values():
             actor.end()
         for stage, loop in enumerate(self.loops):
             with self.on(stage):
                 loop.close()
+        for preparing in self.preparing:
+            preparing.thread.join(60)
         self.reader.close()
         self.channel.close()

@@ -89,16 +89,20 @@ def new(like: torch.Tensor, index: int) -> DeviceTensor:
     return DeviceTensor(memory, Block(Machine.current.stream_of(index), memory), index)
 
 
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """In a device, or between one and the host; the host waits where its memory is pageable."""
+def copy(target: torch.Tensor, source: torch.Tensor, *, waits: bool = True) -> None:
+    """In a device, or between one and the host; the host waits where its memory is pageable, unless
+    it need not (``waits``) and the driver can keep the source for it."""
     machine = Machine.current
     on_device, other = target, source
     if not isinstance(target, DeviceTensor):
         on_device, other = source, target
     assert isinstance(on_device, DeviceTensor)
     there, here = (getattr(tensor, "memory", tensor) for tensor in (target, source))
+    staged = not waits and other is source and not machine.is_locked(source)
+    if staged:
+        here = source.clone()
     place = machine.put(machine.stream_of(on_device.index), lambda: there.copy_(here))
-    if not isinstance(other, DeviceTensor) and not machine.is_locked(other):
+    if not isinstance(other, DeviceTensor) and not staged and not machine.is_locked(other):
         machine.wait(PAGEABLE, place)
 
 
@@ -108,7 +112,7 @@ def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     leaves = pytree.tree_leaves((args, kwargs))
     first = next(leaf for leaf in leaves if isinstance(leaf, DeviceTensor))
     if func is aten.copy_.default:
-        copy(args[0], args[1])
+        copy(args[0], args[1], waits=not (args[2] if len(args) > 2 else kwargs.get("non_blocking")))
         return args[0]
     if func in _COPIES:
         device = kwargs.pop("device", None)
@@ -177,7 +181,7 @@ class Factories(TorchFunctionMode):
             if device is not None and not is_type and torch.device(device).type == "cuda":
                 source = args[0].to(kwargs["dtype"]) if kwargs.get("dtype") else args[0]
                 target = new(source, machine.index_of(device))
-                copy(target, source)
+                copy(target, source, waits=not kwargs.get("non_blocking"))
                 return target
         return func(*args, **kwargs)
 

@@ -1,6 +1,7 @@
 """Stands for vLLM's second runner on the emulated device: its order of work, its kinds of buffers.
 
-The model is integer arithmetic in float32, so that one wrong byte shows.
+The model is integer arithmetic in float32, so that one wrong byte shows: whatever SiPipe's preparation
+puts on the device is a term of every hidden state.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from vllm.sequence import IntermediateTensors
-from vllm.utils import torch_utils
 from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
-
-from sipipe.worker.token_feedback import TokenFeedback
+from vllm.v1.worker.gpu.input_batch import InputBuffers
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from .emulated_cuda import Machine, poison
 
@@ -23,17 +23,18 @@ INFLIGHT = 3
 ROWS = 3  # requests of a slot
 MAX_TOKENS = 32
 VOCAB, HIDDEN = 11, 4
+BLOCK, WIDTH = 8, 12  # tokens of a block, blocks of a request
 HEAD = torch.arange(float(HIDDEN * VOCAB)).reshape(HIDDEN, VOCAB) % 7
 
 
-def first_layers(tokens, positions, rows):
+def first_layers(tokens, positions, rows, lengths, blocks):
     hidden = torch.stack([tokens, positions, rows, tokens + 2 * positions], 1).float()
-    residual = torch.stack([rows + 1, tokens, 0 * rows, positions], 1).float()
+    residual = torch.stack([rows + 1, tokens, lengths, blocks], 1).float()
     return hidden, residual
 
 
-def last_layers(hidden, residual, positions, rows):
-    return 2 * hidden + residual + (positions + 5 * rows).unsqueeze(1)
+def last_layers(hidden, residual, positions, rows, lengths, blocks):
+    return 2 * hidden + residual + (positions + 5 * rows + lengths + 3 * blocks).unsqueeze(1)
 
 
 def gumbel_sample(logits, rows, temperatures, seeds, positions, **_):
@@ -41,10 +42,13 @@ def gumbel_sample(logits, rows, temperatures, seeds, positions, **_):
     return (logits.sum(1) + 10 * temperatures[rows] + seeds[rows] + 100 * positions).long()
 
 
-def expected_hidden(tokens, positions, row):
-    tokens, positions = torch.tensor(tokens), torch.tensor(positions)
-    rows = torch.full_like(tokens, row)
-    return last_layers(*first_layers(tokens, positions, rows), positions, rows)
+def expected_hidden(tokens, first, row, blocks):
+    """Of a request's ``tokens`` from position ``first`` on; ``blocks``: its block ids."""
+    tokens = torch.tensor(tokens)
+    positions = first + torch.arange(len(tokens))
+    facts = [torch.full_like(tokens, x) for x in (row, first + len(tokens), sum(blocks))]
+    hidden, residual = first_layers(tokens, positions, *facts)
+    return last_layers(hidden, residual, positions, *facts)
 
 
 class Model(torch.nn.Module):
@@ -56,101 +60,195 @@ class Model(torch.nn.Module):
         return hidden @ self.head
 
 
+class States:
+    """In place of vLLM's request states: rows."""
+
+    def __init__(self, requests, device):
+        self.free_indices = list(range(requests))
+        self.req_id_to_index = {}
+        computed = torch.zeros(requests, dtype=torch.int32, device=device)
+        self.num_computed_tokens = SimpleNamespace(gpu=computed)
+
+    def add(self, req_id):
+        self.req_id_to_index[req_id] = row = self.free_indices.pop()
+        return row
+
+
+class Tables:
+    """In place of vLLM's block tables: changes are staged as its are, and kernels write them."""
+
+    block_sizes = (BLOCK,)
+
+    def __init__(self, requests, device, machine):
+        self.table = torch.zeros(requests, WIDTH, dtype=torch.int32, device=device)
+        self.batch = torch.zeros(requests, WIDTH, dtype=torch.int32, device=device)
+        self.counts = [0] * requests
+        # Two, as sets of input buffers: a set is free behind what was staged with it.
+        self.pool = UvaBufferPool((requests * WIDTH, 3), torch.int32, 2)
+        self.staged = []
+        self.machine, self.index = machine, device.index
+
+    def append_block_ids(self, row, ids, *, overwrite):
+        start = 0 if overwrite else self.counts[row]
+        self.staged += [(row, start + k, number) for k, number in enumerate(ids[0])]
+        self.counts[row] = start + len(ids[0])
+
+    def apply_staged_writes(self):
+        if not self.staged:
+            return
+        staged, table = self.pool.copy_to_uva(np.array(self.staged)).memory, self.table.memory
+        self.staged = []
+
+        def write():
+            rows, places, numbers = staged.long().T
+            table[rows, places] = numbers.int()
+
+        self.machine.launch(write, self.index)
+
+    def gather(self, rows, requests):
+        rows, source, target = rows.memory, self.table.memory, self.batch.memory
+
+        def gather():
+            target[:requests] = 0
+            target[: len(rows)] = source[rows]
+
+        self.machine.launch(gather, self.index)
+        return (self.batch[:requests],)
+
+
 class Runner:
     """In place of vLLM's second runner: its order of work, and its kinds of buffers.
 
-    ``graphs``: the model's inputs and outputs lie in buffers that the next replay overwrites, as
-    with CUDA graphs; else outputs are new tensors, as without.
+    ``graphs``: batches are padded, but for those that decode alone, and the model's inputs and outputs lie in buffers that the next
+    replay overwrites, as with CUDA graphs; else outputs are new tensors, as without. ``asked``: of
+    each row, whether its prompt's scores are wanted.
     """
 
-    def __init__(self, place, states, asked, *, graphs):
+    lora_config = pcp_manager = fast_prefill = pp_handler = kv_block_zeroer = None
+    num_speculative_steps = 0
+    dcp_size = 1
+    is_pooling_model = False
+
+    def __init__(self, place, asked, *, graphs):
         self.device = device = torch.device("cuda", place.stage)
         self.machine = Machine.current
         self.index = place.stage
         self.graphs = graphs
-        self.is_first_pp_rank, self.is_last_pp_rank = place.is_first, place.is_last
-        self.max_num_reqs = self.rows = INFLIGHT * ROWS
+        self.is_last_pp_rank = place.is_last
+        self.max_num_reqs = requests = INFLIGHT * ROWS
         self.max_num_tokens = MAX_TOKENS
-        self.req_states = states
-        self.pp_handler = TokenFeedback(self.rows, 0, device=device)
-        self.model = Model(device)
+        self.model_state = DefaultModelState.__new__(DefaultModelState)
+        self.cache_config = SimpleNamespace(mamba_cache_mode="none")
         self.model_config = SimpleNamespace(
-            get_vocab_size=lambda: VOCAB, seed=0, use_fp64_gumbel=False
+            get_vocab_size=lambda: VOCAB, seed=0, use_fp64_gumbel=False, rswa_window=None
         )
-        self.lora_config = None
-        self.is_pooling_model = False
+        self.req_states = States(requests, device)
+        self.block_tables = Tables(requests, device, self.machine)
+        self.input_buffers = InputBuffers(requests, MAX_TOKENS, device)
+        self.model = Model(device)
         self.prompt_logprobs_worker = SimpleNamespace(uses_prompt_logprobs=asked)
         shape = (MAX_TOKENS, HIDDEN)
         names = ("hidden_states", "residual")
         kept = {name: torch.zeros(shape, device=device) for name in names}
         self.intermediate_tensors = IntermediateTensors(kept)
-        self.inputs = torch.zeros(3, MAX_TOKENS, dtype=torch.int64, device=device)
         self.outputs = {name: torch.empty(shape, device=device) for name in names}
-        self.last_sampled = torch.zeros(self.rows, dtype=torch.int64, device=device)
-        self.staging = UvaBufferPool((MAX_TOKENS, 3), torch.int64, INFLIGHT)
         self.main_stream = torch.cuda.current_stream(device)
         self.output_copy_stream = torch.cuda.Stream(device)
         self.batch = None
 
-    def execute_model(self, output, intermediate):
-        found = self.pp_handler.get_prev_sampled_outputs(None)
-        if found is not None:
-            self.last_sampled[found["idx_mapping"]] = found["sampled_tokens"].squeeze(1)
+    def _prepared(self, *_):
+        raise AssertionError("SiPipe prepares")
+
+    update_pp_decode_requests = update_requests = gather_batch_req_state = prepare_inputs = (
+        _prepared
+    )
+    postprocess_num_computed_tokens = postprocess_sampled = _prepared
+
+    def prepare_attn(self, batch):
+        return self.block_tables.gather(batch.idx_mapping, batch.num_reqs_after_padding), None
+
+    def add_requests(self, output):
+        for new in output.scheduled_new_reqs:
+            row = self.req_states.add(new.req_id)
+            self.block_tables.append_block_ids(row, new.block_ids, overwrite=True)
+            if self.is_last_pp_rank:
+                self.sampler.add_request(row, new.sampling_params)
         if self.is_last_pp_rank:
-            for req_id, params in output.params.items():
-                self.sampler.add_request(self.req_states.req_id_to_index[req_id], params)
             self.sampler.apply_staged_writes()
-        batch = self.batch = self.sorted_batch(output)
-        n = batch.num_tokens
-        staged = self.staging.copy_to_uva(batch.table).memory
-        inputs, last_sampled = self.inputs.memory, self.last_sampled.memory
 
-        def prepare():
-            tokens, positions, rows = staged.T
-            inputs[:, :n] = torch.stack(
-                [torch.where(tokens < 0, last_sampled[rows], tokens), positions, rows]
-            )
-
-        self.machine.launch(prepare, self.index)
+    def execute_model(self, output, intermediate):
+        self.update_pp_decode_requests()
+        self.add_requests(output)
+        self.update_requests(output)
+        self.block_tables.apply_staged_writes()
+        state, _ = self.gather_batch_req_state(output, False)
+        tokens = -(-state.num_tokens // ROWS) * ROWS if self.graphs else state.num_tokens
+        desc = SimpleNamespace(num_tokens=tokens, num_reqs=ROWS + 1 if self.graphs else None)
+        batch = self.batch = self.prepare_inputs(output, state, desc, 0)
+        [table], _ = self.prepare_attn(batch)
+        # As some of vLLM's builders of attention metadata: copies of what the host has.
+        lengths = batch.seq_lens_cpu_upper_bound.to(self.device, non_blocking=True)
+        starts = torch.from_numpy(batch.query_start_loc_np).to(self.device, non_blocking=True)
         kept = self.intermediate_tensors.tensors
         if intermediate is not None:
             for name, tensor in kept.items():
-                tensor[:n].copy_(intermediate.tensors[name][:n])
+                tensor[:tokens].copy_(intermediate.tensors[name][:tokens])
         outputs = self.outputs
         if not self.graphs:
-            outputs = {name: torch.empty((n, HIDDEN), device=self.device) for name in kept}
+            outputs = {n: torch.empty((tokens, HIDDEN), device=self.device) for n in kept}
+        self.machine.launch(self._replay(batch, table, lengths, starts, outputs), self.index)
+        self.hidden = outputs["hidden_states"][:tokens]
+        if self.is_last_pp_rank:
+            return None
+        return IntermediateTensors({name: tensor[:tokens] for name, tensor in outputs.items()})
+
+    def _replay(self, batch, table, lengths, starts, outputs):
+        """What runs on the device: it knows addresses, and finds there what there is by then."""
+        names = ("input_ids", "positions", "is_padding", "query_start_loc", "seq_lens")
+        known = [getattr(batch, name).memory for name in (*names, "idx_mapping")]
+        meta = [tensor.memory for tensor in (table, lengths, starts)]
+        computed = self.req_states.num_computed_tokens.gpu.memory
+        received = [tensor.memory for tensor in self.intermediate_tensors.tensors.values()]
         memories = [tensor.memory for tensor in outputs.values()]
-        received = [tensor.memory for tensor in kept.values()]
+        first = self.index == 0
 
         def replay():
             for memory in memories:
                 poison(memory)
-            tokens, positions, rows = inputs[:, :n]
-            if intermediate is None:
-                results = first_layers(tokens, positions, rows)
+            input_ids, positions, is_padding, query_start_loc, seq_lens, rows = known
+            blocks, bounds, edges = meta
+            assert torch.equal(query_start_loc, edges), "starts"
+            assert torch.equal(seq_lens, bounds), "lengths"
+            n, count = int((~is_padding).sum()), len(rows)
+            assert edges[count:].unique().tolist() == [n], "padded requests"
+            assert not seq_lens[count:].any(), "padded requests"
+            each = edges[1 : count + 1] - edges[:count]
+            assert torch.equal(computed[rows] + each, seq_lens[:count]), "computed tokens"
+            where = torch.repeat_interleave(torch.arange(count), each)
+            facts = (rows[where], seq_lens[where], blocks.sum(1)[where])
+            tokens, positions = input_ids[:n].long(), positions[:n]
+            if first:
+                results = first_layers(tokens, positions, *facts)
             else:
-                results = [last_layers(*(r[:n] for r in received), positions, rows)]
+                results = [last_layers(*(r[:n] for r in received), positions, *facts)]
             for memory, result in zip(memories, results, strict=False):
                 memory[:n] = result
 
-        self.machine.launch(replay, self.index)
-        self.hidden = outputs["hidden_states"][:n]
-        if self.is_last_pp_rank:
-            return None
-        return IntermediateTensors({name: tensor[:n] for name, tensor in outputs.items()})
+        return replay
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output):
+        batch = self.batch
         if not self.is_last_pp_rank:
+            self.postprocess_num_computed_tokens(batch)
             return None
-        hidden, batch, self.hidden = self.hidden, self.batch, None
+        hidden, self.hidden = self.hidden, None
         drawn, sampled, _ = self.sample(hidden, batch, grammar_output)
-        scores = {}
+        scores, starts = {}, batch.query_start_loc_np
         for place, row in enumerate(batch.idx_mapping_np):
-            chosen = slice(batch.ends[place] - batch.num_scheduled_tokens[place], batch.ends[place])
             asked = self.prompt_logprobs_worker.uses_prompt_logprobs[row]
             if asked and batch.is_prefilling_np[place]:
-                new = hidden[chosen] + 1
+                new = hidden[starts[place] : starts[place + 1]] + 1
                 scores[batch.req_ids[place]] = LogprobsTensors(new, new, new)
         result = ModelRunnerOutput(
             req_ids=batch.req_ids,
@@ -158,36 +256,8 @@ class Runner:
             sampled_token_ids=None,
             prompt_logprobs_dict=scores,
         )
-        return AsyncOutput(
+        output = AsyncOutput(
             result, drawn, sampled, self.main_stream, self.output_copy_stream, False, None
         )
-
-    def sorted_batch(self, output):
-        """As vLLM's: decoding requests first."""
-        scheduled = output.num_scheduled_tokens
-        ids = sorted(scheduled, key=lambda req_id: (scheduled[req_id], req_id))
-        states, computed = self.req_states, output.computed
-        rows = np.array([states.req_id_to_index[req_id] for req_id in ids])
-        counts = np.array([scheduled[req_id] for req_id in ids])
-        starts = np.array([computed[req_id] for req_id in ids])
-        table = [
-            (token, start + offset, row)
-            for req_id, start, row in zip(ids, starts, rows, strict=True)
-            for offset, token in enumerate(output.prompt_tokens.get(req_id) or [-1])
-        ]
-        ends = np.cumsum(counts)
-        return SimpleNamespace(
-            req_ids=ids,
-            num_reqs=len(ids),
-            num_tokens=len(table),
-            table=np.array(table),
-            ends=ends,
-            num_computed_tokens_np=starts,
-            num_scheduled_tokens=counts,
-            prefill_len_np=states.prefill_len.np[rows],
-            logits_indices=torch_utils.async_tensor_h2d(ends - 1, device=self.device),
-            idx_mapping_np=rows,
-            idx_mapping=torch_utils.async_tensor_h2d(rows, device=self.device),
-            positions=self.inputs[1],
-            is_prefilling_np=starts < states.prefill_len.np[rows],
-        )
+        self.postprocess_sampled(batch.idx_mapping, drawn, sampled, sampled)
+        return output

@@ -15,8 +15,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from sipipe.worker.second_runner import SecondRunner  # noqa: E402
-
 from sipipe.ipc.link.cuda_device import CudaDevice  # noqa: E402
 from sipipe.ipc.link.cuda_ipc import CudaIpcReceiving, CudaIpcSending  # noqa: E402
 from sipipe.ipc.link.endpoint import open_receiver, open_sender  # noqa: E402
@@ -25,21 +23,26 @@ from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.worker.device import CudaStageDevice  # noqa: E402
 from sipipe.worker.device_thread import DeviceThread  # noqa: E402
 from sipipe.worker.device_vocabulary import HeadThread  # noqa: E402
+from sipipe.worker.double_buffer import DoubleBuffer  # noqa: E402
+from sipipe.worker.draws import LastRows  # noqa: E402
+from sipipe.worker.inputs.buffers import InputBuffers  # noqa: E402
+from sipipe.worker.inputs.placement import Copied  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
-from sipipe.worker.token_feedback import TokenFeedback  # noqa: E402
+from sipipe.worker.sampled_stage import SampledStage  # noqa: E402
+from sipipe.worker.stage import VllmStage  # noqa: E402
 
 from .cuda_stages import Rig  # noqa: E402
 from .emulated_cuda import PAGEABLE  # noqa: E402
 from .emulated_tensors import Factories, install  # noqa: E402
-from .integer_runner import Model, Runner  # noqa: E402
+from .integer_runner import Model, Tables  # noqa: E402
 from .test_gpu import hand_over  # noqa: E402
 
 SEEDS = 24
 
 
 def run(monkeypatch, seed, iterations=12, plant=None, shared=False):
-    """What went wrong in one schedule; with graphs and without, a link of 3 or 4."""
+    """What went wrong in one schedule; with graphs and without, by rows and by columns, a link of 3 or 4."""
     with monkeypatch.context() as patched:
         machine = install(patched, seed)
         if plant is not None:
@@ -49,6 +52,7 @@ def run(monkeypatch, seed, iterations=12, plant=None, shared=False):
             machine,
             seed,
             graphs=seed % 2 == 0,
+            layout=("rows", "columns")[seed // 2 % 2],
             depth=3 + seed // 4 % 2,
             shared=shared,
         )
@@ -85,12 +89,13 @@ def test_a_seed_is_one_schedule(monkeypatch):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_to_run_on_a_gpu_runs(monkeypatch, ranks, seed):
+def test_what_is_to_run_on_a_gpu_runs(monkeypatch, layout, ranks, seed):
     machine = install(monkeypatch, seed)
     machine.stepped = machine.calm = False
     with Factories():
-        hand_over(ranks, work=8)
+        hand_over(layout, ranks, work=8)
     assert not machine.errors
     assert machine.waits.count(PAGEABLE) == 3, "the test itself looks at three iterations' logits"
 
@@ -138,24 +143,47 @@ HAZARDS = {
         Publisher, "_do", "device.wait(launched.last)", "pass",
     ),
     "the mark after an iteration comes before the head": (
-        SecondRunner, "run",
-        "result = self._worker.sample_tokens(None)",
-        "last = self._device.mark(); result = self._worker.sample_tokens(None)",
-        "launched.last = self._device.mark()", "launched.last = last",
+        SampledStage, "run",
+        "launched.output = ", "early = self._device.mark(); launched.output = ",
+        "launched.last = self._device.mark()", "launched.last = early",
     ),
     "the graph's output is sent while the next replay overwrites it": (
-        StageLoop, "_send_vllm", "return self._sender.wait_sent", "return lambda: None",
+        VllmStage, "_send", "return self._links.wait_sent", "return lambda: None",
     ),
     "hidden states are given back before they are read": (
-        StageLoop, "_receive_vllm",
-        "    self._receiver.release(self._iteration)\n", "",
+        VllmStage, "_receive",
+        "    self._links.release(self._iteration)\n", "",
         "for key, tensor in tensors.items():",
-        "self._receiver.release(self._iteration)\n    for key, tensor in tensors.items():",
+        "self._links.release(self._iteration)\n    for key, tensor in tensors.items():",
     ),
-    "tokens are copied with a wait": (
-        TokenFeedback, "get_prev_sampled_outputs",
-        "torch_utils.async_tensor_h2d(table, device=self._device)",
-        "torch.from_numpy(table).to(self._device)",
+    "a set is written before the device has copied from it": (
+        Copied, "wait_free", "if self._read[buffer_set] is not None:", "if False:",
+    ),
+    "the mark of a set comes before its copies": (
+        Copied, "place",
+        "rows = _copied(", "early = self._device.mark(); rows = _copied(",
+        "self._read[inputs.buffer_set] = self._device.mark()",
+        "self._read[inputs.buffer_set] = early",
+    ),
+    "who waits for a set is GPU 0's thread": (
+        Copied, "wait_free", "self._device.use()", "pass",
+    ),
+    "what builders copy is page-locked, and written again": (
+        InputBuffers, "__init__",
+        "self.lengths = Buffer(torch.int32, requests)",
+        "self.lengths = shared(torch.int32, requests)",
+    ),
+    "a batch is not padded": (
+        Copied, "place", "_pad_requests(source, count, requests, used)", "pass",
+    ),
+    "new blocks of a request are left out": (
+        Copied, "take_blocks", "if ids is not None:", "if False:",
+    ),
+    "a call runs beside prepared iterations": (
+        DoubleBuffer, "call", "self.drain()\n", "pass\n",
+    ),
+    "a call runs before the device is done": (
+        StageLoop, "call", "self.stage.drain()", "pass",
     ),
     "hidden states are sent before they are computed": (
         CudaIpcSending, "transmit", "device.copies.wait_event(after)", "pass",
@@ -180,17 +208,17 @@ HAZARDS = {
         CudaIpcSending, "order_after_copies",
         "self._device.now().wait_stream(self._device.copies)", "pass",
     ),
-    "staging is reused one iteration too early": (
-        Runner, "__init__", "torch.int64, INFLIGHT)", "torch.int64, INFLIGHT - 1)",
+    "staging is reused by the next iteration": (
+        Tables, "__init__", "torch.int32, 2)", "torch.int32, 1)",
     ),
     "tokens drawn on the device are told before they have come": (
         Publisher, "_do", "launched.output.get_output()", "launched.output.model_runner_output",
     ),
     "tokens drawn on the device are read by who launches": (
-        SecondRunner, "_draw", "positions).unsqueeze(1)", "positions).unsqueeze(1).cpu().to(logits.device)",
+        LastRows, "_drawn", "positions).unsqueeze(1)", "positions).unsqueeze(1).cpu().to(logits.device)",
     ),
     "which rows are drawn is copied with a wait": (
-        SecondRunner, "_logits", "torch_utils.async_tensor_h2d(rows, device=hidden.device)",
+        LastRows, "_logits", "torch_utils.async_tensor_h2d(rows, device=hidden.device)",
         "torch.from_numpy(rows).to(hidden.device)",
     ),
     "samplers get the graph's output instead of a copy": (
@@ -202,13 +230,13 @@ HAZARDS = {
     "the publisher's thread is GPU 0's": (
         DeviceThread, "_run", "self._device.use()", "pass",
     ),
-    "one iteration too many is in flight": (
-        Rig, "choices", "first - INFLIGHT", "first - INFLIGHT - 1",
-    ),
 }  # fmt: skip
 
 
 SHARED_HAZARDS = {
+    "other stages get the graph's output instead of a copy": (
+        LastRows, "_logits", "hidden.is_cpu and ", "",
+    ),
     "final hidden states are multiplied before they have come": (
         CudaIpcReceiving, "tensors", "self._device.now()",
         """(self._device.copies if __import__("threading").current_thread().name == "SiPipeHead"
