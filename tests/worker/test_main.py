@@ -90,12 +90,11 @@ class Loop:
     def run(self, iteration, slot, output, logits_row, logits_rows):
         self.double_buffer.prepare(iteration, slot, output)
 
+    def call(self, function):
+        return function() if self.double_buffer is None else self.double_buffer.call(function)
+
     def doing(self):
         return self.double_buffer.doing() if self.double_buffer is not None else ""
-
-    def drain(self):
-        if self.double_buffer is not None:
-            self.double_buffer.drain()
 
     def close(self):
         if self.double_buffer is not None:
@@ -113,6 +112,9 @@ class Worker:
 
     def seen(self):
         return list(self.stage.sent)
+
+    def here(self):
+        return threading.current_thread().name
 
     def lock(self):
         return threading.Lock()
@@ -165,9 +167,21 @@ def test_calls_run_between_iterations_and_are_answered(process):
     assert stage.threads["forward"] == threading.current_thread().name
 
 
-def test_a_call_that_fails_is_an_answer_and_not_the_end(process):
-    assert process([call(1, "broken"), iteration(0), call(2, "seen")]) == [
-        Reply(call=1, error="no such adapter"),
+def test_calls_run_in_the_device_thread(process):
+    me = threading.current_thread().name
+    asked = [call(1, "here"), call(2, "sipipe:open"), iteration(0), call(3, "here")]
+    found = process(asked, opened=False)
+    assert found == [answer(1, me), answer(2, "open"), answer(3, me)]
+    assert process.main._preparing.name == "SiPipePreparing"
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [("broken", "no such adapter"), ("absent", "'Worker' object has no attribute 'absent'")],
+)
+def test_a_call_that_fails_is_an_answer_and_not_the_end(process, method, error):
+    assert process([call(1, method), iteration(0), call(2, "seen")]) == [
+        Reply(call=1, error=error),
         answer(2, [0]),
     ]
 
@@ -193,7 +207,8 @@ def test_a_result_that_cannot_be_sent_is_an_answer_and_not_the_end(process):
 
 
 def test_only_the_rank_that_is_asked_answers(process):
-    assert process([call(1, "seen", only=1), call(2, "seen", only=0)]) == [answer(2, [])]
+    asked = [call(1, "seen", only=1), call(2, "lock", only=1), call(3, "seen", only=0)]
+    assert process(asked) == [answer(3, [])]
 
 
 def test_the_data_plane_is_opened_by_a_call(process):
@@ -222,10 +237,12 @@ def test_a_dead_engine_is_an_error(process):
 
 
 def test_the_stall_report_says_what_a_call_and_both_threads_do(process):
-    threads = "(preparing thread) waits for a scheduling output, (device thread) waits for inputs"
+    threads = "(preparing thread) {}, (device thread) {}"
     _, told = process([iteration(0), call(1, "seen"), call(2, "doing")])
-    assert told == answer(2, f"runs doing; {threads}")
-    assert process.main._doing() == threads
+    inside = threads.format("waits for the end of a call", "runs a call")
+    assert told == answer(2, f"runs doing; {inside}")
+    idle = threads.format("waits for a scheduling output", "waits for inputs")
+    assert process.main._doing() == idle
 
 
 def test_a_failure_that_cannot_be_pickled_is_said_as_text():

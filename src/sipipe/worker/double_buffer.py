@@ -185,16 +185,20 @@ class DoubleBuffer:
         Raises:
             BaseException: as :meth:`drain`.
         """
-        self.drain()
-        future: Future[Any] = Future()
-        with self._lock:
-            self._calls.append((function, future))
-            self._work.notify()
-            # wait: none here, the engine's for the call; the device thread, `close`, `fail`
-            self._finished.wait_for(lambda: self._end or future.done())
-            if not future.done():
-                self._check()
-        return future.result(0)
+        self._preparing = "waits for the end of a call"
+        try:
+            self.drain()
+            future: Future[Any] = Future()
+            with self._lock:
+                self._calls.append((function, future))
+                self._work.notify()
+                # wait: none here, the engine's for the call; the device thread, `close`, `fail`
+                self._finished.wait_for(lambda: self._end or future.done())
+                if not future.done():
+                    self._check()
+            return future.result(0)
+        finally:
+            self._preparing = "waits for a scheduling output"
 
     def run(self) -> None:
         """Be the device thread until ``close`` or an error, which is raised."""
