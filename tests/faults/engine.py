@@ -18,7 +18,7 @@ import traceback
 import psutil
 from tests.faults import plan
 from tests.faults.processes import Forked, Nursery
-from tests.faults.stand_in import VOCAB
+from tests.worker.arithmetic import VOCAB, continuation
 
 current = {}
 """The children of this engine, by name."""
@@ -93,6 +93,14 @@ def requests(count, *, sampling, seed=1):
         )
         params.update_from_generation_config({}, None)
         yield Request(str(index), prompt, params, pooling_params=None)
+
+
+def check_greedy(tokens, *, sampling):
+    """Of an engine without faults: tokens are what arithmetic says, where no sampler's draws count."""
+    for request in requests(len(tokens), sampling=sampling):
+        params, found = request.sampling_params, tokens[request.request_id]
+        if not params.temperature:
+            assert found == continuation(request.prompt_token_ids, params.max_tokens), request
 
 
 def _serve(core, scenario, said, report):

@@ -16,12 +16,15 @@ START_SAMPLER = ("born", "warm up", "boot", "attach to BIC-I", "attach to BIC-L"
 BUSY_SAMPLER = ("hear", "let go", "apply", "draw", "answer")
 START_WORKER = ("born", "boot", "load", "say", "serve", "describe", "open")
 BUSY_WORKER = {
-    "stage0.0": ("hear", "let go", "prepare", "forward", "send"),
-    "stage1.0": ("hear", "let go", "prepare", "receive", "forward", "logits", "publish"),
+    "stage0.0": ("hear", "let go", "prepare", "run", "forward", "send", "hand on"),
+    "stage1.0": (
+        *("hear", "let go", "prepare", "run", "receive", "forward", "logits", "hand on"),
+        "publish",
+    ),
 }
 OWN_WORKER = {
-    "stage0.0": ("hear", "let go", "prepare", "forward", "send"),
-    "stage1.0": ("hear", "let go", "prepare", "receive", "forward", "logits"),
+    "stage0.0": ("hear", "let go", "run", "forward", "send"),
+    "stage1.0": ("hear", "let go", "run", "receive", "forward", "sample"),
 }
 PRODUCT = {"stage0.0": ("rows", "product"), "stage1.0": ("spread", "product")}
 """Where the output projection is shared out."""
@@ -35,8 +38,7 @@ def scenario(own=False, bound=120.0, spare=1e9, **more):
     until there is a spare sampler."""
     sipipe = {"samplers": 2, "inflight": 3, "stall_timeout": 60, "start_timeout": 90}
     sipipe |= {"cores": "off", "vocabulary": "last", **more.pop("sipipe", {})}
-    if own:
-        sipipe["cpu_sampling"] = "off"
+    sipipe |= {"cpu_sampling": "off" if own else "on", "check_token_safety": not own}
     return {"sipipe": sipipe, "own": own, "bound": bound, "spare": spare, **more}
 
 
@@ -320,8 +322,7 @@ def shared(make):
 
 
 def amid_product(what, stall=60, **more):
-    """Of a worker: as it takes or spreads final hidden states, and between pieces of its product,
-    of which there are three."""
+    """Of a worker: as it takes or spreads final hidden states, or multiplies by its columns."""
 
     def make(rng):
         name = rng.choice(STAGES)

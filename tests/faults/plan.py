@@ -72,6 +72,7 @@ def strike(name, fault, report):
 def load():
     """The functions at which steps of processes' lives begin, by name; imports all of them."""
     from tests.faults import stand_in
+    from tests.worker import arithmetic
 
     import sipipe.engine.dispatch
     import sipipe.engine.executor
@@ -89,9 +90,12 @@ def load():
     import sipipe.ipc.ring.reader
     import sipipe.ipc.ring.writer
     import sipipe.sampler.main as sampler
-    import sipipe.worker.logits
+    import sipipe.worker.device_vocabulary
+    import sipipe.worker.draws
     import sipipe.worker.loop as loop
     import sipipe.worker.main as worker
+    import sipipe.worker.preparation
+    import sipipe.worker.publisher
     import sipipe.worker.vocabulary
 
     return {
@@ -110,15 +114,17 @@ def load():
         "describe": (loop.StageLoop, "describe"),
         "open": (loop.StageLoop, "open"),
         "serve": (worker.Main, "serve"),
-        "prepare": (stand_in.Arithmetic, "prepare"),
+        "prepare": (sipipe.worker.preparation.SiPipePrepares, "prepare"),
+        "run": (arithmetic.Runner, "execute_model"),
         "receive": (sipipe.ipc.link.receiver.Receiver, "take"),
-        "forward": (stand_in.Arithmetic, "forward"),
+        "forward": (arithmetic.Runner, "forward"),
         "send": (sipipe.ipc.link.sender.Sender, "send"),
-        "logits": (stand_in.Arithmetic, "rows"),
-        "hand over": (sipipe.worker.logits.LogitsHandover, "store"),
-        "spread": (sipipe.worker.vocabulary.SharedHead, "spread"),
-        "rows": (sipipe.worker.vocabulary.SharedHead, "_take"),
-        "product": (stand_in.Shard, "compute"),
+        "logits": (sipipe.worker.draws.LastRows, "_hand_over"),
+        "sample": (arithmetic.Runner, "sample"),
+        "hand on": (sipipe.worker.publisher.Publisher, "_do"),
+        "spread": (sipipe.worker.vocabulary.SharedProjection, "columns"),
+        "rows": (sipipe.worker.device_vocabulary.HeadThread, "_do"),
+        "product": (stand_in.Shard, "whole"),
         # the engine's
         "start": (sipipe.engine.host.Host, "start"),
         "listen": (sipipe.engine.pipeline, "GatherReceiver"),

@@ -37,6 +37,7 @@ def prepare(scratch):
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_LOGGING_LEVEL="WARNING",
         VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_USE_V2_MODEL_RUNNER="1",
         HF_HUB_OFFLINE="1",
         OMP_NUM_THREADS="1",
     )
@@ -46,17 +47,18 @@ def prepare(scratch):
 
     torch.set_num_threads(1)
     from tests.faults import plan, stand_in
+    from tests.worker import arithmetic
 
     (scratch / "config.json").write_text(
         json.dumps(
             {
                 "model_type": "llama",
                 "architectures": ["LlamaForCausalLM"],
-                "hidden_size": stand_in.HIDDEN,
+                "hidden_size": arithmetic.HIDDEN,
                 "num_hidden_layers": 2,
                 "num_attention_heads": 1,
                 "intermediate_size": 128,
-                "vocab_size": stand_in.VOCAB,
+                "vocab_size": arithmetic.VOCAB,
                 "max_position_embeddings": 256,
                 "torch_dtype": "float32",
             }
@@ -71,7 +73,8 @@ def prepare(scratch):
         max_model_len=128,
         max_num_seqs=32,
         max_num_batched_tokens=64,
-        num_gpu_blocks_override=64,
+        block_size=16,
+        num_gpu_blocks_override=64,  # fewer than all requests take: some are preempted
         enable_prefix_caching=False,
         pipeline_parallel_size=2,
         distributed_executor_backend="sipipe.Executor",
@@ -83,13 +86,12 @@ def prepare(scratch):
     import sipipe.engine.children as children
     import sipipe.engine.compatibility as compatibility
     import sipipe.engine.setup as setup
-    import sipipe.worker.loop as loop
     from sipipe.sampler.warmup import warm_up
 
     name = f"{stand_in.__name__}.StandInWorker"
+    compatibility.HAS_TRITON = True  # the stand-in needs no kernels, on vLLM's own path neither
     for module in (compatibility, setup):
         module.STOCK_WORKERS.update(dict.fromkeys(module.STOCK_WORKERS, name))
-    loop.StageRunner, loop.unsupported_reason = stand_in.Arithmetic, stand_in.unsupported_reason
     children.subprocess.Popen = Forked
     # It goes through all modules for Triton kernels, of which there are none, and finds Numba's.
     type(current_platform).register_triton_kernel_overrides = lambda *_: None

@@ -83,6 +83,7 @@ def table(judged):
 
 def run(asked, *, parallel=2, each=lambda *_: None):
     """Run scenarios; (kind, outcome, verdict, why) of each."""
+    from tests.faults import engine
     from tests.faults.rig import run_all
 
     by_name = {kind.name: kind for kind in KINDS}
@@ -94,6 +95,7 @@ def run(asked, *, parallel=2, each=lambda *_: None):
         if not found["kind"]:
             assert not outcome["error"], outcome
             expected[found["own"]] = outcome["tokens"]
+            engine.check_greedy(outcome["tokens"], sampling=not found["own"])
             return
         outcome["injected"] = len(outcome["faults"]) or ("filled" in found and 1)
         kind = by_name[found["kind"]]
