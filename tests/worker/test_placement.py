@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
+from tests.worker.arithmetic_stages import INFLIGHT, boot_of, place_of  # noqa: E402
 from vllm.sequence import IntermediateTensors  # noqa: E402
 from vllm.v1.worker import gpu_worker  # noqa: E402
 
@@ -19,9 +21,10 @@ from sipipe.ipc.link.schema import TensorSchema  # noqa: E402
 from sipipe.messages.places import StagePlace  # noqa: E402
 from sipipe.worker import main as worker_main  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
-from sipipe.worker.loop import StageLoop  # noqa: E402
+from sipipe.worker.loaded_stage import LoadedStage  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 from sipipe.worker.sharing import Sharing  # noqa: E402
+from sipipe.worker.stage import Surroundings  # noqa: E402
 from sipipe.worker.vllm_workers import GPUStageWorker  # noqa: E402
 
 
@@ -46,10 +49,8 @@ def test_a_worker_and_the_threads_that_it_starts_run_on_its_cores(monkeypatch, b
     monkeypatch.setattr(worker_main, "set_process_title", lambda **_: None)
     monkeypatch.setattr(worker_main, "decorate_logs", lambda _: None)
     cpus = (max(usable),) if bound else ()
-    main = object.__new__(worker_main.Main)
-    main._boot = SimpleNamespace(
-        place=StagePlace(stage=1, stages=2, tp_rank=0, tp_size=1), cpus=cpus, cut_evenly=True
-    )
+    boot = dataclasses.replace(boot_of(place_of(1, 2)), cpus=cpus)
+    main = worker_main.Main(boot, SimpleNamespace(), [])
 
     def run():  # in a thread of its own: this one's cores stay as they are
         with pytest.raises(Loading):
@@ -61,7 +62,26 @@ def test_a_worker_and_the_threads_that_it_starts_run_on_its_cores(monkeypatch, b
     assert found == [set(cpus) or usable]
 
 
-TOKENS, INFLIGHT = 2048, 3
+TOKENS = 2048
+
+
+class Worker(GPUStageWorker):
+    """Without a model."""
+
+    def __init__(self):
+        pass
+
+
+def loaded(worker, transport):
+    return LoadedStage(
+        Surroundings(
+            boot=boot_of(place_of(1, 2), transport=transport),
+            wrapper=SimpleNamespace(worker=worker),
+            report=print,
+            recorder=None,
+            fail=print,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,19 +99,14 @@ def test_what_a_link_takes_of_a_gpu_is_known_before_the_kv_cache_is_sized(
     kept = {
         key: torch.zeros(TOKENS, 64, dtype=torch.bfloat16) for key in ("hidden_states", "residual")
     }
-    worker = object.__new__(GPUStageWorker)
+    worker = Worker()
     worker.model_runner = SimpleNamespace(
         intermediate_tensors=IntermediateTensors(kept),
         device=torch.device(device),
         max_num_reqs=requests,
         max_num_tokens=TOKENS,
     )
-    loop = object.__new__(StageLoop)
-    loop._worker = worker
-    loop._boot = SimpleNamespace(
-        config=SimpleNamespace(transport=transport), watched=SimpleNamespace(inflight=INFLIGHT)
-    )
-    worker.reserved = loop._arena_bytes()
+    worker.reserved = loaded(worker, transport).device_bytes()
     assert worker.reserved == INFLIGHT * rows * 2 * 64 * 2
     schema = TensorSchema.capture(kept, TOKENS)
     assert not rows or worker.reserved == INFLIGHT * buffer_bytes(schema, rows)
@@ -129,9 +144,5 @@ def test_what_a_part_of_the_output_projection_takes_of_a_gpu(device, stage, part
 
 
 def test_a_first_stage_has_no_link_before_it():
-    loop = object.__new__(StageLoop)
-    loop._worker = SimpleNamespace(
-        model_runner=SimpleNamespace(intermediate_tensors=None, device=torch.device("cuda:0"))
-    )
-    loop._boot = SimpleNamespace(config=SimpleNamespace(transport="auto"))
-    assert loop._arena_bytes() == 0
+    runner = SimpleNamespace(intermediate_tensors=None, device=torch.device("cuda:0"))
+    assert loaded(SimpleNamespace(model_runner=runner), "auto").device_bytes() == 0

@@ -1,0 +1,220 @@
+"""Stages of :mod:`sipipe.worker` on the stand-in of vLLM's second runner, in threads of this process.
+
+Each stage is a :class:`StageLoop`, as a worker's process has it, with its device thread; links and
+the channel of logits are real. The test follows BIC-I for all of them, and draws.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from tests.worker.arithmetic import VOCAB, Runner, Worker
+from vllm.distributed import parallel_state
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from sipipe.config import SiPipeConfig
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader
+from sipipe.messages.boots import Watched, WorkerBoot
+from sipipe.messages.link import LinkEndpoint
+from sipipe.messages.logits import LogitsShape
+from sipipe.messages.places import StagePlace
+from sipipe.worker.loop import StageLoop
+from sipipe.worker.world import PipelineStandIn
+
+BLOCK, REQUESTS, TOKENS, INFLIGHT = 4, 16, 64, 3
+HAND_OVER = 60  # seconds; a bug in the test itself, not a bound that a test relies on
+
+CONFIG = SimpleNamespace(
+    model_config=SimpleNamespace(
+        dtype=torch.float32,
+        enable_prompt_embeds=False,
+        get_inputs_embeds_size=lambda: 0,
+        get_vocab_size=lambda: VOCAB,
+        max_model_len=TOKENS,
+        multimodal_config=None,
+        rswa_window=None,
+        uses_mrope=False,
+    ),
+    scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=TOKENS),
+)
+
+
+class OwnInputs(DefaultModelState):
+    """Of a model whose inputs vLLM prepares."""
+
+
+def place_of(stage, stages):
+    return StagePlace(stage=stage, stages=stages, tp_rank=0, tp_size=1)
+
+
+def boot_of(place, **settings):
+    """What a worker of SiPipe's path starts from, with these settings."""
+    settings = {
+        "check_token_safety": True,
+        "stall_timeout": HAND_OVER,
+        "cpu_sampling": "on",
+    } | settings
+    return WorkerBoot(
+        vllm_config=CONFIG,
+        config=SiPipeConfig(**settings),
+        place=place,
+        path="sipipe",
+        local_rank=place.rank,
+        distributed_init_method="",
+        watched=Watched(stages=place.stages, inflight=INFLIGHT, model="none", run="test"),
+        of_main_thread=False,
+        layers=(1,) * place.stages,
+        cut_evenly=True,
+    )
+
+
+class Stages:
+    """A pipeline; ``state`` makes the runners' model states."""
+
+    def __init__(self, stages, *, state=DefaultModelState, **settings):
+        shape = LogitsShape(vocab=VOCAB, bounds=(0, VOCAB))
+        self.channel = LogitsChannel(
+            "t", shape, rows=REQUESTS * (INFLIGHT + 1), entries=INFLIGHT + 2, readers=["s"]
+        )
+        self.reader = LogitsReader(self.channel.endpoint, "s")
+        pairs = [
+            socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(stages - 1)
+        ]
+        ends = [[], *([end] for _, end in pairs)]
+        for found, (end, _) in zip(ends, pairs, strict=False):
+            found.append(end)
+        link = LinkEndpoint(kind="shm", buffer_tokens=TOKENS, stall_timeout=HAND_OVER)
+        self.reported, self.failed, self.loops, self.runners = [], [], [], []
+        for stage, sockets in enumerate(ends):
+            place = place_of(stage, stages)
+            group = PipelineStandIn(place)
+            with patch.object(parallel_state, "_PP", group):
+                runner = Runner(place, CONFIG, BLOCK, state=state)
+                loop = StageLoop(
+                    boot_of(place, **settings),
+                    Worker(group, runner),
+                    sockets,
+                    lambda *said: self.reported.append(said),
+                    SimpleNamespace(record=lambda *_, **__: None),
+                    self.failed.append,
+                )
+                loop.open(links=[link] * (stages - 1), logits=self.channel.endpoint)
+            self.runners.append(runner)
+            self.loops.append(loop)
+        self.threads = [
+            threading.Thread(target=self._device, args=(loop,), name=f"device {stage}", daemon=True)
+            for stage, loop in enumerate(self.loops)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _device(self, loop):
+        try:
+            loop.double_buffer.run()
+        except BaseException as error:
+            self.failed.append(error)
+
+    def run(self, iteration, output, samples):
+        """Hand an iteration with this many rows of logits to all stages."""
+        row = iteration % (INFLIGHT + 1) * REQUESTS if samples else -1
+        for loop in self.loops:
+            loop.run(iteration, iteration % INFLIGHT, output, row, samples)
+
+    def draw(self, iteration):
+        """The most likely token of each row of an iteration."""
+        with self.reader.receive() as received:
+            assert received.iteration == iteration
+            return received.array.argmax(-1).tolist()
+
+    def close(self):
+        for loop in self.loops:
+            loop.close()
+        for thread in self.threads:
+            thread.join(HAND_OVER)
+            assert not thread.is_alive()
+        self.reader.close()
+        self.channel.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+class Requests:
+    """As much of a scheduler as stages see: what it puts into an iteration is the test's."""
+
+    def __init__(self):
+        self.tokens, self._computed, self._blocks = {}, {}, {}
+        self._free = itertools.count(1)
+        self._gone, self._preempted = set(), set()
+
+    def add(self, req_id, prompt):
+        self.tokens[req_id] = [*prompt]
+
+    def finish(self, req_id):
+        self._gone.add(req_id)
+        del self.tokens[req_id]
+        self._computed.pop(req_id, None)
+
+    def preempt(self, req_id):
+        self._preempted.add(req_id)
+        del self._computed[req_id]
+
+    def schedule(self, amounts):
+        """The output of an iteration with so many tokens of each request, and who samples."""
+        new, cached, samples = [], CachedRequestData.make_empty(), []
+        for req_id, count in amounts.items():
+            tokens, known = self.tokens[req_id], req_id in self._computed
+            computed = self._computed.get(req_id, 0)
+            blocks = self._blocks.setdefault(req_id, []) if known else []
+            self._blocks[req_id] = blocks
+            more = [next(self._free) for _ in range(-(-(computed + count) // BLOCK) - len(blocks))]
+            blocks += more
+            if known:
+                cached.req_ids.append(req_id)
+                cached.new_token_ids.append(tokens[computed : computed + count])
+                cached.new_block_ids.append((more,) if more else None)
+                cached.num_computed_tokens.append(computed)
+                cached.num_output_tokens.append(0)
+            else:
+                new.append(_new(req_id, tokens, more))
+            self._computed[req_id] = computed + count
+            if computed + count == len(tokens):
+                samples.append(req_id)
+        gone, preempted = self._gone, self._preempted
+        self._gone, self._preempted = set(), set()
+        output = SchedulerOutput(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=dict(amounts),
+            total_num_scheduled_tokens=sum(amounts.values()),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            finished_req_ids=gone,
+            free_encoder_mm_hashes=[],
+            preempted_req_ids=preempted,
+        )
+        return output, samples
+
+
+def _new(req_id, tokens, blocks):
+    return NewRequestData(
+        req_id=req_id,
+        prompt_token_ids=[*tokens],
+        prefill_token_ids=[*tokens],
+        mm_features=[],
+        sampling_params=SamplingParams(temperature=0.0),
+        pooling_params=None,
+        block_ids=([*blocks],),
+        num_computed_tokens=0,
+        lora_request=None,
+    )
