@@ -82,7 +82,8 @@ class Parent:
                     self.say(Status(self.doing()))
                 else:
                     self._inbox.put(data)
-        self.on_gone()
+        with suppress(OSError):
+            self.on_gone()
         deadline = time.monotonic() + GRACE_SECONDS / 2
         # Again and again: a signal that comes just before the main thread enters a system call
         # does not wake it up; the handler runs when the next one interrupts the call.
