@@ -67,7 +67,7 @@ def boot_of(place, **settings):
         place=place,
         path="sipipe",
         local_rank=place.rank,
-        distributed_init_method="",
+        distributed_init_method="file:///nowhere",
         watched=Watched(stages=place.stages, inflight=INFLIGHT, model="none", run="test"),
         of_main_thread=False,
         layers=(1,) * place.stages,
@@ -76,9 +76,10 @@ def boot_of(place, **settings):
 
 
 class Stages:
-    """A pipeline; ``state`` makes the runners' model states."""
+    """A pipeline; ``state`` makes the runners' model states. ``threads``: the stages' device threads
+    run."""
 
-    def __init__(self, stages, *, state=DefaultModelState, **settings):
+    def __init__(self, stages, *, state=DefaultModelState, threads=True, **settings):
         shape = LogitsShape(vocab=VOCAB, bounds=(0, VOCAB))
         self.channel = LogitsChannel(
             "t", shape, rows=REQUESTS * (INFLIGHT + 1), entries=INFLIGHT + 2, readers=["s"]
@@ -111,6 +112,7 @@ class Stages:
         self.threads = [
             threading.Thread(target=self._device, args=(loop,), name=f"device {stage}", daemon=True)
             for stage, loop in enumerate(self.loops)
+            if threads
         ]
         for thread in self.threads:
             thread.start()

@@ -21,8 +21,8 @@ from sipipe.worker.double_buffer import DoubleBuffer
 from .fake_device import HAND_OVER, FakeStage
 
 
-def iteration(number):
-    return [encode_header(Kind.SCHEDULE, 0, number), b"", pickle.dumps(f"output {number}")]
+def iteration(number, output=None):
+    return [encode_header(Kind.SCHEDULE, 0, number), b"", pickle.dumps(output)]
 
 
 def grammar(number):

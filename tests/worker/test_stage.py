@@ -95,12 +95,30 @@ def serve(stages, iterations=120, seed=5):
 @pytest.mark.parametrize("state", [DefaultModelState, OwnInputs])
 @pytest.mark.parametrize("count", [1, 2])
 def test_tokens_follow_from_their_prompts(count, state):
-    """Whoever prepares. Among the iterations are some without a token, with requests that go."""
+    """Whoever prepares."""
     with Stages(count, state=state) as stages:
         preparing = [isinstance(loop.stage._preparation, SiPipePrepares) for loop in stages.loops]
         assert preparing == [state is DefaultModelState] * count
         for prompt, tokens in serve(stages).values():
             assert tokens == continuation(prompt, len(tokens))
+    assert stages.failed == []
+
+
+@pytest.mark.parametrize("state", [DefaultModelState, OwnInputs])
+def test_an_iteration_without_tokens_lets_requests_go(state):
+    requests = Requests()
+    requests.add("a", [3, 4, 5])
+    with Stages(2, state=state) as stages:
+        stages.run(0, requests.schedule({"a": 3})[0], 1)
+        stages.draw(0)
+        requests.finish("a")
+        stages.run(1, requests.schedule({})[0], 0)
+        for loop, runner in zip(stages.loops, stages.runners, strict=True):
+            loop.call(lambda: None)
+            assert runner.req_states.req_id_to_index == {}
+        requests.add("b", [6, 7])
+        stages.run(2, requests.schedule({"b": 2})[0], 1)
+        assert stages.draw(2) == continuation([6, 7], 1)
     assert stages.failed == []
 
 
