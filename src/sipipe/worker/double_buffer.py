@@ -196,7 +196,7 @@ class DoubleBuffer:
                 self._finished.wait_for(lambda: self._end or future.done())
                 if not future.done():
                     self._check()
-            return future.result(0)
+            return future.result(0)  # wait: none: it is done; nobody
         finally:
             self._preparing = "waits for a scheduling output"
 

@@ -125,6 +125,7 @@ class VllmStage(ClosedStage):
     def _send(self, tensors: Any) -> Callable[[], None]:
         """Without the rows with which the runner has padded the batch."""
         rows = {key: tensor[: self._tokens] for key, tensor in tensors.items()}
+        # wait: `stall_timeout`; the next stage, which gives buffers back, or its end
         self._links.send(self._iteration, self._tokens, rows)
         return self._links.wait_sent
 
