@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sipipe.worker.steps import StageSteps
 
 from benchmarks.emulation import emulated
 from benchmarks.harness import report
@@ -44,7 +45,6 @@ from sipipe.tools.planner.workload import Microbatch, Workload
 from sipipe.worker.double_buffer import DoubleBuffer
 from sipipe.worker.head import PIECE
 from sipipe.worker.logits import LogitsHandover
-from sipipe.worker.steps import StageSteps
 from sipipe.worker.vocabulary import SharedHead
 
 MODELS, STAGES, DEVICE = ("llama-3.1-8b", "qwen2.5-7b"), (4, 8), "xeon-8468"

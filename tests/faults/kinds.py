@@ -335,6 +335,11 @@ def amid_product(what, stall=60, **more):
 STAGE_DIED = r"stage worker stage\d\.0 \(pid \d+\) (died|ended while starting)"
 NOT_READY = r"not ready in time: .*start_timeout"
 STALLED = r"no progress for .* s: .*stage\d\.0 does not answer"
+SAYING = (
+    rf"(?={STALLED})"
+    r".*stage\d\.0 \(preparing thread\) \w+.*, \(device thread\) \w+.*, \(publisher\) \w+"
+)
+"""The other stage says what its threads do."""
 ANY = "."
 
 KINDS = [
@@ -390,7 +395,7 @@ KINDS = [
     Kind("a worker is stopped for 1 s (vLLM's path)", stopped_worker(True, 1), 6),
     Kind("a worker is stopped for 10 s", stopped_worker(False, 10), 6),
     Kind(
-        "a worker is stopped for ever", stopped_worker(False, FOR_EVER, stall=4), 10, STALLED, True
+        "a worker is stopped for ever", stopped_worker(False, FOR_EVER, stall=4), 10, SAYING, True
     ),
     Kind(
         "a worker is stopped for ever (vLLM's path)",
@@ -434,7 +439,7 @@ KINDS = [
         "a worker is stopped for ever amid a product",
         shared(amid_product("stop", stall=4, seconds=FOR_EVER)),
         8,
-        STALLED,
+        SAYING,
         True,
     ),
     Kind("a worker raises an error", raising(STAGES, BUSY_WORKER), 8, "planted in", True),

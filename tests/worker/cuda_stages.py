@@ -147,7 +147,6 @@ class Rig:
         machine,
         seed,
         *,
-        layout="rows",
         graphs=True,
         depth=INFLIGHT,
         shared=False,
@@ -170,12 +169,11 @@ class Rig:
         bounds = (0, 5, VOCAB) if shared else ()
         self.channel = LogitsChannel(
             "logits",
-            LogitsShape(vocab=VOCAB, layout=layout, bounds=bounds),
+            LogitsShape(vocab=VOCAB, bounds=bounds),
             rows=INFLIGHT * ROWS,
             entries=INFLIGHT + 2,
             readers=["a"],
         )
-        self.layout = layout
         self.reader = LogitsReader(self.channel.endpoint, "a")
         self.committed = [0, 0] if shared else [0]
         self.expected, self.reports, self.tokens, self.waits_for = {}, {}, {}, {}
@@ -219,7 +217,6 @@ class Rig:
                 config=SimpleNamespace(
                     transport="auto",
                     stall_timeout=30,
-                    logits_layout=self.layout,
                     cpu_sampling="on" if self.shared else "per_row",
                     overlap=True,
                     check_token_safety=False,
@@ -391,7 +388,6 @@ class Rig:
         """Stands for a sampler: it reads as soon as there is something."""
         with self.reader.receive() as entry:
             found = torch.from_numpy(entry.array.copy())
-            found = found if self.layout == "rows" else found.T
             expected = self.expected.get(entry.iteration)
             if expected is None or not torch.equal(found, expected):
                 self.wrong.append(f"logits of iteration {entry.iteration}")

@@ -64,12 +64,12 @@ class Shard:
 class Two:
     """A stage with a head thread, and the last stage's end; one sampler."""
 
-    def __init__(self, shard, bounds, *, device=None, layout="rows", bound=HAND_OVER):
-        shape = LogitsShape(vocab=VOCAB, bounds=bounds, layout=layout)
+    def __init__(self, shard, bounds, *, device=None, bound=HAND_OVER):
+        shape = LogitsShape(vocab=VOCAB, bounds=bounds)
         self.channel = LogitsChannel("t", shape, rows=10, entries=6, readers=["s"])
-        self.layout, self.phases, self.failed = layout, [], []
+        self.phases, self.failed = [], []
         self.ours, self.theirs = (
-            LogitsHandover(LogitsWriter(self.channel.endpoint, rank), layout) for rank in (0, 1)
+            LogitsHandover(LogitsWriter(self.channel.endpoint, rank)) for rank in (0, 1)
         )
         sender, receiver = link(bound)
         self.last = SharedProjection([sender], Shard(0, 0), lambda *_: None)
@@ -98,8 +98,7 @@ class Two:
     def read(self, iteration):
         with self.reader.receive() as entry:
             assert entry.iteration == iteration
-            found = torch.from_numpy(entry.array.copy())
-        return found if self.layout == "rows" else found.T
+            return torch.from_numpy(entry.array.copy())
 
     def close(self):
         for end in (self.head, self.last, self.ours, self.theirs, self.reader, self.channel):
@@ -119,16 +118,15 @@ def two():
         each.close()
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("cut", [0, 704])
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 3.0, "scale": 2.0}])
-def test_logits_are_the_unshared_heads_bit_for_bit(two, options, cut, layout):
+def test_logits_are_the_unshared_heads_bit_for_bit(two, options, cut):
     with set_current_vllm_config(VllmConfig()), torch.inference_mode():
         model, bounds = Model(**options), (0, cut, VOCAB)
         packed = model.lm_head.cpu_linear
         first, last = shards(model, bounds, torch.float32)
         model.lm_head.cpu_linear = packed  # as it is where nothing is shared
-        pair = two(first, bounds, layout=layout)
+        pair = two(first, bounds)
         for iteration in range(7):
             hidden = torch.randn(1 + iteration % 2, HIDDEN)
             pair.expect(iteration, len(hidden))
@@ -203,7 +201,7 @@ class Stage:
         self.pause = pauses(f"{pipeline.seed}/{stage}")
         self.receiver = pipeline.links[stage - 1][1] if stage else None
         self.sender = None if self.last else pipeline.links[stage][0]
-        self.handover = LogitsHandover(LogitsWriter(pipeline.channel.endpoint, stage), "rows")
+        self.handover = LogitsHandover(LogitsWriter(pipeline.channel.endpoint, stage))
         shard, device = Shard(*pipeline.bounds[stage : stage + 2], self.pause), HostDevice()
         self.orders, self.threads = pipeline.orders[stage], (self.follow,)
         self.publisher = Publisher(

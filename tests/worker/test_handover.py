@@ -1,4 +1,4 @@
-"""Logits into BIC-L: layouts and dtypes."""
+"""Logits into BIC-L: dtypes."""
 
 from __future__ import annotations
 
@@ -17,46 +17,41 @@ VOCAB, BATCH = 37, 5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_readers_see_the_logits(layout, dtype):
+def test_readers_see_the_logits(dtype):
     channel = LogitsChannel(
         "logits",
-        LogitsShape(vocab=VOCAB, dtype=dtype, layout=layout),
+        LogitsShape(vocab=VOCAB, dtype=dtype),
         rows=BATCH,
         entries=3,
         readers=["a"],
     )
     reader = LogitsReader(channel.endpoint, "a")
     writer = LogitsWriter(channel.endpoint, rank=0)
-    handover = LogitsHandover(writer, layout)
+    handover = LogitsHandover(writer)
     logits = torch.randn(4, VOCAB, dtype=getattr(torch, dtype))
     handover.expect(0, 1)
     with handover.entry(0, 4, 5.0) as target:
         target.copy_(logits)
     with reader.receive() as slot:
-        found = slot.array if layout == "rows" else slot.array.T
+        found = slot.array
         expected = logits.view(torch.int16) if dtype == "bfloat16" else logits
         assert np.array_equal(found.view(expected.numpy().dtype)[:4], expected.numpy())
     for end in (handover, reader, channel):
         end.close()
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_what_was_computed_in_its_place_is_not_copied(layout):
+def test_what_was_computed_in_its_place_is_not_copied():
     channel = LogitsChannel(
-        "logits", LogitsShape(vocab=VOCAB, layout=layout), rows=BATCH, entries=3, readers=["a"]
+        "logits", LogitsShape(vocab=VOCAB), rows=BATCH, entries=3, readers=["a"]
     )
     reader = LogitsReader(channel.endpoint, "a")
-    handover = LogitsHandover(LogitsWriter(channel.endpoint), layout)
+    handover = LogitsHandover(LogitsWriter(channel.endpoint))
     for iteration in range(7):
         handover.expect(iteration, iteration % 3)
         place = handover.ahead(iteration, 3, torch.zeros(3, 1))
-        if layout == "columns":
-            assert place is None, "a product's result lies in rows"
-            place = torch.empty(3, VOCAB)
         place.copy_(torch.full((3, VOCAB), float(iteration)))
         with handover.entry(iteration, 3, 5.0) as target:
-            assert (target.data_ptr() == place.data_ptr()) is (layout == "rows")
+            assert target.data_ptr() == place.data_ptr()
             HostDevice().fetch(place, target, 0)
         with reader.receive() as slot:
             assert (slot.array == iteration).all()
