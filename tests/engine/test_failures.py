@@ -161,6 +161,16 @@ def test_a_stopped_sampler_is_replaced_and_no_token_changes(engine):
     assert re.search(r"sampler\d .*has done nothing for .* it is killed", engine.log.read_text())
 
 
+def test_an_idle_engine_sleeps(engine):
+    engine.run([{"prompts": prompts(4, vocab=999), "params": [greedy(1)[0] | WITHOUT] * 4}])
+    workers = engine.find("Worker_PP")
+    assert len(workers) == 2
+    before = [sum(worker.cpu_times()[:2]) for worker in workers]
+    time.sleep(3)
+    used = [sum(worker.cpu_times()[:2]) - was for worker, was in zip(workers, before, strict=True)]
+    assert max(used) < 0.3, "a thread that asks over and over takes 3 s"
+
+
 def test_a_killed_worker_ends_the_engine_with_its_name(engine):
     params = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True} | WITHOUT
     engine.submit([{"prompts": prompts(8, vocab=999), "params": [params] * 8}])
