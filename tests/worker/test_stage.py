@@ -92,11 +92,19 @@ def serve(stages, iterations=120, seed=5):
     return {req_id: (prompts[req_id], tokens) for req_id, tokens in done.items()}
 
 
-@pytest.mark.parametrize("state", [DefaultModelState, OwnInputs])
-@pytest.mark.parametrize("count", [1, 2])
-def test_tokens_follow_from_their_prompts(count, state):
-    """Whoever prepares."""
-    with Stages(count, state=state) as stages:
+@pytest.mark.parametrize(
+    ("count", "state", "overlap"),
+    [
+        (1, DefaultModelState, True),
+        (2, DefaultModelState, True),
+        (2, DefaultModelState, False),
+        (1, OwnInputs, True),
+        (2, OwnInputs, True),
+    ],
+)
+def test_tokens_follow_from_their_prompts(count, state, overlap):
+    """Whoever prepares, ahead or in turn."""
+    with Stages(count, state=state, overlap=overlap) as stages:
         preparing = [isinstance(loop.stage._preparation, SiPipePrepares) for loop in stages.loops]
         assert preparing == [state is DefaultModelState] * count
         for prompt, tokens in serve(stages).values():
