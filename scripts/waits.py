@@ -24,6 +24,7 @@ BEGIN, END = "<!-- waits: written by `make waits` -->\n", "<!-- /waits -->"
 BLOCKING = {
     *("wait", "wait_for", "join", "result", "get", "acquire", "communicate", "waitpid"),
     *("recv", "recv_bytes", "recv_into", "recv_fds", "recv_multipart", "accept", "readline"),
+    "recv_monitor_message",
     *("send", "sendall", "sendmsg", "send_fds", "send_bytes", "send_multipart"),
     *("poll", "select", "sleep", "sigwaitinfo", "sigtimedwait", "flock", "fcntl", "synchronize"),
     *("check_call", "check_output", "create_connection", "getaddrinfo", "urlopen", "term"),
@@ -143,7 +144,9 @@ def is_wait(call: ast.Call, code: str) -> bool:
         return not call.args
     if name == "join" and function != name:  # of a thread: a string joins what is no constant
         return code.endswith(".join()") or "timeout" in code or bool(bound_of(call, {})[0])
-    return name in BLOCKING and (function != name or name in ("wait", "sleep"))
+    return name in BLOCKING and (
+        function != name or name in ("wait", "sleep", "recv_monitor_message")
+    )
 
 
 @functools.cache

@@ -56,7 +56,7 @@ def modules() -> list[str]:
 
 def test_every_module_leaves_torch_and_the_environment_alone():
     names = modules()
-    assert "sipipe.worker.second_runner" in names
+    assert "sipipe.worker.sampled_stage" in names
     assert "sipipe.worker.vllm_workers" in names
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROBE, json.dumps(names)],

@@ -134,7 +134,7 @@ class Runner:
         self.machine = Machine.current
         self.index = place.stage
         self.graphs = graphs
-        self.is_last_pp_rank = place.is_last
+        self.is_first_pp_rank, self.is_last_pp_rank = place.is_first, place.is_last
         self.max_num_reqs = requests = INFLIGHT * ROWS
         self.max_num_tokens = MAX_TOKENS
         self.model_state = DefaultModelState.__new__(DefaultModelState)

@@ -77,9 +77,7 @@ class PreparingRunner(GPUModelRunner):
                 device=cpu,
             )
         self.input_buffers = InputBuffers(REQUESTS, TOKENS, cpu)
-        with patch("sipipe.worker.token_feedback.get_pp_group") as group:
-            group.return_value.is_first_rank = first
-            self.pp_handler = TokenFeedback(REQUESTS)
+        self.pp_handler = TokenFeedback(REQUESTS)
         self.pp_handler.states = self.req_states if first else None
 
     def step(self, output, padded_reqs=None, padded_tokens=0):
