@@ -49,6 +49,7 @@ MODULES = {
     "sys.stdin.read",
     "pickle.load",
     "ray.get",
+    "recv_monitor_message",
 }
 NO_WAIT = re.compile(
     # Told not to wait.

@@ -264,7 +264,7 @@ class Connection:
 
     def _give(self, parts: Sequence[bytes | memoryview]) -> None:
         try:
-            frames.send(self._socket, parts)
+            frames.send(self._socket, parts)  # wait: none: it is queued
         except zmq.ZMQError:
             raise self.died() from None
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
