@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -41,6 +42,7 @@ from sipipe.tools.report.reader import read_trace
 
 pytestmark = pytest.mark.engine
 
+DOCS = Path(__file__).parents[2] / "docs" / "multi-host.md"
 SECRET = "a secret of the tests"
 START = 300.0  # seconds; two engines' worth of imports on a busy machine
 NOTICED = 20.0
@@ -85,6 +87,31 @@ LOAD = """
 import asyncio, json
 from tests.engine.test_server import load
 print(json.dumps(asyncio.run(load("http://127.0.0.1:8000", "m"))))
+"""
+STRANGERS = """
+import contextlib, socket, sys
+address, port, times = sys.argv[1], *map(int, sys.argv[2:])
+slow = []
+for i in range(times):
+    stranger = socket.socket()
+    stranger.setblocking(False)
+    with contextlib.suppress(OSError):
+        stranger.connect((address, port))
+    with contextlib.suppress(OSError):
+        stranger.send([b"", b"GET / HTTP/1.1\\r\\n\\r\\n", b"\\xff", bytes(range(256))][i % 4])
+    if i % 100:
+        stranger.close()
+    else:
+        slow.append(stranger)
+"""
+HEALTH = """
+import urllib.error, urllib.request
+try:
+    print(urllib.request.urlopen("http://127.0.0.1:8000/health", timeout=30).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+except OSError:
+    print("ended")
 """
 AHEAD = """
 import time
@@ -332,6 +359,73 @@ def test_streams_with_aborts_seeds_and_clocks_that_differ(serve, models, tmp_pat
     order = [(began[0][i], began[1][i], drawn[i]) for i in drawn if i in began[0] and i in began[1]]
     assert len(order) > 100
     assert all(first < second < end for first, second, end in order)
+
+
+MANY = 20_000  # strangers: of health checks every second, five hours
+
+
+@pytest.mark.slow
+def test_ports_are_the_documented_ones_and_strangers_at_each_stop_nothing(serve):
+    """While one host waits for the other, and while both serve, idle and loaded."""
+    served = serve("-pp", "2", nodes=(0,))
+    head, other = served.cluster.hosts
+    ports = [(other, head, PORT), (head, other, PORT + 1)]
+
+    def come(times):
+        return [here.python(STRANGERS, there.address, str(port), str(times))
+                for here, there, port in ports]  # fmt: skip
+
+    served.wait_for(0, "SiPipe's head listens on")
+    assert not come(MANY)[0].wait(START)
+    served.hosts[1] = served.start(1)
+    served.wait_served()
+    assert [listening(served, node) for node in (0, 1)] == documented()
+    for strangers in come(MANY):
+        assert strangers.wait(START) == 0
+    stock = served.run(mixed_batches())
+    assert_stock(stock, served.path, mixed_batches(), same_tokens)
+    strangers = come(MANY)
+    assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
+    for one in strangers:
+        assert one.wait(START) == 0
+    assert served.client(HEALTH) == "200\n"
+    assert "died" not in served.log(0) + served.log(1)
+    served.end()
+
+
+def listening(served, node) -> set[tuple[str, str]]:
+    """Processes of a host and where they listen, in the words of docs/multi-host.md."""
+    shown = served.cluster.hosts[node].start(["ss", "-Htlnp"], stdout=-1, text=True)
+    found = set()
+    for line in shown.communicate(timeout=START)[0].splitlines():
+        _, _, _, where, _, processes = line.split(maxsplit=5)
+        address, _, port = where.rpartition(":")
+        name = re.search(r'"([^"]+)"', processes).group(1)
+        address = {host.address: "ADDRESS" for host in served.cluster.hosts}.get(address, address)
+        port = {PORT: "P", PORT + 1: "P + 1", 8000: "--port"}.get(int(port), "any")
+        found.add((name, f"{address}:{port}"))
+    return found
+
+
+def documented() -> list[set[tuple[str, str]]]:
+    found = []
+    for host in ("head", "host 1"):
+        rows = re.findall(rf"^\| {host} \| `([^`]+)` \| `([^`]+)` \|", DOCS.read_text(), re.M)
+        found.append(set(rows))
+    return found
+
+
+@pytest.mark.slow
+def test_a_lost_link_of_an_idle_engine_is_known_to_its_health(serve):
+    served = serve("-pp", "2")
+    served.wait_served()
+    assert served.client(HEALTH) == "200\n"
+    head, other = served.cluster.hosts
+    head.run("ss", "-K", "dst", other.address, "dport", "=", str(PORT + 1))
+    served.hears("link", {0: "link stage0-1.r0 (zeromq): the next stage died or cannot be reached "
+                             "(it reset the connection)"})  # fmt: skip
+    assert served.client(HEALTH) in ("503\n", "ended\n")
+    served.ended()
 
 
 LOSSES = ["cable", "half open", "agent killed", "agent stopped", "worker killed"]
