@@ -152,3 +152,24 @@ def test_the_documentation_lists_every_key_with_its_default():
     assert list(documented) == list(defaults)
     for key, shown in documented.items():
         assert json.loads(shown) == defaults[key]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"trace": "\ud800"},
+        {"emulate": "\udc80x"},
+        {"shm_dir": "a\0b"},
+        {"hosts": {"address": "\ud800"}},
+        {"cores": "\ud800"},
+        {"vocabulary": "\ud800"},
+        {"\ud800": 1},
+        {"hosts": {"\udc80": 2}},
+    ],
+)
+def test_text_that_is_none_is_refused_in_one_line(settings):
+    """Halves of surrogate pairs: what Python has for bytes of a path that are no UTF-8."""
+    with pytest.raises(ConfigError, match=r"(must be|is no text)") as caught:
+        parse(**settings)
+    assert str(caught.value).isascii()
+    assert "\n" not in str(caught.value)

@@ -37,8 +37,11 @@ Count = Annotated[int, Meta(ge=1, description="a whole number of 1 or more")]
 CountOrAuto = Annotated[
     Count | Literal["auto"], Meta(description='a whole number of 1 or more, or "auto"')
 ]
+Name = Annotated[str, Meta(pattern=r"^[^\x00\ud800-\udfff]+$")]
+"""Text that a path can have and JSON can carry: Python has halves of surrogate pairs for bytes that
+are no UTF-8."""
 Directory = Annotated[
-    Annotated[str, Meta(min_length=1)] | None, Meta(description="a directory's path, or null")
+    Name | None, Meta(description="a directory's path, in UTF-8 without NUL, or null")
 ]
 Seconds = Annotated[
     float, Meta(gt=0, le=1e9, description="a finite number of seconds above 0, at most 1e9")
@@ -114,7 +117,9 @@ class HostSettings(
     count: Count = 1
     """Hosts, 1 or more."""
 
-    address: str = ""
+    address: Annotated[
+        str, Meta(pattern=r"^[^\x00\ud800-\udfff]*$", description="an address or a host's name")
+    ] = ""
     """The head's address, the same on every host."""
 
     port: Annotated[int, Meta(ge=1, le=65000, description="a port from 1 to 65000")] = 29501
@@ -230,7 +235,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     processes have equal parts of it. None: no limit."""
 
     emulate: Annotated[
-        Annotated[str, Meta(min_length=1)] | None, Meta(description="a profile's path, or null")
+        Name | None, Meta(description="a profile's path, in UTF-8 without NUL, or null")
     ] = None
     """A profile (JSON) of stages whose devices only take time, in place of the model's: what
     ``sipipe emulate`` sets. None: the real ones."""
@@ -292,6 +297,10 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if isinstance(error.__cause__, ConfigError):  # two settings that contradict each other
                 raise error.__cause__ from None
             raise _refusal(str(error), settings) from None
+        except UnicodeEncodeError as error:  # where only certain words are allowed
+            raise ConfigError(
+                f"sipipe config: {_show(error.object)} is no text: half of a surrogate pair"
+            ) from None
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting, JSON-ready; ``from_dict`` takes it back."""

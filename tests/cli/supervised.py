@@ -1,16 +1,25 @@
 """Runs ``supervise`` with a stand-in for the server: ``supervised.py SERVER [--restart]``."""
 
+import ctypes
+import os
 import sys
 
 from sipipe.cli import supervise
 
 SERVERS = {
     "ignores": "signal.signal(signal.SIGTERM, signal.SIG_IGN); say('up'); hang()",
+    # As the real one: it tells its shutdown timeout, which nobody reads before the end.
+    "serves": "pair.send(b'0\\n'); say('up'); hang()",
+    "is told": "signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[3], 'w'), sys.exit(0))); "
+    "say('up'); hang()",
     "ends": "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); say('up'); hang()",
     "drains": "pair.send(b'60\\n'); signal.signal(signal.SIGTERM, drain); say('up'); hang()",
     "is done": "say('up'); sys.exit(0)",
     "is wrong": "say('up'); sys.exit(2)",
     "dies": "leave_reason('sampler0 keeps\\n dying'); say('up'); os.abort()",
+    "leaves an orphan": "child = os.fork() or hang(); signal.signal(signal.SIGTERM, quit); "
+    "say('up'); os.kill(child, signal.SIGTERM); hang() if os.path.exists(sys.argv[3]) else "
+    "(open(sys.argv[3], 'w'), os.abort())",
     "leaves one": "child = os.fork() or hang(); os.kill(child, signal.SIGSTOP); "
     "print('up', child, flush=True); sys.exit(1)",
     "comes back": "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); say('up'); "
@@ -27,6 +36,8 @@ end_group_with(pair)
 def say(word): print(word, os.getpid(), flush=True)
 def hang():
     while True: time.sleep(60)
+def quit(*_):
+    sys.exit(0)
 def drain(*_):
     time.sleep(1.5)  # more than the supervisor's own grace
     sys.exit(0)
@@ -34,6 +45,10 @@ def drain(*_):
 
 if __name__ == "__main__":
     name, marker = sys.argv[1:3]
+    if "--first" in sys.argv:  # as a container's first process, the parent of all orphans
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    if "--log" in sys.argv:  # a closed terminal, from here on
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
     supervise.GRACE = 60.0 if "--patient" in sys.argv else 0.5
     supervise.FIRST_BREAK = 0.01
     code = CODE.replace("{path!r}", repr(sys.path)) + SERVERS[name]

@@ -25,19 +25,23 @@ def supervised(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
 
-    def start(name, *options):
+    def start(name, *options, before=None):
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT), name, str(tmp_path / "marker"), *options],
+            preexec_fn=before,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        started.append(process)
-        return process, server_of(process)
+        server = server_of(process)
+        started.append((process, server))
+        return process, server
 
     yield start
-    for process in started:
+    for process, server in started:
         process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it would hold the pipes read below
+            os.killpg(server, signal.SIGKILL)
         process.communicate()
 
 
@@ -66,6 +70,54 @@ def test_a_server_that_ends_when_it_is_told_to_is_a_success(supervised):
     process, _ = supervised("ends")
     process.terminate()
     assert process.wait(20) == 0
+
+
+def ignoring(number):
+    return lambda: signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_closed_terminal_ends_it_in_good_order(supervised, tmp_path, number):
+    process, server = supervised("is told")
+    process.send_signal(number)
+    assert process.wait(20) == 0
+    assert (tmp_path / "marker").exists()  # it was not killed
+    assert is_gone(server)
+
+
+def test_the_second_hangup_of_a_closed_terminal_does_not_cut_requests_off(supervised):
+    process, _ = supervised("drains")
+    for _ in range(20):
+        process.send_signal(signal.SIGHUP)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+    assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_what_nohup_ignores_is_ignored(supervised, number):
+    process, server = supervised("ends", before=ignoring(number))
+    process.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    assert psutil.pid_exists(server)
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+def test_a_server_is_seen_to_end_where_the_death_of_children_was_ignored(supervised):
+    process, _ = supervised("is wrong", before=ignoring(signal.SIGCHLD))
+    assert process.wait(20) == 2
+
+
+def test_signals_that_were_blocked_reach_the_server(supervised, tmp_path):
+    blocked = {signal.SIGTERM, signal.SIGINT}
+    process, _ = supervised(
+        "is told", before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    )
+    process.terminate()
+    assert process.wait(20) == 0
+    assert (tmp_path / "marker").exists()
 
 
 def test_requests_have_the_time_that_the_shutdown_timeout_gives(supervised):
@@ -120,8 +172,24 @@ def test_a_dead_server_is_started_again(supervised):
     assert re.search(r"the server ended by itself after \d+ s \(status 134\)", said)
 
 
-def test_the_server_does_not_outlive_its_supervisor(supervised, tmp_path):
-    process, server = supervised("ignores")
+def test_it_is_started_again_where_nobody_reads_the_log(supervised):
+    process, _ = supervised("comes back", "--restart", "--log")
+    server_of(process)
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+def test_a_containers_first_process_keeps_no_dead_ones(supervised):
+    process, _ = supervised("leaves an orphan", "--restart", "--first")
+    second = server_of(process)
+    assert {child.pid for child in psutil.Process(process.pid).children()} == {second}
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("name", ["ignores", "serves"])
+def test_the_server_does_not_outlive_its_supervisor(supervised, tmp_path, name):
+    process, server = supervised(name)
     process.kill()
     assert is_gone(server)
     (left,) = tmp_path.glob(f"{PREFIX}*")
@@ -138,6 +206,32 @@ def test_directories_of_the_living_stay(tmp_path, monkeypatch):
         assert Path(directory).is_dir()
     assert not Path(directory).exists()
     assert "VLLM_RPC_BASE_PATH" not in os.environ
+
+
+@pytest.fixture
+def stranger():
+    """A user who is not this one; only root can be another."""
+    if os.geteuid():
+        pytest.skip("needs root")
+    return 12345
+
+
+def test_what_another_user_made_is_neither_followed_nor_removed(tmp_path, monkeypatch, stranger):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    target = tmp_path / "target"
+    target.touch()
+    theirs = tmp_path / f"{PREFIX}theirs"
+    theirs.mkdir()
+    (theirs / "lock").symlink_to(target)
+    os.chown(theirs, stranger, stranger)
+    ours = tmp_path / f"{PREFIX}ours"  # a lock that is a link: none of ours, whose ever it is
+    ours.mkdir()
+    (ours / "lock").symlink_to(target)
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path)
+    remove_dead()
+    assert theirs.exists()
+    assert ours.exists()
+    assert target.exists()
 
 
 FAILS = """

@@ -49,6 +49,15 @@ def test_another_process_writes_and_is_seen(page):
     assert page.read("sampler", 1)[Word.FALLBACKS] == 4
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_root_opens_no_page_of_another_user(page):
+    assert page.header.run in {found.header.run for found in find()}
+    os.fchown(page._descriptor, 12345, 12345)
+    assert page.header.created_ns not in {found.header.created_ns for found in find()}
+    with pytest.raises(TraceError, match="another user"):
+        LivePage.attach(page.path)
+
+
 def test_pages_are_found_by_run_and_by_process(page):
     mine = (page.header.pid, page.header.created_ns)
 

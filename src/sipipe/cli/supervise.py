@@ -5,8 +5,10 @@ Who runs here
     One thread, without vLLM. The server is a child in a process group of its own, with the engine
     in it; a terminal's Ctrl-C reaches this process alone.
 Guarantees
-    SIGTERM and SIGINT end the command in every state, also while the server starts: after the time
-    that ``--shutdown-timeout`` gives to requests and :data:`GRACE`, at once at a second signal.
+    SIGTERM, SIGINT, SIGHUP (the terminal is closed) and SIGQUIT end the command in every state, also
+    while the server starts: after the time that ``--shutdown-timeout`` gives to requests and
+    :data:`GRACE`, at once at a second signal that is no SIGHUP. SIGHUP and SIGQUIT that were ignored
+    when it began (``nohup``) still are.
     The exit status is not 0 unless it was asked to end. The server does not outlive this process,
     and no process of the server the server.
 """
@@ -32,7 +34,7 @@ FIRST_BREAK, LONGEST_BREAK = 1.0, 60.0
 """Seconds before a server is started again: doubled each time, from the first one on."""
 STEADY = 600.0
 """A server that has run for so many seconds begins again with the first break."""
-WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+ENDS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
 def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> int:
@@ -41,36 +43,45 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
     ``restart``: start it again when it ends unasked, unless its configuration was wrong.
     ``follows``: it is a host agent, for which it is a success to end with its head.
     """
+    # Who started this may have it ignored: it would never come, and no status would be kept.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # The kernel hands out a blocked signal also where it is ignored.
+    spared = {n for n in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(n) is signal.SIG_IGN}
+    watched = {*ENDS, signal.SIGCHLD} - spared
     # Signals are taken by sigtimedwait: none is lost between two looks, none interrupts.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     try:
         with own_sockets():
             pause = FIRST_BREAK
             while True:
                 began = time.monotonic()
-                status, asked = _run(arguments, before)
+                status, asked = _run(arguments, before - watched, watched)
                 if not asked and (reason := take_reason() or _killed(status)):
-                    print(f"sipipe: {reason}", file=sys.stderr, flush=True)
+                    _say(reason)
                 if asked or status == 2 or not restart:
                     return status if asked or status or follows else 1
                 lived = time.monotonic() - began
                 pause = FIRST_BREAK if lived > STEADY else pause
-                print(
-                    f"sipipe: the server ended by itself after {lived:.0f} s (status {status}); "
-                    f"it is started again in {pause:.0f} s",
-                    file=sys.stderr,
-                    flush=True,
+                _say(
+                    f"the server ended by itself after {lived:.0f} s (status {status}); "
+                    f"it is started again in {pause:.0f} s"
                 )
-                # wait: the break, 60 s at most; SIGTERM or SIGINT
-                if (got := signal.sigtimedwait(WATCHED[:2], pause)) is not None:
+                # wait: the break, 60 s at most; a signal that ends it
+                if (got := signal.sigtimedwait(watched - {signal.SIGCHLD}, pause)) is not None:
                     return 128 + got.si_signo
                 pause = min(2 * pause, LONGEST_BREAK)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run(arguments: list[Any], mask: set[int]) -> tuple[int, bool]:
-    """One server: its exit status, and whether it was asked to end."""
+def _say(line: str) -> None:
+    with suppress(OSError):  # the terminal is closed, or who read the log is gone
+        print(f"sipipe: {line}", file=sys.stderr, flush=True)
+
+
+def _run(arguments: list[Any], mask: set[int], watched: set[signal.Signals]) -> tuple[int, bool]:
+    """One server, with ``mask`` as its blocked signals: its exit status, and whether it was asked
+    to end."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         server = subprocess.Popen(
@@ -85,19 +96,22 @@ def _run(arguments: list[Any], mask: set[int]) -> tuple[int, bool]:
         asked = 0
         while server.poll() is None:
             if deadline is None:
-                # wait: none, while it serves; SIGCHLD at the server's end, SIGTERM or SIGINT
-                got: Any = signal.sigwaitinfo(WATCHED)
+                # wait: none, while it serves; SIGCHLD at the server's end, a signal that ends it
+                got: Any = signal.sigwaitinfo(watched)
             else:
                 # wait: `--shutdown-timeout` and 8 s, then SIGKILL; as above
-                got = signal.sigtimedwait(WATCHED, max(0.0, deadline - time.monotonic()))
-            if got is not None and got.si_signo == signal.SIGCHLD:
+                got = signal.sigtimedwait(watched, max(0.0, deadline - time.monotonic()))
+            # A closed terminal sends two SIGHUP, its shell's and its own; systemd one after SIGTERM.
+            ignored = (signal.SIGCHLD, signal.SIGHUP) if asked else (signal.SIGCHLD,)
+            if got is not None and got.si_signo in ignored:
                 continue
             if got is None or asked:  # out of time, or asked twice
                 os.killpg(server.pid, signal.SIGKILL)
                 server.wait()  # wait: none: it has just been killed; its end
                 break
             asked = got.si_signo
-            server.send_signal(asked)
+            # vLLM drains at these two; at others it would die.
+            server.send_signal(asked if asked == signal.SIGINT else signal.SIGTERM)
             deadline = time.monotonic() + _shutdown_timeout(ours) + GRACE
         _end_group(server.pid)
         status = server.returncode
@@ -119,6 +133,11 @@ def _end_group(group: int) -> None:
         while _lives(group) and time.monotonic() < deadline:
             time.sleep(0.05)  # wait: 8 s, then SIGKILL; the end of the server's processes
         os.killpg(group, signal.SIGKILL)
+    # A container's first process is the parent of all that have lost theirs.
+    with suppress(ChildProcessError):
+        # wait: none: it does not wait; nobody
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _lives(group: int) -> bool:

@@ -7,7 +7,8 @@ Guarantees
     A death is reported at once, whichever child it is and whatever it was doing, after its last
     words. A child that is stopped amid a message holds nobody up: it is killed. A child that was asked to end is not reported. When :meth:`Children.close` returns, all
     children are gone. A child whose engine is killed ends with its pipe
-    (:class:`sipipe.ipc.parent.Parent`), and a worker that cannot with the engine's main thread.
+    (:class:`sipipe.ipc.parent.Parent`), and a worker that cannot with the engine's main thread. An
+    engine whose front end is killed ends within 10 s, also while it starts.
 Relies on
     Descriptors are close-on-exec: a child has its own ends only, so the kernel closes the engine's
     with the engine.
@@ -33,6 +34,7 @@ from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 from sipipe.errors import DamagedError, StallError, WorkerDiedError
+from sipipe.ipc.parent import end_this_process
 from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import Ready
 
@@ -114,6 +116,12 @@ class Children:
     """See the module's text. Nothing is watched before :meth:`watch`."""
 
     def __init__(self) -> None:
+        if (
+            multiprocessing.parent_process() is not None
+            and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+        ):
+            # Who started the engine has left it so, and the kernel would keep no exit status.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._changed = threading.Condition()  # wait: held for moments; nobody waits under it
         self._children: dict[str, Child] = {}
         self._ready: dict[str, Ready] = {}
@@ -273,11 +281,8 @@ class Children:
                 # the end of the engine's parent
                 ready = wait(handles, patience)
                 if parent is not None and parent.sentinel in ready:
-                    # vLLM's engine process does not watch its front end: a killed one would
-                    # leave the engine, its workers and samplers behind.
-                    logger.error("the process that started this engine is gone; ending it")
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    return
+                    parent = None
+                    self._end_with_parent()
                 if self._wake_read in ready:
                     os.read(self._wake_read, 1024)  # wait: none: it is readable
                 for handle in ready:
@@ -291,6 +296,14 @@ class Children:
         except Exception as error:
             if not self._ending:
                 self._failed(error)
+
+    def _end_with_parent(self) -> None:
+        """vLLM's engine process does not watch its front end, and does not end at SIGTERM while it
+        starts or has requests that a shutdown waits for."""
+        logger.error("the process that started this engine is gone; ending it")
+        self.fail(RuntimeError("the process that started this engine is gone"))
+        bound: Any = (GRACE_SECONDS, lambda: self._ending)
+        threading.Thread(target=end_this_process, args=bound, name="SiPipeEnd", daemon=True).start()
 
     def _hear(self, child: Child) -> None:
         message = child.hear()

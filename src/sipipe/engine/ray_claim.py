@@ -12,6 +12,7 @@ import pickle
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +78,9 @@ class Claim:
                 cwd=directory if Path(directory).is_dir() else None,
                 env={**environment, **own, SECRET: environment[SECRET]},
             )
-        with self._ours.makefile("rwb") as agent:
+        said = ""
+        # An agent that dies with the order unread makes a reset of its end.
+        with suppress(OSError), self._ours.makefile("rwb") as agent:
             pickle.dump(order, agent)
             agent.flush()
             # wait: the head's for the call; the agent's word, or its death, which closes its end

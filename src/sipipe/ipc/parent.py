@@ -7,7 +7,8 @@ Who runs here
 Guarantees
     The process ends when the pipe does, also while it loads a model: first as by SIGTERM, so that
     ``finally`` clauses run, and a few seconds later in any case in which Python runs. Where it does
-    not (stopped, or in C with Python's lock held), :func:`end_with_parent_thread` helps.
+    not (stopped, or in C with Python's lock held), :func:`end_with_parent_thread` helps. A
+    peer that is closed with unread data makes the end a reset (ECONNRESET): any error is the end.
 Relies on
     Nobody else holds the engine's end; a message is unpickled in the thread that receives it,
     because the thread on the pipe must never wait for an import.
@@ -21,6 +22,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -74,7 +76,7 @@ class Parent:
             raise SystemExit(0)
 
     def _listen(self) -> None:
-        with suppress(EOFError, OSError):
+        try:
             while True:
                 # wait: none, between messages; the engine, or its death
                 data = self._pipe.recv_bytes()
@@ -82,19 +84,32 @@ class Parent:
                     self.say(Status(self.doing()))
                 else:
                     self._inbox.put(data)
+        except (EOFError, OSError):
+            pass
+        except Exception:  # of `doing`: nobody would hear the engine's end
+            traceback.print_exc()
         with suppress(OSError):
             self.on_gone()
-        deadline = time.monotonic() + GRACE_SECONDS / 2
-        # Again and again: a signal that comes just before the main thread enters a system call
-        # does not wake it up; the handler runs when the next one interrupts the call.
-        while not self._ending and time.monotonic() < deadline:
-            os.kill(os.getpid(), signal.SIGTERM)
-            # wait: 5 s (half of `GRACE_SECONDS`), then the process ends; the main thread's
-            # `finally` clauses
-            time.sleep(0.1)
-        # wait: the rest of these 5 s; the process's end
-        time.sleep(max(0.0, deadline - time.monotonic()))
-        os._exit(1)
+        end_this_process(GRACE_SECONDS / 2, lambda: self._ending)
+
+
+def end_this_process(seconds: float, ending: Callable[[], bool] = lambda: False) -> None:
+    """End this process from a thread that is not the main one: as by SIGTERM first, so that
+    ``finally`` clauses run, and after ``seconds`` in any case.
+
+    Args:
+        ending: whether SIGTERM has been heard.
+    """
+    deadline = time.monotonic() + seconds
+    # Again and again: a signal that comes just before the main thread enters a system call does
+    # not wake it up; the handler runs when the next one interrupts the call.
+    while not ending() and time.monotonic() < deadline:
+        os.kill(os.getpid(), signal.SIGTERM)
+        # wait: `seconds`, 10 at most, then the process ends; the main thread's `finally` clauses
+        time.sleep(0.5)
+    # wait: the rest of these seconds; the process's end
+    time.sleep(max(0.0, deadline - time.monotonic()))
+    os._exit(1)
 
 
 PR_SET_PDEATHSIG = 1
@@ -112,8 +127,9 @@ def end_group_with(other: socket.socket, grace: float = 0.0) -> None:
     """
 
     def watch() -> None:
-        while other.recv(1):  # wait: none; the death of the process at the other end
-            pass
+        with suppress(OSError):  # a reset: the other end was closed with unread data
+            while other.recv(1):  # wait: none; the death of the process at the other end
+                pass
         if grace:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(grace)  # wait: 10 s (`GRACE_SECONDS`), then SIGKILL; the process's end

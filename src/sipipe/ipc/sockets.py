@@ -6,8 +6,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from sipipe.ipc.owner import open_own
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 PREFIX = "sipipe-sockets-"
@@ -63,6 +65,10 @@ def remove_dead() -> None:
     """Remove this user's directories whose process is gone."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         # OSError: of another user, or gone, or its process lives (or has yet to make its lock).
-        with suppress(OSError), open(directory / "lock", "r+") as lock:
+        with suppress(OSError), ExitStack() as opened:
+            ours = open_own(directory, os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened.callback(os.close, ours)
+            lock = open_own("lock", os.O_RDWR | os.O_NOFOLLOW, ours)
+            opened.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory, ignore_errors=True)

@@ -36,6 +36,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from sipipe.ipc.owner import open_own
 from sipipe.observe.format import TraceError
 from sipipe.observe.phases import MAIN_PHASE, Phase, Role
 
@@ -167,7 +168,7 @@ class LivePage:
             TraceError: there is no page any more, or it is another user's.
         """
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = open_own(path)
         except OSError as error:
             raise TraceError(f"statistics page {path}: {error.strerror}") from None
         try:

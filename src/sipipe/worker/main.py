@@ -36,7 +36,7 @@ from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
 )
-from vllm.logger import init_logger
+from vllm.logger import configure_logging, init_logger
 from vllm.platforms import current_platform
 from vllm.utils.system_utils import decorate_logs, set_process_title
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -117,6 +117,7 @@ class Main:
         """Load the model shard of this stage and rank, and report READY."""
         boot, place = self._boot, self._boot.place
         title = f"Worker_PP{place.stage}" + (f"_TP{place.tp_rank}" if place.tp_size > 1 else "")
+        configure_logging(boot.vllm_config.logging_config)
         set_process_title(name=title)
         decorate_logs(title)
         if boot.cpus:
