@@ -74,7 +74,7 @@ def prepare(scratch):
         max_num_seqs=32,
         max_num_batched_tokens=64,
         block_size=16,
-        num_gpu_blocks_override=64,  # fewer than all requests take: some are preempted
+        num_gpu_blocks_override=64,
         enable_prefix_caching=False,
         pipeline_parallel_size=2,
         distributed_executor_backend="sipipe.Executor",
