@@ -50,7 +50,8 @@ def broken(models):
 def engine(broken, tmp_path_factory):
     """An engine with two samplers, for tests that leave it running; the last one ends it."""
     log = tmp_path_factory.mktemp("killed") / "log"
-    env = {"PYTHONPATH": str(Path(__file__).parents[1] / "sampler" / "poisoned")}
+    poisoned = str(Path(__file__).parents[1] / "sampler" / "poisoned")
+    env = {"PYTHONPATH": os.pathsep.join([poisoned, os.environ.get("PYTHONPATH", "")])}
     blocks = {"num_gpu_blocks_override": 64}  # few: each is soon somebody else's
     with Engine(broken, sipipe={"samplers": 2}, log=log, env=env, **TWO_STAGES, **blocks) as engine:
         yield engine
