@@ -7,21 +7,28 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sipipe.worker.double_buffer import DoubleBuffer
+
+if TYPE_CHECKING:
+    from sipipe.worker.sampled_stage import SampledStage
 
 SLOTS = 2
 BLOCK = 32
 PROMPT = 70
 
 
-def load_worker(directory: str) -> Any:
-    """A CPU worker with a tiny model loaded and its KV cache set up."""
+def open_stage(directory: str, stage: int) -> Callable[[], SampledStage]:
+    """A tiny model's stage of two on vLLM's second runner, on a CPU, whose iterations compute
+    nothing. Returns what opens it; the runner is the same each time."""
+    import torch
+    from vllm.config import vllm as vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_open_port
@@ -29,33 +36,50 @@ def load_worker(directory: str) -> Any:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+    from sipipe.config import SiPipeConfig
+    from sipipe.messages.places import StagePlace
     from sipipe.tools.make_model.checkpoint import make_model
 
+    vllm_config.HAS_TRITON = True  # what it would be needed for does nothing here
+    place = StagePlace(stage=stage, stages=2, tp_rank=0, tp_size=1)
     config = EngineArgs(
         model=str(make_model("llama", os.path.join(directory, "llama"))),
         dtype="float32",
         enforce_eager=True,
         max_model_len=2048,
         block_size=BLOCK,
-        max_num_seqs=SLOTS * 512,
-        max_num_batched_tokens=65536,
+        max_num_seqs=SLOTS * 128,
+        max_num_batched_tokens=16384,
+        pipeline_parallel_size=2,
+        distributed_executor_backend="mp",
         enable_prefix_caching=False,
         async_scheduling=False,
         skip_tokenizer_init=True,
     ).create_engine_config()
+    config.parallel_config.worker_cls = "sipipe.worker.vllm_workers.CPUStageWorker"
     wrapper = WorkerWrapperBase(rpc_rank=0)
     wrapper.init_worker(
         [
             {
                 "vllm_config": config,
                 "local_rank": 0,
-                "rank": 0,
+                "rank": stage,
                 "distributed_init_method": get_distributed_init_method(get_ip(), get_open_port()),
                 "is_driver_worker": True,
             }
         ]
     )
+    wrapper.worker.place, wrapper.worker.draws = place, True
     wrapper.init_device()
+    # Only now: vLLM's CPU platform stumbles over modules that Numba brings.
+    from sipipe.observe.format import Header
+    from sipipe.observe.recorder import open_recorder
+    from sipipe.worker.device import HostDevice
+    from sipipe.worker.draws import LastRows, NothingDrawn
+    from sipipe.worker.sampled_stage import SampledStage
+    from sipipe.worker.stage import Surroundings
+    from sipipe.worker.vocabulary import Projection
+
     wrapper.load_model()
     current_platform.update_block_size_for_backend(config)
     spec = wrapper.worker.get_kv_cache_spec()
@@ -67,7 +91,77 @@ def load_worker(directory: str) -> Any:
     for of_rank in kv_cache:
         of_rank.kv_cache_layout = config.cache_config.kv_cache_layout
     wrapper.initialize_from_config(kv_cache)
-    return wrapper.worker
+    empty_kernels()
+    runner, device = wrapper.worker.model_runner, HostDevice()
+    draws = LastRows(runner, device, reports=True) if place.is_last else NothingDrawn()
+    draws.take_over(per_row=False)
+    runner.model = NoModel(runner)
+    boot: Any = SimpleNamespace(
+        place=place,
+        config=SiPipeConfig(cpu_sampling="on"),
+        watched=SimpleNamespace(inflight=SLOTS),
+    )
+    around = Surroundings(
+        boot=boot,
+        wrapper=wrapper,
+        report=lambda *_: None,
+        recorder=open_recorder(None, Header(role="stage")),
+        fail=print,
+    )
+    torch.set_num_threads(1)
+    links: Any = NoLinks()
+    projection: Any = Projection()
+    projection.columns = lambda *_: None
+
+    def opened() -> SampledStage:
+        return SampledStage(around, links, device, draws, projection, None)
+
+    return opened
+
+
+def empty_kernels() -> None:
+    """Triton's of vLLM's second runner, where there is no Triton."""
+    from vllm.v1.worker.gpu import input_batch
+
+    input_batch.triton.next_power_of_2 = lambda number: 1 << (int(number) - 1).bit_length()
+    nothing = EmptyKernel()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("vllm.v1.worker.gpu", "vllm.v1.worker.utils")):
+            for kernel in [each for each in vars(module) if each.endswith("_kernel")]:
+                setattr(module, kernel, nothing)
+
+
+class EmptyKernel:
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class NoModel:
+    """Its hidden states are there already."""
+
+    compute_logits = None
+
+    def __init__(self, runner: Any) -> None:
+        import torch
+        from vllm.sequence import IntermediateTensors
+
+        width = runner.model_config.get_hidden_size()
+        self._hidden = torch.zeros(runner.max_num_tokens, width)
+        self._last, self._tensors = runner.is_last_pp_rank, IntermediateTensors
+
+    def __call__(self, *, positions: Any, **_: Any) -> Any:
+        hidden = self._hidden[: len(positions)]
+        return hidden if self._last else self._tensors({"hidden_states": hidden})
+
+
+class NoLinks:
+    def take(self, iteration: int, tokens: int, into: dict[str, Any]) -> Any:  # noqa: ARG002
+        return {key: tensor[:tokens] for key, tensor in into.items()}
+
+    def nothing(self, *_: Any) -> None:
+        pass
+
+    release = send = wait_sent = interrupt = close = nothing
 
 
 # ---- scheduling outputs -------------------------------------------------------------------------
@@ -124,6 +218,14 @@ class Workload:
             free_encoder_mm_hashes=[],
         )
 
+    def end(self) -> Any:
+        """Every sequence has finished."""
+        from vllm.v1.core.sched.output import SchedulerOutput
+
+        output = SchedulerOutput.make_empty()
+        output.finished_req_ids = {name for members in self.members for name in members}
+        return output
+
     def _join(self, members: dict[str, int], amounts: dict[str, int]) -> Any:
         from vllm import SamplingParams
         from vllm.v1.core.sched.output import NewRequestData
@@ -138,6 +240,7 @@ class Workload:
         return NewRequestData(
             req_id=name,
             prompt_token_ids=[5] * length,
+            prefill_token_ids=[5] * length,
             mm_features=[],
             sampling_params=SamplingParams(temperature=0.0, max_tokens=2000),
             pooling_params=None,
@@ -161,46 +264,6 @@ def iterations(workload: Workload, count: int) -> Iterator[Any]:
         yield copy.deepcopy(workload.output())
 
 
-class Counting:
-    """Counts the requests that are added to and removed from a runner's state.
-
-    Keyword arguments name the methods to count; a method that takes requests away is given what
-    tells whether they are known. Its first argument is one request's name, or several.
-    """
-
-    def __init__(self, owner: Any, **methods: Any) -> None:
-        self.owner, self.methods, self.count = owner, methods, 0
-
-    def __enter__(self) -> None:
-        for name, known in self.methods.items():
-            setattr(self.owner, name, self._counted(name, known))
-
-    def __exit__(self, *_: object) -> None:
-        for name in self.methods:
-            delattr(self.owner, name)
-
-    def _counted(self, name: str, known: Any) -> Any:
-        def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-            if known is None:
-                self.count += 1
-            else:
-                self.count += sum(
-                    r in known for r in ([first] if isinstance(first, str) else first)
-                )
-            return getattr(type(self.owner), name)(self.owner, first, *args, **kwargs)
-
-        return call
-
-
-def finish_all(update: Any, workload: Workload) -> None:
-    """Tell a runner that every sequence has finished."""
-    from vllm.v1.core.sched.output import SchedulerOutput
-
-    output = SchedulerOutput.make_empty()
-    output.finished_req_ids = {name for members in workload.members for name in members}
-    update(output)
-
-
 # ---- stages ------------------------------------------------------------------------------------
 
 
@@ -220,34 +283,6 @@ class TwoThreads:
         self.thread.join()
 
 
-class TimedStage:
-    """A stage of one rank: the real runner, with the preparation's wall and CPU time kept."""
-
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner
-        self.wall: list[float] = []
-        self.cpu: list[float] = []
-        self.forwards: list[float] = []
-
-    def prepare(self, iteration: int, slot: int, buffer_set: int, output: Any) -> Any:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        inputs = self.runner.prepare(output, slot, buffer_set, iteration)
-        self.wall.append(time.perf_counter() - wall)
-        self.cpu.append(time.thread_time() - cpu)
-        return inputs
-
-    def receive(self, inputs: Any) -> None:
-        pass
-
-    def forward(self, inputs: Any, received: Any) -> Any:
-        began = time.perf_counter()
-        self.runner.forward(inputs)
-        self.forwards.append(time.perf_counter() - began)
-
-    def send(self, inputs: Any, result: Any) -> None:
-        pass
-
-
 class SleepingStage:
     """A device and a preparation that take their time without using a core."""
 
@@ -255,15 +290,12 @@ class SleepingStage:
         self.takes = (prepare, forward)
         self.ends: list[float] = []
 
-    def prepare(self, iteration: int, slot: int, buffer_set: int, output: Any) -> Any:
+    def prepare(
+        self, iteration: int, slot: int, buffer_set: int, output: Any, samples: int
+    ) -> Any:
         time.sleep(self.takes[0])
         return SimpleNamespace(iteration=iteration)
 
-    def receive(self, inputs: Any) -> None:
-        pass
-
-    def forward(self, inputs: Any, received: Any) -> None:
+    def run(self, inputs: Any) -> None:  # noqa: ARG002
         time.sleep(self.takes[1])
-
-    def send(self, inputs: Any, result: Any) -> None:
         self.ends.append(time.perf_counter())
