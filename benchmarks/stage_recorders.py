@@ -155,7 +155,7 @@ class NoModel:
 
 
 class NoLinks:
-    def take(self, iteration: int, tokens: int, into: dict[str, Any]) -> Any:  # noqa: ARG002
+    def take(self, iteration: int, tokens: int, into: dict[str, Any]) -> Any:
         return {key: tensor[:tokens] for key, tensor in into.items()}
 
     def nothing(self, *_: Any) -> None:
@@ -290,12 +290,10 @@ class SleepingStage:
         self.takes = (prepare, forward)
         self.ends: list[float] = []
 
-    def prepare(
-        self, iteration: int, slot: int, buffer_set: int, output: Any, samples: int
-    ) -> Any:
+    def prepare(self, iteration: int, slot: int, buffer_set: int, output: Any, samples: int) -> Any:
         time.sleep(self.takes[0])
         return SimpleNamespace(iteration=iteration)
 
-    def run(self, inputs: Any) -> None:  # noqa: ARG002
+    def run(self, inputs: Any) -> None:
         time.sleep(self.takes[1])
         self.ends.append(time.perf_counter())
