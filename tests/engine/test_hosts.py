@@ -292,9 +292,9 @@ def test_more_of_two_hosts_equals_stock(serve, models, family, pp, tp):
     served.wait_served()
     assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
     # Replaced there, at a point of the stream that the head knows.
-    served.process(1, "sipipe.sampler").kill()
+    served.process(1, "sipipe.sampler sampler").kill()
     assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
-    served.wait_for(1, "starting it again")
+    served.wait_for(1, "starting it again", "the spare takes its place")
     served.end()
     # vLLM gives its engine process no time to say so, and kills it.
     assert "the engine ended" in served.log(1) or "this host's stages end" in served.log(1)
