@@ -154,7 +154,7 @@ class Runner:
         self.outputs = {name: torch.empty(shape, device=device) for name in names}
         self.main_stream = torch.cuda.current_stream(device)
         self.output_copy_stream = torch.cuda.Stream(device)
-        self.batch = None
+        self.execute_model_state = None
 
     def _prepared(self, *_):
         raise AssertionError("SiPipe prepares")
@@ -184,7 +184,7 @@ class Runner:
         state, _ = self.gather_batch_req_state(output, False)
         tokens = -(-state.num_tokens // ROWS) * ROWS if self.graphs else state.num_tokens
         desc = SimpleNamespace(num_tokens=tokens, num_reqs=ROWS + 1 if self.graphs else None)
-        batch = self.batch = self.prepare_inputs(output, state, desc, 0)
+        batch = self.prepare_inputs(output, state, desc, 0)
         [table], _ = self.prepare_attn(batch)
         # As some of vLLM's builders of attention metadata: copies of what the host has.
         lengths = batch.seq_lens_cpu_upper_bound.to(self.device, non_blocking=True)
@@ -197,7 +197,8 @@ class Runner:
         if not self.graphs:
             outputs = {n: torch.empty((tokens, HIDDEN), device=self.device) for n in kept}
         self.machine.launch(self._replay(batch, table, lengths, starts, outputs), self.index)
-        self.hidden = outputs["hidden_states"][:tokens]
+        hidden = outputs["hidden_states"][:tokens]
+        self.execute_model_state = SimpleNamespace(input_batch=batch, hidden_states=hidden)
         if self.is_last_pp_rank:
             return None
         return IntermediateTensors({name: tensor[:tokens] for name, tensor in outputs.items()})
@@ -238,11 +239,11 @@ class Runner:
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output):
-        batch = self.batch
+        state, self.execute_model_state = self.execute_model_state, None
+        batch, hidden = state.input_batch, state.hidden_states
         if not self.is_last_pp_rank:
             self.postprocess_num_computed_tokens(batch)
             return None
-        hidden, self.hidden = self.hidden, None
         drawn, sampled, _ = self.sample(hidden, batch, grammar_output)
         scores, starts = {}, batch.query_start_loc_np
         for place, row in enumerate(batch.idx_mapping_np):

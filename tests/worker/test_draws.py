@@ -90,6 +90,7 @@ def last_runner():
     """What a last stage reads of vLLM's second runner."""
     return SimpleNamespace(
         is_last_pp_rank=True,
+        sample_tokens=None,
         max_num_reqs=8,
         device=torch.device("cpu"),
         lora_config=None,
@@ -176,6 +177,29 @@ def test_padded_hidden_states_are_not_taken_for_rows(last_stage):
     both = batch(["a", "b"], [9, 5], [1, 1], [9, 2])
     launched, _ = sample(last_stage, torch.arange(8.0).unsqueeze(1), both, ["a", "b"])
     assert row_values(launched.logits) == [0.0, 1.0]
+
+
+def test_vllms_output_is_made_only_where_somebody_waits_for_it(last_stage):
+    """For prompt scores, or where no sampler says anything; by all ranks alike."""
+    runner, calls = last_stage._runner, []
+    runner.sample_tokens = lambda _: calls.append("output")
+    runner.postprocess_sampled = lambda rows, *_: calls.append(rows.tolist())
+    last_stage.take_over(per_row=False)
+    last_stage._reports = False
+    decoding, chunk = batch(["a", "b"], [9, 5], [1, 1], [9, 2]), batch(["a"], [0], [2], [9])
+    for now in (decoding, chunk):
+        runner.execute_model_state = SimpleNamespace(
+            input_batch=now, hidden_states=torch.ones(2, 1)
+        )
+        now.query_start_loc = None
+        launched = Launched(iteration=0, slot=0, num_reqs=1, num_tokens=1)
+        last_stage.begin(inputs_of(0, now.req_ids), launched)
+        runner.sample_tokens(None)
+        last_stage.end()
+    assert calls == [[0, 1], "output"]
+    assert last_stage.head.rows == [2]
+    runner.sample_tokens(None)
+    assert calls[2:] == ["output"], "a warm-up's is vLLM's"
 
 
 PLAIN, ASKS_MORE = SamplingParams(temperature=0.5, seed=-1 << 40), SamplingParams(top_p=0.9, seed=1)

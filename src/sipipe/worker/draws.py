@@ -2,7 +2,8 @@
 
 The runner's ``sample`` is replaced on the last stage: it computes the logits of the rows that
 sample, and leaves the drawing to the CPU samplers, or to the device for rows that ask for no more
-than a temperature. The other stages have nothing to draw.
+than a temperature. Where all tokens are the samplers', nobody looks at the runner's output, and
+``sample_tokens`` makes none. The other stages have nothing to draw.
 
 Who runs here: the device thread; before the first iteration, whoever follows BIC-I.
 """
@@ -114,6 +115,8 @@ class LastRows(NothingDrawn):
         """The iteration that is being launched; None: a warm-up, or a measurement."""
 
     def take_over(self, *, per_row: bool) -> None:
+        self._sample_tokens = self._runner.sample_tokens
+        self._runner.sample_tokens = self._finish
         self._runner.sample = self._sample
         self._runner.sampler = StandInSampler()
         if per_row:
@@ -136,6 +139,24 @@ class LastRows(NothingDrawn):
     def end(self) -> None:
         self._now = None
 
+    def _finish(self, grammar_output: Any) -> Any:
+        """In place of the runner's ``sample_tokens``, which makes an output that is copied to the
+        host: a stream's wait, two copies and an event that only a reported iteration needs."""
+        now, state = self._now, self._runner.execute_model_state
+        if now is None or state is None:
+            return self._sample_tokens(grammar_output)
+        batch, launched = state.input_batch, now[1]
+        rows, sent = self._rows(now[0], batch)
+        if self._is_awaited(batch, launched, len(rows), sent):
+            return self._sample_tokens(grammar_output)
+        self._runner.execute_model_state = None
+        tokens = self._hand_over(state.hidden_states, batch, launched, rows, sent)
+        none = self._none[: batch.num_reqs]
+        self._runner.postprocess_sampled(
+            batch.idx_mapping, tokens, none, none, batch.query_start_loc
+        )
+        return None
+
     def _sample(
         self,
         hidden: torch.Tensor,
@@ -149,7 +170,10 @@ class LastRows(NothingDrawn):
         if self._now is None:
             drawn = self._rehearse(hidden, batch)
         else:
-            drawn = self._hand_over(hidden, batch, *self._now)
+            inputs, launched = self._now
+            rows, sent = self._rows(inputs, batch)
+            self._is_awaited(batch, launched, len(rows), sent)
+            drawn = self._hand_over(hidden, batch, launched, rows, sent)
         none = self._none[: batch.num_reqs]
         output = SamplerOutput(
             sampled_token_ids=drawn,
@@ -169,10 +193,20 @@ class LastRows(NothingDrawn):
                 self._drawn(whole, batch, slice(None))
         return self._no_tokens[: batch.num_reqs]
 
+    def _is_awaited(self, batch: Any, launched: Launched, rows: int, sent: int) -> bool:
+        """Whether the engine waits for this stage's word, whichever rank says it: for tokens that
+        are drawn here (of ``rows``, samplers get ``sent``), for prompt scores, or for lack of any."""
+        launched.draws = sent < rows
+        asked = self._runner.prompt_logprobs_worker.uses_prompt_logprobs[batch.idx_mapping_np]
+        if self._scored:
+            asked = asked | [req_id in self._scored for req_id in batch.req_ids]
+        awaited = bool(launched.draws or not sent or (asked & batch.is_prefilling_np).any())
+        launched.reports = self._reports and awaited
+        return awaited
+
     def _hand_over(
-        self, hidden: torch.Tensor, batch: Any, inputs: ModelInput, launched: Launched
+        self, hidden: torch.Tensor, batch: Any, launched: Launched, rows: Rows, sent: int
     ) -> torch.Tensor:
-        rows, sent = self._rows(inputs, batch)
         tokens = self._no_tokens[: batch.num_reqs]
         if len(rows):
             launched.made = self._device.mark()
@@ -184,12 +218,6 @@ class LastRows(NothingDrawn):
                     tokens = self._drawn(whole, batch, here)
             if logits is not None and sent and self._writes:
                 launched.logits = logits[:sent]
-        launched.draws = sent < len(rows)
-        asked = self._runner.prompt_logprobs_worker.uses_prompt_logprobs[batch.idx_mapping_np]
-        if self._scored:
-            asked = asked | [req_id in self._scored for req_id in batch.req_ids]
-        scores = (asked & batch.is_prefilling_np).any()
-        launched.reports = self._reports and bool(launched.draws or not sent or scores)
         return tokens
 
     def _drawn(self, logits: torch.Tensor, batch: Any, rows: Any) -> torch.Tensor:

@@ -39,6 +39,8 @@ class EmulatedRunner:
 
     device = torch.device("cpu")
     lora_config = pp_handler = pcp_manager = fast_prefill = kv_block_zeroer = None
+    execute_model_state: Any = None
+    """Of the last stage's iteration that samples next."""
     num_speculative_steps = 0
     dcp_size = 1
 
@@ -91,7 +93,16 @@ class EmulatedRunner:
         batch: InputBatch = self.prepare_inputs(output, state, desc, 0)
         return batch
 
+    def sample_tokens(self, _: Any) -> Any:
+        """As vLLM's, which nobody waits for."""
+        state, self.execute_model_state = self.execute_model_state, None
+        if state is not None:
+            self.sample(state.hidden_states, state.input_batch, None)
+        nothing = SimpleNamespace(prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={})
+        return SimpleNamespace(get_output=lambda: nothing)
+
     def _prepared(self, *_: Any) -> Any:
         raise AssertionError("SiPipe prepares")
 
     update_requests = gather_batch_req_state = prepare_inputs = prepare_attn = _prepared
+    sample = _prepared

@@ -254,7 +254,7 @@ class EmulatedWorker(WorkerBase):
         """Launch an iteration; as vLLM's worker, it receives and sends through the group."""
         group: Any = get_pp_group()
         self._sent()  # as vLLM's worker: what was made last may be overwritten
-        batch = self._batch = self.model_runner.begin(output)
+        batch = self.model_runner.begin(output)
         if batch is None:
             return
         computed, scheduled = batch.num_computed_tokens_np, batch.num_scheduled_tokens
@@ -270,13 +270,12 @@ class EmulatedWorker(WorkerBase):
             there = self.emulated.mark() + round(self._stage.hop(batch.num_tokens) * 1e9)
             _times(self._made)[0] = there
             self._sent = group.send(dict.fromkeys(_HIDDEN, self._made))
+            return
+        # What travels to other stages' parts of the projection, where they have any.
+        hidden = self._made[: batch.num_tokens]
+        _times(hidden)[batch.logits_indices] = self.emulated.mark()
+        state = SimpleNamespace(input_batch=batch, hidden_states=hidden)
+        self.model_runner.execute_model_state = state
 
-    def sample_tokens(self, _: Any) -> Any:
-        batch = self._batch
-        if self.place.is_last and batch is not None:
-            # What travels to other stages' parts of the projection, where they have any.
-            hidden = self._made[: batch.num_tokens]
-            _times(hidden)[batch.logits_indices] = self.emulated.mark()
-            self.model_runner.sample(hidden, batch, None)
-        nothing = SimpleNamespace(prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={})
-        return SimpleNamespace(get_output=lambda: nothing)
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return self.model_runner.sample_tokens(grammar_output)
