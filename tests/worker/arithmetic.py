@@ -106,6 +106,7 @@ class Runner:
     """
 
     num_speculative_steps = 0
+    execute_model_state = None
     pcp_manager = fast_prefill = lora_config = None
     dcp_size = 1
     is_pooling_model = False

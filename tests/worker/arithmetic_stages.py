@@ -32,6 +32,7 @@ BLOCK, REQUESTS, TOKENS, INFLIGHT = 4, 16, 64, 3
 HAND_OVER = 60  # seconds; a bug in the test itself, not a bound that a test relies on
 
 CONFIG = SimpleNamespace(
+    logging_config=None,
     model_config=SimpleNamespace(
         dtype=torch.float32,
         enable_prompt_embeds=False,

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa
 from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
 
 from sipipe.messages.places import StagePlace  # noqa: E402
-from sipipe.worker import device_sampler, draws, token_feedback  # noqa: E402
+from sipipe.worker import device_sampler, draws  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.device_sampler import DeviceSampler  # noqa: E402
 from sipipe.worker.device_thread import Launched  # noqa: E402
@@ -28,8 +28,7 @@ from sipipe.worker.world import PipelineStandIn  # noqa: E402
 
 
 @pytest.fixture
-def feedback(monkeypatch):
-    monkeypatch.setattr(token_feedback, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True))
+def feedback():
     found = TokenFeedback(8, 0, device="cpu")
     found.states = SimpleNamespace(
         req_id_to_index={"a": 3, "b": 0, "c": 5},

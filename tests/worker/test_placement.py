@@ -48,6 +48,7 @@ def test_a_worker_and_the_threads_that_it_starts_run_on_its_cores(monkeypatch, b
     monkeypatch.setattr(worker_main, "WorkerWrapperBase", load)
     monkeypatch.setattr(worker_main, "set_process_title", lambda **_: None)
     monkeypatch.setattr(worker_main, "decorate_logs", lambda _: None)
+    monkeypatch.setattr(worker_main, "configure_logging", lambda _: None)
     cpus = (max(usable),) if bound else ()
     boot = dataclasses.replace(boot_of(place_of(1, 2)), cpus=cpus)
     main = worker_main.Main(boot, SimpleNamespace(), [])

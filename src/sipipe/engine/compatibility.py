@@ -2,7 +2,8 @@
 
 Two kinds of path serve a request:
 
-* ``sipipe``: SiPipe's stage runner on every stage, tokens drawn by the CPU samplers.
+* ``sipipe``: vLLM's second model runner on every stage, with SiPipe's preparation in the place of its
+  own; tokens drawn by the CPU samplers.
 * ``vllm``: vLLM's unmodified model runner on every stage, tokens drawn by vLLM's sampler on the
   last stage. Stages are still SiPipe's: worlds of their own, channels and transfers between them.
 
@@ -24,8 +25,6 @@ STOCK_WORKERS = {
 }
 """Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
 EMULATED_WORKER = "sipipe.tools.emulation.worker.EmulatedWorker"
-SECOND_RUNNER_ON_CPUS = True
-"""Whether stages on CPUs stand on vLLM's second runner, unless ``VLLM_USE_V2_MODEL_RUNNER`` says so."""
 
 
 def check_features(vllm_config: VllmConfig) -> None:
@@ -58,9 +57,6 @@ def check_features(vllm_config: VllmConfig) -> None:
 
 def why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     """Why this engine takes vLLM's own path, from the configuration alone; empty: it does not.
-
-    A worker may still find, once the model is loaded, that the stage runner cannot take it
-    (:func:`sipipe.worker.support.unsupported_reason`).
 
     Raises:
         ConfigError: ``stage_runner: "sipipe"``, or a ``cpu_sampling``, was asked for and cannot be
@@ -103,7 +99,7 @@ def uses_second_runner(vllm_config: VllmConfig) -> bool:
     if vllm_config.watermark_config is not None:
         return True  # the first one would leave watermarks out, and say nothing
     config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
-    return SECOND_RUNNER_ON_CPUS and not _vllms_own(vllm_config, config)
+    return not _vllms_own(vllm_config, config)
 
 
 def device_may_draw(vllm_config: VllmConfig) -> bool:
@@ -128,21 +124,14 @@ def check_second_runner(vllm_config: VllmConfig) -> None:
 
 
 def _reason(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
-    model = vllm_config.model_config
     if reason := _vllms_own(vllm_config, config):
         return reason
     if uses_second_runner(vllm_config):
         return ""
-    if not current_platform.is_cpu():
-        return (
-            "SiPipe's stages on GPUs stand on vLLM's second runner, and vLLM takes its first one "
-            "here (see VLLM_USE_V2_MODEL_RUNNER)"
-        )
-    if model.is_multimodal_model:
-        return "multi-modal models need vLLM's encoder path"
-    if model.is_hybrid or model.is_attention_free:
-        return "models with recurrent state (hybrid, mamba) need vLLM's own runner"
-    return ""
+    return (
+        "SiPipe's stages stand on vLLM's second runner, and vLLM takes its first one here (see "
+        "VLLM_USE_V2_MODEL_RUNNER)"
+    )
 
 
 def _vllms_own(vllm_config: VllmConfig, config: SiPipeConfig) -> str:

@@ -119,10 +119,6 @@ class Executor(VllmExecutor):
         super().compile_or_warm_up_model()
         pipeline = self._usable()
         ranks = pipeline.describe()
-        reason = min((rank.unsupported for rank in ranks if rank.unsupported), default="")
-        if reason and self._draws:
-            self._setup.fall_back(f"the stage runner does not take {reason}")
-            pipeline.fall_back()
         transport = pipeline.open(ranks)
         if self._setup.measures:
             choice = pipeline.measure()

@@ -87,8 +87,6 @@ class HeadOffer:
 class StageDescription:
     """What the engine has to know of a rank to make its channels."""
 
-    unsupported: str = ""
-    """Why SiPipe's stage runner does not take the loaded model; empty: it does."""
     logits: LogitsShape | None = None
     """What the stage writes to BIC-L; None on ranks that write no logits."""
     head: HeadOffer | str = ""
