@@ -201,7 +201,7 @@ def test_no_more_than_a_frame_of_a_stranger_is_stored(open_end, token):
         stranger.sendall(greeting)
         assert stranger.recv(64)
         with contextlib.suppress(ConnectionError):
-            stranger.sendall(b"\x06" + (1 << 40).to_bytes(8, "big"))  # a command of a terabyte
+            stranger.sendall(b"\x06" + (1 << 30).to_bytes(8, "big"))  # a command of a gigabyte
             while sent < 64:
                 stranger.sendall(block)
                 sent += 1
