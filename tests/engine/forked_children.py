@@ -4,8 +4,8 @@ imported, as the process that starts them has it already (:mod:`.fork_server`).
 A new interpreter for each is what vLLM has on CPUs, and what SiPipe has everywhere; importing
 vLLM then takes a core 7 to 10 seconds in each process, which is most of a tiny engine's start.
 Everything else is as a user has it: the same main functions, arguments, descriptors, environment.
-Started anew like a user's: samplers, and all processes of commands, of the server's tests, of
-hosts' agents and of stages in Triton's interpreter (``engine_run.py``).
+Started anew like a user's: samplers, and all processes of commands, of the server's tests but those
+of ``serve_run.py``, of hosts' agents and of stages in Triton's interpreter (``engine_run.py``).
 
 vLLM forks at the same two places on GPUs.
 """
@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 
-WORKER = "sipipe.worker"
+MODULES = ("sipipe.worker", "sipipe.engine.server")
 
 
 def start_by_fork() -> None:
@@ -47,17 +47,24 @@ _spawn_anew = multiprocessing.util.spawnv_passfds
 
 class _Popen(subprocess.Popen):
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
-        if WORKER not in args:
+        if not (named := [word for word in args if word in MODULES]):
             super()._execute_child(
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others
             )
             return
 
-        def run() -> None:
-            sys.argv = [WORKER, *args[args.index(WORKER) + 1 :]]
-            runpy.run_module(WORKER, run_name="__main__", alter_sys=True)
+        (module,) = named
+        group = others[-1]
 
-        self.pid = fork(run, pass_fds, env)
+        def run() -> None:
+            if group >= 0:
+                os.setpgid(0, group)
+            if preexec_fn:
+                preexec_fn()
+            sys.argv = [module, *args[args.index(module) + 1 :]]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+        self.pid = fork(run, pass_fds, os.environ if env is None else env)
         self._child_created = True
 
 

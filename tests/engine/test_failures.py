@@ -185,7 +185,8 @@ def test_a_killed_worker_ends_the_engine_with_its_name(engine):
     assert gone(everybody)
 
 
-def test_an_engine_killed_while_it_starts_leaves_nothing(models):
+@pytest.mark.parametrize("who", ["front end", "both"])
+def test_an_engine_killed_while_it_starts_leaves_nothing(models, who):
     before = in_shared_memory()
     with Engine(model(models), sipipe={"samplers": 2}, **TWO_STAGES) as engine:
         deadline = time.monotonic() + 120
@@ -193,7 +194,8 @@ def test_an_engine_killed_while_it_starts_leaves_nothing(models):
             time.sleep(0.05)
         everybody, core = engine.descendants(), engine.find("EngineCore")
         assert core, everybody
-        core[0].send_signal(signal.SIGKILL)
+        if who == "both":
+            core[0].send_signal(signal.SIGKILL)
         os.kill(engine.process.pid, signal.SIGKILL)
         engine.process.wait(20)
         assert gone(everybody)

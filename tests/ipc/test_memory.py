@@ -23,11 +23,12 @@ from sipipe.messages.logits import LogitsShape
 
 def mapped(endpoint):
     """Bytes of the mappings that this process has of a channel's memory, as the kernel counts."""
-    inode = os.stat(endpoint.path).st_ino
+    found = os.stat(endpoint.path)
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}", str(found.st_ino)
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, _, _, number, *_ = line.split()
-        if int(number) == inode:
+        span, _, _, *where = line.split()[:5]
+        if tuple(where) == place:  # numbers alone are those of files on other devices, too
             first, last = (int(address, 16) for address in span.split("-"))
             total += last - first
     return total

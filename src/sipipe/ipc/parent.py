@@ -28,6 +28,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import ASK_STATUS, Status
 
@@ -133,6 +135,33 @@ def end_group_with(other: socket.socket, grace: float = 0.0) -> None:
         if grace:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(grace)  # wait: 10 s (`GRACE_SECONDS`), then SIGKILL; the process's end
-        os.killpg(0, signal.SIGKILL)
+        kill_group()
 
     threading.Thread(target=watch, name="EndWithParent", daemon=True).start()
+
+
+def kill_group() -> None:
+    """Kill every process of this one's group, this one last.
+
+    Not Python's resource trackers: each ends by itself when all that it serves have, and takes
+    the semaphores away that they leave.
+    """
+    group, this = os.getpgrp(), os.getpid()
+    for _ in range(100):  # those that they start meanwhile; then all at once
+        others = [p for p in psutil.process_iter() if p.pid != this and _is_of(p, group)]
+        for process in others:
+            with suppress(psutil.Error):
+                process.kill()
+        if not others:
+            os.kill(this, signal.SIGKILL)
+        time.sleep(0.02)  # wait: 0.02 s; nobody
+    os.killpg(0, signal.SIGKILL)
+
+
+def _is_of(process: psutil.Process, group: int) -> bool:
+    """Whether a process runs in ``group``, and is no resource tracker."""
+    with suppress(psutil.Error, OSError):
+        if os.getpgid(process.pid) != group or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return not any("resource_tracker" in word for word in process.cmdline())
+    return False
