@@ -152,9 +152,9 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     two microbatches."""
 
     stage_runner: Literal["auto", "sipipe", "vllm"] = "auto"
-    """Who turns a scheduling output into hidden states. ``"sipipe"``: SiPipe's stage runner, or
-    an error where the model cannot take it. ``"vllm"``: the stock model runner. ``"auto"``:
-    SiPipe's where it can, else the stock one, said at start-up."""
+    """Who turns a scheduling output into hidden states. ``"sipipe"``: SiPipe's path, or an
+    error where it cannot be taken. ``"vllm"``: vLLM's own path. ``"auto"``: SiPipe's where it can,
+    else vLLM's, said at start-up."""
 
     scheduler: Literal["pipeline", "vllm"] = "pipeline"
     """Which scheduler forms microbatches. ``"pipeline"``: SiPipe's, which keeps them stable and

@@ -160,8 +160,11 @@ def kill_group() -> None:
 
 def _is_of(process: psutil.Process, group: int) -> bool:
     """Whether a process runs in ``group``, and is no resource tracker."""
-    with suppress(psutil.Error, OSError):
+    try:
         if os.getpgid(process.pid) != group or process.status() == psutil.STATUS_ZOMBIE:
             return False
         return not any("resource_tracker" in word for word in process.cmdline())
-    return False
+    except psutil.AccessDenied:
+        return True  # whatever it is
+    except (psutil.NoSuchProcess, OSError):
+        return False
