@@ -34,7 +34,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = "benchmarks/results/README.md"
 """Shows every kept file."""
-PAGES = ("README.md", TABLES, *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
+PAGES = (
+    "README.md",
+    TABLES,
+    *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
+)
 
 _TABLE = re.compile(r"(<!-- results ([\w.*-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(r"(<!-- = ([\w.-]+): (.*?) -->).*?(?=<!-- end -->)")
