@@ -66,6 +66,14 @@ def test_a_page_of_figures_has_none_of_its_own_in_tables(name):
     assert not re.search(r"\d", "".join(results)), "let a comment show what results hold"
 
 
+def test_goals_say_which_figures_are_stale():
+    for line in (ROOT / "docs/benchmarks.md").read_text().splitlines():
+        names = re.findall(r"<!-- = ([\w.-]+):", line)
+        if line.startswith("|") and names:
+            kept = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
+            assert ("(stale)" in line) is any(result.get("stale") for result in kept), line
+
+
 def test_a_figure_in_a_cell_leaves_the_table_as_it_is():
     for name in PAGES:
         for line in (ROOT / name).read_text().splitlines():
