@@ -1,16 +1,18 @@
-"""Kept figures: JSON in ``benchmarks/results``, and the tables that pages show of them.
+"""Kept figures: JSON in ``benchmarks/results``, and the tables and the picture that pages show.
 
 All of them stand in ``benchmarks/results/README.md``; other pages repeat a few.
 
-    python -m benchmarks.results                      write the tables of all pages anew
+    python -m benchmarks.results                      write tables and pictures anew
     python -m benchmarks.results --check              name those that differ (also a test)
     python -m benchmarks.results --keep serving …     first take build/bench/serving.json, …
 
-A page has a table between two comments, and a single figure between two others::
+A page has a table between two comments, a single figure between two others, and between two more
+what stands below a table, for a picture::
 
     <!-- results serving: sampling; ratio | sampling=greedy|all; new tokens=16 -->
     <!-- end -->
     <!-- = serving: ratio | sampling=all; new tokens=16 -->16.9<!-- end -->
+    <!-- source timeline --><!-- end -->
 
 In a cell of a table of Markdown the bar is written ``\\|``.
 Columns and conditions may be left out: those that the file names, or all, and all rows.
@@ -28,6 +30,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import timeline
 from benchmarks.harness import BUILD, cell
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +44,7 @@ PAGES = (
 )
 
 _TABLE = re.compile(r"(<!-- results ([\w.*-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_SOURCE = re.compile(r"(<!-- source ([\w-]+) -->).*?(?=<!-- end -->)")
 _FIGURE = re.compile(r"(<!-- = ([\w.-]+): (.*?) -->).*?(?=<!-- end -->)")
 
 
@@ -50,7 +54,19 @@ def written(text: str) -> str:
     Raises:
         SystemExit: a file, column or row that a comment names is not there.
     """
+    text = _SOURCE.sub(lambda match: match[1] + _source(_kept(match[2])), text)
     return _FIGURE.sub(_figure, _TABLE.sub(_table, text))
+
+
+def pictures() -> dict[str, str]:
+    """By path the pictures (SVG) that pages show, as the kept results have them."""
+    return {
+        f"docs/pictures/{path.stem}-{scheme}.svg": timeline.draw(
+            json.loads(path.read_text())["rows"], scheme
+        )
+        for path in RESULTS.glob("timeline.json")
+        for scheme in timeline.INKS
+    }
 
 
 def _table(match: re.Match[str]) -> str:
@@ -76,10 +92,7 @@ def _figure(match: re.Match[str]) -> str:
 
 def _chosen(name: str, wanted: str) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
     """The file, the columns and the rows that a comment asks for."""
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        sys.exit(f"results {name}: there is no {path.relative_to(ROOT)}")
-    result = json.loads(path.read_text())
+    result = _kept(name)
     rows = result["rows"]
     named, _, conditions = f" {wanted}".replace(r"\|", "|").partition(" | ")
     columns = [part.strip() for part in named.split(";") if part.strip()]
@@ -91,6 +104,14 @@ def _chosen(name: str, wanted: str) -> tuple[dict[str, Any], list[str], list[dic
     if missing or not rows:
         sys.exit(f"results {name}: {wanted}: no {missing[0] if missing else 'row'} there")
     return result, columns, rows
+
+
+def _kept(name: str) -> dict[str, Any]:
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        sys.exit(f"results {name}: there is no {path.relative_to(ROOT)}")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
 def _shown(value: Any) -> str:
@@ -138,13 +159,14 @@ def main() -> int:
         RESULTS.mkdir(exist_ok=True)
         shutil.copy(path, RESULTS / path.name)
     differ = []
-    for name in PAGES:
-        page = ROOT / name
-        old = page.read_text()
-        if (new := written(old)) != old:
+    wanted = {name: written((ROOT / name).read_text()) for name in PAGES} | pictures()
+    for name, new in wanted.items():
+        file = ROOT / name
+        if not file.exists() or file.read_text() != new:
             differ.append(name)
             if not options.check:
-                page.write_text(new)
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(new)
     print("\n".join(f"{name}: written anew from its results" for name in differ))
     return 1 if options.check and differ else 0
 

@@ -22,7 +22,10 @@ from sipipe.errors import SiPipeError
 from sipipe.messages.measured import MIXES
 from sipipe.tools.child import answer
 
-SAMPLING = MIXES | {"top-p": {"temperature": 0.8, "top_p": 0.95}}
+SAMPLING = MIXES | {
+    "top-p": {"temperature": 0.8, "top_p": 0.95},
+    "chat": {"temperature": 0.7, "top_p": 0.9},
+}
 """Ways of sampling by name; ``all`` is every strategy at once."""
 
 SPIN = 1.5
