@@ -51,14 +51,7 @@ STOCK = (
     *("--worker-cls", "benchmarks.stock_trace.TracedWorker"),
     *("--scheduler-cls", "benchmarks.stock_trace.TracedScheduler"),
 )
-ENGINES: dict[str, tuple[str, ...]] = {
-    "stock vLLM": (),
-    "stock vLLM, two batches": ("--max-num-batched-tokens", str(REQUESTS * PROMPT // 2)),
-    "SiPipe": (),
-}
-"""What is measured, with further options. vLLM makes one batch of requests that come at once, unless
-their prompts are too long for one; its two stages then work in turn."""
-PICTURED = ("stock vLLM", "SiPipe")
+ENGINES = ("stock vLLM", "SiPipe")
 
 Lane = dict[str, list[tuple[int, int]]]
 """By what was done: begins and ends, µs from the window's begin."""
@@ -83,12 +76,12 @@ def main() -> None:
     os.environ["PYTHONPATH"] = str(ROOT)  # for benchmarks.stock_trace
     rows = []
     with tempfile.TemporaryDirectory(prefix="sipipe-bench-timeline-") as scratch:
-        for engine, extra in ENGINES.items():
+        for engine in ENGINES:
             trace = {"trace": str(Path(scratch) / engine)}
             own: dict[str, Any] = {"argv": argv, "settings": trace}
-            if engine != "SiPipe":
+            if engine == "stock vLLM":
                 config = ("--additional-config", json.dumps({"sipipe": trace}))
-                own = {"argv": [*argv, *STOCK, *config, *extra], "settings": None}
+                own = {"argv": [*argv, *STOCK, *config], "settings": None}
             rows.append({"engine": engine, **row(measured(engine, job | own), trace["trace"])})
     report(
         "timeline",
@@ -149,7 +142,7 @@ def draw(rows: list[dict[str, Any]], scheme: str) -> str:
     """The picture (SVG) for a page of a colour scheme of :data:`INKS`."""
     body: list[str] = []
     y = 20
-    for of in (row for row in rows if row["engine"] in PICTURED):
+    for of in rows:
         speed = f'<tspan dx="10" font-weight="normal">{of["tok/s"]:,.0f} tokens/s</tspan>'
         title = escape(of["engine"])
         body.append(
