@@ -7,12 +7,13 @@ All of them stand in ``benchmarks/results/README.md``; other pages repeat a few.
     python -m benchmarks.results --keep serving …     first take build/bench/serving.json, …
 
 A page has a table between two comments, a single figure between two others, and between two more
-what stands below a table, for a picture::
+the line below a table, here below a picture::
 
     <!-- results serving: sampling; ratio | sampling=greedy|all; new tokens=16 -->
     <!-- end -->
     <!-- = serving: ratio | sampling=all; new tokens=16 -->16.9<!-- end -->
-    <!-- source timeline --><!-- end -->
+    <!-- source timeline -->
+    <!-- end -->
 
 In a cell of a table of Markdown the bar is written ``\\|``.
 Columns and conditions may be left out: those that the file names, or all, and all rows.
@@ -44,7 +45,7 @@ PAGES = (
 )
 
 _TABLE = re.compile(r"(<!-- results ([\w.*-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
-_SOURCE = re.compile(r"(<!-- source ([\w-]+) -->).*?(?=<!-- end -->)")
+_SOURCE = re.compile(r"(<!-- source ([\w-]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(r"(<!-- = ([\w.-]+): (.*?) -->).*?(?=<!-- end -->)")
 
 
@@ -54,7 +55,7 @@ def written(text: str) -> str:
     Raises:
         SystemExit: a file, column or row that a comment names is not there.
     """
-    text = _SOURCE.sub(lambda match: match[1] + _source(_kept(match[2])), text)
+    text = _SOURCE.sub(lambda match: f"{match[1]}{_source(_kept(match[2]))}\n", text)
     return _FIGURE.sub(_figure, _TABLE.sub(_table, text))
 
 

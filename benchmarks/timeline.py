@@ -166,7 +166,8 @@ def draw(rows: list[dict[str, Any]], scheme: str) -> str:
         body.append(f'<text x="{x + 18}" y="{y}">{name}</text>')
         x += 48 + 7 * len(name)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 10}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + 10}" '
+        f'viewBox="0 0 {WIDTH} {y + 10}" '
         f'font-family="sans-serif" font-size="13" fill="{INKS[scheme]}" stroke-width="1">'
         f"{''.join(body)}</svg>\n"
     )

@@ -26,7 +26,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for link in re.findall(r'(?:\]\(|src="|srcset=")([^)\s"]+)', page.read_text()):
         if not re.match(r"[a-z]+:", link):
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
