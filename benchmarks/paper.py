@@ -4,9 +4,9 @@
     python -m benchmarks.paper FILE.json          draws the picture of kept data again
 
 ``benchmarks/figures/FIG.json`` says what a figure shows: the paper's range, what differs here, and
-for each scale its rows (an engine each: options of ``sipipe bench --row``, or SiPipe's settings) and
-its panels (``sipipe bench`` command lines). The same code runs them on two cores and on a cluster.
-Several figures that have a command line in common are measured together, each row once; so are rows
+for each scale its rows (an engine each: options of ``sipipe bench --row``, or SiPipe's settings and
+``without``, parts of :mod:`benchmarks.ablation`) and its panels (``sipipe bench`` command lines). The
+same code runs them on two cores and on a cluster. Several figures that have a command line in common are measured together, each row once; so are rows
 of commands that differ in their loads alone. For each
 figure ``build/bench/paper`` gets its data (JSON, with machine and commit), a picture (SVG) and a
 table. The quick form leaves out further panels, and the rows that a figure names as ``full``.
@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ablation import extension
 from benchmarks.harness import BUILD, report
 from benchmarks.pictures import BUSY, DRAWN, PICTURES
 from benchmarks.simulator.workload import at_rate, poisson_trace, shrunk, write_timed_trace
@@ -228,7 +229,9 @@ def _with_rows(line: str, rows: Rows, scratch: str) -> list[str]:
     for name, options in rows.items():
         text = options
         if not isinstance(options, str):
-            text = f"--additional-config {shlex.quote(json.dumps({'sipipe': options}))}"
+            settings = {key: options[key] for key in options if key != "without"}
+            words = extension(options.get("without", []))
+            text = shlex.join(["--additional-config", json.dumps({"sipipe": settings}), *words])
         found += ["--row", f"{name}={text.replace('TRACES', scratch)}"]
     return found
 
@@ -242,7 +245,7 @@ def _measured(command: list[str]) -> dict[str, Any]:
         [sys.executable, "-m", "sipipe", "bench", *command, "--json"],
         stdout=subprocess.PIPE,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},  # for benchmarks.stock_trace
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # for benchmarks.stock_trace and .ablation
     )
     if not run.stdout:
         raise SiPipeError(f"paper: sipipe bench {shlex.join(command)} failed")

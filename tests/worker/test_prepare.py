@@ -233,7 +233,7 @@ def prepared(request, monkeypatch):
         runner, device = PreparingRunner(), CopiedDevice()
         if request.param == "copied":  # as on a GPU, with tensors of the host
             monkeypatch.setattr(preparation, "placement_of", placement.Copied)
-        return runner, SiPipePrepares(runner, device, slots=slots, sets=sets, check=True)
+        return runner, SiPipePrepares(runner, device, slots=slots, sets=sets)
 
     return make
 

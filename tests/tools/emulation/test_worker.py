@@ -192,7 +192,7 @@ def test_a_batch_is_the_prepared_one():
     runner = EmulatedRunner(vllm_config(), torch.nn.Module(), {}, last=True)
     device = EmulatedDevice(profile(1), torch.bfloat16, ready(), 7)
     assert not why_vllm_prepares(runner)
-    prepares = SiPipePrepares(runner, device, slots=1, sets=2, check=True)
+    prepares = SiPipePrepares(runner, device, slots=1, sets=2)
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [new_request("a"), new_request("b")]
     found = []
@@ -230,7 +230,7 @@ def test_a_set_is_free_when_the_device_has_come_to_its_copies(clock):
     """Behind the forward pass before them, not when they are launched."""
     runner = EmulatedRunner(vllm_config(), torch.nn.Module(), {}, last=True)
     device = EmulatedDevice(profile(1), torch.bfloat16, ready(), 7)
-    prepares = SiPipePrepares(runner, device, slots=1, sets=2, check=True)
+    prepares = SiPipePrepares(runner, device, slots=1, sets=2)
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs, output.num_scheduled_tokens = [new_request("a")], {"a": 5}
     output.total_num_scheduled_tokens = 5
