@@ -18,7 +18,7 @@ from sipipe.cli.parser import at_least, counts, fraction, make_parser, parse_eng
 from sipipe.cli.trace import bubbles
 from sipipe.errors import ConfigError
 from sipipe.observe.phases import Phase
-from sipipe.tools.child import measure_sides
+from sipipe.tools.child import measured
 from sipipe.tools.emulation.emulate import Emulation, emulation
 from sipipe.tools.emulation.replay import replayed
 from sipipe.tools.measure import SAMPLING
@@ -165,8 +165,7 @@ def _run(
         "cpu_sampling": "on",
         "cores": settings.get("cores", "off"),
     }
-    found: dict[str, Any] = measure_sides(job, settings | more, sides=("sipipe",))["sipipe"]
-    return found
+    return measured("sipipe", job | {"settings": settings | more})
 
 
 def _figures(trace: Trace, result: dict[str, Any]) -> list[dict[str, Any]]:
