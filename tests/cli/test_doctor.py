@@ -7,7 +7,7 @@ import pytest
 from sipipe.cli import doctor, main
 from sipipe.cores import Core
 from sipipe.ipc import memory
-from sipipe.tools.planner import advice
+from sipipe.cli import advice
 from sipipe.versions import InstalledVllm
 
 

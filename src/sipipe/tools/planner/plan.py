@@ -107,7 +107,7 @@ class Plan:
     choices: tuple[Choice, ...]
     """Of both engines, fastest first: every one meets the budget."""
     rejected: tuple[Rejected, ...]
-    gain: Gain | None
+    gain: Gain | None = None
     """None where one of the engines has no choice."""
 
     @property

@@ -74,7 +74,6 @@ class Search:
             workload=self.workload,
             choices=tuple(choices),
             rejected=tuple(rejected),
-            gain=None,
         )
         return dataclasses.replace(plan, gain=self._gain(plan.fastest(True), plan.fastest(False)))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sipipe.cores import Core
-from sipipe.tools.planner import advice
+from sipipe.cli import advice
 from sipipe.tools.planner.models import load_model
 
 
