@@ -231,7 +231,7 @@ def _show(made: Emulation, found: list[dict[str, Any]], slow: float) -> None:
     print(
         f"emulated: {made.facts.name} on {made.cluster.devices} x {made.cluster.device.name}, "
         f"{placement.p} stages of {placement.t}, layers {layers}"
-        + (", output projection shared out" if placement.shares_head else "")
+        + (", output projection shared out" if placement.shares_projection else "")
         + (f"; in slow motion, {slow:g} times as long" if slow > 1 else "")
     )
     for load in found:

@@ -249,7 +249,7 @@ def test_a_set_is_free_when_the_device_has_come_to_its_copies(clock):
 def test_a_stage_takes_longer_for_more():
     stage = StageProfile(
         layers=Curve((1, 2, 4), (1.0, 1.5, 3.5)),
-        head=Curve((1, 2), (0.25, 0.5)),
+        projection=Curve((1, 2), (0.25, 0.5)),
         hop=Curve((1, 2), (0.0, 0.0)),
         decode_context=0.001,
         prompt_context=0.0001,

@@ -145,7 +145,7 @@ def iterate(
     if engine.exposed < 1.0:
         stations["preparation"] = prepared
     if not on_device:
-        copies = (costs.logits_copy(stage, work) for stage in placement.stages if stage.head)
+        copies = (costs.logits_copy(stage, work) for stage in placement.stages if stage.projection)
         stations["logits copy"] = max(copies)
         stations["CPU sampling"] = costs.host_sampling(work, samplers)
         round_trip += stations["logits copy"] + stations["CPU sampling"]

@@ -63,7 +63,7 @@ class Choice:
     @property
     def vocabulary(self) -> str:
         """Who multiplies by the output projection: ``"shared"`` or ``"last"``."""
-        return "shared" if self.placement.shares_head else "last"
+        return "shared" if self.placement.shares_projection else "last"
 
     @property
     def throughput(self) -> float:
