@@ -139,6 +139,7 @@ class DispatchReader:
         """
         self._ring = RingReader(Ring.attach(endpoint), name)
         self._partial = bytearray()
+        self._expected = -1
 
     def receive(self) -> Message:
         """Wait for the next message, asleep; use it in a ``with`` statement.
@@ -162,6 +163,8 @@ class DispatchReader:
                 break
             _, sequence, offset, size, count, total = ring.receive()
             view = ring.view
+        assert self._expected in (sequence, -1), f"message {sequence}, not {self._expected}"
+        self._expected = sequence + 1
         return Message(sequence, parts_in(view, count), ring.unlock_previous)
 
     def close(self) -> None:
