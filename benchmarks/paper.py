@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ablation import extension
+from benchmarks.busy import utilization, within
 from benchmarks.harness import BUILD, report
 from benchmarks.pictures import BUSY, DRAWN, PICTURES
 from benchmarks.simulator.workload import at_rate, poisson_trace, shrunk, write_timed_trace
@@ -237,19 +238,23 @@ def _with_rows(line: str, rows: Rows, scratch: str) -> list[str]:
 
 
 def _measured(command: list[str]) -> dict[str, Any]:
-    """What ``sipipe bench`` found."""
+    """What ``sipipe bench`` found, and how busy the machine was in each of its loads."""
     if not Path(command[0]).exists() and command[0].startswith("build/models/"):
         family, _, size = Path(command[0]).name.partition("-")
         make_model(family, Path(command[0]), size=size)
-    run = subprocess.run(
-        [sys.executable, "-m", "sipipe", "bench", *command, "--json"],
-        stdout=subprocess.PIPE,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},  # for benchmarks.stock_trace and .ablation
-    )
+    with utilization() as looks:
+        run = subprocess.run(
+            [sys.executable, "-m", "sipipe", "bench", *command, "--json"],
+            stdout=subprocess.PIPE,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},  # for benchmarks.stock_trace, .ablation
+        )
     if not run.stdout:
         raise SiPipeError(f"paper: sipipe bench {shlex.join(command)} failed")
     found: dict[str, Any] = json.loads(run.stdout)
+    for engine in found["engines"].values():
+        for runs in (runs for start in engine["starts"] for runs in start["runs"].values()):
+            runs[:] = [one | within(looks, one["span"]) for one in runs]
     return found
 
 
