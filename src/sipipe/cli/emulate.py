@@ -14,7 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from sipipe.cli.parser import at_least, counts, fraction, make_parser, parse_engine_command
+from sipipe.cli.parser import (
+    adder,
+    at_least,
+    counts,
+    fraction,
+    make_parser,
+    parse_engine_command,
+)
 from sipipe.cli.trace import bubbles
 from sipipe.errors import ConfigError
 from sipipe.observe.phases import Phase
@@ -50,38 +57,18 @@ def main(argv: Sequence[str]) -> int:
         add_help=False,
     )
     group = parser.add_argument_group("pipeline and load")
-    group.add_argument(
-        "--profile",
-        metavar="NAME",
-        help="MODEL-NxGPU, such as llama-70b-8xh100 (sipipe plan --list)",
-    )
-    group.add_argument(
-        "--requests", type=counts, default=[128], metavar="LIST", help="at once (default: 128)"
-    )
-    for name, default, what in (
-        ("prompt-tokens", 128, "default: 128"),
-        ("tokens", 200, "new ones (default: 200)"),
-    ):
-        group.add_argument(
-            f"--{name}", type=at_least(1, int), default=default, metavar="N", help=what
-        )
+    add, count = adder(group), at_least(1, int)
+    named = "MODEL-NxGPU, such as llama-70b-8xh100 (sipipe plan --list)"
+    add("--profile", str, None, "NAME", named)
+    add("--requests", counts, [128], "LIST", "at once (default: 128)")
+    add("--prompt-tokens", count, 128, "N", "default: 128")
+    add("--tokens", count, 200, "N", "new ones (default: 200)")
     group.add_argument("--sampling", choices=SAMPLING, default="greedy", help="default: greedy")
-    group.add_argument(
-        "--jitter",
-        type=fraction,
-        metavar="SHARE",
-        help="deviation of forward passes (default: none)",
-    )
-    group.add_argument(
-        "--slow-motion",
-        type=at_least(1),
-        default=1.0,
-        metavar="N",
-        help="devices take N times as long, where this machine's cores are too few (default: 1)",
-    )
-    group.add_argument(
-        "--replay", metavar="DIR", help="stage times from the trace of a real run with these stages"
-    )
+    add("--jitter", fraction, None, "SHARE", "deviation of forward passes (default: none)")
+    slow = "devices take N times as long, where this machine's cores are too few (default: 1)"
+    add("--slow-motion", at_least(1), 1.0, "N", slow)
+    recorded = "stage times from the trace of a real run with these stages"
+    add("--replay", str, None, "DIR", recorded)
     group.add_argument("--json", action="store_true", help="the figures as JSON")
     own, settings, rest = parse_engine_command(parser, argv)
     if own.profile is None:
