@@ -9,6 +9,7 @@ baseline and ours in the same run, because machines are shared and noisy, hands 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -65,6 +66,13 @@ def measure_in_turn(
         for way, figures in result["tokens_per_second"].items():
             speeds[title].setdefault(way, []).extend(figures)
     return speeds, kept
+
+
+def of_the_checkout(module: str) -> str:
+    """``module`` of the benchmarks, for :func:`sipipe.tools.child.measured`, whose processes find it
+    from now on. Run so, it answers a job (:func:`sipipe.tools.child.answer`)."""
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    return module
 
 
 def command() -> str:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import of_the_checkout
 from sipipe.errors import SiPipeError
 from sipipe.ipc.sockets import own_sockets
 from sipipe.tools.child import answer, measured
@@ -29,14 +29,14 @@ def measured_in_turn(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns for each side what :func:`sipipe.tools.measure.measure` does.
     """
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # where an engine finds this module
+    module = of_the_checkout("benchmarks.in_turn")
     pipes = [os.pipe() for _ in jobs]
     turns = [(pipes[i][0], pipes[(i + 1) % len(pipes)][1]) for i in range(len(pipes))]
     # wait: none, a byte into an empty pipe; nobody
     os.write(pipes[0][1], b".")
     with own_sockets(), ThreadPoolExecutor(len(jobs)) as pool:
         asked = {
-            side: pool.submit(measured, side, {**job, "turn": turn}, __spec__.name, kept=turn)
+            side: pool.submit(measured, side, {**job, "turn": turn}, module, kept=turn)
             for (side, job), turn in zip(jobs.items(), turns, strict=True)
         }
         for first in as_completed(asked.values()):
