@@ -38,7 +38,6 @@ started. Servers are started in turn, forwards and then backwards, one at a time
 The paper's figures, in a checkout of SiPipe: python -m benchmarks.paper LIST
 """
 
-ROWS = ("sipipe", "stock", "stock-tp", "stock-one", "sipipe-one", "stock-cut")
 STOCK = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve")
 
 
@@ -165,13 +164,14 @@ def _rows(
     """
     p, t = own.pp or 1, own.tp or 1
     cut = ",".join(map(str, settings["layers"])) if type(settings.get("layers")) is list else ""
-    degrees = {
-        "sipipe": (p, t),
-        "stock": (p, t),
-        "stock-tp": (1, p * t),
-        "stock-one": (1, 1),
-        "sipipe-one": (1, 1),
-        "stock-cut": (p, t),
+    of_one = settings if p == 1 else {k: v for k, v in settings.items() if k != "layers"}
+    rows = {
+        "sipipe": _options(settings),
+        "stock": ["stock"],
+        "stock-tp": ["stock", "-pp", "1", "-tp", str(p * t)],
+        "stock-one": ["stock", "-pp", "1", "-tp", "1"],
+        "sipipe-one": ["-pp", "1", "-tp", "1", *_options(of_one)],
+        "stock-cut": ["stock", "--layers", cut],
     }
     if own.rows is None:
         names = ["sipipe", "stock"]
@@ -179,36 +179,16 @@ def _rows(
         names += ["stock-cut"] * bool(cut)
     else:
         names = [name for name in own.rows.split(",") if name]
-    wrong = next((name for name in names if name not in ROWS), None)
+    wrong = next((name for name in names if name not in rows), None)
     if wrong is not None:
-        raise ConfigError(f'bench: --rows "{wrong}" is none of {", ".join(ROWS)}')
+        raise ConfigError(f'bench: --rows "{wrong}" is none of {", ".join(rows)}')
     if "stock-cut" in names and not cut:
         raise ConfigError("bench: --rows stock-cut wants --layers, such as --layers 7,1")
     words = [word for i, word in enumerate(rest) if not {"-pp", "-tp"} & {word, rest[i - 1]}]
     model = words[0] if words else "-"
     if model.startswith("-"):
         raise ConfigError("bench: name the MODEL first: sipipe bench MODEL [options]")
-    jobs: dict[str, dict[str, Any]] = {}
-
-    def add(name: str, options: Sequence[str], stages: int, ranks: int, cut: str = "") -> None:
-        if name in jobs:
-            raise ConfigError(f'bench: two rows are named "{name}"')
-        command = [*words, "-pp", str(stages), "-tp", str(ranks)]
-        env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        if options[:1] == ["stock"]:
-            command = [*STOCK, *command, *options[1:]]
-            env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), stages * ranks)
-            env |= {"VLLM_PP_LAYER_PARTITION": cut} if cut else {}
-        else:
-            command = [sys.executable, "-P", "-m", "sipipe", "serve", *command, *options]
-        env = {key: os.environ.get(key, value) for key, value in env.items()}
-        jobs[name] = {"command": command, "env": env, "url": "", "model": model}
-
-    for name in names:
-        stages, ranks = degrees[name]
-        mine = settings if stages == p else {k: v for k, v in settings.items() if k != "layers"}
-        options = ["stock"] if name.startswith("stock") else _options(mine)
-        add(name, options, stages, ranks, cut if name == "stock-cut" else "")
+    found = [(name, _job(words, rows[name], p, t)) for name in names]
     for pair in own.row:
         name, _, text = pair.partition("=")
         try:
@@ -217,22 +197,38 @@ def _rows(
             raise ConfigError(f"bench: --row '{pair}': {error}") from None
         if not name or "=" not in pair:
             raise ConfigError(f'bench: --row "{pair}" is not NAME=OPTIONS')
-        parser = make_parser("bench", "", add_help=False)
-        parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=at_least(1, int))
-        parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=at_least(1, int))
-        if options[:1] == ["stock"]:
-            parser.add_argument("--layers", type=counts, default=[])
-        given, options = parser.parse_known_args(options)
-        stock_cut = ",".join(map(str, getattr(given, "layers", ())))
-        add(name, options, given.pp or p, given.tp or t, stock_cut)
+        found.append((name, _job(words, options, p, t)))
     for pair in own.url:
         name, _, url = pair.partition("=")
         if not url.startswith("http"):
             raise ConfigError(f'bench: --url "{pair}" is not NAME=http://HOST:PORT')
-        if name in jobs:
+        found.append((name, {"command": [], "env": {}, "url": url.rstrip("/")}))
+    for name, times in Counter(name for name, _ in found).items():
+        if times > 1:
             raise ConfigError(f'bench: two rows are named "{name}"')
-        jobs[name] = {"command": [], "env": {}, "url": url.rstrip("/"), "model": model}
-    return jobs
+    return {name: job | {"model": model} for name, job in found}
+
+
+def _job(words: Sequence[str], options: Sequence[str], p: int, t: int) -> dict[str, Any]:
+    """A server of ``words`` with a row's options, whose degrees stand in the place of (p, t)."""
+    stock = options[:1] == ["stock"]
+    parser = make_parser("bench", "", add_help=False)
+    parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=at_least(1, int), default=p)
+    parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=at_least(1, int), default=t)
+    if stock:
+        parser.add_argument("--layers", type=counts)
+    own, options = parser.parse_known_args(options)
+    command = [*words, "-pp", str(own.pp), "-tp", str(own.tp)]
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    if stock:
+        command = [*STOCK, *command, *options[1:]]
+        env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), own.pp * own.tp)
+        if own.layers:
+            env["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, own.layers))
+    else:
+        command = [sys.executable, "-P", "-m", "sipipe", "serve", *command, *options]
+    env = {key: os.environ.get(key, value) for key, value in env.items()}
+    return {"command": command, "env": env, "url": ""}
 
 
 def _options(settings: Mapping[str, Any]) -> list[str]:
