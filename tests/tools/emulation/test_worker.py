@@ -203,7 +203,6 @@ def test_a_batch_is_the_prepared_one():
         inputs = prepares.prepare(iteration, 0, iteration % 2, output)
         prepares.begin(inputs)
         found.append(runner.begin(output))
-        prepares.end(inputs)
         return [] if inputs.sampled is None else inputs.sampled.tolist()
 
     assert step(0, a=5, b=3) == [1], "batches are in vLLM's order: by their tokens"
@@ -238,7 +237,6 @@ def test_a_set_is_free_when_the_device_has_come_to_its_copies(clock):
     inputs = prepares.prepare(0, 0, 0, output)
     prepares.begin(inputs)
     runner.begin(output)
-    prepares.end(inputs)
     output = SchedulerOutput.make_empty()
     prepares.prepare(1, 0, 1, output)
     assert clock.now == 0, "the other set"
