@@ -66,14 +66,29 @@ class _Popen(subprocess.Popen):
             if preexec_fn:
                 preexec_fn()
             if module == "sipipe.worker":
-                from tests.worker.watched_stage import watch
-
-                watch()
+                _watch_stage()
             sys.argv = [module, *args[args.index(module) + 1 :]]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
 
         self.pid = fork(run, pass_fds, os.environ if env is None else env)
         self._child_created = True
+
+
+def _watch_stage() -> None:
+    """The stage that this worker opens is watched. Its modules are imported when vLLM's worker is
+    there, not before: vLLM puts kernels of its own into what has been imported."""
+    from sipipe.worker.main import Main
+
+    load = Main.load
+
+    def loaded(main: Main):
+        loop = load(main)
+        from tests.worker.watched_stage import watch
+
+        watch()
+        return loop
+
+    Main.load = loaded
 
 
 def fork(run: Callable[[], None], descriptors: Iterable[int], environment: Mapping) -> int:
