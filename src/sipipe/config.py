@@ -46,7 +46,6 @@ Directory = Annotated[
 Seconds = Annotated[
     float, Meta(gt=0, le=1e9, description="a finite number of seconds above 0, at most 1e9")
 ]
-Flag = Annotated[bool, Meta(description="true or false")]
 
 
 class CorePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,13 +119,13 @@ class HostSettings(
     address: Annotated[
         str, Meta(pattern=r"^[^\x00\ud800-\udfff]*$", description="an address or a host's name")
     ] = ""
-    """The head's address, the same on every host."""
+    """The main host's address, the same on every host."""
 
     port: Annotated[int, Meta(ge=1, le=65000, description="a port from 1 to 65000")] = 29501
     """The first of the ports that hosts listen on; those that follow are docs/multi-host.md's."""
 
     stages: tuple[Count, ...] = ()
-    """Pipeline stages of each host, the head first. Empty: as even as can be."""
+    """Pipeline stages of each host, the main host first. Empty: as even as can be."""
 
     encrypt_links: bool = True
     """Whether hidden states between hosts are encrypted. Everything else always is."""
@@ -187,15 +186,6 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     what no request can fill. The log says what a cut costs, and what one that costs more would be
     worth."""
 
-    overlap: Flag = True
-    """Token-safe execution: prepare the next microbatch's inputs while the device runs this one.
-    False: prepare and run in turn, with one set of input buffers."""
-
-    posting: Flag = True
-    """Structure-aware transmission: a stage knows what hidden states look like, and its memory for
-    them is ready, before they come. False, for ablations: their description goes with each
-    microbatch, memory is made when it has come, and the sender waits until they have left."""
-
     transport: Annotated[
         Literal["auto", "shm", "cuda_ipc"],
         Meta(description='"auto", "shm" or "cuda_ipc" (between hosts links are always ZeroMQ\'s)'),
@@ -239,10 +229,6 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     """A profile (JSON) of stages whose devices only take time, in place of the model's: what
     ``sipipe emulate`` sets. None: the real ones."""
-
-    check_token_safety: Flag = False
-    """Debug check: stamp every set of input buffers with its writer and reader, and raise at the
-    first overlap. Costs a few microseconds an iteration."""
 
     shm_dir: Directory = None
     """Directory for the channels' memory, best on a memory file system. None: anonymous memory,

@@ -1,4 +1,4 @@
-"""What the head and a host agent say to each other, behind the kind that each message begins with.
+"""What the main host and a host agent say to each other, behind the kind that each message begins with.
 
 Pickles travel here, so only a peer that has the secret is listened to (:mod:`sipipe.ipc.secret`).
 """
@@ -12,8 +12,8 @@ from typing import Any
 END = b"e"
 """The engine ends; why, as text: empty in good order."""
 CLOCK = b"k"
-"""What is your wall clock? And the head's answer, in nanoseconds."""
-# From the head.
+"""What is your wall clock? And the main host's answer, in nanoseconds."""
+# From the main host.
 REFUSED = b"x"
 """This host does not fit; why, as text."""
 PLAN = b"p"
@@ -51,7 +51,7 @@ class Hello:
     address: str
     """Where the host before sends hidden states to."""
     agreed: dict[str, str]
-    """Versions and settings that must be the head's."""
+    """Versions and settings that must be the main host's."""
     samplers: int
 
 
@@ -60,6 +60,6 @@ class Plan:
     """What an agent is to do."""
 
     setup: Any
-    """The head's ``Setup``."""
+    """The main host's ``Setup``."""
     run: str
     """Names the engine in traces."""
