@@ -120,13 +120,13 @@ class HostSettings(
     address: Annotated[
         str, Meta(pattern=r"^[^\x00\ud800-\udfff]*$", description="an address or a host's name")
     ] = ""
-    """The head's address, the same on every host."""
+    """The main host's address, the same on every host."""
 
     port: Annotated[int, Meta(ge=1, le=65000, description="a port from 1 to 65000")] = 29501
     """The first of the ports that hosts listen on; those that follow are docs/multi-host.md's."""
 
     stages: tuple[Count, ...] = ()
-    """Pipeline stages of each host, the head first. Empty: as even as can be."""
+    """Pipeline stages of each host, the main host first. Empty: as even as can be."""
 
     encrypt_links: bool = True
     """Whether hidden states between hosts are encrypted. Everything else always is."""

@@ -10,7 +10,6 @@ Guarantees
     reader, a scheduling output and the state change that it stands for) happens under ``order``.
 """
 
-import pickle
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -61,10 +60,3 @@ class Bus:
         with self.order:
             for host in self._hosts:
                 host.publish(message)
-
-
-def out_of_band(value: object) -> list[Any]:
-    """Parts of a message: the pickle of ``value``, and the buffers that it refers to."""
-    buffers: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(value, 5, buffer_callback=buffers.append)
-    return [body, *(buffer.raw() for buffer in buffers)]

@@ -1,9 +1,9 @@
 """One host's part of an engine: its workers and samplers, its ring of BIC-I, its BIC-L.
 
 Who runs here
-    In the executor's process on the head, in a host agent elsewhere (:mod:`sipipe.engine.agent`):
-    whoever starts and ends it, the publisher of BIC-I, and the events thread of
-    :mod:`sipipe.engine.children`.
+    In the executor's process on the main host, in a host agent elsewhere
+    (:mod:`sipipe.engine.agent`): whoever starts and ends it, the publisher of BIC-I, and the events
+    thread of :mod:`sipipe.engine.children`.
 Guarantees
     What happens to a child is told to ``events``, wherever those are. Nothing crosses hosts but
     what they send and what travels on links: logits and shared memory stay here.
@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from sipipe.cores import running_on
-from sipipe.engine.bus import ring_sizes
+from sipipe.engine.bus import Publisher, ring_sizes
 from sipipe.engine.children import Child, Children
 from sipipe.engine.memory_budget import logits_entries
 from sipipe.engine.samplers import Samplers, Succession
@@ -44,8 +44,46 @@ class Events(Succession, Protocol):
         """After all that was heard; returns the seconds to sleep at most."""
 
 
-class Host:
-    """See the module's text. ``close`` undoes all, also amid :meth:`start`."""
+class Host(Publisher, Protocol):
+    """A host, as the pipeline sees it. What takes long raises StallError after the start timeout,
+    and what :meth:`fail` was called with."""
+
+    def start(self) -> list[socket.socket]:
+        """Start all processes; returns the receiving ends of BIC-O."""
+
+    def wait_loaded(self) -> None:
+        """Return when every worker has loaded its layers, and follows BIC-I."""
+
+    def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
+        """Make BIC-L, as the last stage wants it."""
+
+    def open_samplers(self) -> dict[str, float]:
+        """Return when all samplers have opened their channels; what :meth:`Samplers.open` does."""
+
+    def end_samplers(self) -> None:
+        """Go on without: the loaded model is vLLM's runner's to run."""
+
+    def admit(self, index: int, snapshot: Snapshot) -> None:
+        """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
+
+    def ask(self) -> None:
+        """Ask the workers what they do; the answers are heard."""
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for the host gets ``error``."""
+
+    def expect_end(self) -> None:
+        """From now on no end is reported, of a child or of the host."""
+
+    def say_end(self, reason: str) -> None:
+        """End BIC-I there: children that wait for nothing else end in good order."""
+
+    def close(self) -> None:
+        """End all processes and remove every channel."""
+
+
+class LocalHost:
+    """This host. ``close`` undoes all, also amid :meth:`start`."""
 
     def __init__(self, setup: Setup, watched: Watched, events: Events) -> None:
         self._setup = setup
@@ -59,7 +97,6 @@ class Host:
         self._loaded = False
 
     def start(self) -> list[socket.socket]:
-        """Start all processes; returns the receiving ends of BIC-O."""
         setup = self._setup
         self._closing.callback(self._children.close)
         self._workers = Workers(self._children, setup, self._watched)
@@ -83,7 +120,7 @@ class Host:
         self._ring = DispatchProducer(
             "bic-i", **ring_sizes(setup.slots), readers=names, directory=setup.config.shm_dir
         )
-        self._closing.callback(self.say_end)
+        self._closing.callback(self._ring.close)
         self._children.watch(
             heard=self._heard,
             died=self._died,
@@ -93,23 +130,16 @@ class Host:
         return sockets
 
     def wait_loaded(self) -> None:
-        """Return when every worker has loaded its layers, and follows BIC-I.
-
-        Raises:
-            Exception: what :meth:`fail` was called with. StallError: not within the start timeout.
-        """
         assert self._ring is not None
         deadline = time.monotonic() + self._setup.config.start_timeout
         self._workers.wait_loaded(self._ring.endpoint, deadline)
         self._loaded = True
 
     def publish(self, message: Sequence[Any]) -> None:
-        """One message of BIC-I, in its order."""
         assert self._ring is not None
         self._ring.publish(message, self._setup.config.stall_timeout)
 
     def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
-        """Make BIC-L, as the last stage wants it."""
         assert self._samplers is not None
         with running_on([cpu for cpus in self._setup.cores.workers[-1] for cpu in cpus]):
             self._logits = LogitsChannel(
@@ -124,11 +154,6 @@ class Host:
         return self._logits.endpoint
 
     def open_samplers(self) -> dict[str, float]:
-        """Return when all samplers have opened their channels; what :meth:`Samplers.open` does.
-
-        Raises:
-            WorkerDiedError: a sampler ended instead. StallError: not within the start timeout.
-        """
         assert self._samplers is not None
         assert self._ring is not None
         assert self._logits is not None
@@ -137,7 +162,6 @@ class Host:
         return self._samplers.open(self._ring, self._logits, deadline, measure)
 
     def end_samplers(self) -> None:
-        """Go on without: the loaded model is vLLM's runner's to run."""
         samplers = self._samplers
         assert samplers is not None
         assert self._ring is not None
@@ -150,30 +174,24 @@ class Host:
             self._logits.close()
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
-        """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
         if self._samplers is not None:
             self._samplers.admit(index, snapshot)
 
     def ask(self) -> None:
-        """Ask the workers what they do; the answers are heard."""
         for worker in self._workers.all:
             worker.say(ASK_STATUS)
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for children gets ``error``."""
         self._children.fail(error)
 
     def expect_end(self) -> None:
-        """From now on no child's end is reported."""
         self._children.expect_end()
 
-    def say_end(self, reason: str = "") -> None:  # noqa: ARG002 - for hosts with a log of their own
-        """End BIC-I here: children that wait for nothing else end in good order."""
+    def say_end(self, reason: str) -> None:  # noqa: ARG002 - for hosts with a log of their own
         if self._ring is not None:
             self._ring.close()
 
     def close(self) -> None:
-        """End all processes and remove every channel."""
         self.expect_end()
         self._closing.close()
 

@@ -38,7 +38,7 @@ class Watched:
     live: str | None = None
     """Where the statistics page is."""
     clock_offset_ns: int = 0
-    """What to add to this host's wall clock to have the head's."""
+    """What to add to this host's wall clock to have the main host's."""
 
 
 @dataclass(frozen=True, kw_only=True)

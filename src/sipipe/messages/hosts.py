@@ -1,46 +1,103 @@
-"""What the head and a host agent say to each other, behind the kind that each message begins with.
+"""What the main host and a host agent say to each other.
 
 Pickles travel here, so only a peer that has the secret is listened to (:mod:`sipipe.ipc.secret`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Both ways.
-END = b"e"
-"""The engine ends; why, as text: empty in good order."""
-CLOCK = b"k"
-"""What is your wall clock? And the head's answer, in nanoseconds."""
-# From the head.
-REFUSED = b"x"
-"""This host does not fit; why, as text."""
-PLAN = b"p"
-"""A pickled :class:`Plan`, the answer to the hello."""
-CALL = b"c"
-"""The pickled name of a method of ``Host`` to call; answered by DONE."""
-PUBLISH = b"i"
-"""The parts of a message of BIC-I."""
-ADMIT = b"a"
-"""A sampler's index and the pickled snapshot that its successor begins with, in BIC-I's order."""
-ASK = b"s"
-"""Ask the workers what they do."""
-# From the agent.
-HELLO = b"h"
-"""A pickled :class:`Hello`."""
-DONE = b"d"
-"""The pickled result of the oldest call that is not answered, or the exception that it raised."""
-HEARD = b"m"
-"""A child's name and its pickled message."""
-FAILED = b"f"
-"""A pickled exception: the engine cannot go on."""
-TOKENS = b"t"
-"""A sampler's index, bytes of BIC-O (empty: it is gone), and this host's figures."""
-SUCCESSOR = b"n"
-"""A sampler's index: it has a successor, which waits to be admitted."""
-FIGURES = b"l"
-"""This host's part of the statistics page."""
+from sipipe.messages.calls import Request
+from sipipe.messages.logits import LogitsShape
+from sipipe.messages.step import Snapshot
+
+# ---- both ways --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class End:
+    """The engine ends."""
+
+    why: str
+    """Empty in good order."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What is your wall clock? And the main host's answer."""
+
+    nanoseconds: int = 0
+
+
+# ---- from the main host -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refused:
+    """This host does not fit."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What an agent is to do: the answer to its hello."""
+
+    setup: bytes
+    """The main host's ``Setup``, pickled by value."""
+    samplers: int
+    """Of the engine."""
+    run: str
+    """Names the engine in traces."""
+
+
+class Start(Request[None]):
+    """Start all processes. Requests are answered by :class:`Done`, in their order."""
+
+
+class WaitLoaded(Request[None]):
+    """Return when every worker has loaded its layers."""
+
+
+@dataclass(frozen=True)
+class MakeLogits(Request[Any]):
+    """Make BIC-L; the answer is its endpoint."""
+
+    shape: LogitsShape
+
+
+class OpenSamplers(Request[dict[str, float]]):
+    """Return when all samplers have opened their channels."""
+
+
+class EndSamplers(Request[None]):
+    """Go on without samplers."""
+
+
+@dataclass(frozen=True)
+class Publish:
+    """A message of BIC-I."""
+
+    parts: Sequence[Any]
+    """Buffers."""
+
+
+@dataclass(frozen=True)
+class Admit:
+    """The successor of a sampler begins here in BIC-I's order."""
+
+    sampler: int
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True)
+class AskWorkers:
+    """Ask the workers what they do."""
+
+
+# ---- from the agent ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +108,54 @@ class Hello:
     address: str
     """Where the host before sends hidden states to."""
     agreed: dict[str, str]
-    """Versions and settings that must be the head's."""
+    """Versions and settings that must be the main host's."""
     samplers: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What an agent is to do."""
+@dataclass(frozen=True)
+class Done:
+    """The oldest request that was not answered is done, or raised."""
 
-    setup: Any
-    """The head's ``Setup``."""
-    run: str
-    """Names the engine in traces."""
+    result: Any
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A child's message."""
+
+    name: str
+    message: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The engine cannot go on."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Bytes that a sampler sent on BIC-O."""
+
+    sampler: int
+    data: bytes
+    """Empty: it is gone."""
+    figures: bytes
+    """This host's, with the tokens."""
+
+
+@dataclass(frozen=True)
+class Successor:
+    """A sampler has a successor, which waits to be admitted."""
+
+    sampler: int
+    poison: tuple[int, str] | None
+    """Handle of a request that it must not be asked for, and why."""
+
+
+@dataclass(frozen=True)
+class HostFigures:
+    """This host's part of the statistics page."""
+
+    data: bytes

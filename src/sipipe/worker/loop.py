@@ -14,6 +14,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from sipipe.ipc.ring.logits import LogitsEndpoint
 from sipipe.messages.boots import HeadOffer, StageDescription, WorkerBoot
+from sipipe.messages.calls import (
+    Describe,
+    Measure,
+    OpenChannels,
+    Request,
+    Settle,
+    TakeProjection,
+    TimeParts,
+)
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.measured import Measured
 from sipipe.observe.recorder import Recorder
@@ -63,6 +72,23 @@ class StageLoop:
         assert isinstance(self._loaded, LoadedSampledStage), "vLLM's own path has no samplers"
         return self._loaded
 
+    def answer(self, request: Request[Any]) -> Any:
+        """What the engine asked."""
+        match request:
+            case Describe():
+                return self.describe()
+            case TimeParts(sequences=sequences):
+                return self.time_parts(sequences=sequences)
+            case TakeProjection(offers=offers, bounds=bounds):
+                return self.take_head(offers=offers, bounds=bounds)
+            case OpenChannels(links=links, logits=logits, heads=heads):
+                return self.open(links=links, logits=logits, heads=heads)
+            case Measure(sequences=sequences):
+                return self.measure(sequences=sequences)
+            case Settle(draws=draws):
+                return self.settle(draws=draws)
+        raise AssertionError(f"nobody answers {request}")
+
     def describe(self) -> StageDescription:
         """What the engine needs to make this rank's channels."""
         return self._loaded.describe()
@@ -71,14 +97,14 @@ class StageLoop:
         """How long the parts of a microbatch take, all stages at once."""
         return self._sampled.time_parts(sequences)
 
-    def take_head(self, *, offers: list[HeadOffer], bounds: tuple[int, ...]) -> None:
+    def take_head(self, *, offers: Sequence[HeadOffer], bounds: Sequence[int]) -> None:
         """Take this rank's rows of the output projection from the last stage, which offers them."""
         self._sampled.sharing.take(offers, bounds)
 
     def open(
         self,
         *,
-        links: list[LinkEndpoint],
+        links: Sequence[LinkEndpoint],
         logits: LogitsEndpoint | None,
         heads: Sequence[LinkEndpoint] = (),
     ) -> None:
