@@ -17,17 +17,18 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import psutil
 
+from sipipe.ipc.child import start_child
 from sipipe.ipc.sockets import own_sockets, take_reason
 
-SERVER = (sys.executable, "-P", "-m", "sipipe.engine.server")
+SERVER: Sequence[str] = ("-m", "sipipe.engine.server")
 GRACE = 8.0
 """Seconds that a server has to end in, beside those that its requests have."""
 FIRST_BREAK, LONGEST_BREAK = 1.0, 60.0
@@ -82,16 +83,14 @@ def _say(line: str) -> None:
 def _run(arguments: list[Any], mask: set[int], watched: set[signal.Signals]) -> tuple[int, bool]:
     """One server, with ``mask`` as its blocked signals: its exit status, and whether it was asked
     to end."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        server = subprocess.Popen(
-            [*SERVER, str(theirs.fileno()), json.dumps(arguments)],
-            pass_fds=(theirs.fileno(),),
-            process_group=0,
-            # This process has one thread, so it is safe to run code in the child.
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),  # noqa: PLW1509
-        )
-        theirs.close()
+    server, control = start_child(
+        SERVER,
+        [json.dumps(arguments)],
+        process_group=0,
+        # This process has one thread, so it is safe to run code in the child.
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+    )
+    with control:
         deadline: float | None = None
         asked = 0
         while server.poll() is None:
@@ -112,7 +111,7 @@ def _run(arguments: list[Any], mask: set[int], watched: set[signal.Signals]) -> 
             asked = got.si_signo
             # vLLM drains at these two; at others it would die.
             server.send_signal(asked if asked == signal.SIGINT else signal.SIGTERM)
-            deadline = time.monotonic() + _shutdown_timeout(ours) + GRACE
+            deadline = time.monotonic() + _shutdown_timeout(control) + GRACE
         _end_group(server.pid)
         status = server.returncode
         return (128 + (asked or -status) if status < 0 else status), bool(asked)
