@@ -84,7 +84,7 @@ def test_a_command_runs_no_code_of_the_directory_that_it_is_called_in(tmp_path):
     script = Path(sys.executable).with_name("sipipe")
     for command in (
         [script, "bench", "paper", "LIST", "--rows", "none"],
-        [sys.executable, *SERVER, "x"],
+        [sys.executable, "-P", *SERVER, "x"],
     ):
         done = subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False

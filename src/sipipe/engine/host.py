@@ -91,9 +91,8 @@ class LocalHost:
         self._events = events
         self._closing = ExitStack()
         self._children = Children()
-        self._samplers: Samplers | None = None
-        self._ring: DispatchProducer | None = None
-        self._logits: LogitsChannel | None = None
+        self._speaking = ExitStack()
+        """Ends BIC-I."""
         self._loaded = False
 
     def start(self) -> list[socket.socket]:
@@ -101,46 +100,44 @@ class LocalHost:
         self._closing.callback(self._children.close)
         self._workers = Workers(self._children, setup, self._watched)
         self._closing.callback(self._workers.remove_rendezvous)
-        names, sockets = self._workers.names, []
-        if setup.cores.samplers:
-            assert self._watched.live is not None
-            page = LivePage.attach(self._watched.live)
-            self._closing.callback(page.close)
-            self._samplers = Samplers(
-                self._children,
-                _sampler_settings(setup, self._watched),
-                dtype=setup.dtype,
-                cores=setup.cores.samplers,
-                figures=[page.block(("sampler", i, 0)) for i in range(len(setup.cores.samplers))],
-                succession=self._events,
-                stall_timeout=setup.config.stall_timeout,
-            )
-            self._closing.callback(self._samplers.spare.close)
-            names, sockets = names + self._samplers.names, self._samplers.sockets
-        self._ring = DispatchProducer(
-            "bic-i", **ring_sizes(setup.slots), readers=names, directory=setup.config.shm_dir
+        assert self._watched.live is not None
+        page = LivePage.attach(self._watched.live)
+        self._closing.callback(page.close)
+        self._samplers = Samplers(
+            self._children,
+            _sampler_settings(setup, self._watched),
+            dtype=setup.dtype,
+            cores=setup.cores.samplers,
+            figures=[page.block(("sampler", i, 0)) for i in range(len(setup.cores.samplers))],
+            succession=self._events,
+            stall_timeout=setup.config.stall_timeout,
         )
-        self._closing.callback(self._ring.close)
+        self._closing.callback(self._samplers.spare.close)
+        self._ring = DispatchProducer(
+            "bic-i",
+            **ring_sizes(setup.slots),
+            readers=self._workers.names + self._samplers.names,
+            directory=setup.config.shm_dir,
+        )
+        self._speaking.callback(self._ring.close)
+        self._closing.push(self._speaking)
         self._children.watch(
             heard=self._heard,
             died=self._died,
             turn=self._turn,
             failed=self._events.failed,
         )
-        return sockets
+        return self._samplers.sockets
 
     def wait_loaded(self) -> None:
-        assert self._ring is not None
         deadline = time.monotonic() + self._setup.config.start_timeout
         self._workers.wait_loaded(self._ring.endpoint, deadline)
         self._loaded = True
 
     def publish(self, message: Sequence[Any]) -> None:
-        assert self._ring is not None
         self._ring.publish(message, self._setup.config.stall_timeout)
 
     def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
-        assert self._samplers is not None
         with running_on([cpu for cpus in self._setup.cores.workers[-1] for cpu in cpus]):
             self._logits = LogitsChannel(
                 "bic-l",
@@ -154,28 +151,19 @@ class LocalHost:
         return self._logits.endpoint
 
     def open_samplers(self) -> dict[str, float]:
-        assert self._samplers is not None
-        assert self._ring is not None
-        assert self._logits is not None
         deadline = time.monotonic() + self._setup.config.start_timeout
         measure = self._setup.microbatch if self._setup.measures else 0
         return self._samplers.open(self._ring, self._logits, deadline, measure)
 
     def end_samplers(self) -> None:
-        samplers = self._samplers
-        assert samplers is not None
-        assert self._ring is not None
-        self._children.end(samplers.names)
-        for name in samplers.names:
+        self._children.end(self._samplers.names)
+        for name in self._samplers.names:
             self._ring.remove_reader(name)
-        self._samplers = None
-        samplers.let_go()
-        if self._logits is not None:
-            self._logits.close()
+        self._samplers.let_go()
+        self._logits.close()
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
-        if self._samplers is not None:
-            self._samplers.admit(index, snapshot)
+        self._samplers.admit(index, snapshot)
 
     def ask(self) -> None:
         for worker in self._workers.all:
@@ -188,8 +176,7 @@ class LocalHost:
         self._children.expect_end()
 
     def say_end(self, reason: str) -> None:  # noqa: ARG002 - for hosts with a log of their own
-        if self._ring is not None:
-            self._ring.close()
+        self._speaking.close()
 
     def close(self) -> None:
         self.expect_end()
@@ -198,20 +185,18 @@ class LocalHost:
     # ---- the events thread --------------------------------------------------------------------
 
     def _heard(self, child: Child, message: Any) -> None:
-        if self._samplers is not None:
-            self._samplers.heard(child.name, message)
+        self._samplers.heard(child.name, message)
         if not isinstance(message, Warm):
             self._events.heard(child.name, message)
 
     def _turn(self) -> float:
-        sleep, samplers = self._events.turn(), self._samplers
-        return sleep if samplers is None else min(sleep, samplers.turn())
+        return min(self._events.turn(), self._samplers.turn())
 
     def _died(self, child: Child, how: str) -> None:
-        if self._samplers is not None and child.name == SPARE:
+        if child.name == SPARE:
             self._samplers.spare.ended(how)
             return
-        if self._samplers is None or child.name not in self._samplers.names:
+        if child.name not in self._samplers.names:
             what = "died" if self._loaded else "ended while starting (see its log lines above)"
             where = self._setup.where()
             self._events.failed(

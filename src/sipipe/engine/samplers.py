@@ -273,7 +273,8 @@ class Samplers:
     def admit(self, index: int, snapshot: Snapshot) -> None:
         """Let the successor of sampler ``index`` begin, with all that it needs, behind the message
         of BIC-I that was published last; nothing is published meanwhile."""
-        assert self._channels is not None
+        if self._channels is None:
+            return  # the samplers were let go meanwhile
         ring, logits = self._channels
         self._forget(self.names[index])
         ring.add_reader(self.names[index])

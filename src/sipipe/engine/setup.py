@@ -178,8 +178,8 @@ class Setup:
     def measures(self) -> bool:
         """Whether it is measured, once the model is loaded, if CPU samplers draw: not where nothing
         else can (docs/configuration.md)."""
-        settings = {self.config.cpu_sampling, self.config.stage_runner}
-        return not self.reason and settings == {"auto"} and device_may_draw(self.vllm_config)
+        asked = self.config.cpu_sampling
+        return not self.reason and asked == "auto" and device_may_draw(self.vllm_config)
 
     @property
     def microbatch(self) -> int:
