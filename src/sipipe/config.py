@@ -262,7 +262,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return cls()
         if not isinstance(additional_config, Mapping):
             raise ConfigError(
-                'additional_config must be a JSON object such as {"sipipe": {...}} to carry '
+                'additional_config (--additional-config) must be a JSON object such as {"sipipe": {...}} to carry '
                 f"SiPipe's settings, not {type(additional_config).__name__}"
             )
         settings = additional_config.get("sipipe")

@@ -111,7 +111,7 @@ def load():
         "answer": (sipipe.ipc.gather.GatherSender, "send"),
         # a worker's
         "load": (stand_in.StandInWorker, "load_model"),
-        "describe": (loop.StageLoop, "describe"),
+        "describe": (loop.StageLoop, "answer"),
         "open": (loop.StageLoop, "open"),
         "serve": (worker.Main, "serve"),
         "prepare": (sipipe.worker.preparation.SiPipePrepares, "prepare"),

@@ -23,9 +23,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import psutil
-
 from sipipe.ipc.child import start_child
+from sipipe.ipc.parent import in_group
 from sipipe.ipc.sockets import own_sockets, take_reason
 
 SERVER: Sequence[str] = ("-m", "sipipe.engine.server")
@@ -129,7 +128,7 @@ def _end_group(group: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGCONT)
         deadline = time.monotonic() + GRACE
-        while _lives(group) and time.monotonic() < deadline:
+        while in_group(group) and time.monotonic() < deadline:
             time.sleep(0.05)  # wait: 8 s, then SIGKILL; the end of the server's processes
         os.killpg(group, signal.SIGKILL)
     # A container's first process is the parent of all that have lost theirs.
@@ -137,14 +136,6 @@ def _end_group(group: int) -> None:
         # wait: none: it does not wait; nobody
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _lives(group: int) -> bool:
-    for process in psutil.process_iter():
-        with suppress(OSError, psutil.Error):  # it ends just now
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                return True
-    return False
 
 
 def _shutdown_timeout(server: socket.socket) -> float:

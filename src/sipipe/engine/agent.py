@@ -237,25 +237,15 @@ class Agent:
             # wait: none, for the main host's next request; a daemon, it ends with the process
             request = self._calls.get()
             try:
-                result = self._do(request)
+                if isinstance(request, say.Start):
+                    for index, tokens in enumerate(self._host.start()):
+                        self._forward(index, tokens)
+                    result = None
+                else:
+                    result = self._host.do(request)
             except BaseException as error:
                 result = _sendable(error)
             self._send(say.Done(result))
-
-    def _do(self, request: Request[Any]) -> Any:
-        match request:
-            case say.Start():
-                for index, tokens in enumerate(self._host.start()):
-                    self._forward(index, tokens)
-            case say.WaitLoaded():
-                self._host.wait_loaded()
-            case say.MakeLogits(shape):
-                return self._host.make_logits(shape)
-            case say.OpenSamplers():
-                return self._host.open_samplers()
-            case say.EndSamplers():
-                self._host.end_samplers()
-        return None
 
     def _forward(self, index: int, tokens: socket.socket) -> None:
         thread = threading.Thread(target=self._send_tokens, args=(index, tokens), daemon=True)

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from sipipe.cores import running_on
 from sipipe.engine.bus import Publisher, ring_sizes
@@ -28,10 +28,14 @@ from sipipe.errors import WorkerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint
 from sipipe.messages.boots import SPARE, SamplerSettings, Watched
+from sipipe.messages.calls import Request
+from sipipe.messages.hosts import EndSamplers, MakeLogits, OpenSamplers, WaitLoaded
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.replies import ASK_STATUS, Replacing, Warm
 from sipipe.messages.step import Snapshot
 from sipipe.observe.live import LivePage
+
+T = TypeVar("T")
 
 
 class Events(Succession, Protocol):
@@ -51,17 +55,8 @@ class Host(Publisher, Protocol):
     def start(self) -> list[socket.socket]:
         """Start all processes; returns the receiving ends of BIC-O."""
 
-    def wait_loaded(self) -> None:
-        """Return when every worker has loaded its layers, and follows BIC-I."""
-
-    def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
-        """Make BIC-L, as the last stage wants it."""
-
-    def open_samplers(self) -> dict[str, float]:
-        """Return when all samplers have opened their channels; what :meth:`Samplers.open` does."""
-
-    def end_samplers(self) -> None:
-        """Go on without: the loaded model is vLLM's runner's to run."""
+    def do(self, request: Request[T]) -> T:
+        """One step of the start."""
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
         """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
@@ -128,6 +123,18 @@ class LocalHost:
             failed=self._events.failed,
         )
         return self._samplers.sockets
+
+    def do(self, request: Request[Any]) -> Any:
+        match request:
+            case WaitLoaded():
+                return self.wait_loaded()
+            case MakeLogits(shape):
+                return self.make_logits(shape)
+            case OpenSamplers():
+                return self.open_samplers()
+            case EndSamplers():
+                return self.end_samplers()
+        raise AssertionError(f"no host does {request}")
 
     def wait_loaded(self) -> None:
         deadline = time.monotonic() + self._setup.config.start_timeout

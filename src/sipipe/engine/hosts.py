@@ -43,6 +43,12 @@ def stages_of_hosts(stages: int, hosts: HostSettings) -> list[range]:
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
+def named(stages: range) -> str:
+    """Stages of a host, for messages."""
+    first, last = stages[0], stages[-1]
+    return f"stage {first}" if first == last else f"stages {first} to {last}"
+
+
 NAME_SECONDS = 30.0
 """In which the main host's name may come to be: in Kubernetes that is with its pod, or a little later."""
 

@@ -33,6 +33,7 @@ from sipipe.messages.calls import (
     TakeProjection,
     TimeParts,
 )
+from sipipe.messages.hosts import EndSamplers, MakeLogits, OpenSamplers
 from sipipe.messages.link import LinkEndpoint, TransportKind
 from sipipe.messages.measured import MIXES
 
@@ -97,13 +98,13 @@ class Opening:
             return self._running(setup, Vocabulary(), "off")
         vocabulary = self._open_logits(ranks)
         draws: str = setup.config.cpu_sampling
-        drawing = self._last.open_samplers()
+        drawing = self._last.do(OpenSamplers())
         if setup.measures:
             draws = self._choose(drawing)
             if draws == "off":
                 setup = setup.fall_back("CPU samplers would not be worth it here, as was measured")
                 vocabulary = Vocabulary()
-                self._last.end_samplers()
+                self._last.do(EndSamplers())
         return self._running(setup, vocabulary, draws)
 
     def _running(self, setup: Setup, vocabulary: Vocabulary, draws: str) -> Running:
@@ -123,7 +124,7 @@ class Opening:
         if bounds:
             logits = msgspec.structs.replace(logits, bounds=bounds)
             finals = make_final_links(setup)
-        endpoint = self._last.make_logits(logits)
+        endpoint = self._last.do(MakeLogits(logits))
         opening = OpenChannels(links=self._links, heads=finals, logits=endpoint)
         self._calls.ask(opening, self._seconds)
         return vocabulary

@@ -31,6 +31,7 @@ from sipipe.engine.setup import Setup
 from sipipe.engine.stall import LONGEST_SLEEP, StallClock, StallWatch
 from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.gather import GatherReceiver
+from sipipe.messages.hosts import WaitLoaded
 from sipipe.messages.places import StagePlace
 from sipipe.messages.replies import IterationReport, Replacing, Reply, Status, Trying
 from sipipe.messages.step import Snapshot
@@ -104,7 +105,7 @@ class Pipeline:
             lambda stalled: self.telemetry.live.set(Word.STALLED, stalled),
         )
         for host in self._hosts:
-            host.wait_loaded()
+            host.do(WaitLoaded())
         self._loaded = True
 
     def open(self) -> Running:

@@ -26,18 +26,16 @@ import cloudpickle
 from vllm.logger import init_logger
 
 from sipipe.engine.host import Events
-from sipipe.engine.hosts import agreed, control_port, difference, stages_of_hosts
+from sipipe.engine.hosts import agreed, control_port, difference, named, stages_of_hosts
 from sipipe.engine.rpc import result_of
 from sipipe.engine.setup import Setup
 from sipipe.engine.telemetry import Telemetry
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.link.errors import PeerDiedError
-from sipipe.ipc.ring.logits import LogitsEndpoint
 from sipipe.ipc.tcp import resolve
 from sipipe.messages import hosts as say
 from sipipe.messages.calls import Request
-from sipipe.messages.logits import LogitsShape
 from sipipe.messages.pickles import out_of_band, whole
 from sipipe.messages.step import Snapshot
 
@@ -105,9 +103,7 @@ class RemoteHost:
         return stages_of_hosts(self._setup.stages, self._setup.config.hosts)[self.node]
 
     def __str__(self) -> str:
-        first, last = self.here[0], self.here[-1]
-        stages = f"stage {first}" if first == last else f"stages {first} to {last}"
-        return f"host {self.node} ({self.address or 'not met'}, {stages})"
+        return f"host {self.node} ({self.address or 'not met'}, {named(self.here)})"
 
     def meet(self, deadline: float) -> None:
         """Wait for the agent's hello, and compare.
@@ -153,21 +149,12 @@ class RemoteHost:
         self._call(say.Start())
         return ends
 
-    def wait_loaded(self) -> None:
-        self._wait(say.WaitLoaded())
+    def do(self, request: Request[T]) -> T:
+        late = f"{request} waits for {self}"
+        return result_of(self._call(request), lambda: late, self._setup.config.start_timeout)
 
     def publish(self, message: Sequence[Any]) -> None:
         self._send(say.Publish([pickle.PickleBuffer(part) for part in message]))
-
-    def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
-        endpoint: LogitsEndpoint = self._wait(say.MakeLogits(shape))
-        return endpoint
-
-    def open_samplers(self) -> dict[str, float]:
-        return self._wait(say.OpenSamplers())
-
-    def end_samplers(self) -> None:
-        self._wait(say.EndSamplers())
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
         self._send(say.Admit(index, snapshot))
@@ -218,10 +205,6 @@ class RemoteHost:
             self._calls.append(future)
             self._send(request)
         return future
-
-    def _wait(self, request: Request[T]) -> T:
-        late = f"{request} waits for {self}"
-        return result_of(self._call(request), lambda: late, self._setup.config.start_timeout)
 
     def _feed(self, index: int) -> socket.socket:
         ours, theirs = socket.socketpair()

@@ -33,7 +33,7 @@ from sipipe.engine.compatibility import (
     uses_second_runner,
     why_not_sipipe,
 )
-from sipipe.engine.hosts import check_hosts, stages_of_hosts
+from sipipe.engine.hosts import check_hosts, named, stages_of_hosts
 from sipipe.engine.layers.choose import choose_layers, describe_layers
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary
 from sipipe.engine.logits_room import rows_needed
@@ -190,9 +190,7 @@ class Setup:
 
     def has(self) -> str:
         """What this host has, for messages."""
-        first, last = self.here[0], self.here[-1]
-        stages = f"stage {first}" if first == last else f"stages {first} to {last}"
-        return stages + (" and the samplers" if self.cores.samplers else "")
+        return named(self.here) + (" and the samplers" if self.cores.samplers else "")
 
     def where(self) -> str:
         """Behind a worker's name: its host, where there are several."""

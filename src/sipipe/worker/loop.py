@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from sipipe.ipc.ring.logits import LogitsEndpoint
-from sipipe.messages.boots import HeadOffer, StageDescription, WorkerBoot
+from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.calls import (
     Describe,
     Measure,
@@ -24,7 +24,6 @@ from sipipe.messages.calls import (
     TimeParts,
 )
 from sipipe.messages.link import LinkEndpoint
-from sipipe.messages.measured import Measured
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.links import Links
 from sipipe.worker.loaded_stage import LoadedSampledStage, LoadedStage
@@ -76,30 +75,18 @@ class StageLoop:
         """What the engine asked."""
         match request:
             case Describe():
-                return self.describe()
+                return self._loaded.describe()
             case TimeParts(sequences=sequences):
-                return self.time_parts(sequences=sequences)
+                return self._sampled.time_parts(sequences)
             case TakeProjection(offers=offers, bounds=bounds):
-                return self.take_head(offers=offers, bounds=bounds)
+                return self._sampled.sharing.take(offers, bounds)
             case OpenChannels(links=links, logits=logits, heads=heads):
                 return self.open(links=links, logits=logits, heads=heads)
             case Measure(sequences=sequences):
-                return self.measure(sequences=sequences)
+                return self._sampled.measure(sequences)
             case Settle(draws=draws):
-                return self.settle(draws=draws)
+                return self._settle(draws)
         raise AssertionError(f"nobody answers {request}")
-
-    def describe(self) -> StageDescription:
-        """What the engine needs to make this rank's channels."""
-        return self._loaded.describe()
-
-    def time_parts(self, *, sequences: int) -> Measured:
-        """How long the parts of a microbatch take, all stages at once."""
-        return self._sampled.time_parts(sequences)
-
-    def take_head(self, *, offers: Sequence[HeadOffer], bounds: Sequence[int]) -> None:
-        """Take this rank's rows of the output projection from the last stage, which offers them."""
-        self._sampled.sharing.take(offers, bounds)
 
     def open(
         self,
@@ -123,11 +110,7 @@ class StageLoop:
         if not self._around.boot.measures:
             self.stage = self._sampled.begin(self._links)
 
-    def measure(self, *, sequences: int) -> Measured:
-        """How long the parts of a microbatch take, drawn on this device and by CPU samplers."""
-        return self._sampled.measure(sequences)
-
-    def settle(self, *, draws: str) -> None:
+    def _settle(self, draws: str) -> None:
         """Who draws, as ``cpu_sampling`` says it, now that it was measured; no iteration has run."""
         if draws == "off":
             self.stage = self._sampled.leave(self._links)
