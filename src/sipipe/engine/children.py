@@ -4,9 +4,9 @@ Who runs here
     Whoever starts a child or speaks to it; the events thread, which sleeps on the pipes and the
     process descriptors of all children at once and calls the handlers.
 Guarantees
-    A death is reported at once, whichever child it is and whatever it was doing, after its last
-    words. A child that is stopped amid a message holds nobody up: it is killed. A child that was asked to end is not reported. When :meth:`Children.close` returns, all
-    children are gone. A child whose engine is killed ends with its pipe
+    A death is reported at once, after the child's last words, unless it was asked to end. A child
+    that is stopped amid a message holds nobody up: it is killed. When :meth:`Children.close`
+    returns, all children are gone. A child whose engine is killed ends with its pipe
     (:class:`sipipe.ipc.parent.Parent`), and a worker that cannot with the engine's main thread. An
     engine whose front end is killed ends within 10 s, also while it starts.
 Relies on

@@ -111,11 +111,9 @@ processes themselves, activations, and shared memory."""
 def share_kv_memory(args: argparse.Namespace | AsyncEngineArgs, setup: Setup) -> bool:
     """Set ``kv_cache_memory_bytes`` where the CPU engine would otherwise take too much.
 
-    Returns whether it was set; what the user has said counts.
-
-    Stock vLLM lets each worker claim nearly all memory of its NUMA node; the second worker on a
-    node then finds too little and stops. Here each node's memory is shared by the workers that are
-    bound to it. All workers get the share of the scarcest node: vLLM has one size for all.
+    Returns whether it was set; what the user has said counts. vLLM lets each worker claim nearly all
+    memory of its NUMA node. Here the workers of a node share it, and all get the share of the
+    scarcest node: vLLM has one size for all.
     """
     chosen = (
         args.kv_cache_memory_bytes is not None

@@ -28,7 +28,7 @@ from sipipe.engine.rpc import Calls
 from sipipe.engine.samplers import Poison
 from sipipe.engine.scheduling.observed_scheduler import observed
 from sipipe.engine.setup import Setup
-from sipipe.engine.stall import LONGEST_SLEEP, StallClock, StallWatch
+from sipipe.engine.stall import StallClock, StallWatch
 from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.gather import GatherReceiver
 from sipipe.messages.hosts import WaitLoaded
@@ -62,8 +62,28 @@ class Pipeline:
         self._hosts: list[Host] = [*remotes, self._host]  # far ones hear first
         self._last: Host = remotes[-1] if remotes else self._host
         """The last stage's host, which has the samplers."""
-        self._resolving = [self.iterations.fail, *(host.fail for host in self._hosts)]
-        self._stall: StallWatch | None = None
+        workers = [
+            StagePlace(stage=stage, stages=setup.stages, tp_rank=rank, tp_size=setup.ranks).name
+            for stage in range(setup.stages)
+            for rank in range(setup.ranks)
+        ]
+        self._bus = Bus(self._hosts)
+        self.calls = Calls(self._bus, workers, self._clock.now)
+        self._resolving = [
+            self.iterations.fail,
+            *(host.fail for host in self._hosts),
+            self.calls.fail,
+        ]
+        self._stall = StallWatch(
+            self.iterations,
+            self.calls,
+            workers,
+            self._ask,
+            self._clock,
+            setup.config.stall_timeout,
+            self.failed,
+            lambda stalled: self.telemetry.live.set(Word.STALLED, stalled),
+        )
         model = setup.vllm_config.model_config
         self._tracker = RequestTracker(
             engine_seed=model.seed or 0,
@@ -78,32 +98,12 @@ class Pipeline:
             Exception: what the first worker raised that failed.
             WorkerDiedError: a process ended. StallError: not within the start timeout.
         """
-        setup = self._setup
-        workers = [
-            StagePlace(stage=stage, stages=setup.stages, tp_rank=rank, tp_size=setup.ranks).name
-            for stage in range(setup.stages)
-            for rank in range(setup.ranks)
-        ]
-        self._bus = Bus(self._hosts)
-        self.calls = Calls(self._bus, workers, self._clock.now)
-        self._resolving.append(self.calls.fail)
         for remote in self._remotes:
             remote.begin(self, self.telemetry, self._samplers)
         self._closing.callback(self._host.close)
         tokens = [end for host in self._hosts for end in host.start()]
         self._gather = GatherReceiver(tokens)
         self._closing.callback(self._gather.close)
-        timeout = setup.config.stall_timeout
-        self._stall = StallWatch(
-            self.iterations,
-            self.calls,
-            workers,
-            self._ask,
-            self._clock,
-            timeout,
-            self.failed,
-            lambda stalled: self.telemetry.live.set(Word.STALLED, stalled),
-        )
         for host in self._hosts:
             host.do(WaitLoaded())
         self._loaded = True
@@ -159,7 +159,6 @@ class Pipeline:
             case IterationReport():
                 self._resolver.report(message)
             case Status():
-                assert self._stall is not None
                 self._stall.heard(name, message)
             case Replacing() | Trying(handle=int()):
                 # Its own bound: a dead one is replaced, and who hangs at a request is killed.
@@ -186,4 +185,4 @@ class Pipeline:
         self.telemetry.live.add(Word.RESTARTS)
 
     def turn(self) -> float:
-        return LONGEST_SLEEP if self._stall is None else self._stall.turn()
+        return self._stall.turn()

@@ -8,14 +8,11 @@ Guarantees
     A successor draws again what its predecessor had not delivered: draws depend on (seed,
     position) and logits only, so the tokens are the same. A sampler that dies ``DEATHS`` times
     within ``DEATHS_WINDOW`` seconds is not replaced any more.
-    A sampler that does nothing for ``STUCK_SECONDS`` while logits wait for it, because it is
-    stopped or hangs, is killed, and so replaced; one that computes, when it has used ``PATIENCE``
-    times as much of its core as what it is at takes on the average (and ``BUSY_SECONDS``, or
-    ``TRY_SECONDS``), or a part of the stall timeout has passed (:data:`BUSY_PART`).
+    A sampler that does nothing for ``STUCK_SECONDS`` while logits wait for it is killed, and so
+    replaced; one that computes, after ``PATIENCE`` times its usual time (:meth:`_why_stuck`).
     A successor adds and draws alone, one request after the other, what its predecessor left. A
-    request that ends ``STRIKES`` successors while they try it fails, and no other with it; such
-    deaths are not counted among the ``DEATHS``. Meanwhile the stall clock stands still, so that no
-    request ends the engine by its samplers.
+    request that ends ``STRIKES`` successors fails, and no other with it. Meanwhile the stall clock
+    stands still.
     Publishing never waits for a dead sampler: both rings forget it before a successor asks to be
     admitted, for which it needs the order that a publish which waits for the same sampler holds.
 Relies on
