@@ -46,7 +46,6 @@ Directory = Annotated[
 Seconds = Annotated[
     float, Meta(gt=0, le=1e9, description="a finite number of seconds above 0, at most 1e9")
 ]
-Flag = Annotated[bool, Meta(description="true or false")]
 
 
 class CorePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -183,15 +182,6 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     what no request can fill. The log says what a cut costs, and what one that costs more would be
     worth."""
 
-    overlap: Flag = True
-    """Token-safe execution: prepare the next microbatch's inputs while the device runs this one.
-    False: prepare and run in turn, with one set of input buffers."""
-
-    posting: Flag = True
-    """Structure-aware transmission: a stage knows what hidden states look like, and its memory for
-    them is ready, before they come. False, for ablations: their description goes with each
-    microbatch, memory is made when it has come, and the sender waits until they have left."""
-
     transport: Annotated[
         Literal["auto", "shm", "cuda_ipc"],
         Meta(description='"auto", "shm" or "cuda_ipc" (between hosts links are always ZeroMQ\'s)'),
@@ -235,10 +225,6 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     """A profile (JSON) of stages whose devices only take time, in place of the model's: what
     ``sipipe emulate`` sets. None: the real ones."""
-
-    check_token_safety: Flag = False
-    """Debug check: stamp every set of input buffers with its writer and reader, and raise at the
-    first overlap. Costs a few microseconds an iteration."""
 
     shm_dir: Directory = None
     """Directory for the channels' memory, best on a memory file system. None: anonymous memory,

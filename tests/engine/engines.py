@@ -185,7 +185,7 @@ _ending: list[Engine] = []
 def shared(pp: int, tp: int = 1, **sipipe) -> dict:
     """The settings that tests of a degree share, so that they share engines."""
     return {
-        "sipipe": {"check_token_safety": True, "samplers": pp, "vocabulary": "shared", **sipipe},
+        "sipipe": {"samplers": pp, "vocabulary": "shared", **sipipe},
         "pipeline_parallel_size": pp,
         "tensor_parallel_size": tp,
         "max_logprobs": -1,

@@ -156,18 +156,16 @@ def test_on_vllms_own_path_nothing_is_shared():
     assert made.path == "sipipe"
 
 
-@pytest.mark.parametrize("posting", [True, False])
-def test_links_of_final_hidden_states_are_posted_as_all_are(posting):
+def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
     made = SimpleNamespace(
         stages=3,
         ranks=2,
         slots=4,
-        config=SiPipeConfig(posting=posting),
+        config=SiPipeConfig(),
         vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8)),
     )
     links = opening.make_final_links(made)
     assert [link.name for link in links] == ["head2-0.r0", "head2-0.r1", "head2-1.r0", "head2-1.r1"]
-    assert {link.posted for link in links} == {posting}
 
 
 def test_threads_spin_briefly_on_cores_that_others_use_too(monkeypatch):

@@ -71,7 +71,7 @@ def sampler(dispatch, logits, gather, name):
         while True:
             with schedule.receive() as message, reader.receive() as received:
                 assert message.sequence == received.iteration
-                sender.send(received.iteration, [bytes(received.array[:, 0].data)])
+                sender.send(received.iteration, bytes(received.array[:, 0].data))
     except ChannelError as end:
         say(type(end).__name__)
 

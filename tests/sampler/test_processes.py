@@ -148,7 +148,7 @@ class Service:
 
     def collect(self, iteration):
         answers, drawn, errors = self.answers(iteration), {}, {}
-        for part in (decode_sampled(f, iteration) for f in chain.from_iterable(answers.values())):
+        for part in (decode_sampled(f) for f in chain.from_iterable(answers.values())):
             for row, token in zip(int32_view(part.rows), int32_view(part.tokens), strict=True):
                 drawn[int(row)] = int(token)
             errors |= dict(part.errors)
@@ -255,7 +255,7 @@ def test_a_batch_that_asks_for_every_logprob_is_answered_in_frames():
     seen = []
     for frame in chain.from_iterable(answers.values()):
         assert len(frame) < (9 << 20) + 10 * vocab
-        part = decode_sampled(frame, 0)
+        part = decode_sampled(frame)
         assert set(int32_view(part.tokens).tolist()) == {int(tokens[0])}
         for found in part.logprobs:
             seen.append(found.row)

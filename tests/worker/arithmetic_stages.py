@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from tests.worker.arithmetic import VOCAB, Runner, Worker
+from tests.worker.watched_stage import WatchedStage
 from vllm.distributed import parallel_state
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -25,6 +26,7 @@ from sipipe.messages.boots import Watched, WorkerBoot
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
+from sipipe.worker import loaded_stage
 from sipipe.worker.loop import StageLoop
 from sipipe.worker.world import PipelineStandIn
 
@@ -57,11 +59,7 @@ def place_of(stage, stages):
 
 def boot_of(place, **settings):
     """What a worker of SiPipe's path starts from, with these settings."""
-    settings = {
-        "check_token_safety": True,
-        "stall_timeout": HAND_OVER,
-        "cpu_sampling": "on",
-    } | settings
+    settings = {"stall_timeout": HAND_OVER, "cpu_sampling": "on"} | settings
     return WorkerBoot(
         vllm_config=CONFIG,
         config=SiPipeConfig(**settings),
@@ -78,9 +76,11 @@ def boot_of(place, **settings):
 
 class Stages:
     """A pipeline; ``state`` makes the runners' model states. ``threads``: the stages' device threads
-    run."""
+    run; ``stage``: what stages are."""
 
-    def __init__(self, stages, *, state=DefaultModelState, threads=True, **settings):
+    def __init__(
+        self, stages, *, state=DefaultModelState, threads=True, stage=WatchedStage, **settings
+    ):
         shape = LogitsShape(vocab=VOCAB, bounds=(0, VOCAB))
         self.channel = LogitsChannel(
             "t", shape, rows=REQUESTS * (INFLIGHT + 1), entries=INFLIGHT + 2, readers=["s"]
@@ -94,10 +94,13 @@ class Stages:
             found.append(end)
         link = LinkEndpoint(kind="shm", buffer_tokens=TOKENS, stall_timeout=HAND_OVER)
         self.reported, self.failed, self.loops, self.runners = [], [], [], []
-        for stage, sockets in enumerate(ends):
-            place = place_of(stage, stages)
+        for index, sockets in enumerate(ends):
+            place = place_of(index, stages)
             group = PipelineStandIn(place)
-            with patch.object(parallel_state, "_PP", group):
+            with (
+                patch.object(parallel_state, "_PP", group),
+                patch.object(loaded_stage, "SampledStage", stage),
+            ):
                 runner = Runner(place, CONFIG, BLOCK, state=state)
                 loop = StageLoop(
                     boot_of(place, **settings),

@@ -218,8 +218,6 @@ class Rig:
                     transport="auto",
                     stall_timeout=30,
                     cpu_sampling="on" if self.shared else "per_row",
-                    overlap=True,
-                    check_token_safety=False,
                 ),
                 watched=SimpleNamespace(inflight=INFLIGHT),
             ),

@@ -3,10 +3,10 @@
 import threading
 
 import pytest
+from tests.worker.token_safety import TokenSafetyError
 
 from sipipe.errors import StallError
 from sipipe.worker.double_buffer import DoubleBuffer, StageStoppedError
-from sipipe.worker.inputs.safety import TokenSafetyError
 
 from .fake_device import HAND_OVER, FakeStage, TwoThreads
 

@@ -233,7 +233,7 @@ def prepared(request, monkeypatch):
         runner, device = PreparingRunner(), CopiedDevice()
         if request.param == "copied":  # as on a GPU, with tensors of the host
             monkeypatch.setattr(preparation, "placement_of", placement.Copied)
-        return runner, SiPipePrepares(runner, device, slots=slots, sets=sets, check=True)
+        return runner, SiPipePrepares(runner, device, slots=slots, sets=sets)
 
     return make
 
@@ -275,7 +275,6 @@ def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
             ]
             ours.finish(found[0])
             theirs.finish(expected[0])
-        side.end(inputs)
         scheduler.sample(output, requests)
     assert added.calls > 20
     assert steady.calls > 20
@@ -298,7 +297,6 @@ def test_tokens_that_the_scheduler_leaves_out_come_from_the_executor(prepared, s
             compare(found, expected, output.num_scheduled_tokens)
             assert [inputs.req_ids[row] for row in inputs.sampled] == told.sampled
             theirs.finish(expected[0])
-        side.end(inputs)
         for name, token in scheduler.sample(output, requests).items():
             tracker.record(iteration, name, token)
 

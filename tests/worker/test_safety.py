@@ -1,8 +1,7 @@
-"""The debug check raises at the first overlap, whichever side makes it."""
+"""The check raises at the first overlap, whichever side makes it."""
 
 import pytest
-
-from sipipe.worker.inputs.safety import TokenSafety, TokenSafetyError
+from tests.worker.token_safety import TokenSafety, TokenSafetyError
 
 
 def prepared(safety, iteration, buffer_set):

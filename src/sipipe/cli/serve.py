@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from sipipe.cli.advice import quicker_on_cpus
 from sipipe.cli.parser import at_least, make_parser, parse_engine_command
 from sipipe.cli.supervise import supervise
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, SiPipeError
-from sipipe.tools.planner.advice import quicker_on_cpus
 from sipipe.tools.planner.models import load_model
 from sipipe.versions import installed_vllm, require_vllm
 

@@ -41,7 +41,7 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
     """Run :mod:`sipipe.engine.server` with these arguments until it ends; its exit status.
 
     ``restart``: start it again when it ends unasked, unless its configuration was wrong.
-    ``follows``: it is a host agent, for which it is a success to end with its head.
+    ``follows``: it is a host agent, for which it is a success to end with the main host.
     """
     # Who started this may have it ignored: it would never come, and no status would be kept.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,10 +1,10 @@
 """Where tokens are drawn, on CPUs or on the last stage's device: ``"cpu_sampling": "auto"``.
 
 Every way is set up and measured on the loaded model, with max_num_seqs / m sequences a microbatch,
-and the times between two microbatches compared. The pipeline is a closed loop of m microbatches, so
-that time is that of its slowest part, or a whole round over m (docs/gpu.md has the model). Where
-nothing comes after the last stage, a round over m is never above the slowest stage: on vLLM's own
-path, which has as many microbatches in flight as stages, and where the device draws all rows.
+and the times between two microbatches compared (:mod:`sipipe.messages.period`; docs/gpu.md has the
+model). Where nothing comes after the last stage, a round over m is never above the slowest stage: on
+vLLM's own path, which has as many microbatches in flight as stages, and where the device draws all
+rows.
 
 What all ways have alike is left out: attention over a context, scheduling, links.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from sipipe.engine.layers.cut import layer_split
 from sipipe.messages.measured import MIXES
+from sipipe.messages.period import passing, period
 
 WORTH_IT = 0.03
 """Part of the time between two microbatches that a way has to save to be taken."""
@@ -50,8 +51,8 @@ class Costs:
 
     def on_cpus(self, layers: Layers, mix: str) -> float:
         """Seconds between two microbatches, with CPU samplers and this cut."""
-        stages, draw = self._stages(layers, self.projection), self.draws[mix]
-        return max(*stages, self.copy, draw, (sum(stages) + self.copy + draw) / self.inflight)
+        stages, after = self._stages(layers, self.projection), (self.copy, self.draws[mix])
+        return period((*stages, *after), passing(stages) + sum(after), self.inflight)
 
     def per_row(self, layers: Layers, mix: str) -> float:
         """The same where each row has its place."""

@@ -195,7 +195,6 @@ def make_final_links(setup: Setup) -> list[LinkEndpoint]:
             depth=max(2, setup.slots),
             name=f"head{setup.stages - 1}-{stage}.r{rank}",
             stall_timeout=setup.config.stall_timeout + 2 * ANSWER_SECONDS,
-            posted=setup.config.posting,
         )
         for stage in range(setup.stages - 1)
         for rank in range(setup.ranks)
@@ -226,7 +225,6 @@ def make_links(setup: Setup, addresses: Mapping[int, str]) -> list[LinkEndpoint]
                 address=address,
                 port=link_port(setup, rank) if address else 0,
                 token=secrets.token_hex(16) if address and not encrypts else "",
-                posted=setup.config.posting,
             )
         )
     return links

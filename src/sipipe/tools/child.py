@@ -20,20 +20,6 @@ TIMEOUT = 3_600.0
 """Seconds that one engine may take before it is stopped."""
 
 
-def measure_sides(
-    job: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    *,
-    sides: Sequence[str] = ("stock", "sipipe"),
-) -> dict[str, Any]:
-    """Run ``job`` (:class:`sipipe.tools.measure.Job` without its settings) on each side in turn.
-
-    Returns for each side what :func:`sipipe.tools.measure.measure` does.
-    """
-    own = {"stock": None, "sipipe": settings}
-    return {side: measured(side, {**job, "settings": own[side]}) for side in sides}
-
-
 def measured(
     side: str,
     job: Mapping[str, Any],
@@ -41,8 +27,9 @@ def measured(
     *,
     kept: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Run ``module``, :mod:`sipipe.tools.measure` or :mod:`sipipe.tools.load`, on ``job``; what it
-    prints. ``side`` names it in messages, ``kept`` are descriptors that the process takes over.
+    """Run ``module`` on ``job``, such as :mod:`sipipe.tools.measure` (an engine alone) or
+    :mod:`sipipe.tools.load` (a server); what it prints. ``side`` names it in messages, ``kept`` are
+    descriptors that the process takes over.
 
     Raises:
         ConfigError: it refused an option.

@@ -13,20 +13,17 @@ import dataclasses
 import os
 import random
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import psutil
 
-from sipipe.errors import SiPipeError
 from sipipe.messages.measured import MIXES
 from sipipe.tools.child import answer
 
 SAMPLING = MIXES | {"top-p": {"temperature": 0.8, "top_p": 0.95}}
 """Ways of sampling by name; ``all`` is every strategy at once."""
-
-SPIN = 1.5
-"""Seconds after which vLLM's idle processes sleep; for one after their last message they spin."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,14 +41,14 @@ class Job:
     tokens: int
     """New tokens of each request."""
     repeat: int = 3
-    turn: tuple[int, int] | None = None
-    """Descriptors of two pipes, from which it is this engine's turn and to the next engine's: those
-    that are measured together start in turn, and then answer all loads once in turn. None: it is
-    alone."""
 
 
-def measure(job: Job) -> dict[str, Any]:
+def measure(
+    job: Job, turn: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> dict[str, Any]:
     """Start the engine, warm it up, and run the job's requests.
+
+    ``turn``: within it the engine starts, answers all loads once, and ends.
 
     Returns ``startup_seconds``, ``kv_tokens`` that the KV cache holds, and ``tokens_per_second``,
     ``busy``, which share of the machine's CPU time was spent by anybody meanwhile, and ``spans`` of
@@ -64,41 +61,12 @@ def measure(job: Job) -> dict[str, Any]:
     from sipipe.engine.arguments import checked, parse_engine_args
     from sipipe.engine.setup import BIND
 
-    def turn() -> None:
-        """Wait for this engine's turn."""
-        # wait: none of its own, TIMEOUT of the engine; the one before, or its end
-        if job.turn and not os.read(job.turn[0], 1):
-            raise SiPipeError("the engine that it takes turns with has ended")
-
-    def over() -> None:
-        if job.turn:
-            time.sleep(SPIN)  # wait: SPIN; nobody
-            with suppress(BrokenPipeError):  # the first is done
-                # wait: none, a byte into an empty pipe; the next engine reads it
-                os.write(job.turn[1], b".")
-
-    turn()
-    began = time.perf_counter()
-    args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
-    config = checked(lambda: EngineArgs.from_cli_args(args).create_engine_config(), args.model)
-    if job.settings is None:
-        workers = config.parallel_config.world_size
-        os.environ.setdefault(BIND, equal_shares(this_machine(), workers))
-    vocabulary = config.model_config.get_vocab_size()
-    llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
-    startup = time.perf_counter() - began
-
     counts = [job.requests] if isinstance(job.requests, int) else job.requests
     loads = {
         way if len(counts) == 1 else f"{way}, {count} at once": (way, count)
         for way in job.sampling
         for count in counts
     }
-    chooser = random.Random(0)
-    prompts = [
-        {"prompt_token_ids": [chooser.randrange(3, vocabulary) for _ in range(job.prompt_tokens)]}
-        for _ in range(max(counts))
-    ]
 
     def run(load: str, tokens: int) -> float:
         way, count = loads[load]
@@ -114,26 +82,42 @@ def measure(job: Job) -> dict[str, Any]:
         assert made == count * tokens
         return made / seconds
 
-    for load in loads:
-        run(load, 3)
-    # Once as it will be measured: SiPipe's scheduler learns from it how many microbatches pay.
-    run(next(iter(loads)), min(job.tokens, 16))
+    with turn():
+        began = time.perf_counter()
+        args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
+        config = checked(lambda: EngineArgs.from_cli_args(args).create_engine_config(), args.model)
+        if job.settings is None:
+            workers = config.parallel_config.world_size
+            os.environ.setdefault(BIND, equal_shares(this_machine(), workers))
+        llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
+        startup = time.perf_counter() - began
+        chooser, vocabulary = random.Random(0), config.model_config.get_vocab_size()
+        prompts = [
+            {
+                "prompt_token_ids": [
+                    chooser.randrange(3, vocabulary) for _ in range(job.prompt_tokens)
+                ]
+            }
+            for _ in range(max(counts))
+        ]
+        for load in loads:
+            run(load, 3)
+        # Once as it will be measured: SiPipe's scheduler learns from it how many microbatches pay.
+        run(next(iter(loads)), min(job.tokens, 16))
     figures: dict[str, list[float]] = {load: [] for load in loads}
     busy: dict[str, list[float]] = {load: [] for load in loads}
     spans: dict[str, list[tuple[int, int]]] = {load: [] for load in loads}
     for _ in range(job.repeat):
-        over()
-        turn()
-        for load in loads:
-            before, began_ns = psutil.cpu_times(), time.monotonic_ns()
-            figures[load].append(run(load, job.tokens))
-            spans[load].append((began_ns, time.monotonic_ns()))
-            spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
-            free = psutil.cpu_times()._make(spent)
-            busy[load].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
-    over()
-    turn()  # nobody ends beside another's last answers
-    over()
+        with turn():
+            for load in loads:
+                before, began_ns = psutil.cpu_times(), time.monotonic_ns()
+                figures[load].append(run(load, job.tokens))
+                spans[load].append((began_ns, time.monotonic_ns()))
+                spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
+                free = psutil.cpu_times()._make(spent)
+                busy[load].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
+    with turn():  # nobody ends beside another's last answers
+        pass
     cache = llm.llm_engine.vllm_config.cache_config
     return {
         "startup_seconds": startup,

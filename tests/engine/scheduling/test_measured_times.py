@@ -154,3 +154,4 @@ def test_microbatches_that_pay_are_kept_however_long_the_way(slots):
     paced(engine, 1, stages, 40e-3, 90)
     assert set(paced(engine, 32, stages, 40e-3, 600)) == {slots}
     assert engine.controller.unseen == pytest.approx(40e-3, rel=0.05)
+    engine.page.close()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
-from contextlib import closing
 
 import pytest
 import torch
+from benchmarks import ablation
 
 from sipipe.errors import StallError
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
@@ -70,28 +69,33 @@ def test_schemas_that_alternate(link):
         exchange(link, iteration, 5, sent)
 
 
+@pytest.fixture
+def without_posting(monkeypatch):
+    """The ablation's links, for a test."""
+    monkeypatch.setattr(Sender, "send", Sender.send)
+    monkeypatch.setattr(Receiver, "take", Receiver.take)
+    assert ablation.WithoutPosting.__name__ == "WithoutPosting"
+
+
 @pytest.mark.parametrize("endpoint", ["shm", "zeromq"], indirect=True)
-def test_without_posting_each_describes_itself(endpoint, pair):
+@pytest.mark.usefixtures("without_posting")
+def test_without_posting_each_describes_itself(link):
     """The tensors are the receiver's own, and come after a description of them every time."""
-    endpoint = dataclasses.replace(endpoint, posted=False)
-    with (
-        closing(open_sender(endpoint, pair[0])) as sender,
-        closing(open_receiver(endpoint, pair[1])) as receiver,
-    ):
-        described, kept = [], []
-        announce = sender._transport.announce
-        sender._transport.announce = lambda schema: described.append(schema) or announce(schema)
-        for iteration, num_tokens in enumerate([5, 5, 64, 100, 1]):
-            sent = hidden(num_tokens, iteration)
-            sender.send(iteration, num_tokens, sent)
-            assert sender._completed == sender._submitted, "it has left"
-            taken = receiver.take(iteration, num_tokens, BOUND)
-            receiver.release(iteration)
-            assert_equal(taken, sent)
-            kept.append((taken, sent))
-        for taken, sent in kept:
-            assert_equal(taken, sent)  # nobody has written them again
-        assert len(described) == 5
+    sender, receiver = link
+    described, kept = [], []
+    announce = sender._transport.announce
+    sender._transport.announce = lambda schema: described.append(schema) or announce(schema)
+    for iteration, num_tokens in enumerate([5, 5, 64, 100, 1]):
+        sent = hidden(num_tokens, iteration)
+        sender.send(iteration, num_tokens, sent)
+        assert sender._completed == sender._submitted, "it has left"
+        taken = receiver.take(iteration, num_tokens, BOUND)
+        receiver.release(iteration)
+        assert_equal(taken, sent)
+        kept.append((taken, sent))
+    for taken, sent in kept:
+        assert_equal(taken, sent)  # nobody has written them again
+    assert len(described) == 5
 
 
 def test_more_schemas_than_are_remembered(link):

@@ -193,7 +193,7 @@ def test_a_batch_is_the_prepared_one():
     runner = EmulatedRunner(vllm_config(), torch.nn.Module(), {}, last=True)
     device = EmulatedDevice(profile(1), torch.bfloat16, ready(), 7)
     assert not why_vllm_prepares(runner)
-    prepares = SiPipePrepares(runner, device, slots=1, sets=2, check=True)
+    prepares = SiPipePrepares(runner, device, slots=1, sets=2)
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [new_request("a"), new_request("b")]
     found = []
@@ -204,7 +204,6 @@ def test_a_batch_is_the_prepared_one():
         inputs = prepares.prepare(iteration, 0, iteration % 2, output)
         prepares.begin(inputs)
         found.append(runner.begin(output))
-        prepares.end(inputs)
         return [] if inputs.sampled is None else inputs.sampled.tolist()
 
     assert step(0, a=5, b=3) == [1], "batches are in vLLM's order: by their tokens"
@@ -231,7 +230,7 @@ def test_a_set_is_free_when_the_device_has_come_to_its_copies(clock):
     """Behind the forward pass before them, not when they are launched."""
     runner = EmulatedRunner(vllm_config(), torch.nn.Module(), {}, last=True)
     device = EmulatedDevice(profile(1), torch.bfloat16, ready(), 7)
-    prepares = SiPipePrepares(runner, device, slots=1, sets=2, check=True)
+    prepares = SiPipePrepares(runner, device, slots=1, sets=2)
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs, output.num_scheduled_tokens = [new_request("a")], {"a": 5}
     output.total_num_scheduled_tokens = 5
@@ -239,7 +238,6 @@ def test_a_set_is_free_when_the_device_has_come_to_its_copies(clock):
     inputs = prepares.prepare(0, 0, 0, output)
     prepares.begin(inputs)
     runner.begin(output)
-    prepares.end(inputs)
     output = SchedulerOutput.make_empty()
     prepares.prepare(1, 0, 1, output)
     assert clock.now == 0, "the other set"
@@ -250,7 +248,7 @@ def test_a_set_is_free_when_the_device_has_come_to_its_copies(clock):
 def test_a_stage_takes_longer_for_more():
     stage = StageProfile(
         layers=Curve((1, 2, 4), (1.0, 1.5, 3.5)),
-        head=Curve((1, 2), (0.25, 0.5)),
+        projection=Curve((1, 2), (0.25, 0.5)),
         hop=Curve((1, 2), (0.0, 0.0)),
         decode_context=0.001,
         prompt_context=0.0001,
