@@ -148,7 +148,7 @@ class Opening:
             setup.vocabulary,
             setup.config,
             [max(rank.layers for rank in stage) for stage in _parts(times, setup.ranks)],
-            max(rank.head for rank in times),
+            max(rank.projection for rank in times),
             reserved=setup.vllm_config.device_config.device_type != "cpu",
         )
         logger.info("%s", vocabulary)
@@ -170,7 +170,7 @@ class Opening:
             inflight=setup.slots,
             layers=setup.layers,
             stages=tuple(max(rank.layers for rank in stage) for stage in stages),
-            projection=max(rank.head for rank in last),
+            projection=max(rank.projection for rank in last),
             device={mix: max(rank.device[mix] for rank in last) for mix in MIXES},
             plain={mix: max(rank.plain[mix] for rank in last) for mix in last[0].plain},
             copy=copied.copy,

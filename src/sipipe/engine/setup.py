@@ -138,7 +138,7 @@ class Setup:
             dtype=self.dtype,
             sequences=scheduler.max_num_seqs,
             tokens=scheduler.max_num_batched_tokens,
-            shares_head=bool(self.vocabulary.parts),
+            shares_projection=bool(self.vocabulary.parts),
             hidden=model.get_hidden_size(),
             on_gpu=(on_gpu and self.config.transport != "shm") or self.config.emulate is not None,
             directory=self.config.shm_dir,
