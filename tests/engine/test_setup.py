@@ -165,7 +165,12 @@ def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
         vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8)),
     )
     links = opening.make_final_links(made)
-    assert [link.name for link in links] == ["head2-0.r0", "head2-0.r1", "head2-1.r0", "head2-1.r1"]
+    assert [link.name for link in links] == [
+        "final2-0.r0",
+        "final2-0.r1",
+        "final2-1.r0",
+        "final2-1.r1",
+    ]
 
 
 def test_threads_spin_briefly_on_cores_that_others_use_too(monkeypatch):

@@ -120,12 +120,12 @@ class Opening:
         """Make BIC-L as the last stage's ``ranks`` want it; returns who multiplies."""
         setup, logits, finals = self._setup, ranks[0].logits, []
         assert logits is not None, "the first rank of the last stage writes logits"
-        vocabulary, bounds = self._share([rank.head for rank in ranks])
+        vocabulary, bounds = self._share([rank.offer for rank in ranks])
         if bounds:
             logits = msgspec.structs.replace(logits, bounds=bounds)
             finals = make_final_links(setup)
         endpoint = self._last.do(MakeLogits(logits))
-        opening = OpenChannels(links=self._links, heads=finals, logits=endpoint)
+        opening = OpenChannels(links=self._links, finals=finals, logits=endpoint)
         self._calls.ask(opening, self._seconds)
         return vocabulary
 
@@ -193,7 +193,7 @@ def make_final_links(setup: Setup) -> list[LinkEndpoint]:
             device=device,
             buffer_tokens=setup.vllm_config.scheduler_config.max_num_seqs,
             depth=max(2, setup.slots),
-            name=f"head{setup.stages - 1}-{stage}.r{rank}",
+            name=f"final{setup.stages - 1}-{stage}.r{rank}",
             stall_timeout=setup.config.stall_timeout + 2 * ANSWER_SECONDS,
         )
         for stage in range(setup.stages - 1)

@@ -50,7 +50,7 @@ class OpenChannels(Request[None]):
 
     links: Sequence[LinkEndpoint]
     """By rank of the sender."""
-    heads: Sequence[LinkEndpoint] = ()
+    finals: Sequence[LinkEndpoint] = ()
     """From the last stage to each other, where the output projection is shared out; by rank of the
     receiver."""
     logits: Any = None

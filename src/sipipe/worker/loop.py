@@ -80,7 +80,7 @@ class StageLoop:
                 return self._sampled.time_parts(sequences)
             case TakeProjection(offers=offers, bounds=bounds):
                 return self._sampled.sharing.take(offers, bounds)
-            case OpenChannels(links=links, logits=logits, heads=heads):
+            case OpenChannels(links=links, logits=logits, finals=heads):
                 return self.open(links=links, logits=logits, heads=heads)
             case Measure(sequences=sequences):
                 return self._sampled.measure(sequences)
