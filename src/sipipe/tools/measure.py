@@ -55,11 +55,7 @@ def measure(
     the monotonic clock, ns: for each load (a way of sampling, as in "greedy", or with a number of
     requests, as in "greedy, 4 at once") a list with an entry per repetition.
     """
-    from vllm import LLM, EngineArgs, SamplingParams
-
-    from sipipe.cores import equal_shares, this_machine
-    from sipipe.engine.arguments import checked, parse_engine_args
-    from sipipe.engine.setup import BIND
+    from vllm import SamplingParams
 
     counts = [job.requests] if isinstance(job.requests, int) else job.requests
     loads = {
@@ -84,20 +80,12 @@ def measure(
 
     with turn():
         began = time.perf_counter()
-        args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
-        config = checked(lambda: EngineArgs.from_cli_args(args).create_engine_config(), args.model)
-        if job.settings is None:
-            workers = config.parallel_config.world_size
-            os.environ.setdefault(BIND, equal_shares(this_machine(), workers))
-        llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
+        llm = _start(job)
         startup = time.perf_counter() - began
-        chooser, vocabulary = random.Random(0), config.model_config.get_vocab_size()
+        words = range(3, llm.llm_engine.vllm_config.model_config.get_vocab_size())
+        chooser = random.Random(0)
         prompts = [
-            {
-                "prompt_token_ids": [
-                    chooser.randrange(3, vocabulary) for _ in range(job.prompt_tokens)
-                ]
-            }
+            {"prompt_token_ids": chooser.choices(words, k=job.prompt_tokens)}
             for _ in range(max(counts))
         ]
         for load in loads:
@@ -126,6 +114,22 @@ def measure(
         "busy": busy,
         "spans": spans,
     }
+
+
+def _start(job: Job) -> Any:
+    """vLLM's ``LLM`` with the job's engine."""
+    from vllm import LLM, EngineArgs
+
+    from sipipe.cores import equal_shares, this_machine
+    from sipipe.engine.arguments import checked, parse_engine_args
+    from sipipe.engine.setup import BIND
+
+    args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
+    config = checked(lambda: EngineArgs.from_cli_args(args).create_engine_config(), args.model)
+    if job.settings is None:
+        workers = config.parallel_config.world_size
+        os.environ.setdefault(BIND, equal_shares(this_machine(), workers))
+    return LLM.from_engine_args(EngineArgs.from_cli_args(args))
 
 
 if __name__ == "__main__":
