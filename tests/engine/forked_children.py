@@ -66,14 +66,27 @@ class _Popen(subprocess.Popen):
             if preexec_fn:
                 preexec_fn()
             if module == "sipipe.worker":
-                from tests.worker.watched_stage import watch
-
-                watch()
+                _watch_stages()
             sys.argv = [module, *args[args.index(module) + 1 :]]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
 
         self.pid = fork(run, pass_fds, os.environ if env is None else env)
         self._child_created = True
+
+
+def _watch_stages() -> None:
+    """From the moment that a model is loaded: vLLM's CPU platform stumbles over Numba before."""
+    from sipipe.worker import main
+
+    serve = main.Main.serve
+
+    def watched(self, loop) -> None:
+        from tests.worker.watched_stage import watch
+
+        watch()
+        serve(self, loop)
+
+    main.Main.serve = watched
 
 
 def fork(run: Callable[[], None], descriptors: Iterable[int], environment: Mapping) -> int:
