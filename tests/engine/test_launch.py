@@ -274,7 +274,7 @@ PORT = "the port that the test holds"
     [
         (["--pp", "99"], "--pp 99: the model has 4 layers"),
         (["--pp", "two"], "--pp: must be a whole number of 1 or more"),
-        (["--additional-config", "{bad"], "--additional-config must be a JSON object"),
+        (["--additional-config", "{bad"], "must be a JSON object"),
         (["--max-model-length", "9"], "did you mean --max-model-len?"),
         (["--sampler", "2"], "did you mean --samplers?"),
         (["--max-model-len", "many"], "--max-model-len: invalid"),
