@@ -6,8 +6,9 @@ What vLLM itself calls (``collective_rpc``) travels likewise, as the name of a m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from sipipe.messages.boots import HeadOffer, StageDescription
 from sipipe.messages.link import LinkEndpoint
@@ -16,27 +17,24 @@ from sipipe.messages.measured import Measured
 T = TypeVar("T")
 
 
-class Request(Generic[T]):
+class Request(msgspec.Struct, Generic[T], frozen=True):
     """A question; ``T`` is the answer."""
 
     def __str__(self) -> str:
         return type(self).__name__
 
 
-@dataclass(frozen=True, kw_only=True)
-class Describe(Request[StageDescription]):
+class Describe(Request[StageDescription], frozen=True):
     """What the engine needs to make a rank's channels; the KV cache is set up by now."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeParts(Request[Measured]):
+class TimeParts(Request[Measured], frozen=True):
     """How long the parts of a microbatch of ``sequences`` take, all stages at once."""
 
     sequences: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TakeProjection(Request[None]):
+class TakeProjection(Request[None], frozen=True):
     """Take the rank's rows of the output projection from the last stage, which offers them."""
 
     offers: Sequence[HeadOffer]
@@ -44,8 +42,7 @@ class TakeProjection(Request[None]):
     """First column of each writer of logits, and V at the end."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenChannels(Request[None]):
+class OpenChannels(Request[None], frozen=True):
     """Open the rank's ends of the links and, where it writes logits, of BIC-L."""
 
     links: Sequence[LinkEndpoint]
@@ -57,15 +54,13 @@ class OpenChannels(Request[None]):
     """Endpoint of BIC-L; None on vLLM's own path."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measure(Request[Measured]):
+class Measure(Request[Measured], frozen=True):
     """How long a microbatch of ``sequences`` takes, drawn on the device and by CPU samplers."""
 
     sequences: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settle(Request[None]):
+class Settle(Request[None], frozen=True):
     """Who draws, as ``cpu_sampling`` says it, now that it was measured; no iteration has run."""
 
     draws: str

@@ -6,43 +6,40 @@ Pickles travel here, so only a peer that has the secret is listened to (:mod:`si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from sipipe.messages.calls import Request
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.step import Snapshot
 
-# ---- both ways --------------------------------------------------------------------------------
+# both ways
 
 
-@dataclass(frozen=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """The engine ends."""
 
     why: str
     """Empty in good order."""
 
 
-@dataclass(frozen=True)
-class Clock:
+class Clock(msgspec.Struct, frozen=True):
     """What is your wall clock? And the main host's answer."""
 
     nanoseconds: int = 0
 
 
-# ---- from the main host -----------------------------------------------------------------------
+# from the main host
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True):
     """This host does not fit."""
 
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """What an agent is to do: the answer to its hello."""
 
     setup: bytes
@@ -53,55 +50,50 @@ class Plan:
     """Names the engine in traces."""
 
 
-class Start(Request[None]):
+class Start(Request[None], frozen=True):
     """Start all processes. Requests are answered by :class:`Done`, in their order."""
 
 
-class WaitLoaded(Request[None]):
+class WaitLoaded(Request[None], frozen=True):
     """Return when every worker has loaded its layers."""
 
 
-@dataclass(frozen=True)
-class MakeLogits(Request[Any]):
+class MakeLogits(Request[Any], frozen=True):
     """Make BIC-L; the answer is its endpoint."""
 
     shape: LogitsShape
 
 
-class OpenSamplers(Request[dict[str, float]]):
+class OpenSamplers(Request[dict[str, float]], frozen=True):
     """Return when all samplers have opened their channels."""
 
 
-class EndSamplers(Request[None]):
+class EndSamplers(Request[None], frozen=True):
     """Go on without samplers."""
 
 
-@dataclass(frozen=True)
-class Publish:
+class Publish(msgspec.Struct, frozen=True):
     """A message of BIC-I."""
 
     parts: Sequence[Any]
     """Buffers."""
 
 
-@dataclass(frozen=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True):
     """The successor of a sampler begins here in BIC-I's order."""
 
     sampler: int
     snapshot: Snapshot
 
 
-@dataclass(frozen=True)
-class AskWorkers:
+class AskWorkers(msgspec.Struct, frozen=True):
     """Ask the workers what they do."""
 
 
-# ---- from the agent ---------------------------------------------------------------------------
+# from the agent
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hello:
+class Hello(msgspec.Struct, frozen=True):
     """What an agent says of its host."""
 
     node: int
@@ -112,30 +104,26 @@ class Hello:
     samplers: int
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(msgspec.Struct, frozen=True):
     """The oldest request that was not answered is done, or raised."""
 
     result: Any
 
 
-@dataclass(frozen=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True):
     """A child's message."""
 
     name: str
     message: Any
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """The engine cannot go on."""
 
     error: BaseException
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True):
     """Bytes that a sampler sent on BIC-O."""
 
     sampler: int
@@ -145,8 +133,7 @@ class Tokens:
     """This host's, with the tokens."""
 
 
-@dataclass(frozen=True)
-class Successor:
+class Successor(msgspec.Struct, frozen=True):
     """A sampler has a successor, which waits to be admitted."""
 
     sampler: int
@@ -154,8 +141,7 @@ class Successor:
     """Handle of a request that it must not be asked for, and why."""
 
 
-@dataclass(frozen=True)
-class HostFigures:
+class HostFigures(msgspec.Struct, frozen=True):
     """This host's part of the statistics page."""
 
     data: bytes
