@@ -18,10 +18,10 @@ from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
 from sipipe.cores import running_on
-from sipipe.engine.bus import Publisher, ring_sizes
+from sipipe.engine.bus import ring_sizes
 from sipipe.engine.children import Child, Children
 from sipipe.engine.memory_budget import logits_entries
-from sipipe.engine.samplers import Samplers, Succession
+from sipipe.engine.samplers import Poison, Samplers
 from sipipe.engine.setup import Setup
 from sipipe.engine.workers import Workers
 from sipipe.errors import WorkerDiedError
@@ -38,7 +38,7 @@ from sipipe.observe.live import LivePage
 T = TypeVar("T")
 
 
-class Events(Succession, Protocol):
+class Events(Protocol):
     """What a host tells the engine; called by its events thread and those that replace samplers."""
 
     def heard(self, name: str, message: Any) -> None:
@@ -47,8 +47,15 @@ class Events(Succession, Protocol):
     def turn(self) -> float:
         """After all that was heard; returns the seconds to sleep at most."""
 
+    def started_again(self, index: int, tokens: socket.socket, poison: Poison | None) -> None:
+        """Sampler ``index`` has a successor, which sends on ``tokens`` and waits to be admitted; it
+        must not be asked for ``poison``."""
 
-class Host(Publisher, Protocol):
+    def failed(self, error: BaseException) -> None:
+        """The engine cannot go on."""
+
+
+class Host(Protocol):
     """A host, as the pipeline sees it. What takes long raises StallError after the start timeout,
     and what :meth:`fail` was called with."""
 
@@ -57,6 +64,9 @@ class Host(Publisher, Protocol):
 
     def do(self, request: Request[T]) -> T:
         """One step of the start."""
+
+    def publish(self, message: Sequence[Any]) -> None:
+        """One message of BIC-I, in its order."""
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
         """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
@@ -104,7 +114,7 @@ class LocalHost:
             dtype=setup.dtype,
             cores=setup.cores.samplers,
             figures=[page.block(("sampler", i, 0)) for i in range(len(setup.cores.samplers))],
-            succession=self._events,
+            events=self._events,
             stall_timeout=setup.config.stall_timeout,
         )
         self._closing.callback(self._samplers.spare.close)

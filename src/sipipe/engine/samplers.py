@@ -21,6 +21,8 @@ Relies on
     sampler has no rows are not kept for its successor, which skips them.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import socket
@@ -31,7 +33,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -45,6 +47,9 @@ from sipipe.messages.replies import Trying, Warm
 from sipipe.messages.step import Snapshot
 from sipipe.observe.live import Word
 from sipipe.observe.phases import COUNTED_PHASES
+
+if TYPE_CHECKING:
+    from sipipe.engine.host import Events
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -84,17 +89,6 @@ class _Look:
     """and since when no more."""
 
 
-class Succession(Protocol):
-    """Who is told of a sampler that takes another's place."""
-
-    def started_again(self, index: int, tokens: socket.socket, poison: Poison | None) -> None:
-        """Sampler ``index`` has a successor, which sends on ``tokens`` and waits to be admitted;
-        it must not be asked for ``poison``."""
-
-    def failed(self, error: BaseException) -> None:
-        """There is none; the engine cannot go on."""
-
-
 class Samplers:
     """One process for each entry of ``cores``, bound to those cores (empty: not bound).
 
@@ -110,7 +104,7 @@ class Samplers:
         dtype: str,
         cores: Sequence[Sequence[int]],
         figures: Sequence[memoryview],
-        succession: Succession,
+        events: Events,
         stall_timeout: float,
     ) -> None:
         self._children = children
@@ -118,7 +112,7 @@ class Samplers:
         self._settings = settings
         self._dtype = dtype
         self._cores = cores
-        self._succession = succession
+        self._events = events
         self._deaths: list[deque[float]] = [deque(maxlen=DEATHS) for _ in cores]
         self._stall_timeout = stall_timeout
         self._looks: dict[int, _Look] = {}
@@ -330,6 +324,6 @@ class Samplers:
             if spare is not None:
                 self._bind(spare[0])
             self._started[index], tokens = spare or self._start(self.names[index])
-            self._succession.started_again(index, tokens, poison)
+            self._events.started_again(index, tokens, poison)
         except Exception as error:
-            self._succession.failed(error)
+            self._events.failed(error)
