@@ -91,23 +91,18 @@ class Opening:
         Raises:
             StallError: not within the start timeout.
         """
-        setup = self._setup
+        setup, vocabulary, draws = self._setup, Vocabulary(), "off"
         ranks = self._calls.ask(Describe(), self._seconds)[-setup.ranks :]
         if setup.reason:
             self._calls.ask(OpenChannels(links=self._links), self._seconds)
-            return self._running(setup, Vocabulary(), "off")
-        vocabulary = self._open_logits(ranks)
-        draws: str = setup.config.cpu_sampling
-        drawing = self._last.do(OpenSamplers())
-        if setup.measures:
-            draws = self._choose(drawing)
+        else:
+            vocabulary, draws = self._open_logits(ranks), setup.config.cpu_sampling
+            drawing = self._last.do(OpenSamplers())
+            draws = self._choose(drawing) if setup.measures else draws
             if draws == "off":
                 setup = setup.fall_back("CPU samplers would not be worth it here, as was measured")
-                vocabulary = Vocabulary()
+                vocabulary = setup.vocabulary
                 self._last.do(EndSamplers())
-        return self._running(setup, vocabulary, draws)
-
-    def _running(self, setup: Setup, vocabulary: Vocabulary, draws: str) -> Running:
         return Running(
             setup=setup,
             samplers=self._samplers,
