@@ -66,7 +66,7 @@ class _Popen(subprocess.Popen):
             if preexec_fn:
                 preexec_fn()
             if module == "sipipe.worker":
-                _watch_stages()
+                _watch_stage()
             sys.argv = [module, *args[args.index(module) + 1 :]]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
 
@@ -74,19 +74,21 @@ class _Popen(subprocess.Popen):
         self._child_created = True
 
 
-def _watch_stages() -> None:
-    """From the moment that a model is loaded: vLLM's CPU platform stumbles over Numba before."""
-    from sipipe.worker import main
+def _watch_stage() -> None:
+    """The stage that this worker opens is watched. Its modules are imported when vLLM's worker is
+    there, not before: vLLM puts kernels of its own into what has been imported."""
+    from sipipe.worker.main import Main
 
-    serve = main.Main.serve
+    load = Main.load
 
-    def watched(self, loop) -> None:
+    def loaded(main: Main):
+        loop = load(main)
         from tests.worker.watched_stage import watch
 
         watch()
-        serve(self, loop)
+        return loop
 
-    main.Main.serve = watched
+    Main.load = loaded
 
 
 def fork(run: Callable[[], None], descriptors: Iterable[int], environment: Mapping) -> int:
