@@ -33,7 +33,6 @@ def test_every_key_says_what_it_may_be(key):
     "name",
     [
         "cpu_sampling",
-        "stage_runner",
         "scheduler",
         "transport",
     ],

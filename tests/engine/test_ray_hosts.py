@@ -57,7 +57,7 @@ class Placed(Served):
     def __init__(self, cluster, ray, path, directory, *options):
         self.ray = ray
         super().__init__(cluster, path, directory, *options, nodes=(0,))
-        self.logs[1].write_text("")  # what the agent says comes through Ray to the head
+        self.logs[1].write_text("")  # what the agent says comes through Ray to the main host
 
     def start(self, node, *more):
         command = [sys.executable, "-m", "sipipe", "serve", self.path, *OPTIONS, *SERVED]

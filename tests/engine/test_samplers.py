@@ -58,7 +58,7 @@ def one():
         dtype="float32",
         cores=[()],
         figures=[],
-        succession=engine,
+        events=engine,
         stall_timeout=300.0,
     )
     samplers.engine = engine

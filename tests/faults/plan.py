@@ -111,7 +111,7 @@ def load():
         "answer": (sipipe.ipc.gather.GatherSender, "send"),
         # a worker's
         "load": (stand_in.StandInWorker, "load_model"),
-        "describe": (loop.StageLoop, "describe"),
+        "describe": (loop.StageLoop, "answer"),
         "open": (loop.StageLoop, "open"),
         "serve": (worker.Main, "serve"),
         "prepare": (sipipe.worker.preparation.SiPipePrepares, "prepare"),
@@ -126,11 +126,11 @@ def load():
         "rows": (sipipe.worker.device_vocabulary.HeadThread, "_do"),
         "product": (stand_in.Shard, "whole"),
         # the engine's
-        "start": (sipipe.engine.host.Host, "start"),
+        "start": (sipipe.engine.host.LocalHost, "start"),
         "listen": (sipipe.engine.pipeline, "GatherReceiver"),
-        "load models": (sipipe.engine.host.Host, "wait_loaded"),
+        "load models": (sipipe.engine.host.LocalHost, "wait_loaded"),
         "make channels": (sipipe.engine.pipeline.Pipeline, "open"),
-        "open samplers": (sipipe.engine.host.Host, "open_samplers"),
+        "open samplers": (sipipe.engine.host.LocalHost, "open_samplers"),
         "schedule": (sipipe.engine.executor.Executor, "execute_model"),
         "dispatch": (sipipe.engine.dispatch.Dispatcher, "publish"),
         "resolve": (sipipe.engine.resolve.Resolver, "_resolve"),

@@ -28,7 +28,7 @@ class StandInSharing(EmulatedSharing):
     """Half of the columns for each stage."""
 
     def time_parts(self, head, sequences):
-        return Measured(layers=1e-3, head=1e-3)
+        return Measured(layers=1e-3, projection=1e-3)
 
     def _take(self, offers, start, stop):
         return Shard(start, stop)

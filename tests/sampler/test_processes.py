@@ -76,7 +76,7 @@ class Service:
             dtype="float32",
             cores=[(), ()],
             figures=[],
-            succession=self,
+            events=self,
             stall_timeout=stall_timeout,
         )
         self.tokens = GatherReceiver(self.samplers.sockets)

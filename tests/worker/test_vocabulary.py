@@ -178,10 +178,10 @@ def test_stages_say_how_long_their_parts_take():
         vllm_config=VllmConfig(),
         device=torch.device("cpu"),
     )
-    assert time_parts(runner, None, 7, HostDevice()).head == 0
+    assert time_parts(runner, None, 7, HostDevice()).projection == 0
     assert all(seen == (7, {"uniform_decode": True}) for seen in ran)
     measured = time_parts(runner, stage_logits(Model()), 7, HostDevice())
-    assert measured.head > 0
+    assert measured.projection > 0
     assert measured.layers > 0
 
 

@@ -142,7 +142,7 @@ def _shared_memory(stages: int, ranks: int, samplers: int, device: str) -> Findi
         ranks=ranks,
         samplers=samplers,
         inflight=SiPipeConfig().resolved_inflight(stages),
-        shares_head=True,  # as it may be
+        shares_projection=True,  # as it may be
         on_gpu=device == "cuda",
         **EXAMPLE,
     )

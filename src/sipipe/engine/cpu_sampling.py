@@ -35,7 +35,7 @@ class Costs:
     """Decoder layers of each stage, as they are loaded."""
     stages: tuple[float, ...]
     """Each stage's layers."""
-    head: float
+    projection: float
     """The output projection as samplers need it, each rank its columns."""
     device: Mapping[str, float]
     """The output projection, gathered, and vLLM's sampler, by mix of parameters."""
@@ -51,7 +51,7 @@ class Costs:
 
     def on_cpus(self, layers: Layers, mix: str) -> float:
         """Seconds between two microbatches, with CPU samplers and this cut."""
-        stages, after = self._stages(layers, self.head), (self.copy, self.draws[mix])
+        stages, after = self._stages(layers, self.projection), (self.copy, self.draws[mix])
         return period((*stages, *after), passing(stages) + sum(after), self.inflight)
 
     def per_row(self, layers: Layers, mix: str) -> float:
@@ -130,7 +130,7 @@ class Choice:
             f"cpu_sampling auto: {WAYS[draws]}. Measured at {costs.sequences} sequences a "
             "microbatch, ms between microbatches with CPU samplers, by row, and with vLLM's "
             f"sampler, with layers {', '.join(str(list(way.layers)) for way in ways)}: {periods}. "
-            f"Stages {_ms(*costs.stages)} ms, projection {_ms(costs.head)} ms; projection and "
+            f"Stages {_ms(*costs.stages)} ms, projection {_ms(costs.projection)} ms; projection and "
             f"rows of no more than a temperature {_ms(*costs.plain.values())} ms; projection with "
             f"vLLM's sampler {_ms(*costs.device.values())} ms; logits to the host "
             f"{_ms(costs.copy)} ms ({costs.copied / costs.copy / 1e9:.3g} GB/s); all samplers at "

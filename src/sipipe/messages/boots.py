@@ -89,7 +89,7 @@ class StageDescription:
 
     logits: LogitsShape | None = None
     """What the stage writes to BIC-L; None on ranks that write no logits."""
-    head: HeadOffer | str = ""
+    offer: HeadOffer | str = ""
     """The last stage's rank's, where the output projection is to be shared out; or why not."""
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sipipe.errors import ConfigError, SiPipeError
+from sipipe.ipc.child import start_child
 from sipipe.ipc.parent import end_group_with
 from sipipe.ipc.sockets import own_sockets
 
@@ -35,12 +36,11 @@ def measured(
         SiPipeError: it failed, or took more than :data:`TIMEOUT`; the log is kept.
     """
     print(f"measuring {side} …", file=sys.stderr, flush=True)
-    ours, theirs = socket.socketpair()
-    with tempfile.TemporaryFile() as log, ours, theirs, own_sockets():
-        # A session of its own, so that it can be ended with all the engine's processes; the socket
-        # ends it when this process is killed.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+    with tempfile.TemporaryFile() as log, own_sockets():
+        # A session of its own, so that it can be ended with all the engine's processes.
+        process, control = start_child(
+            ("-m", module),
+            ends=[os.fdopen(descriptor, "rb") for descriptor in kept],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -51,18 +51,15 @@ def measured(
                 "PYTHONHASHSEED": "0",
             }
             | dict(os.environ),
-            pass_fds=(theirs.fileno(), *kept),
             start_new_session=True,
         )
-        theirs.close()
-        for descriptor in kept:
-            os.close(descriptor)
         try:
             out, _ = process.communicate(json.dumps(job).encode(), timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             raise SiPipeError(f"bench: {side} took more than {TIMEOUT:.0f} s") from None
         finally:
             _end(process)
+            control.close()
         log.seek(0)
         if process.returncode == 2:  # what measure says of a wrong option
             raise ConfigError(f"bench: {log.read().decode().splitlines()[-1]}")

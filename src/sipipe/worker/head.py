@@ -167,7 +167,7 @@ def time_parts(
             return Measured(layers=layers)
         hidden = torch.randn(sequences, config.get_hidden_size(), dtype=config.dtype)
         hidden = hidden.to(vllm_runner.device)
-        return Measured(layers=layers, head=seconds(device, lambda: head.compute(hidden)))
+        return Measured(layers=layers, projection=seconds(device, lambda: head.compute(hidden)))
 
 
 def _rows(memory: SharedMemory, offer: HeadOffer, dtype: torch.dtype) -> torch.Tensor:

@@ -96,14 +96,14 @@ class LoadedSampledStage(LoadedStage):
                 logits = head.settle(hidden)
                 offered = self.sharing.offer(head, hidden)
         if logits is None:
-            return StageDescription(head=offered)
+            return StageDescription(offer=offered)
         shape = LogitsShape(
             vocab=head.vocab_size if head.bounds else logits.shape[1],
             dtype=str(logits.dtype).removeprefix("torch."),
             # Every rank writes its columns, or the first one rows that vLLM has gathered.
             bounds=head.bounds,
         )
-        return StageDescription(logits=shape, head=offered)
+        return StageDescription(logits=shape, offer=offered)
 
     def time_parts(self, sequences: int) -> Measured:
         """How long the parts of a microbatch take, all stages at once."""

@@ -61,7 +61,7 @@ def measure_stage(
         columns = head.compute(hidden)
         measured = dataclasses.replace(
             measured,
-            head=seconds(device, lambda: head.compute(hidden)),
+            projection=seconds(device, lambda: head.compute(hidden)),
             device=drawn,
             plain=plain,
         )

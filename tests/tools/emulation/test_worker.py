@@ -23,6 +23,7 @@ from vllm.v1.core.sched.output import (  # noqa: E402
 
 from sipipe.config import SiPipeConfig  # noqa: E402
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader  # noqa: E402
+from sipipe.messages.calls import TakeProjection, TimeParts  # noqa: E402
 from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.messages.places import StagePlace  # noqa: E402
@@ -329,8 +330,8 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
         )
         if shared:
             offer = loop._sampled.sharing.offer(None, None)
-            loop.take_head(offers=[offer], bounds=bounds)
-            assert loop.time_parts(sequences=4).layers == (stage + 1) / 1e3
+            loop.answer(TakeProjection(offers=[offer], bounds=bounds))
+            assert loop.answer(TimeParts(sequences=4)).layers == (stage + 1) / 1e3
         links = [link] * (stages - 1)
         loop.open(links=links, heads=links, logits=channel.endpoint)
         loops.append(loop)

@@ -179,7 +179,7 @@ class EmulatedSharing(Sharing):
     def time_parts(self, head: Any, sequences: int) -> Measured:  # noqa: ARG002
         stages = self._worker.profile.stages
         layers = stages[self._place.stage].layers(sequences)
-        return Measured(layers=layers, head=stages[-1].projection(sequences))
+        return Measured(layers=layers, projection=stages[-1].projection(sequences))
 
     def _take(self, offers: Sequence[HeadOffer], start: int, stop: int) -> Any:
         worker, device = self._worker, self._device
