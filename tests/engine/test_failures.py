@@ -77,7 +77,7 @@ def test_logits_without_a_distribution_fail_their_own_request_only(models, engin
         "the model's logits hold NaN", nothing, nothing,
     ]  # fmt: skip
     fine = {"prompts": good, "params": params}
-    assert_stock([said[:3] + said[6:]], model(models), [fine], same_tokens)
+    assert_stock([said[:3] + said[6:]], model(models), [fine])
     # Every block is had again, also by requests shorter than what had held NaN.
     short = {"prompts": [[5, 6]] * 70, "params": [params[0] | {"max_tokens": 2}] * 70}
     for one in engine.run([short])[0]:
@@ -200,10 +200,6 @@ def test_an_engine_killed_while_it_starts_leaves_nothing(models, who):
         engine.process.wait(20)
         assert gone(everybody)
         assert not left_in_shared_memory(before)
-
-
-def same_tokens(found, stock):
-    assert [tokens(batch) for batch in found] == [tokens(batch) for batch in stock]
 
 
 def test_a_refusal_is_one_line_of_the_process_that_was_started(models):

@@ -6,7 +6,7 @@ Never run on a GPU where this was written: no GPU there. :func:`compare` also ru
 import pytest
 from tests.engine import multi_modal, recurrent
 from tests.engine import test_parity as parity
-from tests.engine.engines import Engine, model, stock_results
+from tests.engine.engines import Engine, model, same_tokens, stock_results
 from tests.engine.test_second_runner import (
     DRAWS,
     SEES,
@@ -42,7 +42,7 @@ def compare(path, drawing, batches, *, sipipe=None, env=None, worker="", options
         batches = with_both_places(batches)
     with Engine(path, sipipe=settings, env=env, **ours, **options) as engine:
         found = engine.run(batches)
-    parity.same_tokens(found, stock_results(path, batches, **options))
+    same_tokens(found, stock_results(path, batches, **options))
 
 
 @on_gpu
