@@ -17,6 +17,7 @@ from sipipe.ipc.link.sender import Sender
 from sipipe.messages.link import LinkEndpoint
 
 BOUND = 60.0  # seconds; of a machine at its worst
+WIDTH = 24
 
 
 @pytest.fixture(params=["shm", "cuda_ipc", "zeromq", "zeromq, not encrypted"])
@@ -68,15 +69,10 @@ def link(endpoint: LinkEndpoint, pair) -> Iterator[tuple[Sender, Receiver]]:
         yield sender, receiver
 
 
-@pytest.fixture
-def hidden():
-    """Makes the hidden states of a Llama: [num_tokens, width] twice, reproducibly."""
-
-    def make(num_tokens: int, seed: int = 0, width: int = 24) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return {
-            key: torch.randn(num_tokens, width, generator=generator).to(torch.bfloat16)
-            for key in ("hidden_states", "residual")
-        }
-
-    return make
+def hidden(num_tokens: int, seed: int = 0, width: int = WIDTH) -> dict[str, torch.Tensor]:
+    """The hidden states of a Llama: [num_tokens, width] twice, reproducibly."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        key: torch.randn(num_tokens, width, generator=generator).to(torch.bfloat16)
+        for key in ("hidden_states", "residual")
+    }
