@@ -63,6 +63,17 @@ class Forked:
         with suppress(OSError):  # what it was told last and never read
             self.stdin.close()
 
+    def close(self) -> None:
+        """Forget it; it has been killed, or ends by itself."""
+        with suppress(OSError):
+            self.stdin.close()
+        os.close(self._ended)
+
+
+def start() -> None:
+    """Have the server run, which the first process starts else."""
+    _socket()
+
 
 def _socket() -> socket.socket:
     global _server
