@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
-SECONDS, LOOKS = 2.0, 20
-MOST = 100
-"""Times that a thread may be woken meanwhile: one that looks every 10 ms is woken 200 times."""
+SECONDS, LOOKS = 1.0, 20
+MOST = 50
+"""Times that a thread may be woken meanwhile: one that looks every 10 ms is woken 100 times."""
 
 
 def restless(pid: int, among: Collection[int] | None = None) -> list[str]:

@@ -1,5 +1,6 @@
 """Processes that have imported vLLM already: see :mod:`.fork_server`."""
 
+import atexit
 import json
 import os
 import select
@@ -15,6 +16,14 @@ from typing import IO
 SERVER = Path(__file__).with_name("fork_server.py")
 
 _server: tuple[subprocess.Popen, socket.socket] | None = None
+
+
+@atexit.register
+def _end() -> None:
+    if _server is not None:
+        process, requests = _server
+        requests.close()
+        process.wait()
 
 
 class Forked:

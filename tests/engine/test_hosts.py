@@ -85,7 +85,7 @@ for batch in json.load(open(sys.argv[1])):
 
 LOAD = """
 import asyncio, json
-from tests.engine.test_server import load
+from tests.engine.servers import load
 print(json.dumps(asyncio.run(load("http://127.0.0.1:8000", "m"))))
 """
 STRANGERS = """

@@ -8,6 +8,9 @@ import pickle
 import signal
 import socket
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import torch
 from tests.ipc.link import stand_in
