@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.engine import multi_modal, recurrent
 from tests.engine import test_features as features
 from tests.engine import test_parity as parity
+from tests.engine import tiny_models
 from tests.engine.engines import (
     SHARED_OUT,
     Engine,
@@ -238,11 +238,11 @@ def test_a_running_engine_maps_what_its_budget_says(models):
         assert all(size <= sizes[where] for where, size in of.items())
 
 
-def checkpoint(models, name, make):
-    """What ``make`` writes, once."""
-    path = models / name
+def checkpoint(models, family):
+    """One of :mod:`.tiny_models`, written once."""
+    path = models / family
     if not path.exists():
-        make(path)
+        getattr(tiny_models, f"make_{family}")(path)
     return path
 
 
@@ -255,7 +255,7 @@ def with_images(family):
     seeing = [{"tokens": p, "image": i // 2} for i, p in enumerate(texts[:8])]
     if family == "isaac":
         for i, p in enumerate(seeing):
-            p["tokens"] = [*p["tokens"][: i + 1], multi_modal.VOCABULARY, *p["tokens"][i + 1 :]]
+            p["tokens"] = [*p["tokens"][: i + 1], tiny_models.VOCABULARY, *p["tokens"][i + 1 :]]
             p["size"] = [28, 28 + 28 * (i // 2 % 2)]
     return [
         {"prompts": [*seeing, *texts[8:]], "params": greedy(12)},
@@ -269,7 +269,7 @@ def with_images(family):
 def test_a_model_that_sees_equals_stock(models, stages, family):
     """The encoder runs on the first stage, once for an image. Isaac has M-RoPE: every stage keeps
     positions in three dimensions."""
-    path = checkpoint(models, family, getattr(multi_modal, f"make_{family}"))
+    path = checkpoint(models, family)
     batches = with_images(family)
     settings = {"cpu_sampling": "per_row"}
     found = run(path, with_both_places(batches), stages=stages, sipipe=settings, **SEES)
@@ -282,7 +282,7 @@ def test_a_model_that_sees_equals_stock(models, stages, family):
 @pytest.mark.parametrize("stages", [2, 1])
 def test_a_model_with_recurrent_layers_equals_stock(models, stages):
     """Mamba's states lie beside attention's blocks, and end with their requests."""
-    path, batches = checkpoint(models, "falcon-h1", recurrent.make), parity.mixed_batches()
+    path, batches = checkpoint(models, "falcon_h1"), parity.mixed_batches()
     found = run(path, with_both_places(batches), stages=stages, sipipe={"cpu_sampling": "per_row"})
     assert_stock(found, path, batches)
 
@@ -291,7 +291,7 @@ def test_a_model_with_recurrent_layers_equals_stock(models, stages):
 @pytest.mark.parametrize("stages", [2, 1])
 def test_recurrent_states_of_cached_prefixes_equal_stock(models, stages):
     """Which lie in blocks, and come along to the next one. Stock has no cache here."""
-    path = checkpoint(models, "falcon-h1", recurrent.make)
+    path = checkpoint(models, "falcon_h1")
     shared = prompts(1, longest=60, seed=9)[0] * 9
     many = [shared[:300] + p for p in prompts(8, longest=60, seed=11)]
     batches = [{"prompts": many, "params": greedy(8, shortest=90, longest=140)}] * 2
