@@ -169,7 +169,9 @@ def test_an_idle_engine_sleeps(engine):
     workers = engine.find("Worker_PP")
     assert len(workers) == 2
     with ThreadPoolExecutor() as looks:
-        assert [*looks.map(restless, [worker.pid for worker in workers])] == [[], []]
+        found = [*looks.map(restless, [worker.pid for worker in workers])]
+    # Torch's own thread looks every 10 ms.
+    assert not [said for of in found for said in of if not said.startswith("gloo_tcp_loop")]
 
 
 def test_a_killed_worker_ends_the_engine_with_its_name(engine):
