@@ -211,6 +211,13 @@ def test_only_the_rank_that_is_asked_answers(process):
     assert process(asked) == [answer(3, [])]
 
 
+def test_the_data_plane_is_opened_by_a_call(process):
+    assert process([call(1, "sipipe:open"), iteration(0), call(2, "seen")], opened=False) == [
+        answer(1, "open"),
+        answer(2, [0]),
+    ]
+
+
 def test_without_a_data_plane_the_end_of_the_channel_is_raised(process):
     with pytest.raises(ChannelClosed):
         process([call(1, "seen")], opened=False)

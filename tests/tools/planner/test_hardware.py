@@ -57,6 +57,12 @@ def test_devices_are_complete_and_plausible(name):
     assert (device.kind == "cpu") == (device.cores > 0)
 
 
+def test_what_the_issue_names_is_there():
+    assert {"h100", "h200", "a100", "b200", "l40s", "4090"} <= set(hardware.devices())
+    assert {"xeon-8468", "epyc-9654"} <= set(hardware.devices())
+    assert [hardware.engine(name).key for name in ("vllm", "sipipe")] == ["vllm", "sipipe"]
+
+
 @pytest.mark.parametrize(
     ("find", "option"),
     [
