@@ -71,15 +71,15 @@ def test_every_module_leaves_torch_and_the_environment_alone():
     assert said == {}
 
 
-def test_engine_options_leave_the_environment_alone(tmp_path, monkeypatch):
+def test_engine_options_leave_the_environment_alone(tmp_path):
     """Also those that name SiPipe: which runner its engine takes is nobody else's affair."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the hub is asked for the model, again and again
+    empty = str(tmp_path)  # of a name the hub would be asked, again and again
     statement = (
         "import os; before = dict(os.environ)\n"
         "from vllm.engine.arg_utils import EngineArgs\n"
         "from sipipe.engine import plugin\n"
         "plugin.register()\n"
-        "named = EngineArgs(model='none', distributed_executor_backend='sipipe.Executor')\n"
+        f"named = EngineArgs({empty!r}, distributed_executor_backend='sipipe.Executor')\n"
         "try: named.create_engine_config()\n"
         "except Exception: pass\n"
         "assert named.distributed_executor_backend.__name__ == 'Executor'\n"
