@@ -30,10 +30,10 @@ test-all: setup ## all tests
 release: lint test-all ## is this tree ready to be released? Builds it and uses what was built
 	@$(BIN)/python scripts/release.py
 
-test-faults: setup ## hundreds of faults put into engines; writes docs/faults.json
+test-faults: setup ## hundreds of faults put into engines; writes tests/faults/README.md
 	@$(BIN)/python -m tests.faults --keep
 
-soak: setup ## half an hour under clients that come and go: does anything grow? Writes docs/soak.json
+soak: setup ## half an hour under clients that come and go: does anything grow? Writes tests/faults/README.md
 	@$(BIN)/python -m tests.faults.soak --keep
 
 goldens: setup ## record anew what stock vLLM gives for the tests' requests
@@ -44,7 +44,7 @@ goldens: setup ## record anew what stock vLLM gives for the tests' requests
 mutants: setup ## which small mistakes do the tests notice? Takes an hour
 	@$(BIN)/python scripts/mutate.py
 
-waits: setup ## write the table of waits in docs/reliability.md anew
+waits: setup ## write the table of tests/waits.md anew
 	@$(BIN)/python scripts/waits.py
 
 lint: setup ## formatting, lint, types, layers

@@ -1,5 +1,7 @@
 """Kept figures: JSON in ``benchmarks/results``, and the tables that pages show of them.
 
+All of them stand in ``benchmarks/results/README.md``; other pages repeat a few.
+
     python -m benchmarks.results                      write the tables of all pages anew
     python -m benchmarks.results --check              name those that differ (also a test)
     python -m benchmarks.results --keep serving …     first take build/bench/serving.json, …
@@ -30,7 +32,13 @@ from benchmarks.harness import BUILD, cell
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
+TABLES = "benchmarks/results/README.md"
+"""Shows every kept file."""
+PAGES = (
+    "README.md",
+    TABLES,
+    *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
+)
 
 _TABLE = re.compile(r"(<!-- results ([\w.*-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(r"(<!-- = ([\w.-]+): (.*?) -->).*?(?=<!-- end -->)")

@@ -1,4 +1,4 @@
-"""`make waits`: every wait of SiPipe's own code, into the table of docs/reliability.md.
+"""`make waits`: every wait of SiPipe's own code, into the table of tests/waits.md.
 
 A wait says beside itself, in a comment above it or behind it, what bounds it and who ends it:
 ``# wait: BOUND; WHO WAKES IT``. A comment may go on in further lines. Of a lock, which is waited
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-SOURCE, PAGE = ROOT / "src" / "sipipe", ROOT / "docs" / "reliability.md"
+SOURCE, PAGE = ROOT / "src" / "sipipe", ROOT / "tests" / "waits.md"
 BEGIN, END = "<!-- waits: written by `make waits` -->\n", "<!-- /waits -->"
 BLOCKING = {
     *("wait", "wait_for", "join", "result", "get", "acquire", "communicate", "waitpid"),

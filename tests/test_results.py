@@ -5,7 +5,7 @@ import re
 
 import pytest
 from benchmarks import results
-from benchmarks.results import PAGES, RESULTS, ROOT, unfounded, written
+from benchmarks.results import PAGES, RESULTS, ROOT, TABLES, unfounded, written
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -15,7 +15,7 @@ def test_a_page_shows_what_was_kept(name):
 
 
 def test_every_kept_result_is_shown():
-    shown = "".join((ROOT / name).read_text() for name in PAGES)
+    shown = (ROOT / TABLES).read_text()
     names = {path.stem for path in RESULTS.glob("*.json")}
     wanted = re.findall(r"<!-- (?:results|=) ([\w.*-]+)", shown)
     assert names == {
@@ -58,10 +58,20 @@ def test_what_cannot_be_measured_again_is_not_kept(command, commit, word, tmp_pa
     assert (tmp_path / "results/a.json").exists() is not bool(word)
 
 
-def test_the_page_of_benchmarks_has_no_table_of_its_own():
-    page = (ROOT / "docs/benchmarks.md").read_text()
-    own = re.sub(r"<!-- results .*?<!-- end -->", "", page, flags=re.DOTALL)
-    assert "\n|" not in own, "keep the figures in benchmarks/results, and let a comment show them"
+@pytest.mark.parametrize("name", [TABLES, "docs/benchmarks.md"])
+def test_a_page_of_figures_has_none_of_its_own_in_tables(name):
+    page = (ROOT / name).read_text()
+    own = re.sub(r"<!-- results .*?<!-- end -->|<!-- = .*?<!-- end -->", "", page, flags=re.DOTALL)
+    results = [line.split("|")[3] for line in own.splitlines() if line.startswith("| ")]
+    assert not re.search(r"\d", "".join(results)), "let a comment show what results hold"
+
+
+def test_goals_say_which_figures_are_stale():
+    for line in (ROOT / "docs/benchmarks.md").read_text().splitlines():
+        names = re.findall(r"<!-- = ([\w.-]+):", line)
+        if line.startswith("|") and names:
+            kept = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
+            assert ("(stale)" in line) is any(result.get("stale") for result in kept), line
 
 
 def test_a_figure_in_a_cell_leaves_the_table_as_it_is():

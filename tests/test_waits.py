@@ -1,4 +1,4 @@
-"""Every wait has a bound or a reason, and docs/reliability.md shows them all."""
+"""Every wait has a bound or a reason, and tests/waits.md shows them all."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""SiPipe: pipeline-parallel vLLM without bubbles.
+"""SiPipe: pipeline-parallel vLLM with sampling and preparation on idle CPU cores.
 
 ``sipipe.Executor`` is what vLLM's ``--distributed-executor-backend sipipe.Executor`` names. It is
 resolved on first use, so that ``import sipipe`` neither needs nor loads vLLM.

@@ -113,7 +113,7 @@ def test_a_cluster_that_is_not_there_is_one_line(monkeypatch):
 
 def test_without_ray_a_user_is_told_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"ray needs Ray: pip install 'sipipe\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"ray needs Ray: install SiPipe with its ray extra"):
         ray_placement._connect(None)
 
 

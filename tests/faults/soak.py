@@ -3,7 +3,7 @@
 One ``sipipe serve`` with a tiny model in two stages. Clients stream, give up, ask for what is
 refused or cannot be drawn, and ask again what they asked before, which has to be token for token
 the same. Every few minutes the server rests, and what it holds is counted. ``--minutes 30 --keep``
-writes docs/soak.json and the table in docs/reliability.md.
+writes soak.json and the table in README.md beside it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
+KEPT = Path(__file__).parent
 BEGIN, END = "<!-- soak: generated -->", "<!-- /soak -->"
 NAMES = {
     r"-m sipipe serve": "supervisor",
@@ -218,7 +219,7 @@ def rows(memory, counts):
 
 
 def markdown(kept):
-    """The table of docs/reliability.md, of what docs/soak.json holds."""
+    """The table of README.md, of what soak.json holds."""
     asked = ", ".join(f"{count:,} {end}" for end, count in sorted(kept["ends"].items()))
     held = f"{kept['minutes']:g} minutes, {sum(kept['ends'].values()):,} requests ({asked})"
     heads = ("process", "own memory, MiB", "slope, KiB a minute (95 %)")
@@ -237,7 +238,7 @@ def markdown(kept):
 
 
 def page(text, kept):
-    """docs/reliability.md with this table."""
+    """README.md with this table."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{markdown(kept)}\n\n{END}{rest.split(END)[1]}"
 
@@ -248,7 +249,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", action="store_true", help="write docs/soak.json and the page")
+    parser.add_argument("--keep", action="store_true", help="write soak.json and the page")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     from tests.engine.engines import model
@@ -274,8 +275,8 @@ def main():
     }
     print(markdown(kept))
     if options.keep:
-        (ROOT / "docs" / "soak.json").write_text(json.dumps(kept, indent=1) + "\n")
-        file = ROOT / "docs" / "reliability.md"
+        (KEPT / "soak.json").write_text(json.dumps(kept, indent=1) + "\n")
+        file = KEPT / "README.md"
         file.write_text(page(file.read_text(), kept))
     grown = [
         row for row in kept["rows"] if any(row["last"][k] > n for k, n in row["first"].items())

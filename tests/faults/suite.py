@@ -1,7 +1,7 @@
 """``python -m tests.faults``: puts faults into engines, and says what came of each.
 
-``make test-faults`` runs all kinds and writes docs/faults.json and the table in
-docs/reliability.md; :mod:`tests.faults.test_faults` runs a few in every ``make test``.
+``make test-faults`` runs all kinds and writes faults.json and the table in
+README.md beside it; :mod:`tests.faults.test_faults` runs a few in every ``make test``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tests.faults import clients, stock
 from tests.faults.kinds import KINDS, scenario
 
 STREAMS = 32
-ROOT = Path(__file__).parents[2]
+KEPT = Path(__file__).parent
+"""Where the found is kept, and the page that shows it."""
 BAD = ("hung", "wrong", "leaked", "unclear")
 BEGIN, END = "<!-- faults: generated -->", "<!-- /faults -->"
 
@@ -107,7 +108,7 @@ def run(asked, *, parallel=2, each=lambda *_: None):
 
 
 def markdown(kept):
-    """The table of docs/reliability.md, of what docs/faults.json holds."""
+    """The table of README.md, of what faults.json holds."""
     rows = kept["rows"]
     injected = sum(row["injected"] for row in rows)
     found = f"{injected} faults of {len(rows)} kinds, seed {kept['seed']}; {kept['machine']}"
@@ -125,15 +126,15 @@ def markdown(kept):
 
 
 def page(text, kept):
-    """docs/reliability.md with this table."""
+    """README.md with this table."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{markdown(kept)}\n\n{END}{rest.split(END)[1]}"
 
 
 def keep(kept):
-    """Write docs/faults.json and the page."""
-    (ROOT / "docs" / "faults.json").write_text(json.dumps(kept, indent=1) + "\n")
-    file = ROOT / "docs" / "reliability.md"
+    """Write faults.json and the page."""
+    (KEPT / "faults.json").write_text(json.dumps(kept, indent=1) + "\n")
+    file = KEPT / "README.md"
     file.write_text(page(file.read_text(), kept))
 
 
@@ -160,7 +161,7 @@ def main():
     parser.add_argument("--only", default="", metavar="PATTERN", help="kinds of such names")
     parser.add_argument("--stock", action="store_true", help="stock vLLM's column instead")
     parser.add_argument("--scenarios", metavar="JSON", help="these instead, such as a failed one")
-    parser.add_argument("--keep", action="store_true", help="write docs/faults.json and the page")
+    parser.add_argument("--keep", action="store_true", help="write faults.json and the page")
     options = parser.parse_args()
     began = time.monotonic()
 
@@ -168,7 +169,7 @@ def main():
         took = f"{time.monotonic() - began:7.1f} s {verdict:9} x{outcome['injected']}"
         print(took, f"{kind.name}: {why[:300]}", flush=True)
 
-    file = ROOT / "docs" / "faults.json"
+    file = KEPT / "faults.json"
     kept = {"stock": {}} | json.loads(file.read_text())
     if options.stock:
         for name, said in in_stock(options):

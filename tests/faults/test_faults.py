@@ -9,7 +9,7 @@ import pytest
 from tests.engine.forks import Forked
 from tests.faults import clients, soak
 from tests.faults.kinds import KINDS
-from tests.faults.suite import BAD, BEGIN, END, ROOT, STREAMS, page
+from tests.faults.suite import BAD, BEGIN, END, KEPT, STREAMS, page
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -33,7 +33,7 @@ def test_a_few_faults_end_well(tmp_path):
     log = tmp_path / "log"
     with log.open("w") as out:
         rig = Forked(
-            ROOT / "tests" / "faults" / "__main__.py",
+            KEPT / "__main__.py",
             ["--scenarios", json.dumps(asked), "--parallel", "3"],
             env=dict(os.environ),
             out=out,
@@ -49,8 +49,8 @@ def test_a_few_faults_end_well(tmp_path):
 
 
 def test_the_documented_table_is_what_was_found():
-    text = (ROOT / "docs" / "reliability.md").read_text()
-    kept = json.loads((ROOT / "docs" / "faults.json").read_text())
+    text = (KEPT / "README.md").read_text()
+    kept = json.loads((KEPT / "faults.json").read_text())
     assert BEGIN in text
     assert END in text
     assert page(text, kept) == text
@@ -64,8 +64,8 @@ def test_the_documented_table_is_what_was_found():
 
 
 def test_the_documented_soak_is_what_was_found():
-    text = (ROOT / "docs" / "reliability.md").read_text()
-    kept = json.loads((ROOT / "docs" / "soak.json").read_text())
+    text = (KEPT / "README.md").read_text()
+    kept = json.loads((KEPT / "soak.json").read_text())
     assert soak.page(text, kept) == text
     assert kept["minutes"] >= 30
     assert "WRONG" not in kept["ends"]

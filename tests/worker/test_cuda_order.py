@@ -175,7 +175,7 @@ HAZARDS = {
         Copied, "place", "_pad_requests(source, count, requests, used)", "pass",
     ),
     "new blocks of a request are left out": (
-        Copied, "take_blocks", "if ids is not None:", "if False:",
+        Copied, "begin", "if ids is not None:", "if False:",
     ),
     "a call runs beside prepared iterations": (
         DoubleBuffer, "call", "self.drain()\n", "pass\n",

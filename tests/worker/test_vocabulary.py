@@ -183,3 +183,19 @@ def test_stages_say_how_long_their_parts_take():
     measured = time_parts(runner, stage_logits(Model()), 7, HostDevice())
     assert measured.head > 0
     assert measured.layers > 0
+
+
+def test_a_busy_neighbour_decides_no_part(monkeypatch):
+    """Parts stay for the engine's life: they are settled by work, not by the clock."""
+    clock, work = itertools.count(step=10**9), itertools.count(step=2_000_000)
+    monkeypatch.setattr("time.monotonic_ns", clock.__next__)
+    monkeypatch.setattr("time.thread_time_ns", work.__next__)
+    model = SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32)
+    runner = SimpleNamespace(
+        _dummy_run=lambda *_, **__: None,
+        model_config=model,
+        vllm_config=VllmConfig(),
+        device=torch.device("cpu"),
+    )
+    measured = time_parts(runner, stage_logits(Model()), 7, HostDevice())
+    assert measured.layers == measured.head == pytest.approx(0.002)

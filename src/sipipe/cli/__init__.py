@@ -74,7 +74,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _print_usage() -> None:
-    print(f"sipipe {__version__}: pipeline-parallel vLLM without bubbles\n")
+    print(f"sipipe {__version__}: pipeline-parallel vLLM, sampling on idle CPU cores\n")
     print("usage: sipipe COMMAND [options]\n")
     for name, line in COMMANDS.items():
         print(f"  {name:<10}  {line}")

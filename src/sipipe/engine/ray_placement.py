@@ -250,7 +250,7 @@ def _connect(runtime_env: Any) -> Any:
         from ray._private.services import get_ray_address_from_environment
     except ImportError as error:
         raise ConfigError(
-            f"{OPTION} needs Ray: pip install 'sipipe[ray]' on every node ({error})"
+            f"{OPTION} needs Ray: install SiPipe with its ray extra on every node ({error})"
         ) from None
     if ray.is_initialized():
         return ray

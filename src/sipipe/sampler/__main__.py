@@ -11,8 +11,9 @@ import threading
 from sipipe.ipc.parent import Parent
 from sipipe.messages.boots import SPARE
 
-LOW = 10
-"""Priority ("nice") with which a spare imports and compiles."""
+LOW = 19
+"""Priority ("nice") with which a spare imports and compiles: its seconds come out of the first
+requests where all cores are busy."""
 
 
 def load(dtype: str) -> None:

@@ -40,6 +40,10 @@ class Device(Protocol):
     def wait(self, mark: Any) -> None:
         """Sleep until the device has reached ``mark``."""
 
+    def undisturbed(self) -> Device:
+        """The same device for timing: on the host, marks are the calling thread's CPU time, which a
+        busy neighbour does not lengthen."""
+
     def nanoseconds(self, first: Any, last: Any) -> int:
         """From one mark that the device has reached to another."""
 
@@ -73,6 +77,9 @@ class HostDevice:
     def mark(self) -> int:
         return time.monotonic_ns()
 
+    def undisturbed(self) -> HostDevice:
+        return _HostWork()
+
     def wait(self, mark: int) -> None:
         pass
 
@@ -89,6 +96,11 @@ class HostDevice:
 
     def unlock_pages(self, memory: memoryview) -> None:
         pass
+
+
+class _HostWork(HostDevice):
+    def mark(self) -> int:
+        return time.thread_time_ns()
 
 
 class CudaStageDevice:
@@ -109,6 +121,9 @@ class CudaStageDevice:
 
     def beside(self) -> CudaStageDevice:
         return CudaStageDevice(self._device, torch.cuda.Stream(self._device))
+
+    def undisturbed(self) -> Self:
+        return self
 
     def mark(self) -> Any:
         # Blocking: who waits sleeps, and does not ask the driver over and over.

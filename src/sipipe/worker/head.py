@@ -156,8 +156,11 @@ def time_parts(
 ) -> Measured:
     """Seconds that the layers take for ``sequences`` decoding ones, without their attention, and on
     the last stage, which has ``head``, the whole output projection. All stages at once.
+
+    On CPUs of work, not of the clock: the parts stay for the engine's life, and a neighbour that is
+    busy now must not decide them.
     """
-    config = vllm_runner.model_config
+    config, device = vllm_runner.model_config, device.undisturbed()
     with set_current_vllm_config(vllm_runner.vllm_config), torch.inference_mode():
         layers = seconds(device, lambda: vllm_runner._dummy_run(sequences, uniform_decode=True))
         if head is None:

@@ -29,7 +29,7 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace, get_uniform_decod
 
 from sipipe.worker.device import Device
 from sipipe.worker.inputs.model_input import ModelInput
-from sipipe.worker.inputs.placement import Placement, placement_of
+from sipipe.worker.inputs.placement import Placed, Placement, placement_of
 from sipipe.worker.inputs.prepare import InputPreparer
 from sipipe.worker.inputs.safety import TokenSafety, Unwatched
 
@@ -129,6 +129,10 @@ class SiPipePrepares:
         self._placement.wait_free(buffer_set)
         self._safety.begin_write(buffer_set, iteration)
         inputs = self._preparer.prepare(output, slot, buffer_set, iteration)
+        if inputs.num_tokens:
+            inputs.state = self._state(inputs)
+            if placed := self._placement.ahead(inputs):
+                inputs.batch = self._batch(inputs, placed)
         self._safety.end_write(buffer_set, iteration)
         return inputs
 
@@ -154,7 +158,7 @@ class SiPipePrepares:
                     f"request {new.req_id} has row {row} here and {rows[new.req_id]} in vLLM's "
                     "runner: please report this"
                 )
-        self._placement.take_blocks(inputs)
+        self._placement.begin(inputs)
         if output.new_block_ids_to_zero:
             runner.kv_block_zeroer.zero_block_ids(output.new_block_ids_to_zero)
         if output.kv_cache_block_copies:
@@ -169,8 +173,30 @@ class SiPipePrepares:
             found: tuple[BatchReqState | None, int | None] = self._gather_dummy(output, True)
             return found
         inputs = self._inputs
+        uniform: int | None = get_uniform_decode_token_count(
+            inputs.num_reqs, inputs.num_tokens, inputs.max_query_len, inputs.decode_graph_eligible
+        )
+        return inputs.state, uniform
+
+    def _prepare_inputs(
+        self,
+        output: SchedulerOutput,  # noqa: ARG002
+        state: BatchReqState,  # noqa: ARG002
+        desc: Any,
+        num_active_loras: int,  # noqa: ARG002
+    ) -> InputBatch:
+        inputs, batch = self._inputs, self._inputs.batch
+        count, used = inputs.num_reqs, inputs.num_tokens
+        requests, tokens = desc.num_reqs or count, max(used, desc.num_tokens)
+        if batch is None or (requests, tokens) != (count, used):
+            batch = self._batch(inputs, self._placement.place(inputs, requests, tokens))
+        return batch
+
+    # ---- vLLM's records of a batch ---------------------------------------------------------------
+
+    def _state(self, inputs: ModelInput) -> BatchReqState:
         source, count = self._buffers[inputs.buffer_set], inputs.num_reqs
-        state = BatchReqState(
+        return BatchReqState(
             req_ids=inputs.req_ids,
             num_scheduled_tokens=source.num_scheduled_tokens.np[:count],
             num_tokens=inputs.num_tokens,
@@ -186,22 +212,10 @@ class SiPipePrepares:
             decode_graph_eligible=inputs.decode_graph_eligible,
             max_seq_len_np=None,  # only vLLM's broadcast of tokens looks
         )
-        uniform: int | None = get_uniform_decode_token_count(
-            count, inputs.num_tokens, inputs.max_query_len, inputs.decode_graph_eligible
-        )
-        return state, uniform
 
-    def _prepare_inputs(
-        self,
-        output: SchedulerOutput,
-        state: BatchReqState,
-        desc: Any,
-        num_active_loras: int,  # noqa: ARG002
-    ) -> InputBatch:
-        inputs = self._inputs
-        source, count = self._buffers[inputs.buffer_set], inputs.num_reqs
-        requests, tokens = desc.num_reqs or count, max(inputs.num_tokens, desc.num_tokens)
-        placed = self._placement.place(inputs, requests, tokens)
+    def _batch(self, inputs: ModelInput, placed: Placed) -> InputBatch:
+        source, count, state = self._buffers[inputs.buffer_set], inputs.num_reqs, inputs.state
+        requests, tokens = len(placed.seq_lens), len(placed.input_ids)
         return InputBatch(
             req_ids=inputs.req_ids,
             num_reqs=count,
@@ -233,7 +247,7 @@ class SiPipePrepares:
             logits_indices=placed.logits_indices,
             cu_num_logits=self._one_each_there[: count + 1],
             cu_num_logits_np=self._one_each[: count + 1],
-            has_structured_output_reqs=output.has_structured_output_requests,
+            has_structured_output_reqs=inputs.output.has_structured_output_requests,
             prompt_lens=None,
         )
 

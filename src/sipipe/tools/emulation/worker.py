@@ -84,6 +84,9 @@ class EmulatedDevice:
     def mark(self) -> int:
         return max(self._free, time.monotonic_ns(), int(self._ready[0]))
 
+    def undisturbed(self) -> EmulatedDevice:
+        return self
+
     def wait(self, mark: int) -> None:
         while (left := mark - time.monotonic_ns()) > 0:
             time.sleep(left / 1e9)  # wait: the emulated kernel's time; nobody

@@ -38,3 +38,7 @@ class ModelInput:
     and knows them."""
     samples: int = 0
     """Rows of logits that samplers get."""
+    state: Any = None
+    """vLLM's ``BatchReqState``."""
+    batch: Any = None
+    """vLLM's ``InputBatch`` without padding, if it was made ahead."""

@@ -1,7 +1,7 @@
 """Where a prepared batch is when the model reads it: in the set itself, or copied from there.
 
-Who runs here: the device thread, but for :meth:`Placement.wait_free`, which is the preparing
-thread's. Guarantee: a set is not written while anything reads it (:mod:`sipipe.worker.double_buffer`
+Who runs here: the device thread, but for :meth:`Placement.wait_free` and :meth:`Placement.ahead`,
+which are the preparing thread's. Guarantee: a set is not written while anything reads it (:mod:`sipipe.worker.double_buffer`
 says when it was taken; here is whether the copies that were launched then are done).
 """
 
@@ -68,8 +68,11 @@ class Placement(Protocol):
     def wait_free(self, buffer_set: int) -> None:
         """Return when nothing reads the set any more."""
 
-    def take_blocks(self, inputs: ModelInput) -> None:
-        """The blocks that cached requests have got."""
+    def ahead(self, inputs: ModelInput) -> Placed | None:
+        """The batch as it is, if the device reads it where it was prepared; the preparing thread's."""
+
+    def begin(self, inputs: ModelInput) -> None:
+        """The batch is placed next: vLLM's own parts learn of it what they look at."""
 
     def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
         """The batch, padded to ``requests`` and ``tokens``."""
@@ -94,14 +97,18 @@ class InPlace:
     def wait_free(self, buffer_set: int) -> None:
         pass
 
-    def take_blocks(self, inputs: ModelInput) -> None:
-        pass
+    def ahead(self, inputs: ModelInput) -> Placed:
+        return self.place(inputs, inputs.num_reqs, inputs.num_tokens)
+
+    def begin(self, inputs: ModelInput) -> None:
+        source = self._source = self.buffers[inputs.buffer_set]
+        # M-RoPE and prompt log-probabilities read vLLM's.
+        rows = source.rows.np[: inputs.num_reqs]
+        self._computed[rows] = source.num_computed_tokens.np[: inputs.num_reqs]
 
     def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
-        source = self._source = self.buffers[inputs.buffer_set]
+        source = self.buffers[inputs.buffer_set]
         count, used = inputs.num_reqs, inputs.num_tokens
-        # For those of vLLM's parts that look at their own: M-RoPE, prompt log-probabilities.
-        self._computed[source.rows.np[:count]] = source.num_computed_tokens.np[:count]
         if requests > count:
             _pad_requests(source, count, requests, used)
         source.is_padding.np[:used] = False
@@ -155,7 +162,10 @@ class Copied:
             # wait: none of its own, `stall_timeout` for the iteration; the device
             self._device.wait(self._read[buffer_set])
 
-    def take_blocks(self, inputs: ModelInput) -> None:
+    def ahead(self, inputs: ModelInput) -> None:
+        """Nothing: what a graph pads is not known yet."""
+
+    def begin(self, inputs: ModelInput) -> None:
         runner, cached = self._runner, inputs.output.scheduled_cached_reqs
         index = runner.req_states.req_id_to_index
         for req_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
