@@ -300,7 +300,13 @@ def stock_results(model_path, batches, **engine):
     return goldens.get(model_path, batches, engine, run_stock)
 
 
-def assert_stock(found, model_path, batches, same, **engine) -> None:
+def same_tokens(found, stock) -> None:
+    """Fail unless the requests of each batch have the same tokens."""
+    for said, expected in zip(found, stock, strict=True):
+        assert tokens(said) == tokens(expected)
+
+
+def assert_stock(found, model_path, batches, same=same_tokens, **engine) -> None:
     """Fail unless ``same(found, stock's results)`` holds without an AssertionError.
 
     A processor of another make may round another way than the one that the kept results are of,

@@ -28,8 +28,8 @@ from tests.engine.engines import (
     model,
     prompts,
     run_engine,
+    same_tokens,
     shared,
-    tokens,
 )
 from tests.engine.forks import Forked
 from tests.engine.test_parity import mixed_batches
@@ -85,7 +85,7 @@ for batch in json.load(open(sys.argv[1])):
 
 LOAD = """
 import asyncio, json
-from tests.engine.test_server import load
+from tests.engine.servers import load
 print(json.dumps(asyncio.run(load("http://127.0.0.1:8000", "m"))))
 """
 STRANGERS = """
@@ -236,11 +236,6 @@ def serve(cluster, models, tmp_path):
         one.close()
 
 
-def same_tokens(found, stock):
-    for said, expected in zip(found, stock, strict=True):
-        assert tokens(said) == tokens(expected)
-
-
 @pytest.mark.parametrize(
     "encrypts",
     [True, pytest.param(False, marks=pytest.mark.slow)],
@@ -271,7 +266,7 @@ def test_two_hosts_equal_stock_and_end_together(cluster, models, tmp_path, encry
         ) as engine:  # fmt: skip
             found = engine.run(mixed_batches())
             engine.close()
-        assert_stock(found, model(models), mixed_batches(), same_tokens)
+        assert_stock(found, model(models), mixed_batches())
         agent.wait(NOTICED)
         agent.stdin.close()
     assert "the engine ended" in log.read_text()
@@ -293,7 +288,7 @@ def test_more_of_two_hosts_equals_stock(serve, models, family, pp, tp):
     assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
     # Replaced there, at a point of the stream that the head knows.
     served.process(1, "sipipe.sampler sampler").kill()
-    assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
+    assert_stock(served.run(mixed_batches()), served.path, mixed_batches())
     served.wait_for(1, "starting it again", "the spare takes its place")
     served.end()
     # vLLM gives its engine process no time to say so, and kills it.
@@ -315,7 +310,7 @@ def test_long_prompts_cross_in_pieces(serve, models, tmp_path):
         {"prompts": prompts(3, longest=1000, seed=18), "params": greedy(3)},
     ]
     stock = {"max_model_len": 1024, "max_num_batched_tokens": 2048}
-    assert_stock(served.run(asked), served.path, asked, same_tokens, **stock)
+    assert_stock(served.run(asked), served.path, asked, **stock)
     served.end()
     tokens_of = {}
     for stage in read_trace(traces).of("stage"):
@@ -383,9 +378,9 @@ def test_ports_are_the_documented_ones_and_strangers_at_each_stop_nothing(serve)
     for strangers in come(MANY):
         assert strangers.wait(START) == 0
     stock = served.run(mixed_batches())
-    assert_stock(stock, served.path, mixed_batches(), same_tokens)
+    assert_stock(stock, served.path, mixed_batches())
     strangers = come(MANY)
-    assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
+    assert_stock(served.run(mixed_batches()), served.path, mixed_batches())
     for one in strangers:
         assert one.wait(START) == 0
     assert served.client(HEALTH) == "200\n"
@@ -489,7 +484,7 @@ def test_both_hosts_come_back_under_restart(serve):
     while served.log(0).count("Application startup complete") < 2:
         assert time.monotonic() < deadline, (served.log(0)[-3000:], served.log(1)[-3000:])
         time.sleep(0.2)
-    assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
+    assert_stock(served.run(mixed_batches()), served.path, mixed_batches())
     for node in (1, 0):  # each would wait for the other's return
         psutil.Process(served.hosts[node].pid).children()[0].send_signal(signal.SIGTERM)
     served.ended()

@@ -1,7 +1,6 @@
 """What the processes of ``test_processes`` do: ``python process.py ROLE JSON``."""
 
 import json
-import multiprocessing
 import os
 import random
 import socket
@@ -18,8 +17,6 @@ from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 from sipipe.ipc.ring.layout import RingEndpoint
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint, LogitsReader, LogitsWriter
 from sipipe.messages.logits import LogitsShape
-
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def body_of(number: int) -> list[bytes]:

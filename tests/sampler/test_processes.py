@@ -196,6 +196,14 @@ def expected(logits, outputs):
     ).tolist()
 
 
+def check_both_draw(service):
+    """In its first iteration, a row each."""
+    service.publish(step(0, [1, 2], [0, 1], added=additions([1, 2], [0, 1])))
+    logits = logits_of(0, 2)
+    service.write(0, logits)
+    assert service.collect(0)[0] == expected(logits, [[], []])
+
+
 def test_columns_draw_what_the_facade_draws_over_many_iterations(service):
     handles, owners = [10, 11, 12, 13], [0, 1, 0, 1]
     outputs = [[] for _ in handles]
@@ -325,10 +333,7 @@ def test_a_publish_that_waits_for_a_dead_sampler_goes_on(service):
     assert service.replaced.wait(20)
     publishing.join(20)
     assert not publishing.is_alive()
-    service.publish(step(0, [1, 2], [0, 1], added=additions([1, 2], [0, 1])))
-    logits = logits_of(0, 2)
-    service.write(0, logits)
-    assert service.collect(0)[0] == expected(logits, [[], []])
+    check_both_draw(service)
 
 
 def test_a_successor_that_dies_before_its_place_is_known(service):
@@ -343,10 +348,7 @@ def test_a_successor_that_dies_before_its_place_is_known(service):
     while service.admitted < 2:
         assert not service.errors
         time.sleep(0.01)
-    service.publish(step(0, [1, 2], [0, 1], added=additions([1, 2], [0, 1])))
-    logits = logits_of(0, 2)
-    service.write(0, logits)
-    assert service.collect(0)[0] == expected(logits, [[], []])
+    check_both_draw(service)
     assert service.deaths == [("sampler1", "exit code -9")] * 2
 
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+from tests.scheduled import new_request
 from tests.worker.arithmetic import VOCAB, Runner, Worker
 from tests.worker.watched_stage import WatchedStage
 from vllm.distributed import parallel_state
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from sipipe.config import SiPipeConfig
@@ -192,7 +192,7 @@ class Requests:
                 cached.num_computed_tokens.append(computed)
                 cached.num_output_tokens.append(0)
             else:
-                new.append(_new(req_id, tokens, more))
+                new.append(new_request(req_id, tokens, blocks=(more,), prefill=tokens))
             self._computed[req_id] = computed + count
             if computed + count == len(tokens):
                 samples.append(req_id)
@@ -210,17 +210,3 @@ class Requests:
             preempted_req_ids=preempted,
         )
         return output, samples
-
-
-def _new(req_id, tokens, blocks):
-    return NewRequestData(
-        req_id=req_id,
-        prompt_token_ids=[*tokens],
-        prefill_token_ids=[*tokens],
-        mm_features=[],
-        sampling_params=SamplingParams(temperature=0.0),
-        pooling_params=None,
-        block_ids=([*blocks],),
-        num_computed_tokens=0,
-        lora_request=None,
-    )

@@ -24,9 +24,10 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from tests.scheduled import new_request
 from vllm.distributed import parallel_state
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample import gumbel
 
@@ -325,16 +326,12 @@ class Rig:
 
     def introduce(self, request, blocks):
         request.row = self.free.pop()
-        return NewRequestData(
-            req_id=request.id,
-            prompt_token_ids=request.prompt,
-            prefill_token_ids=request.prompt,
-            mm_features=[],
-            sampling_params=request.params,
-            pooling_params=None,
-            block_ids=(blocks,),
-            num_computed_tokens=0,
-            lora_request=None,
+        return new_request(
+            request.id,
+            request.prompt,
+            params=request.params,
+            blocks=(blocks,),
+            prefill=request.prompt,
         )
 
     def dispatch(self):

@@ -6,6 +6,7 @@ Streams and events: ``test_cuda_order.py``.
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from tests.worker.test_draws import Head, batch, last_runner  # noqa: E402
-from tests.worker.test_publisher import LateDevice  # noqa: E402
 from tests.worker.test_vocabulary import Model, shards  # noqa: E402
 from tests.worker.threaded_pipeline import (  # noqa: E402
     HAND_OVER,
@@ -42,6 +42,65 @@ from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 from sipipe.worker.vocabulary import SharedProjection  # noqa: E402
+
+
+class LateDevice:
+    """One stream of work and one of copies, each a queue that :meth:`run` empties.
+
+    Marks are places in the first queue. A copy reads its source when it runs, and not before what
+    it comes after, so that a source that was written too early or a target that was read too early
+    shows.
+    """
+
+    def __init__(self):
+        self.lock = threading.Condition()
+        self.launched = self.reached = 0
+        self.copies = []
+
+    def use(self):
+        pass
+
+    def beside(self):
+        return self
+
+    def mark(self):
+        with self.lock:
+            self.launched += 1
+            return SimpleNamespace(at=self.launched, copied=None)
+
+    def wait(self, mark):
+        with self.lock:
+            assert self.lock.wait_for(lambda: self._there(mark), 10), "the device never came"
+
+    def _there(self, mark):
+        return mark.copied if mark.copied is not None else self.reached >= mark.at
+
+    def nanoseconds(self, first, last):
+        return (last.at - first.at) * 1000
+
+    def fetch(self, source, target, after):
+        mark = SimpleNamespace(at=after.at, copied=False)
+        with self.lock:
+            self.copies.append((source, target, after, mark))
+            self._copy()
+        return mark
+
+    def run(self, mark):
+        """The device reaches ``mark``, and makes the copies that come after it."""
+        with self.lock:
+            self.reached = mark.at
+            self._copy()
+
+    def _copy(self):
+        for source, target, after, copied in self.copies:
+            if not copied.copied and after.at <= self.reached:
+                target.copy_(source)
+                copied.copied = True
+        self.lock.notify_all()
+
+    def asked(self, copies):
+        with self.lock:
+            assert self.lock.wait_for(lambda: len(self.copies) >= copies, 10)
 
 
 def launched(iteration, samples=2):

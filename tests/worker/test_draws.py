@@ -10,8 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from tests.worker.test_publisher import VOCAB, LateDevice, Rig  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from tests.worker.test_publisher import VOCAB  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
 from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
@@ -309,51 +308,6 @@ def test_a_warm_up_hands_nothing_on(last_stage):
     drawn, sampled, rejected = last_stage._sample(hidden, batch(["a"], [0], [2], [2]), None)
     assert drawn.sampled_token_ids.shape == (1, 1)
     assert sampled.tolist() == rejected.tolist() == [0]
-
-
-class WaitingOperators(TorchDispatchMode):
-    """Operators that would wait for a GPU: their results, or their shapes, are the host's."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in (
-            *("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique_dim"),
-            *("_unique2", "equal", "repeat_interleave"),
-        ):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_launching_thread_never_waits_for_the_device(last_stage):
-    """Steady iterations, all launched before the device has run one. Who waits is the publisher."""
-    device = LateDevice()
-    last_stage._device = device
-    rig = Rig(device)
-    last_stage.take_over(per_row=False)
-    last_stage.open(last_stage.projection, None)
-    last_stage._writes = True
-    sorted_batch = batch(["c", "a"], [12, 9], [1, 1], [7, 4])
-    with WaitingOperators() as operators:
-        for iteration in range(3):
-            launched = Launched(
-                iteration=iteration, slot=0, num_reqs=2, num_tokens=2, first=device.mark()
-            )
-            # The runner has them as c, a.
-            last_stage.begin(inputs_of(iteration, ["a", "c"], np.array([1, 0])), launched)
-            last_stage._sample(torch.zeros(2, VOCAB), sorted_batch, None)
-            last_stage.end()
-            launched.last = device.mark()
-            rig.publisher.put(launched)
-    assert operators.found == []
-    device.run(SimpleNamespace(at=device.launched))
-    for iteration in range(3):
-        with rig.reader.receive() as slot:
-            assert slot.iteration == iteration
-    rig.publisher.drain()
-    rig.close()
 
 
 def test_the_stand_in_sampler_keeps_nothing():
