@@ -90,13 +90,13 @@ def load():
     import sipipe.ipc.ring.reader
     import sipipe.ipc.ring.writer
     import sipipe.sampler.main as sampler
-    import sipipe.worker.device_vocabulary
     import sipipe.worker.draws
     import sipipe.worker.loop as loop
     import sipipe.worker.main as worker
     import sipipe.worker.preparation
+    import sipipe.worker.projection
+    import sipipe.worker.projection_thread
     import sipipe.worker.publisher
-    import sipipe.worker.vocabulary
 
     return {
         # a sampler's life
@@ -122,8 +122,8 @@ def load():
         "logits": (sipipe.worker.draws.LastRows, "_hand_over"),
         "sample": (arithmetic.Runner, "sample"),
         "hand on": (sipipe.worker.publisher.Publisher, "_do"),
-        "spread": (sipipe.worker.vocabulary.SharedProjection, "columns"),
-        "rows": (sipipe.worker.device_vocabulary.HeadThread, "_do"),
+        "spread": (sipipe.worker.projection.SharedProjection, "columns"),
+        "rows": (sipipe.worker.projection_thread.ProjectionThread, "_do"),
         "product": (stand_in.Shard, "whole"),
         # the engine's
         "start": (sipipe.engine.host.LocalHost, "start"),

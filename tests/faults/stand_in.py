@@ -15,7 +15,7 @@ from sipipe.tools.emulation.worker import EmulatedSharing, EmulatedWorker
 
 
 class Shard:
-    """In place of :class:`sipipe.worker.head.HeadShard`: a stage's columns."""
+    """In place of :class:`sipipe.worker.projection_rows.ProjectionShard`: a stage's columns."""
 
     def __init__(self, start, stop):
         self._logits = logits_table()[:, start:stop]

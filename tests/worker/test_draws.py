@@ -157,7 +157,7 @@ def test_rows_are_in_the_samplers_order(last_stage, lora, prepared):
         last_stage, hidden, sorted_batch, ["p", "d2", "chunk", "d1"], sampled=sampled
     )
     assert row_values(launched.logits) == [8.0, 1.0, 0.0], "p, d2, d1; chunk gets no token"
-    assert last_stage.head.rows == [4 if lora else 3]
+    assert last_stage.stage_logits.rows == [4 if lora else 3]
 
 
 def test_all_rows_and_none(last_stage):
@@ -195,7 +195,7 @@ def test_vllms_output_is_made_only_where_somebody_waits_for_it(last_stage):
         runner.sample_tokens(None)
         last_stage.end()
     assert calls == [[0, 1], "output"]
-    assert last_stage.head.rows == [2]
+    assert last_stage.stage_logits.rows == [2]
     runner.sample_tokens(None)
     assert calls[2:] == ["output"], "a warm-up's is vLLM's"
 

@@ -24,7 +24,7 @@ from sipipe.engine.layers.vocabulary import Vocabulary, columns, settle
 from sipipe.engine.rpc import Calls
 from sipipe.engine.setup import Setup
 from sipipe.engine.stall import ANSWER_SECONDS
-from sipipe.messages.boots import HeadOffer, StageDescription
+from sipipe.messages.boots import ProjectionOffer, StageDescription
 from sipipe.messages.calls import (
     Describe,
     Measure,
@@ -124,7 +124,7 @@ class Opening:
         self._calls.ask(opening, self._seconds)
         return vocabulary
 
-    def _share(self, offers: Sequence[HeadOffer | str]) -> tuple[Vocabulary, tuple[int, ...]]:
+    def _share(self, offers: Sequence[ProjectionOffer | str]) -> tuple[Vocabulary, tuple[int, ...]]:
         """Have every stage take its rows of what the last stage's ranks offer.
 
         Returns also the columns of all writers of logits; none where the last stage keeps them.
@@ -132,7 +132,7 @@ class Opening:
         setup = self._setup
         if not setup.vocabulary.parts:
             return setup.vocabulary, ()
-        rows = [offer for offer in offers if isinstance(offer, HeadOffer)]
+        rows = [offer for offer in offers if isinstance(offer, ProjectionOffer)]
         if len(rows) < len(offers):
             vocabulary = Vocabulary(why=next(why for why in offers if isinstance(why, str)))
             logger.warning("%s", vocabulary)

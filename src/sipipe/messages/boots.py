@@ -69,7 +69,7 @@ class WorkerBoot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOffer:
+class ProjectionOffer:
     """A last stage's rank's rows of the output projection, for other stages to take theirs."""
 
     memory: Any
@@ -89,7 +89,7 @@ class StageDescription:
 
     logits: LogitsShape | None = None
     """What the stage writes to BIC-L; None on ranks that write no logits."""
-    offer: HeadOffer | str = ""
+    offer: ProjectionOffer | str = ""
     """The last stage's rank's, where the output projection is to be shared out; or why not."""
 
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from sipipe.messages.boots import HeadOffer, StageDescription
+from sipipe.messages.boots import ProjectionOffer, StageDescription
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.measured import Measured
 
@@ -37,7 +37,7 @@ class TimeParts(Request[Measured], frozen=True):
 class TakeProjection(Request[None], frozen=True):
     """Take the rank's rows of the output projection from the last stage, which offers them."""
 
-    offers: Sequence[HeadOffer]
+    offers: Sequence[ProjectionOffer]
     bounds: Sequence[int]
     """First column of each writer of logits, and V at the end."""
 

@@ -80,8 +80,8 @@ class StageLoop:
                 return self._sampled.time_parts(sequences)
             case TakeProjection(offers=offers, bounds=bounds):
                 return self._sampled.sharing.take(offers, bounds)
-            case OpenChannels(links=links, logits=logits, finals=heads):
-                return self.open(links=links, logits=logits, heads=heads)
+            case OpenChannels(links=links, logits=logits, finals=finals):
+                return self.open(links=links, logits=logits, finals=finals)
             case Measure(sequences=sequences):
                 return self._sampled.measure(sequences)
             case Settle(draws=draws):
@@ -93,11 +93,11 @@ class StageLoop:
         *,
         links: Sequence[LinkEndpoint],
         logits: LogitsEndpoint | None,
-        heads: Sequence[LinkEndpoint] = (),
+        finals: Sequence[LinkEndpoint] = (),
     ) -> None:
         """Open this rank's ends of the links and, where it writes logits, the writer of BIC-L.
 
-        ``heads``: the links from the last stage to each other, where the output projection is
+        ``finals``: the links from the last stage to each other, where the output projection is
         shared out; by rank of the receiver. ``logits`` is None when the engine runs on vLLM's own
         path.
         """
@@ -106,7 +106,7 @@ class StageLoop:
         if logits is None:
             self.stage = VllmStage(self._around, self._links)
             return
-        self._sampled.open(logits, heads, self._sockets)
+        self._sampled.open(logits, finals, self._sockets)
         if not self._around.boot.measures:
             self.stage = self._sampled.begin(self._links)
 

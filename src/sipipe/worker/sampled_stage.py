@@ -34,9 +34,9 @@ from sipipe.worker.preparation import (
     VllmPrepares,
     why_vllm_prepares,
 )
+from sipipe.worker.projection import Projection
 from sipipe.worker.publisher import Publisher
 from sipipe.worker.stage import Surroundings, VllmStage
-from sipipe.worker.vocabulary import Projection
 
 SETS = 2
 """Of input buffers: one is prepared while the device reads the other."""
@@ -145,7 +145,7 @@ class SampledStage(VllmStage):
     def doing(self) -> str:
         said = [self.double_buffer.doing(), f"(publisher) {self._publisher.doing()}"]
         if due := self._projection.doing():
-            said.append(f"(head thread) {due}")
+            said.append(f"(projection thread) {due}")
         return ", ".join(said)
 
     def close(self) -> None:

@@ -320,7 +320,7 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
             loop.answer(TakeProjection(offers=[offer], bounds=bounds))
             assert loop.answer(TimeParts(sequences=4)).layers == (stage + 1) / 1e3
         links = [link] * (stages - 1)
-        loop.open(links=links, heads=links, logits=channel.endpoint)
+        loop.open(links=links, finals=links, logits=channel.endpoint)
         loops.append(loop)
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [unseen("a"), unseen("b")]

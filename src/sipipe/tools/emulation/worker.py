@@ -33,7 +33,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from sipipe.messages.boots import HeadOffer
+from sipipe.messages.boots import ProjectionOffer
 from sipipe.messages.measured import Measured
 from sipipe.messages.places import StagePlace
 from sipipe.tools.emulation.profile import Profile, read_profile
@@ -152,7 +152,7 @@ class _Projection(torch.nn.Module):
         return torch.empty(rows, self._columns, dtype=self._dtype, device="meta")
 
     def whole(self, hidden: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
-        """As :meth:`HeadShard.whole`."""
+        """As :meth:`ProjectionShard.whole`."""
         return self.compute_logits(hidden)
 
 
@@ -170,18 +170,18 @@ class _ProjectionBeside(_Projection):
 class EmulatedSharing(Sharing):
     """There is no matrix whose rows could be taken, and times are in the profile."""
 
-    def offer(self, *_: Any) -> HeadOffer | str:
+    def offer(self, *_: Any) -> ProjectionOffer | str:
         columns = (0, self._worker.model_config.get_vocab_size())
         if not self._boot.parts:
             return ""
-        return HeadOffer(memory=None, columns=columns, hidden=1, scale=1.0, soft_cap=None)
+        return ProjectionOffer(memory=None, columns=columns, hidden=1, scale=1.0, soft_cap=None)
 
-    def time_parts(self, head: Any, sequences: int) -> Measured:  # noqa: ARG002
+    def time_parts(self, stage_logits: Any, sequences: int) -> Measured:  # noqa: ARG002
         stages = self._worker.profile.stages
         layers = stages[self._place.stage].layers(sequences)
         return Measured(layers=layers, projection=stages[-1].projection(sequences))
 
-    def _take(self, offers: Sequence[HeadOffer], start: int, stop: int) -> Any:
+    def _take(self, offers: Sequence[ProjectionOffer], start: int, stop: int) -> Any:
         worker, device = self._worker, self._device
         assert isinstance(device, EmulatedDevice)
         whole, dtype = offers[0].columns[1], worker.model_config.dtype

@@ -1,4 +1,4 @@
-"""The output projection shared out: the head thread, beside real links, BIC-L and publishers; what is
+"""The output projection shared out: the projection thread, beside real links, BIC-L and publishers; what is
 launched runs at once, or on a device that is late.
 
 Streams and events: ``test_cuda_order.py``.
@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from tests.worker.test_draws import Head, batch, last_runner  # noqa: E402
-from tests.worker.test_vocabulary import Model, shards  # noqa: E402
+from tests.worker.test_projection_rows import Model, shards  # noqa: E402
 from tests.worker.threaded_pipeline import (  # noqa: E402
     HAND_OVER,
     HIDDEN,
@@ -36,12 +36,12 @@ from sipipe.observe.phases import Phase  # noqa: E402
 from sipipe.worker import draws  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.device_thread import Launched  # noqa: E402
-from sipipe.worker.device_vocabulary import HeadThread  # noqa: E402
 from sipipe.worker.draws import LastRows  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
+from sipipe.worker.projection import SharedProjection  # noqa: E402
+from sipipe.worker.projection_thread import ProjectionThread  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
-from sipipe.worker.vocabulary import SharedProjection  # noqa: E402
 
 
 class LateDevice:
@@ -121,7 +121,7 @@ class Shard:
 
 
 class Two:
-    """A stage with a head thread, and the last stage's end; one sampler."""
+    """A stage with a projection thread, and the last stage's end; one sampler."""
 
     def __init__(self, shard, bounds, *, device=None, bound=HAND_OVER):
         shape = LogitsShape(vocab=VOCAB, bounds=bounds)
@@ -132,7 +132,7 @@ class Two:
         )
         sender, receiver = link(bound)
         self.last = SharedProjection([sender], Shard(0, 0), lambda *_: None)
-        self.head = HeadThread(
+        self.thread = ProjectionThread(
             device or HostDevice(),
             receiver,
             shard,
@@ -146,7 +146,7 @@ class Two:
     def expect(self, iteration, samples=2):
         for handover in (self.ours, self.theirs):
             handover.expect(iteration, 2 * iteration % 10)
-        self.head.put(launched(iteration, samples))
+        self.thread.put(launched(iteration, samples))
 
     def finish(self, iteration, rows, columns):
         """The last stage has made ``rows``, and its own ``columns`` for them."""
@@ -160,7 +160,7 @@ class Two:
             return torch.from_numpy(entry.array.copy())
 
     def close(self):
-        for end in (self.head, self.last, self.ours, self.theirs, self.reader, self.channel):
+        for end in (self.thread, self.last, self.ours, self.theirs, self.reader, self.channel):
             end.close()
 
 
@@ -211,21 +211,21 @@ def test_nothing_is_said_before_the_device_is_there(two):
             made[iteration].fill_(1.0)  # what the device computes meanwhile
             device.run(SimpleNamespace(at=device.launched))
         assert (pair.read(iteration) == 1.0).all()
-    pair.head.drain()
+    pair.thread.drain()
     assert [end - began for _, _, began, end in pair.phases] == [1000, 1000]
 
 
 def test_who_launches_waits_for_nothing_and_a_drain_says_what_is_late(two):
     pair = two(Shard(0, 400), (0, 400, VOCAB), bound=0.01)
-    pair.head.put(launched(7))
+    pair.thread.put(launched(7))
     with pytest.raises(StallError, match="iteration 7"):
-        pair.head.drain()
+        pair.thread.drain()
 
 
 def test_rows_that_do_not_come_end_the_worker(two):
     pair = two(Shard(0, 400), (0, 400, VOCAB), bound=0.01)
     pair.expect(0)
-    pair.head._thread.join(HAND_OVER)
+    pair.thread._thread.join(HAND_OVER)
     assert "no hidden states of iteration 0" in str(pair.failed[0])
     with pytest.raises(StallError, match="iteration 0"):
         pair.expect(1)
@@ -236,16 +236,16 @@ def test_the_end_of_the_last_stage_ends_the_wait(two):
     pair.expect(0)
     pair.last.close()
     with pytest.raises(LinkClosedError):
-        pair.head.drain()
-    pair.head._thread.join(HAND_OVER)
+        pair.thread.drain()
+    pair.thread._thread.join(HAND_OVER)
     assert len(pair.failed) == 1
 
 
 def test_a_close_ends_the_wait_and_is_no_failure(two):
     pair = two(Shard(0, 400), (0, 400, VOCAB))
     pair.expect(0)
-    pair.head.close()
-    assert not pair.head._thread.is_alive()
+    pair.thread.close()
+    assert not pair.thread._thread.is_alive()
     assert not pair.failed
 
 
@@ -283,7 +283,7 @@ class Stage:
             self.draws.open(self.projection, self.handover)
         else:
             mine = pipeline.heads[stage][1]
-            self.projection = HeadThread(
+            self.projection = ProjectionThread(
                 device, mine, shard, self.handover, record, pipeline.failed.append, HAND_OVER
             )
 
