@@ -243,13 +243,34 @@ atexit.register(close_engines)
 
 
 def gone(processes: list[psutil.Process], seconds: float = 20) -> bool:
-    """Whether all of them end in time."""
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    """Whether all of them end in time; one that nobody has reaped has ended."""
+
+    def runs(process: psutil.Process) -> bool:
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + seconds
+    while any(map(runs, processes)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def in_shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
+
+
+def in_shared_memory_of(processes: list[psutil.Process]) -> set[str]:
+    """Names that these processes map: of what was there before, and what other tests have, none."""
+    numbers = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            numbers.update(map(int, re.findall(r"(\d+) +/dev/shm/", maps)))
+    return {entry.name for entry in os.scandir("/dev/shm") if entry.inode() in numbers}
 
 
 def left_in_shared_memory(before: set[str], seconds: float = 5) -> set[str]:
