@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks.harness import report
 from benchmarks.results import RESULTS
 from benchmarks.serving import MODELS
+from sipipe.cli.advice import on_host
 from sipipe.cores import this_machine
 from sipipe.tools.make_model.checkpoint import make_model
-from sipipe.tools.planner.advice import on_host
 from sipipe.tools.planner.models import load_model
 
 STAGES = (1, 2)

@@ -12,14 +12,15 @@ measure each other, and a share does not depend on what else the machine does. E
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import random
 import statistics
+import sys
 from typing import Any
 
-from benchmarks.engine_process import answer, run_in_process
-from benchmarks.harness import report
+from benchmarks.harness import of_the_checkout, report
 from benchmarks.serving import MODELS
+from sipipe.tools.child import answer, measured
 from sipipe.tools.make_model.checkpoint import make_model
 
 KINDS: list[dict[str, Any]] = [
@@ -35,18 +36,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2 and 4 samplers, 96 requests")
     parser.add_argument("--requests", type=int, help="64 of them at a time (default: 192)")
     parser.add_argument("--samplers", help="numbers of them, a list (default: 1,2,4)")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.engine:
-        answer(_run(json.loads(args.engine)))
-        return
+    module = of_the_checkout("benchmarks.balance")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the executor is in the engine's process
     model = make_model("llama", MODELS / "llama-tiny", size="tiny")
     counts = args.samplers or ("2,4" if args.quick else "1,2,4")
     requests = args.requests or (96 if args.quick else 192)
     rows = []
     for samplers in map(int, counts.split(",")):
         job = {"model": str(model), "samplers": samplers, "requests": requests}
-        both = run_in_process("benchmarks.balance", job, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        both = measured(f"{samplers} samplers", job, module)
         rows += [{"samplers": samplers, **row} for row in both["rows"]]
     report(
         "balance",
@@ -118,4 +117,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    if "".join(sys.argv[1:]).isdigit():  # the socket of the process that measures
+        answer(_run)
+    else:
+        main()

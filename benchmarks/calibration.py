@@ -55,7 +55,7 @@ class Run:
     """CPU devices: cores of one rank. GPUs: 1."""
     layers: tuple[int, ...] | None = None
     """Layers of each stage; None: cut evenly."""
-    heads: tuple[float, ...] = ()
+    projections: tuple[float, ...] = ()
     """Each stage's part of the output projection; empty: the last stage has it."""
 
 
@@ -133,7 +133,7 @@ def _forward_terms(
         "layers": float(stage.layers),
         # Where caches are large enough to keep a stage's weights, the vocabulary projection
         # evicts them: a stage that has it reads its layers from memory every time.
-        "layers beside a head": float(stage.layers if stage.head else 0),
+        "layers beside a head": float(stage.layers if stage.projection else 0),
         "products": 2.0 * weights * tokens / cores,
         "all-reduce": 2 * stage.layers * all_reduce_seconds(cluster, stage, size),
     }
@@ -177,14 +177,14 @@ def calibrate(sheet: DatasheetCosts, runs: Sequence[Run]) -> Calibration:
     rows: dict[str, list[tuple[Terms, Observation]]] = {}
     for run in runs:
         _check_model(facts, run)
-        stages = place(facts.layers, run.p, run.t, per_host, run.layers, run.heads).stages
+        stages = place(facts.layers, run.p, run.t, per_host, run.layers, run.projections).stages
         for seen in run.observations:
             found: Terms | None
             stage = stages[min(seen.stage, run.p - 1)]
             if seen.phase == "forward":
                 found = _forward_terms(facts, sheet.cluster, stage, seen.tokens, run.cores)
             else:
-                part = stage.head / run.t
+                part = stage.projection / run.t
                 found = _terms(facts, seen.phase, seen.batch, seen.tokens, part, run.cores)
             if found is not None and seen.seconds > 0 and seen.batch > 0:
                 rows.setdefault(_key(run.engine, seen.phase), []).append((found, seen))
@@ -238,11 +238,11 @@ class Calibration(DatasheetCosts):
             "compute": parts["products"],
             "weight reads": parts["layers"] + parts["layers beside a head"],
             "all-reduce": parts["all-reduce"],
-            "logits": self._projection(stage, work, gather=gather) if stage.head else 0.0,
+            "logits": self._projection(stage, work, gather=gather) if stage.projection else 0.0,
         }
 
     def _projection(self, stage: Stage, work: Microbatch, *, gather: bool) -> float:
-        part = stage.head / stage.t
+        part = stage.projection / stage.t
         seconds = self._fitted("", "logits", batch=work.batch, part=part)
         if seconds is None:
             seconds = super().forward(stage, work, gather=gather)["logits"]

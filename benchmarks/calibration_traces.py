@@ -49,7 +49,7 @@ def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
     """
     run = run_of(trace, cores=costs.cores)
     per_host = costs.cluster.devices_per_host
-    placement = place(costs.facts.layers, run.p, run.t, per_host, run.layers, run.heads)
+    placement = place(costs.facts.layers, run.p, run.t, per_host, run.layers, run.projections)
     samplers = max(1, len(trace.of("sampler")))
     found = []
     for (batch, formed), (seconds, count) in sorted(_steady(trace).items()):
@@ -101,12 +101,16 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
     counts = {process.header.index: process.header.layers for process in stages}
     layers = tuple(counts[stage] for stage in sorted(counts))
     # A part of a shared projection is as large as the time that it takes.
-    heads = {
+    projections = {
         process.header.index: float(np.median(seen["end_ns"] - seen["start_ns"]))
         for process in first
         if len(seen := process.whole(Phase.LOGITS))
     }
-    shares = tuple(heads.get(s, 0.0) / sum(heads.values()) for s in range(trace.stages) if heads)
+    shares = tuple(
+        projections.get(s, 0.0) / sum(projections.values())
+        for s in range(trace.stages)
+        if projections
+    )
     return Run(
         p=trace.stages,
         t=1 + max((process.header.rank for process in stages), default=0),
@@ -114,7 +118,7 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
         engine="vllm" if "stock" in trace.label.lower() else "sipipe",
         cores=cores,
         layers=layers if len(layers) == trace.stages and all(layers) else None,
-        heads=shares,
+        projections=shares,
     )
 
 

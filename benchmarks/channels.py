@@ -260,12 +260,12 @@ def _sender(dispatch: Any, gather: socket.socket, name: str, payload: int) -> No
     reader = DispatchReader(dispatch, name)
     sender = GatherSender(gather)
     body = bytes(payload)
-    sender.send(0, [])
+    sender.send(0, b"")
     with contextlib.suppress(ChannelClosed):
         while True:
             with reader.receive() as message:
                 iteration = message.sequence + 1
-            sender.send(iteration, [struct.pack("<q", time.perf_counter_ns()), body])
+            sender.send(iteration, struct.pack("<q", time.perf_counter_ns()) + body)
     sender.close()
 
 

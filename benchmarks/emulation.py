@@ -130,7 +130,7 @@ def idle_by_sipipe(profile: Profile, load: dict[str, Any], context: int) -> list
     batch = round(load["batch"])
     decoding = np.full(batch, context), np.ones(batch)
     times = [stage.seconds(*decoding) for stage in profile.stages]
-    times[-1] += profile.stages[-1].head(batch)
+    times[-1] += profile.stages[-1].projection(batch)
     shares = zip(load["busy_share"], times, strict=True)
     return [max(0.0, 1 - busy * max(times) / seconds) for busy, seconds in shares]
 

@@ -9,6 +9,7 @@ baseline and ours in the same run, because machines are shared and noisy, hands 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -20,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from sipipe.tools.child import measure_sides
+from sipipe.tools.child import measured
 from sipipe.tools.provenance import machine
 
 BUILD = Path("build/bench")
@@ -57,14 +58,21 @@ def measure_in_turn(
     kept: dict[str, int] = {}
     order = [*settings, *reversed(settings)] if both_ways else list(settings)
     for number, title in enumerate(order):
-        side, own = ("stock", {}) if settings[title] is None else ("sipipe", settings[title])
+        own = settings[title]
         if traces is not None and own:
             own = own | {"trace": str(traces / f"{number} {title}")}
-        result = measure_sides(job, own or {}, sides=(side,))[side]
+        result = measured(title, job | {"settings": own})
         kept[title] = result["kv_tokens"]
         for way, figures in result["tokens_per_second"].items():
             speeds[title].setdefault(way, []).extend(figures)
     return speeds, kept
+
+
+def of_the_checkout(module: str) -> str:
+    """``module`` of the benchmarks, for :func:`sipipe.tools.child.measured`, whose processes find it
+    from now on. Run so, it answers a job (:func:`sipipe.tools.child.answer`)."""
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    return module
 
 
 def command() -> str:

@@ -4,9 +4,9 @@
     python -m benchmarks.paper FILE.json          draws the picture of kept data again
 
 ``benchmarks/figures/FIG.json`` says what a figure shows: the paper's range, what differs here, and
-for each scale its rows (an engine each: options of ``sipipe bench --row``, or SiPipe's settings) and
-its panels (``sipipe bench`` command lines). The same code runs them on two cores and on a cluster.
-Several figures that have a command line in common are measured together, each row once; so are rows
+for each scale its rows (an engine each: options of ``sipipe bench --row``, or SiPipe's settings and
+``without``, parts of :mod:`benchmarks.ablation`) and its panels (``sipipe bench`` command lines). The
+same code runs them on two cores and on a cluster. Several figures that have a command line in common are measured together, each row once; so are rows
 of commands that differ in their loads alone. For each
 figure ``build/bench/paper`` gets its data (JSON, with machine and commit), a picture (SVG) and a
 table. The quick form leaves out further panels, and the rows that a figure names as ``full``.
@@ -32,6 +32,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ablation import extension
+from benchmarks.busy import utilization, within
 from benchmarks.harness import BUILD, report
 from benchmarks.pictures import BUSY, DRAWN, PICTURES
 from benchmarks.simulator.workload import at_rate, poisson_trace, shrunk, write_timed_trace
@@ -228,25 +230,31 @@ def _with_rows(line: str, rows: Rows, scratch: str) -> list[str]:
     for name, options in rows.items():
         text = options
         if not isinstance(options, str):
-            text = f"--additional-config {shlex.quote(json.dumps({'sipipe': options}))}"
+            settings = {key: options[key] for key in options if key != "without"}
+            words = extension(options.get("without", []))
+            text = shlex.join(["--additional-config", json.dumps({"sipipe": settings}), *words])
         found += ["--row", f"{name}={text.replace('TRACES', scratch)}"]
     return found
 
 
 def _measured(command: list[str]) -> dict[str, Any]:
-    """What ``sipipe bench`` found."""
+    """What ``sipipe bench`` found, and how busy the machine was in each of its loads."""
     if not Path(command[0]).exists() and command[0].startswith("build/models/"):
         family, _, size = Path(command[0]).name.partition("-")
         make_model(family, Path(command[0]), size=size)
-    run = subprocess.run(
-        [sys.executable, "-m", "sipipe", "bench", *command, "--json"],
-        stdout=subprocess.PIPE,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},  # for benchmarks.stock_trace
-    )
+    with utilization() as looks:
+        run = subprocess.run(
+            [sys.executable, "-m", "sipipe", "bench", *command, "--json"],
+            stdout=subprocess.PIPE,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},  # for benchmarks.stock_trace, .ablation
+        )
     if not run.stdout:
         raise SiPipeError(f"paper: sipipe bench {shlex.join(command)} failed")
     found: dict[str, Any] = json.loads(run.stdout)
+    for engine in found["engines"].values():
+        for runs in (runs for start in engine["starts"] for runs in start["runs"].values()):
+            runs[:] = [one | within(looks, one["span"]) for one in runs]
     return found
 
 

@@ -11,41 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from benchmarks.harness import report
+from benchmarks.in_turn import measured_in_turn
 from benchmarks.serving import MODELS
-from sipipe.ipc.sockets import own_sockets
-from sipipe.tools.child import measured
 from sipipe.tools.make_model.checkpoint import make_model
 
 WAYS = ("greedy", "all")
-
-
-def measured_in_turn(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Run ``jobs``, by side and with their settings, in engines that stay and answer in turn, so
-    that a machine whose speed drifts favours none. They must have equally many loads.
-
-    Returns for each side what :func:`sipipe.tools.measure.measure` does.
-    """
-    pipes = [os.pipe() for _ in jobs]
-    turns = [(pipes[i][0], pipes[(i + 1) % len(pipes)][1]) for i in range(len(pipes))]
-    # wait: none, a byte into an empty pipe; nobody
-    os.write(pipes[0][1], b".")
-    with own_sockets(), ThreadPoolExecutor(len(jobs)) as pool:
-        asked = {
-            side: pool.submit(measured, side, {**job, "turn": turn}, kept=turn)
-            for (side, job), turn in zip(jobs.items(), turns, strict=True)
-        }
-        for first in as_completed(asked.values()):
-            # What one raises ends the others.
-            first.result()  # wait: none, it has ended; nobody
-        # wait: none, all have ended; nobody
-        return {side: result.result() for side, result in asked.items()}
 
 
 def main() -> None:

@@ -95,9 +95,9 @@ def open_stage(directory: str, stage: int) -> tuple[Callable[[], SampledStage], 
     from sipipe.observe.recorder import open_recorder
     from sipipe.worker.device import HostDevice
     from sipipe.worker.draws import LastRows, NothingDrawn
+    from sipipe.worker.projection import Projection
     from sipipe.worker.sampled_stage import SampledStage
     from sipipe.worker.stage import Surroundings
-    from sipipe.worker.vocabulary import Projection
 
     wrapper.load_model()
     current_platform.update_block_size_for_backend(config)

@@ -10,8 +10,8 @@ sent to after the last token. Beside it stand the parts of the same span, as the
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.engine_process import answer, run_in_process
-from benchmarks.harness import report
+from benchmarks.harness import of_the_checkout, report
+from sipipe.tools.child import answer, measured
 from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.tools.report.accounting import KIND_OF, KINDS
 from sipipe.tools.report.reader import read_trace
 from sipipe.tools.report.summary import Run
 
+MODULE = "benchmarks.trace_served"
 MODELS = Path("build/models")
 REQUESTS, TOKENS, STAGES = 64, 64, 2
 
@@ -35,10 +36,10 @@ def engine(model: str, trace: str | None, rounds: int) -> dict[str, Any]:
     """One engine in a process of its own: the span of each round, ns of the monotonic clock, and
     the CPU seconds that all its processes took meanwhile."""
     job = {"model": model, "trace": trace, "rounds": rounds}
-    return run_in_process("benchmarks.trace_served", job, timeout=600)
+    return measured("traced" if trace else "untraced", job, of_the_checkout(MODULE))
 
 
-def run_engine(job: dict[str, Any]) -> None:
+def run_engine(job: dict[str, Any]) -> dict[str, Any]:
     """In that process."""
     from vllm import LLM, SamplingParams
 
@@ -67,7 +68,7 @@ def run_engine(job: dict[str, Any]) -> None:
         if number:  # the first warms up
             spans.append((began, time.monotonic_ns()))
             cpu.append(cpu_seconds() - before)
-    answer({"spans": spans, "cpu": cpu})
+    return {"spans": spans, "cpu": cpu}
 
 
 def cpu_seconds() -> float:
@@ -104,11 +105,7 @@ def main() -> None:
     """Both tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one engine a side, fewer rounds")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.engine:
-        run_engine(json.loads(options.engine))
-        return
     model = str(make_model("llama", MODELS / "llama-bench", size="bench"))
     turns, rounds = (1, 3) if options.quick else (3, 5)
     seconds: dict[str, list[float]] = {"off": [], "on": []}
@@ -152,4 +149,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "".join(sys.argv[1:]).isdigit():  # the socket of the process that measures
+        answer(run_engine)
+    else:
+        main()

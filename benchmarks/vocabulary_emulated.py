@@ -44,8 +44,8 @@ def cuts(
     """Layers of the stages and parts of the projection, by what microbatches of ``rows`` take."""
     layers = costs.facts.layers
 
-    def times(cut: tuple[int, ...], heads: tuple[float, ...] = ()) -> list[tuple[float, float]]:
-        stages = place(layers, p, 1, p, cut, heads).stages
+    def times(cut: tuple[int, ...], parts: tuple[float, ...] = ()) -> list[tuple[float, float]]:
+        stages = place(layers, p, 1, p, cut, parts).stages
         return [seconds(costs, stage, rows) for stage in stages]
 
     even = layer_split(layers, p)

@@ -33,7 +33,6 @@ def test_every_key_says_what_it_may_be(key):
     "name",
     [
         "cpu_sampling",
-        "stage_runner",
         "scheduler",
         "transport",
     ],
@@ -85,8 +84,6 @@ def test_inflight_auto_is_stages_plus_one():
         ({"cpu_sampling": True}, ['"cpu_sampling"', '"auto", "off", "on", "per_row"']),
         ({"transport": "shmem"}, ['"transport"', 'did you mean "shm"']),
         ({"transport": "nccl"}, ['"transport"', "between hosts links are always ZeroMQ"]),
-        ({"overlap": "yes"}, ['"overlap"', "true or false"]),
-        ({"overlap": 1}, ['"overlap"', "not 1"]),
         ({"trace": ""}, ['"trace"', "path"]),
         ({"shm_dir": 3}, ['"shm_dir"', "path"]),
         ({"stall_timeout": 0}, ['"stall_timeout"', "above 0"]),

@@ -4,13 +4,12 @@ vLLM's CPU worker replaces torch's CUDA streams, events and memory figures by st
 imported. On its own platform that is vLLM's business; on any other nothing of SiPipe may do it.
 """
 
-import json
 import pkgutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.worker.test_imports import loaded_after
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -18,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "sipipe"
 SCRIPTS = ("__main__",)
 
 PROBE = """
-import importlib, json, os, sys
+import importlib, os
 from vllm import platforms
 # As on a machine with GPUs, so far as modules can tell when they are imported.
 platforms.current_platform.is_cpu = lambda: False
@@ -33,7 +32,7 @@ def state():
     return found
 
 before, said = state(), {}
-for module in json.loads(sys.argv[1]):
+for module in NAMES:
     importlib.import_module(module)
     after = state()
     changed = sorted(name for name in before if after.get(name) != before[name])
@@ -45,7 +44,7 @@ sipipe.Executor
 before.pop("os.environ"), after.pop("os.environ")
 if any(state()[name] != value for name, value in before.items()):
     said["sipipe.Executor"] = ["something"]
-print("SAID " + json.dumps(said))
+assert not said, said
 """
 
 
@@ -54,34 +53,25 @@ def modules() -> list[str]:
     return [module.name for module in found if module.name.rpartition(".")[2] not in SCRIPTS]
 
 
-def test_every_module_leaves_torch_and_the_environment_alone():
+def test_every_module_leaves_torch_and_the_environment_alone(tmp_path):
     names = modules()
-    assert "sipipe.worker.sampled_stage" in names
-    assert "sipipe.worker.vllm_workers" in names
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROBE, json.dumps(names)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    said = json.loads(run.stdout.rpartition("SAID ")[2])
-    assert said == {}
+    ours = ["sipipe.worker.sampled_stage", "sipipe.worker.vllm_workers"]
+    assert loaded_after(tmp_path, PROBE.replace("NAMES", repr(names)), ours) == ours
 
 
 def test_engine_options_leave_the_environment_alone(tmp_path):
     """Also those that name SiPipe: which runner its engine takes is nobody else's affair."""
-    code = (
+    empty = str(tmp_path)  # of a name the hub would be asked, again and again
+    statement = (
         "import os; before = dict(os.environ)\n"
         "from vllm.engine.arg_utils import EngineArgs\n"
         "from sipipe.engine import plugin\n"
         "plugin.register()\n"
-        "named = EngineArgs(model='none', distributed_executor_backend='sipipe.Executor')\n"
+        f"named = EngineArgs({empty!r}, distributed_executor_backend='sipipe.Executor')\n"
         "try: named.create_engine_config()\n"
         "except Exception: pass\n"
         "assert named.distributed_executor_backend.__name__ == 'Executor'\n"
         "gained = {k: v for k, v in os.environ.items() if before.get(k) != v}\n"
         "assert not [k for k in gained if k.startswith('VLLM_')], gained"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
+    assert loaded_after(tmp_path, statement, []) == []

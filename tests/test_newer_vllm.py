@@ -21,10 +21,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "newer_vllm.py"
 
 SEAMS = ("tests/test_seams.py", "tests/test_handed_over.py")
-ENGINES = (
-    "tests/engine/test_parity.py::test_stages_equal_stock[2]",
-    "tests/engine/test_second_runner.py::test_preemption_and_prefix_caching_equal_stock[2-on]",
-)
+ENGINE = "tests/engine/test_parity.py::test_stages_equal_stock[2]"
 ALL = {
     "seams": SEAMS,
     "worker": ("tests/worker",),
@@ -65,8 +62,8 @@ def run(newer: Path, *arguments: str) -> None:
 
 
 @pytest.mark.timeout(1200)  # with the download
-def test_seams_and_an_engine_of_each_runner(newer):
-    run(newer, *SEAMS, *ENGINES)
+def test_seams_and_an_engine(newer):
+    run(newer, *SEAMS, ENGINE)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks import paper
+from benchmarks import busy, paper
 from benchmarks.pictures import DRAWN
 
 from sipipe.cli import bench, main
@@ -37,16 +37,9 @@ def measured(monkeypatch, tmp_path):
             write_example(
                 found[0], Example(stages=2, iterations=60, stock=name.startswith("stock"))
             )
-        busy = {"cpu": [50.0, 75.0], "gpu": [], "every_s": 0.2}
-        run = (
-            {"output_throughput": 10.0 + len(started)}
-            | busy
-            | {
-                f"p{q}_{metric}_ms": float(q)
-                for q in paper.PERCENTILES
-                for metric in ("ttft", "tpot")
-            }
-        )
+        run = {"output_throughput": 10.0 + len(started), "span": [0.0, 1.0]} | {
+            f"p{q}_{metric}_ms": float(q) for q in paper.PERCENTILES for metric in ("ttft", "tpot")
+        }
         loads = [f"{way} {count}" for way, count in job["loads"]]
         return START | {"runs": {load: [run] * job["repeat"] for load in loads}}
 
@@ -59,12 +52,21 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "require_vllm", lambda: None)
     monkeypatch.setattr(bench, "measured", start)
     monkeypatch.setattr(paper, "subprocess", SimpleNamespace(run=run, PIPE=None))
+    looks = [(0.3, {"cpu": 50.0}), (0.6, {"cpu": 75.0}), (2.0, {"cpu": 99.0})]
+    monkeypatch.setattr(paper, "utilization", lambda: contextlib.nullcontext(looks))
     monkeypatch.setattr(paper, "make_model", lambda *_, **__: None)
     monkeypatch.setattr(paper, "BUILD", tmp_path)
     monkeypatch.setattr("benchmarks.harness.BUILD", tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ShareGPT_V3_unfiltered_cleaned_split.json").touch()
     return started
+
+
+def test_what_was_looked_at_is_of_the_span_and_thinned_by_means(monkeypatch):
+    monkeypatch.setattr(busy, "LOOKS", 3)
+    looks = [(float(at), {"cpu": 10.0 * at}) for at in range(9)]
+    assert busy.within(looks, (1, 5)) == {"cpu": [15.0, 35.0, 50.0], "gpu": [], "every_s": 0.4}
+    assert busy.within(looks, (20, 30)) == {"cpu": [], "gpu": [], "every_s": 0.2}
 
 
 @pytest.mark.parametrize("scale", paper.SCALES)

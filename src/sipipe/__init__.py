@@ -20,6 +20,8 @@ def __getattr__(name: str) -> Any:
 
         require_vllm()
         from sipipe.engine.executor import Executor
+        from sipipe.engine.plugin import register
 
+        register()  # no entry point does where SiPipe is on the path, but not installed
         return Executor
     raise AttributeError(f"module 'sipipe' has no attribute {name!r}")

@@ -46,7 +46,6 @@ Directory = Annotated[
 Seconds = Annotated[
     float, Meta(gt=0, le=1e9, description="a finite number of seconds above 0, at most 1e9")
 ]
-Flag = Annotated[bool, Meta(description="true or false")]
 
 
 class CorePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,13 +119,13 @@ class HostSettings(
     address: Annotated[
         str, Meta(pattern=r"^[^\x00\ud800-\udfff]*$", description="an address or a host's name")
     ] = ""
-    """The head's address, the same on every host."""
+    """The main host's address, the same on every host."""
 
     port: Annotated[int, Meta(ge=1, le=65000, description="a port from 1 to 65000")] = 29501
     """The first of the ports that hosts listen on; those that follow are docs/multi-host.md's."""
 
     stages: tuple[Count, ...] = ()
-    """Pipeline stages of each host, the head first. Empty: as even as can be."""
+    """Pipeline stages of each host, the main host first. Empty: as even as can be."""
 
     encrypt_links: bool = True
     """Whether hidden states between hosts are encrypted. Everything else always is."""
@@ -145,16 +144,12 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     cpu_sampling: Literal["auto", "on", "off", "per_row"] = "auto"
     """Whether tokens are drawn by CPU sampler processes. ``"off"``: by vLLM's own sampler on the
-    last stage. ``"on"``: by samplers, or an error where SiPipe's path cannot be taken.
+    last stage, behind vLLM's own runner. ``"on"``: by samplers, or an error where SiPipe's path
+    cannot be taken.
     ``"per_row"``, on stages on vLLM's second runner (GPUs): requests that ask for no more than a
     temperature on the last stage's device, all others by samplers. ``"auto"``: by samplers where it
     can; on stages on vLLM's second runner what is measured at start to save 3 % of the time between
     two microbatches."""
-
-    stage_runner: Literal["auto", "sipipe", "vllm"] = "auto"
-    """Who turns a scheduling output into hidden states. ``"sipipe"``: SiPipe's path, or an
-    error where it cannot be taken. ``"vllm"``: vLLM's own path. ``"auto"``: SiPipe's where it can,
-    else vLLM's, said at start-up."""
 
     scheduler: Literal["pipeline", "vllm"] = "pipeline"
     """Which scheduler forms microbatches. ``"pipeline"``: SiPipe's, which keeps them stable and
@@ -186,15 +181,6 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     the even cut: the stage with the most layers decides how many tokens fit. On several hosts also
     what no request can fill. The log says what a cut costs, and what one that costs more would be
     worth."""
-
-    overlap: Flag = True
-    """Token-safe execution: prepare the next microbatch's inputs while the device runs this one.
-    False: prepare and run in turn, with one set of input buffers."""
-
-    posting: Flag = True
-    """Structure-aware transmission: a stage knows what hidden states look like, and its memory for
-    them is ready, before they come. False, for ablations: their description goes with each
-    microbatch, memory is made when it has come, and the sender waits until they have left."""
 
     transport: Annotated[
         Literal["auto", "shm", "cuda_ipc"],
@@ -240,10 +226,6 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A profile (JSON) of stages whose devices only take time, in place of the model's: what
     ``sipipe emulate`` sets. None: the real ones."""
 
-    check_token_safety: Flag = False
-    """Debug check: stamp every set of input buffers with its writer and reader, and raise at the
-    first overlap. Costs a few microseconds an iteration."""
-
     shm_dir: Directory = None
     """Directory for the channels' memory, best on a memory file system. None: anonymous memory,
     which needs no ``/dev/shm`` and leaves nothing behind, whatever happens."""
@@ -266,7 +248,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return cls()
         if not isinstance(additional_config, Mapping):
             raise ConfigError(
-                'additional_config must be a JSON object such as {"sipipe": {...}} to carry '
+                'additional_config (--additional-config) must be a JSON object such as {"sipipe": {...}} to carry '
                 f"SiPipe's settings, not {type(additional_config).__name__}"
             )
         settings = additional_config.get("sipipe")

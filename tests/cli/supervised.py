@@ -52,5 +52,5 @@ if __name__ == "__main__":
     supervise.GRACE = 60.0 if "--patient" in sys.argv else 0.5
     supervise.FIRST_BREAK = 0.01
     code = CODE.replace("{path!r}", repr(sys.path)) + SERVERS[name]
-    supervise.SERVER = (sys.executable, "-c", code, marker)
+    supervise.SERVER = ("-c", code, marker)
     sys.exit(supervise.supervise([], restart="--restart" in sys.argv))

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from sipipe.cli import doctor, main
+from sipipe.cli import advice, doctor, main
 from sipipe.cores import Core
 from sipipe.ipc import memory
-from sipipe.tools.planner import advice
 from sipipe.versions import InstalledVllm
 
 

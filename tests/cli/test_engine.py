@@ -1,16 +1,10 @@
 """`sipipe generate` and `sipipe serve` as a user starts them, on a tiny model in two stages."""
 
-import contextlib
-import http.client
 import importlib.util
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -93,80 +87,3 @@ def test_generate_streams_to_the_terminal_in_order(model, environment):
     assert "core plan: stage 0: core" in done.stderr
     places = [done.stdout.index(prompt) for prompt in PROMPTS]
     assert places == sorted(places)
-
-
-def test_serve_streams_and_leaves_nothing_after_ctrl_c(model, environment, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path / "server.log"
-    with log.open("wb") as out:
-        server = subprocess.Popen(
-            command("serve", model, "--enforce-eager", "--port", str(port), "--samplers", "2"),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        wait_until_ready(server, port, log)
-        text = log.read_text()
-        assert "core plan: stage 0: core" in text
-        assert "2 samplers" in text
-        plain = complete(port, model, stream=False)
-        streamed = complete(port, model, stream=True)
-        assert plain == streamed
-        processes = psutil.Process(server.pid).children(recursive=True)
-        assert len(processes) >= 5  # engine, two workers, two samplers
-        os.killpg(server.pid, signal.SIGINT)
-        server.wait(60)
-        _, alive = psutil.wait_procs(processes, timeout=30)
-        assert not alive
-    finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
-
-
-def wait_until_ready(server, port, log: Path):
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()[-3000:]
-        try:
-            with connect(port, 5) as connection:
-                connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
-                    return
-        except OSError:
-            pass
-        time.sleep(0.5)
-    pytest.fail(f"not ready: {log.read_text()[-3000:]}")
-
-
-def complete(port, model, *, stream):
-    body = {
-        "model": str(model),
-        "prompt": PROMPTS[0],
-        "max_tokens": 16,
-        "temperature": 0.8,
-        "seed": 7,
-        "ignore_eos": True,
-        "stream": stream,
-    }
-    headers = {"Content-Type": "application/json"}
-    with connect(port, 120) as connection:
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        assert response.status == 200
-        if not stream:
-            return json.load(response)["choices"][0]["text"]
-        pieces = []
-        for line in response:
-            event = line.decode().removeprefix("data: ").strip()
-            if event and event != "[DONE]":
-                pieces.append(json.loads(event)["choices"][0]["text"])
-    assert len(pieces) > 4
-    return "".join(pieces)
-
-
-def connect(port, timeout):
-    return contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=timeout))

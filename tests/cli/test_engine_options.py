@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sipipe.cli import bench, generate, serve
+from sipipe.cli import advice, bench, generate, serve
 from sipipe.cli.parser import make_parser, parse_engine_command
 from sipipe.cores import Core
 from sipipe.errors import ConfigError, SiPipeError
-from sipipe.tools.planner import advice
 from sipipe.versions import InstalledVllm
 
 

@@ -82,7 +82,10 @@ def test_a_command_runs_no_code_of_the_directory_that_it_is_called_in(tmp_path):
         file.parent.mkdir()
         file.write_text("import os; os.write(2, b'the directory was run')")
     script = Path(sys.executable).with_name("sipipe")
-    for command in ([script, "bench", "paper", "LIST", "--rows", "none"], [*SERVER, "x"]):
+    for command in (
+        [script, "bench", "paper", "LIST", "--rows", "none"],
+        [sys.executable, "-P", *SERVER, "x"],
+    ):
         done = subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
         )

@@ -185,7 +185,7 @@ _ending: list[Engine] = []
 def shared(pp: int, tp: int = 1, **sipipe) -> dict:
     """The settings that tests of a degree share, so that they share engines."""
     return {
-        "sipipe": {"check_token_safety": True, "samplers": pp, "vocabulary": "shared", **sipipe},
+        "sipipe": {"samplers": pp, "vocabulary": "shared", **sipipe},
         "pipeline_parallel_size": pp,
         "tensor_parallel_size": tp,
         "max_logprobs": -1,
@@ -243,13 +243,34 @@ atexit.register(close_engines)
 
 
 def gone(processes: list[psutil.Process], seconds: float = 20) -> bool:
-    """Whether all of them end in time."""
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    """Whether all of them end in time; one that nobody has reaped has ended."""
+
+    def runs(process: psutil.Process) -> bool:
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + seconds
+    while any(map(runs, processes)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def in_shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
+
+
+def in_shared_memory_of(processes: list[psutil.Process]) -> set[str]:
+    """Names that these processes map: of what was there before, and what other tests have, none."""
+    numbers = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            numbers.update(map(int, re.findall(r"(\d+) +/dev/shm/", maps)))
+    return {entry.name for entry in os.scandir("/dev/shm") if entry.inode() in numbers}
 
 
 def left_in_shared_memory(before: set[str], seconds: float = 5) -> set[str]:
@@ -300,7 +321,13 @@ def stock_results(model_path, batches, **engine):
     return goldens.get(model_path, batches, engine, run_stock)
 
 
-def assert_stock(found, model_path, batches, same, **engine) -> None:
+def same_tokens(found, stock) -> None:
+    """Fail unless the requests of each batch have the same tokens."""
+    for said, expected in zip(found, stock, strict=True):
+        assert tokens(said) == tokens(expected)
+
+
+def assert_stock(found, model_path, batches, same=same_tokens, **engine) -> None:
     """Fail unless ``same(found, stock's results)`` holds without an AssertionError.
 
     A processor of another make may round another way than the one that the kept results are of,

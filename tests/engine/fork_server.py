@@ -2,7 +2,8 @@
 
 Importing vLLM takes a core 7 to 10 seconds, most of the start of a tiny engine; the tests' front
 ends (``engine_run.py``) and one-process engines begin where that is done (:mod:`.forks`), and so
-do the processes that they start (:mod:`.forked_children`).
+do the processes that they start (:mod:`.forked_children`), a worker's or a stage's process without
+an engine (``ending_worker.py``, ``dying_stage.py``), and programs that are to have vLLM imported.
 
 Each request on the socket is JSON with ``file``, ``arguments``, ``environment`` and ``host`` (a
 process in whose namespaces to run, or null), and brings the new process's standard input, its

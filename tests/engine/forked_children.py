@@ -3,7 +3,8 @@ imported, as the process that starts them has it already (:mod:`.fork_server`).
 
 A new interpreter for each is what vLLM has on CPUs, and what SiPipe has everywhere; importing
 vLLM then takes a core 7 to 10 seconds in each process, which is most of a tiny engine's start.
-Everything else is as a user has it: the same main functions, arguments, descriptors, environment.
+Everything else is as a user has it: the same main functions, arguments, descriptors, environment;
+but that the workers' stages are watched for unsafe uses of their input buffers.
 Started anew like a user's: samplers, and all processes of commands, of the server's tests but those
 of ``serve_run.py``, of hosts' agents and of stages in Triton's interpreter (``engine_run.py``).
 
@@ -18,6 +19,9 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2]))  # where nobody has put it yet
 
 MODULES = ("sipipe.worker", "sipipe.engine.server")
 
@@ -61,11 +65,30 @@ class _Popen(subprocess.Popen):
                 os.setpgid(0, group)
             if preexec_fn:
                 preexec_fn()
+            if module == "sipipe.worker":
+                _watch_stage()
             sys.argv = [module, *args[args.index(module) + 1 :]]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
 
         self.pid = fork(run, pass_fds, os.environ if env is None else env)
         self._child_created = True
+
+
+def _watch_stage() -> None:
+    """The stage that this worker opens is watched. Its modules are imported when vLLM's worker is
+    there, not before: vLLM puts kernels of its own into what has been imported."""
+    from sipipe.worker.main import Main
+
+    load = Main.load
+
+    def loaded(main: Main):
+        loop = load(main)
+        from tests.worker.watched_stage import watch
+
+        watch()
+        return loop
+
+    Main.load = loaded
 
 
 def fork(run: Callable[[], None], descriptors: Iterable[int], environment: Mapping) -> int:

@@ -1,5 +1,6 @@
 """Processes that have imported vLLM already: see :mod:`.fork_server`."""
 
+import atexit
 import json
 import os
 import select
@@ -15,6 +16,14 @@ from typing import IO
 SERVER = Path(__file__).with_name("fork_server.py")
 
 _server: tuple[subprocess.Popen, socket.socket] | None = None
+
+
+@atexit.register
+def _end() -> None:
+    if _server is not None:
+        process, requests = _server
+        requests.close()
+        process.wait()
 
 
 class Forked:
@@ -62,6 +71,17 @@ class Forked:
             self.wait()
         with suppress(OSError):  # what it was told last and never read
             self.stdin.close()
+
+    def close(self) -> None:
+        """Forget it; it has been killed, or ends by itself."""
+        with suppress(OSError):
+            self.stdin.close()
+        os.close(self._ended)
+
+
+def start() -> None:
+    """Have the server run, which the first process starts else."""
+    _socket()
 
 
 def _socket() -> socket.socket:

@@ -96,7 +96,7 @@ def test_the_second_runner_takes_them_and_the_first_is_vllms_path(monkeypatch, s
 @pytest.mark.parametrize("special", ["is_multimodal_model", "is_hybrid", "is_attention_free"])
 def test_gpu_stages_stand_on_vllms_second_runner(on_gpu, special):
     on_gpu(second=True)
-    assert not compat.why_not_sipipe(vllm_config(), SiPipeConfig(stage_runner="sipipe"))
+    assert not compat.why_not_sipipe(vllm_config(), SiPipeConfig(cpu_sampling="on"))
     # The runner is vLLM's own, and so are encoders and recurrent states.
     assert not compat.why_not_sipipe(
         vllm_config(**{f"model_config__{special}": True}), SiPipeConfig()
@@ -106,8 +106,8 @@ def test_gpu_stages_stand_on_vllms_second_runner(on_gpu, special):
 def test_vllms_first_runner_on_a_gpu_takes_vllms_path(on_gpu):
     on_gpu(second=False)
     assert "second runner" in compat.why_not_sipipe(vllm_config(), SiPipeConfig())
-    with pytest.raises(ConfigError, match=r'"stage_runner" is "sipipe", but .*second runner'):
-        compat.why_not_sipipe(vllm_config(), SiPipeConfig(stage_runner="sipipe"))
+    with pytest.raises(ConfigError, match=r'"cpu_sampling" is "on", but .*second runner'):
+        compat.why_not_sipipe(vllm_config(), SiPipeConfig(cpu_sampling="on"))
 
 
 @pytest.mark.parametrize(
@@ -173,24 +173,19 @@ def test_a_second_runner_that_would_have_to_draw_on_a_cpu_is_refused(
         ({"model_config__return_sampling_mask": True}, {}, "--return-sampling-mask"),
         ({"model_config__enable_prompt_embeds": True}, {}, "--enable-prompt-embeds"),
         ({"scheduler_config__async_scheduling": True}, {}, "asynchronous"),
-        ({}, {"stage_runner": "vllm"}, '"stage_runner"'),
         ({}, {"cpu_sampling": "off"}, '"cpu_sampling"'),
     ],
 )
-def test_what_samplers_or_stage_runner_cannot_serve_takes_vllms_path(changes, settings, reason):
+def test_what_samplers_cannot_serve_takes_vllms_path(changes, settings, reason):
     found = compat.why_not_sipipe(vllm_config(**changes), SiPipeConfig.from_dict(settings))
     assert reason in found
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"stage_runner": "sipipe"}, {"cpu_sampling": "on"}, {"cpu_sampling": "per_row"}],
-    ids=lambda s: next(iter(s.values())),
-)
-def test_insisting_on_sipipes_path_is_an_error_where_it_cannot_be_had(settings):
+@pytest.mark.parametrize("asked", ["on", "per_row"])
+def test_insisting_on_sipipes_path_is_an_error_where_it_cannot_be_had(asked):
     config = vllm_config(model_config__runner_type="pooling")
-    with pytest.raises(ConfigError, match=next(iter(settings))):
-        compat.why_not_sipipe(config, SiPipeConfig.from_dict(settings))
+    with pytest.raises(ConfigError, match=f'"cpu_sampling" is "{asked}", but pooling'):
+        compat.why_not_sipipe(config, SiPipeConfig(cpu_sampling=asked))
 
 
 def test_a_choice_per_row_is_for_devices_that_draw(monkeypatch):

@@ -19,13 +19,13 @@ MS = 1e-3
 def costs(*, device=(4.0, 4.0, 4.0), draws=(1.0, 1.0, 1.0), plain=None, **more):
     """Two stages of 10 ms and 8 layers each, a projection of 2 ms, times in ms; rows that are drawn
     on the device take what vLLM's sampler takes."""
-    values = {"stages": (10.0, 10.0), "head": 2.0, "copy": 0.5, **more}
+    values = {"stages": (10.0, 10.0), "projection": 2.0, "copy": 0.5, **more}
     return Costs(
         sequences=64,
         inflight=3,
         layers=values.pop("layers", (8, 8)),
         stages=tuple(seconds * MS for seconds in values["stages"]),
-        head=values["head"] * MS,
+        projection=values["projection"] * MS,
         device={mix: seconds * MS for mix, seconds in zip(MIXES, device, strict=True)},
         plain={
             mix: seconds * MS
@@ -156,7 +156,7 @@ def test_a_cut_of_the_users_is_kept(monkeypatch, setting, variable, free):
 
 def test_each_stage_has_a_speed_of_its_own():
     """A slow device in front gives layers to the quick one behind it, and no time is below zero."""
-    uneven = costs(stages=(24.0, 3.0), head=1.0, draws=(0.1,) * 3, copy=0.1)
+    uneven = costs(stages=(24.0, 3.0), projection=1.0, draws=(0.1,) * 3, copy=0.1)
     found = choose(uneven, recut=True)
     assert found.cpus.layers == (2, 14)
     assert periods(found.cpus) == [6.25] * 3

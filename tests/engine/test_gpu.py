@@ -4,9 +4,8 @@ Never run on a GPU where this was written: no GPU there. :func:`compare` also ru
 """
 
 import pytest
-from tests.engine import multi_modal, recurrent
 from tests.engine import test_parity as parity
-from tests.engine.engines import Engine, model, stock_results
+from tests.engine.engines import Engine, model, same_tokens, stock_results
 from tests.engine.test_second_runner import (
     DRAWS,
     SEES,
@@ -42,7 +41,7 @@ def compare(path, drawing, batches, *, sipipe=None, env=None, worker="", options
         batches = with_both_places(batches)
     with Engine(path, sipipe=settings, env=env, **ours, **options) as engine:
         found = engine.run(batches)
-    parity.same_tokens(found, stock_results(path, batches, **options))
+    same_tokens(found, stock_results(path, batches, **options))
 
 
 @on_gpu
@@ -74,16 +73,12 @@ def test_a_shared_output_projection_equals_stock(models, eager):
 
 
 @on_gpu
-@pytest.mark.parametrize("family", ["mixtral", "falcon-h1", "isaac"])
+@pytest.mark.parametrize("family", ["mixtral", "falcon_h1", "isaac"])
 def test_families_equal_stock_with_graphs(models, family):
     """A mixture of experts, recurrent layers, M-RoPE with images."""
     batches, options = parity.mixed_batches(), {"enforce_eager": False}
-    if family == "mixtral":
-        path = model(models, family)
-    elif family == "falcon-h1":
-        path = checkpoint(models, family, recurrent.make)
-    else:
-        path = checkpoint(models, family, multi_modal.make_isaac)
+    path = model(models, family) if family == "mixtral" else checkpoint(models, family)
+    if family == "isaac":
         batches, options = with_images(family), options | SEES
     compare(path, "on", batches, sipipe=ONE_GPU, options=options)
 

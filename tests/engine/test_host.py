@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 
 from sipipe.engine import host
-from sipipe.engine.host import Host
+from sipipe.engine.host import LocalHost
 
 
 def test_logits_lie_beside_the_workers_that_write_them(monkeypatch):
@@ -18,7 +18,7 @@ def test_logits_lie_beside_the_workers_that_write_them(monkeypatch):
         return SimpleNamespace(close=None, endpoint="there")
 
     monkeypatch.setattr(host, "LogitsChannel", channel)
-    made = object.__new__(Host)
+    made = object.__new__(LocalHost)
     made._closing, made._samplers = ExitStack(), SimpleNamespace(names=["sampler0"])
     for workers, where in (
         ((((),), ((max(before),),)), {max(before)}),

@@ -13,15 +13,15 @@ from sipipe.engine import agent, remote
 from sipipe.engine import hosts as module
 from sipipe.engine.arguments import use_sipipe
 from sipipe.engine.hosts import (
-    check_head,
     check_hosts,
+    check_main_host,
     control_port,
     difference,
     link_port,
     own_address,
     stages_of_hosts,
 )
-from sipipe.engine.pipeline import _make_links
+from sipipe.engine.opening import make_links
 from sipipe.errors import ConfigError
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.link.errors import PeerDiedError
@@ -70,7 +70,7 @@ def test_every_connection_has_a_port_of_its_own():
 def test_a_link_between_hosts_has_a_token_where_it_is_not_encrypted(encrypts):
     hosts = HostSettings(count=2, address="127.0.0.1", encrypt_links=encrypts)
     setup = SimpleNamespace(stages=3, ranks=2, slots=4, link_tokens=512)
-    links = _make_links(
+    links = make_links(
         SimpleNamespace(**vars(setup), config=SiPipeConfig(hosts=hosts)), {2: "127.0.0.2"}
     )
     assert [link.kind for link in links] == ["shm", "shm", "zeromq", "zeromq"]
@@ -94,7 +94,7 @@ def test_hosts_need_an_address_and_a_secret(monkeypatch):
         check_hosts(HostSettings(count=2, address="nowhere.invalid"))
 
 
-def test_the_name_of_the_head_may_come_after_another_host(monkeypatch):
+def test_the_name_of_the_main_host_may_come_after_another_host(monkeypatch):
     monkeypatch.setenv("SIPIPE_SECRET", SECRET)
     slept = []
     clock = SimpleNamespace(monotonic=lambda: float(len(slept)), sleep=slept.append)
@@ -113,7 +113,7 @@ def test_the_name_of_the_head_may_come_after_another_host(monkeypatch):
         check_hosts(HostSettings(count=2, address="sipipe-0.sipipe"), node=1)
 
 
-def test_the_address_is_the_one_that_the_head_is_reached_from(monkeypatch):
+def test_the_address_is_the_one_that_the_main_host_is_reached_from(monkeypatch):
     monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_HOST_IP=""))
     assert own_address(HostSettings(count=2, address="127.0.0.1")) == "127.0.0.1"
     monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_HOST_IP="192.0.2.1"))
@@ -122,16 +122,16 @@ def test_the_address_is_the_one_that_the_head_is_reached_from(monkeypatch):
 
 def test_ports_are_looked_at_before_a_model_is_loaded():
     port = free_port()
-    check_head(HostSettings(count=2, address="127.0.0.1", port=port))
+    check_main_host(HostSettings(count=2, address="127.0.0.1", port=port))
     with pytest.raises(ConfigError, match=f"port {port} of 192.0.2.1 cannot be listened on"):
-        check_head(HostSettings(count=2, address="192.0.2.1", port=port))
+        check_main_host(HostSettings(count=2, address="192.0.2.1", port=port))
 
 
 def test_what_differs_is_named():
-    head = {"vLLM": "0.32.0", "--dtype": "float32"}
-    assert not difference(head, dict(head))
-    assert difference(head, head | {"--dtype": "bfloat16"}) == (
-        "--dtype is float32 on the head and bfloat16 there"
+    main = {"vLLM": "0.32.0", "--dtype": "float32"}
+    assert not difference(main, dict(main))
+    assert difference(main, main | {"--dtype": "bfloat16"}) == (
+        "--dtype is float32 on the main host and bfloat16 there"
     )
 
 
@@ -147,55 +147,62 @@ def test_flags_and_a_share_of_stages_go_together():
 
 @contextmanager
 def meeting(monkeypatch, theirs=None):
-    """A head and a host that meets it: the head's side, and what the host's comes to."""
+    """A main host and one that meets it: the main host's side, and what the host's comes to."""
     monkeypatch.setenv("SIPIPE_SECRET", SECRET)
     said = {"SiPipe": "1"}
     monkeypatch.setattr(remote, "agreed", lambda _: said)
     monkeypatch.setattr(agent, "agreed", lambda _: theirs or said)
     config = SiPipeConfig(start_timeout=BOUND, hosts=HostSettings(count=2))
-    setup, port = SimpleNamespace(config=config, node=1, samplers=2, stages=2), free_port()
-    head = remote.RemoteHost(setup, 1, Connection("127.0.0.1", port, listens=True, who="host 1"))
-    ours = Connection("127.0.0.1", port, listens=False, who="the head")
+    setup, port = (
+        SimpleNamespace(
+            config=config, node=1, cores=SimpleNamespace(samplers=[[0], [1]]), stages=2
+        ),
+        free_port(),
+    )
+    main = remote.RemoteHost(setup, 1, Connection("127.0.0.1", port, listens=True, who="host 1"))
+    ours = Connection("127.0.0.1", port, listens=False, who="the main host")
     with ThreadPoolExecutor(1) as pool:
-        yield head, pool.submit(agent._introduce, setup, ours, "127.0.0.1", "the head")
+        yield main, pool.submit(agent._introduce, setup, ours, "127.0.0.1", "the main host")
     ours.close()
-    head.close()
+    main.close()
 
 
-def test_a_host_that_does_not_fit_is_told_so_and_others_only_that_the_head_ended(monkeypatch):
+def test_a_host_that_does_not_fit_is_told_so_and_others_only_that_the_main_host_ended(monkeypatch):
     deadline = time.monotonic() + BOUND
-    with meeting(monkeypatch, {"SiPipe": "2"}) as (head, host):
-        with pytest.raises(ConfigError, match="does not fit: SiPipe is 1 on the head and 2 there"):
-            head.meet(deadline)
-        head.close("host 1 does not fit")
+    with meeting(monkeypatch, {"SiPipe": "2"}) as (main, host):
+        with pytest.raises(
+            ConfigError, match="does not fit: SiPipe is 1 on the main host and 2 there"
+        ):
+            main.meet(deadline)
+        main.close("host 1 does not fit")
         with pytest.raises(ConfigError, match=r"refused this host: host 1 .* does not fit"):
             host.result(BOUND)
-    with meeting(monkeypatch) as (head, host):
-        head.meet(deadline)
-        head.close("host 2 did not come")
+    with meeting(monkeypatch) as (main, host):
+        main.meet(deadline)
+        main.close("host 2 did not come")
         with pytest.raises(PeerDiedError, match="ended before it began: host 2 did not come"):
             host.result(BOUND)
 
 
 @pytest.mark.parametrize("refusals", [1, 2])
 def test_a_refusal_is_believed_the_second_time(monkeypatch, refusals):
-    """Once may be a head that was just ending."""
+    """Once may be a main host that was just ending."""
     wait, left = Connection.wait_for_peer, [None] * refusals
 
     def waits(self, timeout):
-        if self.who == "the head" and left:
+        if self.who == "the main host" and left:
             left.pop()
             self.refused = True
             return False
         return wait(self, timeout)
 
     monkeypatch.setattr(Connection, "wait_for_peer", waits)
-    with meeting(monkeypatch) as (head, host):
+    with meeting(monkeypatch) as (main, host):
         if refusals > 1:
             with pytest.raises(ConfigError, match="SIPIPE_SECRET"):
                 host.result(BOUND)
         else:
-            head.meet(time.monotonic() + BOUND)
-            head.close("done")
+            main.meet(time.monotonic() + BOUND)
+            main.close("done")
             with pytest.raises(PeerDiedError, match="done"):
                 host.result(BOUND)

@@ -1,6 +1,6 @@
 """Two hosts (namespaces): stock's tokens, and every kind of loss.
 
-One test of `make test` has the head begin with vLLM imported; the others are ``sipipe serve`` as
+One test of `make test` has the main host begin with vLLM imported; the others are ``sipipe serve`` as
 users start it. What the failure table of docs/multi-host.md says is tested here; times are promised
 there, and bounded here by what a busy machine needs.
 """
@@ -28,8 +28,8 @@ from tests.engine.engines import (
     model,
     prompts,
     run_engine,
+    same_tokens,
     shared,
-    tokens,
 )
 from tests.engine.forks import Forked
 from tests.engine.test_parity import mixed_batches
@@ -85,7 +85,7 @@ for batch in json.load(open(sys.argv[1])):
 
 LOAD = """
 import asyncio, json
-from tests.engine.test_server import load
+from tests.engine.servers import load
 print(json.dumps(asyncio.run(load("http://127.0.0.1:8000", "m"))))
 """
 STRANGERS = """
@@ -178,7 +178,7 @@ class Served:
         return [[{"outputs": [{"token_ids": t}]} for t in json.loads(line)] for line in said]
 
     def client(self, code, *arguments) -> str:
-        """What a client on the head prints."""
+        """What a client on the main host prints."""
         client = self.cluster.hosts[0].python(code, *arguments)
         said, _ = client.communicate(timeout=START)
         assert client.returncode == 0
@@ -206,7 +206,7 @@ class Served:
         return found
 
     def end(self) -> None:
-        """End the engine as Ctrl-C on the head does."""
+        """End the engine as Ctrl-C on the main host does."""
         psutil.Process(self.hosts[0].pid).children()[0].send_signal(signal.SIGTERM)
         self.ended()
 
@@ -236,11 +236,6 @@ def serve(cluster, models, tmp_path):
         one.close()
 
 
-def same_tokens(found, stock):
-    for said, expected in zip(found, stock, strict=True):
-        assert tokens(said) == tokens(expected)
-
-
 @pytest.mark.parametrize(
     "encrypts",
     [True, pytest.param(False, marks=pytest.mark.slow)],
@@ -248,9 +243,9 @@ def same_tokens(found, stock):
 )
 def test_two_hosts_equal_stock_and_end_together(cluster, models, tmp_path, encrypts):
     """An engine in Python, and a host agent for its second stage."""
-    head, other = cluster.hosts
+    main, other = cluster.hosts
     environment = {"SIPIPE_SECRET": SECRET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    hosts = {"count": 2, "address": head.address, "port": PORT, "encrypt_links": encrypts}
+    hosts = {"count": 2, "address": main.address, "port": PORT, "encrypt_links": encrypts}
     ours, theirs = socket.socketpair()
     log = tmp_path / "agent.log"
     asked = [[str(model(models)), *OPTIONS, "-pp", "2"], {"hosts": hosts, "cores": "off"}, 1]
@@ -266,12 +261,12 @@ def test_two_hosts_equal_stock_and_end_together(cluster, models, tmp_path, encry
         theirs.close()
         own = {"hosts": hosts, "cores": "off"}
         with Engine(
-            model(models), sipipe=own, env=environment, host=head.pid,
+            model(models), sipipe=own, env=environment, host=main.pid,
             pipeline_parallel_size=2, **SETTINGS
         ) as engine:  # fmt: skip
             found = engine.run(mixed_batches())
             engine.close()
-        assert_stock(found, model(models), mixed_batches(), same_tokens)
+        assert_stock(found, model(models), mixed_batches())
         agent.wait(NOTICED)
         agent.stdin.close()
     assert "the engine ended" in log.read_text()
@@ -293,7 +288,7 @@ def test_more_of_two_hosts_equals_stock(serve, models, family, pp, tp):
     assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
     # Replaced there, at a point of the stream that the head knows.
     served.process(1, "sipipe.sampler sampler").kill()
-    assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
+    assert_stock(served.run(mixed_batches()), served.path, mixed_batches())
     served.wait_for(1, "starting it again", "the spare takes its place")
     served.end()
     # vLLM gives its engine process no time to say so, and kills it.
@@ -315,7 +310,7 @@ def test_long_prompts_cross_in_pieces(serve, models, tmp_path):
         {"prompts": prompts(3, longest=1000, seed=18), "params": greedy(3)},
     ]
     stock = {"max_model_len": 1024, "max_num_batched_tokens": 2048}
-    assert_stock(served.run(asked), served.path, asked, same_tokens, **stock)
+    assert_stock(served.run(asked), served.path, asked, **stock)
     served.end()
     tokens_of = {}
     for stage in read_trace(traces).of("stage"):
@@ -368,14 +363,14 @@ MANY = 20_000  # strangers: of health checks every second, five hours
 def test_ports_are_the_documented_ones_and_strangers_at_each_stop_nothing(serve):
     """While one host waits for the other, and while both serve, idle and loaded."""
     served = serve("-pp", "2", nodes=(0,))
-    head, other = served.cluster.hosts
-    ports = [(other, head, PORT), (head, other, PORT + 1)]
+    main, other = served.cluster.hosts
+    ports = [(other, main, PORT), (main, other, PORT + 1)]
 
     def come(times):
         return [here.python(STRANGERS, there.address, str(port), str(times))
                 for here, there, port in ports]  # fmt: skip
 
-    served.wait_for(0, "SiPipe's head listens on")
+    served.wait_for(0, "SiPipe's main host listens on")
     assert not come(MANY)[0].wait(START)
     served.hosts[1] = served.start(1)
     served.wait_served()
@@ -383,9 +378,9 @@ def test_ports_are_the_documented_ones_and_strangers_at_each_stop_nothing(serve)
     for strangers in come(MANY):
         assert strangers.wait(START) == 0
     stock = served.run(mixed_batches())
-    assert_stock(stock, served.path, mixed_batches(), same_tokens)
+    assert_stock(stock, served.path, mixed_batches())
     strangers = come(MANY)
-    assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
+    assert_stock(served.run(mixed_batches()), served.path, mixed_batches())
     for one in strangers:
         assert one.wait(START) == 0
     assert served.client(HEALTH) == "200\n"
@@ -409,7 +404,7 @@ def listening(served, node) -> set[tuple[str, str]]:
 
 def documented() -> list[set[tuple[str, str]]]:
     found = []
-    for host in ("head", "host 1"):
+    for host in ("main host", "host 1"):
         rows = re.findall(rf"^\| {host} \| `([^`]+)` \| `([^`]+)` \|", DOCS.read_text(), re.M)
         found.append(set(rows))
     return found
@@ -420,8 +415,8 @@ def test_a_lost_link_of_an_idle_engine_is_known_to_its_health(serve):
     served = serve("-pp", "2")
     served.wait_served()
     assert served.client(HEALTH) == "200\n"
-    head, other = served.cluster.hosts
-    head.run("ss", "-K", "dst", other.address, "dport", "=", str(PORT + 1))
+    main, other = served.cluster.hosts
+    main.run("ss", "-K", "dst", other.address, "dport", "=", str(PORT + 1))
     served.hears("link", {0: "link stage0-1.r0 (zeromq): the next stage died or cannot be reached "
                              "(it reset the connection)"})  # fmt: skip
     assert served.client(HEALTH) in ("503\n", "ended\n")
@@ -438,13 +433,13 @@ def test_a_loss_ends_the_engine_on_both_hosts(serve, loss):
     served.wait_served()
     began = time.monotonic()
     lost = "died or cannot be reached"
-    host, head = f"host 1 (10.77.18.2, stage 1) {lost}", f"the head (10.77.18.1:{PORT}) {lost}"
+    host, main = f"host 1 (10.77.18.2, stage 1) {lost}", f"the main host (10.77.18.1:{PORT}) {lost}"
     if loss == "cable":
         served.cluster.hosts[0].cable("down")
-        says = {0: host, 1: head}
+        says = {0: host, 1: main}
     elif loss == "half open":
         served.cluster.hosts[1].mute(True)
-        says = {0: host, 1: head}
+        says = {0: host, 1: main}
     elif loss == "agent killed":
         served.agent().kill()
         says = {0: host, 1: "the server was killed (SIGKILL)"}
@@ -459,7 +454,7 @@ def test_a_loss_ends_the_engine_on_both_hosts(serve, loss):
         served.ended(0)
         served.agent().resume()
         served.hosts[1].send_signal(signal.SIGCONT)
-        served.hears("continued", {1: head})
+        served.hears("continued", {1: main})
     served.ended()
     print(f"{loss}: nothing left after {time.monotonic() - began:.1f} s")
 
@@ -489,7 +484,7 @@ def test_both_hosts_come_back_under_restart(serve):
     while served.log(0).count("Application startup complete") < 2:
         assert time.monotonic() < deadline, (served.log(0)[-3000:], served.log(1)[-3000:])
         time.sleep(0.2)
-    assert_stock(served.run(mixed_batches()), served.path, mixed_batches(), same_tokens)
+    assert_stock(served.run(mixed_batches()), served.path, mixed_batches())
     for node in (1, 0):  # each would wait for the other's return
         psutil.Process(served.hosts[node].pid).children()[0].send_signal(signal.SIGTERM)
     served.ended()
@@ -503,16 +498,16 @@ def test_a_killed_head_ends_the_other_host(serve):
     served.command(0).kill()
     # The engine outlives its front end by a moment, and may still say goodbye.
     served.wait_for(1, "the engine ended", "died or cannot be reached", seconds=NOTICED)
-    print(f"head killed: host 1 said it after {time.monotonic() - began:.1f} s")
+    print(f"main host killed: host 1 said it after {time.monotonic() - began:.1f} s")
     served.ended()
-    print(f"head killed: nothing left after {time.monotonic() - began:.1f} s")
+    print(f"main host killed: nothing left after {time.monotonic() - began:.1f} s")
 
 
 @pytest.mark.slow
 def test_hosts_that_do_not_fit_say_so(serve, tmp_path):
     """Another secret; then another version of SiPipe and another dtype."""
     served = serve("-pp", "2", environments=({}, {"SIPIPE_SECRET": "another secret of the tests"}))
-    served.wait_for(1, "connects to the head")
+    served.wait_for(1, "connects to the main host")
     refused = "refused this host: the secret (SIPIPE_SECRET) is not the same"
     served.hears("another secret", {0: "Somebody with another secret", 1: refused}, seconds=START)
     old = shutil.copytree(Path(sipipe.__file__).parent, tmp_path / "old" / "sipipe")
@@ -520,10 +515,10 @@ def test_hosts_that_do_not_fit_say_so(serve, tmp_path):
     served.environments = ({}, {"PYTHONPATH": str(old.parent)})
     served.hosts[1] = served.start(1, "--dtype", "bfloat16")
     difference = (
-        f"SiPipe is {sipipe.__version__} on the head and 0.0.9 there, "
-        "--dtype is torch.float32 on the head and torch.bfloat16 there"
+        f"SiPipe is {sipipe.__version__} on the main host and 0.0.9 there, "
+        "--dtype is torch.float32 on the main host and torch.bfloat16 there"
     )
-    served.wait_for(1, "connects to the head")
+    served.wait_for(1, "connects to the main host")
     refused = f"refused this host: host 1 (10.77.18.2) does not fit: {difference}"
     served.hears("other versions", {0: difference, 1: refused})
     served.ended()
@@ -541,4 +536,4 @@ def test_a_port_that_is_taken_and_a_head_that_is_not_there(serve, cluster):
     served.wait_for(1, f"port {PORT + 1} of {there.address} cannot be listened on")
     blocker.communicate("\n")
     served.hosts[1] = served.start(1)
-    served.wait_for(1, f"the head (10.77.18.1:{PORT}) cannot be reached within 15 s")
+    served.wait_for(1, f"the main host (10.77.18.1:{PORT}) cannot be reached within 15 s")

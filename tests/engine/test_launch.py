@@ -1,6 +1,7 @@
 """What the command line makes of vLLM's arguments, before any engine starts."""
 
 import argparse
+import dataclasses
 import os
 import socket
 
@@ -15,7 +16,7 @@ from sipipe.cli import main
 from sipipe.cores import CorePlan
 from sipipe.engine import arguments, launch, plugin
 from sipipe.engine.executor import Executor
-from sipipe.engine.setup import PipelineVllmConfig, Setup
+from sipipe.engine.setup import PipelineVllmConfig, decide
 from sipipe.errors import ConfigError, ResourceError, UnsupportedError
 from sipipe.ipc import memory
 from sipipe.tools.make_model.checkpoint import make_model
@@ -61,8 +62,8 @@ def test_an_asked_for_second_runner_that_would_have_to_draw_is_refused(model, mo
     if not arguments.current_platform.is_cpu():
         pytest.skip("a CUDA build of vLLM")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ConfigError, match=r"stage_runner.*Triton") as error:
-        config_of(model, "--max-model-len", "256", stage_runner="vllm")
+    with pytest.raises(ConfigError, match=r"cpu_sampling.*Triton") as error:
+        config_of(model, "--max-model-len", "256", cpu_sampling="off")
     assert "\n" not in str(error.value)
 
 
@@ -157,7 +158,7 @@ def test_kv_memory_is_shared_unless_the_user_says_how_much(model, nodes, monkeyp
 
     def shared(*argv):
         args = arguments.parse_engine_args([model, *argv], {})
-        launch.share_kv_memory(args, config, two)
+        launch.share_kv_memory(args, dataclasses.replace(decide(config), cores=two))
         return args.kv_cache_memory_bytes
 
     ours = shared()
@@ -210,11 +211,11 @@ def test_what_sipipe_does_not_serve_is_refused_in_the_foreground(model):
     speculative = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
     config = config_of(model, "--speculative-config", speculative, "--max-model-len", "256")
     with pytest.raises(UnsupportedError, match="--speculative-config"):
-        launch.announce(config)
+        decide(config)
 
 
 def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys):
-    launch.announce(config_of(model, "-pp", "2", "--max-model-len", "256"))
+    launch.announce(decide(config_of(model, "-pp", "2", "--max-model-len", "256")))
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("core plan: stage 0: core")
     assert "sampler" in lines[1]
@@ -227,15 +228,16 @@ def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys):
 
 def test_a_containers_small_dev_shm_is_no_reason_to_refuse(model, monkeypatch):
     config = config_of(model, "-pp", "2", "--max-model-len", "256", "--max-num-seqs", "256")
-    assert sum(part.size for part in Setup.of(config).budget()) > 2 << 20
+    setup = decide(config)
+    assert sum(part.size for part in setup.budget()) > 2 << 20
     small = os.statvfs_result((4096, 4096, 256, 256, 256, 0, 0, 0, 0, 255))  # 1 MiB
     monkeypatch.setattr(os, "statvfs", lambda _path: small)
-    launch.announce(config)
+    launch.announce(setup)
     inside = config_of(model, "-pp", "2", "--max-model-len", "256", shm_dir="/dev/shm")
     with pytest.raises(
         ResourceError, match=r"shm_dir '/dev/shm' has 1\.0 MiB free, too little"
     ) as it:
-        launch.announce(inside)
+        launch.announce(decide(inside))
     assert "\n" not in str(it.value)
 
 
@@ -244,13 +246,15 @@ def test_too_little_memory_is_said_before_the_start(model, monkeypatch, tmp_path
     with pytest.raises(
         ResourceError, match=r"memory has 1\.0 MiB free, too little for .*BIC-I"
     ) as it:
-        launch.announce(config_of(model, "-pp", "2", "--max-model-len", "256"))
+        launch.announce(decide(config_of(model, "-pp", "2", "--max-model-len", "256")))
     assert "--max-num-seqs" in str(it.value)
     assert "\n" not in str(it.value)
     monkeypatch.undo()
-    launch.announce(config_of(model, "--max-model-len", "256", shm_dir=str(tmp_path)))
+    launch.announce(decide(config_of(model, "--max-model-len", "256", shm_dir=str(tmp_path))))
     with pytest.raises(ResourceError, match="No such file"):
-        launch.announce(config_of(model, "--max-model-len", "256", shm_dir=str(tmp_path / "none")))
+        launch.announce(
+            decide(config_of(model, "--max-model-len", "256", shm_dir=str(tmp_path / "none")))
+        )
 
 
 @pytest.fixture
@@ -270,7 +274,7 @@ PORT = "the port that the test holds"
     [
         (["--pp", "99"], "--pp 99: the model has 4 layers"),
         (["--pp", "two"], "--pp: must be a whole number of 1 or more"),
-        (["--additional-config", "{bad"], "--additional-config must be a JSON object"),
+        (["--additional-config", "{bad"], "must be a JSON object"),
         (["--max-model-length", "9"], "did you mean --max-model-len?"),
         (["--sampler", "2"], "did you mean --samplers?"),
         (["--max-model-len", "many"], "--max-model-len: invalid"),

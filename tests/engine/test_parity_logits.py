@@ -14,8 +14,8 @@ from tests.engine.engines import (
     model,
     prompts,
     run_engine,
+    same_tokens,
     shared,
-    tokens,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -50,10 +50,6 @@ def assert_same(found, expected):
         assert at == pytest.approx(other, abs=1e-4)
 
 
-def same_tokens(ours, stock):
-    assert [tokens(said) for said in ours] == [tokens(said) for said in stock]
-
-
 def tied(models, family):
     path = models / family
     if not path.exists():
@@ -76,7 +72,7 @@ def test_a_tied_embedding_scaled_or_capped_gives_the_unshared_logits(models, fam
     every = [value for said in found for at in logits(said) for value in at]
     assert (max(map(abs, every)) < 3.0) is (family == "gemma2")
 
-    assert_stock(found, path, [*ALONE, TOGETHER], same_tokens, max_logprobs=-1)
+    assert_stock(found, path, [*ALONE, TOGETHER], max_logprobs=-1)
 
 
 def test_logits_that_vllm_gathers_stay_on_the_last_stage(models):
@@ -86,4 +82,4 @@ def test_logits_that_vllm_gathers_stay_on_the_last_stage(models):
     found = run_engine(path, [*ALONE, TOGETHER], **settings)
     why = "vLLM gathers the model's logits over its tensor-parallel ranks"
     assert f"Output projection on the last stage: {why}" in log_of(path, **settings)
-    assert_stock(found, path, [*ALONE, TOGETHER], same_tokens, max_logprobs=-1)
+    assert_stock(found, path, [*ALONE, TOGETHER], max_logprobs=-1)

@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 from tests.engine.engines import assert_stock, engine_environment, model
-from tests.engine.test_hosts import NOTICED, OPTIONS, SERVED, SETTINGS, START, Served, same_tokens
+from tests.engine.test_hosts import NOTICED, OPTIONS, SERVED, SETTINGS, START, Served
 from tests.engine.test_parity import mixed_batches
 
 pytestmark = [
@@ -57,7 +57,7 @@ class Placed(Served):
     def __init__(self, cluster, ray, path, directory, *options):
         self.ray = ray
         super().__init__(cluster, path, directory, *options, nodes=(0,))
-        self.logs[1].write_text("")  # what the agent says comes through Ray to the head
+        self.logs[1].write_text("")  # what the agent says comes through Ray to the main host
 
     def start(self, node, *more):
         command = [sys.executable, "-m", "sipipe", "serve", self.path, *OPTIONS, *SERVED]
@@ -100,7 +100,7 @@ def left_beside(ray, host, seconds) -> list[str]:
 def test_a_ray_cluster_gives_stocks_tokens(cluster, ray, models, tmp_path):
     served = Placed(cluster, ray, model(models), tmp_path, "-pp", "2", "-tp", "2")
     served.wait_served()
-    assert_stock(served.run(mixed_batches()), model(models), mixed_batches(), same_tokens)
+    assert_stock(served.run(mixed_batches()), model(models), mixed_batches())
     said = served.log(0)
     assert "host 1 of 2: stage 1 and the samplers" in said
     assert "links: zeromq" in said
@@ -174,7 +174,7 @@ def test_an_engine_in_python_is_placed_by_its_group(cluster, ray, models, tmp_pa
         [{"outputs": [{"token_ids": t}]} for t in batch]
         for batch in json.loads(line.removeprefix("SAID"))
     ]
-    assert_stock(found, model(models), mixed_batches(), same_tokens)
+    assert_stock(found, model(models), mixed_batches())
     assert "host 1 of 2: stage 1 and the samplers" in said
     for host, its in zip(cluster.hosts, ray, strict=True):
         assert not left_beside(its, host, NOTICED)
@@ -252,7 +252,7 @@ def test_ray_serve_deploys_an_engine_and_replaces_it(cluster, ray, models, tmp_p
             [{"outputs": [{"token_ids": t}]} for t in json.loads(line)]
             for line in said.splitlines()
         ]
-        assert_stock(found, path, mixed_batches(), same_tokens)
+        assert_stock(found, path, mixed_batches())
         return True
 
     def wait_for(what) -> None:

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.scheduled import new_request
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils import random_uuid
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.engine.input_processor import InputProcessor
 
 from sipipe.engine.balance import Balancer
@@ -59,18 +60,12 @@ class Sequences:
                     self.logprobs.add(name)
                 self.started.add(name)
                 new.append(
-                    NewRequestData(
-                        req_id=name,
-                        prompt_token_ids=self.prompt[name],
-                        mm_features=[],
-                        sampling_params=SamplingParams(
-                            **scored, top_k=0 if name in self.plain else 5
-                        ),
-                        pooling_params=None,
-                        block_ids=([0],),
-                        num_computed_tokens=self.computed[name],
-                        lora_request=None,
-                        prefill_token_ids=list(tokens) if self.second_runner else None,
+                    new_request(
+                        name,
+                        self.prompt[name],
+                        params=SamplingParams(**scored, top_k=0 if name in self.plain else 5),
+                        computed=self.computed[name],
+                        prefill=tokens if self.second_runner else None,
                     )
                 )
             else:
@@ -204,18 +199,7 @@ def test_parameters_that_no_sampler_takes_fail_their_request_alone():
         params = SamplingParams()
         if name == "bad":
             params.temperature = 7.0  # as if a later vLLM allowed it
-        output.scheduled_new_reqs.append(
-            NewRequestData(
-                req_id=name,
-                prompt_token_ids=[1, 2],
-                mm_features=[],
-                sampling_params=params,
-                pooling_params=None,
-                block_ids=([0],),
-                num_computed_tokens=0,
-                lora_request=None,
-            )
-        )
+        output.scheduled_new_reqs.append(new_request(name, [1, 2], params=params))
         output.num_scheduled_tokens[name] = 2
     work = tracker.advance(0, output)
     good, bad = work.step.added
@@ -272,16 +256,7 @@ def arrive(client_ids, engine_seed=0, per_row=False):
         InputProcessor.assign_request_id(request)
         tracker.arrived(request.request_id)
         tracker.arrived(request.request_id)  # more of its prompt came
-        new = NewRequestData(
-            req_id=request.request_id,
-            prompt_token_ids=[1],
-            mm_features=[],
-            sampling_params=params,
-            pooling_params=None,
-            block_ids=([0],),
-            num_computed_tokens=0,
-            lora_request=None,
-        )
+        new = new_request(request.request_id, [1], params=params)
         output.scheduled_new_reqs.insert(0, new)  # the order of scheduling does not matter
         output.num_scheduled_tokens[new.req_id] = 1
     step = tracker.advance(0, output).step

@@ -6,6 +6,7 @@ import pytest
 
 from sipipe.engine.rpc import Calls, result_of
 from sipipe.errors import StallError
+from sipipe.messages.calls import Describe
 from sipipe.messages.replies import Reply
 
 RANKS = ["stage0.0", "stage1.0"]
@@ -29,9 +30,9 @@ def answer(calls, rank, number, value):
 
 
 def test_who_is_late_while_the_engine_starts_is_named(calls):
-    called = calls.call("sipipe:describe")
+    called = calls.call(Describe())
     answer(calls, 1, 0, "b")
-    late = r'not ready in time: a call of describe waits for stage0\.0 for 0 s.*"start_timeout"'
+    late = r'not ready in time: a call of Describe waits for stage0\.0 for 0 s.*"start_timeout"'
     with pytest.raises(StallError, match=late):
         result_of(called, calls.oldest, 0)
 

@@ -58,7 +58,7 @@ def one():
         dtype="float32",
         cores=[()],
         figures=[],
-        succession=engine,
+        events=engine,
         stall_timeout=300.0,
     )
     samplers.engine = engine
@@ -69,7 +69,7 @@ def one():
     children.watch(
         heard=lambda child, message: samplers.heard(child.name, message),
         died=died,
-        turn=lambda: min(5.0, samplers.spare.keep()),
+        turn=lambda: min(0.1, samplers.spare.keep()),
         failed=engine.failures.append,
     )
     ring = DispatchProducer("bic-i", readers=samplers.names)

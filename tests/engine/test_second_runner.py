@@ -11,19 +11,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.engine import multi_modal, recurrent
 from tests.engine import test_features as features
 from tests.engine import test_parity as parity
+from tests.engine import tiny_models
 from tests.engine.engines import (
     SHARED_OUT,
     Engine,
     assert_stock,
-    gone,
     greedy,
     log_of,
     model,
     prompts,
     run_engine,
+    same_tokens,
     stock_results,
     tokens,
 )
@@ -59,116 +59,25 @@ def run(path, batches, *, stages=2, sipipe=None, **engine):
     return found
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_chunked_prefills_and_aborts_equal_stock(models, stages):
-    """Sequences join and leave, prompts take several iterations, text stops end requests that are
-    in flight; and each feature that is the samplers' or a prompt's. That samplers draw is measured
-    at start: vLLM's own is slow."""
-    path = model(models)
-    params = features.deterministic()
-    batches = parity.mixed_batches()
-    asked = [
-        {"prompts": prompts(len(params), longest=40), "params": params},
-        {"prompts": prompts(len(params), longest=200, seed=5), "params": params},
-    ]
-    chosen = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logprobs": 3}
-    alone = {"prompts": prompts(2), "params": [chosen | {"logprob_token_ids": [5, 6, 7]}] * 2}
-    measured = {"cpu_sampling": "auto"}
-    found = run(
-        path, [*batches, *asked], sipipe=measured, stages=stages, max_logprobs=-1, **slow("device")
-    )
-
-    def same(ours, theirs):
-        for a, b in zip(ours, theirs[: len(ours)], strict=True):
-            for index, (x, y) in enumerate(zip(a, b, strict=True)):
-                assert tokens([x]) == tokens([y]), params[index]
-                for one, other in zip(x["outputs"], y["outputs"], strict=True):
-                    assert one["text"] == other["text"]
-                    assert one["finish_reason"] == other["finish_reason"]
-                    features.same_logprobs(one["logprobs"], other["logprobs"])
-                features.same_logprobs(x["prompt_logprobs"], y["prompt_logprobs"])
-
-    assert_stock(found[: len(batches)], path, batches, parity.same_tokens)
-    # With the batch beside them by which the results are kept (tests/engine/test_features.py).
-    assert_stock(found[len(batches) :], path, [*asked, alone], same, max_logprobs=-1)
-
-
 def in_both_places(params):
     """Every other request asks for what samplers alone do, and gets the same tokens by it."""
     return [p | {"logprobs": 1} if i % 2 else p for i, p in enumerate(params)]
 
 
-@pytest.mark.parametrize(
-    ("stages", "drawing"),
-    [
-        (2, "on"),
-        pytest.param(1, "per_row", marks=pytest.mark.slow),
-        pytest.param(2, "per_row", marks=pytest.mark.slow),
-    ],
-)
-def test_preemption_and_prefix_caching_equal_stock(models, stages, drawing):
-    """The second runner gets a request that was preempted as a new one, with its tokens so far.
-
-    A seed gives the same tokens beside others, in another order, preempted or not, wherever they
-    are drawn; the device's random numbers are not the samplers'.
-    """
-    path = model(models)
-    shared = prompts(1, longest=60, seed=9)[0] * 2
-    many = [shared[:70] + p for p in prompts(20, longest=20, seed=11)]
-    seeded = {"temperature": 1.5, "seed": 2**63 + 5, "max_tokens": 30, "ignore_eos": True}
-    batches = [
-        {"prompts": many, "params": greedy(20, shortest=30, longest=60)},
-        {"prompts": many[:4], "params": [{"temperature": 1.0, "n": 3, "max_tokens": 8}] * 4},
-        {"prompts": [many[i - i % 2] for i in range(20)], "params": in_both_places([seeded] * 20)},
-        {"prompts": many[8:0:-2], "params": [seeded] * 4},
-    ]
-    asked = [{**batches[0], "params": in_both_places(batches[0]["params"])}, *batches[1:]]
-    small = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
-    said = run(path, asked, sipipe={"cpu_sampling": drawing}, stages=stages, **small)
-    assert_stock(said[:1], path, batches[:1], features.same_tokens)
-    assert all(len(request["outputs"]) == 3 for request in said[1])
-    assert tokens(said[3]) == tokens(said[2])[8:0:-2]
-    for one, other in zip(said[2][::2], said[2][1::2], strict=True):
-        assert (tokens([one]) == tokens([other])) is (drawing == "on")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "stages", "ranks"),
-    [
-        ("llama", 4, 1),
-        ("llama", 2, 2),
-        ("llama", 4, 2),
-        ("mixtral", 2, 1),
-        ("deepseek-v3", 2, 1),
-        ("qwen2", 2, 1),
-    ],
-)
-def test_degrees_and_families_equal_stock(models, family, stages, ranks):
-    """Every stage multiplies by its part of the output projection, on a thread of its own."""
-    path = model(models, family)
-    batches, stock = parity.mixed_batches(), {}
-    if family in parity.ALONE:
-        batches, stock = parity.single_requests(), {"tensor_parallel_size": ranks}
-    degrees = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
-    with Engine(path, sipipe=SHARED, **degrees) as engine:
-        found = engine.run(batches)
-        assert SHARED_OUT in engine.log.read_text()
-    assert_stock(found, path, batches, parity.same_tokens, **stock)
-
-
-@pytest.mark.slow
-def test_a_killed_last_stage_ends_an_engine_that_waits_for_its_rows(models):
-    params = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}
-    with Engine(model(models), sipipe=SHARED, pipeline_parallel_size=2) as engine:
-        engine.submit([{"prompts": prompts(8), "params": [params] * 8}])
-        engine.wait_until_generating()
-        everybody = engine.descendants()
-        [worker] = engine.find("Worker_PP1")
-        worker.kill()
-        engine.wait_for(r"stage worker stage1\.0 \(pid \d+\) died, exit code -9", seconds=20)
-        engine.process.wait(60)
-        assert gone(everybody)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_preemption_and_prefix_caching_equal_stock(models, stages):
+    """A seed gives the same tokens beside others, in another order, preempted or not, wherever they
+    are drawn; the device's random numbers are not the samplers'."""
+    path, batches, small = model(models), features.crowding(), features.SMALL_CACHE
+    asked = [{**batch, "params": in_both_places(batch["params"])} for batch in batches[:2]]
+    said = run(
+        path, [*asked, batches[2]], sipipe={"cpu_sampling": "per_row"}, stages=stages, **small
+    )
+    assert_stock(said[:1], path, batches[:1])
+    assert tokens(said[2]) == tokens(said[1])[8:0:-2]
+    for one, other in zip(said[1][::2], said[1][1::2], strict=True):
+        assert tokens([one]) != tokens([other])
 
 
 @pytest.mark.slow
@@ -184,7 +93,7 @@ def test_stages_that_pad_differently_equal_stock(models, drawing):
         sipipe={"cpu_sampling": drawing},
         worker_extension_cls="padded_twins.Twins",
     )
-    assert_stock(found, path, batches, parity.same_tokens)
+    assert_stock(found, path, batches)
 
 
 def with_both_places(batches):
@@ -197,20 +106,21 @@ def test_rows_of_both_places_in_a_batch_equal_stock_with_tensor_parallelism(mode
     path, batches = model(models), parity.mixed_batches()
     settings = {"cpu_sampling": "per_row"}
     found = run(path, with_both_places(batches), sipipe=settings, tensor_parallel_size=2)
-    assert_stock(found, path, batches, parity.same_tokens)
+    assert_stock(found, path, batches)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "stages", "ranks"),
     [
-        ("whole", 2, 1),
-        ("whole", 1, 1),
-        ("whole", 1, 2),
-        ("copy", 2, 1),
-        ("copy", 1, 1),
-        ("copy", 1, 2),
-        ("device", 2, 2),
+        ("device", 2, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("whole", *degrees) for degrees in ((2, 1), (1, 1), (1, 2))),
+                *(("copy", *degrees) for degrees in ((2, 1), (1, 1), (1, 2))),
+                ("device", 2, 2),
+            )
+        ),
     ],
 )
 def test_who_draws_is_measured(models, part, stages, ranks):
@@ -230,15 +140,7 @@ def test_who_draws_is_measured(models, part, stages, ranks):
         own_path = "vLLM's own path: CPU samplers would not be worth it here"
         assert (own_path in said) is (not samplers)
         assert len(engine.find(r"sipipe\.sampler.* sampler\d")) == samplers
-    assert_stock(found, path, batches, parity.same_tokens)
-
-
-@pytest.mark.slow
-def test_vllms_own_sampler_equals_stock(models):
-    """vLLM's own path: tokens are drawn on the last stage, and return by way of the scheduler."""
-    path, batches = model(models), parity.mixed_batches()
-    found = run(path, batches, sipipe={"cpu_sampling": "off"})
-    assert_stock(found, path, batches, parity.same_tokens)
+    assert_stock(found, path, batches)
 
 
 @pytest.mark.slow
@@ -272,7 +174,7 @@ def test_compiled_stages_equal_stock(models):
     """By torch.compile, as stages on GPUs are by default."""
     path, batches = model(models), parity.mixed_batches()
     found = run(path, batches, enforce_eager=False)
-    assert_stock(found, path, batches, parity.same_tokens)
+    assert_stock(found, path, batches)
 
 
 @pytest.mark.slow
@@ -285,7 +187,7 @@ def test_lora_adapters_equal_stock(models):
     batches = [{**plain, "lora": [["a", 1, str(adapter)]] * 6}, {**plain, "lora": [None] * 6}]
     engine = {"enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": 1}
     said = run(path, with_both_places(batches), sipipe={"cpu_sampling": "per_row"}, **engine)
-    assert_stock(said, path, batches, features.same_tokens, **engine)
+    assert_stock(said, path, batches, **engine)
     with_it, without = stock_results(path, batches, **engine)
     assert tokens(with_it) != tokens(without), "the adapter must make a difference"
 
@@ -311,14 +213,12 @@ def mapped_channels(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("second", ["1", "0"], ids=["second runner", "own runner"])
-def test_a_running_engine_maps_what_its_budget_says(models, second):
+def test_a_running_engine_maps_what_its_budget_says(models):
     """And no more once prompts have crossed in pieces."""
     long = [{"prompts": prompts(8, longest=900, seed=17), "params": greedy(8)}]
     settings = SHARED | {"microbatches": {"prefill_spread": 1}}  # nothing that is measured
     degrees = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "pipeline_parallel_size": 3}
-    env = {"VLLM_USE_V2_MODEL_RUNNER": second}
-    with Engine(model(models, vocab_size=40_000), sipipe=settings, env=env, **degrees) as engine:
+    with Engine(model(models, vocab_size=40_000), sipipe=settings, **degrees) as engine:
         engine.run(long)
         first, _ = mapped_channels(engine)
         engine.run([*long, *long])
@@ -338,11 +238,11 @@ def test_a_running_engine_maps_what_its_budget_says(models, second):
         assert all(size <= sizes[where] for where, size in of.items())
 
 
-def checkpoint(models, name, make):
-    """What ``make`` writes, once."""
-    path = models / name
+def checkpoint(models, family):
+    """One of :mod:`.tiny_models`, written once."""
+    path = models / family
     if not path.exists():
-        make(path)
+        getattr(tiny_models, f"make_{family}")(path)
     return path
 
 
@@ -355,7 +255,7 @@ def with_images(family):
     seeing = [{"tokens": p, "image": i // 2} for i, p in enumerate(texts[:8])]
     if family == "isaac":
         for i, p in enumerate(seeing):
-            p["tokens"] = [*p["tokens"][: i + 1], multi_modal.VOCABULARY, *p["tokens"][i + 1 :]]
+            p["tokens"] = [*p["tokens"][: i + 1], tiny_models.VOCABULARY, *p["tokens"][i + 1 :]]
             p["size"] = [28, 28 + 28 * (i // 2 % 2)]
     return [
         {"prompts": [*seeing, *texts[8:]], "params": greedy(12)},
@@ -369,12 +269,12 @@ def with_images(family):
 def test_a_model_that_sees_equals_stock(models, stages, family):
     """The encoder runs on the first stage, once for an image. Isaac has M-RoPE: every stage keeps
     positions in three dimensions."""
-    path = checkpoint(models, family, getattr(multi_modal, f"make_{family}"))
+    path = checkpoint(models, family)
     batches = with_images(family)
     settings = {"cpu_sampling": "per_row"}
     found = run(path, with_both_places(batches), stages=stages, sipipe=settings, **SEES)
     stock = stock_results(path, batches, **SEES)
-    parity.same_tokens(found, stock)
+    same_tokens(found, stock)
     assert tokens(stock[0])[:8] != tokens(stock[1]), "an image must make a difference"
 
 
@@ -382,23 +282,23 @@ def test_a_model_that_sees_equals_stock(models, stages, family):
 @pytest.mark.parametrize("stages", [2, 1])
 def test_a_model_with_recurrent_layers_equals_stock(models, stages):
     """Mamba's states lie beside attention's blocks, and end with their requests."""
-    path, batches = checkpoint(models, "falcon-h1", recurrent.make), parity.mixed_batches()
+    path, batches = checkpoint(models, "falcon_h1"), parity.mixed_batches()
     found = run(path, with_both_places(batches), stages=stages, sipipe={"cpu_sampling": "per_row"})
-    assert_stock(found, path, batches, parity.same_tokens)
+    assert_stock(found, path, batches)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 1])
 def test_recurrent_states_of_cached_prefixes_equal_stock(models, stages):
     """Which lie in blocks, and come along to the next one. Stock has no cache here."""
-    path = checkpoint(models, "falcon-h1", recurrent.make)
+    path = checkpoint(models, "falcon_h1")
     shared = prompts(1, longest=60, seed=9)[0] * 9
     many = [shared[:300] + p for p in prompts(8, longest=60, seed=11)]
     batches = [{"prompts": many, "params": greedy(8, shortest=90, longest=140)}] * 2
     settings = {"pipeline_parallel_size": stages, "enable_prefix_caching": True}
     found = run_engine(path, batches, sipipe={"samplers": 2}, **settings)
     assert any(request["cached"] for request in found[1])
-    assert_stock(found, path, batches, features.same_tokens)
+    assert_stock(found, path, batches)
 
 
 @pytest.mark.slow
@@ -418,4 +318,4 @@ def test_the_kernels_themselves_interpreted_equal_stock(models, stages):
         env=DRAWS | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
         worker_extension_cls="",
     )
-    assert_stock(found, path, batches, parity.same_tokens)
+    assert_stock(found, path, batches)

@@ -4,13 +4,9 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -19,139 +15,21 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 
-import aiohttp
 import psutil
 import pytest
 from tests.engine.engines import (
     assert_stock,
-    engine_environment,
     in_shared_memory,
     left_in_shared_memory,
     model,
     prompts,
     tokens,
 )
+from tests.engine.servers import MODEL, STREAMS, Server, complete, health, load, metric, wait_until
 
 import sipipe
 
 pytestmark = pytest.mark.engine
-
-STREAMS = 200
-MODEL = "tiny"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-@contextlib.contextmanager
-def server(path, log, *options, temporary="/tmp", profiled=False, stock=False):
-    """``sipipe serve`` (or stock ``vllm serve``) on a free port of loopback: address and process."""
-    port = free_port()
-    ours, cores = [sys.executable, "-m", "sipipe"], sorted(os.sched_getaffinity(0))
-    vllm = [str(Path(sys.executable).with_name("vllm"))]
-    command = [*(vllm if stock else ours), "serve", str(path), "-pp", "2", *options]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={
-                **engine_environment(),
-                "TMPDIR": temporary,
-                **({"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"} if stock else {}),
-                # Every process says what it imports: see check_reach.
-                **({"PYTHONPROFILEIMPORTTIME": "1"} if profiled else {}),
-            },
-            start_new_session=True,
-        )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 240
-        while True:
-            if process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"the server did not start:\n{log.read_text()[-4000:]}")
-            if health(address) == 200:
-                break
-            time.sleep(0.3)
-        yield address, process
-    finally:
-        if process.poll() is None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
-            process.kill()
-            process.wait()
-
-
-def health(address) -> int:
-    """The status of /health; 0 where nobody listens."""
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
-    except OSError:
-        return 0
-
-
-async def stream(session, address, index, rng, model):
-    """One streamed completion; some hang up after a few pieces. Returns how it ended."""
-    body = {
-        "model": model,
-        "prompt": [rng.randrange(3, 900) for _ in range(rng.randint(1, 60))],
-        "max_tokens": rng.randint(4, 40),
-        "ignore_eos": True,
-        "stream": True,
-        "temperature": rng.choice([0.0, 0.8]),
-        "top_p": rng.choice([1.0, 0.9]),
-        "repetition_penalty": rng.choice([1.0, 1.2]),
-        "stream_options": {"include_usage": True},
-    }
-    give_up = rng.randint(1, 5) if index % 3 == 0 else None
-    async with session.post(f"{address}/v1/completions", json=body) as answer:
-        assert answer.status == 200, await answer.text()
-        pieces = 0
-        async for line in answer.content:
-            if not line.startswith(b"data: "):
-                continue
-            data = line[6:].strip()
-            if data == b"[DONE]":
-                return "done"
-            said = json.loads(data)
-            assert "error" not in said, said
-            if said.get("usage"):
-                assert said["usage"]["completion_tokens"] == body["max_tokens"]
-            pieces += 1
-            if pieces == give_up:
-                return "given up"
-    return "cut off"
-
-
-async def load(address, model=MODEL):
-    rng = random.Random(5)
-    timeout = aiohttp.ClientTimeout(total=200)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        return await asyncio.gather(
-            *(
-                stream(session, address, i, random.Random(rng.random()), model)
-                for i in range(STREAMS)
-            )
-        )
-
-
-def metric(address, name) -> float:
-    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    found = re.search(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
-    assert found, f"no {name} in /metrics"
-    return float(found.group(1))
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +40,10 @@ def served(models, tmp_path_factory):
     temporary = tempfile.mkdtemp(prefix="t")  # short: a socket's path has 107 characters
     log = tmp_path_factory.mktemp("server") / "log"
     options = ("--enforce-eager", "--max-model-len", "256", "--dtype", "bfloat16")
-    more = {"temporary": temporary, "profiled": True}
-    with server(model(models), log, *options, **more) as (address, process):
-        yield address, process, log, temporary, before
+    # Every process says what it imports: see check_reach.
+    more = {"PYTHONPROFILEIMPORTTIME": "1"}
+    with Server(model(models), log, *options, temporary=temporary, more=more) as server:
+        yield server.address, server.process, log, temporary, before
     shutil.rmtree(temporary)
 
 
@@ -174,18 +53,6 @@ def test_served_logprobs_of_a_bfloat16_model_equal_stock(models, served):
     batches = [{"prompts": [p], "params": [asked]} for p in prompts(4, longest=40, seed=8)]
     said = [complete(served[0], batch["prompts"][0], asked) for batch in batches]
     assert_stock(said, model(models), batches, same_in_bfloat16, dtype="bfloat16")
-
-
-def complete(address, prompt, asked):
-    """The tokens of one completion, and the log-probabilities named at each, in any order."""
-    body = {"model": MODEL, "prompt": prompt, "return_tokens_as_token_ids": True, **asked}
-    request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        said = json.load(answer)["choices"][0]["logprobs"]
-    chosen = [int(token.removeprefix("token_id:")) for token in said["tokens"]]
-    return chosen, [sorted(at.values()) for at in said["top_logprobs"]]
 
 
 def same_in_bfloat16(found, stock):
@@ -253,27 +120,20 @@ def clients(models, tmp_path, *options):
     """A server, and what submits four long requests to it at once."""
     given = prompts(4, longest=20, seed=3)
     options += ("--enforce-eager", "--max-model-len", "256", "--dtype", "float32")
-    with (
-        server(model(models), tmp_path / "log", *options) as (address, process),
-        ThreadPoolExecutor(4) as pool,
-    ):
-        yield address, process, lambda: [pool.submit(complete, address, p, ASKED) for p in given]
+    with Server(model(models), tmp_path / "log", *options) as server, ThreadPoolExecutor(4) as pool:
+        yield server, lambda: [pool.submit(complete, server.address, p, ASKED) for p in given]
 
 
 def chosen(answers):
     return [answer.result()[0] for answer in answers]
 
 
-def worker(process):
-    everybody = psutil.Process(process.pid).children(recursive=True)
-    return next(p for p in everybody if "Worker_PP1" in " ".join(p.cmdline()))
-
-
 @pytest.mark.slow
 def test_a_stall_is_seen_and_harms_nobody_and_a_server_drains(models, tmp_path):
-    with clients(models, tmp_path, "--shutdown-timeout", "60") as (address, process, submit):
+    with clients(models, tmp_path, "--shutdown-timeout", "60") as (server, submit):
+        address, process = server.address, server.process
         expected = chosen(submit())
-        stopped = worker(process)
+        stopped = server.find("Worker_PP1")
         stopped.suspend()
         answers, began = submit(), time.monotonic()
         wait_until(lambda: health(address) == 503)
@@ -304,10 +164,11 @@ def test_a_stall_is_seen_and_harms_nobody_and_a_server_drains(models, tmp_path):
 
 @pytest.mark.slow
 def test_a_death_is_seen_and_the_server_comes_back(models, tmp_path):
-    with clients(models, tmp_path, "--restart") as (address, process, submit):
+    with clients(models, tmp_path, "--restart") as (server, submit):
+        address = server.address
         expected = chosen(submit())
         answers, began = submit(), time.monotonic()
-        worker(process).kill()
+        server.find("Worker_PP1").kill()
         wait_until(lambda: health(address) != 200)
         print(f"/health is not 200 {time.monotonic() - began:.2f} s after a worker was killed")
         for answer in answers:
@@ -327,13 +188,6 @@ def test_a_death_is_seen_and_the_server_comes_back(models, tmp_path):
             r"sipipe: the server ended by itself .* it is started again in 1 s",
             (tmp_path / "log").read_text(),
         )
-
-
-def wait_until(true, seconds=240):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def check_reach(log):

@@ -1,5 +1,6 @@
 """How an engine is set up: the GPUs of its workers, and which of vLLM's runners it has."""
 
+import dataclasses
 import multiprocessing
 import os
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from vllm.platforms import interface
 from vllm.v1.worker import gpu_worker
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine import executor, pipeline, setup, workers
+from sipipe.engine import executor, opening, setup, workers
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.errors import ConfigError
 
@@ -120,7 +121,7 @@ def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
     monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", Pipeline)
     monkeypatch.setattr("sipipe.engine.remote.meet", lambda _: [])
     decided = SimpleNamespace(apply=lambda: None, describe=list)
-    monkeypatch.setattr(executor, "Setup", SimpleNamespace(of=lambda _: decided))
+    monkeypatch.setattr(executor, "decide", lambda _: decided)
     monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
 
     def start():
@@ -142,30 +143,34 @@ def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
 
 def test_weights_do_not_change_beside_a_shared_output_projection():
     made = executor.Executor.__new__(executor.Executor)
-    made._setup = SimpleNamespace(vocabulary=Vocabulary((0.5, 0.5)))
+    made._shares = True
     with pytest.raises(ConfigError, match=r'reload_weights: .* set "vocabulary": "last"'):
         made.collective_rpc("reload_weights")
 
 
 def test_on_vllms_own_path_nothing_is_shared():
-    made = setup.Setup.__new__(setup.Setup)
-    made.config, made.vocabulary, made.apply = SiPipeConfig(), Vocabulary((0.5, 0.5)), lambda: None
-    made.fall_back("the stage runner does not take it")
-    assert (made.vocabulary.parts, made.path) == ((), "vllm")
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(setup.Setup)), None)
+    made = setup.Setup(**fields | {"reason": "", "vocabulary": Vocabulary((0.5, 0.5))})
+    fallen = made.fall_back("the stage runner does not take it")
+    assert (fallen.vocabulary.parts, fallen.path) == ((), "vllm")
+    assert made.path == "sipipe"
 
 
-@pytest.mark.parametrize("posting", [True, False])
-def test_links_of_final_hidden_states_are_posted_as_all_are(posting):
+def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
     made = SimpleNamespace(
         stages=3,
         ranks=2,
         slots=4,
-        config=SiPipeConfig(posting=posting),
+        config=SiPipeConfig(),
         vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8)),
     )
-    links = pipeline._make_head_links(made)
-    assert [link.name for link in links] == ["head2-0.r0", "head2-0.r1", "head2-1.r0", "head2-1.r1"]
-    assert {link.posted for link in links} == {posting}
+    links = opening.make_final_links(made)
+    assert [link.name for link in links] == [
+        "final2-0.r0",
+        "final2-0.r1",
+        "final2-1.r0",
+        "final2-1.r1",
+    ]
 
 
 def test_threads_spin_briefly_on_cores_that_others_use_too(monkeypatch):

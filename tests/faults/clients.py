@@ -62,16 +62,18 @@ KINDS = {
 
 def run(seed, scale, each=lambda *_: None, *, stock=False):
     """A row of the table for each kind; ``stock``: of stock vLLM's server."""
-    from tests.engine.engines import model
-    from tests.engine.test_server import complete, metric, prompts, server
+    from tests.engine import servers
+    from tests.engine.engines import model, prompts
+    from tests.engine.servers import complete, metric
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     scratch = Path(tempfile.mkdtemp(prefix="f"))
     options = ["--max-model-len", "256", "--dtype", "float32"]
     options += [] if stock else ["--enforce-eager"]  # stock's second stage needs its warm-up
-    rows, more = [], {"temporary": str(scratch), "stock": stock}
-    with server(model(scratch), scratch / "log", *options, **more) as (where, main):
+    rows, start = [], servers.stock if stock else servers.Server
+    with start(model(scratch), scratch / "log", *options, temporary=scratch) as server:
+        where, main = server.address, server.process
         asked = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 1}
         given = prompts(GOOD, longest=40, seed=seed)
         with ThreadPoolExecutor(GOOD) as pool:

@@ -38,7 +38,7 @@ def scenario(own=False, bound=120.0, spare=1e9, **more):
     until there is a spare sampler."""
     sipipe = {"samplers": 2, "inflight": 3, "stall_timeout": 60, "start_timeout": 90}
     sipipe |= {"cores": "off", "vocabulary": "last", **more.pop("sipipe", {})}
-    sipipe |= {"cpu_sampling": "off" if own else "on", "check_token_safety": not own}
+    sipipe |= {"cpu_sampling": "off" if own else "on"}
     return {"sipipe": sipipe, "own": own, "bound": bound, "spare": spare, **more}
 
 

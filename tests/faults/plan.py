@@ -90,13 +90,13 @@ def load():
     import sipipe.ipc.ring.reader
     import sipipe.ipc.ring.writer
     import sipipe.sampler.main as sampler
-    import sipipe.worker.device_vocabulary
     import sipipe.worker.draws
     import sipipe.worker.loop as loop
     import sipipe.worker.main as worker
     import sipipe.worker.preparation
+    import sipipe.worker.projection
+    import sipipe.worker.projection_thread
     import sipipe.worker.publisher
-    import sipipe.worker.vocabulary
 
     return {
         # a sampler's life
@@ -111,7 +111,7 @@ def load():
         "answer": (sipipe.ipc.gather.GatherSender, "send"),
         # a worker's
         "load": (stand_in.StandInWorker, "load_model"),
-        "describe": (loop.StageLoop, "describe"),
+        "describe": (loop.StageLoop, "answer"),
         "open": (loop.StageLoop, "open"),
         "serve": (worker.Main, "serve"),
         "prepare": (sipipe.worker.preparation.SiPipePrepares, "prepare"),
@@ -122,15 +122,15 @@ def load():
         "logits": (sipipe.worker.draws.LastRows, "_hand_over"),
         "sample": (arithmetic.Runner, "sample"),
         "hand on": (sipipe.worker.publisher.Publisher, "_do"),
-        "spread": (sipipe.worker.vocabulary.SharedProjection, "columns"),
-        "rows": (sipipe.worker.device_vocabulary.HeadThread, "_do"),
+        "spread": (sipipe.worker.projection.SharedProjection, "columns"),
+        "rows": (sipipe.worker.projection_thread.ProjectionThread, "_do"),
         "product": (stand_in.Shard, "whole"),
         # the engine's
-        "start": (sipipe.engine.host.Host, "start"),
+        "start": (sipipe.engine.host.LocalHost, "start"),
         "listen": (sipipe.engine.pipeline, "GatherReceiver"),
-        "load models": (sipipe.engine.host.Host, "wait_loaded"),
+        "load models": (sipipe.engine.host.LocalHost, "wait_loaded"),
         "make channels": (sipipe.engine.pipeline.Pipeline, "open"),
-        "open samplers": (sipipe.engine.host.Host, "open_samplers"),
+        "open samplers": (sipipe.engine.host.LocalHost, "open_samplers"),
         "schedule": (sipipe.engine.executor.Executor, "execute_model"),
         "dispatch": (sipipe.engine.dispatch.Dispatcher, "publish"),
         "resolve": (sipipe.engine.resolve.Resolver, "_resolve"),

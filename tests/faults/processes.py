@@ -23,6 +23,7 @@ from functools import partial
 
 from tests.engine.forked_children import fork
 from tests.faults import plan
+from tests.worker.watched_stage import watch
 
 _SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -111,6 +112,8 @@ def _fork_between(run, asked, descriptors):
 def _become(asked, descriptors, report):
     sys.argv = [asked["module"], *map(str, descriptors), *asked["arguments"]]
     plan.arrange(asked["name"], asked["faults"], report)
+    if asked["module"] == "sipipe.worker":
+        watch()
     runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
 
 

@@ -107,7 +107,7 @@ def slope(points):
 
 async def ask(session, address, index, rng, known, ends):
     """One client; counts in ``ends`` how it went."""
-    from tests.engine.test_server import MODEL, stream
+    from tests.engine.servers import MODEL, stream
 
     kind = rng.random()
     body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 4}
@@ -158,7 +158,7 @@ def questions(rng):
 
 async def soak(address, pid, seconds, rate, seed):
     import aiohttp
-    from tests.engine.test_server import metric
+    from tests.engine.servers import metric
 
     rng, look = random.Random(seed), Look(pid)
     ends, counts = Counter(), []
@@ -253,15 +253,17 @@ def main():
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     from tests.engine.engines import model
-    from tests.engine.test_server import server
+    from tests.engine.servers import Server
     from tests.faults.suite import machine
 
     scratch = Path(tempfile.mkdtemp(prefix="soak"))
     serve = ("--enforce-eager", "--max-model-len", "256", "--dtype", "float32")
     serve += ("--max-num-seqs", "32", "--samplers", "2", "--cores", "off")
     serve += ("--num-gpu-blocks-override", "64")  # all are soon in use: memory touched is resident
-    with server(model(scratch), scratch / "log", *serve, temporary=str(scratch)) as (where, main):
-        run = soak(where, main.pid, options.minutes * 60, options.rate, options.seed)
+    with Server(model(scratch), scratch / "log", *serve, temporary=scratch) as server:
+        run = soak(
+            server.address, server.process.pid, options.minutes * 60, options.rate, options.seed
+        )
         memory, counts, ends = asyncio.run(run)
     shutil.rmtree(scratch, ignore_errors=True)
     kept = {"minutes": options.minutes, "rate": options.rate, "machine": machine()}

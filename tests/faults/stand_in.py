@@ -15,7 +15,7 @@ from sipipe.tools.emulation.worker import EmulatedSharing, EmulatedWorker
 
 
 class Shard:
-    """In place of :class:`sipipe.worker.head.HeadShard`: a stage's columns."""
+    """In place of :class:`sipipe.worker.projection_rows.ProjectionShard`: a stage's columns."""
 
     def __init__(self, start, stop):
         self._logits = logits_table()[:, start:stop]
@@ -28,7 +28,7 @@ class StandInSharing(EmulatedSharing):
     """Half of the columns for each stage."""
 
     def time_parts(self, head, sequences):
-        return Measured(layers=1e-3, head=1e-3)
+        return Measured(layers=1e-3, projection=1e-3)
 
     def _take(self, offers, start, stop):
         return Shard(start, stop)

@@ -1,7 +1,6 @@
 """What the processes of ``test_processes`` do: ``python process.py ROLE JSON``."""
 
 import json
-import multiprocessing
 import os
 import random
 import socket
@@ -18,8 +17,6 @@ from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
 from sipipe.ipc.ring.layout import RingEndpoint
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint, LogitsReader, LogitsWriter
 from sipipe.messages.logits import LogitsShape
-
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def body_of(number: int) -> list[bytes]:
@@ -71,7 +68,7 @@ def sampler(dispatch, logits, gather, name):
         while True:
             with schedule.receive() as message, reader.receive() as received:
                 assert message.sequence == received.iteration
-                sender.send(received.iteration, [bytes(received.array[:, 0].data)])
+                sender.send(received.iteration, bytes(received.array[:, 0].data))
     except ChannelError as end:
         say(type(end).__name__)
 

@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 import pytest
-from tests.ipc.link.conftest import free_port
+from tests.ipc.link.conftest import HERE, free_port
 
 from sipipe.errors import ConfigError
 from sipipe.ipc.connection import Connection
@@ -21,7 +21,6 @@ from sipipe.ipc.secret import key_pairs, read_secret
 from sipipe.ipc.tcp import resolve
 
 BOUND = 30.0
-HERE = "127.0.0.1"
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,7 @@ def open_end():
 
 @pytest.fixture(params=["", "a token"], ids=["encrypted", "not encrypted"])
 def ends(open_end, request):
-    port = free_port()
+    port = free_port(HERE)
     ends = tuple(open_end(port, listens=listens, token=request.param) for listens in (True, False))
     assert all(end.wait_for_peer(BOUND) for end in ends)
     return ends
@@ -128,7 +127,7 @@ def test_interrupting_ends_a_wait(ends):
 
 
 def test_another_secret_is_refused_and_a_stranger_is_no_hindrance(open_end, monkeypatch):
-    port = free_port()
+    port = free_port(HERE)
     listening = open_end(port, listens=True)
     with socket.create_connection((HERE, port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
@@ -169,7 +168,7 @@ STRANGERS = pytest.mark.parametrize(
 @pytest.mark.parametrize("token", ["", "a token"], ids=["encrypted", "not encrypted"])
 def test_strangers_hinder_nobody(open_end, times, says, token):
     """At a port that nobody looks at, before and after the peer comes."""
-    port = free_port()
+    port = free_port(HERE)
     listening = open_end(port, listens=True, token=token)
     slow = socket.create_connection((HERE, port))
     slow.send(b"\xff")
@@ -192,7 +191,7 @@ def test_once_the_peer_is_in_nobody_else_gets_to_the_port(ends):
 
 @pytest.mark.parametrize("token", ["", "a token"], ids=["encrypted", "not encrypted"])
 def test_no_more_than_a_frame_of_a_stranger_is_stored(open_end, token):
-    port = free_port()
+    port = free_port(HERE)
     open_end(port, listens=True, token=token)
     mechanism = b"PLAIN" if token else b"CURVE"
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
@@ -210,7 +209,7 @@ def test_no_more_than_a_frame_of_a_stranger_is_stored(open_end, token):
 
 def test_a_connection_that_was_lost_is_not_made_again(open_end):
     """Else an end that is about to close would be taken for the one that is awaited."""
-    port = free_port()
+    port = free_port(HERE)
     first, old = open_end(port, listens=True), open_end(port, listens=False)
     assert first.wait_for_peer(BOUND)
     assert old.wait_for_peer(BOUND)
@@ -227,7 +226,7 @@ def test_a_connection_that_was_lost_is_not_made_again(open_end):
 @pytest.mark.parametrize("leaves", ["listening", "connecting"])
 def test_a_lost_peer_is_told_to_an_end_that_asks_for_nothing(open_end, leaves, token):
     told = queue.SimpleQueue()
-    port = free_port()
+    port = free_port(HERE)
     ends = [open_end(port, listens=x, token=token, lost=told.put) for x in (True, False)]
     assert all(end.wait_for_peer(BOUND) for end in ends)
     ends[leaves == "connecting"].close()
@@ -237,7 +236,7 @@ def test_a_lost_peer_is_told_to_an_end_that_asks_for_nothing(open_end, leaves, t
 
 def test_an_end_that_is_refused_says_so(open_end, monkeypatch):
     told = queue.SimpleQueue()
-    port = free_port()
+    port = free_port(HERE)
     open_end(port, listens=True)
     monkeypatch.setenv("SIPIPE_SECRET", "another secret of the tests")
     wrong = open_end(port, listens=False, lost=told.put)
@@ -249,7 +248,7 @@ def test_an_end_that_is_refused_says_so(open_end, monkeypatch):
 
 @pytest.mark.parametrize("token", ["", "a token"])
 def test_a_listener_that_is_not_there_yet(open_end, token):
-    port = free_port()
+    port = free_port(HERE)
     connecting = open_end(port, listens=False, token=token)
     assert not connecting.wait_for_peer(0.01)
     assert not connecting.refused
@@ -259,7 +258,7 @@ def test_a_listener_that_is_not_there_yet(open_end, token):
 
 @pytest.mark.parametrize("wrong", ["", "another token"], ids=["the secret", "another token"])
 def test_a_token_lets_its_peer_in_alone(open_end, wrong):
-    port = free_port()
+    port = free_port(HERE)
     listening = open_end(port, listens=True, token="a token")
     stranger = open_end(port, listens=False, token=wrong)
     stranger.send(b"out")
@@ -280,7 +279,7 @@ def test_a_port_that_is_taken_and_an_address_that_is_not_ours(open_end):
         taken.bind((HERE, 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 .*already in use"):
+        with pytest.raises(ConfigError, match=f"port {port} of {HERE} .*already in use"):
             open_end(port, listens=True)
     with pytest.raises(ConfigError, match=r"port 29501 of 192.0.2.7 .*an address of this host"):
         Connection("192.0.2.7", 29501, listens=True, who="x")
@@ -318,7 +317,7 @@ def test_both_ends_make_the_same_keys_and_nothing_of_the_secret_is_in_them():
 @pytest.mark.parametrize("token", ["", "a token"])
 def test_nothing_stays_open(open_end, token):
     before = set(os.listdir("/proc/self/fd"))
-    port = free_port()
+    port = free_port(HERE)
     ends = [open_end(port, listens=listens, token=token) for listens in (True, False)]
     assert all(end.wait_for_peer(BOUND) for end in ends)
     for end in ends:

@@ -32,7 +32,15 @@ def make():
         opened.extend([owner, *writers, *readers])
         return owner, writers, readers
 
-    channel.opened = opened
+    def restart(owner, reader, name="s"):
+        """The reader that takes the place of one that has died."""
+        crash(reader)
+        owner.remove_reader(name)
+        owner.add_reader(name)
+        opened.append(LogitsReader(owner.endpoint, name))
+        return opened[-1]
+
+    channel.opened, channel.restart = opened, restart
     yield channel
     for one in reversed(opened):
         one.close()
@@ -127,11 +135,7 @@ def test_a_restarted_sampler_begins_with_the_oldest_iteration_still_there(make):
         with writer.acquire(10 + i, 1, i, 0) as region:
             region[...] = i
     assert reader.receive().iteration == 10
-    crash(reader)
-    owner.remove_reader("s")
-    owner.add_reader("s")
-    again = LogitsReader(owner.endpoint, "s")
-    make.opened.append(again)
+    again = make.restart(owner, reader)
     got = [
         (received.iteration, received.array[0, 0])
         for received in (again.receive() for _ in range(3))
@@ -172,11 +176,7 @@ def test_one_that_passes_the_first_over_is_not_behind(make):
     owner, (writer,), (reader,) = make()
     with writer.acquire(0, 1, 0):
         pass
-    crash(reader)
-    owner.remove_reader("s")
-    owner.add_reader("s")
-    again = LogitsReader(owner.endpoint, "s")
-    make.opened.append(again)
+    again = make.restart(owner, reader)
     again.receive()  # and not told that it is done with it
     waiting = threading.Thread(target=again.receive)
     waiting.start()
@@ -219,11 +219,7 @@ def test_a_restarted_sampler_joins_while_the_ranks_are_amid_the_first_entry(make
     owner, (first, second), (reader,) = make(ranks=2)
     with first.acquire(0, 1, 0):
         pass
-    crash(reader)
-    owner.remove_reader("s")
-    owner.add_reader("s")
-    again = LogitsReader(owner.endpoint, "s")
-    make.opened.append(again)
+    again = make.restart(owner, reader)
     with second.acquire(0, 1, 0):
         pass
     assert again.receive().iteration == 0

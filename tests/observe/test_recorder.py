@@ -202,12 +202,15 @@ def test_a_disk_that_is_full_when_a_file_is_begun_ends_the_recording(tmp_path, m
 
 def test_a_killed_process_leaves_a_usable_file(tmp_path):
     program = (
-        "import sys, time\n"
-        "from sipipe.observe.format import Header; from sipipe.observe.phases import Phase\n"
+        "import os, sys, time\n"
+        "from sipipe.observe.format import RECORD, Header\n"
+        "from sipipe.observe.phases import Phase\n"
         "from sipipe.observe.recorder import open_recorder\n"
         "recorder = open_recorder(sys.argv[1], Header(role='stage'))\n"
+        "[file] = os.scandir(sys.argv[1])\n"
+        "whole = os.stat(file).st_size + 100 * RECORD.itemsize\n"
         "for i in range(100): recorder.record(Phase.FORWARD, i, 0, i, i + 1)\n"
-        "time.sleep(3 * 0.2)\n"
+        "while os.stat(file).st_size < whole: time.sleep(0.01)\n"
         "print('recorded', flush=True)\n"
         "time.sleep(60)\n"
     )

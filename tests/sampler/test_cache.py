@@ -190,6 +190,18 @@ def test_a_process_that_is_stopped_while_it_compiles_holds_nobody_up(monkeypatch
         pass
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str, str]:
+    """An installation, the cache of one of its kernels, what runs it, and what that prints."""
+    folder = tmp_path_factory.mktemp("compiled")
+    package, cache = copied(folder / "site"), folder / "cache"
+    one = "".join(
+        line for line in DRAW.splitlines(True) if "append" not in line and "table" not in line
+    )
+    drawn, _ = run(package, one, SIPIPE_CACHE_DIR=str(cache))
+    return package, cache, one, drawn
+
+
 @pytest.mark.parametrize(
     ("kind", "damage"),
     [
@@ -199,12 +211,11 @@ def test_a_process_that_is_stopped_while_it_compiles_holds_nobody_up(monkeypatch
     ],
     ids=["an empty index", "code cut off", "zeros amid code"],
 )
-def test_a_damaged_file_is_named_and_compiled_anew(tmp_path: Path, kind: str, damage) -> None:
-    package, cache = copied(tmp_path / "site"), tmp_path / "cache"
-    one = "".join(
-        line for line in DRAW.splitlines(True) if "append" not in line and "table" not in line
-    )
-    drawn, _ = run(package, one, SIPIPE_CACHE_DIR=str(cache))
+def test_a_damaged_file_is_named_and_compiled_anew(
+    compiled, tmp_path: Path, kind: str, damage
+) -> None:
+    package, sound, one, drawn = compiled
+    cache = shutil.copytree(sound, tmp_path / "cache")
     [file] = cache.rglob(f"philox.uniform-*.{kind}")
     file.write_bytes(damage(file.read_bytes()))
     again, said = run(package, one, SIPIPE_CACHE_DIR=str(cache))

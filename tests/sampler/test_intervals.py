@@ -19,6 +19,19 @@ PROMPT, OUTPUT = [0, 1, 2, 3], [3, 4, 4, 5]
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {7: 1.5}}
 
 
+def drawn(x: np.ndarray, dtype: str, given: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens that each seed draws from logits stored as ``dtype``, these logits, and what is kept."""
+    stored = bfloat16(x) if dtype == "bfloat16" else x
+    exact = from_bfloat16(stored) if dtype == "bfloat16" else x
+    columns = SequenceColumns(x.size)
+    for seed in range(SEEDS):
+        columns.join(seed, SequenceParams(seed=seed, **given), PROMPT, OUTPUT)
+    rows = np.zeros(SEEDS, np.int64)
+    tokens = columns.sample(range(SEEDS), stored.reshape(1, -1), rows).token_ids
+    kept = naive.processed_logits(exact, SequenceParams(**given), PROMPT, OUTPUT)
+    return tokens, exact, kept
+
+
 @pytest.mark.parametrize("shape", ["peaked", "zipf", "tied", "flat"])
 @pytest.mark.parametrize("size", [2000, 5000, 151_936])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -34,16 +47,7 @@ PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {
 def test_a_number_draws_the_token_of_its_interval(
     shape: str, size: int, dtype: str, given: dict
 ) -> None:
-    x = logits(shape, size)
-    stored = bfloat16(x) if dtype == "bfloat16" else x
-    exact = from_bfloat16(stored) if dtype == "bfloat16" else x
-    columns = SequenceColumns(size)
-    for seed in range(SEEDS):
-        columns.join(seed, SequenceParams(seed=seed, **given), PROMPT, OUTPUT)
-    tokens = columns.sample(
-        range(SEEDS), stored.reshape(1, -1), np.zeros(SEEDS, np.int64)
-    ).token_ids
-    kept = naive.processed_logits(exact, SequenceParams(**given), PROMPT, OUTPUT)
+    tokens, _, kept = drawn(logits(shape, size), dtype, given)
     ids = np.flatnonzero(np.isfinite(kept))
     assert np.isin(tokens, ids).all()
     if given.get("top_p", 1.0) < 1.0 and shape in ("flat", "tied"):
@@ -98,17 +102,9 @@ def twin(x: np.ndarray, kept: np.ndarray, temperature: float, seed: int, positio
 )
 def test_pairs_of_numbers_draw_from_a_row(shape: str, size: int, dtype: str, given: dict) -> None:
     """By groups of 8 tokens: the draw that a plain twin with every bound and filter makes."""
-    x = logits(shape, size)
-    stored = bfloat16(x) if dtype == "bfloat16" else x
-    exact = from_bfloat16(stored) if dtype == "bfloat16" else x
-    columns = SequenceColumns(size)
-    for seed in range(SEEDS):
-        columns.join(seed, SequenceParams(seed=seed, **given), PROMPT, OUTPUT)
-    tokens = columns.sample(
-        range(SEEDS), stored.reshape(1, -1), np.zeros(SEEDS, np.int64)
-    ).token_ids
-    kept = naive.processed_logits(exact, SequenceParams(**given), PROMPT, OUTPUT)
-    drawn = [twin(exact, kept, given.get("temperature", 1.0), s, len(OUTPUT)) for s in range(SEEDS)]
-    sure = np.array(drawn) >= 0
+    tokens, exact, kept = drawn(logits(shape, size), dtype, given)
+    temperature, position = given.get("temperature", 1.0), len(OUTPUT)
+    twins = np.array([twin(exact, kept, temperature, seed, position) for seed in range(SEEDS)])
+    sure = twins >= 0
     assert sure.sum() > SEEDS * 0.8
-    np.testing.assert_array_equal(tokens[sure], np.array(drawn)[sure])
+    np.testing.assert_array_equal(tokens[sure], twins[sure])

@@ -14,58 +14,29 @@ from sipipe.sampler.kernels.philox import philox4x32, uniform, uniforms
 NO_MASK = np.zeros(64, np.uint32)
 
 
-@numba.njit
-def _max_of_groups(x, at, mask, word, groups, first):
-    return blocks.block_max(x, at, mask, word, groups, first)
+def compiled(function):
+    """Inline code of kernels, to be called from Python."""
+
+    @numba.njit
+    def call(*args):
+        return function(*args)
+
+    return call
+
+
+_max_of_groups, _exp, _exp_sum, _gather, _count = map(
+    compiled,
+    (blocks.block_max, blocks.block_exp, blocks.block_exp_sum, blocks.block_gather,
+     blocks.block_count),
+)  # fmt: skip
+_bounds, _split, _split_exactly = map(
+    compiled, (bounds.block_bounds, bounds.block_split, bounds.block_split_exactly)
+)
+_penalize, _mass = map(compiled, (lists.list_penalize, lists.list_mass))
 
 
 def _max(x, at, mask, word):
     return _max_of_groups(x, at, mask, word, np.zeros(32, np.float32), 0)
-
-
-@numba.njit
-def _exp(x, at, top, scale, y):
-    return blocks.block_exp(x, at, top, scale, y)
-
-
-@numba.njit
-def _exp_sum(x, at, mask, word, top, scale):
-    return blocks.block_exp_sum(x, at, mask, word, top, scale)
-
-
-@numba.njit
-def _bounds(x, at, top, slope, y):
-    return bounds.block_bounds(x, at, top, slope, y)
-
-
-@numba.njit
-def _split(x, at, mask, word, value, top, slope):
-    return bounds.block_split(x, at, mask, word, value, top, slope)
-
-
-@numba.njit
-def _split_exactly(x, at, mask, word, value, top, slope):
-    return bounds.block_split_exactly(x, at, mask, word, value, top, slope)
-
-
-@numba.njit
-def _gather(x, at, mask, word, first, threshold, ids, values, count):
-    return blocks.block_gather(x, at, mask, word, first, threshold, ids, values, count)
-
-
-@numba.njit
-def _count(x, at, mask, word, shift, offset, threshold):
-    return blocks.block_count(x, at, mask, word, shift, offset, threshold)
-
-
-@numba.njit
-def _penalize(values, at, counts, first, repetition, inverse, frequency, presence):
-    lists.list_penalize(values, at, counts, first, repetition, inverse, frequency, presence)
-
-
-@numba.njit
-def _mass(values, weights, at, threshold):
-    return lists.list_mass(values, weights, at, threshold)
 
 
 def stored(dtype: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

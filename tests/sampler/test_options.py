@@ -40,12 +40,6 @@ def test_grammar() -> None:
     assert greedy(row, listed, bitmask=mask(*allowed)) == order[300]
 
 
-def test_nan_behind_a_mask_does_no_harm() -> None:
-    row = logits("zipf", V)
-    row[7] = np.nan
-    assert greedy(row, SequenceParams(temperature=0.0), bitmask=mask(3, 4)) in (3, 4)
-
-
 def test_a_grammar_that_can_only_stop_overrides_min_tokens() -> None:
     row = logits("zipf", V)
     params = SequenceParams(temperature=0.0, min_tokens=9, all_stop_token_ids=[4, 5])

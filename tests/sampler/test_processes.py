@@ -76,7 +76,7 @@ class Service:
             dtype="float32",
             cores=[(), ()],
             figures=[],
-            succession=self,
+            events=self,
             stall_timeout=stall_timeout,
         )
         self.tokens = GatherReceiver(self.samplers.sockets)
@@ -148,7 +148,7 @@ class Service:
 
     def collect(self, iteration):
         answers, drawn, errors = self.answers(iteration), {}, {}
-        for part in (decode_sampled(f, iteration) for f in chain.from_iterable(answers.values())):
+        for part in (decode_sampled(f) for f in chain.from_iterable(answers.values())):
             for row, token in zip(int32_view(part.rows), int32_view(part.tokens), strict=True):
                 drawn[int(row)] = int(token)
             errors |= dict(part.errors)
@@ -194,6 +194,14 @@ def expected(logits, outputs):
         prompt_token_ids=[PROMPT] * len(logits),
         output_token_ids=outputs,
     ).tolist()
+
+
+def check_both_draw(service):
+    """In its first iteration, a row each."""
+    service.publish(step(0, [1, 2], [0, 1], added=additions([1, 2], [0, 1])))
+    logits = logits_of(0, 2)
+    service.write(0, logits)
+    assert service.collect(0)[0] == expected(logits, [[], []])
 
 
 def test_columns_draw_what_the_facade_draws_over_many_iterations(service):
@@ -255,7 +263,7 @@ def test_a_batch_that_asks_for_every_logprob_is_answered_in_frames():
     seen = []
     for frame in chain.from_iterable(answers.values()):
         assert len(frame) < (9 << 20) + 10 * vocab
-        part = decode_sampled(frame, 0)
+        part = decode_sampled(frame)
         assert set(int32_view(part.tokens).tolist()) == {int(tokens[0])}
         for found in part.logprobs:
             seen.append(found.row)
@@ -325,10 +333,7 @@ def test_a_publish_that_waits_for_a_dead_sampler_goes_on(service):
     assert service.replaced.wait(20)
     publishing.join(20)
     assert not publishing.is_alive()
-    service.publish(step(0, [1, 2], [0, 1], added=additions([1, 2], [0, 1])))
-    logits = logits_of(0, 2)
-    service.write(0, logits)
-    assert service.collect(0)[0] == expected(logits, [[], []])
+    check_both_draw(service)
 
 
 def test_a_successor_that_dies_before_its_place_is_known(service):
@@ -343,10 +348,7 @@ def test_a_successor_that_dies_before_its_place_is_known(service):
     while service.admitted < 2:
         assert not service.errors
         time.sleep(0.01)
-    service.publish(step(0, [1, 2], [0, 1], added=additions([1, 2], [0, 1])))
-    logits = logits_of(0, 2)
-    service.write(0, logits)
-    assert service.collect(0)[0] == expected(logits, [[], []])
+    check_both_draw(service)
     assert service.deaths == [("sampler1", "exit code -9")] * 2
 
 

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from benchmarks import small
+from benchmarks import in_turn
 
 from sipipe.errors import SiPipeError
 
@@ -11,7 +11,8 @@ from sipipe.errors import SiPipeError
 def test_engines_answer_in_turn_and_what_ends_one_ends_the_others(monkeypatch):
     said = []
 
-    def answer(side, job, *, kept):
+    def answer(side, job, module, *, kept):
+        assert module == "benchmarks.in_turn"
         assert job["turn"] == kept
         try:
             for _ in range(3):
@@ -27,10 +28,11 @@ def test_engines_answer_in_turn_and_what_ends_one_ends_the_others(monkeypatch):
                 os.close(descriptor)
         return side.upper()
 
-    monkeypatch.setattr(small, "measured", answer)
-    assert small.measured_in_turn({"a": {}, "b": {}, "c": {}}) == {"a": "A", "b": "B", "c": "C"}
+    monkeypatch.setattr(in_turn, "measured", answer)
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert in_turn.measured_in_turn({"a": {}, "b": {}, "c": {}}) == {"a": "A", "b": "B", "c": "C"}
     assert said == ["a", "b", "c"] * 3
     said.clear()
     with pytest.raises(SiPipeError, match=r"out of luck|has ended"):
-        small.measured_in_turn({"a": {}, "b": {"fails": True}})
+        in_turn.measured_in_turn({"a": {}, "b": {"fails": True}})
     assert said == ["a", "b"]

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+from tests.scheduled import new_request
 from tests.worker.arithmetic import VOCAB, Runner, Worker
+from tests.worker.watched_stage import WatchedStage
 from vllm.distributed import parallel_state
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from sipipe.config import SiPipeConfig
@@ -25,6 +26,7 @@ from sipipe.messages.boots import Watched, WorkerBoot
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
+from sipipe.worker import loaded_stage
 from sipipe.worker.loop import StageLoop
 from sipipe.worker.world import PipelineStandIn
 
@@ -57,11 +59,7 @@ def place_of(stage, stages):
 
 def boot_of(place, **settings):
     """What a worker of SiPipe's path starts from, with these settings."""
-    settings = {
-        "check_token_safety": True,
-        "stall_timeout": HAND_OVER,
-        "cpu_sampling": "on",
-    } | settings
+    settings = {"stall_timeout": HAND_OVER, "cpu_sampling": "on"} | settings
     return WorkerBoot(
         vllm_config=CONFIG,
         config=SiPipeConfig(**settings),
@@ -78,9 +76,11 @@ def boot_of(place, **settings):
 
 class Stages:
     """A pipeline; ``state`` makes the runners' model states. ``threads``: the stages' device threads
-    run."""
+    run; ``stage``: what stages are."""
 
-    def __init__(self, stages, *, state=DefaultModelState, threads=True, **settings):
+    def __init__(
+        self, stages, *, state=DefaultModelState, threads=True, stage=WatchedStage, **settings
+    ):
         shape = LogitsShape(vocab=VOCAB, bounds=(0, VOCAB))
         self.channel = LogitsChannel(
             "t", shape, rows=REQUESTS * (INFLIGHT + 1), entries=INFLIGHT + 2, readers=["s"]
@@ -94,10 +94,13 @@ class Stages:
             found.append(end)
         link = LinkEndpoint(kind="shm", buffer_tokens=TOKENS, stall_timeout=HAND_OVER)
         self.reported, self.failed, self.loops, self.runners = [], [], [], []
-        for stage, sockets in enumerate(ends):
-            place = place_of(stage, stages)
+        for index, sockets in enumerate(ends):
+            place = place_of(index, stages)
             group = PipelineStandIn(place)
-            with patch.object(parallel_state, "_PP", group):
+            with (
+                patch.object(parallel_state, "_PP", group),
+                patch.object(loaded_stage, "SampledStage", stage),
+            ):
                 runner = Runner(place, CONFIG, BLOCK, state=state)
                 loop = StageLoop(
                     boot_of(place, **settings),
@@ -189,7 +192,7 @@ class Requests:
                 cached.num_computed_tokens.append(computed)
                 cached.num_output_tokens.append(0)
             else:
-                new.append(_new(req_id, tokens, more))
+                new.append(new_request(req_id, tokens, blocks=(more,), prefill=tokens))
             self._computed[req_id] = computed + count
             if computed + count == len(tokens):
                 samples.append(req_id)
@@ -207,17 +210,3 @@ class Requests:
             preempted_req_ids=preempted,
         )
         return output, samples
-
-
-def _new(req_id, tokens, blocks):
-    return NewRequestData(
-        req_id=req_id,
-        prompt_token_ids=[*tokens],
-        prefill_token_ids=[*tokens],
-        mm_features=[],
-        sampling_params=SamplingParams(temperature=0.0),
-        pooling_params=None,
-        block_ids=([*blocks],),
-        num_computed_tokens=0,
-        lora_request=None,
-    )

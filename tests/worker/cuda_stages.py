@@ -1,13 +1,13 @@
 """Two stages on the emulated device, driven as the engine, its workers and its samplers do.
 
 Everything between vLLM's model runner and the samplers is the real thing: ``StageLoop``,
-``SampledStage``, ``DoubleBuffer``, ``SiPipePrepares``, ``Publisher``, ``HeadThread``,
+``SampledStage``, ``DoubleBuffer``, ``SiPipePrepares``, ``Publisher``, ``ProjectionThread``,
 ``CudaStageDevice``, links between GPUs, BIC-L, and vLLM's own worker step and asynchronous output. In
 place of the model runner stands :class:`.integer_runner.Runner`, whose model is integer arithmetic, so
 that one wrong byte shows.
 
 The test's own thread is the device thread of both stages; their preparing threads, publishers and
-head thread are actors. The seed chooses who goes on, and an iteration i + m is dispatched as early as
+projection thread are actors. The seed chooses who goes on, and an iteration i + m is dispatched as early as
 the engine may: once iteration i has been heard of. Control calls come between iterations.
 """
 
@@ -24,9 +24,10 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from tests.scheduled import new_request
 from vllm.distributed import parallel_state
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample import gumbel
 
@@ -36,10 +37,10 @@ from sipipe.messages.logits import LogitsShape
 from sipipe.messages.places import StagePlace
 from sipipe.observe.format import Header
 from sipipe.observe.recorder import open_recorder
-from sipipe.worker.device_vocabulary import HeadThread
 from sipipe.worker.loop import StageLoop
+from sipipe.worker.projection import KEY
+from sipipe.worker.projection_thread import ProjectionThread
 from sipipe.worker.vllm_workers import GPUStageWorker
-from sipipe.worker.vocabulary import KEY
 from sipipe.worker.world import PipelineStandIn
 
 from .emulated_cuda import SteppedQueue
@@ -183,15 +184,15 @@ class Rig:
         self.running = set()
         """Stages whose device thread is in something."""
         self.products = deque()
-        """Iterations that the head thread has not begun."""
+        """Iterations that the projection thread has not begun."""
         self.actors = {}
-        do = HeadThread._do
+        do = ProjectionThread._do
 
         def with_factories(thread, launched):
             with Factories():
                 do(thread, launched)
 
-        monkeypatch.setattr(HeadThread, "_do", with_factories)
+        monkeypatch.setattr(ProjectionThread, "_do", with_factories)
         self.outputs = []
         self.groups, self.loops, self.preparing = [], [], []
         for stage in range(2):
@@ -218,8 +219,6 @@ class Rig:
                     transport="auto",
                     stall_timeout=30,
                     cpu_sampling="on" if self.shared else "per_row",
-                    overlap=True,
-                    check_token_safety=False,
                 ),
                 watched=SimpleNamespace(inflight=INFLIGHT),
             ),
@@ -234,7 +233,7 @@ class Rig:
             start, stop = bounds[stage : stage + 2]
             loop._sampled.sharing.shard = Columns(start, stop, worker.model_runner.device)
             loop._sampled.sharing.writer = stage
-        loop.open(links=links, heads=heads, logits=self.channel.endpoint)
+        loop.open(links=links, finals=heads, logits=self.channel.endpoint)
         loop.stage._publisher._progress = SteppedCondition(self)
         if self.shared and not stage:
             loop.stage._projection._progress = SteppedCondition(self)
@@ -327,16 +326,12 @@ class Rig:
 
     def introduce(self, request, blocks):
         request.row = self.free.pop()
-        return NewRequestData(
-            req_id=request.id,
-            prompt_token_ids=request.prompt,
-            prefill_token_ids=request.prompt,
-            mm_features=[],
-            sampling_params=request.params,
-            pooling_params=None,
-            block_ids=(blocks,),
-            num_computed_tokens=0,
-            lora_request=None,
+        return new_request(
+            request.id,
+            request.prompt,
+            params=request.params,
+            blocks=(blocks,),
+            prefill=request.prompt,
         )
 
     def dispatch(self):

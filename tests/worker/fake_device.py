@@ -11,9 +11,9 @@ import threading
 from concurrent.futures import Future
 
 import numpy as np
+from tests.worker.token_safety import TokenSafety
 
 from sipipe.worker.double_buffer import DoubleBuffer
-from sipipe.worker.inputs.safety import TokenSafety
 
 HAND_OVER = 60  # seconds; a bug in the test itself, not a bound that a test relies on
 

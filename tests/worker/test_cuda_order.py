@@ -22,12 +22,12 @@ from sipipe.ipc.link.receiver import Receiver  # noqa: E402
 from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.worker.device import CudaStageDevice  # noqa: E402
 from sipipe.worker.device_thread import DeviceThread  # noqa: E402
-from sipipe.worker.device_vocabulary import HeadThread  # noqa: E402
 from sipipe.worker.double_buffer import DoubleBuffer  # noqa: E402
 from sipipe.worker.draws import LastRows  # noqa: E402
 from sipipe.worker.inputs.buffers import InputBuffers  # noqa: E402
 from sipipe.worker.inputs.placement import Copied  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
+from sipipe.worker.projection_thread import ProjectionThread  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 from sipipe.worker.sampled_stage import SampledStage  # noqa: E402
 from sipipe.worker.stage import VllmStage  # noqa: E402
@@ -241,13 +241,13 @@ SHARED_HAZARDS = {
         else self._device.now())""",
     ),
     "the copy of a part does not wait for the product": (
-        HeadThread, "_do", "device.fetch(logits, target, last)", "device.fetch(logits, target, first)",
+        ProjectionThread, "_do", "device.fetch(logits, target, last)", "device.fetch(logits, target, first)",
     ),
     "a part is published before its copy has ended": (
-        HeadThread, "_do", "device.wait(copied)", "pass",
+        ProjectionThread, "_do", "device.wait(copied)", "pass",
     ),
     "a part being copied is given back to the allocator": (
-        HeadThread, "_do", "device.wait(last)", "del logits; device.wait(last)",
+        ProjectionThread, "_do", "device.wait(last)", "del logits; device.wait(last)",
     ),
     "a part is multiplied in the stage's own stream": (
         CudaStageDevice, "use", "torch.cuda.set_stream(self._own)", "pass",

@@ -6,7 +6,6 @@ import pytest
 
 from sipipe.errors import StallError
 from sipipe.worker.double_buffer import DoubleBuffer, StageStoppedError
-from sipipe.worker.inputs.safety import TokenSafetyError
 
 from .fake_device import HAND_OVER, FakeStage, TwoThreads
 
@@ -46,20 +45,6 @@ def test_the_next_inputs_are_prepared_while_the_device_runs():
     assert stage.intact()
 
 
-def test_with_one_set_nothing_is_prepared_while_the_device_runs():
-    stage = FakeStage(sets=1, gates=["forward"])
-    with TwoThreads(stage, sets=1) as running:
-        running.submit(0)
-        running.submit(1)
-        stage.wait_for("forward")
-        until(lambda: "free input buffers for iteration 1" in running.buffer.doing())
-        assert ("prepare", 1) not in stage.log
-        stage.let("forward", 2)
-        running.drain()
-    order = [(name, i) for name, i in stage.log if name in ("prepare", "forward")]
-    assert order == [("prepare", 0), ("forward", 0), ("prepare", 1), ("forward", 1)]
-
-
 def test_the_device_never_reads_what_is_being_written():
     stage = FakeStage(gates=["prepare"])
     with TwoThreads(stage) as running:
@@ -71,31 +56,6 @@ def test_the_device_never_reads_what_is_being_written():
         stage.let("prepare")
         running.drain()
     assert stage.intact()
-
-
-def test_a_planted_bug_set_always_zero_is_caught_at_its_first_overlap():
-    stage = FakeStage(gates=["forward"], planted=0)
-    running = TwoThreads(stage)
-    running.submit(0)
-    stage.wait_for("forward")
-    caught = running.submit(1).exception(HAND_OVER)
-    assert isinstance(caught, TokenSafetyError)
-    assert "iteration 1 would overwrite input buffer set 0" in str(caught)
-    running.close()
-    assert running.raised == {"device": caught}
-    assert 1 not in stage.sent
-
-
-def test_the_planted_bug_really_corrupts_without_the_check():
-    stage = FakeStage(gates=["forward"], planted=0, check=False)
-    with TwoThreads(stage) as running:
-        running.submit(0)
-        stage.wait_for("forward")
-        running.submit(1)
-        until(lambda: ("prepared", 1) in stage.log)
-        stage.let("forward", 2)
-        running.drain()
-    assert not stage.intact()
 
 
 @pytest.mark.parametrize("where", ["prepare", "receive", "forward", "send"])
@@ -143,17 +103,6 @@ def test_an_error_from_outside_ends_both():
     assert caught.value is error
     running.close()
     assert running.raised == {"device": error}
-
-
-def test_no_more_is_prepared_than_there_are_sets():
-    stage = FakeStage(sets=3, gates=["forward"])
-    with TwoThreads(stage, sets=3) as running:
-        futures = [running.submit(iteration) for iteration in range(6)]
-        stage.wait_for("forward")
-        until(lambda: "free input buffers for iteration 3" in running.buffer.doing())
-        assert [future.done() for future in futures] == [True] * 3 + [False] * 3
-        stage.release_all()
-        running.drain()
 
 
 def test_a_wait_for_buffers_that_nobody_ends_has_a_bound():

@@ -10,8 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from tests.worker.test_publisher import VOCAB, LateDevice, Rig  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from tests.worker.test_publisher import VOCAB  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
 from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
@@ -158,7 +157,7 @@ def test_rows_are_in_the_samplers_order(last_stage, lora, prepared):
         last_stage, hidden, sorted_batch, ["p", "d2", "chunk", "d1"], sampled=sampled
     )
     assert row_values(launched.logits) == [8.0, 1.0, 0.0], "p, d2, d1; chunk gets no token"
-    assert last_stage.head.rows == [4 if lora else 3]
+    assert last_stage.stage_logits.rows == [4 if lora else 3]
 
 
 def test_all_rows_and_none(last_stage):
@@ -196,7 +195,7 @@ def test_vllms_output_is_made_only_where_somebody_waits_for_it(last_stage):
         runner.sample_tokens(None)
         last_stage.end()
     assert calls == [[0, 1], "output"]
-    assert last_stage.head.rows == [2]
+    assert last_stage.stage_logits.rows == [2]
     runner.sample_tokens(None)
     assert calls[2:] == ["output"], "a warm-up's is vLLM's"
 
@@ -309,51 +308,6 @@ def test_a_warm_up_hands_nothing_on(last_stage):
     drawn, sampled, rejected = last_stage._sample(hidden, batch(["a"], [0], [2], [2]), None)
     assert drawn.sampled_token_ids.shape == (1, 1)
     assert sampled.tolist() == rejected.tolist() == [0]
-
-
-class WaitingOperators(TorchDispatchMode):
-    """Operators that would wait for a GPU: their results, or their shapes, are the host's."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in (
-            *("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique_dim"),
-            *("_unique2", "equal", "repeat_interleave"),
-        ):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_launching_thread_never_waits_for_the_device(last_stage):
-    """Steady iterations, all launched before the device has run one. Who waits is the publisher."""
-    device = LateDevice()
-    last_stage._device = device
-    rig = Rig(device)
-    last_stage.take_over(per_row=False)
-    last_stage.open(last_stage.projection, None)
-    last_stage._writes = True
-    sorted_batch = batch(["c", "a"], [12, 9], [1, 1], [7, 4])
-    with WaitingOperators() as operators:
-        for iteration in range(3):
-            launched = Launched(
-                iteration=iteration, slot=0, num_reqs=2, num_tokens=2, first=device.mark()
-            )
-            # The runner has them as c, a.
-            last_stage.begin(inputs_of(iteration, ["a", "c"], np.array([1, 0])), launched)
-            last_stage._sample(torch.zeros(2, VOCAB), sorted_batch, None)
-            last_stage.end()
-            launched.last = device.mark()
-            rig.publisher.put(launched)
-    assert operators.found == []
-    device.run(SimpleNamespace(at=device.launched))
-    for iteration in range(3):
-        with rig.reader.receive() as slot:
-            assert slot.iteration == iteration
-    rig.publisher.drain()
-    rig.close()
 
 
 def test_the_stand_in_sampler_keeps_nothing():

@@ -8,15 +8,15 @@ and a forward pass may both begin, the preparation does: the pass is held in ``r
 has written its half.
 
 The same walk without the guard of the preparing thread shows what the guard is for: some orders
-then corrupt what a forward pass reads, and the debug check raises in exactly these.
+then corrupt what a forward pass reads, and the check raises in exactly these.
 """
 
 import time
 
 import pytest
+from tests.worker.token_safety import TokenSafetyError
 
 from sipipe.worker.double_buffer import Turns
-from sipipe.worker.inputs.safety import TokenSafetyError
 
 from .fake_device import HAND_OVER, FakeStage, TwoThreads
 

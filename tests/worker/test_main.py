@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied
 from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.messages.boots import Watched
+from sipipe.messages.calls import OpenChannels
 from sipipe.messages.header import Kind, encode_header
 from sipipe.messages.places import StagePlace
 from sipipe.messages.replies import Reply
@@ -86,6 +87,10 @@ class Loop:
             self.stage, sets=2, stall_timeout=HAND_OVER, interrupt=self.stage.release_all
         )
         return "open"
+
+    def answer(self, request):
+        assert isinstance(request, OpenChannels)
+        return self.open()
 
     def run(self, iteration, slot, output, logits_row, logits_rows):
         self.double_buffer.prepare(iteration, slot, output)
@@ -169,7 +174,7 @@ def test_calls_run_between_iterations_and_are_answered(process):
 
 def test_calls_run_in_the_device_thread(process):
     me = threading.current_thread().name
-    asked = [call(1, "here"), call(2, "sipipe:open"), iteration(0), call(3, "here")]
+    asked = [call(1, "here"), call(2, OpenChannels(links=[])), iteration(0), call(3, "here")]
     found = process(asked, opened=False)
     assert found == [answer(1, me), answer(2, "open"), answer(3, me)]
     assert process.main._preparing.name == "SiPipePreparing"
@@ -209,13 +214,6 @@ def test_a_result_that_cannot_be_sent_is_an_answer_and_not_the_end(process):
 def test_only_the_rank_that_is_asked_answers(process):
     asked = [call(1, "seen", only=1), call(2, "lock", only=1), call(3, "seen", only=0)]
     assert process(asked) == [answer(3, [])]
-
-
-def test_the_data_plane_is_opened_by_a_call(process):
-    assert process([call(1, "sipipe:open"), iteration(0), call(2, "seen")], opened=False) == [
-        answer(1, "open"),
-        answer(2, [0]),
-    ]
 
 
 def test_without_a_data_plane_the_end_of_the_channel_is_raised(process):

@@ -137,7 +137,7 @@ def test_a_last_stage(device):
     logits = SimpleNamespace(part=lambda row, rows: target[row : row + rows])
     found = measure.measure_stage(runner, device, ROWS, Head(device), logits)
     assert found.layers == pytest.approx(100e-6)
-    assert found.head == pytest.approx(3e-6)
+    assert found.projection == pytest.approx(3e-6)
     assert [found.device[mix] for mix in MIXES] == pytest.approx([10e-6, 15e-6, 40e-6])
     assert found.plain == pytest.approx({"greedy": 25e-6, "temperature": 29e-6})
     assert found.copy == pytest.approx(70e-6)

@@ -14,12 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="vLLM's own preparation is the oracle")
 
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.v1.core.sched.output import (  # noqa: E402
-    CachedRequestData,
-    NewRequestData,
-    SchedulerOutput,
-)
+from tests.scheduled import new_request  # noqa: E402
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
 
 from sipipe.engine.balance import Balancer  # noqa: E402
 from sipipe.engine.requests import RequestTracker  # noqa: E402
@@ -44,17 +40,13 @@ class Request:
         self.blocks = ([], [])
 
 
-def new_request(request):
-    return NewRequestData(
-        req_id=request.name,
-        prompt_token_ids=request.tokens[: request.prompt_len],
-        mm_features=[],
-        sampling_params=SamplingParams(),
-        pooling_params=None,
-        block_ids=tuple(list(ids) for ids in request.blocks),
-        num_computed_tokens=request.computed,
-        lora_request=None,
-        prefill_token_ids=list(request.tokens),
+def introduced(request):
+    return new_request(
+        request.name,
+        request.tokens[: request.prompt_len],
+        blocks=request.blocks,
+        computed=request.computed,
+        prefill=request.tokens,
     )
 
 
@@ -134,7 +126,7 @@ class MadeUpScheduler:
             amounts[request.name] = int(rng.integers(1, len(request.tokens) - known + 1))
             self.grow(request, amounts[request.name])
         output = SchedulerOutput.make_empty()
-        output.scheduled_new_reqs = [new_request(request) for request in new]
+        output.scheduled_new_reqs = [introduced(request) for request in new]
         output.scheduled_cached_reqs = CachedRequestData(
             req_ids=[r.name for r in cached],
             resumed_req_ids=set(),
@@ -233,7 +225,7 @@ def prepared(request, monkeypatch):
         runner, device = PreparingRunner(), CopiedDevice()
         if request.param == "copied":  # as on a GPU, with tensors of the host
             monkeypatch.setattr(preparation, "placement_of", placement.Copied)
-        return runner, SiPipePrepares(runner, device, slots=slots, sets=sets, check=True)
+        return runner, SiPipePrepares(runner, device, slots=slots, sets=sets)
 
     return make
 
@@ -275,7 +267,6 @@ def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
             ]
             ours.finish(found[0])
             theirs.finish(expected[0])
-        side.end(inputs)
         scheduler.sample(output, requests)
     assert added.calls > 20
     assert steady.calls > 20
@@ -298,7 +289,6 @@ def test_tokens_that_the_scheduler_leaves_out_come_from_the_executor(prepared, s
             compare(found, expected, output.num_scheduled_tokens)
             assert [inputs.req_ids[row] for row in inputs.sampled] == told.sampled
             theirs.finish(expected[0])
-        side.end(inputs)
         for name, token in scheduler.sample(output, requests).items():
             tracker.record(iteration, name, token)
 
@@ -326,7 +316,7 @@ def new_output(*names):
     for place, name in enumerate(names, start=1):
         request = Request(name, [9])
         request.blocks = ([place], [place])
-        output.scheduled_new_reqs.append(new_request(request))
+        output.scheduled_new_reqs.append(introduced(request))
     output.num_scheduled_tokens = dict.fromkeys(names, 1)
     output.total_num_scheduled_tokens = len(names)
     return output

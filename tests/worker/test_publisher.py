@@ -1,8 +1,7 @@
-"""Results handed on when the device has them: on the host, and on a device that is late."""
+"""Results handed on, on the host. On a device that is late: test_cuda_order.py."""
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,65 +18,6 @@ from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 
 VOCAB, BATCH, ENTRIES = 37, 5, 4
-
-
-class LateDevice:
-    """One stream of work and one of copies, each a queue that :meth:`run` empties.
-
-    Marks are places in the first queue. A copy reads its source when it runs, and not before what
-    it comes after, so that a source that was written too early or a target that was read too early
-    shows.
-    """
-
-    def __init__(self):
-        self.lock = threading.Condition()
-        self.launched = self.reached = 0
-        self.copies = []
-
-    def use(self):
-        pass
-
-    def beside(self):
-        return self
-
-    def mark(self):
-        with self.lock:
-            self.launched += 1
-            return SimpleNamespace(at=self.launched, copied=None)
-
-    def wait(self, mark):
-        with self.lock:
-            assert self.lock.wait_for(lambda: self._there(mark), 10), "the device never came"
-
-    def _there(self, mark):
-        return mark.copied if mark.copied is not None else self.reached >= mark.at
-
-    def nanoseconds(self, first, last):
-        return (last.at - first.at) * 1000
-
-    def fetch(self, source, target, after):
-        mark = SimpleNamespace(at=after.at, copied=False)
-        with self.lock:
-            self.copies.append((source, target, after, mark))
-            self._copy()
-        return mark
-
-    def run(self, mark):
-        """The device reaches ``mark``, and makes the copies that come after it."""
-        with self.lock:
-            self.reached = mark.at
-            self._copy()
-
-    def _copy(self):
-        for source, target, after, copied in self.copies:
-            if not copied.copied and after.at <= self.reached:
-                target.copy_(source)
-                copied.copied = True
-        self.lock.notify_all()
-
-    def asked(self, copies):
-        with self.lock:
-            assert self.lock.wait_for(lambda: len(self.copies) >= copies, 10)
 
 
 class Rig:
@@ -144,36 +84,6 @@ def test_readers_get_every_iteration_in_order():
     rig.close()
 
 
-def test_the_launching_thread_does_not_wait_and_nothing_is_said_too_early():
-    """Three iterations are launched before the device has run one; each is heard of at its turn."""
-    device = LateDevice()
-    rig = Rig(device)
-    first = launched(device, 0, torch.zeros(2, VOCAB))
-    said = output({"asked": "scores", "not": None}, [[5], [9]])
-    silent = launched(device, 1, reports=True, draws=True, output=said)
-    last = launched(device, 2, torch.zeros(2, VOCAB))
-    for one in (first, silent, last):
-        rig.publisher.put(one)
-    device.asked(copies=1)
-    assert "iteration 0" in rig.publisher.doing()
-    assert not rig.said
-    assert not rig.phases
-    first.logits.fill_(1.0)  # what the device computes meanwhile
-    device.run(first.last)
-    with rig.reader.receive() as slot:
-        assert (slot.iteration, slot.array.min()) == (0, 1.0)
-    assert not rig.said, "iteration 1 has not run"
-    last.logits.fill_(2.0)
-    device.run(last.last)
-    with rig.reader.receive() as slot:
-        assert (slot.iteration, slot.array.min()) == (2, 2.0)
-    rig.publisher.drain()
-    assert rig.said == [(1, {"asked": "scores"}, [5, 9], {"named": 7.0})]
-    assert [iteration for phase, iteration, _ in rig.phases if phase == "FORWARD"] == [0, 1, 2]
-    assert all(took == 1000 for phase, _, took in rig.phases if phase == "FORWARD")
-    rig.close()
-
-
 def output(prompt_logprobs, tokens):
     return SimpleNamespace(
         get_output=lambda: SimpleNamespace(
@@ -183,14 +93,17 @@ def output(prompt_logprobs, tokens):
     )
 
 
-def test_a_product_that_is_shared_out_has_its_own_time():
-    device = LateDevice()
+def test_what_is_said_of_an_iteration():
+    """Scores of the prompts that asked for them, tokens of the device, and the times of the layers
+    and of the product."""
+    device = HostDevice()
     rig = Rig(device)
-    one = launched(device, 0)
-    one.made, one.last = device.mark(), device.mark()
+    said = output({"asked": "scores", "not": None}, [[5], [9]])
+    one = launched(device, 0, reports=True, draws=True, output=said)
+    one.first, one.made, one.last = 0, 2000, 3000
     rig.publisher.put(one)
-    device.run(one.last)
     rig.publisher.drain()
+    assert rig.said == [(0, {"asked": "scores"}, [5, 9], {"named": 7.0})]
     assert rig.phases == [("FORWARD", 0, 2000), ("LOGITS", 0, 1000)]
     rig.close()
 

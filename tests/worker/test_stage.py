@@ -9,10 +9,11 @@ pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from tests.worker.arithmetic import Runner, continuation
 from tests.worker.arithmetic_stages import HAND_OVER, INFLIGHT, OwnInputs, Requests, Stages
+from tests.worker.token_safety import TokenSafetyError
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
+from sipipe.worker import sampled_stage
 from sipipe.worker.double_buffer import Turns
-from sipipe.worker.inputs.safety import TokenSafetyError
 from sipipe.worker.preparation import SiPipePrepares
 
 
@@ -93,18 +94,19 @@ def serve(stages, iterations=120, seed=5):
 
 
 @pytest.mark.parametrize(
-    ("count", "state", "overlap"),
+    ("count", "state", "sets"),
     [
-        (1, DefaultModelState, True),
-        (2, DefaultModelState, True),
-        (2, DefaultModelState, False),
-        (1, OwnInputs, True),
-        (2, OwnInputs, True),
+        (1, DefaultModelState, 2),
+        (2, DefaultModelState, 2),
+        (2, DefaultModelState, 1),
+        (1, OwnInputs, 2),
+        (2, OwnInputs, 2),
     ],
 )
-def test_tokens_follow_from_their_prompts(count, state, overlap):
+def test_tokens_follow_from_their_prompts(count, state, sets, monkeypatch):
     """Whoever prepares, ahead or in turn."""
-    with Stages(count, state=state, overlap=overlap) as stages:
+    monkeypatch.setattr(sampled_stage, "SETS", sets)
+    with Stages(count, state=state) as stages:
         preparing = [isinstance(loop.stage._preparation, SiPipePrepares) for loop in stages.loops]
         assert preparing == [state is DefaultModelState] * count
         for prompt, tokens in serve(stages).values():
@@ -172,7 +174,7 @@ def test_a_set_that_is_written_while_it_is_read_is_found(forward, monkeypatch):
 def test_unwatched_the_model_reads_what_is_not_its_iterations(forward, monkeypatch):
     start = Turns.start_write
     monkeypatch.setattr(Turns, "start_write", lambda turns: start(turns) * 0)
-    with Stages(1, check_token_safety=False) as stages:
+    with Stages(1, stage=sampled_stage.SampledStage) as stages:
         output, again = one_by_one(2)
         stages.run(0, output, 0)
         forward.wait()

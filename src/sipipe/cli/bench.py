@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sipipe.cli.parser import at_least, counts, make_parser, parse_engine_command
+from sipipe.cli.parser import adder, at_least, counts, make_parser, parse_engine_command
 from sipipe.config import SiPipeConfig
 from sipipe.cores import equal_shares, this_machine
 from sipipe.errors import ConfigError, SiPipeError
@@ -38,99 +38,19 @@ started. Servers are started in turn, forwards and then backwards, one at a time
 The paper's figures, in a checkout of SiPipe: python -m benchmarks.paper LIST
 """
 
-ROWS = ("sipipe", "stock", "stock-tp", "stock-one", "sipipe-one", "stock-cut")
 STOCK = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = make_parser(
-        "bench",
-        "Measure what SiPipe serves beside stock vLLM, by vLLM's own benchmark client.",
-        usage="sipipe bench MODEL [options] [any engine option of vLLM]",
-        epilog=EPILOG,
-        add_help=False,
-    )
-    group = parser.add_argument_group("load")
-    for name, default, what in (
-        ("prompt-tokens", 16, "default: 16"),
-        ("tokens", 16, "new ones (default: 16)"),
-        ("repeat", 3, "repetitions an engine (default: 3)"),
-        ("engines", 2, "starts of each row's engine, in turn (default: 2)"),
-    ):
-        group.add_argument(
-            f"--{name}", type=at_least(1, int), default=default, metavar="N", help=what
-        )
-    group.add_argument(
-        "--requests", type=counts, default=[64], metavar="LIST", help="how many (default: 64)"
-    )
-    ways = f"of {', '.join(SAMPLING)}; top-p:16: that one with 16 requests (default: greedy,all)"
-    group.add_argument("--sampling", type=_ways, default="greedy,all", metavar="LIST", help=ways)
-    group.add_argument(
-        "--rate", type=at_least(0), metavar="N", help="requests/s (default: at once)"
-    )
-    group.add_argument("--sharegpt", metavar="FILE", help="prompts and lengths of ShareGPT's file")
-    group.add_argument(
-        "--trace-file", metavar="FILE", help="arrivals and lengths: timed_trace of vllm bench serve"
-    )
-    group = parser.add_argument_group("what is measured")
-    group.add_argument(
-        "--rows", metavar="LIST", help="of those below (default: all that differ here)"
-    )
-    for option, form, what in (
-        (
-            "--row",
-            "NAME=OPTIONS",
-            "one more row: SiPipe, or stock vLLM where they begin with stock",
-        ),
-        ("--url", "NAME=URL", "one more row: a server that runs already"),
-    ):
-        group.add_argument(option, action="append", default=[], metavar=form, help=what)
-    group.add_argument(
-        "--draws",
-        type=at_least(0, int),
-        default=1024,
-        metavar="N",
-        help="for the chi-square; 0: none",
-    )
-    group.add_argument(
-        "--shared-devices", action="store_true", help="measure stages that share a GPU all the same"
-    )
-    group.add_argument("--json", action="store_true", help="the figures as JSON")
+    """0: every row was measured. 1: some failed."""
     usual = {"-pp": "--pp", "--pipeline-parallel-size": "--pp"}
     usual |= {"-tp": "--tp", "--tensor-parallel-size": "--tp"}
-    own, settings, rest = parse_engine_command(parser, [usual.get(word, word) for word in argv])
+    own, settings, rest = parse_engine_command(_parser(), [usual.get(word, word) for word in argv])
     jobs = _rows(own, settings, rest)
     _check(own, rest, jobs)
     require_vllm()
-    loads = [
-        (way, count) for way, one in own.sampling for count in ([one] if one else own.requests)
-    ]
-    load = {
-        "mixes": {way: SAMPLING[way] for way, _ in loads},
-        "load": _load(own),
-        "loads": sorted(dict.fromkeys(loads), key=lambda each: each[1]),
-        "repeat": own.repeat,
-        "draws": own.draws,
-    }
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
-    failed: dict[str, str] = {}
-    for number in range(own.engines):
-        for name in list(jobs) if number % 2 == 0 else reversed(jobs):
-            if name in failed:
-                continue
-            try:
-                start = measured(name, jobs[name] | load, "sipipe.tools.load")
-                found[name].append(start)
-                if number == 0 and "refused" in start:
-                    text = f"{name}: what it answers could not be compared: {start['refused']}"
-                    print(f"sipipe: {text}", file=sys.stderr)
-            except ConfigError:
-                raise
-            except SiPipeError as error:  # the others are worth having
-                print(f"sipipe: {error}", file=sys.stderr)
-                failed[name] = str(error)
-    for name in failed:
-        del found[name]
+    load = _load(own)
+    found, failed = _measured(jobs, load, own.engines)
     if not found:
         raise SiPipeError(next(iter(failed.values())))
     rows = _table(jobs, found)
@@ -153,6 +73,69 @@ def main(argv: Sequence[str]) -> int:
     else:
         _show(result)
     return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(
+        "bench",
+        "Measure what SiPipe serves beside stock vLLM, by vLLM's own benchmark client.",
+        usage="sipipe bench MODEL [options] [any engine option of vLLM]",
+        epilog=EPILOG,
+        add_help=False,
+    )
+    group = parser.add_argument_group("load")
+    add, count = adder(group), at_least(1, int)
+    add("--prompt-tokens", count, 16, "N", "default: 16")
+    add("--tokens", count, 16, "N", "new ones (default: 16)")
+    add("--repeat", count, 3, "N", "repetitions an engine (default: 3)")
+    add("--engines", count, 2, "N", "starts of each row's engine, in turn (default: 2)")
+    add("--requests", counts, [64], "LIST", "how many (default: 64)")
+    ways = f"of {', '.join(SAMPLING)}; top-p:16: that one with 16 requests (default: greedy,all)"
+    add("--sampling", _ways, "greedy,all", "LIST", ways)
+    add("--rate", at_least(0), None, "N", "requests/s (default: at once)")
+    add("--sharegpt", str, None, "FILE", "prompts and lengths of ShareGPT's file")
+    timed = "arrivals and lengths: timed_trace of vllm bench serve"
+    add("--trace-file", str, None, "FILE", timed)
+    group = parser.add_argument_group("what is measured")
+    add = adder(group)
+    add("--rows", str, None, "LIST", "of those below (default: all that differ here)")
+    for option, form, what in (
+        ("--row", "NAME=OPTIONS", "SiPipe, or stock vLLM where they begin with stock"),
+        ("--url", "NAME=URL", "a server that runs already"),
+    ):
+        text = f"one more row: {what}"
+        group.add_argument(option, action="append", default=[], metavar=form, help=text)
+    add("--draws", at_least(0, int), 1024, "N", "for the chi-square; 0: none")
+    shared = "measure stages that share a GPU all the same"
+    group.add_argument("--shared-devices", action="store_true", help=shared)
+    group.add_argument("--json", action="store_true", help="the figures as JSON")
+    return parser
+
+
+def _measured(
+    jobs: Mapping[str, Mapping[str, Any]], load: Mapping[str, Any], engines: int
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
+    """Start each row's engine so many times, in turn forwards and backwards; returns by row what
+    came of each start, and why rows failed."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
+    failed: dict[str, str] = {}
+    for number in range(engines):
+        for name in list(jobs) if number % 2 == 0 else reversed(list(jobs)):
+            if name in failed:
+                continue
+            try:
+                start = measured(name, {**jobs[name], **load}, "sipipe.tools.load")
+            except ConfigError:
+                raise
+            except SiPipeError as error:  # the others are worth having
+                print(f"sipipe: {error}", file=sys.stderr)
+                failed[name] = str(error)
+                continue
+            found[name].append(start)
+            if number == 0 and "refused" in start:
+                text = f"{name}: what it answers could not be compared: {start['refused']}"
+                print(f"sipipe: {text}", file=sys.stderr)
+    return {name: starts for name, starts in found.items() if name not in failed}, failed
 
 
 def _ways(text: str) -> list[tuple[str, int | None]]:
@@ -181,13 +164,14 @@ def _rows(
     """
     p, t = own.pp or 1, own.tp or 1
     cut = ",".join(map(str, settings["layers"])) if type(settings.get("layers")) is list else ""
-    degrees = {
-        "sipipe": (p, t),
-        "stock": (p, t),
-        "stock-tp": (1, p * t),
-        "stock-one": (1, 1),
-        "sipipe-one": (1, 1),
-        "stock-cut": (p, t),
+    of_one = settings if p == 1 else {k: v for k, v in settings.items() if k != "layers"}
+    rows = {
+        "sipipe": _options(settings),
+        "stock": ["stock"],
+        "stock-tp": ["stock", "-pp", "1", "-tp", str(p * t)],
+        "stock-one": ["stock", "-pp", "1", "-tp", "1"],
+        "sipipe-one": ["-pp", "1", "-tp", "1", *_options(of_one)],
+        "stock-cut": ["stock", "--layers", cut],
     }
     if own.rows is None:
         names = ["sipipe", "stock"]
@@ -195,36 +179,16 @@ def _rows(
         names += ["stock-cut"] * bool(cut)
     else:
         names = [name for name in own.rows.split(",") if name]
-    wrong = next((name for name in names if name not in ROWS), None)
+    wrong = next((name for name in names if name not in rows), None)
     if wrong is not None:
-        raise ConfigError(f'bench: --rows "{wrong}" is none of {", ".join(ROWS)}')
+        raise ConfigError(f'bench: --rows "{wrong}" is none of {", ".join(rows)}')
     if "stock-cut" in names and not cut:
         raise ConfigError("bench: --rows stock-cut wants --layers, such as --layers 7,1")
     words = [word for i, word in enumerate(rest) if not {"-pp", "-tp"} & {word, rest[i - 1]}]
     model = words[0] if words else "-"
     if model.startswith("-"):
         raise ConfigError("bench: name the MODEL first: sipipe bench MODEL [options]")
-    jobs: dict[str, dict[str, Any]] = {}
-
-    def add(name: str, options: Sequence[str], stages: int, ranks: int, cut: str = "") -> None:
-        if name in jobs:
-            raise ConfigError(f'bench: two rows are named "{name}"')
-        command = [*words, "-pp", str(stages), "-tp", str(ranks)]
-        env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        if options[:1] == ["stock"]:
-            command = [*STOCK, *command, *options[1:]]
-            env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), stages * ranks)
-            env |= {"VLLM_PP_LAYER_PARTITION": cut} if cut else {}
-        else:
-            command = [sys.executable, "-P", "-m", "sipipe", "serve", *command, *options]
-        env = {key: os.environ.get(key, value) for key, value in env.items()}
-        jobs[name] = {"command": command, "env": env, "url": "", "model": model}
-
-    for name in names:
-        stages, ranks = degrees[name]
-        mine = settings if stages == p else {k: v for k, v in settings.items() if k != "layers"}
-        options = ["stock"] if name.startswith("stock") else _options(mine)
-        add(name, options, stages, ranks, cut if name == "stock-cut" else "")
+    found = [(name, _job(words, rows[name], p, t)) for name in names]
     for pair in own.row:
         name, _, text = pair.partition("=")
         try:
@@ -233,22 +197,38 @@ def _rows(
             raise ConfigError(f"bench: --row '{pair}': {error}") from None
         if not name or "=" not in pair:
             raise ConfigError(f'bench: --row "{pair}" is not NAME=OPTIONS')
-        parser = make_parser("bench", "", add_help=False)
-        parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=at_least(1, int))
-        parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=at_least(1, int))
-        if options[:1] == ["stock"]:
-            parser.add_argument("--layers", type=counts, default=[])
-        given, options = parser.parse_known_args(options)
-        stock_cut = ",".join(map(str, getattr(given, "layers", ())))
-        add(name, options, given.pp or p, given.tp or t, stock_cut)
+        found.append((name, _job(words, options, p, t)))
     for pair in own.url:
         name, _, url = pair.partition("=")
         if not url.startswith("http"):
             raise ConfigError(f'bench: --url "{pair}" is not NAME=http://HOST:PORT')
-        if name in jobs:
+        found.append((name, {"command": [], "env": {}, "url": url.rstrip("/")}))
+    for name, times in Counter(name for name, _ in found).items():
+        if times > 1:
             raise ConfigError(f'bench: two rows are named "{name}"')
-        jobs[name] = {"command": [], "env": {}, "url": url.rstrip("/"), "model": model}
-    return jobs
+    return {name: job | {"model": model} for name, job in found}
+
+
+def _job(words: Sequence[str], options: Sequence[str], p: int, t: int) -> dict[str, Any]:
+    """A server of ``words`` with a row's options, whose degrees stand in the place of (p, t)."""
+    stock = options[:1] == ["stock"]
+    parser = make_parser("bench", "", add_help=False)
+    parser.add_argument("--pp", "-pp", "--pipeline-parallel-size", type=at_least(1, int), default=p)
+    parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=at_least(1, int), default=t)
+    if stock:
+        parser.add_argument("--layers", type=counts)
+    own, options = parser.parse_known_args(options)
+    command = [*words, "-pp", str(own.pp), "-tp", str(own.tp)]
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    if stock:
+        command = [*STOCK, *command, *options[1:]]
+        env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), own.pp * own.tp)
+        if own.layers:
+            env["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, own.layers))
+    else:
+        command = [sys.executable, "-P", "-m", "sipipe", "serve", *command, *options]
+    env = {key: os.environ.get(key, value) for key, value in env.items()}
+    return {"command": command, "env": env, "url": ""}
 
 
 def _options(settings: Mapping[str, Any]) -> list[str]:
@@ -263,18 +243,27 @@ def _text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":")).strip("[]")
 
 
-def _load(own: argparse.Namespace) -> list[str]:
-    """Options of ``vllm bench serve``."""
+def _load(own: argparse.Namespace) -> dict[str, Any]:
+    """What is sent to each server: the other entries of :class:`sipipe.tools.load.Job`."""
     if own.trace_file:
-        found = ["--dataset-name", "timed_trace", "--dataset-path", own.trace_file, "--self-timed"]
+        how = ["--dataset-name", "timed_trace", "--dataset-path", own.trace_file, "--self-timed"]
     elif own.sharegpt:
-        found = ["--dataset-name", "sharegpt", "--dataset-path", own.sharegpt]
+        how = ["--dataset-name", "sharegpt", "--dataset-path", own.sharegpt]
     else:
-        found = ["--dataset-name", "random", "--random-input-len", str(own.prompt_tokens)]
-        found += ["--random-output-len", str(own.tokens)]
+        how = ["--dataset-name", "random", "--random-input-len", str(own.prompt_tokens)]
+        how += ["--random-output-len", str(own.tokens)]
     if own.rate and not own.trace_file:
-        found += ["--request-rate", str(own.rate)]
-    return found
+        how += ["--request-rate", str(own.rate)]
+    loads = [
+        (way, count) for way, one in own.sampling for count in ([one] if one else own.requests)
+    ]
+    return {
+        "mixes": {way: SAMPLING[way] for way, _ in loads},
+        "load": how,
+        "loads": sorted(dict.fromkeys(loads), key=lambda each: each[1]),
+        "repeat": own.repeat,
+        "draws": own.draws,
+    }
 
 
 def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]) -> None:

@@ -17,10 +17,14 @@ from typing import Any, Literal, NamedTuple
 import psutil
 
 from sipipe._version import __version__
+from sipipe.cli.advice import LOADS, on_host, quicker_on_cpus
 from sipipe.cli.parser import at_least, make_parser
 from sipipe.config import SiPipeConfig
 from sipipe.cores import cpus_of, format_cpus, plan_cores, this_machine
 from sipipe.errors import ResourceError
+from sipipe.tools.planner import hardware
+from sipipe.tools.planner.models import load_model
+from sipipe.tools.provenance import output
 from sipipe.versions import HOW_TO_INSTALL, SUPPORTED_VLLM, InstalledVllm, installed_vllm
 
 EXAMPLE: dict[str, Any] = {
@@ -138,7 +142,7 @@ def _shared_memory(stages: int, ranks: int, samplers: int, device: str) -> Findi
         ranks=ranks,
         samplers=samplers,
         inflight=SiPipeConfig().resolved_inflight(stages),
-        shares_head=True,  # as it may be
+        shares_projection=True,  # as it may be
         on_gpu=device == "cuda",
         **EXAMPLE,
     )
@@ -153,14 +157,8 @@ def _shared_memory(stages: int, ranks: int, samplers: int, device: str) -> Findi
 
 def _gpus() -> list[str]:
     """Name and memory of each GPU that nvidia-smi lists."""
-    query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *query], capture_output=True, text=True, timeout=20, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines()]
+    query = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return (output("nvidia-smi", *query) or "").splitlines()
 
 
 def _best_degrees(
@@ -170,13 +168,9 @@ def _best_degrees(
 
     Computed as ``sipipe plan`` does, for a model that nearly every machine can hold.
     """
-    from sipipe.tools.planner.advice import LOADS, on_host
-    from sipipe.tools.planner.hardware import devices
-    from sipipe.tools.planner.models import load_model
-
     cores = this_machine()
     nodes = len({core.node for core in cores})
-    names = [name for name in devices() if gpus and name.split("-")[0] in gpus[0].lower()]
+    names = [name for name in hardware.names() if gpus and name.split("-")[0] in gpus[0].lower()]
     every = (1, max(1, len(gpus)))
     if device == "cpu" and nodes > 1:
         text = f"--pp {nodes}, a stage for each NUMA node, whose memory it reads; one request at a "
@@ -203,15 +197,6 @@ def _best_degrees(
     return suits, Finding("best degrees", "ok", text + "measured (sipipe bench does)")
 
 
-def _quicker_degrees(stages: int, ranks: int) -> str:
-    from sipipe.tools.planner.advice import quicker_on_cpus
-    from sipipe.tools.planner.models import load_model
-
-    facts = load_model("qwen3-0.6b")
-    found = quicker_on_cpus(facts, stages, ranks)
-    return found and f"{facts.name}: {found} (computed as sipipe plan does)"
-
-
 def _what_sipipe_does(
     stages: int,
     ranks: int,
@@ -229,8 +214,11 @@ def _what_sipipe_does(
         )
         if workers > MOST_WORKERS * cores:
             return
-    elif device == "cpu" and workers > 1 and (quicker := _quicker_degrees(stages, ranks)):
-        yield Finding("other degrees", "ok", quicker)
+    elif device == "cpu" and workers > 1:
+        facts = load_model("qwen3-0.6b")
+        if quicker := quicker_on_cpus(facts, stages, ranks):
+            text = f"{facts.name}: {quicker} (computed as sipipe plan does)"
+            yield Finding("other degrees", "ok", text)
     plan = plan_cores(this_machine(), stages=stages, tensor_parallel=ranks, device=device)
     first, second = plan.describe()
     note = " (too few cores to overlap everything)" if plan.shared else ""

@@ -14,11 +14,18 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from sipipe.cli.parser import at_least, counts, fraction, make_parser, parse_engine_command
+from sipipe.cli.parser import (
+    adder,
+    at_least,
+    counts,
+    fraction,
+    make_parser,
+    parse_engine_command,
+)
 from sipipe.cli.trace import bubbles
 from sipipe.errors import ConfigError
 from sipipe.observe.phases import Phase
-from sipipe.tools.child import measure_sides
+from sipipe.tools.child import measured
 from sipipe.tools.emulation.emulate import Emulation, emulation
 from sipipe.tools.emulation.replay import replayed
 from sipipe.tools.measure import SAMPLING
@@ -50,38 +57,18 @@ def main(argv: Sequence[str]) -> int:
         add_help=False,
     )
     group = parser.add_argument_group("pipeline and load")
-    group.add_argument(
-        "--profile",
-        metavar="NAME",
-        help="MODEL-NxGPU, such as llama-70b-8xh100 (sipipe plan --list)",
-    )
-    group.add_argument(
-        "--requests", type=counts, default=[128], metavar="LIST", help="at once (default: 128)"
-    )
-    for name, default, what in (
-        ("prompt-tokens", 128, "default: 128"),
-        ("tokens", 200, "new ones (default: 200)"),
-    ):
-        group.add_argument(
-            f"--{name}", type=at_least(1, int), default=default, metavar="N", help=what
-        )
+    add, count = adder(group), at_least(1, int)
+    named = "MODEL-NxGPU, such as llama-70b-8xh100 (sipipe plan --list)"
+    add("--profile", str, None, "NAME", named)
+    add("--requests", counts, [128], "LIST", "at once (default: 128)")
+    add("--prompt-tokens", count, 128, "N", "default: 128")
+    add("--tokens", count, 200, "N", "new ones (default: 200)")
     group.add_argument("--sampling", choices=SAMPLING, default="greedy", help="default: greedy")
-    group.add_argument(
-        "--jitter",
-        type=fraction,
-        metavar="SHARE",
-        help="deviation of forward passes (default: none)",
-    )
-    group.add_argument(
-        "--slow-motion",
-        type=at_least(1),
-        default=1.0,
-        metavar="N",
-        help="devices take N times as long, where this machine's cores are too few (default: 1)",
-    )
-    group.add_argument(
-        "--replay", metavar="DIR", help="stage times from the trace of a real run with these stages"
-    )
+    add("--jitter", fraction, None, "SHARE", "deviation of forward passes (default: none)")
+    slow = "devices take N times as long, where this machine's cores are too few (default: 1)"
+    add("--slow-motion", at_least(1), 1.0, "N", slow)
+    recorded = "stage times from the trace of a real run with these stages"
+    add("--replay", str, None, "DIR", recorded)
     group.add_argument("--json", action="store_true", help="the figures as JSON")
     own, settings, rest = parse_engine_command(parser, argv)
     if own.profile is None:
@@ -165,8 +152,7 @@ def _run(
         "cpu_sampling": "on",
         "cores": settings.get("cores", "off"),
     }
-    found: dict[str, Any] = measure_sides(job, settings | more, sides=("sipipe",))["sipipe"]
-    return found
+    return measured("sipipe", job | {"settings": settings | more})
 
 
 def _figures(trace: Trace, result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -232,7 +218,7 @@ def _show(made: Emulation, found: list[dict[str, Any]], slow: float) -> None:
     print(
         f"emulated: {made.facts.name} on {made.cluster.devices} x {made.cluster.device.name}, "
         f"{placement.p} stages of {placement.t}, layers {layers}"
-        + (", output projection shared out" if placement.shares_head else "")
+        + (", output projection shared out" if placement.shares_projection else "")
         + (f"; in slow motion, {slow:g} times as long" if slow > 1 else "")
     )
     for load in found:

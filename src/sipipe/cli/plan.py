@@ -22,14 +22,7 @@ from sipipe.cli.plan_tables import print_assumptions, print_tables
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner.costs import datasheet_costs
-from sipipe.tools.planner.hardware import (
-    Assumed,
-    Cluster,
-    assumptions,
-    device,
-    devices,
-    network,
-)
+from sipipe.tools.planner.hardware import Assumed, Cluster, assumptions, device, names, network
 from sipipe.tools.planner.models import builtin_models, load_model
 from sipipe.tools.planner.report import plan_to_dict
 from sipipe.tools.planner.search import Search
@@ -195,7 +188,7 @@ def _list() -> None:
         active = "" if facts.moe is None else f", {facts.active_parameters / 1e9:.1f}B active"
         print(f"  {name:<18} {facts.parameters / 1e9:7.1f}B{active}  {facts.layers} layers")
     print("devices")
-    for name in devices():
+    for name in names():
         found = device(name)
         print(
             f"  {name:<18} {found.name}: {found.memory_gib:g} GiB, {found.memory_gbs:g} GB/s, "

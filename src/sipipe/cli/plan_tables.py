@@ -103,7 +103,7 @@ def _choice_table(plan: Plan, width: int) -> Table:
     columns = ["engine", "p", "t", "tok/s", "range", "TPOT ms", "range", "running"]
     columns += ["KV tokens", "idle", "vocabulary", "limited by"]
     left_out = set() if width >= 110 else {6, 7, 9}
-    if not any(choice.placement.shares_head for choice in plan.choices):
+    if not any(choice.placement.shares_projection for choice in plan.choices):
         left_out.add(10)
     shown = [index for index in range(len(columns)) if index not in left_out]
     rows = [_cells(choice) for choice in plan.choices]

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from sipipe.cli.advice import quicker_on_cpus
 from sipipe.cli.parser import at_least, make_parser, parse_engine_command
 from sipipe.cli.supervise import supervise
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, SiPipeError
-from sipipe.tools.planner.advice import quicker_on_cpus
 from sipipe.tools.planner.models import load_model
 from sipipe.versions import installed_vllm, require_vllm
 
@@ -82,8 +82,8 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     count = at_least(1, int)
     for names, kind, default, metavar, text in (
         (("--nnodes", "-n"), count, 1, "N", "hosts (default: 1)"),
-        (("--node-rank", "-r"), at_least(0, int), 0, "N", "which host this is; 0 is the head"),
-        (("--master-addr",), str, None, "HOST", "the head's address, on every host"),
+        (("--node-rank", "-r"), at_least(0, int), 0, "N", "which host this is; 0 is the main host"),
+        (("--master-addr",), str, None, "HOST", "the main host's address, on every host"),
         (("--master-port",), count, None, "PORT", "first port used (default: 29501)"),
     ):
         group.add_argument(*names, type=kind, default=default, metavar=metavar, help=text)
@@ -103,7 +103,7 @@ def hosts_of(own: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         raise ConfigError(f"--node-rank {node}: with --nnodes {count}, hosts are 0 to {count - 1}")
     if own.headless and node == 0:
         raise ConfigError(
-            "--headless is for the other hosts (--node-rank 1 and up): host 0, the head, serves"
+            "--headless is for the other hosts (--node-rank 1 and up): host 0, the main host, serves"
         )
     # With Ray, which has a count of its own, the address and the port may be given alone.
     given = {"address": own.master_addr, "port": own.master_port}

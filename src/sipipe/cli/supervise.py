@@ -17,17 +17,17 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import psutil
-
+from sipipe.ipc.child import start_child
+from sipipe.ipc.parent import in_group
 from sipipe.ipc.sockets import own_sockets, take_reason
 
-SERVER = (sys.executable, "-P", "-m", "sipipe.engine.server")
+SERVER: Sequence[str] = ("-m", "sipipe.engine.server")
 GRACE = 8.0
 """Seconds that a server has to end in, beside those that its requests have."""
 FIRST_BREAK, LONGEST_BREAK = 1.0, 60.0
@@ -41,7 +41,7 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
     """Run :mod:`sipipe.engine.server` with these arguments until it ends; its exit status.
 
     ``restart``: start it again when it ends unasked, unless its configuration was wrong.
-    ``follows``: it is a host agent, for which it is a success to end with its head.
+    ``follows``: it is a host agent, for which it is a success to end with the main host.
     """
     # Who started this may have it ignored: it would never come, and no status would be kept.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -82,16 +82,14 @@ def _say(line: str) -> None:
 def _run(arguments: list[Any], mask: set[int], watched: set[signal.Signals]) -> tuple[int, bool]:
     """One server, with ``mask`` as its blocked signals: its exit status, and whether it was asked
     to end."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        server = subprocess.Popen(
-            [*SERVER, str(theirs.fileno()), json.dumps(arguments)],
-            pass_fds=(theirs.fileno(),),
-            process_group=0,
-            # This process has one thread, so it is safe to run code in the child.
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),  # noqa: PLW1509
-        )
-        theirs.close()
+    server, control = start_child(
+        SERVER,
+        [json.dumps(arguments)],
+        process_group=0,
+        # This process has one thread, so it is safe to run code in the child.
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+    )
+    with control:
         deadline: float | None = None
         asked = 0
         while server.poll() is None:
@@ -112,7 +110,7 @@ def _run(arguments: list[Any], mask: set[int], watched: set[signal.Signals]) -> 
             asked = got.si_signo
             # vLLM drains at these two; at others it would die.
             server.send_signal(asked if asked == signal.SIGINT else signal.SIGTERM)
-            deadline = time.monotonic() + _shutdown_timeout(ours) + GRACE
+            deadline = time.monotonic() + _shutdown_timeout(control) + GRACE
         _end_group(server.pid)
         status = server.returncode
         return (128 + (asked or -status) if status < 0 else status), bool(asked)
@@ -130,7 +128,7 @@ def _end_group(group: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGCONT)
         deadline = time.monotonic() + GRACE
-        while _lives(group) and time.monotonic() < deadline:
+        while in_group(group) and time.monotonic() < deadline:
             time.sleep(0.05)  # wait: 8 s, then SIGKILL; the end of the server's processes
         os.killpg(group, signal.SIGKILL)
     # A container's first process is the parent of all that have lost theirs.
@@ -138,14 +136,6 @@ def _end_group(group: int) -> None:
         # wait: none: it does not wait; nobody
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _lives(group: int) -> bool:
-    for process in psutil.process_iter():
-        with suppress(OSError, psutil.Error):  # it ends just now
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                return True
-    return False
 
 
 def _shutdown_timeout(server: socket.socket) -> float:

@@ -2,12 +2,12 @@
 a Ray actor.
 
 Who runs here
-    The main thread follows the head: what it publishes goes to this host's ring at once, in order.
+    The main thread follows the main host: what it publishes goes to this host's ring at once, in order.
     A thread makes the calls, which wait for children; one for each sampler sends on what it drew;
     one sends the figures; and there is the events thread of the children.
 Guarantees
-    When the head ends, is lost, or says so, this process ends with all of its children, and says
-    why. When this process ends, the head is told; when it is killed, its connection says so, and
+    When the main host ends, is lost, or says so, this process ends with all of its children, and says
+    why. When this process ends, the main host is told; when it is killed, its connection says so, and
     its children end with it (:mod:`sipipe.ipc.parent`).
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.host import Host
+from sipipe.engine.host import LocalHost
 from sipipe.engine.hosts import (
     OWN_SETTINGS,
     agreed,
@@ -45,6 +45,8 @@ from sipipe.ipc.connection import Connection
 from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.ipc.tcp import OTHER_PORT, check_port, resolve
 from sipipe.messages import hosts as say
+from sipipe.messages.calls import Request
+from sipipe.messages.pickles import out_of_band, whole
 
 FIGURES_SECONDS = 0.5
 CHUNK = 1 << 18
@@ -59,10 +61,10 @@ def run_agent(
     Args:
         setup: decided here, from this host's own command line.
         kv_cache_memory_bytes: what the KV caches of this host's workers get; None: vLLM decides.
-        ready: called when only the head is missing.
+        ready: called when only the main host is missing.
 
     Raises:
-        ConfigError: no head can be reached, or it refuses this host. StallError: it never came.
+        ConfigError: it cannot be reached, or it refuses this host. StallError: it never came.
     """
     hosts = setup.config.hosts
     address = own_address(hosts)
@@ -71,45 +73,46 @@ def run_agent(
     ports = [link_port(setup, rank) for rank in ranks]
     for listens in ports:
         check_port(address, listens, OTHER_PORT)
-    head = f"the head ({hosts.address}:{port})"
-    _print(f"{setup.has()}; connects to {head}; links on {address}: {_listed(ports)}")
+    main = f"the main host ({hosts.address}:{port})"
+    _print(f"{setup.has()}; connects to {main}; links on {address}: {_listed(ports)}")
     ready()
-    connection = Connection(resolve(hosts.address, "--master-addr"), port, listens=False, who=head)
+    connection = Connection(resolve(hosts.address, "--master-addr"), port, listens=False, who=main)
     try:
-        plan, clock_offset_ns = _introduce(setup, connection, address, head)
+        plan, clock_offset_ns = _introduce(setup, connection, address, main)
     except BaseException:
         connection.close()
         raise
+    theirs: Setup = pickle.loads(plan.setup)
     agreed_setup = dataclasses.replace(
-        plan.setup,
+        theirs,
         cores=setup.cores,
         node=setup.node,
         here=setup.here,
-        config=_own_settings(plan.setup, setup),
+        config=_own_settings(theirs.config, setup.config),
     )
     if kv_cache_memory_bytes is not None:
         agreed_setup.vllm_config.cache_config.kv_cache_memory_bytes = kv_cache_memory_bytes
     devices = setup.config.devices
-    if (devices, plan.setup.config.devices) != (None, None):
+    if (devices, theirs.config.devices) != (None, None):
         assign_devices(agreed_setup.vllm_config, devices)
-    return Agent(agreed_setup, plan.run, clock_offset_ns, connection).run()
+    return Agent(agreed_setup, plan, clock_offset_ns, connection).run()
 
 
 def _introduce(
-    setup: Setup, connection: Connection, address: str, head: str
+    setup: Setup, connection: Connection, address: str, main: str
 ) -> tuple[say.Plan, int]:
-    """What the head wants, and what to add to this host's wall clock to have the head's."""
+    """What the main host wants, and what to add to this host's wall clock to have its."""
     deadline, refusals = time.monotonic() + setup.config.start_timeout, 0
     while not connection.wait_for_peer(max(0.0, deadline - time.monotonic())):
         if not connection.refused:
             raise StallError(
-                f"{head} cannot be reached within {setup.config.start_timeout:g} s: is it started, "
+                f"{main} cannot be reached within {setup.config.start_timeout:g} s: is it started, "
                 "and --master-addr one of its addresses that this host can reach?"
             )
         refusals += 1
-        if refusals > 1:  # once may be a head that was just ending
+        if refusals > 1:  # once may be one that was just ending
             raise ConfigError(
-                f"{head} refused this host: the secret (SIPIPE_SECRET) is not the same on both, or "
+                f"{main} refused this host: the secret (SIPIPE_SECRET) is not the same on both, or "
                 "something else listens there"
             )
         connection.refused = False
@@ -117,57 +120,60 @@ def _introduce(
         node=setup.node,
         address=address,
         agreed=agreed(setup),
-        samplers=setup.samplers,
+        samplers=len(setup.cores.samplers),
     )
 
-    def ask(*parts: bytes) -> bytes:
-        connection.send(*parts)
-        answer = connection.receive(max(1.0, deadline - time.monotonic()))
-        if answer is None:
-            raise StallError(f"{head} is there and waits for other hosts, which did not come")
-        if answer[0] == say.REFUSED:
-            raise ConfigError(f"{head} refused this host: {answer[1].decode()}")
-        if answer[0] == say.END:  # for a reason of its own: --restart is for that
-            raise PeerDiedError(f"{head} ended before it began: {answer[1].decode()}")
-        return answer[1]
+    def ask(message: object) -> Any:
+        connection.send(*out_of_band(message))
+        parts = connection.receive(max(1.0, deadline - time.monotonic()))
+        if parts is None:
+            raise StallError(f"{main} is there and waits for other hosts, which did not come")
+        match whole(parts):
+            case say.Refused(why):
+                raise ConfigError(f"{main} refused this host: {why}")
+            case say.End(why):  # for a reason of its own: --restart is for that
+                raise PeerDiedError(f"{main} ended before it began: {why}")
+            case answer:
+                return answer
 
     clocks = []
     for _ in range(CLOCK_QUESTIONS):
         asked = time.time_ns()
-        theirs, answered = int(ask(say.CLOCK)), time.time_ns()
+        theirs, answered = ask(say.Clock()).nanoseconds, time.time_ns()
         clocks.append((answered - asked, theirs - (asked + answered) // 2))
     _, clock_offset_ns = min(clocks)  # the quickest answer says most
-    return pickle.loads(ask(say.HELLO, pickle.dumps(hello))), clock_offset_ns
+    return ask(hello), clock_offset_ns
 
 
 class Agent:
     """What :func:`run_agent` runs; ``Events`` of its host."""
 
     def __init__(
-        self, setup: Setup, run: str, clock_offset_ns: int, connection: Connection
+        self, setup: Setup, plan: say.Plan, clock_offset_ns: int, connection: Connection
     ) -> None:
         self._connection = connection
-        self._figures = Figures(setup, run, clock_offset_ns)
-        self._host = Host(setup, self._figures.watched, self)
-        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._figures = Figures(setup, plan.samplers, plan.run, clock_offset_ns)
+        self._host = LocalHost(setup, self._figures.watched, self)
+        self._calls: queue.SimpleQueue[Request[Any]] = queue.SimpleQueue()
         self._forwarding: dict[int, threading.Thread] = {}
         self._ended = threading.Event()
 
     def run(self) -> int:
-        """Follow the head; returns the exit status."""
+        """Follow the main host; returns the exit status."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         for target in (self._make_calls, self._send_figures):
             threading.Thread(target=target, name="SiPipeAgent", daemon=True).start()
         status, reason = 1, "its agent failed"
         try:
-            while (message := self._connection.receive(None)) is not None:
-                if message[0] == say.END:
-                    reason = message[1].decode()
+            while (parts := self._connection.receive(None)) is not None:
+                message = whole(parts)
+                if isinstance(message, say.End):
+                    reason = message.why
                     _print(f"the engine ended{': ' + reason if reason else ''}")
                     status = 1 if reason else 0
                     break
-                self._take(*message)
+                self._take(message)
         except PeerDiedError as error:
             _print(f"{error}; this host's stages end")
         except SystemExit:
@@ -179,45 +185,46 @@ class Agent:
         finally:
             self._ended.set()
             self._host.expect_end()
-            self._send(say.END, reason.encode())
+            self._send(say.End(reason))
             self._host.fail(RuntimeError("the engine ended"))
             self._host.close()
             self._connection.close()
             self._figures.close()
         return status
 
-    def _take(self, kind: bytes, *parts: bytes) -> None:
-        if kind == say.PUBLISH:
-            self._host.publish(parts)
-        elif kind == say.CALL:
-            self._calls.put(pickle.loads(parts[0]))
-        elif kind == say.ADMIT:
-            self._host.admit(int(parts[0]), pickle.loads(parts[1]))
-        elif kind == say.ASK:
-            self._host.ask()
+    def _take(self, message: object) -> None:
+        match message:
+            case say.Publish(parts):
+                self._host.publish(parts)
+            case Request():
+                self._calls.put(message)
+            case say.Admit(index, snapshot):
+                self._host.admit(index, snapshot)
+            case say.AskWorkers():
+                self._host.ask()
 
     def _on_signal(self, _number: int, _frame: Any) -> None:
         if not self._ended.is_set():
             raise SystemExit(143)
 
-    def _send(self, *parts: bytes) -> None:
+    def _send(self, message: object) -> None:
         with suppress(PeerDiedError):  # the main thread hears of it
-            self._connection.send(*parts)
+            self._connection.send(*out_of_band(message))
 
     # ---- what the host tells the engine ---------------------------------------------------------
 
     def heard(self, name: str, message: Any) -> None:
-        self._send(say.HEARD, name.encode(), pickle.dumps(message))
+        self._send(say.Heard(name, message))
 
     def failed(self, error: BaseException) -> None:
-        self._send(say.FAILED, _pickled(error))
+        self._send(say.Failed(_sendable(error)))
 
     def started_again(self, index: int, tokens: socket.socket, poison: Poison | None) -> None:
         # What the predecessor sent is on its way. The thread reads to the end of its socket, which
         # was the predecessor's alone and closed with it, and never waits for the network.
         # wait: none: its socket's only writer is dead; the end of that socket
         self._forwarding[index].join()
-        self._send(say.SUCCESSOR, str(index).encode(), pickle.dumps(poison))
+        self._send(say.Successor(index, poison))
         self._forward(index, tokens)
 
     def turn(self) -> float:
@@ -227,17 +234,18 @@ class Agent:
 
     def _make_calls(self) -> None:
         while True:
-            # wait: none, for the head's next call; a daemon, it ends with the process
-            method, arguments = self._calls.get()
+            # wait: none, for the main host's next request; a daemon, it ends with the process
+            request = self._calls.get()
             try:
-                result = getattr(self._host, method)(*arguments)
-                if method == "start":
-                    for index, tokens in enumerate(result):
+                if isinstance(request, say.Start):
+                    for index, tokens in enumerate(self._host.start()):
                         self._forward(index, tokens)
                     result = None
+                else:
+                    result = self._host.do(request)
             except BaseException as error:
-                result = error
-            self._send(say.DONE, _pickled(result))
+                result = _sendable(error)
+            self._send(say.Done(result))
 
     def _forward(self, index: int, tokens: socket.socket) -> None:
         thread = threading.Thread(target=self._send_tokens, args=(index, tokens), daemon=True)
@@ -245,7 +253,6 @@ class Agent:
         thread.start()
 
     def _send_tokens(self, index: int, tokens: socket.socket) -> None:
-        name = str(index).encode()
         data = b"all"
         while data:
             try:
@@ -253,7 +260,7 @@ class Agent:
                 data = tokens.recv(CHUNK)
             except OSError:
                 data = b""
-            self._send(say.TOKENS, name, data, self._figures.figures_here())
+            self._send(say.Tokens(index, data, self._figures.figures_here()))
         tokens.close()
 
     def _send_figures(self) -> None:
@@ -262,20 +269,20 @@ class Agent:
             figures = self._figures.figures_here()
             if figures != sent:
                 sent = figures
-                self._send(say.FIGURES, figures)
+                self._send(say.HostFigures(figures))
 
 
-def _pickled(value: object) -> bytes:
+def _sendable(error: BaseException) -> BaseException:
     try:
-        return pickle.dumps(value)
+        pickle.dumps(error)
+        return error
     except Exception:  # an error of somebody else's
-        return pickle.dumps(RuntimeError(str(value)))
+        return RuntimeError(str(error))
 
 
-def _own_settings(head: Setup, here: Setup) -> SiPipeConfig:
-    """The head's settings, but for those that are each host's own."""
-    own = {key: getattr(here.config, key) for key in OWN_SETTINGS}
-    return msgspec.structs.replace(head.config, **own)
+def _own_settings(theirs: SiPipeConfig, here: SiPipeConfig) -> SiPipeConfig:
+    """The main host's settings, but for those that are each host's own."""
+    return msgspec.structs.replace(theirs, **{key: getattr(here, key) for key in OWN_SETTINGS})
 
 
 def _listed(ports: list[int]) -> str:

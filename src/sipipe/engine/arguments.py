@@ -58,7 +58,7 @@ def parse_engine_args(
     if args.enforce_eager is None:
         args.enforce_eager = eager_on_cpu and current_platform.is_cpu()
     if settings is None:
-        _additional_config(args)
+        SiPipeConfig.from_additional_config(args.additional_config)
     else:
         use_sipipe(args, settings)
     return args
@@ -120,7 +120,8 @@ def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
             "option out (sipipe serve takes ray; stock vLLM is started by its own command)"
         )
     args.distributed_executor_backend = EXECUTOR
-    additional = _additional_config(args)
+    SiPipeConfig.from_additional_config(args.additional_config)
+    additional = dict(args.additional_config or {})
     given = additional.get("sipipe") or {}
     if isinstance(given, dict):
         hosts = given.get("hosts")
@@ -140,16 +141,6 @@ def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     # Entry points are missing where SiPipe is on the path, but not installed.
     load_general_plugins()
     register()
-
-
-def _additional_config(args: argparse.Namespace) -> dict[str, Any]:
-    given = args.additional_config or {}
-    if not isinstance(given, dict):
-        raise ConfigError(
-            "--additional-config must be a JSON object such as "
-            f'\'{{"sipipe": {{"samplers": 2}}}}\', not {given!r}'
-        )
-    return dict(given)
 
 
 def checked(create: Callable[[], VllmConfig], model: str) -> VllmConfig:

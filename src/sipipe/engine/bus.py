@@ -10,12 +10,16 @@ Guarantees
     reader, a scheduling output and the state change that it stands for) happens under ``order``.
 """
 
-import pickle
+from __future__ import annotations
+
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sipipe.messages.header import Kind, encode_header
+
+if TYPE_CHECKING:
+    from sipipe.engine.host import Host
 
 ENTRY_BYTES = 64 * 1024
 """Bytes of an entry: a decode step of some hundred sequences; a longer message is cut."""
@@ -26,17 +30,10 @@ def ring_sizes(slots: int) -> dict[str, int]:
     return {"entries": max(16, 4 * slots), "entry_bytes": ENTRY_BYTES}
 
 
-class Publisher(Protocol):
-    """A host, as far as BIC-I goes."""
-
-    def publish(self, message: Sequence[Any]) -> None:
-        """Send one message to all readers there, in the order of the calls."""
-
-
 class Bus:
     """BIC-I of an engine: the same messages on every one of its ``hosts``."""
 
-    def __init__(self, hosts: Sequence[Publisher]) -> None:
+    def __init__(self, hosts: Sequence[Host]) -> None:
         # wait: held for a publish, at most `stall_timeout` for each host; its end
         self.order = threading.RLock()
         self._hosts = hosts
@@ -61,10 +58,3 @@ class Bus:
         with self.order:
             for host in self._hosts:
                 host.publish(message)
-
-
-def out_of_band(value: object) -> list[Any]:
-    """Parts of a message: the pickle of ``value``, and the buffers that it refers to."""
-    buffers: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(value, 5, buffer_callback=buffers.append)
-    return [body, *(buffer.raw() for buffer in buffers)]

@@ -4,9 +4,9 @@ Who runs here
     Whoever starts a child or speaks to it; the events thread, which sleeps on the pipes and the
     process descriptors of all children at once and calls the handlers.
 Guarantees
-    A death is reported at once, whichever child it is and whatever it was doing, after its last
-    words. A child that is stopped amid a message holds nobody up: it is killed. A child that was asked to end is not reported. When :meth:`Children.close` returns, all
-    children are gone. A child whose engine is killed ends with its pipe
+    A death is reported at once, after the child's last words, unless it was asked to end. A child
+    that is stopped amid a message holds nobody up: it is killed. When :meth:`Children.close`
+    returns, all children are gone. A child whose engine is killed ends with its pipe
     (:class:`sipipe.ipc.parent.Parent`), and a worker that cannot with the engine's main thread. An
     engine whose front end is killed ends within 10 s, also while it starts.
 Relies on
@@ -34,6 +34,7 @@ from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 from sipipe.errors import DamagedError, StallError, WorkerDiedError
+from sipipe.ipc.child import start_child
 from sipipe.ipc.parent import end_this_process
 from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import Ready
@@ -163,30 +164,19 @@ class Children:
     ) -> Child:
         """Start ``python -m module`` with its control pipe, ``ends`` and ``arguments``.
 
-        The descriptors' numbers come first on the command line. This process lets go of the
-        ``ends``. A name may be used again when its child has died.
+        A name may be used again when its child has died.
         """
-        ours, theirs = socket.socketpair()
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", PIPE_SECONDS, 0))
-        given = [theirs, *ends]
-        descriptors = [end.fileno() for end in given]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        try:
-            process = subprocess.Popen(
-                [sys.executable, *flags, "-P", "-m", module, *map(str, descriptors), *arguments],
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path, **(environment or {})},
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            for end in given:
-                end.close()
-        child = Child(name, process, Connection(ours.detach()))
+        process, control = start_child(
+            ("-m", module),
+            arguments,
+            ends=ends,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+        )
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            control.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", PIPE_SECONDS, 0))
+        child = Child(name, process, Connection(control.detach()))
         with self._changed:
             ending = self._ending
             if not ending:

@@ -59,30 +59,25 @@ def why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     """Why this engine takes vLLM's own path, from the configuration alone; empty: it does not.
 
     Raises:
-        ConfigError: ``stage_runner: "sipipe"``, or a ``cpu_sampling``, was asked for and cannot be
-            had.
+        ConfigError: a ``cpu_sampling`` was asked for and cannot be had.
     """
-    reason = _reason(vllm_config, config)
-    if reason:
-        check_asked(config, reason)
-    elif config.cpu_sampling == "per_row" and not device_may_draw(vllm_config):
+    reason = _vllms_own(vllm_config, config)
+    if not reason and not uses_second_runner(vllm_config):
+        reason = (
+            "SiPipe's stages stand on vLLM's second runner, and vLLM takes its first one here (see "
+            "VLLM_USE_V2_MODEL_RUNNER)"
+        )
+    asked = config.cpu_sampling
+    if reason and asked in ("on", "per_row"):
+        raise ConfigError(
+            f'sipipe config: "cpu_sampling" is "{asked}", but {reason}; set it to "auto"'
+        )
+    if not reason and asked == "per_row" and not device_may_draw(vllm_config):
         raise ConfigError(
             'sipipe config: "cpu_sampling" is "per_row", which is for devices that draw tokens '
             'themselves (GPUs), and this one does not: set it to "auto"'
         )
     return reason
-
-
-def check_asked(config: SiPipeConfig, reason: str) -> None:
-    """Refuse vLLM's own path where the user insists on SiPipe's.
-
-    Raises:
-        ConfigError: one line that names the setting, and ``reason``.
-    """
-    if config.stage_runner == "sipipe" or config.cpu_sampling in ("on", "per_row"):
-        option = "stage_runner" if config.stage_runner == "sipipe" else "cpu_sampling"
-        value = getattr(config, option)
-        raise ConfigError(f'sipipe config: "{option}" is "{value}", but {reason}; set it to "auto"')
 
 
 def uses_second_runner(vllm_config: VllmConfig) -> bool:
@@ -123,22 +118,9 @@ def check_second_runner(vllm_config: VllmConfig) -> None:
         )
 
 
-def _reason(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
-    if reason := _vllms_own(vllm_config, config):
-        return reason
-    if uses_second_runner(vllm_config):
-        return ""
-    return (
-        "SiPipe's stages stand on vLLM's second runner, and vLLM takes its first one here (see "
-        "VLLM_USE_V2_MODEL_RUNNER)"
-    )
-
-
 def _vllms_own(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     """Why vLLM's own sampler is needed, whichever of its runners there is; empty: it is not."""
     model = vllm_config.model_config
-    if config.stage_runner == "vllm":
-        return 'the sipipe config says "stage_runner": "vllm"'
     if config.cpu_sampling == "off":
         return 'the sipipe config says "cpu_sampling": "off"'
     if model.runner_type == "pooling":

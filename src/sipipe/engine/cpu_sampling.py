@@ -1,10 +1,10 @@
 """Where tokens are drawn, on CPUs or on the last stage's device: ``"cpu_sampling": "auto"``.
 
 Every way is set up and measured on the loaded model, with max_num_seqs / m sequences a microbatch,
-and the times between two microbatches compared. The pipeline is a closed loop of m microbatches, so
-that time is that of its slowest part, or a whole round over m (docs/gpu.md has the model). Where
-nothing comes after the last stage, a round over m is never above the slowest stage: on vLLM's own
-path, which has as many microbatches in flight as stages, and where the device draws all rows.
+and the times between two microbatches compared (:mod:`sipipe.messages.period`; docs/gpu.md has the
+model). Where nothing comes after the last stage, a round over m is never above the slowest stage: on
+vLLM's own path, which has as many microbatches in flight as stages, and where the device draws all
+rows.
 
 What all ways have alike is left out: attention over a context, scheduling, links.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from sipipe.engine.layers.cut import layer_split
 from sipipe.messages.measured import MIXES
+from sipipe.messages.period import passing, period
 
 WORTH_IT = 0.03
 """Part of the time between two microbatches that a way has to save to be taken."""
@@ -34,7 +35,7 @@ class Costs:
     """Decoder layers of each stage, as they are loaded."""
     stages: tuple[float, ...]
     """Each stage's layers."""
-    head: float
+    projection: float
     """The output projection as samplers need it, each rank its columns."""
     device: Mapping[str, float]
     """The output projection, gathered, and vLLM's sampler, by mix of parameters."""
@@ -50,8 +51,8 @@ class Costs:
 
     def on_cpus(self, layers: Layers, mix: str) -> float:
         """Seconds between two microbatches, with CPU samplers and this cut."""
-        stages, draw = self._stages(layers, self.head), self.draws[mix]
-        return max(*stages, self.copy, draw, (sum(stages) + self.copy + draw) / self.inflight)
+        stages, after = self._stages(layers, self.projection), (self.copy, self.draws[mix])
+        return period((*stages, *after), passing(stages) + sum(after), self.inflight)
 
     def per_row(self, layers: Layers, mix: str) -> float:
         """The same where each row has its place."""
@@ -129,7 +130,7 @@ class Choice:
             f"cpu_sampling auto: {WAYS[draws]}. Measured at {costs.sequences} sequences a "
             "microbatch, ms between microbatches with CPU samplers, by row, and with vLLM's "
             f"sampler, with layers {', '.join(str(list(way.layers)) for way in ways)}: {periods}. "
-            f"Stages {_ms(*costs.stages)} ms, projection {_ms(costs.head)} ms; projection and "
+            f"Stages {_ms(*costs.stages)} ms, projection {_ms(costs.projection)} ms; projection and "
             f"rows of no more than a temperature {_ms(*costs.plain.values())} ms; projection with "
             f"vLLM's sampler {_ms(*costs.device.values())} ms; logits to the host "
             f"{_ms(costs.copy)} ms ({costs.copied / costs.copy / 1e9:.3g} GB/s); all samplers at "

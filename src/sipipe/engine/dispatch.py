@@ -14,12 +14,13 @@ from typing import Any
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from sipipe.engine.bus import Bus, out_of_band
+from sipipe.engine.bus import Bus
 from sipipe.engine.iterations import Iteration, Iterations
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.gather import GatherReceiver
 from sipipe.messages.header import Kind
+from sipipe.messages.pickles import out_of_band
 from sipipe.messages.step import encode
 from sipipe.observe.live import Word
 from sipipe.observe.phases import Phase

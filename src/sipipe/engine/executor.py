@@ -25,8 +25,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.executor.abstract import Executor as VllmExecutor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from sipipe._version import __version__
-from sipipe.engine.setup import Setup
+from sipipe.engine.setup import decide
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.ipc.sockets import leave_reason
 from sipipe.observe.live import Word
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-VLLMS_OWN = "vLLM's runner and sampler"
 CHANGE_WEIGHTS = ("reload_weights", "start_weight_update", "update_weights")
 
 
@@ -64,14 +62,14 @@ class Executor(VllmExecutor):
 
             self._placement = placement = place(self.vllm_config)
             placement.start(self.vllm_config)
-        self._setup = Setup.of(self.vllm_config)
+        self._setup = decide(self.vllm_config)
         self._setup.apply()
         for line in self._setup.describe():
             logger.info("%s", line)
         self._failing = threading.Lock()  # wait: held for moments; nobody waits under it
         self._failure: BaseException | None = None
         self._failure_callback: Callable[[], None] | None = None
-        self._started = self._closed = False
+        self._started = self._closed = self._shares = False
         self._pipeline: Pipeline = Pipeline(self._setup, meet(self._setup), self._fail)
         # Also where vLLM has forked this process, which ends without Python's own end: children
         # that are stopped would otherwise stay when a later step of the start fails.
@@ -99,7 +97,7 @@ class Executor(VllmExecutor):
         Returns the results by rank, or the one of ``unique_reply_rank``; a future of it with
         ``non_block``.
         """
-        if method in CHANGE_WEIGHTS and self._setup.vocabulary.parts:
+        if method in CHANGE_WEIGHTS and self._shares:
             raise ConfigError(
                 f"{method}: every stage has rows of the output projection, which would not change: "
                 'set "vocabulary": "last" in the sipipe config'
@@ -118,31 +116,18 @@ class Executor(VllmExecutor):
         """Warm the workers up, then open the data plane: the model is ready to run."""
         super().compile_or_warm_up_model()
         pipeline = self._usable()
-        ranks = pipeline.describe()
-        transport = pipeline.open(ranks)
-        if self._setup.measures:
-            choice = pipeline.measure()
-            logger.info("%s", choice)
-            if choice.draws == "off":
-                self._setup.fall_back("CPU samplers would not be worth it here, as was measured")
-                pipeline.fall_back()
+        running = pipeline.open()
+        self._shares = bool(running.vocabulary.parts)
+        if running.setup is not self._setup:
+            self._setup = running.setup
+            self._setup.apply()
         if self._draws:
-            pipeline.serve()
             self.scheduler_config.scheduler_cls = pipeline.observed(
                 self.scheduler_config.get_scheduler_cls()
             )
         self._setup.bind_scheduler()
-        pipeline.telemetry.ready()
         self._started = True
-        logger.info(
-            "SiPipe %s: %s x %s, %s, %s in flight, links: %s",
-            __version__,
-            _counted(self._setup.stages, "stage"),
-            _counted(self._setup.ranks, "rank"),
-            _counted(self._setup.samplers, "sampler") if self._draws else VLLMS_OWN,
-            _counted(self._setup.slots, "microbatch", "es"),
-            transport,
-        )
+        logger.info("%s", running)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Publish one iteration. Its tokens come from :meth:`sample_tokens`."""
@@ -232,7 +217,3 @@ class Executor(VllmExecutor):
         callback, self._failure_callback = self._failure_callback, None
         if callback is not None:
             threading.Thread(target=callback, name="SiPipeFailure", daemon=True).start()
-
-
-def _counted(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"

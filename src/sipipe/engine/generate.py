@@ -21,6 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from sipipe.engine.arguments import checked, parse_engine_args
 from sipipe.engine.launch import announce, share_kv_memory
+from sipipe.engine.setup import decide
 from sipipe.errors import ConfigError
 from sipipe.ipc.sockets import own_sockets
 
@@ -64,7 +65,9 @@ def generate(
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
     except (ValueError, VLLMError) as error:
         raise ConfigError(f"generate: {error}") from None
-    share_kv_memory(engine_args, vllm_config, announce(vllm_config))
+    setup = decide(vllm_config)
+    share_kv_memory(engine_args, setup)
+    announce(setup)
     with own_sockets():
         asyncio.run(_run(engine_args, texts, params, chat, show))
 

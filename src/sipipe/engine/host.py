@@ -1,9 +1,9 @@
 """One host's part of an engine: its workers and samplers, its ring of BIC-I, its BIC-L.
 
 Who runs here
-    In the executor's process on the head, in a host agent elsewhere (:mod:`sipipe.engine.agent`):
-    whoever starts and ends it, the publisher of BIC-I, and the events thread of
-    :mod:`sipipe.engine.children`.
+    In the executor's process on the main host, in a host agent elsewhere
+    (:mod:`sipipe.engine.agent`): whoever starts and ends it, the publisher of BIC-I, and the events
+    thread of :mod:`sipipe.engine.children`.
 Guarantees
     What happens to a child is told to ``events``, wherever those are. Nothing crosses hosts but
     what they send and what travels on links: logits and shared memory stay here.
@@ -15,26 +15,30 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from sipipe.cores import running_on
 from sipipe.engine.bus import ring_sizes
 from sipipe.engine.children import Child, Children
 from sipipe.engine.memory_budget import logits_entries
-from sipipe.engine.samplers import Samplers, Succession
+from sipipe.engine.samplers import Poison, Samplers
 from sipipe.engine.setup import Setup
 from sipipe.engine.workers import Workers
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint
 from sipipe.messages.boots import SPARE, SamplerSettings, Watched
+from sipipe.messages.calls import Request
+from sipipe.messages.hosts import EndSamplers, MakeLogits, OpenSamplers, WaitLoaded
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.replies import ASK_STATUS, Replacing, Warm
 from sipipe.messages.step import Snapshot
 from sipipe.observe.live import LivePage
 
+T = TypeVar("T")
 
-class Events(Succession, Protocol):
+
+class Events(Protocol):
     """What a host tells the engine; called by its events thread and those that replace samplers."""
 
     def heard(self, name: str, message: Any) -> None:
@@ -43,9 +47,48 @@ class Events(Succession, Protocol):
     def turn(self) -> float:
         """After all that was heard; returns the seconds to sleep at most."""
 
+    def started_again(self, index: int, tokens: socket.socket, poison: Poison | None) -> None:
+        """Sampler ``index`` has a successor, which sends on ``tokens`` and waits to be admitted; it
+        must not be asked for ``poison``."""
 
-class Host:
-    """See the module's text. ``close`` undoes all, also amid :meth:`start`."""
+    def failed(self, error: BaseException) -> None:
+        """The engine cannot go on."""
+
+
+class Host(Protocol):
+    """A host, as the pipeline sees it. What takes long raises StallError after the start timeout,
+    and what :meth:`fail` was called with."""
+
+    def start(self) -> list[socket.socket]:
+        """Start all processes; returns the receiving ends of BIC-O."""
+
+    def do(self, request: Request[T]) -> T:
+        """One step of the start."""
+
+    def publish(self, message: Sequence[Any]) -> None:
+        """One message of BIC-I, in its order."""
+
+    def admit(self, index: int, snapshot: Snapshot) -> None:
+        """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
+
+    def ask(self) -> None:
+        """Ask the workers what they do; the answers are heard."""
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for the host gets ``error``."""
+
+    def expect_end(self) -> None:
+        """From now on no end is reported, of a child or of the host."""
+
+    def say_end(self, reason: str) -> None:
+        """End BIC-I there: children that wait for nothing else end in good order."""
+
+    def close(self) -> None:
+        """End all processes and remove every channel."""
+
+
+class LocalHost:
+    """This host. ``close`` undoes all, also amid :meth:`start`."""
 
     def __init__(self, setup: Setup, watched: Watched, events: Events) -> None:
         self._setup = setup
@@ -53,64 +96,65 @@ class Host:
         self._events = events
         self._closing = ExitStack()
         self._children = Children()
-        self._samplers: Samplers | None = None
-        self._ring: DispatchProducer | None = None
-        self._logits: LogitsChannel | None = None
+        self._speaking = ExitStack()
+        """Ends BIC-I."""
         self._loaded = False
 
     def start(self) -> list[socket.socket]:
-        """Start all processes; returns the receiving ends of BIC-O."""
         setup = self._setup
         self._closing.callback(self._children.close)
         self._workers = Workers(self._children, setup, self._watched)
         self._closing.callback(self._workers.remove_rendezvous)
-        names, sockets = self._workers.names, []
-        if setup.cores.samplers:
-            assert self._watched.live is not None
-            page = LivePage.attach(self._watched.live)
-            self._closing.callback(page.close)
-            self._samplers = Samplers(
-                self._children,
-                _sampler_settings(setup, self._watched),
-                dtype=setup.dtype,
-                cores=setup.cores.samplers,
-                figures=[page.block(("sampler", i, 0)) for i in range(len(setup.cores.samplers))],
-                succession=self._events,
-                stall_timeout=setup.config.stall_timeout,
-            )
-            self._closing.callback(self._samplers.spare.close)
-            names, sockets = names + self._samplers.names, self._samplers.sockets
-        self._ring = DispatchProducer(
-            "bic-i", **ring_sizes(setup.slots), readers=names, directory=setup.config.shm_dir
+        assert self._watched.live is not None
+        page = LivePage.attach(self._watched.live)
+        self._closing.callback(page.close)
+        self._samplers = Samplers(
+            self._children,
+            _sampler_settings(setup, self._watched),
+            dtype=setup.dtype,
+            cores=setup.cores.samplers,
+            figures=[page.block(("sampler", i, 0)) for i in range(len(setup.cores.samplers))],
+            events=self._events,
+            stall_timeout=setup.config.stall_timeout,
         )
-        self._closing.callback(self.say_end)
+        self._closing.callback(self._samplers.spare.close)
+        self._ring = DispatchProducer(
+            "bic-i",
+            **ring_sizes(setup.slots),
+            readers=self._workers.names + self._samplers.names,
+            directory=setup.config.shm_dir,
+        )
+        self._speaking.callback(self._ring.close)
+        self._closing.push(self._speaking)
         self._children.watch(
             heard=self._heard,
             died=self._died,
             turn=self._turn,
             failed=self._events.failed,
         )
-        return sockets
+        return self._samplers.sockets
+
+    def do(self, request: Request[Any]) -> Any:
+        match request:
+            case WaitLoaded():
+                return self.wait_loaded()
+            case MakeLogits(shape):
+                return self.make_logits(shape)
+            case OpenSamplers():
+                return self.open_samplers()
+            case EndSamplers():
+                return self.end_samplers()
+        raise AssertionError(f"no host does {request}")
 
     def wait_loaded(self) -> None:
-        """Return when every worker has loaded its layers, and follows BIC-I.
-
-        Raises:
-            Exception: what :meth:`fail` was called with. StallError: not within the start timeout.
-        """
-        assert self._ring is not None
         deadline = time.monotonic() + self._setup.config.start_timeout
         self._workers.wait_loaded(self._ring.endpoint, deadline)
         self._loaded = True
 
     def publish(self, message: Sequence[Any]) -> None:
-        """One message of BIC-I, in its order."""
-        assert self._ring is not None
         self._ring.publish(message, self._setup.config.stall_timeout)
 
     def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
-        """Make BIC-L, as the last stage wants it."""
-        assert self._samplers is not None
         with running_on([cpu for cpus in self._setup.cores.workers[-1] for cpu in cpus]):
             self._logits = LogitsChannel(
                 "bic-l",
@@ -124,76 +168,52 @@ class Host:
         return self._logits.endpoint
 
     def open_samplers(self) -> dict[str, float]:
-        """Return when all samplers have opened their channels; what :meth:`Samplers.open` does.
-
-        Raises:
-            WorkerDiedError: a sampler ended instead. StallError: not within the start timeout.
-        """
-        assert self._samplers is not None
-        assert self._ring is not None
-        assert self._logits is not None
         deadline = time.monotonic() + self._setup.config.start_timeout
         measure = self._setup.microbatch if self._setup.measures else 0
         return self._samplers.open(self._ring, self._logits, deadline, measure)
 
     def end_samplers(self) -> None:
-        """Go on without: the loaded model is vLLM's runner's to run."""
-        samplers = self._samplers
-        assert samplers is not None
-        assert self._ring is not None
-        self._children.end(samplers.names)
-        for name in samplers.names:
+        self._children.end(self._samplers.names)
+        for name in self._samplers.names:
             self._ring.remove_reader(name)
-        self._samplers = None
-        samplers.let_go()
-        if self._logits is not None:
-            self._logits.close()
+        self._samplers.let_go()
+        self._logits.close()
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
-        """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
-        if self._samplers is not None:
-            self._samplers.admit(index, snapshot)
+        self._samplers.admit(index, snapshot)
 
     def ask(self) -> None:
-        """Ask the workers what they do; the answers are heard."""
         for worker in self._workers.all:
             worker.say(ASK_STATUS)
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for children gets ``error``."""
         self._children.fail(error)
 
     def expect_end(self) -> None:
-        """From now on no child's end is reported."""
         self._children.expect_end()
 
-    def say_end(self, reason: str = "") -> None:  # noqa: ARG002 - for hosts with a log of their own
-        """End BIC-I here: children that wait for nothing else end in good order."""
-        if self._ring is not None:
-            self._ring.close()
+    def say_end(self, reason: str) -> None:  # noqa: ARG002 - for hosts with a log of their own
+        self._speaking.close()
 
     def close(self) -> None:
-        """End all processes and remove every channel."""
         self.expect_end()
         self._closing.close()
 
     # ---- the events thread --------------------------------------------------------------------
 
     def _heard(self, child: Child, message: Any) -> None:
-        if self._samplers is not None:
-            self._samplers.heard(child.name, message)
+        self._samplers.heard(child.name, message)
         if not isinstance(message, Warm):
             self._events.heard(child.name, message)
 
     def _turn(self) -> float:
-        sleep, samplers = self._events.turn(), self._samplers
-        return sleep if samplers is None else min(sleep, samplers.turn())
+        return min(self._events.turn(), self._samplers.turn())
 
     def _died(self, child: Child, how: str) -> None:
-        if self._samplers is not None and child.name == SPARE:
+        if child.name == SPARE:
             self._samplers.spare.ended(how)
             return
-        if self._samplers is None or child.name not in self._samplers.names:
+        if child.name not in self._samplers.names:
             what = "died" if self._loaded else "ended while starting (see its log lines above)"
             where = self._setup.where()
             self._events.failed(

@@ -26,7 +26,7 @@ OWN_SETTINGS = {"cores", "devices", "samplers", "shm_dir", "trace", "trace_limit
 
 
 def stages_of_hosts(stages: int, hosts: HostSettings) -> list[range]:
-    """The stages of each host, the head first.
+    """The stages of each host, the main host first.
 
     Raises:
         ConfigError: a host without a stage, or ``hosts.stages`` that do not add up.
@@ -43,8 +43,14 @@ def stages_of_hosts(stages: int, hosts: HostSettings) -> list[range]:
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
+def named(stages: range) -> str:
+    """Stages of a host, for messages."""
+    first, last = stages[0], stages[-1]
+    return f"stage {first}" if first == last else f"stages {first} to {last}"
+
+
 NAME_SECONDS = 30.0
-"""In which the head's name may come to be: in Kubernetes that is with its pod, or a little later."""
+"""In which the main host's name may come to be: in Kubernetes that is with its pod, or a little later."""
 
 
 def check_hosts(hosts: HostSettings, node: int = 0) -> None:
@@ -56,7 +62,7 @@ def check_hosts(hosts: HostSettings, node: int = 0) -> None:
     if hosts.count > 1:
         if not hosts.address:
             raise ConfigError(
-                f"--nnodes {hosts.count} needs --master-addr, the head's address, on every host"
+                f"--nnodes {hosts.count} needs --master-addr, the main host's address, on every host"
             )
         read_secret()
         deadline = time.monotonic() + (NAME_SECONDS if node else 0.0)
@@ -67,11 +73,11 @@ def check_hosts(hosts: HostSettings, node: int = 0) -> None:
             except ConfigError:
                 if time.monotonic() >= deadline:
                     raise
-            time.sleep(1.0)  # wait: 30 s (`NAME_SECONDS`); the head's name
+            time.sleep(1.0)  # wait: 30 s (`NAME_SECONDS`); the main host's name
 
 
 def control_port(hosts: HostSettings, node: int) -> int:
-    """Where the head listens to host ``node``, which is 1 or more."""
+    """Where the main host listens to host ``node``, which is 1 or more."""
     return hosts.port + node - 1
 
 
@@ -84,28 +90,29 @@ def link_port(setup: Setup, rank: int) -> int:
 
 
 def own_address(hosts: HostSettings) -> str:
-    """This host's address as others reach it: ``VLLM_HOST_IP``, else that of its route to the head.
+    """This host's address as others reach it: ``VLLM_HOST_IP``, else that of its route to the main
+    host.
 
     Raises:
         ConfigError: there is no route.
     """
     if envs.VLLM_HOST_IP:
         return resolve(envs.VLLM_HOST_IP, "VLLM_HOST_IP")
-    head = resolve(hosts.address, "--master-addr")
-    family = socket.AF_INET6 if ":" in head else socket.AF_INET
+    main = resolve(hosts.address, "--master-addr")
+    family = socket.AF_INET6 if ":" in main else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((head, hosts.port))  # sends nothing
+            probe.connect((main, hosts.port))  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(
             f"--master-addr {hosts.address} cannot be reached from this host ({error.strerror}): "
-            "give the head's address in a network that both are in"
+            "give the main host's address in a network that both are in"
         ) from None
 
 
-def check_head(hosts: HostSettings) -> None:
-    """Refuse to be the head where its ports cannot be listened on, before a model is loaded."""
+def check_main_host(hosts: HostSettings) -> None:
+    """Refuse to be the main host where its ports cannot be listened on, before a model is loaded."""
     if hosts.count > 1:
         for node in range(1, hosts.count):
             address = resolve(hosts.address, "--master-addr")
@@ -159,10 +166,10 @@ def agreed(setup: Setup) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def difference(head: dict[str, str], other: dict[str, str]) -> str:
+def difference(main: dict[str, str], other: dict[str, str]) -> str:
     """What is not the same, in words; empty: nothing."""
     return ", ".join(
-        f"{name} is {head.get(name)} on the head and {other.get(name)} there"
-        for name in {**head, **other}
-        if head.get(name) != other.get(name)
+        f"{name} is {main.get(name)} on the main host and {other.get(name)} there"
+        for name in {**main, **other}
+        if main.get(name) != other.get(name)
     )

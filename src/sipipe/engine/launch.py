@@ -12,20 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm import AsyncEngineArgs, envs
-from vllm.config import VllmConfig
 from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils import cpu_resource_utils
 
-from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan
 from sipipe.engine.agent import run_agent
 from sipipe.engine.arguments import OneLineParser, begin, checked, use_sipipe
-from sipipe.engine.hosts import check_head
+from sipipe.engine.hosts import check_main_host
 from sipipe.engine.layers.choose import model_facts
 from sipipe.engine.ray_placement import place
-from sipipe.engine.setup import Setup
+from sipipe.engine.setup import Setup, decide
 from sipipe.errors import ConfigError, ResourceError
 from sipipe.ipc.tcp import check_port
 from sipipe.observe.recorder import check_directory
@@ -74,14 +72,14 @@ def serve(
     if by_ray:
         placement = place(vllm_config)
         args.additional_config = vllm_config.additional_config
-    if shares := share_kv_memory(args, vllm_config, Setup.of(vllm_config, node).cores):
-        vllm_config.cache_config.kv_cache_memory_bytes = args.kv_cache_memory_bytes
-    announce(vllm_config, node)
+    setup = decide(vllm_config, node)
+    shares = share_kv_memory(args, setup)
+    announce(setup)
     if node:
-        return run_agent(Setup.of(vllm_config, node), args.kv_cache_memory_bytes)
+        return run_agent(setup, args.kv_cache_memory_bytes)
     if not (args.uds or args.headless):  # vLLM looks too, but shares a port that allows it
         check_port(args.host or "", args.port, "choose another --port")
-    check_head(SiPipeConfig.from_additional_config(vllm_config.additional_config).hosts)
+    check_main_host(setup.config.hosts)
     if by_ray:
         placement.start(vllm_config, shares_memory=shares)
     if not envs.VLLM_USE_RUST_FRONTEND:
@@ -91,21 +89,18 @@ def serve(
     return 0
 
 
-def announce(vllm_config: VllmConfig, node: int = 0) -> CorePlan:
-    """Check the configuration and print what SiPipe will do with it; returns the core plan.
+def announce(setup: Setup) -> None:
+    """Print what SiPipe will do.
 
     Raises:
-        UnsupportedError: an option that SiPipe does not serve.
-        ConfigError: a setting that does not fit the model or the machine.
-        ResourceError: too little shared memory.
+        ConfigError: the directory of traces cannot be written. ResourceError: too little shared
+        memory.
     """
-    setup = Setup.of(vllm_config, node)
     if setup.config.trace is not None:
         check_directory(setup.config.trace)
     print("\n".join(setup.describe()), file=sys.stderr, flush=True)
     if setup.reason:
         print(f"vLLM's own runner and sampler are used: {setup.reason}", file=sys.stderr)
-    return setup.cores
 
 
 KV_CACHE_SHARE = 0.4
@@ -113,16 +108,12 @@ KV_CACHE_SHARE = 0.4
 processes themselves, activations, and shared memory."""
 
 
-def share_kv_memory(
-    args: argparse.Namespace | AsyncEngineArgs, vllm_config: VllmConfig, plan: CorePlan
-) -> bool:
-    """Set ``args.kv_cache_memory_bytes`` where the CPU engine would otherwise take too much.
+def share_kv_memory(args: argparse.Namespace | AsyncEngineArgs, setup: Setup) -> bool:
+    """Set ``kv_cache_memory_bytes`` where the CPU engine would otherwise take too much.
 
-    Returns whether it was set; what the user has said counts.
-
-    Stock vLLM lets each worker claim nearly all memory of its NUMA node; the second worker on a
-    node then finds too little and stops. Here each node's memory is shared by the workers that are
-    bound to it. All workers get the share of the scarcest node: vLLM has one size for all.
+    Returns whether it was set; what the user has said counts. vLLM lets each worker claim nearly all
+    memory of its NUMA node. Here the workers of a node share it, and all get the share of the
+    scarcest node: vLLM has one size for all.
     """
     chosen = (
         args.kv_cache_memory_bytes is not None
@@ -131,16 +122,16 @@ def share_kv_memory(
     )
     if not current_platform.is_cpu() or chosen:
         return False
-    args.kv_cache_memory_bytes = shared_kv_bytes(vllm_config, plan)
+    args.kv_cache_memory_bytes = shared_kv_bytes(setup)
+    setup.vllm_config.cache_config.kv_cache_memory_bytes = args.kv_cache_memory_bytes
     return True
 
 
-def shared_kv_bytes(vllm_config: VllmConfig, plan: CorePlan) -> int:
+def shared_kv_bytes(setup: Setup) -> int:
     """What the KV cache of each worker on this host gets."""
-    facts = model_facts(vllm_config)
+    facts = model_facts(setup.vllm_config)
     weights = int(facts.parameters * facts.weight_bytes) if facts is not None else 0
-    weights = weights * len(plan.workers) // vllm_config.parallel_config.pipeline_parallel_size
-    return kv_cache_bytes(worker_nodes(plan), weights)
+    return kv_cache_bytes(worker_nodes(setup.cores), weights * len(setup.here) // setup.stages)
 
 
 def kv_cache_bytes(nodes: list[int], weights: int) -> int:

@@ -1,20 +1,14 @@
 """Which rows of BIC-L's memory the logits of an iteration get.
 
-An iteration takes as many rows as sample in it, side by side, and keeps them until its result is
-complete: all samplers have drawn, and none would draw it again. A request is in at most one
-iteration in flight, so together they have at most ``max_num_seqs`` rows, however the scheduler
-shares them out: all in one microbatch where one slot is open, a few in each where many are. With
-twice that there is a gap for an iteration wherever the others lie (but 4 of 1,200,000 of random
-sizes). Where there is none, and where requests were aborted or preempted in flight and others took
-their places, the next iteration waits until an older one is complete
-(:meth:`sipipe.engine.iterations.Iterations.wait_for_room`), whatever scheduler made it.
+An iteration takes as many rows as sample in it, side by side, and keeps them until all samplers have
+drawn. A request is in at most one iteration in flight, so together they have at most
+``max_num_seqs`` rows. With twice that there is a gap for an iteration wherever the others lie (but
+4 of 1,200,000 of random sizes). Where there is none, the next iteration waits until an older one is
+complete (:meth:`sipipe.engine.iterations.Iterations.wait_for_room`).
 
-Rejected: an entry of ``max_num_seqs`` rows for each microbatch in flight and two for the protocol
-(2.5 times the memory at two stages, 3.5 at four); smaller ones by a bound on a microbatch's rows
-(7 to 8 tenths of this, but the scheduler could no longer put all requests in one microbatch, which
-is quicker where one stage is much longer than the others);
-punching holes (page-locked memory has none); memory mapped twice in a row, so that logits need no
-gap (half of this, but what a device does with pages that are locked twice is not known here).
+Rejected: an entry of ``max_num_seqs`` rows for each microbatch in flight (2.5 times the memory at
+two stages, 3.5 at four); a bound on a microbatch's rows (all requests in one microbatch are quicker
+where one stage is much longer than the others).
 
 Runs under the lock of :class:`sipipe.engine.iterations.Iterations`.
 """

@@ -50,7 +50,7 @@ def memory_budget(
     sequences: int,
     tokens: int,
     hidden: int,
-    shares_head: bool = False,
+    shares_projection: bool = False,
     on_gpu: bool = False,
     directory: str | None = None,
 ) -> list[Part]:
@@ -62,7 +62,7 @@ def memory_budget(
         dtype: of activations and logits, such as ``"bfloat16"``.
         sequences: most running requests.
         tokens: most tokens of a microbatch.
-        shares_head: whether final hidden states go from the last stage to all others.
+        shares_projection: whether final hidden states go from the last stage to all others.
         on_gpu: whether hidden states stay on devices.
     """
     itemsize = 4 if dtype == "float32" else 2
@@ -81,7 +81,7 @@ def memory_budget(
         )
         keys = tuple(tensors)
         link = buffer_bytes(TensorSchema(keys), buffer_tokens(sequences, tokens))
-        if shares_head:
+        if shares_projection:
             link += buffer_bytes(TensorSchema(keys[:1]), sequences)
         parts.append(Part("hidden states", (stages - 1) * ranks * max(2, inflight) * link))
     page = PageHeader(stages=stages, ranks=ranks, samplers=samplers)

@@ -15,6 +15,8 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
+from sipipe.versions import require_vllm
+
 EXECUTOR_NAMES = frozenset(
     {"sipipe", "sipipe.Executor", "sipipe.vllm.Executor", "sipipe.engine.executor.Executor"}
 )
@@ -37,8 +39,9 @@ def register() -> None:
         named = isinstance(backend, str) and backend in EXECUTOR_NAMES
         if not named and getattr(backend, "__module__", "") != "sipipe.engine.executor":
             return create(self, *args, **kwargs)
-        from sipipe import Executor  # or one line, where this is another vLLM
+        require_vllm()  # or one line, where this is another vLLM
         from sipipe.config import SiPipeConfig
+        from sipipe.engine.executor import Executor
         from sipipe.engine.setup import PipelineVllmConfig
 
         # Options are checked here too, in the process that the user sees.

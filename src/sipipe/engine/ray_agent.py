@@ -1,6 +1,6 @@
 """``python -m sipipe.engine.ray_agent FD``: a host agent, as the child of a Ray actor.
 
-FD is its end of a socket pair: the order comes on it, and the agent says on it that only the head
+FD is its end of a socket pair: the order comes on it, and the agent says on it that only the main host
 is missing, or why it cannot be one. When the actor ends, the agent ends in good order, or else with
 all its processes after a grace time. The main thread becomes :mod:`sipipe.engine.agent`'s.
 """
@@ -19,7 +19,7 @@ from sipipe.engine.hosts import difference, versions
 from sipipe.engine.launch import announce, shared_kv_bytes
 from sipipe.engine.ray_claim import Order
 from sipipe.engine.ray_placement import config_of
-from sipipe.engine.setup import Setup
+from sipipe.engine.setup import decide
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.ipc.parent import end_group_with
 from sipipe.messages.boots import GRACE_SECONDS
@@ -49,9 +49,9 @@ def _run(order: Order, ready: Callable[[], object]) -> int:
     load_general_plugins()
     config = config_of(order)
     configure_logging(config.logging_config)
-    cores = announce(config, order.node)
-    memory = shared_kv_bytes(config, cores) if order.shares_memory else None
-    return run_agent(Setup.of(config, order.node), memory, ready)
+    setup = decide(config, order.node)
+    announce(setup)
+    return run_agent(setup, shared_kv_bytes(setup) if order.shares_memory else None, ready)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ Guarantees
 
 import os
 import pickle
-import socket
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sipipe.errors import ConfigError
+from sipipe.ipc.child import start_child
 from sipipe.ipc.parent import end_with_parent_thread
 from sipipe.ipc.secret import SECRET
 from sipipe.ipc.tcp import check_port
@@ -25,11 +23,11 @@ from sipipe.messages.boots import GRACE_SECONDS
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What an agent is to be, before it meets the head."""
+    """What an agent is to be, before it meets the main host."""
 
     node: int
     versions: dict[str, str]
-    """The head's; compared before anything of vLLM is unpickled."""
+    """The main host's; compared before anything of vLLM is unpickled."""
     config: bytes
     """The pickled ``VllmConfig``."""
     devices: list[str]
@@ -61,29 +59,26 @@ class Claim:
         return True
 
     def start(self, order: Order, environment: dict[str, str], directory: str) -> str:
-        """Start the agent; returns when it is about to meet the head, or why it cannot.
+        """Start the agent; returns when it is about to meet the main host, or why it cannot.
 
         Args:
             environment: what the node has not set itself; the secret in any case.
-            directory: the head's; the agent's too, where there is one of this name.
+            directory: the main host's; the agent's too, where there is one of this name.
         """
         # Ray sets OMP_NUM_THREADS, to what the actor has reserved: nothing.
         own = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-        self._ours, theirs = socket.socketpair()
-        with theirs:
-            self._agent = subprocess.Popen(
-                [sys.executable, "-P", "-m", "sipipe.engine.ray_agent", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                process_group=0,
-                cwd=directory if Path(directory).is_dir() else None,
-                env={**environment, **own, SECRET: environment[SECRET]},
-            )
+        self._agent, self._ours = start_child(
+            ("-m", "sipipe.engine.ray_agent"),
+            process_group=0,
+            cwd=directory if Path(directory).is_dir() else None,
+            env={**environment, **own, SECRET: environment[SECRET]},
+        )
         said = ""
         # An agent that dies with the order unread makes a reset of its end.
         with suppress(OSError), self._ours.makefile("rwb") as agent:
             pickle.dump(order, agent)
             agent.flush()
-            # wait: the head's for the call; the agent's word, or its death, which closes its end
+            # wait: the main host's for the call; the agent's word, or its death, which closes its end
             said = agent.readline().decode().strip()
         if not said:
             status = self._agent.wait(GRACE_SECONDS)

@@ -124,7 +124,7 @@ class Placement:
         self._claims, self._devices = claims, devices
 
     def start(self, vllm_config: VllmConfig, *, shares_memory: bool = False) -> None:
-        """Start an agent on every other host; returns when all are about to meet the head.
+        """Start an agent on every other host; returns when all are about to meet the main host.
 
         Raises:
             ConfigError: what one of them says. StallError: one says nothing.
@@ -162,11 +162,11 @@ class Placement:
 
 def config_of(order: Order) -> VllmConfig:
     """The configuration of the host that gets ``order``; called there."""
-    config: VllmConfig = pickle.loads(order.config)  # from the head, through Ray
+    config: VllmConfig = pickle.loads(order.config)  # from the main host, through Ray
     settings = config.additional_config["sipipe"]
     if order.devices:
         settings["devices"] = _physical(order.devices)
-    if isinstance(settings.get("cores"), dict):  # those are the head's
+    if isinstance(settings.get("cores"), dict):  # those are the main host's
         settings["cores"] = "auto"
     return config
 

@@ -1,4 +1,4 @@
-"""The head's side of the other hosts: how they come, and each as a ``Host`` to the pipeline.
+"""The main host's side of the others: how they come, and each as a ``Host`` to the pipeline.
 
 Who runs here
     The engine thread waits for the hosts and calls; whoever publishes BIC-I, admits and asks; a
@@ -20,32 +20,34 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 from vllm.logger import init_logger
 
 from sipipe.engine.host import Events
-from sipipe.engine.hosts import agreed, control_port, difference, stages_of_hosts
+from sipipe.engine.hosts import agreed, control_port, difference, named, stages_of_hosts
 from sipipe.engine.rpc import result_of
 from sipipe.engine.setup import Setup
 from sipipe.engine.telemetry import Telemetry
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.link.errors import PeerDiedError
-from sipipe.ipc.ring.logits import LogitsEndpoint
 from sipipe.ipc.tcp import resolve
 from sipipe.messages import hosts as say
-from sipipe.messages.logits import LogitsShape
+from sipipe.messages.calls import Request
+from sipipe.messages.pickles import out_of_band, whole
 from sipipe.messages.step import Snapshot
 
 logger = init_logger(f"vllm.{__name__}")
+
+T = TypeVar("T")
 
 HELLO_SECONDS = 30.0
 
 
 def meet(setup: Setup) -> list[RemoteHost]:
-    """Wait until all other hosts are there; ``setup.samplers`` is right from then on.
+    """Wait until all other hosts are there.
 
     Raises:
         ConfigError: a port that is taken, or a host with other versions or settings.
@@ -63,7 +65,7 @@ def meet(setup: Setup) -> list[RemoteHost]:
         for node in range(1, hosts.count)
     ]  # fmt: skip
     logger.info(
-        "SiPipe's head listens on %s: %s",
+        "SiPipe's main host listens on %s: %s",
         address,
         ", ".join(f"port {control_port(hosts, r.node)} for host {r.node}" for r in remotes),
     )
@@ -78,11 +80,13 @@ def meet(setup: Setup) -> list[RemoteHost]:
 
 
 class RemoteHost:
-    """A host with an agent on it. Also what :class:`sipipe.engine.host.Host` is."""
+    """A host with an agent on it."""
 
     def __init__(self, setup: Setup, node: int, connection: Connection) -> None:
         self.node = node
         self.address = ""
+        self.samplers = 0
+        """How many it has; known when it was met, as the address is."""
         self._setup = setup
         self._connection = connection
         self._calls: deque[Future[Any]] = deque()
@@ -99,9 +103,7 @@ class RemoteHost:
         return stages_of_hosts(self._setup.stages, self._setup.config.hosts)[self.node]
 
     def __str__(self) -> str:
-        first, last = self.here[0], self.here[-1]
-        stages = f"stage {first}" if first == last else f"stages {first} to {last}"
-        return f"host {self.node} ({self.address or 'not met'}, {stages})"
+        return f"host {self.node} ({self.address or 'not met'}, {named(self.here)})"
 
     def meet(self, deadline: float) -> None:
         """Wait for the agent's hello, and compare.
@@ -121,58 +123,44 @@ class RemoteHost:
                     continue
                 warned = True  # once, however often somebody comes
                 logger.warning("Somebody with another secret, or none, came for %s", self)
-        while (answer := connection.receive(HELLO_SECONDS)) == [say.CLOCK]:
-            connection.send(say.CLOCK, str(time.time_ns()).encode())
-        if answer is None or answer[0] != say.HELLO:
+        while isinstance(hello := self._receive(HELLO_SECONDS), say.Clock):
+            connection.send(*out_of_band(say.Clock(time.time_ns())))
+        if not isinstance(hello, say.Hello):
             raise StallError(f"{self} came and said nothing; look at its own log")
-        hello: say.Hello = pickle.loads(answer[1])
-        self.address = hello.address
+        self.address, self.samplers = hello.address, hello.samplers
         connection.who = str(self)
         if different := difference(agreed(setup), hello.agreed):
             error = f"host {self.node} ({hello.address}) does not fit: {different}"
             self._said = True
-            self._send(say.REFUSED, error.encode())
+            self._send(say.Refused(error))
             raise ConfigError(error)
-        setup.samplers += hello.samplers
 
     # ---- what a host is to the pipeline ---------------------------------------------------------
 
-    def begin(self, events: Events, telemetry: Telemetry) -> None:
+    def begin(self, events: Events, telemetry: Telemetry, samplers: int) -> None:
         """Tell the agent what the engine is, and listen to it."""
         self._events, self._telemetry = events, telemetry
-        plan = cloudpickle.dumps(say.Plan(setup=self._setup, run=telemetry.watched.run))
-        self._send(say.PLAN, plan)
+        setup, run = cloudpickle.dumps(self._setup), telemetry.watched.run
+        self._send(say.Plan(setup=setup, samplers=samplers, run=run))
         threading.Thread(target=self._listen, name=f"SiPipeHost{self.node}", daemon=True).start()
 
     def start(self) -> list[socket.socket]:
-        """Start all processes there; returns the receiving ends of BIC-O."""
-        last = self._setup.stages - 1 in self.here
-        ends = [self._feed(index) for index in range(self._setup.samplers if last else 0)]
-        self._call("start")
+        ends = [self._feed(index) for index in range(self.samplers)]
+        self._call(say.Start())
         return ends
 
-    def wait_loaded(self) -> None:
-        self._wait("wait_loaded")
+    def do(self, request: Request[T]) -> T:
+        late = f"{request} waits for {self}"
+        return result_of(self._call(request), lambda: late, self._setup.config.start_timeout)
 
     def publish(self, message: Sequence[Any]) -> None:
-        self._send(say.PUBLISH, *message)
-
-    def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
-        endpoint: LogitsEndpoint = self._wait("make_logits", shape)
-        return endpoint
-
-    def open_samplers(self) -> dict[str, float]:
-        measured: dict[str, float] = self._wait("open_samplers")
-        return measured
-
-    def end_samplers(self) -> None:
-        self._wait("end_samplers")
+        self._send(say.Publish([pickle.PickleBuffer(part) for part in message]))
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
-        self._send(say.ADMIT, str(index).encode(), pickle.dumps(snapshot))
+        self._send(say.Admit(index, snapshot))
 
     def ask(self) -> None:
-        self._send(say.ASK)
+        self._send(say.AskWorkers())
 
     def fail(self, error: BaseException) -> None:
         with self._calling:
@@ -189,7 +177,7 @@ class RemoteHost:
         """Let the agent end its processes, while others end theirs; the first reason counts."""
         said, self._ending, self._said = self._said, True, True
         if not said:
-            self._send(say.END, reason.encode())
+            self._send(say.End(reason))
 
     def close(self, reason: str = "") -> None:
         self.say_end(reason)
@@ -200,24 +188,23 @@ class RemoteHost:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _send(self, *parts: bytes | memoryview) -> None:
+    def _send(self, message: object) -> None:
         # The thread that listens says that the host is gone.
         with suppress(PeerDiedError):
-            self._connection.send(*parts)
+            self._connection.send(*out_of_band(message))
 
-    def _call(self, method: str, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def _receive(self, seconds: float | None) -> Any:
+        parts = self._connection.receive(seconds)
+        return whole(parts) if parts else None
+
+    def _call(self, request: Request[T]) -> Future[T]:
+        future: Future[T] = Future()
         with self._calling:
             if self._failure is not None:
                 raise self._failure
             self._calls.append(future)
-            self._send(say.CALL, pickle.dumps((method, arguments)))
+            self._send(request)
         return future
-
-    def _wait(self, method: str, *arguments: Any) -> Any:
-        called = self._call(method, *arguments)
-        late = f"{method} waits for {self}"
-        return result_of(called, lambda: late, self._setup.config.start_timeout)
 
     def _feed(self, index: int) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -228,39 +215,37 @@ class RemoteHost:
 
     def _listen(self) -> None:
         try:
-            while not self._ending and (message := self._connection.receive(None)):
-                self._take(*message)
+            while not self._ending and (message := self._receive(None)):
+                self._take(message)
         except PeerDiedError as error:
             if not self._ending:
                 self._events.failed(WorkerDiedError(f"{error}; the engine stops"))
         except Exception as error:
             self._events.failed(error)
 
-    def _take(self, kind: bytes, *parts: bytes) -> None:
-        if kind == say.TOKENS:
-            self._telemetry.take_figures(parts[2])
-            feed = self._feeds[int(parts[0])]
-            with suppress(OSError):  # the engine is shutting down
-                # wait: none; the gather thread, which always reads, or `close`
-                feed.sendall(parts[1]) if parts[1] else feed.shutdown(socket.SHUT_WR)
-        elif kind == say.HEARD:
-            self._events.heard(parts[0].decode(), pickle.loads(parts[1]))
-        elif kind == say.FIGURES:
-            self._telemetry.take_figures(parts[0])
-        elif kind == say.DONE:
-            result = pickle.loads(parts[0])
-            with self._calling:
-                call = self._calls.popleft() if self._calls else None
-            if isinstance(result, BaseException):
-                self._events.failed(result)
-            elif call is not None:
-                with suppress(InvalidStateError):
-                    call.set_result(result)
-        elif kind == say.SUCCESSOR:
-            index = int(parts[0])
-            self._events.started_again(index, self._feed(index), pickle.loads(parts[1]))
-        elif kind == say.FAILED:
-            self._events.failed(pickle.loads(parts[0]))
-        elif kind == say.END and not self._ending:
-            error = f"{self} was ended{': ' + parts[0].decode() if parts[0] else ''}"
-            self._events.failed(WorkerDiedError(f"{error}; the engine stops"))
+    def _take(self, message: object) -> None:
+        match message:
+            case say.Tokens(index, data, figures):
+                self._telemetry.take_figures(figures)
+                with suppress(OSError):  # the engine is shutting down
+                    # wait: none; the gather thread, which always reads, or `close`
+                    self._feeds[index].sendall(data)
+                    if not data:
+                        self._feeds[index].shutdown(socket.SHUT_WR)
+            case say.Heard(name, what):
+                self._events.heard(name, what)
+            case say.HostFigures(figures):
+                self._telemetry.take_figures(figures)
+            case say.Done(BaseException() as error) | say.Failed(error):
+                self._events.failed(error)
+            case say.Done(result):
+                with self._calling:
+                    call = self._calls.popleft() if self._calls else None
+                if call is not None:
+                    with suppress(InvalidStateError):
+                        call.set_result(result)
+            case say.Successor(index, poison):
+                self._events.started_again(index, self._feed(index), poison)
+            case say.End(why) if not self._ending:
+                ended = f"{self} was ended{': ' + why if why else ''}"
+                self._events.failed(WorkerDiedError(f"{ended}; the engine stops"))

@@ -72,7 +72,7 @@ class Resolver:
                 answers.clear()
                 tokens = []
                 while frames:  # each goes as it is taken in
-                    tokens.append(decode_sampled(frames.popleft(), number))
+                    tokens.append(decode_sampled(frames.popleft()))
                 self._resolve(self._iterations.deliver(number, tokens=tokens))
         except ChannelClosed:
             return

@@ -15,14 +15,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
-from sipipe.engine.bus import Bus, out_of_band
+from sipipe.engine.bus import Bus
 from sipipe.errors import StallError
+from sipipe.messages.calls import Request
 from sipipe.messages.header import Kind
+from sipipe.messages.pickles import out_of_band
 from sipipe.messages.replies import Reply
+
+T = TypeVar("T")
 
 ITERATION = ("execute_model", "sample_tokens")
 """Calls that are an iteration on vLLM's own path."""
@@ -47,10 +51,10 @@ class _Call:
 
     def __str__(self) -> str:
         late = ", ".join(self.workers[rank] for rank in sorted(self.waiting))
-        return f"a call of {self.method.removeprefix('sipipe:')} waits for {late}"
+        return f"a call of {self.method} waits for {late}"
 
 
-def result_of(future: Future[Any], late: Callable[[], object], seconds: float) -> Any:
+def result_of(future: Future[T], late: Callable[[], object], seconds: float) -> T:
     """What a call while the engine starts gives. Raises StallError when that takes too long, with
     what is ``late``."""
     try:
@@ -80,14 +84,15 @@ class Calls:
 
     def call(
         self,
-        method: str | Callable[..., Any],
+        method: str | Callable[..., Any] | Request[Any],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         only: int | None = None,
     ) -> Future[Any]:
         """Publish one call; its future has the results by rank, or that of rank ``only``."""
-        named = method if isinstance(method, str) else cloudpickle.dumps(method)
-        title = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+        named, title = method, str(method)
+        if not isinstance(method, str | Request):
+            named, title = cloudpickle.dumps(method), getattr(method, "__name__", "a function")
         parts = out_of_band((named, args, kwargs or {}, only))
         ranks = {only} if only is not None else set(range(len(self._workers)))
         call = _Call(title, only, ranks, self._workers, self._now())
@@ -98,6 +103,15 @@ class Calls:
             self._calls[number] = call
         self._bus.publish(Kind.CONTROL, number, [b"", *parts])
         return call.future
+
+    def ask(self, request: Request[T], seconds: float) -> list[T]:
+        """The answers of all ranks to a request while the engine starts.
+
+        Raises:
+            StallError: not within ``seconds``. RuntimeError: what one of them raised.
+        """
+        answered: Future[list[T]] = self.call(request)
+        return result_of(answered, self.oldest, seconds)
 
     def reply(self, worker: str, reply: Reply) -> None:
         """Take one worker's answer in."""

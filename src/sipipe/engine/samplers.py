@@ -8,14 +8,11 @@ Guarantees
     A successor draws again what its predecessor had not delivered: draws depend on (seed,
     position) and logits only, so the tokens are the same. A sampler that dies ``DEATHS`` times
     within ``DEATHS_WINDOW`` seconds is not replaced any more.
-    A sampler that does nothing for ``STUCK_SECONDS`` while logits wait for it, because it is
-    stopped or hangs, is killed, and so replaced; one that computes, when it has used ``PATIENCE``
-    times as much of its core as what it is at takes on the average (and ``BUSY_SECONDS``, or
-    ``TRY_SECONDS``), or a part of the stall timeout has passed (:data:`BUSY_PART`).
+    A sampler that does nothing for ``STUCK_SECONDS`` while logits wait for it is killed, and so
+    replaced; one that computes, after ``PATIENCE`` times its usual time (:meth:`_why_stuck`).
     A successor adds and draws alone, one request after the other, what its predecessor left. A
-    request that ends ``STRIKES`` successors while they try it fails, and no other with it; such
-    deaths are not counted among the ``DEATHS``. Meanwhile the stall clock stands still, so that no
-    request ends the engine by its samplers.
+    request that ends ``STRIKES`` successors fails, and no other with it. Meanwhile the stall clock
+    stands still.
     Publishing never waits for a dead sampler: both rings forget it before a successor asks to be
     admitted, for which it needs the order that a publish which waits for the same sampler holds.
 Relies on
@@ -23,6 +20,8 @@ Relies on
     queue does not publish iteration i + m before iteration i has been resolved. Logits in which a
     sampler has no rows are not kept for its successor, which skips them.
 """
+
+from __future__ import annotations
 
 import logging
 import os
@@ -34,7 +33,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -48,6 +47,9 @@ from sipipe.messages.replies import Trying, Warm
 from sipipe.messages.step import Snapshot
 from sipipe.observe.live import Word
 from sipipe.observe.phases import COUNTED_PHASES
+
+if TYPE_CHECKING:
+    from sipipe.engine.host import Events
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -87,17 +89,6 @@ class _Look:
     """and since when no more."""
 
 
-class Succession(Protocol):
-    """Who is told of a sampler that takes another's place."""
-
-    def started_again(self, index: int, tokens: socket.socket, poison: Poison | None) -> None:
-        """Sampler ``index`` has a successor, which sends on ``tokens`` and waits to be admitted;
-        it must not be asked for ``poison``."""
-
-    def failed(self, error: BaseException) -> None:
-        """There is none; the engine cannot go on."""
-
-
 class Samplers:
     """One process for each entry of ``cores``, bound to those cores (empty: not bound).
 
@@ -113,7 +104,7 @@ class Samplers:
         dtype: str,
         cores: Sequence[Sequence[int]],
         figures: Sequence[memoryview],
-        succession: Succession,
+        events: Events,
         stall_timeout: float,
     ) -> None:
         self._children = children
@@ -121,7 +112,7 @@ class Samplers:
         self._settings = settings
         self._dtype = dtype
         self._cores = cores
-        self._succession = succession
+        self._events = events
         self._deaths: list[deque[float]] = [deque(maxlen=DEATHS) for _ in cores]
         self._stall_timeout = stall_timeout
         self._looks: dict[int, _Look] = {}
@@ -273,7 +264,8 @@ class Samplers:
     def admit(self, index: int, snapshot: Snapshot) -> None:
         """Let the successor of sampler ``index`` begin, with all that it needs, behind the message
         of BIC-I that was published last; nothing is published meanwhile."""
-        assert self._channels is not None
+        if self._channels is None:
+            return  # the samplers were let go meanwhile
         ring, logits = self._channels
         self._forget(self.names[index])
         ring.add_reader(self.names[index])
@@ -332,6 +324,6 @@ class Samplers:
             if spare is not None:
                 self._bind(spare[0])
             self._started[index], tokens = spare or self._start(self.names[index])
-            self._succession.started_again(index, tokens, poison)
+            self._events.started_again(index, tokens, poison)
         except Exception as error:
-            self._succession.failed(error)
+            self._events.failed(error)

@@ -1,8 +1,8 @@
-"""How one engine is set up: decided once from vLLM's configuration, and handed to every part.
+"""How one engine is set up: decided once in a process, and handed to every part.
 
 ``sipipe serve`` and ``generate`` decide in the foreground, where a refusal is one line and not a
-traceback from a child process; the executor decides in the engine's process, on the very same
-configuration.
+traceback. vLLM then makes the same configuration again in the engine's process, where the executor
+decides. What is learnt later is in :class:`sipipe.engine.opening.Running`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from sipipe.cores import CorePlan, plan_cores, this_machine
 from sipipe.engine.compatibility import (
     EMULATED_WORKER,
     STOCK_WORKERS,
-    check_asked,
     check_features,
     check_second_runner,
     device_may_draw,
     uses_second_runner,
     why_not_sipipe,
 )
-from sipipe.engine.hosts import check_hosts, stages_of_hosts
+from sipipe.engine.hosts import check_hosts, named, stages_of_hosts
 from sipipe.engine.layers.choose import choose_layers, describe_layers
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary
 from sipipe.engine.logits_room import rows_needed
@@ -54,8 +53,7 @@ class PipelineVllmConfig(VllmConfig):
 
     vLLM derives that number from the parallel configuration. The front end, the scheduler and the
     workers ask it too which of vLLM's runners there is, and so does the configuration while it is
-    made; the plugin therefore has ``EngineArgs`` make this class (:mod:`sipipe.engine.plugin`), and
-    the executor gives it to a configuration that somebody has made by hand.
+    made; the plugin therefore has ``EngineArgs`` make this class (:mod:`sipipe.engine.plugin`).
     """
 
     @property
@@ -74,7 +72,7 @@ class PipelineVllmConfig(VllmConfig):
         return config.resolved_inflight(self.parallel_config.pipeline_parallel_size)
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
     """What is decided before anything starts."""
 
@@ -85,56 +83,14 @@ class Setup:
     layers: tuple[int, ...]
     """Decoder layers of each stage."""
     vocabulary: Vocabulary
-    """Who multiplies by the output projection."""
+    """Who is to multiply by the output projection."""
     cores: CorePlan
     """The cores of this host's processes. The last stage's host has the samplers, of which there
     are none on vLLM's own path."""
     node: int
-    """Which host this is; 0 is the head, where the executor runs."""
+    """Which host this is; 0 is the main host, where the executor runs."""
     here: range
     """The stages of this host."""
-    samplers: int
-    """How many sampler processes the engine has; the head learns it where they are elsewhere."""
-
-    @classmethod
-    def of(cls, vllm_config: VllmConfig, node: int = 0) -> Setup:
-        """Decide for host ``node`` of an engine with this configuration.
-
-        Raises:
-            UnsupportedError: an option that SiPipe does not serve.
-            ConfigError: a setting that does not fit the model or the machine.
-        """
-        check_features(vllm_config)
-        config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
-        reason = why_not_sipipe(vllm_config, config)
-        parallel = vllm_config.parallel_config
-        check_hosts(config.hosts, node)
-        stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
-        here = stages_of_hosts(stages, config.hosts)[node]
-        _check_devices(config, len(here), tp)
-        cores = plan_cores(
-            this_machine(),
-            stages=len(here),
-            tensor_parallel=tp,
-            samplers=0 if reason or stages - 1 not in here else config.samplers,
-            placement=config.cores,
-            device="cpu" if current_platform.is_cpu() else "cuda",
-            nodes=_nodes(config.devices or range(len(here) * tp)),
-        )
-        layers, vocabulary = choose_layers(vllm_config, config, by_cost=not reason), Vocabulary()
-        if not reason:
-            vocabulary, layers = choose_vocabulary(vllm_config, config, layers)
-        return cls(
-            vllm_config=vllm_config,
-            config=config,
-            reason=reason,
-            layers=layers,
-            vocabulary=vocabulary,
-            cores=cores,
-            node=node,
-            here=here,
-            samplers=len(cores.samplers),
-        )
 
     def describe(self) -> list[str]:
         """What the engine does with this machine, as lines for its user.
@@ -155,7 +111,7 @@ class Setup:
             *cores,
             describe(budget),
             ""
-            if self.node  # the head decides
+            if self.node  # the main host decides
             else describe_layers(
                 self.vllm_config,
                 self.config,
@@ -182,7 +138,7 @@ class Setup:
             dtype=self.dtype,
             sequences=scheduler.max_num_seqs,
             tokens=scheduler.max_num_batched_tokens,
-            shares_head=bool(self.vocabulary.parts),
+            shares_projection=bool(self.vocabulary.parts),
             hidden=model.get_hidden_size(),
             on_gpu=(on_gpu and self.config.transport != "shm") or self.config.emulate is not None,
             directory=self.config.shm_dir,
@@ -222,8 +178,8 @@ class Setup:
     def measures(self) -> bool:
         """Whether it is measured, once the model is loaded, if CPU samplers draw: not where nothing
         else can (docs/configuration.md)."""
-        settings = {self.config.cpu_sampling, self.config.stage_runner}
-        return not self.reason and settings == {"auto"} and device_may_draw(self.vllm_config)
+        asked = self.config.cpu_sampling
+        return not self.reason and asked == "auto" and device_may_draw(self.vllm_config)
 
     @property
     def microbatch(self) -> int:
@@ -234,9 +190,7 @@ class Setup:
 
     def has(self) -> str:
         """What this host has, for messages."""
-        first, last = self.here[0], self.here[-1]
-        stages = f"stage {first}" if first == last else f"stages {first} to {last}"
-        return stages + (" and the samplers" if self.cores.samplers else "")
+        return named(self.here) + (" and the samplers" if self.cores.samplers else "")
 
     def where(self) -> str:
         """Behind a worker's name: its host, where there are several."""
@@ -247,15 +201,9 @@ class Setup:
         """Of activations, such as ``"bfloat16"``."""
         return str(self.vllm_config.model_config.dtype).removeprefix("torch.")
 
-    def fall_back(self, reason: str) -> None:
-        """The loaded model turned out to be better, or only, run by vLLM itself.
-
-        Raises:
-            ConfigError: the user insists on SiPipe's path.
-        """
-        check_asked(self.config, reason)
-        self.reason, self.vocabulary = reason, Vocabulary()
-        self.apply()
+    def fall_back(self, reason: str) -> Setup:
+        """The setup of an engine whose loaded model is better run by vLLM itself."""
+        return dataclasses.replace(self, reason=reason, vocabulary=Vocabulary())
 
     def apply(self) -> None:
         """Set in vLLM's configuration what the executor, which the user named, brings with it:
@@ -290,7 +238,6 @@ class Setup:
                 scheduler.scheduler_cls = None
         elif scheduler.scheduler_cls is None and self.config.scheduler == "pipeline":
             scheduler.scheduler_cls = PIPELINE_SCHEDULER
-        vllm_config.__class__ = PipelineVllmConfig
 
     @contextmanager
     def worker_threads(self) -> Iterator[None]:
@@ -310,6 +257,50 @@ class Setup:
         cores = self.cores
         if cores.scheduler and not cores.shared and multiprocessing.parent_process() is not None:
             os.sched_setaffinity(0, cores.scheduler)
+
+
+def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
+    """Decide for host ``node`` of an engine with this configuration.
+
+    Raises:
+        UnsupportedError: an option that SiPipe does not serve.
+        ConfigError: a setting that does not fit the model or the machine.
+    """
+    if not isinstance(vllm_config, PipelineVllmConfig):
+        raise ConfigError(
+            "this VllmConfig was made without SiPipe's plugin: have vLLM's EngineArgs make it, and "
+            "name sipipe in VLLM_PLUGINS where that is set"
+        )
+    check_features(vllm_config)
+    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    reason = why_not_sipipe(vllm_config, config)
+    parallel = vllm_config.parallel_config
+    check_hosts(config.hosts, node)
+    stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    here = stages_of_hosts(stages, config.hosts)[node]
+    _check_devices(config, len(here), tp)
+    cores = plan_cores(
+        this_machine(),
+        stages=len(here),
+        tensor_parallel=tp,
+        samplers=0 if reason or stages - 1 not in here else config.samplers,
+        placement=config.cores,
+        device="cpu" if current_platform.is_cpu() else "cuda",
+        nodes=_nodes(config.devices or range(len(here) * tp)),
+    )
+    layers, vocabulary = choose_layers(vllm_config, config, by_cost=not reason), Vocabulary()
+    if not reason:
+        vocabulary, layers = choose_vocabulary(vllm_config, config, layers)
+    return Setup(
+        vllm_config=vllm_config,
+        config=config,
+        reason=reason,
+        layers=layers,
+        vocabulary=vocabulary,
+        cores=cores,
+        node=node,
+        here=here,
+    )
 
 
 def _check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:

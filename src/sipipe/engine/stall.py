@@ -1,9 +1,9 @@
 """The bound on what the engine waits for: what makes no progress stops it, and says where.
 
-Runs on the events thread only. An iteration has the bound itself, and so has one on vLLM's own
-path; while a sampler is replaced, the clock stands still. Any other call of the workers may take as long as they live and answer: nobody knows how long
-a user's own method takes. While something is late, the workers are asked over and over whether they
-still answer: as long as one does not, the engine is stalled, and ``/health`` says so.
+Runs on the events thread only. An iteration has the bound itself, on either path; while a sampler is
+replaced, the clock stands still. Any other call of the workers may take as long as they live and
+answer. While something is late, the workers are asked again and again: as long as one does not
+answer, the engine is stalled, and ``/health`` says so.
 """
 
 import threading

@@ -4,8 +4,8 @@ The page is what ``sipipe top`` and the Prometheus metrics read, and what the sc
 number of microbatches by; every process of the engine writes its own block. The recorder writes a
 trace file only where the settings name a directory.
 
-The page is memory of one host. A host agent has one in the head's layout and sends what its
-processes wrote; the head puts it where it belongs, so that readers see all hosts.
+The page is memory of one host. A host agent has one in the main host's layout and sends what its
+processes wrote; the main host puts it where it belongs, so that readers see all hosts.
 """
 
 import uuid
@@ -26,17 +26,20 @@ _Blocks = list[tuple[Key, bytes]]
 
 
 class Figures:
-    """The statistics page of one host. ``run`` is the same on all hosts of an engine.
+    """The statistics page of one host.
 
-    ``clock_offset_ns``: what to add to this host's wall clock to have the head's.
+    Args:
+        samplers: of the engine.
+        run: the same on all hosts of an engine.
+        clock_offset_ns: what to add to this host's wall clock to have the main host's.
     """
 
-    def __init__(self, setup: Setup, run: str, clock_offset_ns: int = 0) -> None:
+    def __init__(self, setup: Setup, samplers: int, run: str, clock_offset_ns: int = 0) -> None:
         model = str(setup.vllm_config.model_config.model)
         header = PageHeader(
             stages=setup.stages,
             ranks=setup.ranks,
-            samplers=setup.samplers,
+            samplers=samplers,
             inflight=setup.slots,
             model=model[:300],
             engine=str(setup.vllm_config.parallel_config.data_parallel_rank),
@@ -59,7 +62,7 @@ class Figures:
         )
 
     def figures_here(self) -> bytes:
-        """What this host's processes wrote to the page, for the head's :meth:`take_figures`."""
+        """What this host's processes wrote to the page, for the main host's :meth:`take_figures`."""
         return msgspec.msgpack.encode([(key, bytes(self._page.block(key))) for key in self._here])
 
     def take_figures(self, data: bytes) -> None:
@@ -73,11 +76,11 @@ class Figures:
 
 
 class Telemetry(Figures):
-    """The head's. Made before the workers start, closed when they have ended."""
+    """The main host's. Made before the workers start, closed when they have ended."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup, uuid.uuid4().hex)
-        self._setup = setup
+    def __init__(self, setup: Setup, samplers: int) -> None:
+        super().__init__(setup, samplers, uuid.uuid4().hex)
+        self._setup, self._samplers = setup, samplers
         self.live = self._page.writer("executor")
         self._publisher = Publisher(self._page)
         self._publisher.start()
@@ -103,16 +106,15 @@ class Telemetry(Figures):
         self.live.add(Word.IDLE_NS, ended - began)
         self._recorder.record(Phase.IDLE, 0, 0, began, ended)
 
-    def ready(self) -> None:
-        """The engine can serve: say on the page how it does."""
-        reason = self._setup.reason
+    def ready(self, reason: str) -> None:
+        """The engine can serve: say on the page how it does; ``reason`` as :class:`Setup` has it."""
         self._page.ready("vllm" if reason else "sipipe", reason, vllm.__version__)
 
     def measured_times(self) -> MeasuredTimes:
         """The times of stages, samplers and this process, as a controller's input."""
         setup = self._setup
         controller = ConcurrencyController(stages=setup.stages, slots=setup.slots)
-        return MeasuredTimes(controller, self._page, samplers=setup.samplers)
+        return MeasuredTimes(controller, self._page, samplers=self._samplers)
 
     def close(self) -> None:
         """Write what is left of the trace, and let the page go."""

@@ -53,15 +53,15 @@ class Workers:
         links = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in places[tp:]]
         # Where the output projection is shared out, each rank of the last stage, all of them being
         # on this host, also sends to the same rank of every other.
-        heads = [
+        finals = [
             socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             for _ in (places[:-tp] if setup.vocabulary.parts else ())
         ]
         for local_rank, place in enumerate(places):
             ends = [links[local_rank - tp][1]] if local_rank >= tp else []
             ends += [links[local_rank][0]] if local_rank < len(links) else []
-            ends += [heads[local_rank][1]] if local_rank < len(heads) else []
-            ends += [pair[0] for pair in heads[place.tp_rank :: tp]] if place.is_last else []
+            ends += [finals[local_rank][1]] if local_rank < len(finals) else []
+            ends += [pair[0] for pair in finals[place.tp_rank :: tp]] if place.is_last else []
             tracking = resource_tracker.getfd()
             assert tracking is not None, "it is started where there is none"
             tracker = os.fdopen(os.dup(tracking), "wb")

@@ -10,8 +10,7 @@ Guarantees
     is dropped: a sampler that was started again may repeat its predecessor's. When a sampler
     closes its end or dies, ``collect`` says so once, after all that it sent was taken, and goes on
     for the others. Memory is bounded by what is asked for: an answer travels in frames, so that
-    nothing but the answer itself is as large as an answer; a frame has a largest size, and an
-    iteration that is not declared is refused.
+    nothing but the answer itself is as large as an answer.
 Relies on
     The kernel closes the ends of a process that dies, and no other process has a copy of them
     (a socket is close-on-exec; only the sampler that it is made for inherits it).
@@ -38,15 +37,11 @@ import struct
 import threading
 from collections.abc import Iterable, Sequence
 
-from sipipe.ipc.errors import ChannelClosed, ChannelError, ChannelPeerDied, ChannelTimeout
+from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied, ChannelTimeout
 from sipipe.ipc.locks import deadline_after, remaining
-
-MAX_BYTES = 1 << 26
-"""No frame's payload may be larger."""
 
 _HEADER = struct.Struct("<I?xxxQ")  # payload bytes, more follows, iteration
 _RECEIVE_BYTES = 1 << 18
-_BUFFERS = 64  # of one sendmsg; the kernel takes up to 1,024
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,7 +75,7 @@ class GatherReceiver:
         self._samplers: dict[int, _Sampler] = {}  # by descriptor
         self._pending: dict[int, _Pending] = {}  # Invariant: ascending iterations
         self._last = -1  # the iteration that was declared last
-        self._errors: collections.deque[tuple[int, ChannelError]] = collections.deque()
+        self._gone: collections.deque[int] = collections.deque()
         self._closed = False
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -101,8 +96,8 @@ class GatherReceiver:
                 return
             for old in [one for one in self._samplers.values() if one.index == index]:
                 self._remove(old)
-            for error in [one for one in self._errors if one[0] == index]:
-                self._errors.remove(error)
+            if index in self._gone:
+                self._gone.remove(index)
             for pending in self._pending.values():
                 if index in pending.missing:
                     pending.frames.pop(index, None)
@@ -129,7 +124,6 @@ class GatherReceiver:
         Raises:
             ChannelTimeout: not within ``timeout`` seconds; ``late`` names who has not answered.
             ChannelPeerDied: a sampler went away; call again, for the others.
-            ChannelError: a sampler sent what is no frame and was cut off; call again.
             ChannelClosed: this receiver was closed, perhaps by another thread just now.
         """
         deadline = deadline_after(timeout)
@@ -140,8 +134,9 @@ class GatherReceiver:
                         raise ChannelClosed("channel bic-o: closed")
                     if (complete := self._take()) is not None:
                         return complete
-                    if self._errors:
-                        raise self._errors.popleft()[1]
+                    if self._gone:
+                        gone = self._gone.popleft()
+                        raise ChannelPeerDied(f"channel bic-o: sampler{gone} is gone")
                 # wait: none, for the engine has one for each iteration; tokens, a sampler's
                 # death, an iteration without samplers, `close`
                 ready = self._epoll.poll(remaining(deadline))
@@ -185,7 +180,7 @@ class GatherReceiver:
         sampler.sock.close()
 
     def _read(self, descriptor: int) -> None:
-        """Take what is there of one sampler; an end or a wrong frame becomes an error."""
+        """Take what is there of one sampler, or its end."""
         sampler = self._samplers.get(descriptor)
         if sampler is None:  # the wake-up, or a sampler that was replaced meanwhile
             if descriptor == self._wake:
@@ -198,28 +193,19 @@ class GatherReceiver:
             return
         except OSError:
             chunk = b""
-        error: ChannelError | None = ChannelPeerDied(
-            f"channel bic-o: sampler{sampler.index} is gone"
-        )
         if chunk:
             sampler.data += chunk
-            error = self._parse(sampler)
-        if error is not None:
+            self._parse(sampler)
+        else:
             self._remove(sampler)
-            self._errors.append((sampler.index, error))
+            self._gone.append(sampler.index)
 
-    def _parse(self, sampler: _Sampler) -> ChannelError | None:
-        """Take the complete frames; returns what is wrong with one."""
+    def _parse(self, sampler: _Sampler) -> None:
+        """Take the complete frames."""
         data, start = sampler.data, 0
         while len(data) - start >= _HEADER.size:
             size, more, iteration = _HEADER.unpack_from(data, start)
             begin = start + _HEADER.size
-            if size > MAX_BYTES or iteration > self._last:
-                return ChannelError(
-                    f"channel bic-o: sampler{sampler.index} announced {size:,} bytes for iteration "
-                    f"{iteration}, but a payload has {MAX_BYTES:,} bytes at most and the last "
-                    f"iteration is {self._last}; cut off"
-                )
             end = begin + size
             if len(data) < end:
                 break
@@ -231,7 +217,6 @@ class GatherReceiver:
                     pending.missing.remove(sampler.index)
             start = end
         del data[:start]
-        return None
 
     def _late(self, timeout: float | None) -> ChannelTimeout:
         with self._lock:
@@ -251,41 +236,19 @@ class GatherSender:
         self._sock = sock
 
     def send(
-        self,
-        iteration: int,
-        parts: Sequence[bytes | bytearray | memoryview],
-        timeout: float = 60.0,
-        *,
-        more: bool = False,
+        self, iteration: int, data: bytes, timeout: float = 60.0, *, more: bool = False
     ) -> None:
-        """Answer ``iteration`` with one frame, the bytes of ``parts`` one after the other.
-
-        With ``more``, other frames of the same answer follow.
+        """Answer ``iteration`` with one frame. With ``more``, others of the same answer follow.
 
         Raises:
             ChannelTimeout: the executor did not take it within ``timeout`` seconds. A part of it
                 may be sent, so this end is closed.
             ChannelPeerDied: the executor is gone, or this end is closed.
-            ChannelError: more than ``MAX_BYTES``; nothing was sent.
         """
-        views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
-        size = sum(map(len, views))
-        if size > MAX_BYTES:
-            raise ChannelError(
-                f"channel bic-o: {size:,} bytes for iteration {iteration} are more than "
-                f"{MAX_BYTES:,}"
-            )
-        views.insert(0, memoryview(_HEADER.pack(size, more, iteration)))
-        deadline = deadline_after(timeout)
         try:
-            while views:
-                self._sock.settimeout(remaining(deadline))
-                # wait: 60 s; the executor, or its death
-                sent = self._sock.sendmsg(views[:_BUFFERS])
-                while views and sent >= len(views[0]):
-                    sent -= len(views.pop(0))
-                if sent:
-                    views[0] = views[0][sent:]
+            self._sock.settimeout(timeout)
+            # wait: 60 s; the executor, or its death
+            self._sock.sendall(_HEADER.pack(len(data), more, iteration) + data)
         except (TimeoutError, BlockingIOError):  # the latter when no time was left
             self._sock.close()
             raise ChannelTimeout(

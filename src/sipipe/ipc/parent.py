@@ -148,7 +148,7 @@ def kill_group() -> None:
     """
     group, this = os.getpgrp(), os.getpid()
     for _ in range(100):  # those that they start meanwhile; then all at once
-        others = [p for p in psutil.process_iter() if p.pid != this and _is_of(p, group)]
+        others = [p for p in in_group(group) if p.pid != this and not _is_tracker(p)]
         for process in others:
             with suppress(psutil.Error):
                 process.kill()
@@ -158,13 +158,17 @@ def kill_group() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _is_of(process: psutil.Process, group: int) -> bool:
-    """Whether a process runs in ``group``, and is no resource tracker."""
-    try:
-        if os.getpgid(process.pid) != group or process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        return not any("resource_tracker" in word for word in process.cmdline())
-    except psutil.AccessDenied:
-        return True  # whatever it is
-    except (psutil.NoSuchProcess, OSError):
-        return False
+def in_group(group: int) -> list[psutil.Process]:
+    """The processes that live in a group."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):  # it ends just now
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):  # whose command line cannot be read is none
+        return any("resource_tracker" in word for word in process.cmdline())
+    return False

@@ -10,7 +10,7 @@ from contextlib import suppress
 from sipipe.errors import ConfigError
 
 OTHER_PORT = (
-    "choose another --master-port, or an address of this host (--master-addr on the head, "
+    "choose another --master-port, or an address of this host (--master-addr on the main host, "
     "VLLM_HOST_IP on others)"
 )
 _SO_ATTACH_FILTER = 26

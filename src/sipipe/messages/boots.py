@@ -38,7 +38,7 @@ class Watched:
     live: str | None = None
     """Where the statistics page is."""
     clock_offset_ns: int = 0
-    """What to add to this host's wall clock to have the head's."""
+    """What to add to this host's wall clock to have the main host's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class WorkerBoot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOffer:
+class ProjectionOffer:
     """A last stage's rank's rows of the output projection, for other stages to take theirs."""
 
     memory: Any
@@ -89,7 +89,7 @@ class StageDescription:
 
     logits: LogitsShape | None = None
     """What the stage writes to BIC-L; None on ranks that write no logits."""
-    head: HeadOffer | str = ""
+    offer: ProjectionOffer | str = ""
     """The last stage's rank's, where the output projection is to be shared out; or why not."""
 
 

@@ -1,65 +1,147 @@
-"""What the head and a host agent say to each other, behind the kind that each message begins with.
+"""What the main host and a host agent say to each other.
 
 Pickles travel here, so only a peer that has the secret is listened to (:mod:`sipipe.ipc.secret`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-# Both ways.
-END = b"e"
-"""The engine ends; why, as text: empty in good order."""
-CLOCK = b"k"
-"""What is your wall clock? And the head's answer, in nanoseconds."""
-# From the head.
-REFUSED = b"x"
-"""This host does not fit; why, as text."""
-PLAN = b"p"
-"""A pickled :class:`Plan`, the answer to the hello."""
-CALL = b"c"
-"""The pickled name of a method of ``Host`` to call; answered by DONE."""
-PUBLISH = b"i"
-"""The parts of a message of BIC-I."""
-ADMIT = b"a"
-"""A sampler's index and the pickled snapshot that its successor begins with, in BIC-I's order."""
-ASK = b"s"
-"""Ask the workers what they do."""
-# From the agent.
-HELLO = b"h"
-"""A pickled :class:`Hello`."""
-DONE = b"d"
-"""The pickled result of the oldest call that is not answered, or the exception that it raised."""
-HEARD = b"m"
-"""A child's name and its pickled message."""
-FAILED = b"f"
-"""A pickled exception: the engine cannot go on."""
-TOKENS = b"t"
-"""A sampler's index, bytes of BIC-O (empty: it is gone), and this host's figures."""
-SUCCESSOR = b"n"
-"""A sampler's index: it has a successor, which waits to be admitted."""
-FIGURES = b"l"
-"""This host's part of the statistics page."""
+import msgspec
+
+from sipipe.messages.calls import Request
+from sipipe.messages.logits import LogitsShape
+from sipipe.messages.step import Snapshot
+
+# both ways
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hello:
+class End(msgspec.Struct, frozen=True):
+    """The engine ends."""
+
+    why: str
+    """Empty in good order."""
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """What is your wall clock? And the main host's answer."""
+
+    nanoseconds: int = 0
+
+
+# from the main host
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """This host does not fit."""
+
+    why: str
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What an agent is to do: the answer to its hello."""
+
+    setup: bytes
+    """The main host's ``Setup``, pickled by value."""
+    samplers: int
+    """Of the engine."""
+    run: str
+    """Names the engine in traces."""
+
+
+class Start(Request[None], frozen=True):
+    """Start all processes. Requests are answered by :class:`Done`, in their order."""
+
+
+class WaitLoaded(Request[None], frozen=True):
+    """Return when every worker has loaded its layers."""
+
+
+class MakeLogits(Request[Any], frozen=True):
+    """Make BIC-L; the answer is its endpoint."""
+
+    shape: LogitsShape
+
+
+class OpenSamplers(Request[dict[str, float]], frozen=True):
+    """Return when all samplers have opened their channels."""
+
+
+class EndSamplers(Request[None], frozen=True):
+    """Go on without samplers."""
+
+
+class Publish(msgspec.Struct, frozen=True):
+    """A message of BIC-I."""
+
+    parts: Sequence[Any]
+    """Buffers."""
+
+
+class Admit(msgspec.Struct, frozen=True):
+    """The successor of a sampler begins here in BIC-I's order."""
+
+    sampler: int
+    snapshot: Snapshot
+
+
+class AskWorkers(msgspec.Struct, frozen=True):
+    """Ask the workers what they do."""
+
+
+# from the agent
+
+
+class Hello(msgspec.Struct, frozen=True):
     """What an agent says of its host."""
 
     node: int
     address: str
     """Where the host before sends hidden states to."""
     agreed: dict[str, str]
-    """Versions and settings that must be the head's."""
+    """Versions and settings that must be the main host's."""
     samplers: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What an agent is to do."""
+class Done(msgspec.Struct, frozen=True):
+    """The oldest request that was not answered is done, or raised."""
 
-    setup: Any
-    """The head's ``Setup``."""
-    run: str
-    """Names the engine in traces."""
+    result: Any
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """A child's message."""
+
+    name: str
+    message: Any
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """The engine cannot go on."""
+
+    error: BaseException
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Bytes that a sampler sent on BIC-O."""
+
+    sampler: int
+    data: bytes
+    """Empty: it is gone."""
+    figures: bytes
+    """This host's, with the tokens."""
+
+
+class Successor(msgspec.Struct, frozen=True):
+    """A sampler has a successor, which waits to be admitted."""
+
+    sampler: int
+    poison: tuple[int, str] | None
+    """Handle of a request that it must not be asked for, and why."""
+
+
+class HostFigures(msgspec.Struct, frozen=True):
+    """This host's part of the statistics page."""
+
+    data: bytes

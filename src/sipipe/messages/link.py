@@ -31,10 +31,6 @@ class LinkEndpoint:
     is used."""
     stall_timeout: float = 300.0
     """Seconds that a wait takes at most where the call names no bound of its own."""
-    posted: bool = True
-    """Whether an announced schema is remembered and the receiver's memory is ready before hidden
-    states come. False: the schema goes with each of them, the receiver makes memory for it when it
-    has come, and the sender's call lasts until it has left."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the later stage needs the tensors: in host memory, in place, or on its current GPU
     (with ``shm`` and ``zeromq`` by way of host memory)."""

@@ -29,7 +29,7 @@ class Measured:
 
     layers: float
     """Its stage's layers."""
-    head: float = 0.0
+    projection: float = 0.0
     """Last stage: its columns of the logits."""
     device: Mapping[str, float] = field(default_factory=dict)
     """Last stage: the logits, gathered, and vLLM's sampler, for each of :data:`MIXES`."""

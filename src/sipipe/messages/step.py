@@ -9,18 +9,14 @@ Token ids and row numbers travel as little-endian int32 bytes: ``np.frombuffer``
 side, no list of Python integers.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.errors import DamagedError
 from sipipe.messages.params import SequenceParams
-
-T = TypeVar("T", "Step", "Grammar", "Sampled")
-Buffer = bytes | bytearray | memoryview
 
 
 class Added(msgspec.Struct, array_like=True, frozen=True):
@@ -93,26 +89,9 @@ class Sampled(msgspec.Struct, array_like=True, frozen=True):
     errors: list[tuple[int, str]] = msgspec.field(default_factory=list)
 
 
-def _decoder(kind: type[T], what: str) -> Callable[[Buffer, int], T]:
-    """Reads one ``kind``, of the iteration that what it came in names; raises DamagedError: another
-    iteration's rows would be drawn, or the right one's never."""
-    decode = msgspec.msgpack.Decoder(kind).decode
-
-    def read(data: Buffer, iteration: int) -> T:
-        try:
-            found = decode(data)
-            if found.iteration != iteration:
-                raise ValueError(f"it names iteration {found.iteration}, not {iteration}")
-            return found
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise DamagedError(f"{what} is damaged: {error}") from None
-
-    return read
-
-
-decode_step = _decoder(Step, "channel bic-i: a sampler's part of an iteration")
-decode_grammar = _decoder(Grammar, "channel bic-i: a bitmask")
-decode_sampled = _decoder(Sampled, "channel bic-o: a sampler's answer")
+decode_step = msgspec.msgpack.Decoder(Step).decode
+decode_grammar = msgspec.msgpack.Decoder(Grammar).decode
+decode_sampled = msgspec.msgpack.Decoder(Sampled).decode
 encode = msgspec.msgpack.Encoder().encode
 
 

@@ -102,9 +102,9 @@ class Sampler:
                 header = decode_header(message.parts[0])
                 self._slot = header.slot
                 if header.kind is Kind.SCHEDULE:
-                    step = decode_step(message.parts[1], header.number)
+                    step = decode_step(message.parts[1])
                 elif header.kind is Kind.GRAMMAR:
-                    grammar = decode_grammar(message.parts[1], header.number)
+                    grammar = decode_grammar(message.parts[1])
             if step is not None:
                 self._apply(step)
                 self._offer(step)
@@ -238,7 +238,7 @@ class Sampler:
             ],
             errors + [(int(rows[i]), reason) for i, reason in drawn.errors.items()],
         )
-        self._tokens.send(iteration, [encode(sampled)], more=more)
+        self._tokens.send(iteration, encode(sampled), more=more)
 
     def _record(self, phase: Phase, step: Step, start: int, end: int, rows: int) -> None:
         self._recorder.record(

@@ -44,10 +44,6 @@ class SeenTables:
         self._free: dict[int, list[int]] = {}
         self._grow(_SMALLEST)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(int(array.nbytes) for array in self.tables[:3])
-
     def grow_requests(self, requests: int) -> None:
         """Make room for tables of so many requests."""
         per_request = [grown(array, requests) for array in self.tables[3:]]

@@ -139,12 +139,6 @@ class SequenceColumns:
     def __contains__(self, handle: int) -> bool:
         return handle in self._requests
 
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes kept for sequences (work arrays not included)."""
-        arrays = (*self._arrays.values(), self._position)
-        return self._seen.nbytes + sum(array.nbytes for array in arrays)
-
     def join(
         self,
         handle: int,

@@ -12,25 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sipipe.errors import ConfigError, SiPipeError
+from sipipe.ipc.child import start_child
 from sipipe.ipc.parent import end_group_with
 from sipipe.ipc.sockets import own_sockets
 
 TIMEOUT = 3_600.0
 """Seconds that one engine may take before it is stopped."""
-
-
-def measure_sides(
-    job: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    *,
-    sides: Sequence[str] = ("stock", "sipipe"),
-) -> dict[str, Any]:
-    """Run ``job`` (:class:`sipipe.tools.measure.Job` without its settings) on each side in turn.
-
-    Returns for each side what :func:`sipipe.tools.measure.measure` does.
-    """
-    own = {"stock": None, "sipipe": settings}
-    return {side: measured(side, {**job, "settings": own[side]}) for side in sides}
 
 
 def measured(
@@ -40,20 +27,20 @@ def measured(
     *,
     kept: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Run ``module``, :mod:`sipipe.tools.measure` or :mod:`sipipe.tools.load`, on ``job``; what it
-    prints. ``side`` names it in messages, ``kept`` are descriptors that the process takes over.
+    """Run ``module`` on ``job``, such as :mod:`sipipe.tools.measure` (an engine alone) or
+    :mod:`sipipe.tools.load` (a server); what it prints. ``side`` names it in messages, ``kept`` are
+    descriptors that the process takes over.
 
     Raises:
         ConfigError: it refused an option.
         SiPipeError: it failed, or took more than :data:`TIMEOUT`; the log is kept.
     """
     print(f"measuring {side} …", file=sys.stderr, flush=True)
-    ours, theirs = socket.socketpair()
-    with tempfile.TemporaryFile() as log, ours, theirs, own_sockets():
-        # A session of its own, so that it can be ended with all the engine's processes; the socket
-        # ends it when this process is killed.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+    with tempfile.TemporaryFile() as log, own_sockets():
+        # A session of its own, so that it can be ended with all the engine's processes.
+        process, control = start_child(
+            ("-m", module),
+            ends=[os.fdopen(descriptor, "rb") for descriptor in kept],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -64,18 +51,15 @@ def measured(
                 "PYTHONHASHSEED": "0",
             }
             | dict(os.environ),
-            pass_fds=(theirs.fileno(), *kept),
             start_new_session=True,
         )
-        theirs.close()
-        for descriptor in kept:
-            os.close(descriptor)
         try:
             out, _ = process.communicate(json.dumps(job).encode(), timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             raise SiPipeError(f"bench: {side} took more than {TIMEOUT:.0f} s") from None
         finally:
             _end(process)
+            control.close()
         log.seek(0)
         if process.returncode == 2:  # what measure says of a wrong option
             raise ConfigError(f"bench: {log.read().decode().splitlines()[-1]}")

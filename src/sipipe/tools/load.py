@@ -6,7 +6,7 @@ as JSON on stdout. Loads, datasets and metrics are those of ``vllm bench serve``
 the server beside them says whether it computes the same (:func:`answers`, :func:`draws`).
 
 Who runs here
-    The main thread measures, and one looks at the machine meanwhile. Another one sleeps on the socket ``FD``, whose other end is the
+    The main thread measures. Another one sleeps on the socket ``FD``, whose other end is the
     parent's, and kills this process's group, with the server in it, when the parent is gone.
 """
 
@@ -23,29 +23,22 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import psutil
 
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.child import answer
-from sipipe.tools.provenance import output
 
 SHOWN = 20
 """Most likely tokens whose probabilities a server tells; :func:`draws` draws among half of them."""
 PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99)
 """Of times to the first token, per output token, between tokens and of requests."""
-EVERY = 0.2
-"""Seconds between two looks at how busy the machine is."""
-LOOKS = 60
-"""Of a load's looks as many are kept, each the mean of some that follow one another."""
 STARTS = 900.0
 """Seconds that a server may take to start."""
 
@@ -181,57 +174,22 @@ class _Client:
 
     def run(self, params: dict[str, Any], requests: int, seed: int = 0) -> dict[str, Any]:
         """One load: speeds, and times to the first token and per output token, as ``vllm bench
-        serve`` saves them, and :func:`utilization` meanwhile."""
+        serve`` saves them, and its ``span`` on the monotonic clock, seconds."""
         from vllm.benchmarks.serve import main_async
 
         argv = [*self._argv, "--num-prompts", str(requests), "--seed", str(seed)]
         args: argparse.Namespace = self._parser.parse_args(
             [*argv, "--extra-body", json.dumps(params)]
         )
-        with utilization() as busy:
-            result: dict[str, Any] = asyncio.run(main_async(args))
+        began = time.monotonic()
+        result: dict[str, Any] = asyncio.run(main_async(args))
         if result["failed"]:
             raise SiPipeError(f"{result['failed']} of {requests} requests failed")
         kept = {key: value for key, value in result.items() if _KEPT.fullmatch(key)}
-        every = -(-max(map(len, busy.values())) // LOOKS) or 1
-        means = {kind: _means(figures, every) for kind, figures in busy.items()}
-        return kept | means | {"every_s": EVERY * every}
+        return kept | {"span": [began, time.monotonic()]}
 
 
 _KEPT = re.compile("completed|duration|.*_throughput|mean_(ttft|tpot)_ms|p[0-9]+_(ttft|tpot)_ms")
-
-
-def _means(figures: list[float], count: int) -> list[float]:
-    """Of each ``count`` figures that follow one another the mean."""
-    parts = (figures[i : i + count] for i in range(0, len(figures), count))
-    return [round(sum(part) / len(part), 1) for part in parts]
-
-
-@contextmanager
-def utilization() -> Iterator[dict[str, list[float]]]:
-    """How busy this machine's CPUs and its GPUs (where ``nvidia-smi`` tells) are, percent, a figure
-    each :data:`EVERY` seconds; by anybody, and complete when the block ends."""
-    found: dict[str, list[float]] = {"cpu": [], "gpu": []}
-    done = threading.Event()
-
-    def look() -> None:
-        while not done.wait(EVERY):  # wait: EVERY; the block's end
-            found["cpu"].append(psutil.cpu_percent())
-            if gpus := output("nvidia-smi", "--query-gpu=utilization.gpu", _CSV):
-                numbers = [float(line) for line in gpus.split()]
-                found["gpu"].append(sum(numbers) / len(numbers))
-
-    psutil.cpu_percent()
-    thread = threading.Thread(target=look, name="Utilization")
-    thread.start()
-    try:
-        yield found
-    finally:
-        done.set()
-        thread.join()  # wait: EVERY, and 20 s for nvidia-smi; its end
-
-
-_CSV = "--format=csv,noheader,nounits"
 
 
 def kv_tokens(url: str) -> int | None:

@@ -13,12 +13,12 @@ import dataclasses
 import os
 import random
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import psutil
 
-from sipipe.errors import SiPipeError
 from sipipe.messages.measured import MIXES
 from sipipe.tools.child import answer
 
@@ -27,9 +27,6 @@ SAMPLING = MIXES | {
     "chat": {"temperature": 0.7, "top_p": 0.9},
 }
 """Ways of sampling by name; ``all`` is every strategy at once."""
-
-SPIN = 1.5
-"""Seconds after which vLLM's idle processes sleep; for one after their last message they spin."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,49 +44,21 @@ class Job:
     tokens: int
     """New tokens of each request."""
     repeat: int = 3
-    turn: tuple[int, int] | None = None
-    """Descriptors of two pipes, from which it is this engine's turn and to the next engine's: those
-    that are measured together start in turn, and then answer all loads once in turn. None: it is
-    alone."""
 
 
-def measure(job: Job) -> dict[str, Any]:
+def measure(
+    job: Job, turn: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> dict[str, Any]:
     """Start the engine, warm it up, and run the job's requests.
+
+    ``turn``: within it the engine starts, answers all loads once, and ends.
 
     Returns ``startup_seconds``, ``kv_tokens`` that the KV cache holds, and ``tokens_per_second``,
     ``busy``, which share of the machine's CPU time was spent by anybody meanwhile, and ``spans`` of
     the monotonic clock, ns: for each load (a way of sampling, as in "greedy", or with a number of
     requests, as in "greedy, 4 at once") a list with an entry per repetition.
     """
-    from vllm import LLM, EngineArgs, SamplingParams
-
-    from sipipe.cores import equal_shares, this_machine
-    from sipipe.engine.arguments import checked, parse_engine_args
-    from sipipe.engine.setup import BIND
-
-    def turn() -> None:
-        """Wait for this engine's turn."""
-        # wait: none of its own, TIMEOUT of the engine; the one before, or its end
-        if job.turn and not os.read(job.turn[0], 1):
-            raise SiPipeError("the engine that it takes turns with has ended")
-
-    def over() -> None:
-        if job.turn:
-            time.sleep(SPIN)  # wait: SPIN; nobody
-            with suppress(BrokenPipeError):  # the first is done
-                # wait: none, a byte into an empty pipe; the next engine reads it
-                os.write(job.turn[1], b".")
-
-    turn()
-    began = time.perf_counter()
-    args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
-    config = checked(lambda: EngineArgs.from_cli_args(args).create_engine_config(), args.model)
-    if job.settings is None:
-        workers = config.parallel_config.world_size
-        os.environ.setdefault(BIND, equal_shares(this_machine(), workers))
-    vocabulary = config.model_config.get_vocab_size()
-    llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
-    startup = time.perf_counter() - began
+    from vllm import SamplingParams
 
     counts = [job.requests] if isinstance(job.requests, int) else job.requests
     loads = {
@@ -97,11 +66,6 @@ def measure(job: Job) -> dict[str, Any]:
         for way in job.sampling
         for count in counts
     }
-    chooser = random.Random(0)
-    prompts = [
-        {"prompt_token_ids": [chooser.randrange(3, vocabulary) for _ in range(job.prompt_tokens)]}
-        for _ in range(max(counts))
-    ]
 
     def run(load: str, tokens: int) -> float:
         way, count = loads[load]
@@ -117,26 +81,34 @@ def measure(job: Job) -> dict[str, Any]:
         assert made == count * tokens
         return made / seconds
 
-    for load in loads:
-        run(load, 3)
-    # Once as it will be measured: SiPipe's scheduler learns from it how many microbatches pay.
-    run(next(iter(loads)), min(job.tokens, 16))
+    with turn():
+        began = time.perf_counter()
+        llm = _start(job)
+        startup = time.perf_counter() - began
+        words = range(3, llm.llm_engine.vllm_config.model_config.get_vocab_size())
+        chooser = random.Random(0)
+        prompts = [
+            {"prompt_token_ids": chooser.choices(words, k=job.prompt_tokens)}
+            for _ in range(max(counts))
+        ]
+        for load in loads:
+            run(load, 3)
+        # Once as it will be measured: SiPipe's scheduler learns from it how many microbatches pay.
+        run(next(iter(loads)), min(job.tokens, 16))
     figures: dict[str, list[float]] = {load: [] for load in loads}
     busy: dict[str, list[float]] = {load: [] for load in loads}
     spans: dict[str, list[tuple[int, int]]] = {load: [] for load in loads}
     for _ in range(job.repeat):
-        over()
-        turn()
-        for load in loads:
-            before, began_ns = psutil.cpu_times(), time.monotonic_ns()
-            figures[load].append(run(load, job.tokens))
-            spans[load].append((began_ns, time.monotonic_ns()))
-            spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
-            free = psutil.cpu_times()._make(spent)
-            busy[load].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
-    over()
-    turn()  # nobody ends beside another's last answers
-    over()
+        with turn():
+            for load in loads:
+                before, began_ns = psutil.cpu_times(), time.monotonic_ns()
+                figures[load].append(run(load, job.tokens))
+                spans[load].append((began_ns, time.monotonic_ns()))
+                spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
+                free = psutil.cpu_times()._make(spent)
+                busy[load].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
+    with turn():  # nobody ends beside another's last answers
+        pass
     cache = llm.llm_engine.vllm_config.cache_config
     return {
         "startup_seconds": startup,
@@ -145,6 +117,22 @@ def measure(job: Job) -> dict[str, Any]:
         "busy": busy,
         "spans": spans,
     }
+
+
+def _start(job: Job) -> Any:
+    """vLLM's ``LLM`` with the job's engine."""
+    from vllm import LLM, EngineArgs
+
+    from sipipe.cores import equal_shares, this_machine
+    from sipipe.engine.arguments import checked, parse_engine_args
+    from sipipe.engine.setup import BIND
+
+    args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
+    config = checked(lambda: EngineArgs.from_cli_args(args).create_engine_config(), args.model)
+    if job.settings is None:
+        workers = config.parallel_config.world_size
+        os.environ.setdefault(BIND, equal_shares(this_machine(), workers))
+    return LLM.from_engine_args(EngineArgs.from_cli_args(args))
 
 
 if __name__ == "__main__":

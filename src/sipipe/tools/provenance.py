@@ -38,11 +38,11 @@ _DESCRIBE = ("describe", "--always", "--dirty=+", "--exclude=*")
 
 
 def output(*command: str) -> str | None:
-    """What a program prints; None: it is not there, prints nothing, or takes 20 s."""
+    """What a program prints; None: it is not there, fails, prints nothing, or takes 20 s."""
     if shutil.which(command[0]) is None:
         return None
     with contextlib.suppress(subprocess.TimeoutExpired):
         # wait: 20 s; the program's end
         run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-        return run.stdout.strip() or None
+        return None if run.returncode else run.stdout.strip() or None
     return None

@@ -28,8 +28,8 @@ from sipipe.worker.device_sampler import DeviceSampler
 from sipipe.worker.device_thread import Launched
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.logits import LogitsHandover, StageLogits
+from sipipe.worker.projection import Projection, WholeProjection
 from sipipe.worker.token_feedback import StandInSampler, TokenFeedback
-from sipipe.worker.vocabulary import Projection, WholeProjection
 
 Rows = npt.NDArray[np.int64]
 
@@ -66,7 +66,7 @@ def feedback_of(runner: Any, *, draws: bool) -> TokenFeedback | None:
 class NothingDrawn:
     """On every stage but the last."""
 
-    head: StageLogits | None = None
+    stage_logits: StageLogits | None = None
     """Computes this rank's columns of the logits; None: there are none here."""
     projection = Projection()
 
@@ -99,8 +99,8 @@ class LastRows(NothingDrawn):
         self._runner = runner
         self._device = device
         self._reports = reports
-        self.head: StageLogits = StageLogits(runner)
-        self.projection: Projection = WholeProjection(self.head)
+        self.stage_logits: StageLogits = StageLogits(runner)
+        self.projection: Projection = WholeProjection(self.stage_logits)
         requests, there = runner.max_num_reqs, runner.device
         self._no_tokens = torch.zeros(requests, 1, dtype=torch.int64, device=there)
         self._none = torch.zeros(requests, dtype=torch.int32, device=there)
@@ -186,9 +186,9 @@ class LastRows(NothingDrawn):
 
     def _rehearse(self, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
         """All rows, drawn on all ranks: what a warm-up has to compile."""
-        logits = self.head.compute(hidden[batch.logits_indices])
+        logits = self.stage_logits.compute(hidden[batch.logits_indices])
         if self._draw is not _never and logits is not None:
-            whole = self.head.whole(logits)
+            whole = self.stage_logits.whole(logits)
             if whole is not None:
                 self._drawn(whole, batch, slice(None))
         return self._no_tokens[: batch.num_reqs]
@@ -212,7 +212,7 @@ class LastRows(NothingDrawn):
             launched.made = self._device.mark()
             logits, chosen = self._logits(hidden, batch, rows, launched, alone=sent == len(rows))
             if logits is not None and sent < len(rows):
-                whole = self.head.whole(logits[sent:])
+                whole = self.stage_logits.whole(logits[sent:])
                 if whole is not None and self._reports:  # one rank says the tokens
                     here = slice(sent, None) if chosen is None else chosen[sent:]
                     tokens = self._drawn(whole, batch, here)
@@ -243,8 +243,8 @@ class LastRows(NothingDrawn):
         chosen = torch_utils.async_tensor_h2d(rows, device=hidden.device)
         if self._runner.lora_config is None:
             return project(hidden[batch.logits_indices[chosen]]), chosen
-        # An adapter on the head is looked up by the row of the batch: all of them go through it.
-        logits = self.head.compute(hidden[batch.logits_indices])
+        # An adapter on the projection is looked up by the row of the batch: all of them go through it.
+        logits = self.stage_logits.compute(hidden[batch.logits_indices])
         return None if logits is None else logits[chosen], chosen
 
     def _rows(self, inputs: ModelInput, batch: Any) -> tuple[Rows, int]:

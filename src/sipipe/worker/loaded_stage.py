@@ -83,8 +83,8 @@ class LoadedSampledStage(LoadedStage):
         return super().device_bytes() + self.sharing.device_bytes()
 
     def describe(self) -> StageDescription:
-        around, head = self._around, self._draws.head
-        if head is None:
+        around, stage_logits = self._around, self._draws.stage_logits
+        if stage_logits is None:
             return StageDescription()
         config, device = around.boot.vllm_config, around.runner.device
         with set_current_vllm_config(config):
@@ -93,43 +93,43 @@ class LoadedSampledStage(LoadedStage):
             model = config.model_config
             hidden = torch.randn(3, model.get_hidden_size(), dtype=model.dtype).to(device)
             with torch.inference_mode():
-                logits = head.settle(hidden)
-                offered = self.sharing.offer(head, hidden)
+                logits = stage_logits.settle(hidden)
+                offered = self.sharing.offer(stage_logits, hidden)
         if logits is None:
-            return StageDescription(head=offered)
+            return StageDescription(offer=offered)
         shape = LogitsShape(
-            vocab=head.vocab_size if head.bounds else logits.shape[1],
+            vocab=stage_logits.vocab_size if stage_logits.bounds else logits.shape[1],
             dtype=str(logits.dtype).removeprefix("torch."),
             # Every rank writes its columns, or the first one rows that vLLM has gathered.
-            bounds=head.bounds,
+            bounds=stage_logits.bounds,
         )
-        return StageDescription(logits=shape, head=offered)
+        return StageDescription(logits=shape, offer=offered)
 
     def time_parts(self, sequences: int) -> Measured:
         """How long the parts of a microbatch take, all stages at once."""
-        return self.sharing.time_parts(self._draws.head, sequences)
+        return self.sharing.time_parts(self._draws.stage_logits, sequences)
 
     def measure(self, sequences: int) -> Measured:
         """How long the parts of a microbatch take, drawn on this device and by CPU samplers."""
         around = self._around
         with set_current_vllm_config(around.boot.vllm_config):
             return measure_stage(
-                around.runner, self._device, sequences, self._draws.head, self._logits
+                around.runner, self._device, sequences, self._draws.stage_logits, self._logits
             )
 
     def open(
-        self, logits: LogitsEndpoint, heads: Sequence[LinkEndpoint], sockets: list[socket.socket]
+        self, logits: LogitsEndpoint, finals: Sequence[LinkEndpoint], sockets: list[socket.socket]
     ) -> None:
         """Open the writer of BIC-L, and the links of final hidden states."""
         around, sharing = self._around, self.sharing
-        writes = self._draws.head is not None or sharing.shard is not None
+        writes = self._draws.stage_logits is not None or sharing.shard is not None
         if writes and sharing.writer < logits.shape.ranks:
             self._logits = LogitsHandover(LogitsWriter(logits, rank=sharing.writer))
             self._device.lock_pages(self._logits.buffer)
         sharing.keep()
         if sharing.shard is not None:
             self._projection = sharing.open(
-                heads, sockets, self._logits, around.record, around.fail
+                finals, sockets, self._logits, around.record, around.fail
             )
 
     def begin(self, links: Links) -> SampledStage:

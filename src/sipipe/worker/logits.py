@@ -7,7 +7,7 @@ is one method of vLLM's ``LogitsProcessor``, ``_gather_logits``, replaced on the
 scaling and soft caps, which are element-wise, stay vLLM's. The projection writes its result into
 the entry itself where vLLM lets its memory be chosen, else it is copied there.
 
-Who runs here: the device thread computes; the publisher's and the head's hand over.
+Who runs here: the device thread computes; the publisher's and the projection's threads hand over.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 class StageLogits:
     """Computes logits of hidden-state rows.
 
-    A rank computes its own columns only where the model allows it: a tensor-parallel head with
+    A rank computes its own columns only where the model allows it: a tensor-parallel projection with
     one ``LogitsProcessor``, no LoRA, no added vocabulary. Otherwise rows are gathered by vLLM.
     Which of the two follows from the configuration, and so is the same on all ranks.
 
@@ -60,29 +60,29 @@ class StageLogits:
             processors[0] if [type(m) for m in processors] == [LogitsProcessor] else None
         )
         """vLLM's, which projects; None where the model has another or several."""
-        head: Any = getattr(self._model, "lm_head", None)
-        indices = getattr(head, "shard_indices", None)
+        layer: Any = getattr(self._model, "lm_head", None)
+        indices = getattr(layer, "shard_indices", None)
         if (
             len(processors) != 1
             or indices is None
-            or head.tp_size == 1
+            or layer.tp_size == 1
             or vllm_runner.lora_config is not None
             or indices.num_added_elements
             or int(processors[0].org_vocab_size) != self.vocab_size
         ):
             return
-        self.shard = int(head.num_embeddings_per_partition)
+        self.shard = int(layer.num_embeddings_per_partition)
         self.bounds = tuple(
-            min(rank * self.shard, self.vocab_size) for rank in range(head.tp_size + 1)
+            min(rank * self.shard, self.vocab_size) for rank in range(layer.tp_size + 1)
         )
-        self.columns = (self.bounds[head.tp_rank], self.bounds[head.tp_rank + 1])
+        self.columns = (self.bounds[layer.tp_rank], self.bounds[layer.tp_rank + 1])
         self._gather = gather = processors[0]._gather_logits
         processors[0]._gather_logits = lambda logits: gather(logits) if self._whole_rows else logits
 
     def compute(
         self, hidden: torch.Tensor, into: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """[n, H] to [n, columns of this rank], in the head's dtype.
+        """[n, H] to [n, columns of this rank], in the projection's dtype.
 
         None on a rank that vLLM's gather leaves without logits.
 

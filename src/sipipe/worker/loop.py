@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from sipipe.ipc.ring.logits import LogitsEndpoint
-from sipipe.messages.boots import HeadOffer, StageDescription, WorkerBoot
+from sipipe.messages.boots import WorkerBoot
+from sipipe.messages.calls import (
+    Describe,
+    Measure,
+    OpenChannels,
+    Request,
+    Settle,
+    TakeProjection,
+    TimeParts,
+)
 from sipipe.messages.link import LinkEndpoint
-from sipipe.messages.measured import Measured
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.links import Links
 from sipipe.worker.loaded_stage import LoadedSampledStage, LoadedStage
@@ -63,28 +71,33 @@ class StageLoop:
         assert isinstance(self._loaded, LoadedSampledStage), "vLLM's own path has no samplers"
         return self._loaded
 
-    def describe(self) -> StageDescription:
-        """What the engine needs to make this rank's channels."""
-        return self._loaded.describe()
-
-    def time_parts(self, *, sequences: int) -> Measured:
-        """How long the parts of a microbatch take, all stages at once."""
-        return self._sampled.time_parts(sequences)
-
-    def take_head(self, *, offers: list[HeadOffer], bounds: tuple[int, ...]) -> None:
-        """Take this rank's rows of the output projection from the last stage, which offers them."""
-        self._sampled.sharing.take(offers, bounds)
+    def answer(self, request: Request[Any]) -> Any:
+        """What the engine asked."""
+        match request:
+            case Describe():
+                return self._loaded.describe()
+            case TimeParts(sequences=sequences):
+                return self._sampled.time_parts(sequences)
+            case TakeProjection(offers=offers, bounds=bounds):
+                return self._sampled.sharing.take(offers, bounds)
+            case OpenChannels(links=links, logits=logits, finals=finals):
+                return self.open(links=links, logits=logits, finals=finals)
+            case Measure(sequences=sequences):
+                return self._sampled.measure(sequences)
+            case Settle(draws=draws):
+                return self._settle(draws)
+        raise AssertionError(f"nobody answers {request}")
 
     def open(
         self,
         *,
-        links: list[LinkEndpoint],
+        links: Sequence[LinkEndpoint],
         logits: LogitsEndpoint | None,
-        heads: Sequence[LinkEndpoint] = (),
+        finals: Sequence[LinkEndpoint] = (),
     ) -> None:
         """Open this rank's ends of the links and, where it writes logits, the writer of BIC-L.
 
-        ``heads``: the links from the last stage to each other, where the output projection is
+        ``finals``: the links from the last stage to each other, where the output projection is
         shared out; by rank of the receiver. ``logits`` is None when the engine runs on vLLM's own
         path.
         """
@@ -93,15 +106,11 @@ class StageLoop:
         if logits is None:
             self.stage = VllmStage(self._around, self._links)
             return
-        self._sampled.open(logits, heads, self._sockets)
+        self._sampled.open(logits, finals, self._sockets)
         if not self._around.boot.measures:
             self.stage = self._sampled.begin(self._links)
 
-    def measure(self, *, sequences: int) -> Measured:
-        """How long the parts of a microbatch take, drawn on this device and by CPU samplers."""
-        return self._sampled.measure(sequences)
-
-    def settle(self, *, draws: str) -> None:
+    def _settle(self, draws: str) -> None:
         """Who draws, as ``cpu_sampling`` says it, now that it was measured; no iteration has run."""
         if draws == "off":
             self.stage = self._sampled.leave(self._links)

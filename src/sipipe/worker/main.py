@@ -48,6 +48,7 @@ from sipipe.ipc.parent import Parent, end_with_parent_thread
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.messages.boots import WorkerBoot
+from sipipe.messages.calls import Request
 from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.replies import IterationReport, Ready, Reply
 from sipipe.observe.phases import Phase
@@ -221,7 +222,7 @@ class Main:
         try:
             method, args, kwargs, only = content()
             answers = only is None or only == self._boot.place.rank
-            self._call = f"runs {method if isinstance(method, str) else 'a function'}"
+            self._call = f"runs {'a function' if isinstance(method, bytes) else method}"
             value = loop.call(lambda: self._find(loop, method)(*args, **kwargs))
             if isinstance(value, AsyncModelRunnerOutput):
                 value = value.get_output()
@@ -236,13 +237,12 @@ class Main:
         if answers:
             self._parent.say(reply)
 
-    def _find(self, loop: StageLoop, method: str | bytes) -> Callable[..., Any]:
+    def _find(self, loop: StageLoop, method: str | bytes | Request[Any]) -> Callable[..., Any]:
         assert self._wrapper is not None
+        if isinstance(method, Request):
+            return partial(loop.answer, method)
         if isinstance(method, bytes):
             return partial(cloudpickle.loads(method), self._wrapper.worker)
-        if method.startswith("sipipe:"):
-            named: Callable[..., Any] = getattr(loop, method.removeprefix("sipipe:"))
-            return named
         if method == "execute_model":
             return loop.run_vllm
         found: Callable[..., Any] = getattr(self._wrapper, method)

@@ -31,14 +31,14 @@ def measure_stage(
     runner: Any,
     device: Device,
     sequences: int,
-    head: StageLogits | None,
+    stage_logits: StageLogits | None,
     logits: LogitsHandover | None,
 ) -> Measured:
     """Seconds of a microbatch of ``sequences`` decoding ones.
 
     Args:
         runner: vLLM's second runner, with its own sampler on the last stage.
-        head: on the last stage.
+        stage_logits: on the last stage.
         logits: where this rank writes any.
     """
 
@@ -46,7 +46,7 @@ def measure_stage(
         return runner._dummy_run(sequences, uniform_decode=True)[1]
 
     measured = Measured(layers=seconds(device, layers))
-    if head is None:
+    if stage_logits is None:
         return measured
     hidden = layers().clone()  # the next run of a graph overwrites it
     if runner.lora_config is not None:
@@ -57,11 +57,11 @@ def measure_stage(
             with _requests(runner, sequences, params, ours) as batch:
                 drawn[mix] = seconds(device, lambda: runner.sample(hidden, batch, None))
                 if is_plain(params):
-                    plain[mix] = seconds(device, lambda: _draw(ours, head, hidden, batch))
-        columns = head.compute(hidden)
+                    plain[mix] = seconds(device, lambda: _draw(ours, stage_logits, hidden, batch))
+        columns = stage_logits.compute(hidden)
         measured = dataclasses.replace(
             measured,
-            head=seconds(device, lambda: head.compute(hidden)),
+            projection=seconds(device, lambda: stage_logits.compute(hidden)),
             device=drawn,
             plain=plain,
         )
@@ -75,9 +75,11 @@ def measure_stage(
     return dataclasses.replace(measured, copy=seconds(device, copy), copied=columns.nbytes)
 
 
-def _draw(sampler: DeviceSampler, head: StageLogits, hidden: torch.Tensor, batch: Any) -> None:
-    columns = head.compute(hidden)
-    if columns is not None and (rows := head.whole(columns)) is not None:
+def _draw(
+    sampler: DeviceSampler, stage_logits: StageLogits, hidden: torch.Tensor, batch: Any
+) -> None:
+    columns = stage_logits.compute(hidden)
+    if columns is not None and (rows := stage_logits.whole(columns)) is not None:
         sampler.draw(rows, batch.idx_mapping, batch.positions[batch.logits_indices])
 
 

@@ -31,7 +31,6 @@ from sipipe.worker.device import Device
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.inputs.placement import Placed, Placement, placement_of
 from sipipe.worker.inputs.prepare import InputPreparer
-from sipipe.worker.inputs.safety import TokenSafety, Unwatched
 
 KNOWN_STATES = (DefaultModelState, MambaHybridModelState)
 """vLLM's model states that read of a batch what is prepared here."""
@@ -47,9 +46,6 @@ class Preparation(Protocol):
 
     def begin(self, inputs: ModelInput) -> None:
         """Device thread: the runner's ``execute_model`` is called next, with this iteration."""
-
-    def end(self, inputs: ModelInput) -> None:
-        """Device thread: everything of the iteration is launched."""
 
 
 def why_vllm_prepares(runner: Any) -> str:
@@ -86,9 +82,6 @@ class VllmPrepares:
     def begin(self, inputs: ModelInput) -> None:
         pass
 
-    def end(self, inputs: ModelInput) -> None:
-        pass
-
 
 class SiPipePrepares:
     """SiPipe's preparation, in the place of the runner's from now on.
@@ -98,17 +91,15 @@ class SiPipePrepares:
         device: what it runs on.
         slots: microbatches in flight.
         sets: sets of input buffers.
-        check: whether :class:`TokenSafety` watches them.
     """
 
-    def __init__(self, runner: Any, device: Device, *, slots: int, sets: int, check: bool) -> None:
+    def __init__(self, runner: Any, device: Device, *, slots: int, sets: int) -> None:
         self._runner = runner
         self._placement: Placement = placement_of(runner, device, sets)
         self._buffers = self._placement.buffers
         self._preparer = InputPreparer(
             runner, self._buffers, groups=self._placement.groups, slots=slots
         )
-        self._safety = TokenSafety(sets) if check else Unwatched()
         requests = int(runner.max_num_reqs)
         self._no_drafts = torch.zeros(requests, dtype=torch.int32, device=runner.device)
         self._one_each = np.arange(requests + 1, dtype=np.int32)
@@ -127,21 +118,15 @@ class SiPipePrepares:
         self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput
     ) -> ModelInput:
         self._placement.wait_free(buffer_set)
-        self._safety.begin_write(buffer_set, iteration)
         inputs = self._preparer.prepare(output, slot, buffer_set, iteration)
         if inputs.num_tokens:
             inputs.state = self._state(inputs)
             if placed := self._placement.ahead(inputs):
                 inputs.batch = self._batch(inputs, placed)
-        self._safety.end_write(buffer_set, iteration)
         return inputs
 
     def begin(self, inputs: ModelInput) -> None:
         self._inputs = inputs
-        self._safety.begin_read(inputs.buffer_set, inputs.iteration)
-
-    def end(self, inputs: ModelInput) -> None:
-        self._safety.end_read(inputs.buffer_set, inputs.iteration)
 
     # ---- in the runner's place, in the order of its calls ----------------------------------------
 

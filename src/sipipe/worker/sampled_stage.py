@@ -34,9 +34,12 @@ from sipipe.worker.preparation import (
     VllmPrepares,
     why_vllm_prepares,
 )
+from sipipe.worker.projection import Projection
 from sipipe.worker.publisher import Publisher
 from sipipe.worker.stage import Surroundings, VllmStage
-from sipipe.worker.vocabulary import Projection
+
+SETS = 2
+"""Of input buffers: one is prepared while the device reads the other."""
 
 
 class SampledStage(VllmStage):
@@ -62,7 +65,7 @@ class SampledStage(VllmStage):
     ) -> None:
         super().__init__(around, links)
         boot, runner = around.boot, around.runner
-        bound, sets = boot.config.stall_timeout, 2 if boot.config.overlap else 1
+        bound = boot.config.stall_timeout
         self._device, self._draws, self._projection = device, draws, projection
         self._expect = super().expect if logits is None else logits.expect
         draws.open(projection, logits)
@@ -78,11 +81,10 @@ class SampledStage(VllmStage):
         )
         self._preparation: Preparation = VllmPrepares()
         if not why_vllm_prepares(runner):
-            check = boot.config.check_token_safety
             slots = boot.watched.inflight
-            self._preparation = SiPipePrepares(runner, device, slots=slots, sets=sets, check=check)
+            self._preparation = SiPipePrepares(runner, device, slots=slots, sets=SETS)
         self.double_buffer = DoubleBuffer(
-            self, sets=sets, stall_timeout=bound, interrupt=links.interrupt
+            self, sets=SETS, stall_timeout=bound, interrupt=links.interrupt
         )
 
     def expect(self, iteration: int, row: int) -> None:
@@ -114,7 +116,6 @@ class SampledStage(VllmStage):
             self._around.wrapper.execute_model(inputs.output)
             launched.output = self._around.worker.sample_tokens(None)
             self._draws.end()
-            self._preparation.end(inputs)
         launched.last = self._device.mark()
         self._publisher.put(launched)
         self._projection.put(launched)
@@ -144,7 +145,7 @@ class SampledStage(VllmStage):
     def doing(self) -> str:
         said = [self.double_buffer.doing(), f"(publisher) {self._publisher.doing()}"]
         if due := self._projection.doing():
-            said.append(f"(head thread) {due}")
+            said.append(f"(projection thread) {due}")
         return ", ".join(said)
 
     def close(self) -> None:

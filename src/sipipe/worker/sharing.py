@@ -16,14 +16,14 @@ import torch
 from vllm.config import set_current_vllm_config
 
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
-from sipipe.messages.boots import HeadOffer, WorkerBoot
+from sipipe.messages.boots import ProjectionOffer, WorkerBoot
 from sipipe.messages.link import LinkEndpoint
 from sipipe.messages.measured import Measured
 from sipipe.worker.device import Device
-from sipipe.worker.device_vocabulary import HeadThread
-from sipipe.worker.head import HeadShard, OfferedHead, time_parts
 from sipipe.worker.logits import LogitsHandover, StageLogits
-from sipipe.worker.vocabulary import Projection, Record, SharedProjection
+from sipipe.worker.projection import Projection, Record, SharedProjection
+from sipipe.worker.projection_rows import OfferedRows, ProjectionShard, time_parts
+from sipipe.worker.projection_thread import ProjectionThread
 
 
 class Sharing:
@@ -40,8 +40,8 @@ class Sharing:
         self._place = boot.place
         self._worker = worker
         self._device = device
-        self._offered: OfferedHead | None = None
-        self.shard: HeadShard | None = None
+        self._offered: OfferedRows | None = None
+        self.shard: ProjectionShard | None = None
         """This rank's rows, once it has taken them."""
         self.writer = boot.place.tp_rank
         """Which writer of BIC-L this rank is."""
@@ -58,19 +58,19 @@ class Sharing:
         elements = columns * (hidden + 2 * rows) + depth * rows * hidden
         return int(elements * model.dtype.itemsize)
 
-    def offer(self, head: StageLogits, hidden: torch.Tensor) -> HeadOffer | str:
+    def offer(self, stage_logits: StageLogits, hidden: torch.Tensor) -> ProjectionOffer | str:
         """The last stage's rows, or why they cannot be shared out. ``hidden``: as
-        :class:`OfferedHead` has it."""
+        :class:`OfferedRows` has it."""
         if not self._boot.parts:
             return ""
-        self._offered = OfferedHead(head, hidden)
+        self._offered = OfferedRows(stage_logits, hidden)
         return self._offered.reason or self._offered.offer
 
-    def time_parts(self, head: StageLogits | None, sequences: int) -> Measured:
+    def time_parts(self, stage_logits: StageLogits | None, sequences: int) -> Measured:
         """What :func:`time_parts` says of this rank."""
-        return time_parts(self._worker.model_runner, head, sequences, self._device)
+        return time_parts(self._worker.model_runner, stage_logits, sequences, self._device)
 
-    def take(self, offers: Sequence[HeadOffer], bounds: Sequence[int]) -> None:
+    def take(self, offers: Sequence[ProjectionOffer], bounds: Sequence[int]) -> None:
         """Take this rank's rows of what is offered.
 
         ``bounds``: as BIC-L has them; writer ``r * stages + s`` is rank r of stage s.
@@ -79,8 +79,8 @@ class Sharing:
         with set_current_vllm_config(self._boot.vllm_config):
             self.shard = self._take(offers, *bounds[self.writer : self.writer + 2])
 
-    def _take(self, offers: Sequence[HeadOffer], start: int, stop: int) -> HeadShard:
-        return HeadShard(
+    def _take(self, offers: Sequence[ProjectionOffer], start: int, stop: int) -> ProjectionShard:
+        return ProjectionShard(
             offers,
             start,
             stop,
@@ -96,7 +96,7 @@ class Sharing:
 
     def open(
         self,
-        heads: Sequence[LinkEndpoint],
+        finals: Sequence[LinkEndpoint],
         ends: list[socket.socket],
         logits: LogitsHandover | None,
         record: Record,
@@ -105,12 +105,12 @@ class Sharing:
         """This rank's end of the links of final hidden states; all stages have their rows now."""
         assert self.shard is not None
         assert logits is not None, "every rank of every stage writes logits"
-        place, bound = self._place, heads[0].stall_timeout
+        place, bound = self._place, finals[0].stall_timeout
         if place.is_last:
             if self._offered is not None:
                 self._offered.close()
-            mine = heads[place.tp_rank :: place.tp_size]
+            mine = finals[place.tp_rank :: place.tp_size]
             senders = [open_sender(link, ends.pop(0)) for link in mine]
             return SharedProjection(senders, self.shard, record)
-        receiver = open_receiver(heads[place.rank], ends.pop(0))
-        return HeadThread(self._device, receiver, self.shard, logits, record, fail, bound)
+        receiver = open_receiver(finals[place.rank], ends.pop(0))
+        return ProjectionThread(self._device, receiver, self.shard, logits, record, fail, bound)

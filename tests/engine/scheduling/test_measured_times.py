@@ -111,7 +111,7 @@ def test_parts_of_a_shared_projection_are_side_by_side(engine):
         engine.executor.phase(Phase.GATHER, i, 0, 0, batch, batch)
         engine.poll(now=i * 21e-3)
     found = engine.controller
-    assert found.heads[1](32) == pytest.approx(12e-3, rel=0.05)
+    assert found.projections[1](32) == pytest.approx(12e-3, rel=0.05)
     assert found.unseen == pytest.approx(0, abs=1e-3), "4 + 4 + 12 and the executor's"
     assert found.period(64, 1) == pytest.approx(21e-3, rel=0.05)
     assert found.period(64, 2) == pytest.approx(32e-3, rel=0.05)
@@ -154,3 +154,4 @@ def test_microbatches_that_pay_are_kept_however_long_the_way(slots):
     paced(engine, 1, stages, 40e-3, 90)
     assert set(paced(engine, 32, stages, 40e-3, 600)) == {slots}
     assert engine.controller.unseen == pytest.approx(40e-3, rel=0.05)
+    engine.page.close()

@@ -63,7 +63,7 @@ def test_stock_runs_all_at_once_requests_in_one_microbatch():
     assert even.tokens_per_second > 1.15 * outcome.tokens_per_second
 
 
-@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("stages", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [poisson_trace, bursty_trace])
 @pytest.mark.parametrize("extra", [0, 1], ids=["all p slots open", "as the engine: p + 1, paced"])
 def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make, extra):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,6 +18,10 @@ from sipipe.ipc.link.sender import Sender
 from sipipe.messages.link import LinkEndpoint
 
 BOUND = 60.0  # seconds; of a machine at its worst
+WIDTH = 24
+HERE = f"127.{1 + os.getpid() // 2**14 % 200}.{os.getpid() // 2**7 % 2**7}.{1 + os.getpid() % 2**7}"
+"""An address of loopback that is this process's own. A port that was free a moment ago may be
+another's by now; on one address two test processes, which have the same secret, would meet."""
 
 
 @pytest.fixture(params=["shm", "cuda_ipc", "zeromq", "zeromq, not encrypted"])
@@ -34,14 +39,14 @@ def endpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         name="stage0-1.r0",
         device="cuda" if on_gpu else "cpu",
         stall_timeout=BOUND,
-        **({"address": "127.0.0.1", "port": free_port()} if kind == "zeromq" else {}),
+        **({"address": HERE, "port": free_port(HERE)} if kind == "zeromq" else {}),
         token="a token" if plain else "",
     )
 
 
-def free_port() -> int:
+def free_port(address: str = "127.0.0.1") -> int:
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+        sock.bind((address, 0))
         return sock.getsockname()[1]
 
 
@@ -68,15 +73,10 @@ def link(endpoint: LinkEndpoint, pair) -> Iterator[tuple[Sender, Receiver]]:
         yield sender, receiver
 
 
-@pytest.fixture
-def hidden():
-    """Makes the hidden states of a Llama: [num_tokens, width] twice, reproducibly."""
-
-    def make(num_tokens: int, seed: int = 0, width: int = 24) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return {
-            key: torch.randn(num_tokens, width, generator=generator).to(torch.bfloat16)
-            for key in ("hidden_states", "residual")
-        }
-
-    return make
+def hidden(num_tokens: int, seed: int = 0, width: int = WIDTH) -> dict[str, torch.Tensor]:
+    """The hidden states of a Llama: [num_tokens, width] twice, reproducibly."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        key: torch.randn(num_tokens, width, generator=generator).to(torch.bfloat16)
+        for key in ("hidden_states", "residual")
+    }

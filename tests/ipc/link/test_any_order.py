@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.ipc.link import stand_in
-from tests.ipc.link.conftest import free_port
+from tests.ipc.link.conftest import HERE, free_port
 
 from sipipe.errors import StallError
 from sipipe.ipc.link import cuda_ipc, shm
@@ -94,8 +94,8 @@ class Link(RuleBasedStateMachine):
             device="cuda" if on_gpu else "cpu",
             depth=self.depth,
             stall_timeout=BOUND,
-            address="127.0.0.1",
-            port=free_port() if self.kind == "zeromq" else 0,
+            address=HERE,
+            port=free_port(HERE) if self.kind == "zeromq" else 0,
         )
         ours = theirs = None
         if self.kind != "zeromq":

@@ -5,19 +5,24 @@ from __future__ import annotations
 import base64
 import contextlib
 import gc
+import importlib.util
 import itertools
 import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
+from tests.engine import forks
+from tests.engine.forks import Forked
+from tests.ipc.link import dying_stage
+from tests.ipc.link.dying_stage import hidden
 
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.link.errors import PeerDiedError
@@ -25,112 +30,53 @@ from sipipe.messages.link import LinkEndpoint
 
 BOUND = 60.0  # of a machine at its worst; a death is noticed at once
 
-PRELUDE = """
-import base64, ctypes, itertools, os, pickle, signal, socket, sys, threading
-import torch
-from sipipe.ipc.link import shm
-from sipipe.ipc.link.endpoint import open_sender, open_receiver
-from tests.ipc.link import stand_in
-endpoint, sock = pickle.loads(base64.b64decode(sys.argv[1])), None
-if sys.argv[2:]:
-    sock = socket.socket(fileno=int(sys.argv[2]))
-if endpoint.device == "cuda":
-    stand_in.use()
-def hidden(n, i): return {"hidden_states": torch.full((n, 16), float(i)), "residual": torch.ones(n, 16)}
-def say(what="ready"): print(what, flush=True)
-def send_one():
-    sender = open_sender(endpoint, sock)
-    sender.send(0, 4, hidden(4, 0))
-    sender.wait_sent(60)
-    return sender
-"""
-SENDS_ONE_THEN_WAITS = """
-sender = send_one()
-say()
-signal.pause()
-"""
-DIES_AMID_THE_COPY = """
-sender = send_one()
-say()
-def half(to, start, nbytes):
-    ctypes.memmove(to, start, nbytes // 2)
-    os.kill(os.getpid(), signal.SIGKILL)
-shm._move_holding_gil = half
-stand_in.StandInDevice.copy = lambda self, to, part: half(0, 0, 0)
-sender.send(1, 4, hidden(4, 1))
-"""
-DIES_AFTER_THE_COPY = """
-sender = send_one()
-say()
-sender._transport._connection.send = lambda *packet: os.kill(os.getpid(), signal.SIGKILL)
-sender.send(1, 4, hidden(4, 1))
-"""
-DIES_BEFORE_THE_MEMORY = """
-shm.ShmSending._make_room = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
-stand_in.cuda_ipc.CudaIpcSending._make_room = shm.ShmSending._make_room
-send_one()
-"""
-LEAVES_A_CHILD_BEHIND = """
-sender = send_one()
-child = os.fork()
-if child == 0:
-    signal.pause()
-say(child)
-signal.pause()
-"""
-SENDS_FOR_EVER = """
-sender = open_sender(endpoint, sock)
-for i in itertools.count():
-    sender.send(i, 1024, {"h": torch.full((1024, 8192), i % 100, dtype=torch.int8)})
-"""
-TAKES_ONE_THEN_WAITS = """
-receiver = open_receiver(endpoint, sock)
-receiver.take(0, 4, 60)
-if endpoint.name == "forks" and os.fork() == 0:
-    signal.pause()
-say()
-signal.pause()
-"""
-
-
-def hidden(num_tokens: int, value: float) -> dict[str, torch.Tensor]:
-    return {
-        "hidden_states": torch.full((num_tokens, 16), value),
-        "residual": torch.ones(num_tokens, 16),
-    }
-
 
 class Stage:
-    """Another process at the other end of a link."""
+    """Another process at the other end of a link, which goes on as :mod:`.dying_stage` has it."""
 
-    def __init__(self, body: str, endpoint: LinkEndpoint, sock: socket.socket | None) -> None:
+    def __init__(
+        self, how: str, endpoint: LinkEndpoint, sock: socket.socket | None, log: Path
+    ) -> None:
+        self._log = log
         argument = base64.b64encode(pickle.dumps(endpoint)).decode()
-        with sock or contextlib.nullcontext():
-            descriptors = [sock.fileno()] if sock is not None else []
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", PRELUDE + body, argument, *map(str, descriptors)],
-                stdout=subprocess.PIPE,
-                text=True,
-                pass_fds=descriptors,
-                process_group=0,
+        with sock or contextlib.nullcontext(), log.open("w") as out:
+            self._process = Forked(
+                Path(dying_stage.__file__),
+                [how, argument],
+                env=dict(os.environ),
+                out=out,
+                ends=[sock.fileno()] if sock else [],
             )
 
     def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        """The first one that it prints."""
+        deadline = time.monotonic() + BOUND
+        while "\n" not in (said := self._log.read_text()):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.005)
+        return said.splitlines()[0]
+
+    def kill(self) -> None:
+        """It alone, without the children it left behind."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGKILL)
 
     def kill_later(self, seconds: float) -> threading.Timer:
-        timer = threading.Timer(seconds, self.process.kill)
+        timer = threading.Timer(seconds, self.kill)
         timer.start()
         return timer
 
     def clean_up(self) -> None:
-        """With the children it left behind."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fork_server() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed, with which the other processes begin")
+    forks.start()
 
 
 @pytest.fixture(autouse=True)
@@ -143,12 +89,12 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def start(pair) -> Iterator:
+def start(pair, tmp_path) -> Iterator:
     """Start a stage at an end of the test's pair of sockets; all are killed when it is over."""
     stages = []
 
-    def start(body: str, endpoint: LinkEndpoint, sock: socket.socket | None) -> Stage:
-        stages.append(Stage(body, endpoint, sock))
+    def start(how: str, endpoint: LinkEndpoint, sock: socket.socket | None) -> Stage:
+        stages.append(Stage(how, endpoint, sock, tmp_path / f"stage{len(stages)}"))
         return stages[-1]
 
     yield start
@@ -157,7 +103,7 @@ def start(pair) -> Iterator:
 
 
 def test_the_sender_is_killed_while_the_receiver_waits(endpoint, pair, start):
-    stage = start(SENDS_ONE_THEN_WAITS, endpoint, pair[0])
+    stage = start("sends_one_then_waits", endpoint, pair[0])
     with closing(open_receiver(endpoint, pair[1])) as receiver:
         taken = receiver.take(0, 4, BOUND)
         assert stage.line() == "ready"
@@ -169,11 +115,11 @@ def test_the_sender_is_killed_while_the_receiver_waits(endpoint, pair, start):
         receiver.release(0)
 
 
-@pytest.mark.parametrize("body", [DIES_AMID_THE_COPY, DIES_AFTER_THE_COPY])
-def test_the_sender_dies_in_the_middle_of_a_frame(endpoint, pair, start, body):
+@pytest.mark.parametrize("how", ["dies_amid_the_copy", "dies_after_the_copy"])
+def test_the_sender_dies_in_the_middle_of_a_frame(endpoint, pair, start, how):
     if endpoint.kind == "zeromq":
         pytest.skip("ZeroMQ copies, and hands out whole messages")
-    start(body, endpoint, pair[0])
+    start(how, endpoint, pair[0])
     with closing(open_receiver(endpoint, pair[1])) as receiver:
         receiver.take(0, 4, BOUND)
         with pytest.raises(PeerDiedError, match="previous stage died"):
@@ -183,7 +129,7 @@ def test_the_sender_dies_in_the_middle_of_a_frame(endpoint, pair, start, body):
 def test_the_sender_dies_between_a_schema_and_its_memory(endpoint, pair, start):
     if endpoint.kind == "zeromq":
         pytest.skip("the memory is the receiver's own")
-    start(DIES_BEFORE_THE_MEMORY, endpoint, pair[0])
+    start("dies_before_the_memory", endpoint, pair[0])
     with (
         closing(open_receiver(endpoint, pair[1])) as receiver,
         pytest.raises(PeerDiedError, match="previous stage died"),
@@ -201,7 +147,7 @@ def test_the_sender_dies_between_a_schema_and_its_memory(endpoint, pair, start):
 def test_a_sender_that_is_killed_at_any_moment(pair, start, seconds):
     """8 MiB a frame: most of the time one is being copied. What is taken is whole."""
     endpoint = LinkEndpoint(kind="shm", buffer_tokens=1024, stall_timeout=BOUND)
-    stage = start(SENDS_FOR_EVER, endpoint, pair[0])
+    stage = start("sends_for_ever", endpoint, pair[0])
     with closing(open_receiver(endpoint, pair[1])) as receiver:
 
         def take_all() -> None:
@@ -217,12 +163,11 @@ def test_a_sender_that_is_killed_at_any_moment(pair, start, seconds):
 
 
 def test_the_receiver_is_killed(endpoint, pair, start):
-    stage = start(TAKES_ONE_THEN_WAITS, endpoint, pair[1])
+    stage = start("takes_one_then_waits", endpoint, pair[1])
     with closing(open_sender(endpoint, pair[0])) as sender:
         sender.send(0, 4, hidden(4, 0))
         assert stage.line() == "ready"
-        stage.process.kill()
-        stage.process.wait()
+        stage.kill()
 
         def send_on() -> None:
             for iteration in range(1, 6):  # the fourth at the latest needs a buffer back
@@ -233,7 +178,7 @@ def test_the_receiver_is_killed(endpoint, pair, start):
 
 
 def test_the_receiver_is_killed_while_the_sender_waits(endpoint, pair, start):
-    stage = start(TAKES_ONE_THEN_WAITS, endpoint, pair[1])
+    stage = start("takes_one_then_waits", endpoint, pair[1])
     with closing(open_sender(endpoint, pair[0])) as sender:
         for iteration in range(endpoint.depth):
             sender.send(iteration, 4, hidden(4, iteration))
@@ -263,7 +208,7 @@ def test_the_receiver_dies_before_it_gives_memory(endpoint, pair):
 def test_a_sender_whose_death_a_forked_child_hides(pair, start):
     """The child keeps the socket open, so there is no end of it; the process is watched too."""
     endpoint = LinkEndpoint(kind="shm", buffer_tokens=64, stall_timeout=BOUND)
-    stage = start(LEAVES_A_CHILD_BEHIND, endpoint, pair[0])
+    stage = start("leaves_a_child_behind", endpoint, pair[0])
     with closing(open_receiver(endpoint, pair[1])) as receiver:
         receiver.take(0, 4, BOUND)
         child = int(stage.line())
@@ -276,7 +221,7 @@ def test_a_sender_whose_death_a_forked_child_hides(pair, start):
 
 def test_a_receiver_whose_death_a_forked_child_hides(pair, start):
     endpoint = LinkEndpoint(kind="shm", buffer_tokens=64, stall_timeout=BOUND, name="forks")
-    stage = start(TAKES_ONE_THEN_WAITS, endpoint, pair[1])
+    stage = start("takes_one_then_waits", endpoint, pair[1])
     with closing(open_sender(endpoint, pair[0])) as sender:
         for iteration in range(endpoint.depth):
             sender.send(iteration, 4, hidden(4, iteration))

@@ -13,20 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ipc.link.conftest import hidden
 
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.messages.link import LinkEndpoint
 
 BOUND = 120.0
 SIZES = [64, 1, 7, 64, 33, 2, 0, 64]
-
-
-def hidden(num_tokens: int, seed: int, width: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        key: torch.randn(num_tokens, width, generator=generator).to(torch.bfloat16)
-        for key in ("hidden_states", "residual")
-    }
 
 
 def width_of(iteration: int) -> int:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
-import time
 
 import torch
+from tests.asleep import restless
+from tests.ipc.link.conftest import BOUND, hidden
 
 from sipipe.ipc.link.header import HEADER_BYTES
 from sipipe.ipc.link.packets import PacketConnection
 from sipipe.ipc.link.zeromq import _Packets
 
-BOUND = 60.0
 
-
-def test_no_metadata_after_the_first_iteration(link, endpoint, hidden, monkeypatch):
+def test_no_metadata_after_the_first_iteration(link, endpoint, monkeypatch):
     """Counted where packets arrive: a header a microbatch, another schema only when it is new."""
     sizes: list[int] = []
     sender, receiver = link
@@ -47,7 +47,7 @@ def test_no_metadata_after_the_first_iteration(link, endpoint, hidden, monkeypat
 
 
 def test_a_slow_next_stage_blocks_only_at_the_bound_and_then_in_the_kernel(
-    link, endpoint, hidden, monkeypatch
+    link, endpoint, monkeypatch
 ):
     sender, receiver = link
     waits: list[float] = []
@@ -63,18 +63,18 @@ def test_a_slow_next_stage_blocks_only_at_the_bound_and_then_in_the_kernel(
     for iteration in range(1, endpoint.depth):
         sender.send(iteration, 4, hidden(4))
     assert not waits
-    releasing = threading.Timer(0.3, receiver.release, [0])
-    releasing.start()
-    began, cpu = time.monotonic(), time.thread_time()
-    sender.send(endpoint.depth, 4, hidden(4))
-    waited, cpu = time.monotonic() - began, time.thread_time() - cpu
-    releasing.join()
-    # One call that sleeps in poll(); a loop that looked again and again would show in both.
-    assert len(waits) == 1
-    assert cpu < waited / 2
+    sends = threading.Thread(target=sender.send, args=(endpoint.depth, 4, hidden(4)))
+    sends.start()
+    while sends.is_alive() and not waits:
+        threading.Event().wait(0.001)
+    assert not restless(os.getpid(), {sends.native_id})
+    receiver.release(0)
+    sends.join(BOUND)
+    assert not sends.is_alive()
+    assert len(waits) == 1, "a loop that asks again and again"
 
 
-def test_decode_frames_are_sent_by_the_caller(link, hidden, monkeypatch):
+def test_decode_frames_are_sent_by_the_caller(link, monkeypatch):
     """All but the first, which brings its schema; a hand-over to a thread would cost more."""
     sender, receiver = link
     threads: list[str] = []

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sipipe.ipc.link.buffers import Buffers, buffer_bytes
-from sipipe.ipc.link.errors import LinkClosedError, PeerDiedError, TransferMismatchError
-from sipipe.ipc.link.header import HEADER_BYTES, Header, Kind, pack
 from sipipe.ipc.link.schema import ALIGNMENT, TOKENS, TensorSchema
-from sipipe.ipc.link.shm import Announcement, ShmReceiving
-from sipipe.messages.link import LinkEndpoint
 
 
 def tensors(num_tokens: int, **extra: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -82,22 +73,3 @@ def test_addresses_do_not_depend_on_the_number_of_tokens():
 def test_only_tensors_travel(value):
     with pytest.raises(TypeError, match="'residual'"):
         TensorSchema.capture(tensors(5, residual=value), 5)
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.data())
-def test_a_damaged_description_is_a_links_error_and_nobody_uses_it(data):
-    schema = TensorSchema.capture(tensors(5), 5)
-    body = msgspec.msgpack.encode(Announcement(schema, 1 << 16, new_memory=False))
-    packet = bytearray(pack(Header(Kind.SCHEMA, fingerprint=schema.fingerprint), body))
-    packet[data.draw(st.integers(0, len(packet) - 1))] = data.draw(st.integers(0, 255))
-    packet = packet[: data.draw(st.integers(HEADER_BYTES - 2, len(packet)))]
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    endpoint = LinkEndpoint(kind="shm", buffer_tokens=64, depth=3, device="cpu")
-    with ours, contextlib.closing(ShmReceiving(endpoint, theirs)) as receiving:
-        ours.send(packet)
-        ours.send(pack(Header(Kind.BYE)))
-        with contextlib.suppress(TransferMismatchError, LinkClosedError, PeerDiedError):
-            while True:
-                assert receiving.receive(10) is not None
-        assert set(receiving._schemas) <= {schema.fingerprint}

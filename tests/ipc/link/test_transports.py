@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
-from contextlib import closing
 
 import pytest
 import torch
+from benchmarks import ablation
+from tests.ipc.link.conftest import BOUND, WIDTH, hidden
 
 from sipipe.errors import StallError
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
@@ -15,17 +15,6 @@ from sipipe.ipc.link.errors import LinkClosedError, TransferMismatchError
 from sipipe.ipc.link.header import Header, Kind, pack
 from sipipe.ipc.link.receiver import Receiver
 from sipipe.ipc.link.sender import Sender
-
-BOUND = 30.0
-H = 24
-
-
-def hidden(num_tokens: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "hidden_states": torch.randn(num_tokens, H, generator=generator).to(dtype),
-        "residual": torch.randn(num_tokens, H, generator=generator).to(dtype),
-    }
 
 
 def assert_equal(got: dict, sent: dict) -> None:
@@ -49,49 +38,54 @@ def test_sizes_that_change_every_iteration(link):
 
 
 def test_a_fixed_dimension_that_looked_like_tokens(link):
-    """Captured at 8 tokens, [8, H] could be either; 9 tokens tell."""
+    """Captured at 8 tokens, [8, WIDTH] could be either; 9 tokens tell."""
     for iteration, num_tokens in enumerate([8, 9, 8, 3]):
-        sent = {"states": hidden(num_tokens)["residual"], "fixed": torch.randn(8, H)}
+        sent = {"states": hidden(num_tokens)["residual"], "fixed": torch.randn(8, WIDTH)}
         exchange(link, iteration, num_tokens, sent)
 
 
 def test_tensors_that_are_not_contiguous(link):
-    wide = torch.randn(6, 2 * H)
-    exchange(link, 0, 6, {"a": wide[:, ::2], "b": wide.T[:H].T})
+    wide = torch.randn(6, 2 * WIDTH)
+    exchange(link, 0, 6, {"a": wide[:, ::2], "b": wide.T[:WIDTH].T})
 
 
 def test_schemas_that_alternate(link):
     for iteration in range(9):
         sent = hidden(5, iteration)
         if iteration % 3 == 1:
-            sent = {"hidden_states": torch.full((5, 2 * H), iteration, dtype=torch.float32)}
+            sent = {"hidden_states": torch.full((5, 2 * WIDTH), iteration, dtype=torch.float32)}
         if iteration % 3 == 2:
             sent = {**sent, "deepstack": torch.arange(5 * 3 * 4).view(3, 5, 4)}
         exchange(link, iteration, 5, sent)
 
 
+@pytest.fixture
+def without_posting(monkeypatch):
+    """The ablation's links, for a test."""
+    monkeypatch.setattr(Sender, "send", Sender.send)
+    monkeypatch.setattr(Receiver, "take", Receiver.take)
+    assert ablation.WithoutPosting.__name__ == "WithoutPosting"
+
+
 @pytest.mark.parametrize("endpoint", ["shm", "zeromq"], indirect=True)
-def test_without_posting_each_describes_itself(endpoint, pair):
+@pytest.mark.usefixtures("without_posting")
+def test_without_posting_each_describes_itself(link):
     """The tensors are the receiver's own, and come after a description of them every time."""
-    endpoint = dataclasses.replace(endpoint, posted=False)
-    with (
-        closing(open_sender(endpoint, pair[0])) as sender,
-        closing(open_receiver(endpoint, pair[1])) as receiver,
-    ):
-        described, kept = [], []
-        announce = sender._transport.announce
-        sender._transport.announce = lambda schema: described.append(schema) or announce(schema)
-        for iteration, num_tokens in enumerate([5, 5, 64, 100, 1]):
-            sent = hidden(num_tokens, iteration)
-            sender.send(iteration, num_tokens, sent)
-            assert sender._completed == sender._submitted, "it has left"
-            taken = receiver.take(iteration, num_tokens, BOUND)
-            receiver.release(iteration)
-            assert_equal(taken, sent)
-            kept.append((taken, sent))
-        for taken, sent in kept:
-            assert_equal(taken, sent)  # nobody has written them again
-        assert len(described) == 5
+    sender, receiver = link
+    described, kept = [], []
+    announce = sender._transport.announce
+    sender._transport.announce = lambda schema: described.append(schema) or announce(schema)
+    for iteration, num_tokens in enumerate([5, 5, 64, 100, 1]):
+        sent = hidden(num_tokens, iteration)
+        sender.send(iteration, num_tokens, sent)
+        assert sender._completed == sender._submitted, "it has left"
+        taken = receiver.take(iteration, num_tokens, BOUND)
+        receiver.release(iteration)
+        assert_equal(taken, sent)
+        kept.append((taken, sent))
+    for taken, sent in kept:
+        assert_equal(taken, sent)  # nobody has written them again
+    assert len(described) == 5
 
 
 def test_more_schemas_than_are_remembered(link):
@@ -354,32 +348,20 @@ def blocked(link: tuple[Sender, Receiver]) -> None:
     receiver.take(0, 1, BOUND)
 
 
-def test_a_receiver_that_closes_ends_a_waiting_sender(link):
+@pytest.mark.parametrize(
+    ("closes", "waits", "words"),
+    [("receiver", "send", "next stage"), ("receiver", "take", "this receiver"),
+     ("sender", "send", "this sender")],
+)  # fmt: skip
+def test_closing_an_end_ends_a_wait(link, closes, waits, words):
+    """At either end."""
     sender, receiver = link
-    blocked(link)
-    closing = threading.Timer(0.05, receiver.close)
+    if waits == "send":
+        blocked(link)
+    closing = threading.Timer(0.05, (sender if closes == "sender" else receiver).close)
     closing.start()
-    with pytest.raises(LinkClosedError, match="next stage"):
-        sender.send(3, 1, hidden(1))
-    closing.join()
-
-
-def test_closing_wakes_a_waiting_take(link):
-    _, receiver = link
-    closing = threading.Timer(0.05, receiver.close)
-    closing.start()
-    with pytest.raises(LinkClosedError, match="this receiver"):
-        receiver.take(0, 1, BOUND)
-    closing.join()
-
-
-def test_closing_wakes_a_waiting_send(link):
-    sender, _ = link
-    blocked(link)
-    closing = threading.Timer(0.05, sender.close)
-    closing.start()
-    with pytest.raises(LinkClosedError, match="this sender"):
-        sender.send(3, 1, hidden(1))
+    with pytest.raises(LinkClosedError, match=words):
+        sender.send(3, 1, hidden(1)) if waits == "send" else receiver.take(0, 1, BOUND)
     closing.join()
 
 
@@ -463,7 +445,7 @@ def test_a_header_that_contradicts_the_link_is_an_error(
     if fingerprint is None:
         fingerprint = sender._schema.fingerprint
     header = Header(Kind.DATA, frame, 1, 3, fingerprint)
-    behind_it = [bytes(3 * H * 2)] * 2 if endpoint.kind == "zeromq" else []
+    behind_it = [bytes(3 * WIDTH * 2)] * 2 if endpoint.kind == "zeromq" else []
     transport._connection.send(pack(header), *behind_it)
     with pytest.raises(TransferMismatchError, match=message):
         receiver.take(1, 3, BOUND)

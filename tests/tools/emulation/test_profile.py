@@ -20,7 +20,7 @@ def test_stage_times_are_the_planners(name, pp, batch):
     for stage, profile in zip(made.placement.stages, made.profile.stages, strict=True):
         work = Microbatch(batch=batch, tokens=batch, context=1000)
         predicted = sum(costs.forward(stage, work, gather=False).values())
-        emulated = profile.seconds(np.full(batch, 1000), np.ones(batch)) + profile.head(batch)
+        emulated = profile.seconds(np.full(batch, 1000), np.ones(batch)) + profile.projection(batch)
         assert emulated == pytest.approx(predicted, rel=0.01)
 
 
@@ -54,10 +54,10 @@ def test_what_does_not_fit_is_one_line(name, pp, cut, words):
 def test_a_shared_projection_leaves_stage_times_and_room_as_they_would_be(name, pp):
     """Layers are even, each stage has its part's weights besides, and times are the whole one's."""
     last, shared = (emulation(name, pp, shared=x, jitter=0.0) for x in (False, True))
-    assert sum(stage.head for stage in shared.placement.stages) == pytest.approx(1)
+    assert sum(stage.projection for stage in shared.placement.stages) == pytest.approx(1)
     counts = [stage.layers for stage in shared.placement.stages]
     assert max(counts) - min(counts) <= 1
-    assert shared.profile.stages[-1].head == last.profile.stages[-1].head
+    assert shared.profile.stages[-1].projection == last.profile.stages[-1].projection
     assert shared.profile.copy == last.profile.copy
     even = emulation(name, pp, cut=tuple(counts), jitter=0.0).profile.kv_tokens
     assert 0.9 * even < shared.profile.kv_tokens <= even
@@ -75,7 +75,7 @@ def test_slow_motion_is_of_everything():
     requests = np.array([1000, 100]), np.array([1, 50])
     for one, other in zip(usual.stages, slow.stages, strict=True):
         assert other.seconds(*requests) == pytest.approx(3 * one.seconds(*requests))
-        assert other.head(82) == pytest.approx(3 * one.head(82))
+        assert other.projection(82) == pytest.approx(3 * one.projection(82))
         assert other.hop(82) == pytest.approx(3 * one.hop(82))
     assert slow.copy(32) == pytest.approx(3 * usual.copy(32))
     assert slow.kv_tokens == usual.kv_tokens

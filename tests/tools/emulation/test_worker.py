@@ -13,16 +13,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="stands for vLLM's worker")
 
 import numpy as np  # noqa: E402
+from tests.scheduled import new_request  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
-from vllm.v1.core.sched.output import (  # noqa: E402
-    CachedRequestData,
-    NewRequestData,
-    SchedulerOutput,
-)
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
 
 from sipipe.config import SiPipeConfig  # noqa: E402
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader  # noqa: E402
+from sipipe.messages.calls import TakeProjection, TimeParts  # noqa: E402
 from sipipe.messages.link import LinkEndpoint  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.messages.places import StagePlace  # noqa: E402
@@ -158,18 +156,8 @@ def test_the_places_of_the_logits_are_filled():
     assert 0.9 < logits.std() < 1.1
 
 
-def new_request(name, tokens=5):
-    return NewRequestData(
-        req_id=name,
-        prompt_token_ids=[0] * tokens,
-        prefill_token_ids=[0] * tokens,
-        mm_features=[],
-        sampling_params=None,
-        pooling_params=None,
-        block_ids=([1],),
-        num_computed_tokens=0,
-        lora_request=None,
-    )
+def unseen(name):
+    return new_request(name, [0] * 5, blocks=([1],), prefill=[0] * 5)
 
 
 def vllm_config(path=""):
@@ -192,9 +180,9 @@ def test_a_batch_is_the_prepared_one():
     runner = EmulatedRunner(vllm_config(), torch.nn.Module(), {}, last=True)
     device = EmulatedDevice(profile(1), torch.bfloat16, ready(), 7)
     assert not why_vllm_prepares(runner)
-    prepares = SiPipePrepares(runner, device, slots=1, sets=2, check=True)
+    prepares = SiPipePrepares(runner, device, slots=1, sets=2)
     output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs = [new_request("a"), new_request("b")]
+    output.scheduled_new_reqs = [unseen("a"), unseen("b")]
     found = []
 
     def step(iteration, **scheduled):
@@ -203,7 +191,6 @@ def test_a_batch_is_the_prepared_one():
         inputs = prepares.prepare(iteration, 0, iteration % 2, output)
         prepares.begin(inputs)
         found.append(runner.begin(output))
-        prepares.end(inputs)
         return [] if inputs.sampled is None else inputs.sampled.tolist()
 
     assert step(0, a=5, b=3) == [1], "batches are in vLLM's order: by their tokens"
@@ -230,15 +217,14 @@ def test_a_set_is_free_when_the_device_has_come_to_its_copies(clock):
     """Behind the forward pass before them, not when they are launched."""
     runner = EmulatedRunner(vllm_config(), torch.nn.Module(), {}, last=True)
     device = EmulatedDevice(profile(1), torch.bfloat16, ready(), 7)
-    prepares = SiPipePrepares(runner, device, slots=1, sets=2, check=True)
+    prepares = SiPipePrepares(runner, device, slots=1, sets=2)
     output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs, output.num_scheduled_tokens = [new_request("a")], {"a": 5}
+    output.scheduled_new_reqs, output.num_scheduled_tokens = [unseen("a")], {"a": 5}
     output.total_num_scheduled_tokens = 5
     device.launch(0.010)
     inputs = prepares.prepare(0, 0, 0, output)
     prepares.begin(inputs)
     runner.begin(output)
-    prepares.end(inputs)
     output = SchedulerOutput.make_empty()
     prepares.prepare(1, 0, 1, output)
     assert clock.now == 0, "the other set"
@@ -249,7 +235,7 @@ def test_a_set_is_free_when_the_device_has_come_to_its_copies(clock):
 def test_a_stage_takes_longer_for_more():
     stage = StageProfile(
         layers=Curve((1, 2, 4), (1.0, 1.5, 3.5)),
-        head=Curve((1, 2), (0.25, 0.5)),
+        projection=Curve((1, 2), (0.25, 0.5)),
         hop=Curve((1, 2), (0.0, 0.0)),
         decode_context=0.001,
         prompt_context=0.0001,
@@ -331,13 +317,13 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
         )
         if shared:
             offer = loop._sampled.sharing.offer(None, None)
-            loop.take_head(offers=[offer], bounds=bounds)
-            assert loop.time_parts(sequences=4).layers == (stage + 1) / 1e3
+            loop.answer(TakeProjection(offers=[offer], bounds=bounds))
+            assert loop.answer(TimeParts(sequences=4)).layers == (stage + 1) / 1e3
         links = [link] * (stages - 1)
-        loop.open(links=links, heads=links, logits=channel.endpoint)
+        loop.open(links=links, finals=links, logits=channel.endpoint)
         loops.append(loop)
     output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs = [new_request("a"), new_request("b")]
+    output.scheduled_new_reqs = [unseen("a"), unseen("b")]
     cached = CachedRequestData.make_empty()
     cached.req_ids, cached.new_token_ids, cached.new_block_ids = ["b"], [[]], [None]
     steps = [({"a": 5, "b": 3}, 1), ({"b": 1}, 0), ({"b": 1}, 1)]

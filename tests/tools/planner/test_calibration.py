@@ -68,20 +68,20 @@ class Truth:
         active = sum(BENCH.layer_parameters(layer) for layer in stage.layer_range)
         return {
             "forward": self.layer * stage.layers + 2 * active * tokens * self.flop,
-            "logits": 2 * vocabulary * stage.head * hidden * batch * self.logits_flop,
+            "logits": 2 * vocabulary * stage.projection * hidden * batch * self.logits_flop,
             "prepare": self.prepare[0] + self.prepare[1] * batch,
             "schedule": self.schedule[0] + self.schedule[1] * batch,
             "sample": self.sample[0] + self.sample[1] * batch * vocabulary,
-            "handover": self.handover[0] + self.handover[1] * batch * vocabulary * stage.head,
+            "handover": self.handover[0] + self.handover[1] * batch * vocabulary * stage.projection,
             "send": self.send[0] + self.send[1] * tokens * hidden,
         }[phase]
 
 
-def synthetic(p, batches, *, noise=0.1, seed=0, truth=None, records=60, heads=()):
+def synthetic(p, batches, *, noise=0.1, seed=0, truth=None, records=60, projections=()):
     """A run of the bench model on the true machine, with multiplicative noise."""
     truth, rng = truth or Truth(), np.random.default_rng(seed)
     found = []
-    stages = place(BENCH.layers, p, 1, 8, None, heads).stages
+    stages = place(BENCH.layers, p, 1, 8, None, projections).stages
     for batch in batches:
         for _ in range(records):
             tokens = batch if rng.random() < 0.8 else batch * 5
@@ -96,12 +96,12 @@ def synthetic(p, batches, *, noise=0.1, seed=0, truth=None, records=60, heads=()
                     see(stage.index, phase, batch, stage)
                 if not stage.is_last:
                     see(stage.index, "send", batch, stage)
-                if stage.head:
+                if stage.projection:
                     see(stage.index, "logits", batch, stage)
                     see(stage.index, "handover", batch, stage)
             see(-1, "schedule", batch)
             see(-1, "sample", batch)
-    return Run(p=p, t=1, observations=found, heads=heads)
+    return Run(p=p, t=1, observations=found, projections=projections)
 
 
 def period(costs, p, batch, workload):
@@ -129,7 +129,7 @@ def test_a_fit_to_one_configuration_predicts_another(fitted, checked):
 
 
 def test_a_shared_projection_predicts_one_on_the_last_stage():
-    costs = calibrate(SHEET, [synthetic(2, (8, 16, 32, 64), noise=0.05, heads=(0.7, 0.3))])
+    costs = calibrate(SHEET, [synthetic(2, (8, 16, 32, 64), noise=0.05, projections=(0.7, 0.3))])
     exact = calibrate(SHEET, [synthetic(2, (8, 16, 32, 64), noise=1e-6)])
     for batch in (8, 24, 64):
         workload = Workload(input=50, output=50)

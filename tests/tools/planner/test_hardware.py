@@ -47,7 +47,7 @@ def test_the_cost_of_sampling_is_the_one_that_was_kept(kind):
         assert found[1:] == pytest.approx([found[0] / 2, found[0] * 2]), wanted
 
 
-@pytest.mark.parametrize("name", sorted(set(hardware.devices()) - {"cpu"}))
+@pytest.mark.parametrize("name", sorted(set(hardware.names()) - {"cpu"}))
 def test_devices_are_complete_and_plausible(name):
     device = hardware.device(name)
     assert 10 < device.memory_gib < 2000
@@ -58,8 +58,8 @@ def test_devices_are_complete_and_plausible(name):
 
 
 def test_what_the_issue_names_is_there():
-    assert {"h100", "h200", "a100", "b200", "l40s", "4090"} <= set(hardware.devices())
-    assert {"xeon-8468", "epyc-9654"} <= set(hardware.devices())
+    assert {"h100", "h200", "a100", "b200", "l40s", "4090"} <= set(hardware.names())
+    assert {"xeon-8468", "epyc-9654"} <= set(hardware.names())
     assert [hardware.engine(name).key for name in ("vllm", "sipipe")] == ["vllm", "sipipe"]
 
 

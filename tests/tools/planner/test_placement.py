@@ -23,10 +23,6 @@ def test_layers_are_split_evenly_and_completely(layers, p):
     assert split[-1] == min(split)
 
 
-def test_one_layer_per_stage():
-    assert layer_split(8, 8) == (1,) * 8
-
-
 def test_split_is_vllms():
     """The rule of vLLM's get_pp_indices, checked against the function itself where it is here."""
     utils = pytest.importorskip("vllm.distributed.utils")

@@ -319,7 +319,7 @@ def test_on_cpus_the_output_projection_is_shared_where_that_is_quicker(model):
     both = by_degree(found)[4, 1]
     assert (both.ours.vocabulary, both.stock.vocabulary) == ("shared", "last")
     stages = both.ours.placement.stages
-    assert sum(stage.head for stage in stages) == pytest.approx(1)
+    assert sum(stage.projection for stage in stages) == pytest.approx(1)
     logits = [time.forward["logits"] for time in both.ours.iteration.stages]
     assert min(logits) > 0, "every stage multiplies"
     assert "--vocabulary shared" in serve_commands(found, both.ours)[0]
@@ -331,16 +331,16 @@ def test_on_cpus_the_output_projection_is_shared_where_that_is_quicker(model):
 
 def test_on_gpus_it_is_shared_where_samplers_draw_all_rows():
     found = plan("llama-3.1-8b", per_host=4, cpu_sampling="on")
-    shared = [choice for choice in found.choices if choice.placement.shares_head]
+    shared = [choice for choice in found.choices if choice.placement.shares_projection]
     assert shared
     for choice in shared:
         command = serve_commands(found, choice)[0]
         assert "--vocabulary shared" in command
         assert '"cpu_sampling": "on"' in command
     far = plan(hosts=2, per_host=2, cpu_sampling="on")
-    assert not any(choice.placement.shares_head for choice in far.choices)
+    assert not any(choice.placement.shares_projection for choice in far.choices)
 
 
 def test_nothing_is_shared_where_the_engine_would_not():
     for found in (plan(), plan(gpu="xeon-8468", hosts=2, per_host=2), plan(per_host=4, hosts=1)):
-        assert not any(choice.placement.shares_head for choice in found.choices)
+        assert not any(choice.placement.shares_projection for choice in found.choices)

@@ -5,9 +5,8 @@ n sequences in k microbatches of b = n / k get a token each in one pipeline peri
     R(k) = max(sum of s_i(b) + h(b), k * max of s_i(b))
 
 where s_i(b) is the time of stage i for b sequences and h(b) what is needed between the last stage
-and the first (sampling, scheduling, messages). Where stages share the output projection out, their
-parts run side by side: of these the longest counts in the sum. The first term is one microbatch's way through the
-pipeline, the second the slowest stage's work on all k. With equal stages k = p or p + 1 is best
+and the first (sampling, scheduling, messages): k times what :mod:`sipipe.messages.period` has. The
+first term is one microbatch's way through the pipeline, the second the slowest stage's work on all k. With equal stages k = p or p + 1 is best
 however thin the microbatches are; where one stage is much longer than the others (a large
 vocabulary behind few layers, say) or h is small, a second thin microbatch only pays that stage's
 fixed cost again. What no phase has (wake-ups, messages, the way between hosts) is part of h: it is
@@ -28,6 +27,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sipipe.messages.period import passing, period
 from sipipe.observe.live import Key, LivePage, Word
 from sipipe.observe.phases import COUNTED_PHASES, Phase
 
@@ -52,7 +52,7 @@ FORGET = 0.8
 """What is then believed to be left of what it was, as far as one microbatch says anything."""
 ALIKE = 1.5
 """Ratio of two numbers of sequences up to which they are about as many."""
-_HEAD = (Phase.LOGITS, Phase.HANDOVER)
+_PROJECTION = (Phase.LOGITS, Phase.HANDOVER)
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,7 +102,7 @@ class ConcurrencyController:
 
     def __init__(self, *, stages: int, slots: int) -> None:
         self.stages = [RunningRegression() for _ in range(stages)]
-        self.heads = [RunningRegression() for _ in range(stages)]
+        self.projections = [RunningRegression() for _ in range(stages)]
         """Of these times, what the output projection and the logits' hand-over take."""
         self.between = RunningRegression()
         """What sampling and scheduling take between the last stage and the first."""
@@ -118,14 +118,14 @@ class ConcurrencyController:
     def period(self, sequences: int, microbatches: int) -> float:
         """R(k): seconds in which each of ``sequences`` gets a token."""
         batch = -(-sequences // microbatches)
-        return max(self._phases(batch) + self.unseen, microbatches * self._slowest(batch))
+        round_trip = self._phases(batch) + self.unseen
+        return microbatches * period([self._slowest(batch)], round_trip, microbatches)
 
     def _phases(self, batch: float) -> float:
         """Seconds of one microbatch's way through the pipeline that are some phase's."""
         between = self.between(batch) if self.between.weight >= ENOUGH else 0.0
-        heads = [head(batch) for head in self.heads if head.weight >= ENOUGH]
-        layers = sum(stage(batch) for stage in self.stages) - sum(heads)
-        return layers + max(heads, default=0.0) + between
+        shared = [one(batch) for one in self.projections if one.weight >= ENOUGH]
+        return passing([stage(batch) for stage in self.stages], shared) + between
 
     def _slowest(self, batch: float) -> float:
         return max(stage(batch) for stage in self.stages)
@@ -179,7 +179,7 @@ class MeasuredTimes:
         self.controller = controller
         keys: list[Key] = [("stage", i, 0) for i in range(len(controller.stages))]
         self._stages = [_Delta(page, key) for key in keys]
-        self._heads = [_Delta(page, key, _HEAD) for key in keys]
+        self._projections = [_Delta(page, key, _PROJECTION) for key in keys]
         self._samplers = [_Delta(page, ("sampler", i, 0)) for i in range(samplers)]
         self._executor = _Delta(page, ("executor", 0, 0))
         self._ends: deque[float] = deque(maxlen=controller.slots + 1)
@@ -197,7 +197,7 @@ class MeasuredTimes:
             self._decodes &= sequences == tokens
             if count and sequences == tokens:
                 regression.add(sequences / count, spent / 1e9 / count, count)
-        for process, regression in zip(self._heads, self.controller.heads, strict=True):
+        for process, regression in zip(self._projections, self.controller.projections, strict=True):
             count, sequences, tokens, spent = process.take()
             if count and sequences == tokens:
                 regression.add(sequences / count, spent / 1e9 / count, count)

@@ -1,10 +1,6 @@
-"""What SiPipe adds to whichever scheduler the engine uses: a record of each iteration, the phases
-for the trace, the failure of single requests, their order of arrival, and for its own the stage times by which it decides
-how many microbatches to form.
-
-Mixed in front of SiPipe's scheduler, vLLM's own, or a class of the user's, so that neither tracing
-nor the failure of a single request depends on the choice.
-"""
+"""What SiPipe adds to any scheduler, its own, vLLM's or a user's: a record of each iteration, the
+phases for the trace, the failure of single requests, their order of arrival; for its own also the
+stage times by which it decides how many microbatches to form."""
 
 import time
 from typing import Any

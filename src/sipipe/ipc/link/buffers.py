@@ -46,10 +46,8 @@ class Buffers:
             frame, start = schema.at(num_tokens), buffer * self._size
             views = self._views[key] = {
                 name: self._memory[start + offset : start + offset + size].view(dtype).view(shape)
-                for name, dtype, shape, size, offset in zip(
-                    schema.keys,
-                    schema.dtypes,
-                    frame.shapes,
+                for (name, dtype, shape), size, offset in zip(
+                    frame.expected,
                     frame.sizes,
                     schema.offsets(self._max_tokens),
                     strict=False,  # the last offset is the end

@@ -89,8 +89,6 @@ class Receiver:
             if self._to_device:
                 # From pageable memory: the copy is complete on return.
                 return {key: tensor.to("cuda") for key, tensor in tensors.items()}
-            if not self._endpoint.posted:
-                return {key: tensor.clone() for key, tensor in tensors.items()}
             return tensors.copy()
 
     def _next(

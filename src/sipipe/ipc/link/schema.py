@@ -31,7 +31,6 @@ _REMEMBERED = 4096
 class FrameShape(NamedTuple):
     """A schema at one number of tokens; one entry for each tensor."""
 
-    shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     """Bytes."""
     nbytes: int
@@ -103,11 +102,6 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return tuple(spec.key for spec in self.specs)
 
     @functools.cached_property
-    def dtypes(self) -> tuple[Any, ...]:
-        """The ``torch.dtype`` of each."""
-        return tuple(getattr(torch, spec.dtype) for spec in self.specs)
-
-    @functools.cached_property
     def fingerprint(self) -> int:
         """64 bits that two different schemas share with probability 2⁻⁶⁴."""
         digest = hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
@@ -123,17 +117,13 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
         if frame is None:
             if len(self._shapes) == _REMEMBERED:
                 self._shapes.clear()
-            shapes = tuple(
-                tuple(num_tokens if size == TOKENS else size for size in spec.shape)
-                for spec in self.specs
-            )
-            sizes = tuple(
-                math.prod(shape) * spec.itemsize
-                for shape, spec in zip(shapes, self.specs, strict=True)
-            )
-            frame = self._shapes[num_tokens] = FrameShape(
-                shapes, sizes, sum(sizes), tuple(zip(self.keys, self.dtypes, shapes, strict=True))
-            )
+            expected, sizes = [], []
+            for spec in self.specs:
+                shape = tuple(num_tokens if size == TOKENS else size for size in spec.shape)
+                expected.append((spec.key, getattr(torch, spec.dtype), shape))
+                sizes.append(math.prod(shape) * spec.itemsize)
+            frame = FrameShape(tuple(sizes), sum(sizes), tuple(expected))
+            self._shapes[num_tokens] = frame
         return frame
 
     def pieces(

@@ -115,10 +115,10 @@ class Sender:
             schema, parts = self._schema, None
             if schema is not None:
                 parts = schema.parts(tensors, num_tokens)
-            new = not self._endpoint.posted
+            new = False
             if schema is None or parts is None:
                 schema, parts = self._other_schema(tensors, num_tokens)
-                new = new or schema.fingerprint not in self._schemas
+                new = schema.fingerprint not in self._schemas
             bound = self._endpoint.stall_timeout if timeout is None else timeout
             if len(self._ends) == self._depth and not self._released(self._ends[0], bound):
                 raise self._behind(iteration, bound)
@@ -159,8 +159,6 @@ class Sender:
                     del self._schemas[next(iter(self._schemas))]
             for job in jobs:
                 self._jobs.put(job)
-        if not self._endpoint.posted:
-            self.wait_sent(timeout)
 
     def wait_sent(self, timeout: float | None = None) -> None:
         """Wait until every tensor given to :meth:`send` may be overwritten.

@@ -221,7 +221,7 @@ class ShmReceiving:
             if header.kind == Kind.HELLO:
                 self._connection.watch(header.frame)
             else:
-                self._learn(header, self._view[HEADER_BYTES:size])
+                self._learn(self._view[HEADER_BYTES:size])
 
     def schema(self, header: Header) -> TensorSchema | None:
         """What the frame's tensors are; None if that was never announced."""
@@ -249,20 +249,9 @@ class ShmReceiving:
         self._connection.close()
         self._buffers = None
 
-    def _learn(self, header: Header, body: memoryview) -> None:
-        """Take in a schema, which comes before its first frame, and the memory it brings.
-
-        Raises:
-            TransferMismatchError: it is damaged.
-        """
-        try:
-            news = msgspec.msgpack.decode(body, type=Announcement)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise self._damaged(str(error)) from None
-        if header.kind != Kind.SCHEMA or header.fingerprint != news.schema.fingerprint:
-            raise self._damaged("it is not what it says that it is")
-        if news.buffer_bytes < buffer_bytes(news.schema, self._endpoint.buffer_tokens):
-            raise self._damaged(f"{news.buffer_bytes} bytes are too few for it")
+    def _learn(self, body: memoryview) -> None:
+        """Take in a schema, which comes before its first frame, and the memory it brings."""
+        news = msgspec.msgpack.decode(body, type=Announcement)
         if news.new_memory:
             descriptor = self._connection.receive_descriptor()
             try:
@@ -275,14 +264,7 @@ class ShmReceiving:
         if len(self._schemas) > SCHEMAS_REMEMBERED:
             del self._schemas[next(iter(self._schemas))]
 
-    def _damaged(self, why: str) -> TransferMismatchError:
-        return TransferMismatchError(
-            f"{self._endpoint.describe()}: the description of a tensor schema is damaged: {why}"
-        )
-
     def _open_room(self, descriptor: int, size: int) -> Buffers:
-        if os.fstat(descriptor).st_size != size * self._endpoint.depth:
-            raise self._damaged(f"{size} bytes are not what its memory has")
         memory = torch.frombuffer(_map(descriptor, size * self._endpoint.depth), dtype=torch.uint8)
         return Buffers(memory, size, self._endpoint.buffer_tokens)
 

@@ -101,8 +101,8 @@ class ZeromqReceiving(ShmReceiving):
             for view, nbytes in zip(self.tensors(header).values(), sizes, strict=True)
         ]
 
-    def _learn(self, header: Header, body: memoryview) -> None:
-        super()._learn(header, body)
+    def _learn(self, body: memoryview) -> None:
+        super()._learn(body)
         size = msgspec.msgpack.decode(body, type=Announcement).buffer_bytes
         if size > self._size:  # frames that are held keep the old ones alive
             self._size, depth = size, self._endpoint.depth

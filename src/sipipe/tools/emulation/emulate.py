@@ -121,7 +121,7 @@ def _stage(costs: DatasheetCosts, stage: Stage) -> StageProfile:
 
     return StageProfile(
         layers=_curve(layers),
-        head=_curve(lambda rows: costs.forward(stage, _work(rows), gather=False)["logits"]),
+        projection=_curve(lambda rows: costs.forward(stage, _work(rows), gather=False)["logits"]),
         hop=_curve(lambda tokens: costs.hop(stage, _work(tokens))),
         decode_context=attention(1, 1),
         prompt_context=attention(0, 1),

@@ -28,8 +28,8 @@ class StageProfile(msgspec.Struct, frozen=True):
     """One stage's device."""
 
     layers: Curve
-    """Over the tokens of the microbatch: everything but attention and head."""
-    head: Curve
+    """Over the tokens of the microbatch: everything but attention and the output projection."""
+    projection: Curve
     """Over the rows that sample: the whole output projection; on the last stage."""
     hop: Curve
     """Over tokens: to the next stage."""
@@ -65,7 +65,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         stages = (
             StageProfile(
                 layers=stage.layers.slowed(factor),
-                head=stage.head.slowed(factor),
+                projection=stage.projection.slowed(factor),
                 hop=stage.hop.slowed(factor),
                 decode_context=factor * stage.decode_context,
                 prompt_context=factor * stage.prompt_context,

@@ -24,7 +24,7 @@ def replayed(profile: Profile, trace: Trace) -> Profile:
             f"--replay {trace.directory}: recorded with {len(stages)} stages, "
             f"not the {len(profile.stages)} of --pp"
         )
-    found, heads = [], []
+    found, projections = [], []
     for stage, process in zip(profile.stages, stages, strict=True):
         layers = _curve(process.whole(Phase.FORWARD), "tokens")
         if layers is None:
@@ -33,13 +33,13 @@ def replayed(profile: Profile, trace: Trace) -> Profile:
             )
         # Attention is in the recorded times, at the contexts that the run had.
         times = {"layers": layers, "decode_context": 0.0, "prompt_context": 0.0}
-        if head := _curve(process.whole(Phase.LOGITS), "batch"):
-            heads.append(head)
+        if projection := _curve(process.whole(Phase.LOGITS), "batch"):
+            projections.append(projection)
         found.append(msgspec.structs.replace(stage, **times))
-    if heads:  # of all stages where the projection was shared out
-        at = heads[-1].at
-        whole = Curve(at=at, seconds=tuple(sum(head(rows) for head in heads) for rows in at))
-        found[-1] = msgspec.structs.replace(found[-1], head=whole)
+    if projections:  # of all stages where the projection was shared out
+        at = projections[-1].at
+        whole = Curve(at=at, seconds=tuple(sum(each(rows) for each in projections) for rows in at))
+        found[-1] = msgspec.structs.replace(found[-1], projection=whole)
     return msgspec.structs.replace(
         profile,
         name=f"{profile.name}, stage times of {trace.directory}",

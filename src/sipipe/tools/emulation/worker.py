@@ -15,7 +15,7 @@ product takes twice as long as alone, from the moment that its rows are there, a
 takes as much longer as the product of as many rows takes: there is one for every pass.
 
 Who runs here: the device thread; ``wait`` is the preparing thread's and the publisher's, ``fetch``
-the publisher's. The head thread, in :class:`_Beside`.
+the publisher's. The projection's thread, in :class:`_Beside`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from sipipe.messages.boots import HeadOffer
+from sipipe.messages.boots import ProjectionOffer
 from sipipe.messages.measured import Measured
 from sipipe.messages.places import StagePlace
 from sipipe.tools.emulation.profile import Profile, read_profile
@@ -113,7 +113,7 @@ class EmulatedDevice:
 
 
 class _Beside(EmulatedDevice):
-    """The head thread's stream."""
+    """The stream of the projection's thread."""
 
     def compute(self, ready: int, seconds: float) -> None:
         """Work that takes ``seconds`` alone, once its rows are there. Returns when they are."""
@@ -130,7 +130,7 @@ class _Beside(EmulatedDevice):
         return 0
 
 
-class _Head(torch.nn.Module):
+class _Projection(torch.nn.Module):
     """Logits of a true shape, which are nowhere: some columns of them, or all."""
 
     def __init__(
@@ -146,17 +146,17 @@ class _Head(torch.nn.Module):
         return self._nowhere(len(hidden))
 
     def seconds(self, rows: int) -> float:
-        return self._profile.stages[-1].head(rows) * self._share
+        return self._profile.stages[-1].projection(rows) * self._share
 
     def _nowhere(self, rows: int) -> torch.Tensor:
         return torch.empty(rows, self._columns, dtype=self._dtype, device="meta")
 
     def whole(self, hidden: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
-        """As :meth:`HeadShard.whole`."""
+        """As :meth:`ProjectionShard.whole`."""
         return self.compute_logits(hidden)
 
 
-class _HeadBeside(_Head):
+class _ProjectionBeside(_Projection):
     """On another stage: in the rows is the time at which the last stage has made them."""
 
     def whole(self, hidden: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
@@ -170,26 +170,26 @@ class _HeadBeside(_Head):
 class EmulatedSharing(Sharing):
     """There is no matrix whose rows could be taken, and times are in the profile."""
 
-    def offer(self, *_: Any) -> HeadOffer | str:
+    def offer(self, *_: Any) -> ProjectionOffer | str:
         columns = (0, self._worker.model_config.get_vocab_size())
         if not self._boot.parts:
             return ""
-        return HeadOffer(memory=None, columns=columns, hidden=1, scale=1.0, soft_cap=None)
+        return ProjectionOffer(memory=None, columns=columns, hidden=1, scale=1.0, soft_cap=None)
 
-    def time_parts(self, head: Any, sequences: int) -> Measured:  # noqa: ARG002
+    def time_parts(self, stage_logits: Any, sequences: int) -> Measured:  # noqa: ARG002
         stages = self._worker.profile.stages
         layers = stages[self._place.stage].layers(sequences)
-        return Measured(layers=layers, head=stages[-1].head(sequences))
+        return Measured(layers=layers, projection=stages[-1].projection(sequences))
 
-    def _take(self, offers: Sequence[HeadOffer], start: int, stop: int) -> Any:
+    def _take(self, offers: Sequence[ProjectionOffer], start: int, stop: int) -> Any:
         worker, device = self._worker, self._device
         assert isinstance(device, EmulatedDevice)
         whole, dtype = offers[0].columns[1], worker.model_config.dtype
         if self._place.is_last:
-            return _Head(device, worker.profile, whole, stop - start, dtype)
+            return _Projection(device, worker.profile, whole, stop - start, dtype)
         self._device = device = device.beside()
-        worker.beside = head = _HeadBeside(device, worker.profile, whole, stop - start, dtype)
-        return head
+        worker.beside = made = _ProjectionBeside(device, worker.profile, whole, stop - start, dtype)
+        return made
 
 
 class EmulatedWorker(WorkerBase):
@@ -200,7 +200,7 @@ class EmulatedWorker(WorkerBase):
     draws = True
     reserved = 0
     sharing = EmulatedSharing
-    beside: _HeadBeside | None = None
+    beside: _ProjectionBeside | None = None
     """This stage's part of the output projection, beside its forward passes."""
 
     def init_device(self) -> None:
@@ -221,7 +221,7 @@ class EmulatedWorker(WorkerBase):
         self.emulated = EmulatedDevice(profile, dtype, _times(came), vocabulary)
         self.model_runner: Any = EmulatedRunner(
             self.vllm_config,
-            _Head(self.emulated, profile, vocabulary, vocabulary, dtype),
+            _Projection(self.emulated, profile, vocabulary, vocabulary, dtype),
             dict.fromkeys(_HIDDEN, came),
             last=self.place.is_last,
         )

@@ -14,13 +14,14 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from sipipe.errors import ConfigError, ResourceError
+from sipipe.tools.make_model import published
 from sipipe.tools.make_model.families import FAMILIES, MIXTURES, SIZES, Shape
 from sipipe.tools.make_model.tokenizer import MIN_VOCAB, write_tokenizer
 
@@ -36,6 +37,9 @@ RECIPE_FILE = "sipipe_model.json"
 
 RECIPE_VERSION = 3
 """Raised when the same arguments begin to give other files."""
+
+PUBLISHED = "smollm2"
+"""The family that is no random one."""
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Element types and their bytes per element."""
@@ -59,7 +63,8 @@ def make_model(
     anything else in the way is an error.
 
     Args:
-        family: one of :data:`sipipe.tools.make_model.families.FAMILIES`.
+        family: one of :data:`sipipe.tools.make_model.families.FAMILIES`, or ``smollm2``, which is
+            trained and has one shape (:mod:`sipipe.tools.make_model.published`).
         size: one of :data:`sipipe.tools.make_model.families.SIZES`.
         seed: of the weights, 0 or more.
         dtype: ``float32``, ``float16`` or ``bfloat16``; None: the size's own.
@@ -70,6 +75,8 @@ def make_model(
         ConfigError: an argument has a bad value, or ``directory`` holds something else.
         ResourceError: the disk is too full, or transformers or torch is not installed.
     """
+    if family == PUBLISHED:
+        return _make_published(Path(directory), dtype or "bfloat16", force)
     config_of = _choose("family", family, FAMILIES)
     shape = _shape(family, size, vocab_size, layers)
     dtype = shape.dtype if dtype is None else dtype
@@ -87,6 +94,29 @@ def make_model(
         return target
     _check_replaceable(target, force)
     model = _empty_model(config_of(shape), dtype)
+    size_of = sum(tensor.numel() for tensor in model.state_dict().values()) * DTYPES[dtype]
+    return _place(target, recipe, size_of, lambda scratch: _write(scratch, model, shape, seed))
+
+
+def _make_published(target: Path, dtype: str, force: bool) -> Path:
+    _choose("--dtype", dtype, DTYPES)
+    recipe = {"recipe": RECIPE_VERSION, "family": PUBLISHED, "dtype": dtype}
+    if _has_recipe(target, recipe):
+        return target
+    _check_replaceable(target, force)
+    source = published.find()
+    return _place(
+        target,
+        recipe,
+        published.PARAMETERS * DTYPES[dtype],
+        lambda scratch: published.unpack(source, scratch, dtype),
+    )
+
+
+def _place(
+    target: Path, recipe: Mapping[str, Any], size: int, write: Callable[[Path], None]
+) -> Path:
+    """Let ``write`` fill a directory with ``size`` bytes of weights, which then becomes ``target``."""
     parent = target.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -94,8 +124,8 @@ def make_model(
     except OSError as error:
         raise ResourceError(f"make-model: cannot write to {parent}: {error.strerror}") from None
     try:
-        _check_space(model, dtype, scratch)
-        _write(scratch, model, shape, seed)
+        _check_space(size, scratch)
+        write(scratch)
         (scratch / RECIPE_FILE).write_text(json.dumps(recipe, indent=2) + "\n")
         for file in scratch.iterdir():
             file.chmod(0o644)  # safetensors keeps its own to the user, mkdtemp the directory
@@ -124,18 +154,12 @@ def _empty_model(config: Mapping[str, Any], dtype: str) -> Any:
 
 def _write(directory: Path, model: Any, shape: Shape, seed: int) -> None:
     from transformers import GenerationConfig
-    from transformers.utils import logging
 
     weights = {name: draw(name, empty, seed=seed) for name, empty in model.state_dict().items()}
     model.load_state_dict(weights, assign=True)
     model.generation_config = GenerationConfig(eos_token_id=[2, 0], pad_token_id=0, do_sample=False)
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with published.without_bars():
         model.save_pretrained(directory)
-    finally:
-        if bars:
-            logging.enable_progress_bar()
     write_tokenizer(directory, vocab=shape.vocab, max_positions=shape.max_positions)
 
 
@@ -162,9 +186,10 @@ def _shape(family: str, size: str, vocab_size: int | None, layers: int | None) -
 def _choose(what: str, name: str, among: Mapping[str, Value]) -> Value:
     if name in among:
         return among[name]
-    near = difflib.get_close_matches(name.lower(), among, n=1)
+    known = [*among, *([PUBLISHED] if what == "family" else [])]
+    near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f'; did you mean "{near[0]}"?' if near else ""
-    raise ConfigError(f'make-model: unknown {what} "{name}"{hint} (known: {", ".join(among)})')
+    raise ConfigError(f'make-model: unknown {what} "{name}"{hint} (known: {", ".join(known)})')
 
 
 def _has_recipe(directory: Path, recipe: Mapping[str, Any]) -> bool:
@@ -193,9 +218,8 @@ def _check_replaceable(directory: Path, force: bool) -> None:
         raise ConfigError(f"make-model: {directory} is a file; name a new or empty directory")
 
 
-def _check_space(model: Any, dtype: str, directory: Path) -> None:
-    needed = sum(tensor.numel() for tensor in model.state_dict().values()) * DTYPES[dtype]
-    needed += 16 << 20  # tokenizer and configuration
+def _check_space(size: int, directory: Path) -> None:
+    needed = size + (16 << 20)  # tokenizer and configuration
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ResourceError(

@@ -17,21 +17,19 @@ def all_reduce_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
     ranks, hosts, link, network = stage.t, stage.hosts, cluster.device.link, cluster.network
     if ranks == 1:
         return 0.0
-    share = 2 * (ranks - 1) / ranks
+    moved = 2 * (ranks - 1) / ranks * size
+    inside = link.step_us * _MICRO * math.log2(max(1.0, ranks / hosts))
+    in_link = moved / link.bytes_per_second
     if hosts == 1:
-        ring = link.step_us * _MICRO * math.log2(ranks) + share * size / link.bytes_per_second
-        if not link.small_us:
-            return ring
-        return min(ring, link.small_us * _MICRO + share * size / (link.small_gbs * 1e9))
-    protocols = (
-        (network.step_us, network.efficiency),
-        (network.small_step_us, network.small_efficiency),
-    )
-    moved = share * size
-    return link.step_us * _MICRO * math.log2(max(1.0, ranks / hosts)) + min(
+        small = (
+            link.small_us * _MICRO + moved / (link.small_gbs * 1e9) if link.small_us else math.inf
+        )
+        return min(inside + in_link, small)
+    rings = (network.step_us, network.efficiency), (network.small_step_us, network.small_efficiency)
+    return inside + min(
         step_us * _MICRO * math.log2(hosts)
-        + max(moved / link.bytes_per_second, moved / (network.peak_bytes_per_second * efficiency))
-        for step_us, efficiency in protocols
+        + max(in_link, moved / (network.peak_bytes_per_second * efficiency))
+        for step_us, efficiency in rings
     )
 
 

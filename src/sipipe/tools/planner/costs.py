@@ -89,7 +89,7 @@ class DatasheetCosts:
             "attention": self._attention(stage, work),
             "kernel overhead": self._overhead(stage, compute + weights),
             "all-reduce": self._all_reduce(stage, work),
-            "logits": self._logits(stage, work, gather=gather) if stage.head else 0.0,
+            "logits": self._logits(stage, work, gather=gather) if stage.projection else 0.0,
         }
 
     def _products(self, stage: Stage, work: Microbatch) -> tuple[float, float]:
@@ -142,7 +142,7 @@ class DatasheetCosts:
 
     def _logits(self, stage: Stage, work: Microbatch, *, gather: bool) -> float:
         facts = self.facts
-        parameters = facts.embedding_parameters * stage.head / stage.t
+        parameters = facts.embedding_parameters * stage.projection / stage.t
         peak = self.cluster.device.flops(16) * self.efficiency.compute
         seconds = roofline(
             2.0 * parameters * work.batch / peak,
@@ -180,7 +180,7 @@ class DatasheetCosts:
     def logits_copy(self, stage: Stage, work: Microbatch) -> float:
         """Bringing logits to the host's memory: each rank writes its float32 shard over its link."""
         link = self.cluster.device.host_link
-        size = 4.0 * work.batch * self.facts.vocabulary * stage.head / stage.t
+        size = 4.0 * work.batch * self.facts.vocabulary * stage.projection / stage.t
         return link.hop_us * _MICRO + size / link.bytes_per_second
 
     def host_sampling(self, work: Microbatch, samplers: int) -> float:

@@ -220,25 +220,20 @@ def sources(key: str) -> dict[str, str]:
     """Where the numbers of device ``key``, its links, the network and the efficiencies are from, by name."""
     own = _parts()[f"device.{key.lower()}"]
     links = [f"link.{own[side]}" for side in ("link", "host_link") if side in own]
-    names = ("efficiency", "network", f"device.{key.lower()}", *links)
-    parts = {name: _parts()[name] for name in names}
-    return {name: f"{found[0]:g}: {found[1]}" for name, found in _numbers(parts)}
+    parts = ("efficiency", "network", f"device.{key.lower()}", *links)
+    numbers = _numbers({name: _parts()[name] for name in parts})
+    return {name: f"{found[0]:g}: {found[1]}" for name, found in numbers}
 
 
-def devices() -> tuple[str, ...]:
-    """Names that :func:`device` takes."""
-    return _keys("device")
-
-
-def _keys(kind: str) -> tuple[str, ...]:
+def names(kind: str = "device") -> tuple[str, ...]:
+    """Names that :func:`device` takes; with another ``kind`` :func:`engine` or :func:`sampling`."""
     return tuple(name[len(kind) + 1 :] for name in _parts() if name.startswith(f"{kind}."))
 
 
 def _pick(option: str, kind: str, key: str, assumed: Assumed) -> dict[str, Any]:
     """The values of one device, engine or way of sampling."""
-    if key.lower() not in _keys(kind):
-        known = ", ".join(_keys(kind))
-        raise ConfigError(f"{option}: unknown {kind} {key!r} (known: {known})")
+    if key.lower() not in names(kind):
+        raise ConfigError(f"{option}: unknown {kind} {key!r} (known: {', '.join(names(kind))})")
     return assumed.values(f"{kind}.{key.lower()}")
 
 
@@ -267,8 +262,8 @@ def device(
             entry[name] *= cores / parts
     if memory_gib is not None:
         entry["memory_gib"] = memory_gib
-    names = {"host_link": entry["link"]} | entry
-    links = {side: _link(names[side], assumed) for side in ("link", "host_link")}
+    sides = {"host_link": entry["link"]} | entry
+    links = {side: _link(sides[side], assumed) for side in ("link", "host_link")}
     return Device(**entry | links, key=key)
 
 

@@ -1,16 +1,13 @@
 """Throughput and delay of a pipeline in steady state, and where its devices idle.
 
-The pipeline is a closed loop of ``m`` microbatches. A station takes one at a time, and a microbatch
-begins its next round after it has ended this one, so the period between two microbatches is::
-
-    period = max(max_i occupancy_i, preparation, copy, sampling, schedule, round_trip / m)
-
-(docs/planner.md, section 6, says why this bound is reached.) A sequence gets one token per round
-of all microbatches: ``delay = m period``.
+The stations of the loop (:mod:`sipipe.messages.period`) are the stages, their preparation, the
+logits' copy, the samplers and the scheduler. A sequence gets one token per round of all m
+microbatches: ``delay = m period``.
 """
 
 import dataclasses
 
+from sipipe.messages.period import passing, period
 from sipipe.tools.planner.costs import DatasheetCosts
 from sipipe.tools.planner.hardware import Engine
 from sipipe.tools.planner.placement import Placement
@@ -139,16 +136,16 @@ def iterate(
     schedule = costs.schedule(engine, work)
     slowest = max(time.occupancy for time in stages)
     stations = {_SLOWEST: slowest, "scheduling": schedule}
-    # One pass: hops that block are in both neighbours' occupancy, so they are taken out once.
-    passing = sum(time.occupancy for time in stages) + sum(hops) * (1.0 - engine.blocking)
     ahead = schedule + (1.0 - engine.exposed) * prepared  # before its first stage can start
-    # Parts of a shared projection are computed side by side, once the last stage has run.
-    heads = [time.forward.get("logits", 0.0) for time in stages]
-    round_trip = engine.schedule_exposed * ahead + passing - sum(heads) + max(heads)
+    projections = [time.forward.get("logits", 0.0) for time in stages]
+    round_trip = engine.schedule_exposed * ahead
+    round_trip += passing((time.occupancy for time in stages), projections)
+    # Hops that block are in both neighbours' occupancy, so they are taken out once.
+    round_trip += sum(hops) * (1.0 - engine.blocking)
     if engine.exposed < 1.0:
         stations["preparation"] = prepared
     if not on_device:
-        copies = (costs.logits_copy(stage, work) for stage in placement.stages if stage.head)
+        copies = (costs.logits_copy(stage, work) for stage in placement.stages if stage.projection)
         stations["logits copy"] = max(copies)
         stations["CPU sampling"] = costs.host_sampling(work, samplers)
         round_trip += stations["logits copy"] + stations["CPU sampling"]
@@ -158,21 +155,21 @@ def iterate(
         on_cores = placement.t * (on_stages + sum(preparations))
         on_cores += schedule + (0.0 if on_device else costs.host_sampling(work, 1))
         stations["CPU cores"] = on_cores / cores
+    between = period(stations.values(), round_trip, inflight)
     stations[_ROUND_TRIP] = round_trip / inflight
-    period = max(stations.values())
     if placement.p > 1:
-        period *= 1.0 + engine.uneven
-    scale = 1.0 / (len(stages) * period)  # from seconds of all stages to a share of their time
+        between *= 1.0 + engine.uneven
+    scale = 1.0 / (len(stages) * between)  # from seconds of all stages to a share of their time
     return Iteration(
         inflight=inflight,
         microbatch=work,
         stages=tuple(stages),
-        period=period,
+        period=between,
         stations=stations,
         bubbles={
             "load_imbalance": scale * sum(slowest - s.occupancy + s.sampling for s in stages),
             "intra_stage": scale * sum(s.preparation for s in stages),
             "inter_stage": scale * sum(s.transfer for s in stages),
-            "starved": scale * len(stages) * (period - slowest),  # the slowest stage waits, too
+            "starved": scale * len(stages) * (between - slowest),  # the slowest stage waits, too
         },
     )

@@ -21,7 +21,7 @@ class Stage:
     """Hosts that its ``t`` ranks lie on."""
     crosses: bool
     """Whether the hop to the next stage leaves the host."""
-    head: float
+    projection: float
     """What part of the output projection's columns it multiplies by."""
 
     @property
@@ -46,9 +46,9 @@ class Placement:
     stages: tuple[Stage, ...]
 
     @property
-    def shares_head(self) -> bool:
+    def shares_projection(self) -> bool:
         """Whether the output projection is shared out over the stages."""
-        return self.stages[-1].head < 1.0
+        return self.stages[-1].projection < 1.0
 
     @property
     def crossings(self) -> int:
@@ -62,11 +62,11 @@ def place(
     t: int,
     devices_per_host: int,
     cut: tuple[int, ...] | None = None,
-    heads: tuple[float, ...] = (),
+    projections: tuple[float, ...] = (),
 ) -> Placement:
     """The placement of ``p`` stages of ``t`` ranks. Requires ``1 <= p <= layers``.
 
-    ``cut``: layers of each stage; None takes vLLM's even cut. ``heads``: each stage's part of the
+    ``cut``: layers of each stage; None takes vLLM's even cut. ``projections``: each stage's part of the
     output projection; empty: the last stage has it.
     """
     assert 1 <= p <= layers
@@ -83,7 +83,7 @@ def place(
                 t=t,
                 hosts=end - begin + 1,
                 crosses=index < p - 1 and (index + 1) * t // devices_per_host != begin,
-                head=heads[index] if heads else float(index == p - 1),
+                projection=projections[index] if projections else float(index == p - 1),
             )
         )
         first += count
@@ -114,8 +114,8 @@ def weight_bytes(facts: ModelFacts, stage: Stage) -> float:
     ends: float = int(stage.is_first) + int(stage.is_last)
     if facts.tied_embeddings:
         ends = min(1, ends)
-    if stage.head != stage.is_last:  # shared out: each part is a copy
-        ends += stage.head
+    if stage.projection != stage.is_last:  # shared out: each part is a copy
+        ends += stage.projection
     embeddings = ends * facts.embedding_parameters * facts.activation_bytes
     return (layers * facts.weight_bytes + embeddings) / stage.t
 

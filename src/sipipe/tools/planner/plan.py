@@ -63,7 +63,7 @@ class Choice:
     @property
     def vocabulary(self) -> str:
         """Who multiplies by the output projection: ``"shared"`` or ``"last"``."""
-        return "shared" if self.placement.shares_head else "last"
+        return "shared" if self.placement.shares_projection else "last"
 
     @property
     def throughput(self) -> float:
@@ -107,7 +107,7 @@ class Plan:
     choices: tuple[Choice, ...]
     """Of both engines, fastest first: every one meets the budget."""
     rejected: tuple[Rejected, ...]
-    gain: Gain | None
+    gain: Gain | None = None
     """None where one of the engines has no choice."""
 
     @property

@@ -29,7 +29,7 @@ def serve_commands(plan: Plan, choice: Choice) -> list[str]:
         if choice.inflight != choice.p + 1:
             words += [f"--inflight={choice.inflight}"]
         layers = tuple(stage.layers for stage in choice.placement.stages)
-        shares = choice.placement.shares_head
+        shares = choice.placement.shares_projection
         if choice.p > 1 and (shares or not gpu):
             words += ["--vocabulary", choice.vocabulary]
         if gpu and shares:

@@ -74,7 +74,6 @@ class Search:
             workload=self.workload,
             choices=tuple(choices),
             rejected=tuple(rejected),
-            gain=None,
         )
         return dataclasses.replace(plan, gain=self._gain(plan.fastest(True), plan.fastest(False)))
 
@@ -104,8 +103,8 @@ class Search:
                 ways[even, share_projection(facts, cut, even, t, device=device.kind)[0]] = None
         asked = self.inflight if ours else None
         reason, found = "", []
-        for layers, heads in ways:
-            placement = place(facts.layers, p, t, per_host, layers, heads)
+        for layers, projections in ways:
+            placement = place(facts.layers, p, t, per_host, layers, projections)
             memory = self.costs.memory(placement, self.workload.memory_utilization)
             if lack := _lack(memory, self.workload):
                 reason = lack

@@ -170,7 +170,7 @@ def _process(files: list[tuple[Header, Records]], reference: Header) -> ProcessT
     """Put a process's files, the older one first, on the clock of ``reference``'s host.
 
     Processes of a host share its monotonic clock. Of two hosts only the wall clocks can be
-    compared, as both files noted them when they were opened, each as the head's clock.
+    compared, as both files noted them when they were opened, each as the main host's clock.
     """
     header, raw = files[0][0], np.concatenate([records for _, records in files])
     offset = 0

@@ -1,7 +1,7 @@
 """One set of input buffers: every array of an iteration that the device, or who launches it, reads.
 
 The paper keeps two sets (section 4.2): set ``i mod 2`` is written while the device reads the other.
-:mod:`sipipe.worker.double_buffer` says when, and ``TokenSafety`` can check it; nothing here does.
+:mod:`sipipe.worker.double_buffer` says when; nothing here checks it.
 On a CPU the host array is the device tensor; for a GPU the memory is page-locked, and
 :mod:`sipipe.worker.inputs.placement` copies it.
 """

@@ -4,7 +4,7 @@ The last stage's ranks offer the rows of their loaded model in shared memory; ev
 stage takes its part of them: on CPUs packed with vLLM's own kernels, on GPUs as it is.
 
 Who runs here: whoever follows BIC-I, in control calls; the thread that multiplies in
-:meth:`HeadShard.whole`.
+:meth:`ProjectionShard.whole`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from sipipe.errors import ResourceError
 from sipipe.ipc.memory import PAGE, SharedMemory
-from sipipe.messages.boots import HeadOffer
+from sipipe.messages.boots import ProjectionOffer
 from sipipe.messages.measured import Measured
 from sipipe.worker.device import Device, seconds
 from sipipe.worker.logits import StageLogits, placed_in
@@ -28,36 +28,36 @@ from sipipe.worker.logits import StageLogits, placed_in
 _HOST = torch.device("cpu")
 
 
-class OfferedHead:
-    """A rank's rows of the loaded model's head, in memory that other stages can read.
+class OfferedRows:
+    """A rank's rows of the loaded model's output projection, in memory that other stages can read.
 
     Args:
-        head: the last stage's.
+        stage_logits: the last stage's.
         hidden: some rows of hidden states, not all zero, of the model's dtype.
 
     Attributes:
-        reason: why the head cannot be shared out; then there is nothing else.
+        reason: why the projection cannot be shared out; then there is nothing else.
         rows: the matrix's, as they were loaded.
     """
 
-    def __init__(self, head: StageLogits, hidden: torch.Tensor) -> None:
+    def __init__(self, stage_logits: StageLogits, hidden: torch.Tensor) -> None:
         self._memory: SharedMemory | None = None
-        found = _find(head, hidden)
+        found = _find(stage_logits, hidden)
         if isinstance(found, str):
             self.reason = found
             return
         self.reason = ""
         self._module, processor = found
-        start, stop = head.columns
+        start, stop = stage_logits.columns
         self.rows = weight = self._module.weight.detach()[: stop - start]
         try:
-            self._memory = SharedMemory.create("head", PAGE + weight.nbytes, None)
+            self._memory = SharedMemory.create("projection", PAGE + weight.nbytes, None)
         except ResourceError as error:
             self.reason = str(error)
             return
-        self.offer = HeadOffer(
+        self.offer = ProjectionOffer(
             memory=self._memory.endpoint,
-            columns=head.columns,
+            columns=stage_logits.columns,
             hidden=weight.shape[1],
             scale=processor.scale,
             soft_cap=processor.soft_cap,
@@ -75,11 +75,11 @@ class OfferedHead:
             self._module.cpu_linear = torch.nn.functional.linear
 
 
-def _find(head: StageLogits, hidden: torch.Tensor) -> tuple[Any, LogitsProcessor] | str:
+def _find(stage_logits: StageLogits, hidden: torch.Tensor) -> tuple[Any, LogitsProcessor] | str:
     """The module with the matrix and what multiplies by it; or why its rows are not all there is."""
-    if head.processor is None:
+    if stage_logits.processor is None:
         return "the model computes its logits in a way of its own"
-    logits, calls = head.watch(hidden)
+    logits, calls = stage_logits.watch(hidden)
     if len(calls) != 1 or logits is None or len(calls[0].args) < 2:
         return "the model computes its logits in a way of its own"
     (module, rows, *bias), kwargs, result = calls[0]
@@ -89,17 +89,17 @@ def _find(head: StageLogits, hidden: torch.Tensor) -> tuple[Any, LogitsProcessor
         return "the output projection has a bias"
     if not torch.equal(rows, hidden) or not torch.equal(result[:, : logits.shape[1]], logits):
         return "the model does more to its logits than to project, cap and scale them"
-    start, stop = head.columns
+    start, stop = stage_logits.columns
     if logits.dtype != hidden.dtype or logits.shape[1] != stop - start:
         return "the output projection has a type or a size of its own"
     if module.shard_indices.num_added_elements:
         return "the model has added vocabulary"
-    if module.tp_size > 1 and head.shard is None:
+    if module.tp_size > 1 and stage_logits.shard is None:
         return "vLLM gathers the model's logits over its tensor-parallel ranks"
-    return module, head.processor
+    return module, stage_logits.processor
 
 
-class HeadShard:
+class ProjectionShard:
     """Some rows of the output projection, multiplied by vLLM's kernels.
 
     Args:
@@ -112,7 +112,7 @@ class HeadShard:
 
     def __init__(
         self,
-        offers: Sequence[HeadOffer],
+        offers: Sequence[ProjectionOffer],
         start: int,
         stop: int,
         dtype: torch.dtype,
@@ -139,9 +139,9 @@ class HeadShard:
 
 
 class _Rows(torch.nn.Module):
-    """What vLLM's ``LogitsProcessor`` wants of a head, and the processor."""
+    """What vLLM's ``LogitsProcessor`` wants of an output projection, and the processor."""
 
-    def __init__(self, weight: torch.Tensor, offer: HeadOffer) -> None:
+    def __init__(self, weight: torch.Tensor, offer: ProjectionOffer) -> None:
         super().__init__()
         self.project = LogitsProcessor(len(weight), scale=offer.scale, soft_cap=offer.soft_cap)
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -152,10 +152,10 @@ class _Rows(torch.nn.Module):
 
 
 def time_parts(
-    vllm_runner: Any, head: StageLogits | None, sequences: int, device: Device
+    vllm_runner: Any, stage_logits: StageLogits | None, sequences: int, device: Device
 ) -> Measured:
     """Seconds that the layers take for ``sequences`` decoding ones, without their attention, and on
-    the last stage, which has ``head``, the whole output projection. All stages at once.
+    the last stage, which has ``stage_logits``, the whole output projection. All stages at once.
 
     On CPUs of work, not of the clock: the parts stay for the engine's life, and a neighbour that is
     busy now must not decide them.
@@ -163,14 +163,16 @@ def time_parts(
     config, device = vllm_runner.model_config, device.undisturbed()
     with set_current_vllm_config(vllm_runner.vllm_config), torch.inference_mode():
         layers = seconds(device, lambda: vllm_runner._dummy_run(sequences, uniform_decode=True))
-        if head is None:
+        if stage_logits is None:
             return Measured(layers=layers)
         hidden = torch.randn(sequences, config.get_hidden_size(), dtype=config.dtype)
         hidden = hidden.to(vllm_runner.device)
-        return Measured(layers=layers, head=seconds(device, lambda: head.compute(hidden)))
+        return Measured(
+            layers=layers, projection=seconds(device, lambda: stage_logits.compute(hidden))
+        )
 
 
-def _rows(memory: SharedMemory, offer: HeadOffer, dtype: torch.dtype) -> torch.Tensor:
+def _rows(memory: SharedMemory, offer: ProjectionOffer, dtype: torch.dtype) -> torch.Tensor:
     tokens = offer.columns[1] - offer.columns[0]
     flat = torch.frombuffer(memory.map, dtype=dtype, count=tokens * offer.hidden, offset=PAGE)
     return flat.view(tokens, offer.hidden)

@@ -20,8 +20,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: E402
 )
 
 from sipipe.worker.device import HostDevice  # noqa: E402
-from sipipe.worker.head import HeadShard, OfferedHead, time_parts  # noqa: E402
 from sipipe.worker.logits import StageLogits  # noqa: E402
+from sipipe.worker.projection_rows import OfferedRows, ProjectionShard, time_parts  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +60,15 @@ def stage_logits(model):
 
 
 def shards(model, bounds, dtype):
-    offered = OfferedHead(stage_logits(model), torch.randn(3, HIDDEN, dtype=dtype))
+    offered = OfferedRows(stage_logits(model), torch.randn(3, HIDDEN, dtype=dtype))
     assert offered.reason == ""
     made = [
-        HeadShard([offered.offer], start, stop, dtype) for start, stop in itertools.pairwise(bounds)
+        ProjectionShard([offered.offer], start, stop, dtype)
+        for start, stop in itertools.pairwise(bounds)
     ]
-    assert "sipipe-head" in Path("/proc/self/maps").read_text()
+    assert "sipipe-projection" in Path("/proc/self/maps").read_text()
     offered.close()
-    assert "sipipe-head" not in Path("/proc/self/maps").read_text()
+    assert "sipipe-projection" not in Path("/proc/self/maps").read_text()
     return made
 
 
@@ -135,7 +136,7 @@ def test_what_is_more_than_a_product_stays_on_the_last_stage(change, reason):
     head = stage_logits(model)
     if gathered:  # as of a model that projects by its embedding itself
         model.lm_head.tp_size, model.processor._gather_logits = 2, lambda logits: logits
-    assert reason in OfferedHead(head, torch.randn(3, HIDDEN)).reason
+    assert reason in OfferedRows(head, torch.randn(3, HIDDEN)).reason
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_a_model_that_edits_its_logits_gets_whole_rows(change, whole):
 
 def test_a_head_that_stays_is_left_as_it_was():
     model = Model()
-    offered = OfferedHead(stage_logits(model), torch.randn(3, HIDDEN))
+    offered = OfferedRows(stage_logits(model), torch.randn(3, HIDDEN))
     packed = model.lm_head.cpu_linear
     offered.close(taken=False)
     assert model.lm_head.cpu_linear is packed
@@ -178,10 +179,10 @@ def test_stages_say_how_long_their_parts_take():
         vllm_config=VllmConfig(),
         device=torch.device("cpu"),
     )
-    assert time_parts(runner, None, 7, HostDevice()).head == 0
+    assert time_parts(runner, None, 7, HostDevice()).projection == 0
     assert all(seen == (7, {"uniform_decode": True}) for seen in ran)
     measured = time_parts(runner, stage_logits(Model()), 7, HostDevice())
-    assert measured.head > 0
+    assert measured.projection > 0
     assert measured.layers > 0
 
 
@@ -198,4 +199,4 @@ def test_a_busy_neighbour_decides_no_part(monkeypatch):
         device=torch.device("cpu"),
     )
     measured = time_parts(runner, stage_logits(Model()), 7, HostDevice())
-    assert measured.layers == measured.head == pytest.approx(0.002)
+    assert measured.layers == measured.projection == pytest.approx(0.002)

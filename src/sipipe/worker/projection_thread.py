@@ -1,23 +1,23 @@
 """The output projection shared out, on a stage of vLLM's second runner that is not the last.
 
 The last stage's final hidden states, of the rows that sample, come on a link of their own, and are
-multiplied by this stage's rows of the matrix (:mod:`sipipe.worker.vocabulary`) by a thread and on a
+multiplied by this stage's rows of the matrix (:mod:`sipipe.worker.projection`) by a thread and on a
 stream of their own: rows that come late hold up no forward pass, which the launching thread puts
 into the stage's own stream. The last stage multiplies in that stream, behind its layers, and its
 publisher hands its columns over as ever.
 
 Who runs here
     The launching thread puts each iteration that samples into the queue when it has launched it,
-    and goes on; the *head thread* takes them in order. The engine has said how many rows an
+    and goes on; the *projection thread* takes them in order. The engine has said how many rows an
     iteration has (BIC-I), so that nobody need ask the last stage.
 Why no cycle of waits can form
     Order what is to be done by iteration, within one the forward passes by stage, then all
-    products, then the draws. Everything waits only for what is smaller. A head thread waits for the
+    products, then the draws. Everything waits only for what is smaller. A projection thread waits for the
     last stage's pass of its iteration, the device, and its own place in BIC-L, which is free when
     an iteration long before was drawn; its products come in the order of the iterations. A launching
-    thread never waits for a head thread: it puts without a bound, and on the last stage a link takes
+    thread never waits for a projection thread: it puts without a bound, and on the last stage a link takes
     m iterations' rows, of which the one m before was drawn, and so multiplied, before this one was
-    published. On the device the head's stream waits for the rows' copy alone, and the stage's own
+    published. On the device the thread's stream waits for the rows' copy alone, and the stage's own
     stream for nothing of it. On a host, whose kernels two threads may not run at once, a pass and a
     product take turns: a product that has the turn waits for nothing, and a pass gives it up while it
     waits for the stage before. So the smallest thing that is not done can
@@ -42,14 +42,14 @@ from sipipe.ipc.link.receiver import Receiver
 from sipipe.observe.phases import Phase
 from sipipe.worker.device import Device, HostDevice
 from sipipe.worker.device_thread import DeviceThread, Launched
-from sipipe.worker.head import HeadShard
 from sipipe.worker.logits import LogitsHandover
-from sipipe.worker.vocabulary import KEY, Projection, Record
+from sipipe.worker.projection import KEY, Projection, Record
+from sipipe.worker.projection_rows import ProjectionShard
 
 Turn = AbstractContextManager[Any]
 
 
-class HeadThread(DeviceThread, Projection):
+class ProjectionThread(DeviceThread, Projection):
     """Multiplies this stage's part of every iteration's product.
 
     Args:
@@ -58,7 +58,7 @@ class HeadThread(DeviceThread, Projection):
         shard: this rank's rows of the matrix.
         logits: where their logits go.
         record: takes the phases.
-        fail: told, from the head thread, what ended it.
+        fail: told, from the projection thread, what ended it.
         bound: seconds of a wait.
     """
 
@@ -66,7 +66,7 @@ class HeadThread(DeviceThread, Projection):
         self,
         device: Device,
         receiver: Receiver,
-        shard: HeadShard,
+        shard: ProjectionShard,
         logits: LogitsHandover,
         record: Record,
         fail: Callable[[Exception], None],

@@ -1,8 +1,13 @@
-"""Tiny random models that see. Of vLLM's models with images these need no torchvision, which its
-CPU build does without."""
+"""Tiny random models that make-model does not write: two that see, and a hybrid one.
+
+Of vLLM's models with images these need no torchvision, which its CPU build does without; of its
+hybrid models not all can be cut into stages: Granite 4's loader cannot.
+"""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 SIDE = 28
 """Pixels of an image's side: four patches of BLIP-2's."""
@@ -11,9 +16,39 @@ VOCABULARY = 1000
 """Tokens of the text; the image's come after them."""
 
 
+TEXT = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def directory(path: Path) -> None:
+    """``path``, with a tokenizer."""
+    from sipipe.tools.make_model.tokenizer import write_tokenizer
+
+    path.mkdir()
+    write_tokenizer(path, vocab=VOCABULARY, max_positions=512)
+
+
+def random_model(make: Callable, config: Any) -> Any:
+    """``make`` of transformers, with weights far enough from nothing that what comes before a
+    token makes a difference to it."""
+    import torch
+
+    torch.manual_seed(0)
+    model = make(config).float()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.2)
+    return model
+
+
 def make_blip2(path: Path) -> None:
     """BLIP-2's encoder before Llama's layers. vLLM puts an image's tokens before the prompt's."""
-    import torch
     from transformers import (
         Blip2Config,
         Blip2ForConditionalGeneration,
@@ -25,10 +60,7 @@ def make_blip2(path: Path) -> None:
         PreTrainedTokenizerFast,
     )
 
-    from sipipe.tools.make_model.tokenizer import write_tokenizer
-
-    path.mkdir()
-    write_tokenizer(path, vocab=VOCABULARY, max_positions=512)
+    directory(path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     tokenizer.add_tokens(["<image>"])
     small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
@@ -39,25 +71,11 @@ def make_blip2(path: Path) -> None:
         qformer_config=Blip2QFormerConfig(
             **small, num_hidden_layers=2, encoder_hidden_size=64, vocab_size=1024
         ),
-        text_config=LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            vocab_size=1024,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-        ),
+        text_config=LlamaConfig(architectures=["LlamaForCausalLM"], vocab_size=1024, **TEXT),
         num_query_tokens=4,
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
     )
-    torch.manual_seed(0)
-    model = Blip2ForConditionalGeneration(config).float()
-    for weight in model.parameters():
-        if weight.dim() > 1:  # far enough from nothing that an image makes a difference
-            weight.data.normal_(0, 0.2)
-    model.save_pretrained(path)
+    random_model(Blip2ForConditionalGeneration, config).save_pretrained(path)
     pixels = BlipImageProcessorPil(size={"height": SIDE, "width": SIDE})
     Blip2Processor(pixels, tokenizer, num_query_tokens=4).save_pretrained(path)
 
@@ -69,24 +87,11 @@ def make_isaac(path: Path) -> None:
     from safetensors.torch import save_file
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    from sipipe.tools.make_model.tokenizer import write_tokenizer
-
-    path.mkdir()
-    write_tokenizer(path, vocab=VOCABULARY, max_positions=512)
+    directory(path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     tokenizer.add_tokens(["<image>", "<|image_pad|>"])
     tokenizer.save_pretrained(path)
-    text = Qwen3Config(
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        eos_token_id=2,
-    )
+    text = Qwen3Config(vocab_size=1024, head_dim=32, eos_token_id=2, **TEXT)
     patch, wide, inside = 16, 64, 128
     vision = {
         "hidden_size": wide,
@@ -140,3 +145,18 @@ def make_isaac(path: Path) -> None:
         "pixel_shuffle_scale": 2,
     }
     (path / "config.json").write_text(json.dumps(config))
+
+
+def make_falcon_h1(path: Path) -> None:
+    """Falcon-H1: Mamba-2 and attention side by side in each layer."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    directory(path)
+    mamba = {"d_ssm": 256, "n_heads": 8, "d_head": 32, "d_state": 16, "chunk_size": 64}
+    config = FalconH1Config(
+        vocab_size=VOCABULARY,
+        eos_token_id=2,
+        **TEXT,
+        **{f"mamba_{name}": value for name, value in mamba.items()},
+    )
+    random_model(FalconH1ForCausalLM, config).save_pretrained(path)

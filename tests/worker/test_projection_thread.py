@@ -1,4 +1,4 @@
-"""The output projection shared out: the head thread, beside real links, BIC-L and publishers; what is
+"""The output projection shared out: the projection thread, beside real links, BIC-L and publishers; what is
 launched runs at once, or on a device that is late.
 
 Streams and events: ``test_cuda_order.py``.
@@ -6,6 +6,7 @@ Streams and events: ``test_cuda_order.py``.
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from tests.worker.test_draws import Head, batch, last_runner  # noqa: E402
-from tests.worker.test_publisher import LateDevice  # noqa: E402
-from tests.worker.test_vocabulary import Model, shards  # noqa: E402
+from tests.worker.test_projection_rows import Model, shards  # noqa: E402
 from tests.worker.threaded_pipeline import (  # noqa: E402
     HAND_OVER,
     HIDDEN,
@@ -36,12 +36,71 @@ from sipipe.observe.phases import Phase  # noqa: E402
 from sipipe.worker import draws  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.device_thread import Launched  # noqa: E402
-from sipipe.worker.device_vocabulary import HeadThread  # noqa: E402
 from sipipe.worker.draws import LastRows  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
+from sipipe.worker.projection import SharedProjection  # noqa: E402
+from sipipe.worker.projection_thread import ProjectionThread  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
-from sipipe.worker.vocabulary import SharedProjection  # noqa: E402
+
+
+class LateDevice:
+    """One stream of work and one of copies, each a queue that :meth:`run` empties.
+
+    Marks are places in the first queue. A copy reads its source when it runs, and not before what
+    it comes after, so that a source that was written too early or a target that was read too early
+    shows.
+    """
+
+    def __init__(self):
+        self.lock = threading.Condition()
+        self.launched = self.reached = 0
+        self.copies = []
+
+    def use(self):
+        pass
+
+    def beside(self):
+        return self
+
+    def mark(self):
+        with self.lock:
+            self.launched += 1
+            return SimpleNamespace(at=self.launched, copied=None)
+
+    def wait(self, mark):
+        with self.lock:
+            assert self.lock.wait_for(lambda: self._there(mark), 10), "the device never came"
+
+    def _there(self, mark):
+        return mark.copied if mark.copied is not None else self.reached >= mark.at
+
+    def nanoseconds(self, first, last):
+        return (last.at - first.at) * 1000
+
+    def fetch(self, source, target, after):
+        mark = SimpleNamespace(at=after.at, copied=False)
+        with self.lock:
+            self.copies.append((source, target, after, mark))
+            self._copy()
+        return mark
+
+    def run(self, mark):
+        """The device reaches ``mark``, and makes the copies that come after it."""
+        with self.lock:
+            self.reached = mark.at
+            self._copy()
+
+    def _copy(self):
+        for source, target, after, copied in self.copies:
+            if not copied.copied and after.at <= self.reached:
+                target.copy_(source)
+                copied.copied = True
+        self.lock.notify_all()
+
+    def asked(self, copies):
+        with self.lock:
+            assert self.lock.wait_for(lambda: len(self.copies) >= copies, 10)
 
 
 def launched(iteration, samples=2):
@@ -62,7 +121,7 @@ class Shard:
 
 
 class Two:
-    """A stage with a head thread, and the last stage's end; one sampler."""
+    """A stage with a projection thread, and the last stage's end; one sampler."""
 
     def __init__(self, shard, bounds, *, device=None, bound=HAND_OVER):
         shape = LogitsShape(vocab=VOCAB, bounds=bounds)
@@ -73,7 +132,7 @@ class Two:
         )
         sender, receiver = link(bound)
         self.last = SharedProjection([sender], Shard(0, 0), lambda *_: None)
-        self.head = HeadThread(
+        self.thread = ProjectionThread(
             device or HostDevice(),
             receiver,
             shard,
@@ -87,7 +146,7 @@ class Two:
     def expect(self, iteration, samples=2):
         for handover in (self.ours, self.theirs):
             handover.expect(iteration, 2 * iteration % 10)
-        self.head.put(launched(iteration, samples))
+        self.thread.put(launched(iteration, samples))
 
     def finish(self, iteration, rows, columns):
         """The last stage has made ``rows``, and its own ``columns`` for them."""
@@ -101,7 +160,7 @@ class Two:
             return torch.from_numpy(entry.array.copy())
 
     def close(self):
-        for end in (self.head, self.last, self.ours, self.theirs, self.reader, self.channel):
+        for end in (self.thread, self.last, self.ours, self.theirs, self.reader, self.channel):
             end.close()
 
 
@@ -152,21 +211,21 @@ def test_nothing_is_said_before_the_device_is_there(two):
             made[iteration].fill_(1.0)  # what the device computes meanwhile
             device.run(SimpleNamespace(at=device.launched))
         assert (pair.read(iteration) == 1.0).all()
-    pair.head.drain()
+    pair.thread.drain()
     assert [end - began for _, _, began, end in pair.phases] == [1000, 1000]
 
 
 def test_who_launches_waits_for_nothing_and_a_drain_says_what_is_late(two):
     pair = two(Shard(0, 400), (0, 400, VOCAB), bound=0.01)
-    pair.head.put(launched(7))
+    pair.thread.put(launched(7))
     with pytest.raises(StallError, match="iteration 7"):
-        pair.head.drain()
+        pair.thread.drain()
 
 
 def test_rows_that_do_not_come_end_the_worker(two):
     pair = two(Shard(0, 400), (0, 400, VOCAB), bound=0.01)
     pair.expect(0)
-    pair.head._thread.join(HAND_OVER)
+    pair.thread._thread.join(HAND_OVER)
     assert "no hidden states of iteration 0" in str(pair.failed[0])
     with pytest.raises(StallError, match="iteration 0"):
         pair.expect(1)
@@ -177,16 +236,16 @@ def test_the_end_of_the_last_stage_ends_the_wait(two):
     pair.expect(0)
     pair.last.close()
     with pytest.raises(LinkClosedError):
-        pair.head.drain()
-    pair.head._thread.join(HAND_OVER)
+        pair.thread.drain()
+    pair.thread._thread.join(HAND_OVER)
     assert len(pair.failed) == 1
 
 
 def test_a_close_ends_the_wait_and_is_no_failure(two):
     pair = two(Shard(0, 400), (0, 400, VOCAB))
     pair.expect(0)
-    pair.head.close()
-    assert not pair.head._thread.is_alive()
+    pair.thread.close()
+    assert not pair.thread._thread.is_alive()
     assert not pair.failed
 
 
@@ -224,7 +283,7 @@ class Stage:
             self.draws.open(self.projection, self.handover)
         else:
             mine = pipeline.heads[stage][1]
-            self.projection = HeadThread(
+            self.projection = ProjectionThread(
                 device, mine, shard, self.handover, record, pipeline.failed.append, HAND_OVER
             )
 

@@ -1,4 +1,6 @@
-"""The debug check of token safety: who may touch a set of input buffers, and who does.
+"""A check of token safety: who may touch a set of input buffers, and who does.
+
+Stages of tests and of their engines are watched by it (:mod:`tests.worker.watched_stage`).
 
 Who runs here: the preparing thread (``begin_write``, ``end_write``) and the device thread
 (``begin_read``, ``end_read``).
@@ -13,10 +15,8 @@ Rejected: checksums of the buffers, which find an overlap only when the values d
 
 import threading
 
-from sipipe.errors import SiPipeError
 
-
-class TokenSafetyError(SiPipeError):
+class TokenSafetyError(Exception):
     """Input buffers were about to be written while the device may read them, or the reverse."""
 
     def __init__(self, what: str) -> None:
@@ -58,12 +58,3 @@ class TokenSafety:
             if held != before:
                 raise TokenSafetyError(f"{what}, which holds {held}")
             self._held[buffer_set] = after
-
-
-class Unwatched:
-    """In the place of :class:`TokenSafety` where nobody asked for the check."""
-
-    def begin_write(self, buffer_set: int, iteration: int) -> None:
-        pass
-
-    end_write = begin_read = end_read = begin_write

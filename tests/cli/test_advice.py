@@ -2,8 +2,8 @@
 
 import pytest
 
+from sipipe.cli import advice
 from sipipe.cores import Core
-from sipipe.tools.planner import advice
 from sipipe.tools.planner.models import load_model
 
 

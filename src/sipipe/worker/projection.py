@@ -2,7 +2,7 @@
 
 Shared out, the last stage's final hidden states, of the rows that sample, go to every other stage on
 a link of their own. There they are multiplied by that stage's rows of the matrix
-(:mod:`sipipe.worker.device_vocabulary`), whose logits go into the same place of BIC-L as
+(:mod:`sipipe.worker.projection_thread`), whose logits go into the same place of BIC-L as
 everybody's: samplers draw when the last writer is done. The rows come from the last stage's loaded
 model, whatever its checkpoint looks like, and the product is vLLM's.
 
@@ -20,8 +20,8 @@ import torch
 from sipipe.ipc.link.sender import Sender
 from sipipe.observe.phases import Phase
 from sipipe.worker.device_thread import Launched
-from sipipe.worker.head import HeadShard
 from sipipe.worker.logits import StageLogits
+from sipipe.worker.projection_rows import ProjectionShard
 
 Record = Callable[[Phase, Launched, int, int], None]
 """Takes a phase, its iteration, when it began and when it ended."""
@@ -67,8 +67,8 @@ class Projection:
 class WholeProjection(Projection):
     """The last stage has all of it."""
 
-    def __init__(self, head: StageLogits) -> None:
-        self._head = head
+    def __init__(self, stage_logits: StageLogits) -> None:
+        self._stage_logits = stage_logits
 
     def columns(
         self,
@@ -76,7 +76,7 @@ class WholeProjection(Projection):
         rows: torch.Tensor,
         into: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        return self._head.compute(rows, into)
+        return self._stage_logits.compute(rows, into)
 
 
 class SharedProjection(Projection):
@@ -88,7 +88,7 @@ class SharedProjection(Projection):
         record: takes the phases.
     """
 
-    def __init__(self, senders: Sequence[Sender], shard: HeadShard, record: Record) -> None:
+    def __init__(self, senders: Sequence[Sender], shard: ProjectionShard, record: Record) -> None:
         self._senders = senders
         self._shard = shard
         self._record = record

@@ -1,0 +1,241 @@
+"""From loaded models to a pipeline that can run: what stages have, who multiplies, who draws.
+
+Who runs here: the engine thread, in vLLM's start.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import msgspec
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from sipipe._version import __version__
+from sipipe.engine.cpu_sampling import Costs, choose
+from sipipe.engine.host import Host
+from sipipe.engine.hosts import link_port
+from sipipe.engine.layers.choose import is_free
+from sipipe.engine.layers.cut import COST_TOKENS
+from sipipe.engine.layers.vocabulary import Vocabulary, columns, settle
+from sipipe.engine.rpc import Calls
+from sipipe.engine.setup import Setup
+from sipipe.engine.stall import ANSWER_SECONDS
+from sipipe.messages.boots import ProjectionOffer, StageDescription
+from sipipe.messages.calls import (
+    Describe,
+    Measure,
+    OpenChannels,
+    Settle,
+    TakeProjection,
+    TimeParts,
+)
+from sipipe.messages.hosts import EndSamplers, MakeLogits, OpenSamplers
+from sipipe.messages.link import LinkEndpoint, TransportKind
+from sipipe.messages.measured import MIXES
+
+logger = init_logger(f"vllm.{__name__}")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """What runs."""
+
+    setup: Setup
+    """As decided before, or for vLLM's own path if that was measured to be better."""
+    samplers: int
+    vocabulary: Vocabulary
+    """Who multiplies by the output projection."""
+    draws: str
+    """Who draws, as ``cpu_sampling`` says it."""
+    links: Sequence[LinkEndpoint]
+
+    def __str__(self) -> str:
+        setup = self.setup
+        parts = (
+            f"{_counted(setup.stages, 'stage')} x {_counted(setup.ranks, 'rank')}",
+            "vLLM's runner and sampler" if setup.reason else _counted(self.samplers, "sampler"),
+            f"{_counted(setup.slots, 'microbatch', 'es')} in flight",
+            f"links: {', '.join(dict.fromkeys(link.transport for link in self.links)) or 'none'}",
+        )
+        return f"SiPipe {__version__}: {', '.join(parts)}"
+
+
+class Opening:
+    """Opens an engine whose workers have loaded their layers.
+
+    Args:
+        samplers: how many there are.
+        last: the last stage's host.
+        addresses: of the other hosts, by their first stage.
+    """
+
+    def __init__(
+        self, setup: Setup, samplers: int, calls: Calls, last: Host, addresses: Mapping[int, str]
+    ) -> None:
+        self._setup = setup
+        self._seconds = setup.config.start_timeout
+        self._samplers = samplers
+        self._calls = calls
+        self._last = last
+        self._links = make_links(setup, addresses)
+
+    def open(self) -> Running:
+        """Make the channels between the processes.
+
+        Raises:
+            StallError: not within the start timeout.
+        """
+        setup, vocabulary, draws = self._setup, Vocabulary(), "off"
+        ranks = self._calls.ask(Describe(), self._seconds)[-setup.ranks :]
+        if setup.reason:
+            self._calls.ask(OpenChannels(links=self._links), self._seconds)
+        else:
+            vocabulary, draws = self._open_logits(ranks), setup.config.cpu_sampling
+            drawing = self._last.do(OpenSamplers())
+            draws = self._choose(drawing) if setup.measures else draws
+            if draws == "off":
+                setup = setup.fall_back("CPU samplers would not be worth it here, as was measured")
+                vocabulary = setup.vocabulary
+                self._last.do(EndSamplers())
+        return Running(
+            setup=setup,
+            samplers=self._samplers,
+            vocabulary=vocabulary,
+            draws=draws,
+            links=self._links,
+        )
+
+    def _open_logits(self, ranks: Sequence[StageDescription]) -> Vocabulary:
+        """Make BIC-L as the last stage's ``ranks`` want it; returns who multiplies."""
+        setup, logits, finals = self._setup, ranks[0].logits, []
+        assert logits is not None, "the first rank of the last stage writes logits"
+        vocabulary, bounds = self._share([rank.offer for rank in ranks])
+        if bounds:
+            logits = msgspec.structs.replace(logits, bounds=bounds)
+            finals = make_final_links(setup)
+        endpoint = self._last.do(MakeLogits(logits))
+        opening = OpenChannels(links=self._links, finals=finals, logits=endpoint)
+        self._calls.ask(opening, self._seconds)
+        return vocabulary
+
+    def _share(self, offers: Sequence[ProjectionOffer | str]) -> tuple[Vocabulary, tuple[int, ...]]:
+        """Have every stage take its rows of what the last stage's ranks offer.
+
+        Returns also the columns of all writers of logits; none where the last stage keeps them.
+        """
+        setup = self._setup
+        if not setup.vocabulary.parts:
+            return setup.vocabulary, ()
+        rows = [offer for offer in offers if isinstance(offer, ProjectionOffer)]
+        if len(rows) < len(offers):
+            vocabulary = Vocabulary(why=next(why for why in offers if isinstance(why, str)))
+            logger.warning("%s", vocabulary)
+            return vocabulary, ()
+        sequences = min(setup.microbatch, COST_TOKENS)
+        times = self._calls.ask(TimeParts(sequences=sequences), self._seconds)
+        vocabulary = settle(
+            setup.vocabulary,
+            setup.config,
+            [max(rank.layers for rank in stage) for stage in _parts(times, setup.ranks)],
+            max(rank.projection for rank in times),
+            reserved=setup.vllm_config.device_config.device_type != "cpu",
+        )
+        logger.info("%s", vocabulary)
+        if not vocabulary.parts:
+            return vocabulary, ()
+        bounds = columns([offer.columns for offer in rows], vocabulary.parts)
+        self._calls.ask(TakeProjection(offers=rows, bounds=bounds), self._seconds)
+        return vocabulary, bounds
+
+    def _choose(self, drawing: Mapping[str, float]) -> str:
+        """Measure who should draw, and tell the workers; ``drawing`` is the samplers' part."""
+        setup = self._setup
+        ranks = self._calls.ask(Measure(sequences=setup.microbatch), self._seconds)
+        stages = _parts(ranks, setup.ranks)
+        last = stages[-1]
+        copied = max(last, key=lambda rank: rank.copy)
+        costs = Costs(
+            sequences=setup.microbatch,
+            inflight=setup.slots,
+            layers=setup.layers,
+            stages=tuple(max(rank.layers for rank in stage) for stage in stages),
+            projection=max(rank.projection for rank in last),
+            device={mix: max(rank.device[mix] for rank in last) for mix in MIXES},
+            plain={mix: max(rank.plain[mix] for rank in last) for mix in last[0].plain},
+            copy=copied.copy,
+            copied=copied.copied,
+            draws=drawing,
+        )
+        choice = choose(costs, recut=is_free(setup.config))
+        logger.info("%s", choice)
+        self._calls.ask(Settle(draws=choice.draws), self._seconds)
+        return choice.draws
+
+
+def make_final_links(setup: Setup) -> list[LinkEndpoint]:
+    """Of final hidden states: from each rank of the last stage to the same rank of every other, by
+    its receiver."""
+    kind, device = _transport(setup)
+    return [
+        LinkEndpoint(
+            kind=kind,
+            device=device,
+            buffer_tokens=setup.vllm_config.scheduler_config.max_num_seqs,
+            depth=max(2, setup.slots),
+            name=f"final{setup.stages - 1}-{stage}.r{rank}",
+            stall_timeout=setup.config.stall_timeout + 2 * ANSWER_SECONDS,
+        )
+        for stage in range(setup.stages - 1)
+        for rank in range(setup.ranks)
+    ]
+
+
+def make_links(setup: Setup, addresses: Mapping[int, str]) -> list[LinkEndpoint]:
+    """One link from every rank but the last stage's to the same rank of the next stage.
+
+    Returned in rank order, so that rank r sends on link r and receives on link r - t.
+    ``addresses`` are of the other hosts, by their first stage.
+    """
+    links = []
+    kind, device = _transport(setup)
+    encrypts = setup.config.hosts.encrypt_links
+    for rank in range((setup.stages - 1) * setup.ranks):
+        stage, tp_rank = divmod(rank, setup.ranks)
+        address = addresses.get(stage + 1, "")
+        links.append(
+            LinkEndpoint(
+                kind="zeromq" if address else kind,
+                buffer_tokens=setup.link_tokens,
+                depth=max(2, setup.slots),
+                name=f"stage{stage}-{stage + 1}.r{tp_rank}",
+                device=device,
+                # The engine, which asks all stages, speaks before a stage that waits for another.
+                stall_timeout=setup.config.stall_timeout + 2 * ANSWER_SECONDS,
+                address=address,
+                port=link_port(setup, rank) if address else 0,
+                token=secrets.token_hex(16) if address and not encrypts else "",
+            )
+        )
+    return links
+
+
+def _transport(setup: Setup) -> tuple[TransportKind, Literal["cpu", "cuda"]]:
+    """Of links within a host, and where what they carry is needed."""
+    device: Literal["cpu", "cuda"] = "cpu" if current_platform.is_cpu() else "cuda"
+    kind: TransportKind = "shm" if device == "cpu" else "cuda_ipc"
+    return kind if setup.config.transport == "auto" else setup.config.transport, device
+
+
+def _parts(ranks: Sequence[T], count: int) -> list[Sequence[T]]:
+    """Those of each stage."""
+    return [ranks[at : at + count] for at in range(0, len(ranks), count)]
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
