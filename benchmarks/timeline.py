@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -23,13 +22,12 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from benchmarks.harness import report
+from benchmarks.harness import of_the_checkout, report
 from sipipe.observe.phases import DEVICE_PHASES, Phase
 from sipipe.tools.child import measured
 from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.tools.report.reader import ProcessTrace, Trace, read_trace
 
-ROOT = Path(__file__).parents[1]
 REQUESTS, PROMPT, TOKENS, STAGES, SAMPLING = 64, 16, 64, 2, "chat"
 WINDOW_MS = 500
 DRAWN = {
@@ -47,10 +45,6 @@ INKS = {"light": "#1f2328", "dark": "#e6edf3"}
 """Text and lines by colour scheme of the page; the background is the page's."""
 WIDTH, LEFT, RIGHT = 840, 104, 824
 """Of the picture; from LEFT to RIGHT is the window."""
-STOCK = (
-    *("--worker-cls", "benchmarks.stock_trace.TracedWorker"),
-    *("--scheduler-cls", "benchmarks.stock_trace.TracedScheduler"),
-)
 ENGINES = ("stock vLLM", "SiPipe")
 
 Lane = dict[str, list[tuple[int, int]]]
@@ -73,7 +67,9 @@ def main() -> None:
         "repeat": 1 if options.quick else 3,
     }
     argv = [model, "-pp", str(STAGES), "--max-model-len", "2048"]
-    os.environ["PYTHONPATH"] = str(ROOT)  # for benchmarks.stock_trace
+    recorder = of_the_checkout("benchmarks.stock_trace")
+    stock = ["--worker-cls", f"{recorder}.TracedWorker"]
+    stock += ["--scheduler-cls", f"{recorder}.TracedScheduler"]
     rows = []
     with tempfile.TemporaryDirectory(prefix="sipipe-bench-timeline-") as scratch:
         for engine in ENGINES:
@@ -81,7 +77,7 @@ def main() -> None:
             own: dict[str, Any] = {"argv": argv, "settings": trace}
             if engine == "stock vLLM":
                 config = ("--additional-config", json.dumps({"sipipe": trace}))
-                own = {"argv": [*argv, *STOCK, *config], "settings": None}
+                own = {"argv": [*argv, *stock, *config], "settings": None}
             rows.append({"engine": engine, **row(measured(engine, job | own), trace["trace"])})
     report(
         "timeline",
