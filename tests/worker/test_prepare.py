@@ -22,6 +22,7 @@ from sipipe.engine.requests import RequestTracker  # noqa: E402
 from sipipe.worker import preparation  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.inputs import placement  # noqa: E402
+from sipipe.worker.inputs.buffers import PackedInputBuffers  # noqa: E402
 from sipipe.worker.inputs.prepare import InputPreparer  # noqa: E402
 from sipipe.worker.preparation import SiPipePrepares, why_vllm_prepares  # noqa: E402
 
@@ -225,6 +226,8 @@ def prepared(request, monkeypatch):
         runner, device = PreparingRunner(), CopiedDevice()
         if request.param == "copied":  # as on a GPU, with tensors of the host
             monkeypatch.setattr(preparation, "placement_of", placement.Copied)
+            sizes = runner.max_num_reqs, runner.max_num_tokens
+            runner.input_buffers = PackedInputBuffers(*sizes, runner.device)
         return runner, SiPipePrepares(runner, device, slots=slots, sets=sets)
 
     return make

@@ -22,8 +22,9 @@ from sipipe.messages.boots import StageDescription
 from sipipe.messages.link import LinkEndpoint, buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.measured import Measured
-from sipipe.worker.device import stage_device
+from sipipe.worker.device import HostDevice, stage_device
 from sipipe.worker.draws import LastRows, NothingDrawn, feedback_of
+from sipipe.worker.inputs.buffers import PackedInputBuffers
 from sipipe.worker.links import Links
 from sipipe.worker.logits import LogitsHandover
 from sipipe.worker.measure import measure_stage
@@ -63,6 +64,10 @@ class LoadedSampledStage(LoadedStage):
         super().__init__(around)
         boot, worker, runner = around.boot, around.worker, around.runner
         self._device = getattr(worker, "emulated", None) or stage_device(runner.device)
+        if not isinstance(self._device, HostDevice):
+            # Before graphs are captured, which know the addresses.
+            sizes = runner.max_num_reqs, runner.max_num_tokens
+            runner.input_buffers = PackedInputBuffers(*sizes, runner.device)
         make: type[Sharing] = getattr(worker, "sharing", Sharing)
         self.sharing = make(boot, worker, self._device)
         self._draws = NothingDrawn()

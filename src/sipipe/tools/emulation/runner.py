@@ -22,9 +22,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
+
+from sipipe.worker.inputs.buffers import PackedInputBuffers
 
 
 class EmulatedRunner:
@@ -61,7 +63,7 @@ class EmulatedRunner:
         self.intermediate_tensors = IntermediateTensors(received)
         self.model_state = DefaultModelState.__new__(DefaultModelState)  # a plain decoder's
         self.prompt_logprobs_worker = SimpleNamespace(uses_prompt_logprobs=np.zeros(requests, bool))
-        self.input_buffers = InputBuffers(requests, tokens, self.device)
+        self.input_buffers = PackedInputBuffers(requests, tokens, self.device)
         self.kv_caches: list[Any] = []
         self.kv_cache_config = SimpleNamespace(num_blocks=0)
         size = self.cache_config.block_size

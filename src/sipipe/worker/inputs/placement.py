@@ -13,7 +13,7 @@ import torch
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from sipipe.worker.device import Device, HostDevice
-from sipipe.worker.inputs.buffers import InputBuffers
+from sipipe.worker.inputs.buffers import InputBuffers, Packed
 from sipipe.worker.inputs.model_input import ModelInput
 
 
@@ -136,7 +136,7 @@ class InPlace:
 
 
 class Copied:
-    """On a GPU: copied in the order of the stream to the addresses that graphs know.
+    """On a GPU: one copy in the order of the stream to the addresses that graphs know.
 
     Block tables stay vLLM's: what changes is far less than what they hold.
 
@@ -149,11 +149,8 @@ class Copied:
         self._runner = runner
         self._device = device
         self._read: list[Any] = [None] * sets
-        """Of each set, the device's mark behind the copies from it."""
-        requests, there = int(runner.max_num_reqs), runner.device
-        self._rows = torch.zeros(requests, dtype=torch.int64, device=there)
-        self._logits_indices = torch.zeros(requests, dtype=torch.int64, device=there)
-        self._computed = torch.zeros(requests, dtype=torch.int32, device=there)
+        """Of each set, the device's mark behind the copy from it."""
+        self._there: Packed = runner.input_buffers.packed
         self._attn = runner.prepare_attn
 
     def wait_free(self, buffer_set: int) -> None:
@@ -173,26 +170,26 @@ class Copied:
                 runner.block_tables.append_block_ids(index[req_id], ids, overwrite=False)
 
     def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
-        source, known = self.buffers[inputs.buffer_set], self._runner.input_buffers
+        source, found = self.buffers[inputs.buffer_set], self._there.tensors
         count, used = inputs.num_reqs, inputs.num_tokens
         if requests > count:
             _pad_requests(source, count, requests, used)
         source.is_padding.np[:used] = False
         source.is_padding.np[used:tokens] = True
-        rows = _copied(source.rows, self._rows, count)
-        placed = Placed(
-            rows,
-            _copied(source.input_ids, known.input_ids, used, tokens),
-            _copied(source.positions, known.positions, used, tokens),
-            _copied(source.is_padding, known.is_padding, tokens),
-            _copied(source.query_start_loc, known.query_start_loc, requests + 1),
-            _copied(source.seq_lens, known.seq_lens, requests),
-            _copied(source.logits_indices, self._logits_indices, count),
-        )
-        computed = _copied(source.num_computed_tokens, self._computed, count)
+        batch = source.packed.batch(used)
+        self._there.batch(used).copy_(batch, non_blocking=True)
         self._read[inputs.buffer_set] = self._device.mark()
+        rows, computed = found["rows"][:count], found["num_computed_tokens"][:count]
         self._runner.req_states.num_computed_tokens.gpu[rows] = computed
-        return placed
+        return Placed(
+            rows,
+            found["input_ids"][:tokens],
+            found["positions"][:tokens],
+            found["is_padding"][:tokens],
+            found["query_start_loc"][: requests + 1],
+            found["seq_lens"][:requests],
+            found["logits_indices"][:count],
+        )
 
     def tables(self, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         found: tuple[tuple[torch.Tensor, ...], torch.Tensor] = self._attn(batch)
@@ -217,9 +214,3 @@ def _pad_requests(source: InputBuffers, count: int, requests: int, tokens: int) 
         starts.np[count + 1 : requests + 1] = tokens
     for lengths in (source.seq_lens, source.lengths):
         lengths.np[count:requests] = 0
-
-
-def _copied(source: Any, target: torch.Tensor, count: int, padded: int = 0) -> torch.Tensor:
-    """``count`` elements to the front of ``target``; ``padded`` of it are returned, or as many."""
-    target[:count].copy_(source.tensor[:count], non_blocking=True)
-    return target[: padded or count]
