@@ -6,9 +6,10 @@ Two tables:
 
 * the host time of launching an iteration (``execute_model`` and ``sample_tokens`` of vLLM's second
   runner; and the whole launch, with what is SiPipe's around them) when vLLM prepares inputs and when
-  SiPipe does, on the same scheduling outputs, on the first stage and the last one of two; beside it
-  SiPipe's preparation, which runs ahead in the preparing thread. CPU time of the thread that does it. There is no model,
-  no link, and vLLM's kernels do nothing: what is left is Python;
+  SiPipe does, on the same scheduling outputs, on the first stage and the last one of two: where the
+  model reads the prepared set (CPUs), and where it is copied (GPUs; here from host to host memory).
+  Beside it SiPipe's preparation, which runs ahead in the preparing thread. CPU time of the thread
+  that does it. There is no model, no link, and vLLM's kernels do nothing: what is left is Python;
 * the two threads with a device that takes 20 ms and a preparation of 3 ms (and of 30 ms).
 
 ``--profile`` says where the device thread's time goes with SiPipe's preparation, instead.
@@ -40,9 +41,12 @@ from benchmarks.stage_recorders import (
     iterations,
     open_stage,
 )
+from sipipe.worker.inputs.buffers import PackedInputBuffers
+from sipipe.worker.inputs.placement import Copied, InPlace
 
 STAGES = ("first", "last")
-SIDES = ("vLLM prepares", "SiPipe prepares")
+SIDES = ("vLLM prepares", "SiPipe prepares, copied", "SiPipe prepares")
+"""In this order: a set that is read in place takes the place of vLLM's block tables for good."""
 
 
 def main() -> None:
@@ -100,11 +104,19 @@ def measure_launching(stage: int, count: int, profile: bool) -> None:
         times = {}
         for side in SIDES:
             name = "sipipe.worker.sampled_stage.why_vllm_prepares"
-            with patch(name, return_value="" if side == SIDES[1] else "asked"):
+            why = "asked" if side == SIDES[0] else ""
+            place = Copied if side == SIDES[1] else InPlace
+            if side == SIDES[1]:  # as on a GPU, with the host's memory on both sides
+                sizes = runner.runner.max_num_reqs, runner.runner.max_num_tokens
+                runner.runner.input_buffers = PackedInputBuffers(*sizes, runner.runner.device)
+            with (
+                patch(name, return_value=why),
+                patch("sipipe.worker.preparation.placement_of", place),
+            ):
                 running = opened()
             for batch in (1, 32, 128):
                 workload = Workload(batch, 0)
-                if profile and side == SIDES[1]:
+                if profile and side == SIDES[2]:
                     show(running, runner, workload, count, f"{STAGES[stage]} stage, B {batch}")
                 else:
                     times[side, batch] = launching(running, runner, workload, count)
@@ -112,7 +124,7 @@ def measure_launching(stage: int, count: int, profile: bool) -> None:
         if profile:
             return
     for batch in (1, 32, 128):
-        (_, *theirs), (ahead, *ours) = (times[side, batch] for side in SIDES)
+        (_, *theirs), (_, *copied), (ahead, *ours) = (times[side, batch] for side in SIDES)
         rows.append(
             {
                 "stage": STAGES[stage],
@@ -120,6 +132,8 @@ def measure_launching(stage: int, count: int, profile: bool) -> None:
                 "vLLM prepares us": theirs[1],
                 "SiPipe prepares us": ours[1],
                 "ratio": ours[1] / theirs[1],
+                "copied us": copied[1],
+                "copied, ratio": copied[1] / theirs[1],
                 "whole launch, vLLM us": theirs[0],
                 "whole launch, SiPipe us": ours[0],
                 "SiPipe's, ahead us": ahead,

@@ -28,7 +28,7 @@ class Timed:
     """CPU time that the calling thread has spent in the runner's methods."""
 
     def __init__(self, runner: Any, *names: str) -> None:
-        self.nanoseconds = 0
+        self.runner, self.nanoseconds = runner, 0
         for name in names:
             setattr(runner, name, self._timed(getattr(runner, name)))
 

@@ -7,6 +7,7 @@ says when it was taken; here is whether the copies that were launched then are d
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -151,6 +152,7 @@ class Copied:
         self._read: list[Any] = [None] * sets
         """Of each set, the device's mark behind the copy from it."""
         self._there: Packed = runner.input_buffers.packed
+        self._views = functools.lru_cache(256)(self._view)  # decoding asks for the same ones
         self._attn = runner.prepare_attn
 
     def wait_free(self, buffer_set: int) -> None:
@@ -170,7 +172,7 @@ class Copied:
                 runner.block_tables.append_block_ids(index[req_id], ids, overwrite=False)
 
     def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
-        source, found = self.buffers[inputs.buffer_set], self._there.tensors
+        source = self.buffers[inputs.buffer_set]
         count, used = inputs.num_reqs, inputs.num_tokens
         if requests > count:
             _pad_requests(source, count, requests, used)
@@ -179,10 +181,15 @@ class Copied:
         batch = source.packed.batch(used)
         self._there.batch(used).copy_(batch, non_blocking=True)
         self._read[inputs.buffer_set] = self._device.mark()
-        rows, computed = found["rows"][:count], found["num_computed_tokens"][:count]
-        self._runner.req_states.num_computed_tokens.gpu[rows] = computed
-        return Placed(
-            rows,
+        placed, computed = self._views(count, requests, tokens)
+        self._runner.req_states.num_computed_tokens.gpu[placed.rows] = computed
+        return placed
+
+    def _view(self, count: int, requests: int, tokens: int) -> tuple[Placed, torch.Tensor]:
+        """What is placed, and the computed tokens of its requests."""
+        found = self._there.tensors
+        placed = Placed(
+            found["rows"][:count],
             found["input_ids"][:tokens],
             found["positions"][:tokens],
             found["is_padding"][:tokens],
@@ -190,6 +197,7 @@ class Copied:
             found["seq_lens"][:requests],
             found["logits_indices"][:count],
         )
+        return placed, found["num_computed_tokens"][:count]
 
     def tables(self, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         found: tuple[tuple[torch.Tensor, ...], torch.Tensor] = self._attn(batch)
