@@ -256,9 +256,8 @@ def test_vllms_own_refusals_are_one_line(model):
 
 def test_what_sipipe_does_not_serve_is_refused_in_the_foreground(model):
     speculative = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
-    config = config_of(model, "--speculative-config", speculative, "--max-model-len", "256")
     with pytest.raises(UnsupportedError, match="--speculative-config"):
-        decide(config)
+        config_of(model, "--speculative-config", speculative, "--max-model-len", "256")
 
 
 def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys):

@@ -45,16 +45,19 @@ def register() -> None:
         with _one_line():
             require_vllm()  # where this is another vLLM
             from sipipe.config import SiPipeConfig
+            from sipipe.engine.compatibility import check_features
             from sipipe.engine.executor import Executor
             from sipipe.engine.setup import PipelineVllmConfig
 
-            # Options are checked here too, in the process that the user sees.
+            # Options and features are checked here too, in the process that the user sees.
             SiPipeConfig.from_additional_config(self.additional_config)
             tell_clients_why()
             if named:
                 self.distributed_executor_backend = Executor
             with patch.object(arg_utils, "VllmConfig", PipelineVllmConfig):
-                return create(self, *args, **kwargs)
+                made = create(self, *args, **kwargs)
+            check_features(made)
+            return made
 
     create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
     arg_utils.EngineArgs.create_engine_config = create_engine_config
