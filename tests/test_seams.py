@@ -172,8 +172,7 @@ ATTRIBUTES = {
         "kv_cache_block_copies preempted_req_ids free_encoder_mm_hashes"
     ),
     "vllm.v1.core.sched.output:CachedRequestData": (
-        "req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids num_computed_tokens "
-        "num_output_tokens"
+        "req_ids new_token_ids new_block_ids num_computed_tokens num_output_tokens"
     ),
     "vllm.v1.core.sched.output:NewRequestData": (
         "req_id prompt_token_ids sampling_params block_ids num_computed_tokens lora_request "

@@ -4,6 +4,10 @@ import argparse
 import dataclasses
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +69,49 @@ def test_an_asked_for_second_runner_that_would_have_to_draw_is_refused(model, mo
     with pytest.raises(ConfigError, match=r"cpu_sampling.*Triton") as error:
         config_of(model, "--max-model-len", "256", cpu_sampling="off")
     assert "\n" not in str(error.value)
+
+
+WRONG = {
+    "a setting": ("-pp", "2", "--additional-config", '{"sipipe": {"sampler": 2}}'),
+    "a feature": ("-pp", "2", "--data-parallel-size", "2"),
+}
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm.entrypoints.cli.main", "train.py"])
+def test_a_wrong_setting_ends_vllms_commands_in_one_line_and_raises_in_python(
+    model, monkeypatch, capsys, name
+):
+    plugin.register()
+    spec = SimpleNamespace(name=name) if "cli" in name else None
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec, __file__=name))
+    wrong = EngineArgs(
+        model=model,
+        distributed_executor_backend="sipipe.Executor",
+        additional_config={"sipipe": {"sampler": 2}},
+    )
+    if name == "train.py":
+        with pytest.raises(ConfigError, match="sampler"):
+            wrong.create_engine_config()
+        return
+    with pytest.raises(SystemExit) as ended:
+        wrong.create_engine_config()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("sipipe: ")
+    assert "sampler" in said[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG)
+def test_vllm_serve_ends_in_one_line(model, wrong):
+    vllm = Path(sys.executable).with_name("vllm")
+    command = [vllm, "serve", model, "--distributed-executor-backend", "sipipe.Executor"]
+    said = subprocess.run(
+        [*command, *WRONG[wrong]], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert said.returncode == 2, said.stderr[-2000:]
+    assert "Traceback" not in said.stderr + said.stdout
+    assert said.stderr.splitlines()[-1].startswith("sipipe: ")
 
 
 def test_eager_is_the_default_of_short_commands_on_cpu(model):
@@ -209,9 +256,8 @@ def test_vllms_own_refusals_are_one_line(model):
 
 def test_what_sipipe_does_not_serve_is_refused_in_the_foreground(model):
     speculative = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
-    config = config_of(model, "--speculative-config", speculative, "--max-model-len", "256")
     with pytest.raises(UnsupportedError, match="--speculative-config"):
-        decide(config)
+        config_of(model, "--speculative-config", speculative, "--max-model-len", "256")
 
 
 def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys):

@@ -22,8 +22,8 @@ from sipipe.messages.step import int32_view
 class Sequences:
     """A scheduler that schedules at random, and what it holds of each request."""
 
-    def __init__(self, rng, *, stages, second_runner=False):
-        self.rng, self.stages, self.second_runner = rng, stages, second_runner
+    def __init__(self, rng, *, stages):
+        self.rng, self.stages = rng, stages
         self.prompt, self.outputs, self.computed = {}, {}, {}
         self.started, self.preempted, self.finished = set(), set(), set()
         self.logprobs = set()  # requests whose prompt is still to be scored
@@ -52,7 +52,7 @@ class Sequences:
             tokens = self.prompt[name] + self.outputs[name]
             count = rng.randint(1, len(tokens) - self.computed[name])
             scheduled[name] = count
-            if name not in self.started or (resumed and self.second_runner):
+            if name not in self.started or resumed:
                 scored = rng.choice(
                     [{}, {"prompt_logprobs": 1}, {"prompt_logprob_token_ids": [[1]]}]
                 )
@@ -65,7 +65,7 @@ class Sequences:
                         self.prompt[name],
                         params=SamplingParams(**scored, top_k=0 if name in self.plain else 5),
                         computed=self.computed[name],
-                        prefill=tokens if self.second_runner else None,
+                        prefill=tokens,
                     )
                 )
             else:
@@ -74,7 +74,6 @@ class Sequences:
                 cached.num_computed_tokens.append(start)
                 cached.num_output_tokens.append(len(self.outputs[name]))
                 cached.new_block_ids.append(None)
-                cached.all_token_ids[name] = list(tokens)
                 if self.stages > 1:
                     cached.new_token_ids.append(tokens[start : start + count])
             self.busy[name] = iteration
@@ -103,11 +102,11 @@ class Sequences:
                 self.finished.add(name)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.booleans())
-def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, second_runner, per_row):
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, per_row):
     """And nothing of requests that are drawn on the device."""
     rng = random.Random(seed)
-    scheduler = Sequences(rng, stages=stages, second_runner=second_runner)
+    scheduler = Sequences(rng, stages=stages)
     balancer = Balancer(samplers, vocab_size=1000)
     tracker = RequestTracker(engine_seed=0, balancer=balancer)
     tracker.per_row = per_row
@@ -140,7 +139,6 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, second_r
             assert held[owner][handle] == (scheduler.prompt[name], scheduler.outputs[name])
             assert tracker[name].handle == handle
         cached = output.scheduled_cached_reqs
-        assert not cached.all_token_ids
         for name, start, tokens in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_token_ids, strict=True
         ):

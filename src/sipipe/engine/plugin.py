@@ -9,12 +9,15 @@ server error", whatever the reason; :func:`tell_clients_why` has it say the reas
 vLLM is touched, and nothing happens to engines that do not ask for SiPipe.
 """
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from sipipe.errors import SiPipeError
 from sipipe.versions import require_vllm
 
 EXECUTOR_NAMES = frozenset(
@@ -39,21 +42,41 @@ def register() -> None:
         named = isinstance(backend, str) and backend in EXECUTOR_NAMES
         if not named and getattr(backend, "__module__", "") != "sipipe.engine.executor":
             return create(self, *args, **kwargs)
-        require_vllm()  # or one line, where this is another vLLM
-        from sipipe.config import SiPipeConfig
-        from sipipe.engine.executor import Executor
-        from sipipe.engine.setup import PipelineVllmConfig
+        with _one_line():
+            require_vllm()  # where this is another vLLM
+            from sipipe.config import SiPipeConfig
+            from sipipe.engine.compatibility import check_features
+            from sipipe.engine.executor import Executor
+            from sipipe.engine.setup import PipelineVllmConfig
 
-        # Options are checked here too, in the process that the user sees.
-        SiPipeConfig.from_additional_config(self.additional_config)
-        tell_clients_why()
-        if named:
-            self.distributed_executor_backend = Executor
-        with patch.object(arg_utils, "VllmConfig", PipelineVllmConfig):
-            return create(self, *args, **kwargs)
+            # Options and features are checked here too, in the process that the user sees.
+            SiPipeConfig.from_additional_config(self.additional_config)
+            tell_clients_why()
+            if named:
+                self.distributed_executor_backend = Executor
+            with patch.object(arg_utils, "VllmConfig", PipelineVllmConfig):
+                made = create(self, *args, **kwargs)
+            check_features(made)
+            return made
 
     create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
     arg_utils.EngineArgs.create_engine_config = create_engine_config
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """What SiPipe refuses ends a command of vLLM's as it ends ``sipipe serve``: with one line, and
+    status 2, which says that another try is no use. In Python it is an exception."""
+    try:
+        yield
+    except SiPipeError as error:
+        main = sys.modules["__main__"]
+        spec = getattr(main, "__spec__", None)
+        name = spec.name if spec else Path(getattr(main, "__file__", None) or "").name
+        if name.partition(".")[0] != "vllm":
+            raise
+        print(f"sipipe: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 def tell_clients_why() -> None:

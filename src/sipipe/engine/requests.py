@@ -139,8 +139,7 @@ class RequestTracker:
     def advance(self, iteration: int, output: SchedulerOutput) -> Work:
         """Follow one scheduling output, and fill in what workers need and vLLM leaves out.
 
-        ``new_token_ids`` is filled where vLLM omits it (a single stage), and ``all_token_ids``,
-        which repeats each whole sequence every iteration, is dropped: no stage reads it.
+        ``new_token_ids`` is filled where vLLM omits it (a single stage).
         """
         with self._lock:
             return self._advance(iteration, output)
@@ -171,13 +170,12 @@ class RequestTracker:
                     added.append(request.added())
                 else:
                     _give_seed(new, request)
-            else:  # preempted: for the second runner it begins anew, with its tokens so far
-                assert new.prefill_token_ids is not None, "what the first runner calls new, is new"
+            else:  # preempted: it begins anew, with its tokens so far
+                assert new.prefill_token_ids is not None, "the second runner's scheduling output"
                 held.append((resumed, len(new.prefill_token_ids) - len(resumed.prompt)))
                 if resumed.sampler == ON_DEVICE:
                     _give_seed(new, resumed)
         cached = output.scheduled_cached_reqs
-        cached.all_token_ids.clear()
         fill = len(cached.new_token_ids) != len(cached.req_ids)
         if fill:
             cached.new_token_ids = []
@@ -260,15 +258,10 @@ class RequestTracker:
         return handles
 
     def _members(self, cached: CachedRequestData) -> list[TrackedRequest]:
-        """Whose tokens samplers draw, of a microbatch's requests that were in others before.
-
-        Without those that begin anew: such a one may still be in an iteration that was scheduled
-        before, which its sampler's successor would draw.
-        """
+        """Whose tokens samplers draw, of a microbatch's requests that were in others before."""
         if self._balancer.samplers == 1:
             return []
-        again = cached.resumed_req_ids
-        requests = (self._requests[name] for name in cached.req_ids if name not in again)
+        requests = (self._requests[name] for name in cached.req_ids)
         return [request for request in requests if request.sampler != ON_DEVICE]
 
     def _add(
