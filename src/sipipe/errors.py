@@ -8,13 +8,20 @@ ours is an ``AssertionError`` instead.
 class SiPipeError(Exception):
     """Base of every error that SiPipe raises for a reason that the user can act on."""
 
+    status = 1
+    """What a command ends with. 2: another try with the same options is no use."""
+
 
 class ConfigError(SiPipeError, ValueError):
     """An option is unknown, has a bad value, or contradicts another one."""
 
+    status = 2
+
 
 class UnsupportedError(SiPipeError):
     """A vLLM version or a feature that SiPipe's path cannot serve; names the option."""
+
+    status = 2
 
 
 class ResourceError(SiPipeError):

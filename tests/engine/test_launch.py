@@ -74,6 +74,7 @@ def test_an_asked_for_second_runner_that_would_have_to_draw_is_refused(model, mo
 WRONG = {
     "a setting": ("-pp", "2", "--additional-config", '{"sipipe": {"sampler": 2}}'),
     "a feature": ("-pp", "2", "--data-parallel-size", "2"),
+    "stages": ("-pp", "9"),
 }
 
 

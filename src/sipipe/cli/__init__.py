@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(arguments)
     except SiPipeError as error:
         print(f"sipipe: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return error.status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

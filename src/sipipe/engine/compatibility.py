@@ -55,6 +55,18 @@ def check_features(vllm_config: VllmConfig) -> None:
             )
 
 
+def check_stages(vllm_config: VllmConfig) -> None:
+    """Refuse more stages than layers.
+
+    Raises:
+        ConfigError: one line that names the option.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if stages > layers:
+        raise ConfigError(f"--pp {stages}: the model has {layers} layers, a stage needs one")
+
+
 def why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     """Why this engine takes vLLM's own path, from the configuration alone; empty: it does not.
 

@@ -45,7 +45,7 @@ def register() -> None:
         with _one_line():
             require_vllm()  # where this is another vLLM
             from sipipe.config import SiPipeConfig
-            from sipipe.engine.compatibility import check_features
+            from sipipe.engine.compatibility import check_features, check_stages
             from sipipe.engine.executor import Executor
             from sipipe.engine.setup import PipelineVllmConfig
 
@@ -57,6 +57,7 @@ def register() -> None:
             with patch.object(arg_utils, "VllmConfig", PipelineVllmConfig):
                 made = create(self, *args, **kwargs)
             check_features(made)
+            check_stages(made)
             return made
 
     create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
@@ -65,8 +66,8 @@ def register() -> None:
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """What SiPipe refuses ends a command of vLLM's as it ends ``sipipe serve``: with one line, and
-    status 2, which says that another try is no use. In Python it is an exception."""
+    """What SiPipe refuses ends a command of vLLM's as it ends ``sipipe serve``: with one line and
+    that error's status. In Python it is an exception."""
     try:
         yield
     except SiPipeError as error:
@@ -76,7 +77,7 @@ def _one_line() -> Iterator[None]:
         if name.partition(".")[0] != "vllm":
             raise
         print(f"sipipe: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        sys.exit(error.status)
 
 
 def tell_clients_why() -> None:
