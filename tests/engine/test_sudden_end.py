@@ -144,7 +144,7 @@ def test_a_killed_server_leaves_nothing(models, tmp_path, monkeypatch, module, w
         with socket.socket() as again:  # its port is free
             again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             again.bind(("127.0.0.1", server.port))
-        wait_until(lambda: not names & in_shared_memory())
+        wait_until(lambda: not names & in_shared_memory(), 5)
         # What a killed supervisor leaves has a lock that nobody holds, and the next start takes it.
         monkeypatch.setattr(tempfile, "tempdir", server.temporary)
         left = {name for name in os.listdir(server.temporary) if not name.startswith("torch")}

@@ -24,12 +24,14 @@ from contextlib import suppress
 from typing import Any
 
 from sipipe.ipc.child import start_child
-from sipipe.ipc.parent import in_group
+from sipipe.ipc.parent import in_group, kill_group
 from sipipe.ipc.sockets import own_sockets, take_reason
 
 SERVER: Sequence[str] = ("-m", "sipipe.engine.server")
 GRACE = 8.0
 """Seconds that a server has to end in, beside those that its requests have."""
+TRACKERS = 2.0
+"""Seconds for Python's resource trackers, which take away what the killed have left."""
 FIRST_BREAK, LONGEST_BREAK = 1.0, 60.0
 """Seconds before a server is started again: doubled each time, from the first one on."""
 STEADY = 600.0
@@ -104,7 +106,7 @@ def _run(arguments: list[Any], mask: set[int], watched: set[signal.Signals]) -> 
             if got is not None and got.si_signo in ignored:
                 continue
             if got is None or asked:  # out of time, or asked twice
-                os.killpg(server.pid, signal.SIGKILL)
+                kill_group(server.pid)
                 server.wait()  # wait: none: it has just been killed; its end
                 break
             asked = got.si_signo
@@ -127,15 +129,26 @@ def _end_group(group: int) -> None:
     are stopped, or hang where no Python runs."""
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGCONT)
-        deadline = time.monotonic() + GRACE
-        while in_group(group) and time.monotonic() < deadline:
-            time.sleep(0.05)  # wait: 8 s, then SIGKILL; the end of the server's processes
+        if not _ends(group, GRACE):
+            kill_group(group)
+            _ends(group, TRACKERS)
         os.killpg(group, signal.SIGKILL)
     # A container's first process is the parent of all that have lost theirs.
     with suppress(ChildProcessError):
         # wait: none: it does not wait; nobody
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def _ends(group: int, seconds: float) -> bool:
+    """Whether no process of a group lives any more, within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while in_group(group):
+        if time.monotonic() > deadline:
+            return False
+        # wait: 8 s, then SIGKILL, and 2 s for Python's trackers; the end of the server's processes
+        time.sleep(0.05)
+    return True
 
 
 def _shutdown_timeout(server: socket.socket) -> float:

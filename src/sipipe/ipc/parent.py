@@ -135,27 +135,28 @@ def end_group_with(other: socket.socket, grace: float = 0.0) -> None:
         if grace:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(grace)  # wait: 10 s (`GRACE_SECONDS`), then SIGKILL; the process's end
-        kill_group()
+        kill_group(os.getpgrp())
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="EndWithParent", daemon=True).start()
 
 
-def kill_group() -> None:
-    """Kill every process of this one's group, this one last.
+def kill_group(group: int) -> None:
+    """Kill every process of a group but this one.
 
     Not Python's resource trackers: each ends by itself when all that it serves have, and takes
     the semaphores away that they leave.
     """
-    group, this = os.getpgrp(), os.getpid()
     for _ in range(100):  # those that they start meanwhile; then all at once
-        others = [p for p in in_group(group) if p.pid != this and not _is_tracker(p)]
+        others = [p for p in in_group(group) if p.pid != os.getpid() and not _is_tracker(p)]
         for process in others:
             with suppress(psutil.Error):
                 process.kill()
         if not others:
-            os.kill(this, signal.SIGKILL)
+            return
         time.sleep(0.02)  # wait: 0.02 s; nobody
-    os.killpg(0, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def in_group(group: int) -> list[psutil.Process]:
