@@ -20,13 +20,17 @@ SERVERS = {
     "leaves an orphan": "child = os.fork() or hang(); signal.signal(signal.SIGTERM, quit); "
     "say('up'); os.kill(child, signal.SIGTERM); hang() if os.path.exists(sys.argv[3]) else "
     "(open(sys.argv[3], 'w'), os.abort())",
+    # As vLLM's: with a name in /dev/shm, which Python's resource tracker takes away.
+    "has a semaphore": "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "lock = multiprocessing.get_context('spawn').Lock(); "
+    "open(sys.argv[3], 'w').write(lock._semlock.name); say('up'); hang()",
     "leaves one": "child = os.fork() or hang(); os.kill(child, signal.SIGSTOP); "
     "print('up', child, flush=True); sys.exit(1)",
     "comes back": "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); say('up'); "
     "hang() if os.path.exists(sys.argv[3]) else (open(sys.argv[3], 'w'), os.abort())",
 }
 CODE = """
-import os, signal, socket, sys, time
+import multiprocessing, os, signal, socket, sys, time
 sys.argv[1:] = sys.argv[2:] + [sys.argv[1]]
 pair = socket.socket(fileno=int(sys.argv[1]))
 sys.path[:] = {path!r}

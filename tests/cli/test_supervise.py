@@ -66,6 +66,16 @@ def test_a_server_that_does_not_end_is_killed(supervised, number):
     assert is_gone(server)
 
 
+def test_a_server_that_is_killed_leaves_no_semaphore(supervised, tmp_path):
+    process, server = supervised("has a semaphore")
+    name = Path(f"/dev/shm/sem.{(tmp_path / 'marker').read_text().removeprefix('/')}")
+    assert name.exists()
+    process.terminate()
+    assert process.wait(20) == 143
+    assert is_gone(server)
+    assert not name.exists()
+
+
 def test_a_server_that_ends_when_it_is_told_to_is_a_success(supervised):
     process, _ = supervised("ends")
     process.terminate()
