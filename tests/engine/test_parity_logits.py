@@ -6,7 +6,7 @@ the layers' and the projection's kernels may take a row in another block.
 """
 
 import pytest
-from tests.engine import tied_heads
+from tests.engine import tiny_models
 from tests.engine.engines import (
     SHARED_OUT,
     assert_stock,
@@ -53,7 +53,7 @@ def assert_same(found, expected):
 def tied(models, family):
     path = models / family
     if not path.exists():
-        getattr(tied_heads, f"make_{family}")(path)
+        getattr(tiny_models, f"make_{family}")(path)
     return path
 
 

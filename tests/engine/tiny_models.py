@@ -1,4 +1,5 @@
-"""Tiny random models that make-model does not write: two that see, and a hybrid one.
+"""Tiny random models that make-model does not write: two that see, a hybrid one, and two whose
+output projection is the embedding and whose logits are more than its product.
 
 Of vLLM's models with images these need no torchvision, which its CPU build does without; of its
 hybrid models not all can be cut into stages: Granite 4's loader cannot.
@@ -160,3 +161,25 @@ def make_falcon_h1(path: Path) -> None:
         **{f"mamba_{name}": value for name, value in mamba.items()},
     )
     random_model(FalconH1ForCausalLM, config).save_pretrained(path)
+
+
+def make_granite(path: Path) -> None:
+    """Logits are scaled."""
+    _make_tied(path, "granite", logits_scaling=2.5, residual_multiplier=0.9)
+
+
+def make_gemma2(path: Path) -> None:
+    """Logits have a soft cap."""
+    caps = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 20.0}
+    _make_tied(path, "gemma2", head_dim=32, query_pre_attn_scalar=32, sliding_window=512, **caps)
+
+
+def _make_tied(path: Path, family: str, **more: Any) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory(path)
+    ends = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model(
+        family, vocab_size=VOCABULARY, **TEXT, tie_word_embeddings=True, **ends, **more
+    )
+    random_model(AutoModelForCausalLM.from_config, config).save_pretrained(path)
