@@ -24,6 +24,7 @@ from tests.engine.engines import (
     prompts,
     run_engine,
     same_tokens,
+    shared,
     stock_results,
     tokens,
 )
@@ -170,11 +171,15 @@ def test_tokens_that_a_request_names_are_scored_in_its_prompt(models, stages):
 
 
 @pytest.mark.slow
-def test_compiled_stages_equal_stock(models):
-    """By torch.compile, as stages on GPUs are by default."""
+def test_compiled_stages_equal_stock(models, tmp_path):
+    """By torch.compile, as stages are by default; another engine loads what the first compiled."""
     path, batches = model(models), parity.mixed_batches()
-    found = run(path, batches, enforce_eager=False)
-    assert_stock(found, path, batches)
+    settings = shared(2) | {"enforce_eager": False}
+    for loaded in (0, 2):
+        with Engine(path, env={"VLLM_CACHE_ROOT": str(tmp_path)}, **settings) as engine:
+            assert_stock(engine.run(batches), path, batches)
+            log = engine.log.read_text()
+        assert log.count("Directly load AOT compilation") == loaded
 
 
 @pytest.mark.slow
