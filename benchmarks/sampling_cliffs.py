@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.harness import median_seconds, report
+from benchmarks.smollm2_logits import smollm2
 from sipipe.messages.params import SequenceParams
 from sipipe.sampler.state import SequenceColumns
 
@@ -39,6 +40,11 @@ def aligned(x: Logits) -> Logits:
 
 def bfloat16(x: Logits) -> Logits:
     return aligned((x.view(np.uint32) >> 16).astype(np.uint16))
+
+
+def widened(bits: Logits) -> Logits:
+    """float32 of bits of bfloat16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def normal(batch: int, vocab: int, deviation: float = 3.0) -> Logits:
@@ -89,6 +95,16 @@ def cases() -> Iterator[Case]:
     yield Case("top-p 0.95, all logits equal", 0.4, equal, {"top_p": 0.95})
     two = bfloat16((x > 0).astype(np.float32))
     yield Case("top-p 0.95, two values, bfloat16", 0.4, two, {"top_p": 0.95})
+    for dtype, made in (("float32", lambda x: x), ("bfloat16", bfloat16)):
+        trained = smollm2()
+        real = aligned(trained if dtype == "bfloat16" else widened(trained))
+        for kind, rows in (("SmolLM2", real), ("flat", made(normal(B, V, 0.01)))):
+            yield Case(f"{kind}, {dtype}: temperature", None, rows, {})
+            for p in (1e-9, 1e-5, 0.05):
+                yield Case(f"{kind}, {dtype}: min-p {p:g}", None, rows, {"min_p": p})
+            for p in (1e-6, 0.01, 0.03):
+                yield Case(f"{kind}, {dtype}: top-p {p:g}", None, rows, {"top_p": p})
+            yield Case(f"{kind}, {dtype}: 20 logprobs", None, rows, {"logprobs": 20})
     yield Case("all logprobs", 4.0, x, {"logprobs": -1})
     served = bfloat16(normal(SERVED_B, SERVED_V))
     yield Case("bfloat16: greedy", None, served, {"temperature": 0.0})

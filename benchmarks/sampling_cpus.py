@@ -38,7 +38,7 @@ OPERATIONS = {
 def every_operation(x: Any, mask: Any, y: Any, ids: Any, v: Any) -> Any:
     top, _ = blocks.block_max(x, 0, mask, 0, y, 0)
     total = blocks.block_exp_sum(x, 0, mask, 0, v, v) + bounds.block_bounds(y, 0, v, v, y)
-    total += bounds.block_split(x, 0, mask, 0, v, v, v)[0]
+    total += bounds.block_split(x, 0, mask, 0, v, v, v, v)[0]
     return top + total + blocks.block_gather(x, 0, mask, 0, 0, v, ids, y, 0)
 
 

@@ -50,8 +50,8 @@ def test_a_number_draws_the_token_of_its_interval(
     tokens, _, kept = drawn(logits(shape, size), dtype, given)
     ids = np.flatnonzero(np.isfinite(kept))
     assert np.isin(tokens, ids).all()
-    if given.get("top_p", 1.0) < 1.0 and shape in ("flat", "tied"):
-        return  # which tokens stay at the cut depends on rounding: only how many is the rule
+    if "min_p" in given and shape in ("flat", "tied"):
+        return  # drawn from the row, or which tokens stay at the cut depends on rounding: only how many is the rule
     # Few are in the order of likelihood, then of their ids downwards; many in the order of ids.
     if "top_k" in given and ids.size <= 256:
         ids = ids[np.lexsort((-ids, -kept[ids]))]
@@ -97,7 +97,13 @@ def twin(x: np.ndarray, kept: np.ndarray, temperature: float, seed: int, positio
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "given",
-    [{"temperature": 0.7}, {"top_p": 0.9}, {"top_p": 0.3, "temperature": 1.5}, {"top_k": 1000}],
+    [
+        {"temperature": 0.7},
+        {"top_p": 0.9},
+        {"top_p": 0.3, "temperature": 1.5},
+        {"top_k": 1000},
+        {"min_p": 0.01, "temperature": 5.0},
+    ],
     ids=str,
 )
 def test_pairs_of_numbers_draw_from_a_row(shape: str, size: int, dtype: str, given: dict) -> None:

@@ -74,11 +74,13 @@ def test_blocks(dtype: str, at: int, masked: bool) -> None:
     assert _exp_sum(x, at, mask, 5, top, scale) == pytest.approx(exact.sum(), rel=1e-6)
     value = np.sort(block)[-30]
     larger, slope = block > value, np.float32(scale * 2**23)
-    above, rest, equal = _split_exactly(x, at, mask, 5, value, top, slope)
+    least = np.sort(block)[-60]
+    exact[block < least] = 0.0
+    above, rest, equal = _split_exactly(x, at, mask, 5, value, least, top, slope)
     assert above == pytest.approx(exact[larger].sum(), rel=1e-6)
     assert rest == pytest.approx(exact[~larger].sum(), rel=1e-6)
     assert equal == (block == value).sum()
-    bound, rest_bound, equal = _split(x, at, mask, 5, value, top, slope)
+    bound, rest_bound, equal = _split(x, at, mask, 5, value, least, top, slope)
     assert above * bounds.ROUNDING <= bound <= above * bounds.LARGEST_RATIO
     assert rest * bounds.ROUNDING <= rest_bound <= rest * bounds.LARGEST_RATIO
     assert equal == (block == value).sum()

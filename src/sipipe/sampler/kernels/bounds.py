@@ -46,9 +46,11 @@ def block_bounds(builder: Any, kind: Any, x: Any, start: Any, top: Any, slope: A
 
 
 def _split(
-    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, value: Any, weigh: Any
-) -> Any:
-    value, zero = vec.splat(builder, value, vec.VF), vec.constant(vec.VF, 0.0)
+    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, value: Any, least: Any,
+    weigh: Any,
+) -> Any:  # fmt: skip
+    value, least = vec.splat(builder, value, vec.VF), vec.splat(builder, least, vec.VF)
+    zero = vec.constant(vec.VF, 0.0)
 
     def parts(masks: list[Any]) -> Any:
         above, rest = Sums(builder), Sums(builder)
@@ -57,7 +59,7 @@ def _split(
         for v, logit in enumerate(vectors_of(builder, x, start, kind)):
             larger = builder.fcmp_ordered(">", logit, value)
             equal = builder.fcmp_ordered("==", logit, value)
-            weight = weigh(logit)
+            weight = builder.select(builder.fcmp_ordered(">=", logit, least), weigh(logit), zero)
             if masks[v] is not None:
                 equal = builder.and_(equal, builder.not_(masks[v]))
                 weight = builder.select(masks[v], zero, weight)
@@ -70,24 +72,24 @@ def _split(
     return with_masks(builder, mask, word, parts)
 
 
-@operation(_SPLIT, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, _REAL)
+@operation(_SPLIT, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, _REAL, _REAL)
 def block_split(
     builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any,
-    value: Any, top: Any, slope: Any,
+    value: Any, least: Any, top: Any, slope: Any,
 ) -> Any:  # fmt: skip
     """(sum of the bounds where x > ``value``, sum of the others, how many equal ``value``).
 
-    Over what is not masked of a block. ``value`` is finite, nothing is above ``top``.
+    Over what is not masked of a block and reaches ``least``. Nothing is above ``top``.
     """
     top, slope = vec.splat(builder, top, vec.VF), vec.splat(builder, slope, vec.VF)
     weigh = lambda logit: _bound(builder, logit, top, slope)  # noqa: E731
-    return _split(builder, kind, x, start, mask, word, value, weigh)
+    return _split(builder, kind, x, start, mask, word, value, least, weigh)
 
 
-@operation(_SPLIT, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, _REAL)
+@operation(_SPLIT, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, _REAL, _REAL)
 def block_split_exactly(
     builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any,
-    value: Any, top: Any, slope: Any,
+    value: Any, least: Any, top: Any, slope: Any,
 ) -> Any:  # fmt: skip
     """`block_split` with the weights themselves."""
     top = vec.splat(builder, top, vec.VF)
@@ -96,4 +98,4 @@ def block_split_exactly(
     def weigh(logit: Any) -> Any:
         return vec.exp2(builder, builder.fmul(builder.fsub(logit, top), scale))
 
-    return _split(builder, kind, x, start, mask, word, value, weigh)
+    return _split(builder, kind, x, start, mask, word, value, least, weigh)

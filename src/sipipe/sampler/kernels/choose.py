@@ -117,7 +117,7 @@ def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) 
     if min_p > 0.0:
         count = order.keep_at_least(count, np.float64(high) + math.log(min_p), work)
     if 0 < k < count:
-        count = order.keep_largest(count, k, work)
+        count = order.keep_largest(count, k, high, work)
     total = scan.candidate_weights(count, high, np.float32(scan.LOG2E), work)
     cut, cut_id = scan.NEG_INF, np.int64(0)
     if top_p < 1.0:
@@ -130,10 +130,36 @@ def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) 
 
 @kernel
 def draws_from_row(vocab: Any, filters: Any) -> Any:
-    """Whether the filters keep a good part of the mass, and can be put to one token."""
-    k, top_p = filters.top_k, filters.top_p
-    alone = k == 0 or (top_p >= 1.0 and k * SHARE > vocab)
-    return alone and filters.min_p == 0.0 and top_p * SHARE >= 1.0
+    """Whether the filters can be put to one token; top-k so that it keeps a good part of the mass."""
+    return filters.top_k == 0 or (filters.top_p >= 1.0 and filters.top_k * SHARE > vocab)
+
+
+@kernel
+def _least_of_min_p(top: Any, filters: Any) -> Any:
+    """The least logit that min-p keeps."""
+    if filters.min_p == 0.0:
+        return scan.LOWEST
+    none = np.float32(0.0)
+    floor = np.float64(top / filters.temperature) + math.log(filters.min_p)
+    return order.least_reaching(floor, top, filters.temperature, none, none)
+
+
+@kernel
+def _groups_reach(x: Any, least: Any, work: Any) -> Any:
+    """Whether more than 1 / `SHARE` of the row's groups reach ``least``: few are better listed."""
+    groups = ((x.size + 255) >> 8) << 5
+    reaching = 0
+    for i in range(groups):
+        reaching += work.groups[i] >= least
+    return reaching * SHARE > groups
+
+
+@kernel
+def _is_candidate(token: Any, count: Any, work: Any) -> Any:
+    found = False
+    for i in range(count):
+        found |= work.ids[i] == token
+    return found
 
 
 @kernel
@@ -143,13 +169,17 @@ def choose(
 ) -> Any:  # fmt: skip
     """Filter and draw; maxima of the row without its edits, and with them: ``row_top`` and ``top``.
 
-    Where the token is drawn ``from_row``, only what is to be ``listed`` is filtered; and where no
-    attempt there takes one, which is not to be expected, the token is drawn from what is filtered.
+    Where the token is drawn ``from_row``, only what is to be ``listed`` is filtered. Where no
+    attempt there takes one, or the list ends before it by rounding, neither of which is to be
+    expected, the token is drawn from what is filtered.
     """
     k, top_p = filters.top_k, filters.top_p
-    token = np.int64(-1)
-    if from_row and (top_p >= 1.0 or not listed):
-        token = draw_row(x, top, filters, True, scan.NEG_INF, np.int64(-1), edited, work)
+    token, least = np.int64(-1), scan.LOWEST
+    if from_row:
+        least = _least_of_min_p(top, filters)
+        from_row = filters.min_p == 0.0 or _groups_reach(x, least, work)
+    if from_row:
+        token = draw_row(x, top, filters, least, edited, work)
         if token >= 0 and not listed:
             return token, np.int64(-1), 0.0, 0.0
     inverse = 1.0 / np.float64(filters.temperature)
@@ -167,7 +197,9 @@ def choose(
             other, count, scaled_top, log_mass = _choose_sorted(count, filters, work)
         else:
             other, count, scaled_top, log_mass = _choose_listed(count, high, filters, listed, work)
-        return token if token >= 0 else other, count, scaled_top, log_mass
+        if token < 0 or not _is_candidate(token, count, work):
+            token = other
+        return token, count, scaled_top, log_mass
     scale = np.float32(inverse * scan.LOG2E)
     scaled_top = np.float64(top / filters.temperature)
     total = scan.exp_sums(x, top, scale, edited, work)
@@ -181,11 +213,9 @@ def choose(
     count, low = gather_tail(x, top, scale, total, target, edited, work)
     cut, cut_id = top_p_cut(count, top, low, target, inverse, work)
     other, total = draw_candidates(count, cut, cut_id, filters, work)
-    if from_row and listed:
-        token = draw_row(x, top, filters, False, cut, cut_id - 1, edited, work)
-    if token < 0:
-        token = other
     if listed:
         count = _keep_from(count, cut, cut_id, work)
         divide_candidates(count, filters.temperature, work)
+    if token < 0 or (listed and not _is_candidate(token, count, work)):
+        token = other
     return token, count, scaled_top, math.log(total)
