@@ -320,6 +320,9 @@ def _in_top_p(
     before = tied * weight
     if (1.0 - top_p) * above + before < top_p * max(below, rest / LARGEST_RATIO):
         return True, mass, token, False
+    most = ((above + rest) / ROUNDING + (total - reaching) * _OFTEN) * (1.0 + 1e-6)
+    if above >= top_p * most * LARGEST_RATIO:
+        return False, mass, np.int64(x.size), False
     few = tied <= _FEW_TIED
     if mass == 0.0 and few:
         others = _split(x, _OTHERS, value, token, least, top, slope, False, edited, work)[1]
