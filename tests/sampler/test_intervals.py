@@ -102,7 +102,7 @@ def twin(x: np.ndarray, kept: np.ndarray, temperature: float, seed: int, positio
         {"top_p": 0.9},
         {"top_p": 0.3, "temperature": 1.5},
         {"top_k": 1000},
-        {"min_p": 0.01, "temperature": 5.0},
+        {"min_p": 0.01, "temperature": 2.0},
     ],
     ids=str,
 )
