@@ -19,7 +19,6 @@ COMMANDS = {
     "serve": "serve a model through vLLM's OpenAI server, with SiPipe",
     "generate": "complete prompts from arguments, a file or stdin",
     "bench": "measure SiPipe against stock vLLM on a model, in one run",
-    "emulate": "a pipeline of GPUs, emulated: SiPipe's own idle time, without GPUs",
     "plan": "choose pipeline and tensor degrees for a model and a cluster",
     "trace": "report on and export recorded traces",
     "top": "live view of a running server",
