@@ -23,9 +23,9 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from benchmarks.harness import of_the_checkout, report
+from benchmarks.make_model.checkpoint import make_model
 from sipipe.observe.phases import DEVICE_PHASES, Phase
 from sipipe.tools.child import measured
-from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.tools.report.reader import ProcessTrace, Trace, read_trace
 
 REQUESTS, PROMPT, TOKENS, STAGES, SAMPLING = 64, 16, 64, 2, "chat"

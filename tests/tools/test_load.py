@@ -11,9 +11,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from benchmarks.make_model.checkpoint import make_model
+
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools import load
-from sipipe.tools.make_model.checkpoint import make_model
 
 METRICS = """\
 # HELP vllm:cache_config_info Information of the LLMEngine CacheConfig

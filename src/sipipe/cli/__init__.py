@@ -22,7 +22,7 @@ COMMANDS = {
     "plan": "choose pipeline and tensor degrees for a model and a cluster",
     "trace": "report on and export recorded traces",
     "top": "live view of a running server",
-    "make-model": "write a random checkpoint to test and measure on",
+    "make-model": "unpack a small trained model, to try SiPipe with",
     "warm": "compile all kernels now, so that later starts need not",
     "doctor": "what this machine has, and what SiPipe would do on it",
 }
