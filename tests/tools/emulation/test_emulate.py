@@ -7,12 +7,12 @@ import re
 
 import pytest
 from benchmarks import emulate
+from benchmarks.made_up_trace import Example, write_example
 
 from sipipe.cli import main
 from sipipe.errors import SiPipeError
 from sipipe.observe.format import Header
 from sipipe.observe.phases import Phase
-from sipipe.tools.report.example import Example, write_example
 from sipipe.tools.report.reader import read_trace
 
 
