@@ -24,13 +24,12 @@ from rich.console import Console
 
 from benchmarks.emulation.cluster import Emulation, emulation
 from benchmarks.emulation.replay import replayed
-from benchmarks.harness import of_the_checkout
+from benchmarks.harness import alone
 from sipipe.cli.parser import at_least, counts, fraction, parse_engine_command
 from sipipe.cli.trace import bubbles
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.observe.phases import Phase
-from sipipe.tools.child import measured
-from sipipe.tools.measure import SAMPLING
+from sipipe.tools.load import SAMPLING
 from sipipe.tools.provenance import machine
 from sipipe.tools.report.reader import ProcessTrace, Trace, read_trace
 from sipipe.tools.report.summary import Run
@@ -108,7 +107,7 @@ def _run(
     rest: Sequence[str],
     scratch: Path,
 ) -> dict[str, Any]:
-    """Start the engine and run the load; what :func:`sipipe.tools.measure.measure` returns."""
+    """Start the engine and run the load; what :func:`benchmarks.measure.measure` returns."""
     # To vLLM every model is a dense one of the same size: nothing of it is loaded.
     heads = max(1, made.facts.hidden // 128)
     config = {
@@ -149,8 +148,7 @@ def _run(
         "cpu_sampling": "on",
         "cores": settings.get("cores", "off"),
     }
-    module = of_the_checkout("sipipe.tools.measure")  # its workers are of this package
-    return measured("sipipe", job | {"settings": settings | more}, module)
+    return alone("sipipe", job | {"settings": settings | more})
 
 
 def _figures(trace: Trace, result: dict[str, Any]) -> list[dict[str, Any]]:
