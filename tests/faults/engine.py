@@ -120,8 +120,11 @@ def _other_host(scenario, configured, report):
 def requests(count, *, sampling, seed=1):
     """``count`` requests for vLLM's scheduler: greedy ones and seeded ones in turn."""
     from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
+    init_none_hash(sha256)
     rng = random.Random(seed)
     for index in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
@@ -133,7 +136,8 @@ def requests(count, *, sampling, seed=1):
             **(seeded if sampling and index % 2 else {"temperature": 0.0}),
         )
         params.update_from_generation_config({}, None)
-        yield Request(str(index), prompt, params, pooling_params=None)
+        blocks = get_request_block_hasher(16, sha256)
+        yield Request(str(index), prompt, params, pooling_params=None, block_hasher=blocks)
 
 
 def check_greedy(tokens, *, sampling):
