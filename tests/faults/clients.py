@@ -55,13 +55,17 @@ def all_at_once(address, rng, _pid):
 
 
 def kills_sampler(_address, rng, pid):
-    """Amid the streams that are looked at."""
-    samplers = []
-    for process in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # one that was killed before
-            if re.search(r"sipipe\.sampler(?!.*spare)", " ".join(process.cmdline())):
-                samplers.append(process)
-    threading.Timer(rng.random() / 4, rng.choice(samplers).kill).start()
+    """Amid the streams that are looked at; a moment later where there is none just then."""
+
+    def strike():
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if re.search(r"sipipe\.sampler(?!.*spare)", " ".join(process.cmdline())):
+                    process.kill()
+                    return
+        threading.Timer(0.1, strike).start()
+
+    threading.Timer(rng.random() * 2, strike).start()
 
 
 KINDS = {
