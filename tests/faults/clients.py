@@ -58,12 +58,12 @@ def kills_sampler(_address, rng, pid):
     """Amid the streams that are looked at; a moment later where there is none just then."""
 
     def strike():
-        for process in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if re.search(r"sipipe\.sampler(?!.*spare)", " ".join(process.cmdline())):
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(pid).children(recursive=True):
+                if re.fullmatch(r"sampler\d+", process.name()):
                     process.kill()
                     return
-        threading.Timer(0.1, strike).start()
+            threading.Timer(0.1, strike).start()
 
     threading.Timer(rng.random() * 2, strike).start()
 

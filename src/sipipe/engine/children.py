@@ -129,7 +129,7 @@ class Children:
         self._ready: dict[str, Ready] = {}
         self._error: BaseException | None = None
         self._ending = False
-        self._mourning: list[tuple[float, Child, WorkerDiedError]] = []
+        self._mourning: list[tuple[float, Child, WorkerDiedError | LinkClosedError]] = []
         """Who said that another has died, and until when that one may say more."""
         self._wake_read, self._wake_write = os.pipe()
         self._thread: threading.Thread | None = None
