@@ -30,6 +30,7 @@ STRATEGIES = {
     "large_top_k": {"top_k": 5000, "top_p": 0.99},
     "half": {"top_k": 3000, "temperature": 1.3},
     "nearly_all": {"top_p": 0.999, "temperature": 1.3},
+    "many_of_min_p": {"min_p": 0.1, "top_p": 0.7, "temperature": 1.3},
     "little": {"top_p": 0.04},
     "very_little": {"top_p": 0.01},
 }

@@ -117,7 +117,7 @@ def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) 
     if min_p > 0.0:
         count = order.keep_at_least(count, np.float64(high) + math.log(min_p), work)
     if 0 < k < count:
-        count = order.keep_largest(count, k, high, work)
+        count = order.keep_largest(count, k, work)
     total = scan.candidate_weights(count, high, np.float32(scan.LOG2E), work)
     cut, cut_id = scan.NEG_INF, np.int64(0)
     if top_p < 1.0:
@@ -130,8 +130,9 @@ def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) 
 
 @kernel
 def draws_from_row(vocab: Any, filters: Any) -> Any:
-    """Whether the filters can be put to one token; top-k so that it keeps a good part of the mass."""
-    return filters.top_k == 0 or (filters.top_p >= 1.0 and filters.top_k * SHARE > vocab)
+    """Whether the filters keep a good part of the mass, and can be put to one token."""
+    k, top_p = filters.top_k, filters.top_p
+    return (k == 0 or (top_p >= 1.0 and k * SHARE > vocab)) and top_p * SHARE >= 1.0
 
 
 @kernel

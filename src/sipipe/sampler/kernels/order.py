@@ -150,7 +150,6 @@ def _reaching(values: Any, count: Any, threshold: Any, work: Any) -> Any:
     number = 0
     for start in range(0, count, 256):
         number += block_count(values, start, work.no_mask, 0, zero, zero, threshold)
-    work.passed[0] += (count + 255) >> 8
     return number
 
 
@@ -188,12 +187,8 @@ def keep_at_least(count: Any, floor: Any, work: Any) -> Any:
 
 
 @kernel
-def keep_largest(count: Any, k: Any, top: Any, work: Any) -> Any:
-    """Drop the candidates below the k-th largest, often their maximum ``top``; how many stay."""
-    for i in range(count, (count + 255) & ~255):
-        work.values[i] = scan.NEG_INF
-    if _reaching(work.values, count, top, work) >= k:
-        return keep_at_least(count, np.float64(top), work)
+def keep_largest(count: Any, k: Any, work: Any) -> Any:
+    """Drop the candidates below the k-th largest; how many stay."""
     return keep_at_least(count, np.float64(kth_largest(work.values, count, k, work)), work)
 
 

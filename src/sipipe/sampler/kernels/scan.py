@@ -49,7 +49,6 @@ def block_maxima(x: Any, grouped: Any, work: Any) -> Any:
         work.peaks[full] = peak
         bad |= nan
         top = max(top, peak)
-    work.passed[0] += (x.size + 255) >> 8
     return top, bad
 
 
@@ -57,7 +56,6 @@ def block_maxima(x: Any, grouped: Any, work: Any) -> Any:
 def exp_sums(x: Any, top: Any, scale: Any, edited: Any, work: Any) -> Any:
     """Sum of ``2 ** ((x - top) * scale)`` over the row and its edits."""
     full = x.size >> 8
-    work.passed[0] += full
     total = 0.0
     for b in range(full):
         total += blocks.block_exp_sum(x, b << 8, work.mask, b << 3, top, scale)
@@ -78,7 +76,6 @@ def gather(x: Any, threshold: Any, edited: Any, work: Any) -> Any:
     count = 0
     for b in range(full):
         if work.peaks[b] >= threshold:
-            work.passed[0] += 1
             count = blocks.block_gather(
                 x, b << 8, work.mask, b << 3, b << 8, threshold, work.ids, work.values, count
             )
@@ -112,7 +109,6 @@ def sample_blocks(x: Any, work: Any) -> Any:
             x, b << 8, work.mask, b << 3, b << 8, LOWEST, work.ids, work.values, count
         )
         looked += 256
-    work.passed[0] += looked >> 8
     for i in range(count, (count + 255) & ~255):
         work.values[i] = NEG_INF
     return count, looked / x.size
@@ -128,7 +124,6 @@ def count_at_least(x: Any, shift: Any, offset: Any, threshold: Any, edited: Any,
     count = 0
     for b in range(full):
         if (work.peaks[b] - shift) - offset >= threshold:
-            work.passed[0] += 1
             count += blocks.block_count(x, b << 8, work.mask, b << 3, shift, offset, threshold)
     if x.size & 255:
         count += blocks.block_count(work.tail, 0, work.mask, full << 3, shift, offset, threshold)
@@ -146,7 +141,6 @@ def candidate_weights(count: Any, top: Any, scale: Any, work: Any) -> Any:
     total = 0.0
     for b in range(0, padded, 256):
         total += blocks.block_exp(work.values, b, top, scale, work.weights)
-    work.passed[0] += padded >> 8
     return total
 
 

@@ -143,5 +143,5 @@ def score_kept(
             work.entries[work.ids[j]] = 0
     elif k > 0:
         if count > scan.SMALL and k < count:
-            count = order.keep_largest(count, k, np.float32(np.inf), work)
+            count = order.keep_largest(count, k, work)
         _write_top(count, k, shift, offset, edited, ids, values, work)

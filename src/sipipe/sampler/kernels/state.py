@@ -99,7 +99,6 @@ class Work(NamedTuple):
     edited: Any  # float32 [V + 256], their new logits
     spare: Any  # float32 [V + 256], to select from
     stack: Any  # int64, bounds yet to sort, or places by digit
-    passed: Any  # int64 [1], blocks of rows and of candidates that were read
 
 
 def _lines(size: int, kind: Any, value: float = 0) -> np.ndarray[Any, Any]:
@@ -134,5 +133,4 @@ def make_work(vocab_size: int) -> Work:
         edited=_lines(room, np.float32),
         spare=_lines(room, np.float32),
         stack=_lines(2048, np.int64),
-        passed=_lines(1, np.int64),
     )

@@ -19,7 +19,6 @@ def _mass_from(count: Any, threshold: Any, work: Any) -> Any:
         part, some = list_mass(work.values, work.weights, start, threshold)
         mass += part
         number += some
-    work.passed[0] += (count + 255) >> 8
     return mass, number
 
 
