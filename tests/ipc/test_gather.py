@@ -3,8 +3,6 @@
 import collections
 import contextlib
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -104,56 +102,6 @@ def test_a_death_is_reported_once_after_what_was_sent(scene, unread):
     again.send(1, b"again")
     again.send(2, b"again")
     assert scene.collect(5) == (2, {0: b"again", 1: b"b"})
-
-
-def test_what_is_complete_comes_before_the_deaths_of_others(scene):
-    scene.receiver.expect(0, [0])
-    scene.ends[1].close()
-    scene.sender(0).send(0, b"x")
-    assert scene.collect(5) == (0, {0: b"x"})
-    with pytest.raises(ChannelPeerDied):
-        scene.collect(5)
-
-
-def test_a_predecessors_answer_is_kept_and_the_successors_dropped(scene):
-    scene.receiver.expect(0, [0, 1])
-    scene.sender(0).send(0, b"first")
-    with pytest.raises(ChannelTimeout):
-        scene.collect(0)
-    scene.replace(0)
-    scene.sender(0).send(0, b"again")
-    scene.sender(1).send(0, b"b")
-    assert scene.collect(5) == (0, {0: b"first", 1: b"b"})
-
-
-def test_an_answer_in_frames_is_whole_or_not_there(scene):
-    """What a predecessor has sent of one is dropped: its successor sends all of it."""
-    scene.receiver.expect(0, [0, 1])
-    scene.sender(1).send(0, b"b", more=True)
-    scene.sender(1).send(0, b"c")
-    scene.sender(0).send(0, b"x", more=True)
-    with pytest.raises(ChannelTimeout) as late:
-        scene.collect(0.01)
-    assert late.value.late == ("sampler0",)
-    scene.replace(0)
-    for part in (b"x", b"y"):
-        scene.sender(0).send(0, part, more=True)
-    scene.sender(0).send(0, b"z")
-    assert scene.collect(5) == (0, {0: b"x+y+z", 1: b"b+c"})
-
-
-def test_a_death_that_the_replacement_preceded_is_not_reported(scene):
-    scene.receiver.expect(0, [0])
-    scene.ends[0].close()
-    scene.ends[1].close()
-    with pytest.raises(ChannelPeerDied):
-        scene.collect(5)  # of one of them; the other is noticed too
-    scene.replace(0)
-    scene.replace(1)
-    scene.sender(0).send(0, b"x")
-    assert scene.collect(5) == (0, {0: b"x"})
-    with pytest.raises(ChannelTimeout):
-        scene.collect(0)
 
 
 def test_a_slow_executor_is_waited_for_up_to_the_bound(scene):
@@ -357,49 +305,3 @@ def test_deaths_and_replacements_against_a_twin(operations):
                     twin.unread[index].append(sent)
         while collect() is not None:
             pass
-
-
-SAMPLER = """
-import socket, sys
-from sipipe.ipc.gather import GatherSender
-from sipipe.ipc.errors import ChannelPeerDied
-sock = socket.socket(fileno=int(sys.argv[1]))
-sender = GatherSender(sock)
-sender.send(0, b"zero")
-sock.sendall(bytes(5))  # a part of a header
-print("sent", flush=True)
-sys.stdin.readline()
-try:
-    sender.send(1, b"one")
-except ChannelPeerDied:
-    print("executor is gone", flush=True)
-"""
-
-
-def start_sampler(end):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SAMPLER, str(end.fileno())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        pass_fds=[end.fileno()],
-    )
-    end.close()
-    assert process.stdout.readline() == b"sent\n"
-    return process
-
-
-def test_a_killed_process_and_its_replacement(scene):
-    scene.receiver.expect(0, [0])
-    scene.receiver.expect(1, [0])
-    first = start_sampler(scene.ends[0])
-    assert scene.collect(30) == (0, {0: b"zero"})
-    first.kill()
-    first.communicate(timeout=30)
-    with pytest.raises(ChannelPeerDied) as died:
-        scene.collect(30)
-    assert "sampler0 is gone" in str(died.value)
-    scene.replace(0)
-    second = start_sampler(scene.ends[0])
-    scene.receiver.close()
-    out, _ = second.communicate(b"\n", timeout=30)
-    assert out == b"executor is gone\n"

@@ -32,31 +32,9 @@ def exchange(link: tuple[Sender, Receiver], iteration: int, num_tokens: int, sen
     receiver.release(iteration)
 
 
-def test_sizes_that_change_every_iteration(link):
-    for iteration, num_tokens in enumerate([1, 64, 7, 0, 33, 2, 64, 1]):
-        exchange(link, iteration, num_tokens, hidden(num_tokens, iteration))
-
-
-def test_a_fixed_dimension_that_looked_like_tokens(link):
-    """Captured at 8 tokens, [8, WIDTH] could be either; 9 tokens tell."""
-    for iteration, num_tokens in enumerate([8, 9, 8, 3]):
-        sent = {"states": hidden(num_tokens)["residual"], "fixed": torch.randn(8, WIDTH)}
-        exchange(link, iteration, num_tokens, sent)
-
-
 def test_tensors_that_are_not_contiguous(link):
     wide = torch.randn(6, 2 * WIDTH)
     exchange(link, 0, 6, {"a": wide[:, ::2], "b": wide.T[:WIDTH].T})
-
-
-def test_schemas_that_alternate(link):
-    for iteration in range(9):
-        sent = hidden(5, iteration)
-        if iteration % 3 == 1:
-            sent = {"hidden_states": torch.full((5, 2 * WIDTH), iteration, dtype=torch.float32)}
-        if iteration % 3 == 2:
-            sent = {**sent, "deepstack": torch.arange(5 * 3 * 4).view(3, 5, 4)}
-        exchange(link, iteration, 5, sent)
 
 
 @pytest.fixture
@@ -102,35 +80,6 @@ def test_a_schema_that_is_announced_again_becomes_the_newest(link):
         exchange(link, iteration, 2, {f"key{key}": torch.full((2, 3), iteration)})
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
-def test_sent_ahead_and_released_in_any_order(link, order):
-    sender, receiver = link
-    sent = [hidden(i + 1, i) for i in range(3)]
-    for i in range(3):
-        sender.send(i, i + 1, sent[i])
-    taken = [receiver.take(i, i + 1, BOUND) for i in range(3)]
-    for got, expected in zip(taken, sent, strict=True):
-        assert_equal(got, expected)
-    for i in order:
-        receiver.release(i)
-    exchange(link, 3, 4, hidden(4, 9))
-
-
-def test_views_stay_until_release(link):
-    """Two more iterations arrive while the first is held; its data do not move."""
-    sender, receiver = link
-    first = hidden(4, 1)
-    sender.send(0, 4, first)
-    held = receiver.take(0, 4, BOUND)
-    for i in (1, 2):
-        sender.send(i, 4, hidden(4, 10 + i))
-        receiver.take(i, 4, BOUND)
-        receiver.release(i)
-    assert_equal(held, first)
-    held["residual"].zero_()  # the model may normalize in place
-    receiver.release(0)
-
-
 def test_a_buffer_keeps_its_addresses(link, endpoint):
     """Whatever the number of tokens, so that a graph captured for a buffer stays valid."""
     sender, receiver = link
@@ -144,30 +93,6 @@ def test_a_buffer_keeps_its_addresses(link, endpoint):
         receiver.release(iteration)
     assert all(len(addresses) == 1 for addresses in seen.values())
     assert len(set.union(*seen.values())) == endpoint.depth
-
-
-def test_the_caller_may_change_the_dictionary_it_took(link):
-    sender, receiver = link
-    for iteration in range(2 * 3):
-        sender.send(iteration, 4, hidden(4, iteration))
-        taken = receiver.take(iteration, 4, BOUND)
-        assert_equal(taken, hidden(4, iteration))
-        taken.clear()
-        receiver.release(iteration)
-
-
-def test_buffers_grow_for_a_larger_schema_while_older_ones_are_held(link):
-    sender, receiver = link
-    small, large = {"h": torch.randn(4, 2)}, {"h": torch.randn(4, 3000)}
-    for iteration, tensors in enumerate([small, large, small]):
-        sender.send(iteration, 4, tensors)
-    taken = [receiver.take(iteration, 4, BOUND) for iteration in range(3)]
-    for got, tensors in zip(taken, [small, large, small], strict=True):
-        assert_equal(got, tensors)
-    for iteration in range(3):
-        receiver.release(iteration)
-    for iteration in range(3, 9):
-        exchange(link, iteration, 4, large)
 
 
 def test_the_sender_waits_when_depth_iterations_are_not_released(link):
@@ -206,23 +131,20 @@ def test_a_large_frame_is_sent_by_a_thread_and_may_be_waited_for(link):
         receiver.release(2 * iteration + 1)
 
 
-def test_another_number_of_tokens_than_expected_is_an_error(link):
+@pytest.mark.parametrize(
+    ("sent", "expected", "words"),
+    [
+        ((0, 6), (0, 5), r"stage0-1\.r0.*expected iteration 0 with 5 tokens, iteration 0 with 6"),
+        ((5, 5), (4, 5), "iteration 5"),
+    ],
+)
+def test_another_frame_than_expected_breaks_the_link(link, sent, expected, words):
     sender, receiver = link
-    sender.send(0, 6, hidden(6))
-    with pytest.raises(
-        TransferMismatchError,
-        match=r"stage0-1\.r0.*expected iteration 0 with 5 tokens, iteration 0 with 6 tokens",
-    ):
-        receiver.take(0, 5, BOUND)
-    with pytest.raises(TransferMismatchError):  # the link stays broken
+    sender.send(*sent, hidden(sent[1]))
+    with pytest.raises(TransferMismatchError, match=words):
+        receiver.take(*expected, BOUND)
+    with pytest.raises(TransferMismatchError):
         receiver.take(1, 6, BOUND)
-
-
-def test_another_iteration_than_expected_is_an_error(link):
-    sender, receiver = link
-    sender.send(5, 5, hidden(5))
-    with pytest.raises(TransferMismatchError, match="iteration 5"):
-        receiver.take(4, 5, BOUND)
 
 
 def test_nothing_comes(link):
