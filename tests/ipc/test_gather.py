@@ -104,6 +104,47 @@ def test_a_death_is_reported_once_after_what_was_sent(scene, unread):
     assert scene.collect(5) == (2, {0: b"again", 1: b"b"})
 
 
+def test_what_is_complete_comes_before_the_deaths_of_others(scene):
+    scene.receiver.expect(0, [0])
+    scene.ends[1].close()
+    scene.sender(0).send(0, b"x")
+    assert scene.collect(5) == (0, {0: b"x"})
+    with pytest.raises(ChannelPeerDied):
+        scene.collect(5)
+
+
+def test_a_successor_answers_what_was_not_answered_whole(scene):
+    """Of an answer in frames, what its predecessor has sent is dropped."""
+    scene.receiver.expect(0, [0, 1])
+    scene.receiver.expect(1, [0])
+    scene.sender(0).send(0, b"first")
+    scene.sender(0).send(1, b"x", more=True)
+    with pytest.raises(ChannelTimeout) as late:
+        scene.collect(0.01)
+    assert late.value.late == ("sampler1",)
+    scene.replace(0)
+    for iteration, part, more in ((0, b"again", False), (1, b"x", True), (1, b"z", False)):
+        scene.sender(0).send(iteration, part, more=more)
+    for part, more in ((b"b", True), (b"c", False)):
+        scene.sender(1).send(0, part, more=more)
+    assert scene.collect(5) == (0, {0: b"first", 1: b"b+c"})
+    assert scene.collect(5) == (1, {0: b"x+z"})
+
+
+def test_a_death_that_the_replacement_preceded_is_not_reported(scene):
+    scene.receiver.expect(0, [0])
+    for end in scene.ends:
+        end.close()
+    with pytest.raises(ChannelPeerDied):
+        scene.collect(5)  # of one of them; the other is noticed too
+    for index in range(2):
+        scene.replace(index)
+    scene.sender(0).send(0, b"x")
+    assert scene.collect(5) == (0, {0: b"x"})
+    with pytest.raises(ChannelTimeout):
+        scene.collect(0)
+
+
 def test_a_slow_executor_is_waited_for_up_to_the_bound(scene):
     scene.receiver.expect(0, [0])
     sender = scene.sender(0)

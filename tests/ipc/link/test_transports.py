@@ -47,9 +47,8 @@ def without_posting(monkeypatch):
 
 @pytest.mark.parametrize("endpoint", ["shm", "zeromq"], indirect=True)
 @pytest.mark.usefixtures("without_posting")
-def test_without_posting_each_describes_itself(link):
+def test_without_posting_each_describes_itself(sender, receiver):
     """The tensors are the receiver's own, and come after a description of them every time."""
-    sender, receiver = link
     described, kept = [], []
     announce = sender._transport.announce
     sender._transport.announce = lambda schema: described.append(schema) or announce(schema)
@@ -80,9 +79,8 @@ def test_a_schema_that_is_announced_again_becomes_the_newest(link):
         exchange(link, iteration, 2, {f"key{key}": torch.full((2, 3), iteration)})
 
 
-def test_a_buffer_keeps_its_addresses(link, endpoint):
+def test_a_buffer_keeps_its_addresses(sender, receiver, endpoint):
     """Whatever the number of tokens, so that a graph captured for a buffer stays valid."""
-    sender, receiver = link
     seen: dict[int, set[tuple[int, ...]]] = {}
     for iteration, num_tokens in enumerate([64, 1, 7, 0, 33, 64, 2, 5, 9, 64, 1, 1]):
         sender.send(iteration, num_tokens, hidden(num_tokens))
@@ -95,8 +93,7 @@ def test_a_buffer_keeps_its_addresses(link, endpoint):
     assert len(set.union(*seen.values())) == endpoint.depth
 
 
-def test_the_sender_waits_when_depth_iterations_are_not_released(link):
-    sender, receiver = link
+def test_the_sender_waits_when_depth_iterations_are_not_released(sender, receiver):
     for i in range(3):
         sender.send(i, 2, hidden(2, i))
     receiver.take(0, 2, BOUND)
@@ -112,9 +109,8 @@ def test_the_sender_waits_when_depth_iterations_are_not_released(link):
         receiver.release(i)
 
 
-def test_a_large_frame_is_sent_by_a_thread_and_may_be_waited_for(link):
+def test_a_large_frame_is_sent_by_a_thread_and_may_be_waited_for(sender, receiver):
     """16 MiB. What is sent behind it while it is copied stays behind it."""
-    sender, receiver = link
     for iteration, num_tokens in enumerate([64, 40, 64]):
         large = {"h": torch.randn(num_tokens, 1 << 16), "r": torch.randn(num_tokens, 77)}
         small = {key: tensor[:1].clone() for key, tensor in large.items()}
@@ -138,8 +134,7 @@ def test_a_large_frame_is_sent_by_a_thread_and_may_be_waited_for(link):
         ((5, 5), (4, 5), "iteration 5"),
     ],
 )
-def test_another_frame_than_expected_breaks_the_link(link, sent, expected, words):
-    sender, receiver = link
+def test_another_frame_than_expected_breaks_the_link(sender, receiver, sent, expected, words):
     sender.send(*sent, hidden(sent[1]))
     with pytest.raises(TransferMismatchError, match=words):
         receiver.take(*expected, BOUND)
@@ -147,8 +142,7 @@ def test_another_frame_than_expected_breaks_the_link(link, sent, expected, words
         receiver.take(1, 6, BOUND)
 
 
-def test_nothing_comes(link):
-    sender, receiver = link
+def test_nothing_comes(sender, receiver):
     with pytest.raises(StallError, match=r"stage0-1\.r0.*iteration 0.*previous stage"):
         receiver.take(0, 1, 0.02)
     sender.send(0, 1, hidden(1))
@@ -169,9 +163,8 @@ def test_misuse_names_what_is_wrong(link):
 LONG = 64 * 9 + 5  # tokens: ten pieces, three times as many as there are buffers
 
 
-def test_a_long_prompt_crosses_in_pieces_through_the_same_buffers(link, endpoint):
+def test_a_long_prompt_crosses_in_pieces_through_the_same_buffers(sender, receiver, endpoint):
     """Posted at once, and taken whole; decodes before and behind it are as ever."""
-    sender, receiver = link
     assert endpoint.depth < LONG // endpoint.buffer_tokens
     for start in range(0, 9, 3):
         sizes = [3, LONG, 64] if start else [LONG, 65, 1]
@@ -203,8 +196,7 @@ def test_pieces_of_tensors_that_are_not_rows_of_tokens(link):
     receiver.release(1)
 
 
-def test_a_sender_runs_no_further_ahead_with_long_prompts(link):
-    sender, receiver = link
+def test_a_sender_runs_no_further_ahead_with_long_prompts(sender, receiver):
     for i in range(3):
         sender.send(i, LONG, hidden(LONG, i))
     with pytest.raises(StallError, match=r"iteration 3.*3 iterations behind"):
@@ -241,8 +233,7 @@ def test_closing_amid_pieces(link, who):
             sender.wait_sent(BOUND)
 
 
-def test_what_comes_in_pieces_is_taken_with_nothing_held(link):
-    sender, receiver = link
+def test_what_comes_in_pieces_is_taken_with_nothing_held(sender, receiver):
     for i, size in enumerate((1, LONG)):
         sender.send(i, size, hidden(size))
     receiver.take(0, 1, BOUND)
@@ -287,8 +278,7 @@ def test_closing_an_end_ends_a_wait(link, closes, waits, words):
     closing.join()
 
 
-def test_closing_wakes_a_waiting_wait_sent(link, monkeypatch):
-    sender, _ = link
+def test_closing_wakes_a_waiting_wait_sent(sender, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     announce = sender._transport.announce
 
@@ -309,8 +299,7 @@ def test_closing_wakes_a_waiting_wait_sent(link, monkeypatch):
     assert not closing.is_alive()
 
 
-def test_an_error_of_the_thread_is_raised_by_the_next_call(link, monkeypatch):
-    sender, _ = link
+def test_an_error_of_the_thread_is_raised_by_the_next_call(sender, monkeypatch):
 
     def fails(schema) -> None:
         raise MemoryError("none left")
@@ -323,8 +312,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(link, monkeypatch):
         sender.send(1, 1, hidden(1))
 
 
-def test_an_error_of_the_thread_ends_a_waiting_send(link, monkeypatch):
-    sender, _ = link
+def test_an_error_of_the_thread_ends_a_waiting_send(sender, monkeypatch):
     waits = threading.Event()
     next_release = sender._transport.next_release
 
