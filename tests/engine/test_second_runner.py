@@ -223,7 +223,7 @@ def test_a_running_engine_maps_what_its_budget_says(models):
     long = [{"prompts": prompts(8, longest=900, seed=17), "params": greedy(8)}]
     settings = SHARED | {"microbatches": {"prefill_spread": 1}}  # nothing that is measured
     degrees = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "pipeline_parallel_size": 3}
-    with Engine(model(models, vocab_size=40_000), sipipe=settings, **degrees) as engine:
+    with Engine(model(models, vocab=40_000), sipipe=settings, **degrees) as engine:
         engine.run(long)
         first, _ = mapped_channels(engine)
         engine.run([*long, *long])
