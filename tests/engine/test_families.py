@@ -3,8 +3,9 @@
 Two uneven stages or more with a small KV cache: requests share blocks and are preempted.
 """
 
+import os
 import random
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import pytest
@@ -172,13 +173,26 @@ def test_seeds_draw_the_same_after_a_restart_and_with_any_stages(models):
     assert said == said[:1] * 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stages", "seed", "why"), [(1, 1, "CPU Generator does not use offset"), (2, None, "KeyError")]
+)
+def test_seeded_chunked_prompts_and_eager_stages_end_stocks_engine_only(models, stages, seed, why):
+    path, cores = model(models, "qwen2"), map(str, sorted(os.sched_getaffinity(0)))
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(islice(cores, stages))}
+    params = {"temperature": 1.0 if seed else 0.0, "seed": seed, "max_tokens": 4}
+    batch = {"prompts": prompts(4, longest=400, seed=3), "params": [params] * 4}
+    with Engine(path, env=bound, pipeline_parallel_size=stages) as engine:
+        engine.submit([batch])
+        engine.wait_for(why)
+    assert all(tokens(run_engine(path, [batch], **shared(stages))[0]))
+
+
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_what_survives_a_storm_of_aborts_equals_stock(models, count):
     path, rng = model(models, "qwen2"), random.Random(count)
-    batch = {
-        "prompts": prompts(count, longest=150, seed=21),
-        "params": greedy(count, longest=60),
-    }
+    params = [asked | {"detokenize": False} for asked in greedy(count, longest=40)]
+    batch = {"prompts": prompts(count, longest=150, seed=21), "params": params}
     aborts = [rng.randint(1, count) if rng.random() < 0.6 else -1 for _ in range(count)]
     settings = shared(2, layers=[1, 3]) | SMALL
     found = run_engine(path, [{**batch, "aborts": aborts}, batch], **settings)
@@ -188,5 +202,5 @@ def test_what_survives_a_storm_of_aborts_equals_stock(models, count):
             for ours, theirs in zip(said, stock[0], strict=True):
                 assert ours is None or tokens([ours]) == tokens([theirs])
 
-    assert sum(said is not None for said in found[0]) == aborts.count(-1)
     assert_stock(found, path, [batch], survivors_same)
+    assert sum(said is not None for said in found[0]) == aborts.count(-1)

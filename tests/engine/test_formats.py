@@ -9,7 +9,6 @@ import pytest
 import zmq
 from tests.engine import servers
 from tests.engine.engines import assert_stock, greedy, model, prompts, run_engine, shared
-from tests.ipc.link.conftest import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -109,9 +108,9 @@ def test_a_cache_of_fp8_and_expert_parallelism_equal_stock(models, family, optio
     assert_stock(said, path, one_by_one(), **options)
 
 
-def test_kv_events_tell_of_each_stored_block_once(models):
+def test_kv_events_tell_of_each_stored_block_once(models, tmp_path):
     """Of two prompts of three blocks, of which two are the same."""
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    endpoint = f"ipc://{tmp_path}/events"
     options = {"block_size": 32, "enable_prefix_caching": True, "kv_events_config": {
         "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint,
     }}  # fmt: skip
@@ -127,8 +126,8 @@ def test_kv_events_tell_of_each_stored_block_once(models):
         while len(stored) < 4:
             _, _, said = events.recv_multipart()
             for event in msgspec.msgpack.decode(said)[1]:
-                assert event[0] == "BlockStored"
-                stored += event[1]
+                assert event["type"] == "BlockStored"
+                stored += event["block_hashes"]
     assert len(set(stored)) == len(stored) == 4
 
 
