@@ -12,11 +12,11 @@ import json
 from typing import Any
 
 from benchmarks.harness import report
+from benchmarks.make_model.checkpoint import make_model
 from benchmarks.results import RESULTS
 from benchmarks.serving import MODELS
 from sipipe.cli.advice import on_host
 from sipipe.cores import this_machine
-from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.tools.planner.models import load_model
 
 STAGES = (1, 2)

@@ -19,9 +19,9 @@ import sys
 from typing import Any
 
 from benchmarks.harness import of_the_checkout, report
+from benchmarks.make_model.checkpoint import make_model
 from benchmarks.serving import MODELS
 from sipipe.tools.child import answer, measured
-from sipipe.tools.make_model.checkpoint import make_model
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -61,11 +61,16 @@ def measure_in_turn(
         own = settings[title]
         if traces is not None and own:
             own = own | {"trace": str(traces / f"{number} {title}")}
-        result = measured(title, job | {"settings": own})
+        result = alone(title, job | {"settings": own})
         kept[title] = result["kv_tokens"]
         for way, figures in result["tokens_per_second"].items():
             speeds[title].setdefault(way, []).extend(figures)
     return speeds, kept
+
+
+def alone(side: str, job: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`benchmarks.measure.measure` returns, of a process of its own."""
+    return measured(side, job, of_the_checkout("benchmarks.measure"))
 
 
 def of_the_checkout(module: str) -> str:

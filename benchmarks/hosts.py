@@ -32,7 +32,7 @@ import psutil
 from tests.hosts import Cluster, why_not
 
 from benchmarks.harness import report
-from sipipe.tools.make_model.checkpoint import make_model
+from benchmarks.make_model.checkpoint import make_model
 
 MODELS = Path("build/models")
 CABLE = Path(__file__).with_name("delayed_cable.py")

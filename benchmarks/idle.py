@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.harness import report
-from sipipe.tools.make_model.checkpoint import make_model
+from benchmarks.make_model.checkpoint import make_model
 
 SIDES = {
     "stock vLLM": ["vllm.entrypoints.openai.api_server", "--model"],

@@ -1,6 +1,6 @@
 """Engines that stay and answer in turn, so that a machine whose speed drifts favours none.
 
-``python -m benchmarks.in_turn FD`` is one of them: :mod:`sipipe.tools.measure` with a job that has
+``python -m benchmarks.in_turn FD`` is one of them: :mod:`benchmarks.measure` with a job that has
 ``turn``, descriptors of two pipes: from which it is this engine's turn, and to the next engine's.
 """
 
@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 from benchmarks.harness import of_the_checkout
+from benchmarks.measure import Job, measure
 from sipipe.errors import SiPipeError
 from sipipe.ipc.sockets import own_sockets
 from sipipe.tools.child import answer, measured
-from sipipe.tools.measure import Job, measure
 
 SPIN = 1.5
 """Seconds after which vLLM's idle processes sleep; for one after their last message they spin."""
@@ -27,7 +27,7 @@ SPIN = 1.5
 def measured_in_turn(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Run ``jobs``, by side and with their settings. They must have equally many loads.
 
-    Returns for each side what :func:`sipipe.tools.measure.measure` does.
+    Returns for each side what :func:`benchmarks.measure.measure` does.
     """
     module = of_the_checkout("benchmarks.in_turn")
     pipes = [os.pipe() for _ in jobs]

@@ -35,11 +35,11 @@ from typing import Any
 from benchmarks.ablation import extension
 from benchmarks.busy import utilization, within
 from benchmarks.harness import BUILD, report
+from benchmarks.make_model.checkpoint import make_model
 from benchmarks.pictures import BUSY, DRAWN, PICTURES
 from benchmarks.simulator.workload import at_rate, poisson_trace, shrunk, write_timed_trace
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.load import PERCENTILES
-from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.tools.report.accounting import KINDS
 from sipipe.tools.report.reader import read_trace
 from sipipe.tools.report.summary import Run

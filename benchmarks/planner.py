@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks.calibration import calibrate
 from benchmarks.calibration_traces import check_loop, run_of
 from benchmarks.harness import report
-from sipipe.tools.make_model.checkpoint import make_model
+from benchmarks.make_model.checkpoint import make_model
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.hardware import Cluster, device, network
 from sipipe.tools.planner.models import load_model

@@ -133,6 +133,12 @@ def _source(result: dict[str, Any]) -> str:
     return f"<sub>{'. '.join(parts)}.{stale}</sub>"
 
 
+def is_benchmark(name: str) -> bool:
+    """Whether ``python -m benchmarks.NAME`` runs something."""
+    place = ROOT / "benchmarks" / name
+    return place.with_suffix(".py").exists() or (place / "__main__.py").exists()
+
+
 def unfounded(result: dict[str, Any]) -> str:
     """Why nobody could measure these figures again: their commit or command; or nothing."""
     commit, command = result["machine"].get("commit"), result.get("command") or ""
@@ -141,7 +147,7 @@ def unfounded(result: dict[str, Any]) -> str:
     if commit.endswith("+"):
         return f"it was measured with files that are not those of {commit[:-1]}"
     module = re.match(r"python -m benchmarks\.(\w+)", command)
-    here = module and (ROOT / "benchmarks" / f"{module[1]}.py").exists()
+    here = module and is_benchmark(module[1])
     if not here and not command.startswith(("sipipe ", "make ")):
         return f"its command is none of this repository: {command}"
     return ""

@@ -27,9 +27,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from benchmarks.harness import BUILD, measure_in_turn, median_seconds, report
+from benchmarks.make_model.checkpoint import make_model
+from benchmarks.make_model.families import SIZES
 from sipipe.observe.phases import Phase
-from sipipe.tools.make_model.checkpoint import make_model
-from sipipe.tools.make_model.families import SIZES
 from sipipe.tools.report.reader import read_trace
 from sipipe.tools.report.summary import Run
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one engine a row, the first shape")
     parser.add_argument("--requests", type=int, default=64, help="sent at once (default: 64)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens (default: 64)")
-    what = "of sipipe make-model, and stages; may be repeated (default: three)"
+    what = "of benchmarks.make_model, and stages; may be repeated (default: three)"
     parser.add_argument("--shape", action="append", metavar="SIZE,STAGES", help=what)
     args = parser.parse_args()
     _report_products()

@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.harness import report
 from benchmarks.in_turn import measured_in_turn
+from benchmarks.make_model.checkpoint import make_model
 from benchmarks.serving import MODELS
-from sipipe.tools.make_model.checkpoint import make_model
 
 WAYS = ("greedy", "all")
 

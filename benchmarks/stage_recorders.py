@@ -55,9 +55,9 @@ def open_stage(directory: str, stage: int) -> tuple[Callable[[], SampledStage], 
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+    from benchmarks.make_model.checkpoint import make_model
     from sipipe.config import SiPipeConfig
     from sipipe.messages.places import StagePlace
-    from sipipe.tools.make_model.checkpoint import make_model
 
     vllm_config.HAS_TRITON = True  # what it would be needed for does nothing here
     place = StagePlace(stage=stage, stages=2, tp_rank=0, tp_size=1)

@@ -22,10 +22,9 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from benchmarks.harness import of_the_checkout, report
+from benchmarks.harness import alone, of_the_checkout, report
+from benchmarks.make_model.checkpoint import make_model
 from sipipe.observe.phases import DEVICE_PHASES, Phase
-from sipipe.tools.child import measured
-from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.tools.report.reader import ProcessTrace, Trace, read_trace
 
 REQUESTS, PROMPT, TOKENS, STAGES, SAMPLING = 64, 16, 64, 2, "chat"
@@ -78,7 +77,7 @@ def main() -> None:
             if engine == "stock vLLM":
                 config = ("--additional-config", json.dumps({"sipipe": trace}))
                 own = {"argv": [*argv, *stock, *config], "settings": None}
-            rows.append({"engine": engine, **row(measured(engine, job | own), trace["trace"])})
+            rows.append({"engine": engine, **row(alone(engine, job | own), trace["trace"])})
     report(
         "timeline",
         f"{WINDOW_MS} ms of decoding",

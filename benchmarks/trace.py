@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import report
+from benchmarks.made_up_trace import Example, write_example
 from sipipe.observe.format import Header
 from sipipe.observe.live import LivePage, PageHeader
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder, open_recorder
-from sipipe.tools.report.example import Example, write_example
 from sipipe.tools.report.export import write_perfetto
 from sipipe.tools.report.reader import read_trace
 from sipipe.tools.report.render import render

@@ -21,8 +21,8 @@ import numpy as np
 import psutil
 
 from benchmarks.harness import of_the_checkout, report
+from benchmarks.make_model.checkpoint import make_model
 from sipipe.tools.child import answer, measured
-from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.tools.report.accounting import KIND_OF, KINDS
 from sipipe.tools.report.reader import read_trace
 from sipipe.tools.report.summary import Run

@@ -2,7 +2,7 @@
 
     python -m benchmarks.vocabulary_emulated [--quick] [--requests 64]
 
-``sipipe emulate`` with either, an engine each, in slow motion, so that two cores can drive the
+``benchmarks.emulate`` with either, an engine each, in slow motion, so that two cores can drive the
 stages; p + 1 microbatches in flight.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.emulation import emulated
+from benchmarks.emulate import BUSY
+from benchmarks.emulation.__main__ import figures
+from benchmarks.emulation.cluster import emulation
 from benchmarks.harness import report
-from sipipe.cli.emulate import BUSY
 from sipipe.engine.layers.cut import fill, layer_split
-from sipipe.tools.emulation.emulate import emulation
 from sipipe.tools.planner.costs import DatasheetCosts, datasheet_costs
 from sipipe.tools.planner.placement import place
 from sipipe.tools.planner.workload import Microbatch, Workload
@@ -78,7 +78,7 @@ def main() -> None:
             counts = [args.requests, 2 * args.requests]
             options = f"--profile {profile} --pp {p} {way} --jitter 0.02"
             options += f" --slow-motion {slow} --requests {counts[0]},{counts[1]}"
-            result = emulated(options, tokens=60)
+            result = figures(options, tokens=60)
             for requests, load in zip(counts, result["loads"], strict=True):
                 speed = slow * load["tokens_per_s"]
                 base.setdefault(requests, speed)

@@ -1,7 +1,7 @@
 """`make demo`: serve a model in two stages, stream two completions, measure, leave nothing behind.
 
 The model is random (its words are made up), so that the demo needs no download. Everything goes
-through the commands that a user has: `sipipe make-model`, `sipipe serve`, `sipipe bench`.
+through the commands that a user has: `sipipe serve`, `sipipe bench`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ a CPU, which a GPU does not gain. Your model: sipipe bench MODEL --pp 2"""
 def main() -> int:
     step("a random Llama-shaped model: hidden 512, 8 layers, vocabulary 151,936")
     subprocess.run(
-        [*SIPIPE, "make-model", "llama", str(MODEL), "--size", "bench", "--force"], check=True
+        [sys.executable, "-m", "benchmarks.make_model", "llama", str(MODEL), "--size", "bench"],
+        check=True,
     )
     step(f"served in {STAGES} stages through SiPipe, on CPU")
     with server() as port:

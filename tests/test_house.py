@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from benchmarks.results import is_benchmark
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "sipipe"
@@ -92,7 +93,7 @@ def test_modules_and_tests_that_a_page_names_exist(page):
     for path in re.findall(r"`((?:tests|benchmarks|scripts|src)/[\w/]+\.[\w.]+)", text):
         assert (ROOT / path).exists(), path
     for name in re.findall(r"python -m benchmarks\.([a-z_]+)", text):
-        assert (ROOT / "benchmarks" / f"{name}.py").exists(), name
+        assert is_benchmark(name), name
 
 
 def definitions(tree: ast.Module) -> set[str]:

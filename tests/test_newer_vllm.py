@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from sipipe.tools.make_model.checkpoint import make_model
+from benchmarks.make_model.checkpoint import make_model
 
 pytestmark = pytest.mark.engine
 

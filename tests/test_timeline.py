@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks import timeline
+from benchmarks.made_up_trace import Example, write_example
 from benchmarks.results import ROOT, pictures
 
-from sipipe.tools.report.example import Example, write_example
 from sipipe.tools.report.reader import read_trace
 
 LONGEST = 60_000

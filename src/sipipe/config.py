@@ -224,7 +224,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Name | None, Meta(description="a profile's path, in UTF-8 without NUL, or null")
     ] = None
     """A profile (JSON) of stages whose devices only take time, in place of the model's: what
-    ``sipipe emulate`` sets. None: the real ones."""
+    ``benchmarks.emulate`` of a checkout sets. None: the real ones."""
 
     shm_dir: Directory = None
     """Directory for the channels' memory, best on a memory file system. None: anonymous memory,

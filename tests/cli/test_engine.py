@@ -8,8 +8,7 @@ import sys
 
 import psutil
 import pytest
-
-from sipipe.tools.make_model.checkpoint import make_model
+from benchmarks.make_model.checkpoint import make_model
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)

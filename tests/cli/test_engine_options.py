@@ -115,6 +115,7 @@ def test_completions_are_shown_as_text_and_as_json(capsys):
         (["m", "--row", "a=stock --layers 7,x"], "--layers.*whole number"),
         (["m", "--row", "a=", "--row", "a=stock"], 'two rows are named "a"'),
         (["m", "--row", "a=--additional-config {bad"], "must be a JSON object"),
+        (["m", "--goodput", "ttft:fast"], "--goodput: must be limits in ms"),
         (["m", "--sharegpt", "/none"], "--sharegpt: there is no file /none"),
         (["m", "--trace-file", "/none"], "--trace-file: there is no file /none"),
         (["m", "--trace", "t"], "2 engines would write the trace t: --engines 1 starts"),
@@ -157,7 +158,7 @@ def started(monkeypatch):
     def start(name, job, module):
         jobs.append((name, job))
         speed = 10.0 * len(jobs) / (1 + name.startswith("stock"))
-        run = {"output_throughput": speed} | {
+        run = {"output_throughput": speed, "request_goodput": 2.0} | {
             f"{q}_{metric}_ms": 1.0 for q in ("p50", "p99") for metric in ("ttft", "tpot")
         }
         answers = [[1, 2], [3, 5 if name.startswith("stock") else 4]]
@@ -176,13 +177,15 @@ def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch,
     monkeypatch.setattr(bench, "this_machine", lambda: cores)
     argv = ["m", "-pp", "2", "--layers", "7,1", "--samplers", "2", "--max-model-len", "99"]
     argv += ["--row", "traced=stock --pp 4 --worker-cls 'a b'", "--row", "one=--samplers 1"]
-    bench.main([*argv, "--url", "other=http://host:1/", "--rate", "2"])
+    argv += ["--rate", "2", "--goodput", "ttft:500,tpot:50"]
+    bench.main([*argv, "--url", "other=http://host:1/"])
     names = ["sipipe", "stock", "stock-tp", "stock-one", "sipipe-one", "stock-cut"]
     names += ["traced", "one", "other"]
     assert [name for name, _ in started] == names + names[::-1]
     jobs = dict(started)
     for name, job in jobs.items():
-        assert job["load"][-2:] == ["--request-rate", "2.0"]
+        assert job["load"][-5:-3] == ["--request-rate", "2.0"]
+        assert job["load"][-3:] == ["--goodput", "ttft:500", "tpot:50"]
         if name == "other":
             assert (job["command"], job["url"]) == ([], "http://host:1")
             continue
@@ -212,7 +215,7 @@ def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys):
     assert (row["engine"], row["tok/s"], row["of stock's best"]) == ("sipipe", "25 (10-40)", "2.00")
     assert (stock["engine"], stock["tok/s"]) == ("stock", "12 (10-15)")
     assert (row["equal"], stock["equal"], row["draws p"]) == ("2 of 2", "1 of 2", "0.50")
-    assert (row["KV tokens"], row["memory MiB"]) == (4096, 30)
+    assert (row["KV tokens"], row["memory MiB"], row["goodput/s"]) == (4096, 30, "2.00")
     assert found["machine"]["cores"] >= 1
     assert found["command"] == "sipipe bench m --pp 2 --rows sipipe,stock --json"
     assert "medians and ranges" in found["note"]

@@ -10,6 +10,7 @@ import json
 import os
 
 import pytest
+from benchmarks.made_up_trace import Example, write_example
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.cli.perfetto import numbers
@@ -24,7 +25,9 @@ from sipipe.tools.report.export import _microseconds
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
     base = tmp_path_factory.mktemp("example")
-    assert main(["trace", "example", str(base), "--stages", "2", "--iterations", "60"]) == 0
+    for name, stock in (("sipipe", False), ("stock", True)):
+        spec = Example(stages=2, iterations=60, stock=stock, inflight=2 if stock else 3)
+        write_example(base / name, spec)
     return base
 
 
@@ -138,7 +141,6 @@ def test_nanoseconds_survive_microseconds(ns):
         (["report", "DIR", "-o", "/nowhere/x.html"], 2, "--output"),
         (["export", "DIR"], 2, "--perfetto"),
         (["export", "DIR", "--perfetto", "/nowhere/x"], 1, "--perfetto"),
-        (["example", "/tmp/x", "--stages", "none"], 2, "--stages"),
     ],
 )
 def test_mistakes_get_one_line(example, capsys, arguments, status, message):

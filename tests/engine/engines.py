@@ -19,10 +19,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from benchmarks.make_model.checkpoint import make_model
 from tests.engine import goldens
 from tests.engine.forks import Forked
-
-from sipipe.tools.make_model.checkpoint import make_model
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: see make setup", allow_module_level=True)

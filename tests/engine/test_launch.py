@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from benchmarks.make_model.checkpoint import make_model
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -23,7 +24,6 @@ from sipipe.engine.executor import Executor
 from sipipe.engine.setup import PipelineVllmConfig, decide
 from sipipe.errors import ConfigError, ResourceError, UnsupportedError
 from sipipe.ipc import memory
-from sipipe.tools.make_model.checkpoint import make_model
 
 
 @pytest.fixture(scope="module")

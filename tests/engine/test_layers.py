@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from benchmarks.make_model.checkpoint import make_model
+
 from sipipe.config import SiPipeConfig
 from sipipe.engine import arguments
 from sipipe.engine.layers.choose import VARIABLE, choose_layers, describe_layers
 from sipipe.engine.layers.cut import fill
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary, columns, settle
 from sipipe.errors import ConfigError
-from sipipe.tools.make_model.checkpoint import make_model
 from sipipe.worker.world import cut_model
 
 

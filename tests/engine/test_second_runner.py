@@ -24,6 +24,7 @@ from tests.engine.engines import (
     prompts,
     run_engine,
     same_tokens,
+    shared,
     stock_results,
     tokens,
 )
@@ -170,11 +171,15 @@ def test_tokens_that_a_request_names_are_scored_in_its_prompt(models, stages):
 
 
 @pytest.mark.slow
-def test_compiled_stages_equal_stock(models):
-    """By torch.compile, as stages on GPUs are by default."""
+def test_compiled_stages_equal_stock(models, tmp_path):
+    """By torch.compile, as stages are by default; another engine loads what the first compiled."""
     path, batches = model(models), parity.mixed_batches()
-    found = run(path, batches, enforce_eager=False)
-    assert_stock(found, path, batches)
+    settings = shared(2) | {"enforce_eager": False}
+    for loaded in (0, 2):
+        with Engine(path, env={"VLLM_CACHE_ROOT": str(tmp_path)}, **settings) as engine:
+            assert_stock(engine.run(batches), path, batches)
+            log = engine.log.read_text()
+        assert log.count("Directly load AOT compilation") == loaded
 
 
 @pytest.mark.slow
@@ -218,7 +223,7 @@ def test_a_running_engine_maps_what_its_budget_says(models):
     long = [{"prompts": prompts(8, longest=900, seed=17), "params": greedy(8)}]
     settings = SHARED | {"microbatches": {"prefill_spread": 1}}  # nothing that is measured
     degrees = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "pipeline_parallel_size": 3}
-    with Engine(model(models, vocab_size=40_000), sipipe=settings, **degrees) as engine:
+    with Engine(model(models, vocab=40_000), sipipe=settings, **degrees) as engine:
         engine.run(long)
         first, _ = mapped_channels(engine)
         engine.run([*long, *long])

@@ -29,7 +29,7 @@ TEXT = {
 
 def directory(path: Path, vocabulary: int = VOCABULARY) -> None:
     """``path``, with a tokenizer."""
-    from sipipe.tools.make_model.tokenizer import write_tokenizer
+    from benchmarks.make_model.tokenizer import write_tokenizer
 
     path.mkdir()
     write_tokenizer(path, vocab=vocabulary, max_positions=512)

@@ -1,4 +1,5 @@
-"""What clients do to a server: they leave, never read, send half a request, or all come at once.
+"""What is done to a server: clients leave, never read, send half a request or all come at once, and
+samplers are killed while it serves an adapter and a grammar.
 
 One ``sipipe serve`` with a tiny model in two stages. While each fault lasts, and after it, other
 clients' tokens are those of a quiet server; in the end no request, connection or thread is left.
@@ -13,6 +14,7 @@ import resource
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,25 +27,25 @@ GOOD = 8
 SECONDS = 60.0
 
 
-def disconnects(address, rng):
+def disconnects(address, rng, _pid):
     """A stream that is given up after its first piece."""
     with _ask(address, {"stream": True, "max_tokens": 100}) as connection:
         connection.recv(rng.randrange(1, 400))
 
 
-def never_reads(address, rng):
+def never_reads(address, rng, _pid):
     """A stream into a socket that takes a kilobyte, and nobody reads."""
     return _ask(address, {"stream": True, "max_tokens": 150, "logprobs": 5}, small=True)
 
 
-def half_a_body(address, rng):
+def half_a_body(address, rng, _pid):
     body = json.dumps({"model": "tiny", "prompt": [5] * 20, "max_tokens": 4}).encode()
     connection = _connect(address)
     connection.sendall(_head(len(body)) + body[: rng.randrange(len(body))])
     return connection
 
 
-def all_at_once(address, rng):
+def all_at_once(address, rng, _pid):
     """A thousand requests, each on a connection of its own."""
     held = [_ask(address, {"max_tokens": 2}) for _ in range(1000)]
     for connection in held:
@@ -52,46 +54,75 @@ def all_at_once(address, rng):
     return held
 
 
+def kills_sampler(_address, rng, pid):
+    """Amid the streams that are looked at; a moment later where there is none just then."""
+
+    def strike():
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(pid).children(recursive=True):
+                if re.fullmatch(r"sampler\d+", process.name()):
+                    process.kill()
+                    return
+            threading.Timer(0.1, strike).start()
+
+    threading.Timer(rng.random() * 2, strike).start()
+
+
 KINDS = {
     "a client goes away amid its stream": (disconnects, 40),
     "a client never reads its stream": (never_reads, 12),
     "a client sends half of its request": (half_a_body, 24),
     "1,000 clients come at once": (all_at_once, 1),
+    "a sampler of a server with an adapter is killed": (kills_sampler, 3),
+    "a sampler of a server is killed amid a grammar": (kills_sampler, 3),
 }
+ADAPTED, GRAMMAR = [*KINDS][-2:]
+MORE = {ADAPTED: {"model": "adapter"}, GRAMMAR: {"structured_outputs": {"regex": "[a-z ]{40,60}"}}}
+"""What the streams ask for beside."""
 
 
-def run(seed, scale, each=lambda *_: None, *, stock=False):
-    """A row of the table for each kind; ``stock``: of stock vLLM's server."""
+def run(only, seed, scale, each=lambda *_: None, *, stock=False):
+    """A row of the table for each kind of such a name; ``stock``: of stock vLLM's server."""
+    kinds = {name: kind for name, kind in KINDS.items() if re.search(only, name)}
+    if stock:
+        kinds = {name: kind for name, kind in kinds.items() if kind[0] is not kills_sampler}
+    if not kinds:
+        return []
     from tests.engine import servers
     from tests.engine.engines import model, prompts
     from tests.engine.servers import complete, metric
+    from tests.engine.test_features import make_adapter
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     scratch = Path(tempfile.mkdtemp(prefix="f"))
+    path = model(scratch)
+    adapter = make_adapter(scratch / "adapter", json.loads((path / "config.json").read_text()))
     options = ["--max-model-len", "256", "--dtype", "float32"]
+    options += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"adapter={adapter}"]
     options += [] if stock else ["--enforce-eager"]  # stock's second stage needs its warm-up
     rows, start = [], servers.stock if stock else servers.Server
-    with start(model(scratch), scratch / "log", *options, temporary=scratch) as server:
+    with start(path, scratch / "log", *options, temporary=scratch) as server:
         where, main = server.address, server.process
         asked = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 1}
         given = prompts(GOOD, longest=40, seed=seed)
         with ThreadPoolExecutor(GOOD) as pool:
 
-            def tokens():
-                return list(pool.map(lambda prompt: complete(where, prompt, asked)[0], given))
+            def tokens(name):
+                more = asked | MORE.get(name, {})
+                return list(pool.map(lambda prompt: complete(where, prompt, more)[0], given))
 
-            expected = tokens()
-            before = _held(main.pid)
-            for name, (fault, count) in KINDS.items():
+            for name, (fault, count) in kinds.items():
+                expected = tokens(name)
+                before = _held(main.pid)
                 rng, held = Random(f"{seed} {name}"), []
                 row = dict.fromkeys(("injected", "recovered", "error", "hung", "wrong"), 0)
                 row |= {"kind": name, "leaked": 0, "unclear": 0, "median_s": None}
                 row["longest_s"] = None
                 for _ in range(max(1, round(count * scale))):
-                    held.append(fault(where, rng))
+                    held.append(fault(where, rng, main.pid))
                     row["injected"] += 1
-                verdict = "recovered" if tokens() == expected else "wrong"
+                verdict = "recovered" if tokens(name) == expected else "wrong"
                 for connection in held:
                     for one in connection if isinstance(connection, list) else [connection]:
                         with contextlib.suppress(OSError, AttributeError):
@@ -104,7 +135,7 @@ def run(seed, scale, each=lambda *_: None, *, stock=False):
                         verdict = "hung" if busy else "leaked"
                         break
                     time.sleep(0.2)
-                if tokens() != expected:
+                if tokens(name) != expected:
                     verdict = "wrong"
                 row[verdict] += row["injected"]
                 rows.append(row)

@@ -14,22 +14,31 @@ import random
 import signal
 import time
 import traceback
+from types import SimpleNamespace
 
-import psutil
 from tests.faults import plan
+from tests.faults.network import NETWORK
 from tests.faults.processes import Forked, Nursery
 from tests.worker.arithmetic import VOCAB, continuation
 
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "term": signal.SIGTERM,
+    "hang up": signal.SIGHUP,
+}
 current = {}
-"""The children of this engine, by name."""
+"""The processes of children of this engine, and the agent's of its other host, by name."""
 
 
 def live(scenario, configured, report, result):
     """Run ``scenario`` to its end and write what happened to the file ``result``."""
     os.setsid()
-    said = {"tokens": {}, "error": "", "steps": 0}
+    said = {"tokens": {}, "error": "", "steps": 0, "aborted": []}
     core = None
     try:
+        if scenario.get("hosts"):
+            current["agent"] = SimpleNamespace(pid=_other_host(scenario, configured, report))
         nursery = Forked.nursery = Nursery(scenario.get("planned", {}), report)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         plan.arrange("engine", scenario.get("engine", ()), report)
@@ -44,7 +53,7 @@ def live(scenario, configured, report, result):
             cause = cause.__cause__
         said["trace"] = traceback.format_exc()[-3000:]
     said["failed"] = time.monotonic()
-    current.update(_children(core))
+    current.update({name: child.process for name, child in _children(core).items()})
     _write(result, said)
     try:
         if core is not None:
@@ -67,20 +76,55 @@ def _write(result, said):
 def _start(scenario, configured):
     from vllm.v1.engine.core import EngineCore
 
-    from sipipe.engine import spare
     from sipipe.engine.executor import Executor
+
+    return EngineCore(_configure(scenario, configured), Executor, log_stats=False)
+
+
+def _configure(scenario, configured):
+    from sipipe.engine import spare
 
     spare.SPARE_SECONDS = spare.AGAIN_SECONDS = scenario["spare"]
     vllm_config = pickle.loads(configured)
     vllm_config.additional_config = {"sipipe": scenario["sipipe"]}
-    return EngineCore(vllm_config, Executor, log_stats=False)
+    if scenario.get("hosts"):
+        first = 12000 + os.getsid(0) % 4000 * 4
+        scenario["sipipe"]["hosts"] = {"count": 2, "address": "127.0.0.1", "port": first}
+    if scenario.get("crowded"):  # requests are preempted, and find their blocks again
+        vllm_config.cache_config.num_gpu_blocks_override = 16
+        vllm_config.cache_config.enable_prefix_caching = True
+    return vllm_config
+
+
+def _other_host(scenario, configured, report):
+    """Start the agent of a second host, which has the last stage and the samplers; its number."""
+    if pid := os.fork():
+        return pid
+    os.setpgid(0, 0)
+    adopted = Nursery(scenario.get("planned", {}), report)
+    Forked.nursery = adopted
+    plan.arrange("agent", scenario.get("agent", ()), report)
+    from sipipe.engine.agent import run_agent
+    from sipipe.engine.setup import decide
+
+    status = 1
+    try:
+        status = run_agent(decide(_configure(scenario, configured), 1), None)
+    except Exception as error:
+        print(f"sipipe: {error}", flush=True)
+    finally:
+        multiprocessing.util._exit_function()
+        os._exit(status)
 
 
 def requests(count, *, sampling, seed=1):
     """``count`` requests for vLLM's scheduler: greedy ones and seeded ones in turn."""
     from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
+    init_none_hash(sha256)
     rng = random.Random(seed)
     for index in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
@@ -92,7 +136,8 @@ def requests(count, *, sampling, seed=1):
             **(seeded if sampling and index % 2 else {"temperature": 0.0}),
         )
         params.update_from_generation_config({}, None)
-        yield Request(str(index), prompt, params, pooling_params=None)
+        blocks = get_request_block_hasher(16, sha256)
+        yield Request(str(index), prompt, params, pooling_params=None, block_hasher=blocks)
 
 
 def check_greedy(tokens, *, sampling):
@@ -107,7 +152,7 @@ def _serve(core, scenario, said, report):
     """Add requests as the run goes on, step until all have ended; faults from outside by step."""
     todo = list(requests(scenario["streams"], sampling=not scenario["own"]))
     tokens = said["tokens"] = {request.request_id: [] for request in todo}
-    ended = set()
+    ended, aborts = set(), random.Random(scenario.get("aborts"))
     outside = sorted(scenario.get("outside", ()), key=lambda fault: -fault["step"])
     while len(ended) < len(tokens):
         while outside and outside[-1]["step"] <= said["steps"]:
@@ -120,6 +165,12 @@ def _serve(core, scenario, said, report):
             for request in todo[:8]:
                 core.add_request(request)
             del todo[:8]
+        if "aborts" in scenario and aborts.random() < 0.2:
+            gone = aborts.choice(sorted(tokens))
+            if gone not in {request.request_id for request in todo} | ended:
+                core.abort_requests([gone])
+                ended.add(gone)
+                said["aborted"].append(gone)
         outputs, _ = core.step_fn()
         core.post_step(bool(outputs))
         said["steps"] += 1
@@ -145,16 +196,18 @@ def _children(core):
 
 def _outside(core, fault, report):
     """A fault that another process does to one of the engine's; False: it is not there now."""
-    if fault["what"] == "wait":
-        return True
-    process = psutil.Process()
-    if fault["name"] != "engine":
+    pid = os.getpid()
+    if fault["name"] == "agent":
+        pid = current["agent"].pid
+    elif fault["name"] != "engine":
         child = _children(core).get(fault["name"])
         if child is None or child.process.returncode is not None:
             return False
-        process = psutil.Process(child.process.pid)
-    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[fault["what"]]
-    line = {"time": time.monotonic(), "pid": process.pid, **fault}
+        pid = child.process.pid
+    line = {"time": time.monotonic(), "pid": pid, **fault}
     os.write(report, json.dumps(line).encode() + b"\n")
-    process.send_signal(number)
+    if fault["what"] in SIGNALS:
+        os.kill(pid, SIGNALS[fault["what"]])
+    else:
+        NETWORK[fault["what"]](pid, core.vllm_config.additional_config["sipipe"]["hosts"]["port"])
     return True

@@ -332,7 +332,88 @@ def amid_product(what, stall=60, **more):
     return make
 
 
-STAGE_DIED = r"stage worker stage\d\.0 \(pid \d+\) (died|ended while starting)"
+def crowded(make):
+    """The same, with a cache so small that requests are preempted, and blocks found again."""
+    return lambda rng: make(rng) | {"crowded": True}
+
+
+def abandoned(make):
+    """The same, while requests are aborted."""
+    return lambda rng: make(rng) | {"aborts": rng.random()}
+
+
+def struck_at_start(names, points, what, **more):
+    return lambda rng: scenario(
+        planned={rng.choice(names): [[fault(rng.choice(points), what, **more)]]}
+    )
+
+
+def signalled(names, what):
+    def make(rng):
+        return scenario(
+            outside=[{"name": rng.choice(names), "what": what, "step": rng.randrange(3, 60)}]
+        )
+
+    return make
+
+
+def frozen(seconds):
+    """All processes, as a container is that is paused: the engine stops the others, then itself."""
+
+    def make(rng):
+        stop = {"what": "stop", "step": rng.randrange(3, 60), "seconds": seconds}
+        return scenario(outside=[{"name": n, **stop} for n in (*SAMPLERS, *STAGES, "engine")])
+
+    return make
+
+
+def jumping_clock(rng):
+    """The wall clock is put forward or back by an hour, in one process."""
+    name, by = rng.choice((*SAMPLERS, *STAGES, "engine")), rng.choice((-3600, 3600))
+    if name == "engine":
+        return scenario(engine=[fault(rng.choice(BUSY_ENGINE), "jump", by=by)])
+    points = BUSY_SAMPLER if name in SAMPLERS else BUSY_WORKER[name]
+    return scenario(planned={name: [[fault(rng.choice(points), "jump", by=by)]]})
+
+
+def hosts(make):
+    """The same on two hosts; the second one has the last stage and the samplers."""
+
+    def made(rng):
+        found = make(rng) | {"hosts": True}
+        found["sipipe"] |= {"stall_timeout": 20, "start_timeout": 30}
+        return found
+
+    return made
+
+
+def killed_sampler(rng):
+    name = rng.choice(SAMPLERS)
+    return scenario(planned={name: [[fault(rng.choice(BUSY_SAMPLER), nth=rng.randrange(1, 12))]]})
+
+
+def busy_last(rng):
+    return scenario(
+        planned={STAGES[1]: [[fault(rng.choice(BUSY_LAST), nth=rng.randrange(20, 40))]]}
+    )
+
+
+def stopped_agent(seconds):
+    def make(rng):
+        stop = {"name": "agent", "what": "stop", "seconds": seconds}
+        return scenario(outside=[stop | {"step": rng.randrange(3, 60)}])
+
+    return make
+
+
+def from_network(what):
+    return signalled(AGENT, what)
+
+
+AGENT = ("agent",)
+BUSY_LAST = BUSY_WORKER["stage1.0"]
+HOST_LOST = r"host 1 .*(lost|ended|closed|reset|silent|died)"
+STAGE_DIED = r"stage worker stage\d\.0 \(pid \d+\) (on host 1 )?(died|ended while starting)"
 NOT_READY = r"not ready in time: .*start_timeout"
 STALLED = r"no progress for .* s: .*stage\d\.0 does not answer"
 SAYING = (
@@ -444,4 +525,90 @@ KINDS = [
     ),
     Kind("a worker raises an error", raising(STAGES, BUSY_WORKER), 8, "planted in", True),
     Kind("a sampler raises an error", raising(SAMPLERS, BUSY_SAMPLER), 8),
+    Kind(
+        "a worker raises an error while the engine starts",
+        struck_at_start(STAGES, START_WORKER[1:], "raise"),
+        8,
+        "planted in",
+        True,
+    ),
+    Kind(
+        "a sampler raises an error while the engine starts",
+        struck_at_start(SAMPLERS, START_SAMPLER[1:], "raise"),
+        8,
+        "planted in",
+    ),
+    Kind(
+        "the engine raises an error while it starts",
+        lambda rng: scenario(engine=[fault(rng.choice(START_ENGINE), "raise")]),
+        6,
+        "planted in",
+        True,
+    ),
+    Kind(
+        "a process gets no more memory while the engine starts",
+        struck_at_start((*SAMPLERS, *STAGES), ("boot", "say"), "memory"),
+        8,
+        ANY,
+    ),
+    Kind(
+        "a process has no descriptors left while the engine starts",
+        struck_at_start((*SAMPLERS, *STAGES), ("boot", "say"), "descriptors"),
+        8,
+        "Too many open files|descriptor",
+    ),
+    Kind(
+        "a process is stopped for 1 s while the engine starts",
+        struck_at_start((*SAMPLERS, *STAGES), ("born", "boot", "say"), "stop", seconds=1),
+        8,
+    ),
+    Kind("the spare sampler raises an error", struck_spare("raise"), 6),
+    Kind("the spare sampler gets no more memory", struck_spare("memory"), 6),
+    Kind("a worker is told to end (SIGTERM)", signalled(STAGES, "term"), 6, STAGE_DIED, True),
+    Kind("a worker is hung up on (SIGHUP)", signalled(STAGES, "hang up"), 6, STAGE_DIED, True),
+    Kind("a sampler is hung up on (SIGHUP)", signalled(SAMPLERS, "hang up"), 6),
+    Kind("all processes are stopped for 1 s, as in a paused container", frozen(1), 3),
+    Kind("all processes are stopped for 10 s, as in a paused container", frozen(10), 2),
+    Kind("the wall clock jumps by an hour in a process", jumping_clock, 12),
+    Kind("a sampler that draws is killed (preemption, prefix caching)", crowded(busy_samplers), 8),
+    Kind("a sampler is stopped for 1 s (preemption)", crowded(stopped_sampler(1)), 6),
+    Kind("a worker is stopped for 1 s (preemption)", crowded(stopped_worker(False, 1)), 6),
+    Kind("a busy worker is killed (preemption)", crowded(busy_worker(False)), 8, STAGE_DIED, True),
+    Kind("a sampler that draws is killed amid aborts", abandoned(busy_samplers), 8),
+    Kind("a worker is stopped for 1 s amid aborts", abandoned(stopped_worker(False, 1)), 6),
+    Kind("a sampler is killed amid aborts and preemption", crowded(abandoned(spared_samplers)), 6),
+    Kind(
+        "a sampler of another host is killed",
+        hosts(killed_sampler),
+        6,
+    ),
+    Kind("a worker of another host is killed", hosts(busy_last), 6, STAGE_DIED, True),
+    Kind("another host's agent is killed", hosts(signalled(AGENT, "kill")), 6, HOST_LOST, True),
+    Kind(
+        "another host's agent is told to end", hosts(signalled(AGENT, "term")), 4, HOST_LOST, True
+    ),
+    Kind("another host's agent is stopped for 1 s", hosts(stopped_agent(1)), 4),
+    Kind(
+        "another host's agent is stopped for ever",
+        hosts(stopped_agent(FOR_EVER)),
+        4,
+        HOST_LOST,
+        True,
+    ),
+    Kind("the main host's engine is killed", hosts(busy_engine(False)), 6, "killed", True),
+    Kind("strangers come to the ports between hosts", hosts(from_network("strangers")), 4),
+    Kind(
+        "the connection between engine and agent is cut",
+        hosts(from_network("cut engine")),
+        4,
+        HOST_LOST,
+        True,
+    ),
+    Kind(
+        "the connection between stages of two hosts is cut",
+        hosts(from_network("cut stages")),
+        4,
+        ANY,
+        True,
+    ),
 ]

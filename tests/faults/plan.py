@@ -51,9 +51,14 @@ def strike(name, fault, report):
         case "pull":
             from tests.faults.engine import current
 
-            os.kill(current[fault["name"]].process.pid, signal.SIGKILL)
+            os.kill(current[fault["name"]].pid, signal.SIGKILL)
         case "raise":
             raise RuntimeError(f"planted in {name}")
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case "jump":
+            real, seconds = time.time, fault["by"]
+            time.time = lambda: real() + seconds
         case "descriptors":
             used = max(map(int, os.listdir("/proc/self/fd")))
             resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, used + 1))

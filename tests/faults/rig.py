@@ -39,6 +39,7 @@ def prepare(scratch):
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_USE_V2_MODEL_RUNNER="1",
         HF_HUB_OFFLINE="1",
+        SIPIPE_SECRET="of these engines",
         OMP_NUM_THREADS="1",
     )
     import torch
@@ -218,6 +219,7 @@ class Run:
             "failed": said["failed"] - last if said.get("error") else None,
             "gone": self.gone_at - last if self.gone_at else None,
             "tokens": said.get("tokens", {}),
+            "aborted": said.get("aborted", []),
             "shutdown": said.get("shutdown", ""),
             "log": str(self.directory / "log"),
         }

@@ -7,11 +7,11 @@ samplers are the real ones; what is replaced is vLLM's worker, and the second ru
 
 from __future__ import annotations
 
+from benchmarks.emulation.worker import EmulatedSharing, EmulatedWorker
 from tests.worker.arithmetic import Runner, Worker, logits_table, look_up
 from vllm.distributed import get_pp_group
 
 from sipipe.messages.measured import Measured
-from sipipe.tools.emulation.worker import EmulatedSharing, EmulatedWorker
 
 
 class Shard:

@@ -11,9 +11,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from benchmarks.make_model.checkpoint import make_model
+
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools import load
-from sipipe.tools.make_model.checkpoint import make_model
 
 METRICS = """\
 # HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
@@ -142,8 +143,11 @@ def test_a_server_is_measured_by_vllms_client(url, model, monkeypatch):
 def test_a_server_that_refuses_what_is_compared_keeps_what_was_measured(url, model, monkeypatch):
     monkeypatch.setattr(Server, "refuses", {"logprobs": 400})
     one = {"loads": [("greedy", 2)], "repeat": 1, "mixes": {"greedy": {"temperature": 0}}}
-    found = load.run(job(url, model, **one))
-    assert len(found["runs"]["greedy 2"]) == 1
+    asked = job(url, model, **one)
+    asked.load.extend(["--goodput", "ttft:100000", "tpot:100000"])
+    found = load.run(asked)
+    (run,) = found["runs"]["greedy 2"]
+    assert run["request_goodput"] == pytest.approx(2 / run["duration"])
     assert found["answers"]
     assert found["draws"] is None
     assert found["refused"] == "HTTPError: HTTP Error 400: Bad Request"

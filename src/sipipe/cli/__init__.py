@@ -19,11 +19,10 @@ COMMANDS = {
     "serve": "serve a model through vLLM's OpenAI server, with SiPipe",
     "generate": "complete prompts from arguments, a file or stdin",
     "bench": "measure SiPipe against stock vLLM on a model, in one run",
-    "emulate": "a pipeline of GPUs, emulated: SiPipe's own idle time, without GPUs",
     "plan": "choose pipeline and tensor degrees for a model and a cluster",
     "trace": "report on and export recorded traces",
     "top": "live view of a running server",
-    "make-model": "write a random checkpoint to test and measure on",
+    "make-model": "unpack a small trained model, to try SiPipe with",
     "warm": "compile all kernels now, so that later starts need not",
     "doctor": "what this machine has, and what SiPipe would do on it",
 }

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -14,12 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sipipe.cli.parser import adder, at_least, counts, make_parser, parse_engine_command
+from sipipe.cli.parser import adder, at_least, checked, counts, make_parser, parse_engine_command
 from sipipe.config import SiPipeConfig
 from sipipe.cores import equal_shares, this_machine
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.child import measured
-from sipipe.tools.measure import SAMPLING
+from sipipe.tools.load import SAMPLING
 from sipipe.tools.provenance import machine
 from sipipe.versions import require_vllm
 
@@ -93,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     ways = f"of {', '.join(SAMPLING)}; top-p:16: that one with 16 requests (default: greedy,all)"
     add("--sampling", _ways, "greedy,all", "LIST", ways)
     add("--rate", at_least(0), None, "N", "requests/s (default: at once)")
+    limits = "such as ttft:500,tpot:50,e2el:9000 (ms): shows requests/s within all of them"
+    add("--goodput", _limits, None, "LIMITS", limits)
     add("--sharegpt", str, None, "FILE", "prompts and lengths of ShareGPT's file")
     timed = "arrivals and lengths: timed_trace of vllm bench serve"
     add("--trace-file", str, None, "FILE", timed)
@@ -147,6 +150,14 @@ def _ways(text: str) -> list[tuple[str, int | None]]:
             raise argparse.ArgumentTypeError(f'"{way}" is none of {", ".join(SAMPLING)}')
         found.append((way, at_least(1, int)(count) if colon else None))
     return found
+
+
+_limits = checked(
+    lambda text: [pair.strip() for pair in text.split(",")],
+    "limits in ms such as ttft:500,tpot:50,e2el:9000",
+    lambda pairs: all(re.fullmatch(r"(ttft|tpot|e2el):\d+(\.\d+)?", pair) for pair in pairs),
+)
+"""The ``type`` of ``--goodput``: what ``vllm bench serve`` takes."""
 
 
 def _portable(job: dict[str, Any]) -> dict[str, Any]:
@@ -254,6 +265,8 @@ def _load(own: argparse.Namespace) -> dict[str, Any]:
         how += ["--random-output-len", str(own.tokens)]
     if own.rate and not own.trace_file:
         how += ["--request-rate", str(own.rate)]
+    if own.goodput:
+        how += ["--goodput", *own.goodput]
     loads = [
         (way, count) for way, one in own.sampling for count in ([one] if one else own.requests)
     ]
@@ -331,6 +344,8 @@ def _table(
                 for q in ("p50", "p99"):
                     values = [run[f"{q}_{metric}_ms"] for run in runs]
                     row[f"{metric.upper()} {q}"] = f"{statistics.median(values):,.0f}"
+            if (good := [run.get("request_goodput") for run in runs])[0] is not None:
+                row["goodput/s"] = f"{statistics.median(good):.2f}"
             row["KV tokens"] = starts[0]["kv_tokens"]
             row["memory MiB"] = sum(starts[0]["memory_mib"].values()) or None
             bound = jobs[name]["env"].get("VLLM_CPU_OMP_THREADS_BIND")

@@ -13,7 +13,6 @@ from sipipe.cli.parser import adder, at_least, make_parser
 from sipipe.errors import ConfigError
 from sipipe.tools.report.accounting import WORKING
 from sipipe.tools.report.encode import DETAIL
-from sipipe.tools.report.example import Example, write_example
 from sipipe.tools.report.export import write_csv, write_perfetto
 from sipipe.tools.report.reader import read_trace
 from sipipe.tools.report.render import render
@@ -24,13 +23,12 @@ EPILOG = """\
   sipipe trace report traces/ours                    writes traces/ours/report.html
   sipipe trace report traces/ours --against traces/stock --output compare.html
   sipipe trace export traces/ours --perfetto ours.json.gz
-  sipipe trace example /tmp/example                  two made-up traces, to look at the report
 """
 
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("trace", __doc__.split("\n", 1)[0].split(": ", 1)[1], epilog=EPILOG)
-    commands = parser.add_subparsers(dest="action", metavar="report|export|example")
+    commands = parser.add_subparsers(dest="action", metavar="report|export")
 
     report = commands.add_parser("report", help="account for the bubbles; write a page")
     report.set_defaults(run=_report)
@@ -55,13 +53,6 @@ def main(argv: Sequence[str]) -> int:
         help="Chrome trace JSON for ui.perfetto.dev; compressed if FILE ends in .gz",
     )
     _window(export)
-
-    example = commands.add_parser("example", help="write two made-up traces to look at")
-    example.set_defaults(run=_example)
-    example.add_argument("directory", metavar="DIR", help="gets DIR/sipipe and DIR/stock")
-    add = adder(example)
-    add("--stages", at_least(1, int), 4, "N", "pipeline stages (4)")
-    add("--iterations", at_least(10, int), 2000, "N", "iterations (2000)")
 
     args = parser.parse_args(argv)
     if args.action is None:
@@ -138,21 +129,3 @@ def _export(args: argparse.Namespace) -> None:
     path = Path(args.perfetto)
     count = write_perfetto(_load(args.directory, args), path)
     print(f"{count:,} slices written to {path}; open it at https://ui.perfetto.dev")
-
-
-def _example(args: argparse.Namespace) -> None:
-    base = Path(args.directory)
-    for name, stock in (("sipipe", False), ("stock", True)):
-        spec = Example(
-            stages=args.stages,
-            iterations=args.iterations,
-            stock=stock,
-            inflight=args.stages if stock else args.stages + 1,
-        )
-        try:
-            write_example(base / name, spec)
-        except OSError as error:
-            raise ConfigError(f"{base / name}: {error.strerror}") from None
-    print(
-        f"two made-up traces; now: sipipe trace report {base / 'sipipe'} --against {base / 'stock'}"
-    )

@@ -35,6 +35,7 @@ from typing import IO, Any
 
 from sipipe.errors import DamagedError, StallError, WorkerDiedError
 from sipipe.ipc.child import start_child
+from sipipe.ipc.link.errors import LinkClosedError
 from sipipe.ipc.parent import end_this_process
 from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import Ready
@@ -128,7 +129,7 @@ class Children:
         self._ready: dict[str, Ready] = {}
         self._error: BaseException | None = None
         self._ending = False
-        self._mourning: list[tuple[float, Child, WorkerDiedError]] = []
+        self._mourning: list[tuple[float, Child, WorkerDiedError | LinkClosedError]] = []
         """Who said that another has died, and until when that one may say more."""
         self._wake_read, self._wake_write = os.pipe()
         self._thread: threading.Thread | None = None
@@ -302,7 +303,7 @@ class Children:
                 self._ready[child.name] = message
                 self._changed.notify_all()
         elif message is not None:
-            if isinstance(message, WorkerDiedError):
+            if isinstance(message, WorkerDiedError | LinkClosedError):
                 # Of a neighbour, whose own word or end comes now or in a moment, and says more.
                 self._mourning.append((time.monotonic() + NEIGHBOUR_SECONDS, child, message))
             else:

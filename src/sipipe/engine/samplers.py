@@ -121,7 +121,7 @@ class Samplers:
         """What starts, or has started, the successor of a sampler."""
         self._tries: dict[int, int] = {}
         """The request that a successor adds or draws alone now."""
-        self._strikes: Counter[int] = Counter()
+        self._strikes: Counter[int | None] = Counter()
         """How many have died of each such request."""
         self._stuck: list[deque[float]] = [deque(maxlen=4) for _ in cores]
         """When one was killed that did nothing."""
@@ -167,13 +167,12 @@ class Samplers:
         self._forget(name)
         index = self.names.index(name)
         deaths, poison = self._deaths[index], None
-        if index in self._tries:
-            handle = self._tries.pop(index)
-            self._strikes[handle] += 1
-            if self._strikes[handle] == STRIKES:
-                poison = handle, f"it ended every sampler that drew for it ({reason})"
-        else:
+        handle = self._tries.pop(index, None)
+        self._strikes[handle] += 1
+        if handle is None or self._strikes[handle] > STRIKES:
             deaths.append(time.monotonic())
+        elif self._strikes[handle] == STRIKES:
+            poison = handle, f"it ended every sampler that drew for it ({reason})"
         if len(deaths) == DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW:
             raise WorkerDiedError(
                 f"{name} keeps dying ({reason}, the {DEATHS}th time within {DEATHS_WINDOW:g} s); "

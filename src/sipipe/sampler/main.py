@@ -61,6 +61,7 @@ from sipipe.sampler.warmup import warm_up
 FRAME_LOGPROBS = 1 << 20
 """Logprobs of one frame of an answer, 8 bytes each, and one row's more: what bounds a sampler's
 memory when many requests ask for the whole vocabulary."""
+ENDED = "the request has ended"
 
 
 class Sampler:
@@ -170,17 +171,21 @@ class Sampler:
         rows = np.flatnonzero(int32_view(step.owners) == self._index).astype(np.int32)
         handles = int32_view(step.rows)[rows]
         errors: list[tuple[int, str]] = []
-        if self._broken:
-            broken = np.asarray([handle in self._broken for handle in handles.tolist()], bool)
+        alone = step.iteration <= self._owed
+        if self._broken or alone:
+            # Of a request that was aborted meanwhile, a snapshot has a row that is owed and no more.
+            gone = [
+                h in self._broken or (alone and h not in self._columns) for h in handles.tolist()
+            ]
+            broken = np.asarray(gone, bool)
             theirs = zip(rows[broken].tolist(), handles[broken].tolist(), strict=True)
-            errors = [(row, self._broken[handle]) for row, handle in theirs]
+            errors = [(row, self._broken.get(handle, ENDED)) for row, handle in theirs]
             rows, handles = rows[~broken], handles[~broken]
         bitmask, bitmask_rows = None, np.full(len(rows), -1, np.int32)
         if grammar is not None and grammar.words:
             bitmask = int32_view(grammar.bitmask).reshape(-1, grammar.words)
             found = {handle: i for i, handle in enumerate(int32_view(grammar.handles).tolist())}
             bitmask_rows[:] = [found.get(handle, -1) for handle in handles.tolist()]
-        alone = step.iteration <= self._owed
         shares = self._columns.shares(handles, 0 if alone else FRAME_LOGPROBS)
 
         def prepared() -> Iterator[Callable[[npt.NDArray[Any]], SampleResult]]:

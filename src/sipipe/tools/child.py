@@ -23,12 +23,11 @@ TIMEOUT = 3_600.0
 def measured(
     side: str,
     job: Mapping[str, Any],
-    module: str = "sipipe.tools.measure",
+    module: str,
     *,
     kept: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Run ``module`` on ``job``, such as :mod:`sipipe.tools.measure` (an engine alone) or
-    :mod:`sipipe.tools.load` (a server); what it prints. ``side`` names it in messages, ``kept`` are
+    """Run ``module`` on ``job``, such as :mod:`sipipe.tools.load`; what it prints. ``side`` names it in messages, ``kept`` are
     descriptors that the process takes over.
 
     Raises:

@@ -33,12 +33,18 @@ from typing import Any
 import psutil
 
 from sipipe.errors import ConfigError, SiPipeError
+from sipipe.messages.measured import MIXES
 from sipipe.tools.child import answer
 
 SHOWN = 20
 """Most likely tokens whose probabilities a server tells; :func:`draws` draws among half of them."""
 PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99)
 """Of times to the first token, per output token, between tokens and of requests."""
+SAMPLING = MIXES | {
+    "top-p": {"temperature": 0.8, "top_p": 0.95},
+    "chat": {"temperature": 0.7, "top_p": 0.9},
+}
+"""Ways of sampling by name; ``all`` is every strategy at once."""
 STARTS = 900.0
 """Seconds that a server may take to start."""
 
@@ -189,7 +195,9 @@ class _Client:
         return kept | {"span": [began, time.monotonic()]}
 
 
-_KEPT = re.compile("completed|duration|.*_throughput|mean_(ttft|tpot)_ms|p[0-9]+_(ttft|tpot)_ms")
+_KEPT = re.compile(
+    "completed|duration|request_goodput|.*_throughput|mean_(ttft|tpot)_ms|p[0-9]+_(ttft|tpot)_ms"
+)
 
 
 def kv_tokens(url: str) -> int | None:

@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_worker
 
 from sipipe.messages.places import StagePlace
+from sipipe.worker.compile_cache import use_compiled
 from sipipe.worker.world import stage_world
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ if current_platform.is_cpu():
                 self.model_runner._init_kv_zero_meta()
 
         def load_model(self, *args: Any, **kwargs: Any) -> None:
+            use_compiled(self.vllm_config)
             super().load_model(*args, **kwargs)
             runner = self.model_runner
             if self.place is not None and not self.place.is_first:

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from benchmarks.make_model.checkpoint import make_model
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -31,7 +32,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.scheduling.observed_scheduler import observed
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
-from sipipe.tools.make_model.checkpoint import make_model
 
 BLOCK = 16
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from benchmarks.emulation import cpu_by_role, idle_by_sipipe
+from benchmarks.emulation.__main__ import cpu_by_role, idle_by_sipipe
+from benchmarks.emulation.cluster import emulation
+from benchmarks.emulation.profile import Curve, Profile, StageProfile
 
 from sipipe.errors import ConfigError
-from sipipe.tools.emulation.emulate import emulation
-from sipipe.tools.emulation.profile import Curve, Profile, StageProfile
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.workload import Microbatch, Workload
 

@@ -4,12 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+from benchmarks.emulation.cluster import emulation
+from benchmarks.emulation.replay import replayed
+from benchmarks.made_up_trace import Example, write_example
 
 from sipipe.errors import ConfigError
 from sipipe.observe.phases import Phase
-from sipipe.tools.emulation.emulate import emulation
-from sipipe.tools.emulation.replay import replayed
-from sipipe.tools.report.example import Example, write_example
 from sipipe.tools.report.reader import read_trace
 
 

@@ -13,6 +13,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="stands for vLLM's worker")
 
 import numpy as np  # noqa: E402
+from benchmarks.emulation import worker as emulated  # noqa: E402
+from benchmarks.emulation.profile import Curve, Profile, StageProfile  # noqa: E402
+from benchmarks.emulation.runner import EmulatedRunner  # noqa: E402
+from benchmarks.emulation.worker import EmulatedDevice, EmulatedWorker  # noqa: E402
 from tests.scheduled import new_request  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
@@ -26,10 +30,6 @@ from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.messages.places import StagePlace  # noqa: E402
 from sipipe.observe.format import Header  # noqa: E402
 from sipipe.observe.recorder import open_recorder  # noqa: E402
-from sipipe.tools.emulation import worker as emulated  # noqa: E402
-from sipipe.tools.emulation.profile import Curve, Profile, StageProfile  # noqa: E402
-from sipipe.tools.emulation.runner import EmulatedRunner  # noqa: E402
-from sipipe.tools.emulation.worker import EmulatedDevice, EmulatedWorker  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
 from sipipe.worker.preparation import SiPipePrepares, why_vllm_prepares  # noqa: E402
 from sipipe.worker.world import PipelineStandIn  # noqa: E402

@@ -7,12 +7,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.make_model.checkpoint import RECIPE_FILE, draw, make_model
+from benchmarks.make_model.families import FAMILIES, SIZES
 
 from sipipe.cli.make_model import main
-from sipipe.errors import ConfigError, ResourceError, SiPipeError
-from sipipe.tools.make_model import published
-from sipipe.tools.make_model.checkpoint import RECIPE_FILE, draw, make_model
-from sipipe.tools.make_model.families import FAMILIES, SIZES
+from sipipe.errors import ConfigError, ResourceError
+from sipipe.tools import smollm2
 
 torch = pytest.importorskip("torch", reason="torch, which comes with vLLM, is not installed")
 transformers = pytest.importorskip("transformers", reason="it comes with vLLM")
@@ -28,7 +28,7 @@ def digest(directory):
 
 def test_the_same_arguments_give_the_same_bytes_in_any_process(tmp_path):
     here = make_model("llama", tmp_path / "here", seed=3)
-    code = "import sys; from sipipe.tools.make_model.checkpoint import make_model; make_model('llama', sys.argv[1], seed=3)"
+    code = "import sys; from benchmarks.make_model.checkpoint import make_model; make_model('llama', sys.argv[1], seed=3)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "there")], check=True, timeout=60)
     assert digest(here) == digest(tmp_path / "there")
 
@@ -49,39 +49,22 @@ def test_a_second_call_leaves_a_finished_checkpoint_alone(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
-def test_foreign_files_are_never_replaced(tmp_path):
-    (tmp_path / "precious.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds files that make-model did not write"):
-        make_model("llama", tmp_path)
-    with pytest.raises(ConfigError, match="is a file"):
-        make_model("llama", tmp_path / "precious.txt")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["precious.txt"]
-
-
-def test_another_model_is_replaced_by_force_only(tmp_path):
-    make_model("llama", tmp_path, layers=1)
-    with pytest.raises(ConfigError, match="replace it with --force"):
-        make_model("llama", tmp_path, layers=2, force=False)
-    assert make_model("llama", tmp_path, layers=1, force=False) == tmp_path
-    make_model("llama", tmp_path, layers=2)
-
-
 @pytest.mark.parametrize(
-    ("family", "arguments", "word"),
+    ("family", "place", "arguments", "words"),
     [
-        ("lama", {}, 'did you mean "llama"'),
-        ("llama", {"size": "huge"}, "known: tiny, bench"),
-        ("llama", {"dtype": "fp16"}, "known: float32, float16, bfloat16"),
-        ("llama", {"vocab_size": 100}, "--vocab-size must be 259"),
-        ("mixtral", {"size": "qwen2.5-0.5b"}, "use --size tiny or bench"),
+        ("llama", "", {}, "is there already; name a new or empty directory"),
+        ("llama", "precious.txt", {}, "is there already"),
+        ("lama", "model", {}, "known: llama, qwen2"),
+        ("llama", "model", {"size": "huge"}, "known: tiny, bench"),
+        ("mixtral", "model", {"size": "qwen2.5-0.5b"}, "a mixture of experts"),
     ],
 )
-def test_a_mistake_gets_one_line_and_no_files(tmp_path, family, arguments, word):
-    with pytest.raises(ConfigError) as caught:
-        make_model(family, tmp_path / "model", **arguments)
-    assert word in str(caught.value)
+def test_a_mistake_gets_one_line_and_leaves_files_alone(tmp_path, family, place, arguments, words):
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=words) as caught:
+        make_model(family, tmp_path / place, **arguments)
     assert "\n" not in str(caught.value)
-    assert not any(tmp_path.iterdir())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["precious.txt"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -104,17 +87,9 @@ def test_a_tensor_depends_on_seed_name_and_shape_alone():
         assert (draw(name, empty, seed=seed) - first).abs().mean() > 0.05
 
 
-def test_without_transformers_one_line_says_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ResourceError, match=r"transformers is not installed.* vLLM") as caught:
-        make_model("llama", tmp_path / "model")
-    assert "\n" not in str(caught.value)
-    assert not any(tmp_path.iterdir())
-
-
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     full = SimpleNamespace(free=1_000_000)
-    monkeypatch.setattr("sipipe.tools.make_model.checkpoint.shutil.disk_usage", lambda path: full)
+    monkeypatch.setattr("sipipe.tools.smollm2.shutil.disk_usage", lambda path: full)
     with pytest.raises(ResourceError, match="free some space"):
         make_model("llama", tmp_path / "model")
     assert not any(tmp_path.iterdir())
@@ -124,7 +99,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch
 def test_every_token_id_is_known_and_text_round_trips(tmp_path, vocab):
     from tokenizers import Tokenizer
 
-    path = make_model("llama", tmp_path / "model", vocab_size=vocab)
+    path = make_model("llama", tmp_path / "model", vocab=vocab)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == vocab
     assert sorted(tokenizer.get_vocab().values()) == list(range(vocab))
@@ -175,28 +150,23 @@ def test_the_chat_template_is_taken(tmp_path):
 
 
 def test_a_trained_model_says_which_packages_are_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(published, "_NEEDED", ("no_such_package", "torch"))
+    monkeypatch.setattr(smollm2, "_NEEDED", ("no_such_package", "torch"))
     with pytest.raises(ResourceError, match="not installed: no-such-package") as raised:
-        make_model("smollm2", tmp_path / "model")
+        main(["smollm2", str(tmp_path / "model")])
     assert "pip install no-such-package" in str(raised.value)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("option", ["--size=bench", "--seed=1", "--vocab-size=999", "--layers=2"])
-def test_a_trained_model_has_one_shape(option, tmp_path):
-    with pytest.raises(SiPipeError, match=option.split("=", maxsplit=1)[0]):
-        main(["smollm2", str(tmp_path / "model"), option])
 
 
 @pytest.mark.slow
 def test_the_trained_model_is_unpacked(tmp_path):
     try:
-        published.find()
+        smollm2.find()
     except ResourceError as error:
         pytest.skip(str(error))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = make_model("smollm2", tmp_path / "model", dtype="float32")
+    path = tmp_path / "model"
+    assert main(["smollm2", str(path)]) == 0
     tokenizer = AutoTokenizer.from_pretrained(path)
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
@@ -204,4 +174,6 @@ def test_the_trained_model_is_unpacked(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(path)
     answer = model.generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
-    assert sum(tensor.numel() for tensor in model.parameters()) == published.PARAMETERS
+    assert sum(tensor.nbytes for tensor in model.bfloat16().parameters()) < smollm2.BYTES
+    with pytest.raises(ConfigError, match="is there already"):
+        main(["smollm2", str(path)])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from benchmarks.calibration import Observation, Run, calibrate, usual
 from benchmarks.calibration_traces import check_loop, run_of
+from benchmarks.made_up_trace import Example, write_example
 
 from sipipe.engine.layers.hf_config import facts_from_config
 from sipipe.errors import ConfigError, ResourceError
@@ -15,7 +16,6 @@ from sipipe.tools.planner.hardware import Cluster, device, engine, network
 from sipipe.tools.planner.pipeline import iterate
 from sipipe.tools.planner.placement import place
 from sipipe.tools.planner.workload import Workload
-from sipipe.tools.report.example import Example, write_example
 from sipipe.tools.report.reader import read_trace
 
 BENCH = facts_from_config(

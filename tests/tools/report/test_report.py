@@ -11,6 +11,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from benchmarks.made_up_trace import Example, write_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tools.report.browser import Browser, find_chromium
@@ -20,7 +21,6 @@ from sipipe.observe.format import OLDER, RECORD, SUFFIX, encode_header, read_fil
 from sipipe.observe.phases import Phase
 from sipipe.tools.report.accounting import KINDS, SEGMENT, Cause
 from sipipe.tools.report.encode import QUANTUM_NS, column, lanes, record_lane, segment_lane
-from sipipe.tools.report.example import Example, write_example
 from sipipe.tools.report.export import write_perfetto
 from sipipe.tools.report.reader import Trace, read_trace
 from sipipe.tools.report.render import page_data, render

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.make_model.checkpoint import make_model
 
 from sipipe.observe.phases import Phase
 from sipipe.tools.report.reader import read_trace
@@ -179,11 +180,9 @@ def test_scheduler_without_a_directory_is_one_line():
 def recorded(tmp_path_factory):
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    from sipipe.cli import main
-
     base = tmp_path_factory.mktemp("stock")
     model, program, directory = base / "model", base / "program.py", base / "trace"
-    assert main(["make-model", "llama", str(model)]) == 0
+    make_model("llama", model)
     program.write_text(PROGRAM)
     cores = sorted(os.sched_getaffinity(0))
     bind = f"{cores[0]}|{cores[-1]}"

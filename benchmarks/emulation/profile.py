@@ -1,4 +1,4 @@
-"""What an emulated engine's devices take for their work: data, made by ``sipipe emulate``."""
+"""What an emulated engine's devices take for their work: data, made by ``python -m benchmarks.emulate``."""
 
 import msgspec
 import numpy as np

@@ -1,58 +1,43 @@
-"""`sipipe emulate` as people run it."""
+"""`python -m benchmarks.emulate` as people run it."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 
 import pytest
+from benchmarks import emulate
+from benchmarks.made_up_trace import Example, write_example
 
 from sipipe.cli import main
+from sipipe.errors import SiPipeError
 from sipipe.observe.format import Header
 from sipipe.observe.phases import Phase
-from sipipe.tools.report.example import Example, write_example
 from sipipe.tools.report.reader import read_trace
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("options", "words"),
     [
-        ([], "--profile is missing"),
-        (["--profile", "llama-70b"], "is not of the form MODEL-NxGPU"),
-        (["--profile", "llama-70b-8xh100", "--pp", "3"], "8 devices do not make 3 equal stages"),
-        (["--profile", "llama-70b-8xh100", "--tp", "2"], "--tp follows from"),
-        (["--profile", "llama-70b-8xh100", "--vocabulary", "auto"], "is shared or last"),
-        (["--profile", "llama-70b-8xh100", "--requests", "0"], "--requests"),
-        (["--profile", "llama-70b-8xh100", "--jitter", "2"], "--jitter"),
-        (["--profile", "llama-70b-8xh100", "--slow-motion", "0"], "--slow-motion"),
+        ("--profile llama-70b", "is not of the form MODEL-NxGPU"),
+        ("--profile llama-70b-8xh100 --tp 2", "--tp follows from"),
+        ("--profile llama-70b-8xh100 --vocabulary auto", "is shared or last"),
+        ("--profile llama-70b-8xh100 --pp 4 --replay no-dir", "no-dir: no such directory"),
     ],
 )
-def test_a_mistake_is_one_line(arguments, words, capsys):
-    assert main(["emulate", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
-
-
-def test_a_trace_that_is_not_there_is_one_line(capsys):
-    argv = ["emulate", "--profile", "llama-70b-8xh100", "--pp", "4", "--replay", "no-dir"]
-    assert main(argv) == 1
-    assert (
-        capsys.readouterr().err
-        == "sipipe: no-dir: no such directory; give the one named by --trace\n"
-    )
+def test_a_mistake_is_one_line(options, words):
+    with pytest.raises(SiPipeError, match=words) as error:
+        emulate.emulated(options.split())
+    assert "\n" not in str(error.value)
 
 
 def test_the_steady_part_is_what_counts(tmp_path):
-    from sipipe.cli.emulate import _figures
-
     write_example(tmp_path / "made", Example(stages=4, iterations=400, stock=False, inflight=5))
     trace = read_trace(str(tmp_path / "made"))
     start, end = trace.window()
     spans = [(start, end), ((start + end) // 2, end)]
     result = {"busy": {"a": [0.25], "b": [0.5]}, "spans": {"a": spans[:1], "b": spans[1:]}}
-    loads = json.loads(json.dumps([load["json"] for load in _figures(trace, result)]))
+    loads = emulate._figures(trace, result)
     assert loads[1]["busy"] == 0.5
     found = loads[0]
     assert found["busy"] == 0.25
@@ -76,7 +61,8 @@ def test_a_pipeline_of_emulated_gpus(tmp_path, capfd, monkeypatch, profile, stag
     trace = str(tmp_path / "trace")
     words = ["--profile", profile, "--pp", str(stages), "--vocabulary", vocabulary]
     load = ["--requests", "12", "--tokens", "40", "--prompt-tokens", "20"]
-    status = main(["emulate", *words, *load, "--trace", trace])
+    monkeypatch.setattr("sys.argv", ["emulate", *words, *load, "--trace", trace])
+    status = emulate.main()
     printed = capfd.readouterr().out
     assert status in (0, 1), "1: this machine was too busy, and the command says so"
     assert ("VOID" in printed) == (status == 1)

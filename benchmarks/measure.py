@@ -1,6 +1,6 @@
 """Measures one engine: start-up, and tokens per second for each way of sampling.
 
-Run as a process of its own per side (``python -m sipipe.tools.measure FD``), because an engine
+Run as a process of its own per side (``python -m benchmarks.measure FD``), because an engine
 leaves global state behind. It reads a :class:`Job` as JSON from stdin and prints what
 :func:`measure` returns as JSON on stdout; the engine's log goes to stderr.
 
@@ -19,14 +19,8 @@ from typing import Any
 
 import psutil
 
-from sipipe.messages.measured import MIXES
 from sipipe.tools.child import answer
-
-SAMPLING = MIXES | {
-    "top-p": {"temperature": 0.8, "top_p": 0.95},
-    "chat": {"temperature": 0.7, "top_p": 0.9},
-}
-"""Ways of sampling by name; ``all`` is every strategy at once."""
+from sipipe.tools.load import SAMPLING
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,6 @@
 """Made-up traces of a pipeline, with stock vLLM's order of work or SiPipe's.
 
-For a look at the report without an engine (``sipipe trace example DIR``), for the pictures in the
-documentation, and for tests and benchmarks that need long timelines. The times are drawn, not
-measured: they show what the report shows, they say nothing about any engine.
+For tests and benchmarks that need long timelines. The times are drawn, not measured.
 """
 
 import os

@@ -13,9 +13,7 @@ stage's time, the microbatch more hides it.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-import subprocess
 import sys
 from collections import defaultdict
 from typing import Any
@@ -23,10 +21,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from benchmarks.emulate import BUSY, emulated
+from benchmarks.emulation.profile import Profile
 from benchmarks.harness import report
-from sipipe.cli.emulate import BUSY
 from sipipe.errors import SiPipeError
-from sipipe.tools.emulation.profile import Profile
 
 SPARSE, DENSE = "deepseek-v2.5-8xh100", "llama-70b-8xh100"
 PIPELINES = (
@@ -79,7 +77,7 @@ def main() -> None:
 
 def measured(pipeline: str, requests: str, tokens: int) -> list[dict[str, Any]]:
     """A row for each load of one engine."""
-    result = emulated(f"--profile {pipeline} --requests {requests}", tokens)
+    result = figures(f"--profile {pipeline} --requests {requests}", tokens)
     profile = msgspec.convert(result["profile"], Profile)
     rows = []
     for count, load in zip(result["job"]["requests"], result["loads"], strict=True):
@@ -104,21 +102,10 @@ def measured(pipeline: str, requests: str, tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
-def emulated(options: str, tokens: int) -> dict[str, Any]:
-    """What ``sipipe emulate`` says as JSON, with as many microbatches in flight as may be.
-
-    Raises:
-        SiPipeError: it failed, and has said why.
-    """
-    options += f" --prompt-tokens {PROMPT} --tokens {tokens} --json"
-    command = [*shlex.split(options), "--additional-config", ALL_IN_FLIGHT]
-    run = subprocess.run(
-        [sys.executable, "-m", "sipipe", "emulate", *command], stdout=subprocess.PIPE, check=False
-    )
-    if not run.stdout:
-        raise SiPipeError(f"sipipe emulate {shlex.join(command)} failed")
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
+def figures(options: str, tokens: int) -> dict[str, Any]:
+    """Of :func:`benchmarks.emulate.emulated`, with as many microbatches in flight as may be."""
+    options += f" --prompt-tokens {PROMPT} --tokens {tokens}"
+    return emulated([*shlex.split(options), "--additional-config", ALL_IN_FLIGHT])[1]
 
 
 def idle_by_sipipe(profile: Profile, load: dict[str, Any], context: int) -> list[float]:

@@ -1,8 +1,16 @@
-"""``sipipe emulate``: a pipeline of GPUs, emulated, with SiPipe's own processes around it."""
+"""A pipeline of GPUs, emulated, with SiPipe's own processes around it.
+
+    python -m benchmarks.emulate --profile llama-70b-8xh100 --pp 4 [--trace DIR] [--json]
+
+vLLM's scheduler, SiPipe's executor, channels, links and samplers run as they do with GPUs; a device
+only takes the time that the data sheets' model (sipipe plan) gives. So it says what SiPipe itself
+adds to a pipeline, and nothing of a GPU's speed or of a gain over another engine (docs/emulation.md).
+"""
 
 import argparse
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,65 +22,60 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from sipipe.cli.parser import (
-    adder,
-    at_least,
-    counts,
-    fraction,
-    make_parser,
-    parse_engine_command,
-)
+from benchmarks.emulation.cluster import Emulation, emulation
+from benchmarks.emulation.replay import replayed
+from benchmarks.harness import alone
+from sipipe.cli.parser import at_least, counts, fraction, parse_engine_command
 from sipipe.cli.trace import bubbles
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, SiPipeError
 from sipipe.observe.phases import Phase
-from sipipe.tools.child import measured
-from sipipe.tools.emulation.emulate import Emulation, emulation
-from sipipe.tools.emulation.replay import replayed
-from sipipe.tools.measure import SAMPLING
+from sipipe.tools.load import SAMPLING
 from sipipe.tools.provenance import machine
 from sipipe.tools.report.reader import ProcessTrace, Trace, read_trace
 from sipipe.tools.report.summary import Run
-from sipipe.versions import require_vllm
 
-EPILOG = """\
-vLLM's scheduler, SiPipe's executor, channels, links and samplers run as they do with GPUs; a device
-only takes the time that the data sheets' model (sipipe plan) gives. So it says what SiPipe itself
-adds to a pipeline, and nothing of a GPU's speed or of a gain over another engine (docs/emulation.md).
-
-  sipipe emulate --profile llama-70b-8xh100 --pp 4 --trace traces/emulated
-  sipipe trace report traces/emulated
-  sipipe emulate --profile llama-8b-4xh100 --pp 4 --vocabulary shared     # default here: last
-"""
 BUSY = 0.85
 """Share of the machine's CPU time above which emulated devices are late by themselves."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     """0: measured. 1: the machine was too busy for it."""
-    parser = make_parser(
-        "emulate",
-        "Run a pipeline whose GPUs are emulated, and account for its stages' time.",
-        usage="sipipe emulate --profile MODEL-NxGPU --pp N [options]",
-        epilog=EPILOG,
+    as_json = "--json" in sys.argv
+    argv = [word for word in sys.argv[1:] if word != "--json"]
+    made, result = emulated(argv)
+    runs = [load.pop("run") for load in result["loads"]]
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        _show(made, runs, result)
+    return 1 if any(load["busy"] > BUSY for load in result["loads"]) else 0
+
+
+def emulated(argv: Sequence[str]) -> tuple[Emulation, dict[str, Any]]:
+    """Run the pipeline of a command line: what it stands for; ``job``, ``machine``, ``profile``, and
+    the figures of each of its ``loads``, with its trace as ``run``.
+
+    Raises:
+        SiPipeError: an option does not fit, or the engine failed.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.emulate",
+        description=(__doc__ or "").split("\n")[0],
         add_help=False,
+        allow_abbrev=False,
     )
-    group = parser.add_argument_group("pipeline and load")
-    add, count = adder(group), at_least(1, int)
-    named = "MODEL-NxGPU, such as llama-70b-8xh100 (sipipe plan --list)"
-    add("--profile", str, None, "NAME", named)
-    add("--requests", counts, [128], "LIST", "at once (default: 128)")
-    add("--prompt-tokens", count, 128, "N", "default: 128")
-    add("--tokens", count, 200, "N", "new ones (default: 200)")
-    group.add_argument("--sampling", choices=SAMPLING, default="greedy", help="default: greedy")
-    add("--jitter", fraction, None, "SHARE", "deviation of forward passes (default: none)")
+    add, count = parser.add_argument, at_least(1, int)
+    add("--profile", required=True, help="MODEL-NxGPU, of sipipe plan --list")
+    add("--requests", type=counts, default=[128], help="at once, a load each (default: 128)")
+    add("--prompt-tokens", type=count, default=128, help="default: 128")
+    add("--tokens", type=count, default=200, help="new ones (default: 200)")
+    add("--sampling", choices=SAMPLING, default="greedy", help="default: greedy")
+    add("--jitter", type=fraction, default=0.0, help="deviation of forward passes (default: none)")
     slow = "devices take N times as long, where this machine's cores are too few (default: 1)"
-    add("--slow-motion", at_least(1), 1.0, "N", slow)
-    recorded = "stage times from the trace of a real run with these stages"
-    add("--replay", str, None, "DIR", recorded)
-    group.add_argument("--json", action="store_true", help="the figures as JSON")
+    add("--slow-motion", type=at_least(1), default=1.0, help=slow)
+    add("--replay", help="directory of a trace of a real run with these stages: their times")
+    add("--json", action="store_true", help="the figures as JSON")
     own, settings, rest = parse_engine_command(parser, argv)
-    if own.profile is None:
-        raise ConfigError("emulate: --profile is missing, such as --profile llama-70b-8xh100")
     if own.tp is not None:
         raise ConfigError("emulate: --tp follows from --profile and --pp")
     layers, vocabulary = settings.get("layers"), settings.setdefault("vocabulary", "last")
@@ -83,25 +86,18 @@ def main(argv: Sequence[str]) -> int:
         int(own.pp or 1),
         cut=tuple(layers) if isinstance(layers, list) else None,
         shared=vocabulary == "shared",
-        jitter=own.jitter or 0.0,
+        jitter=own.jitter,
     )
     if own.replay:
         made = replace(made, profile=replayed(made.profile, read_trace(own.replay)))
     if own.slow_motion > 1:
         made = replace(made, profile=made.profile.slowed(own.slow_motion))
-    require_vllm()
     with tempfile.TemporaryDirectory(prefix="sipipe-emulate-") as scratch:
-        trace = Path(settings.get("trace") or Path(scratch) / "trace")
-        result = _run(made, own, settings | {"trace": str(trace)}, rest, Path(scratch))
-        found = _figures(read_trace(str(trace)), result)
-        if own.json:
-            loads = [each["json"] for each in found]
-            profile = msgspec.to_builtins(made.profile)
-            kept = {"job": vars(own), "machine": machine(), "profile": profile, "loads": loads}
-            print(json.dumps(kept, indent=1))
-        else:
-            _show(made, found, own.slow_motion)
-    return 1 if any(each["json"]["busy"] > BUSY for each in found) else 0
+        trace = settings.setdefault("trace", str(Path(scratch) / "trace"))
+        result = _run(made, own, settings, rest, Path(scratch))
+        loads = _figures(read_trace(trace), result)
+    profile = msgspec.to_builtins(made.profile)
+    return made, {"job": vars(own), "machine": machine(), "profile": profile, "loads": loads}
 
 
 def _run(
@@ -111,7 +107,7 @@ def _run(
     rest: Sequence[str],
     scratch: Path,
 ) -> dict[str, Any]:
-    """Start the engine and run the load; what :func:`sipipe.tools.measure.measure` returns."""
+    """Start the engine and run the load; what :func:`benchmarks.measure.measure` returns."""
     # To vLLM every model is a dense one of the same size: nothing of it is loaded.
     heads = max(1, made.facts.hidden // 128)
     config = {
@@ -152,7 +148,7 @@ def _run(
         "cpu_sampling": "on",
         "cores": settings.get("cores", "off"),
     }
-    return measured("sipipe", job | {"settings": settings | more})
+    return alone("sipipe", job | {"settings": settings | more})
 
 
 def _figures(trace: Trace, result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -176,16 +172,14 @@ def _steady(trace: Trace, span: tuple[int, int], busy: float) -> dict[str, Any]:
     rate = run.summary["iterations"] / run.summary["wall_s"]
     return {
         "run": run,
-        "json": {
-            "iterations": len(records),
-            "iterations_per_s": rate,
-            "tokens_per_s": run.summary["tokens_per_s"],
-            "busy_share": [stage["share"]["busy"] for stage in stages],
-            "batch": float(decoding["batch"].mean()),
-            "turnaround_ms": {f"p{q}": float(np.percentile(back, q)) / 1e6 for q in (50, 99)},
-            "cpu_ms": {p.header.name: _cpu_ms(p, run.window) / rate for p in trace.processes},
-            "busy": busy,
-        },
+        "iterations": len(records),
+        "iterations_per_s": rate,
+        "tokens_per_s": run.summary["tokens_per_s"],
+        "busy_share": [stage["share"]["busy"] for stage in stages],
+        "batch": float(decoding["batch"].mean()),
+        "turnaround_ms": {f"p{q}": float(np.percentile(back, q)) / 1e6 for q in (50, 99)},
+        "cpu_ms": {p.header.name: _cpu_ms(p, run.window) / rate for p in trace.processes},
+        "busy": busy,
     }
 
 
@@ -212,8 +206,8 @@ def _turnaround(trace: Trace, window: tuple[int, int]) -> npt.NDArray[np.int64]:
     return np.concatenate(found)
 
 
-def _show(made: Emulation, found: list[dict[str, Any]], slow: float) -> None:
-    placement = made.placement
+def _show(made: Emulation, runs: list[Run], result: dict[str, Any]) -> None:
+    placement, slow = made.placement, result["job"]["slow_motion"]
     layers = ", ".join(str(stage.layers) for stage in placement.stages)
     print(
         f"emulated: {made.facts.name} on {made.cluster.devices} x {made.cluster.device.name}, "
@@ -221,25 +215,26 @@ def _show(made: Emulation, found: list[dict[str, Any]], slow: float) -> None:
         + (", output projection shared out" if placement.shares_projection else "")
         + (f"; in slow motion, {slow:g} times as long" if slow > 1 else "")
     )
-    for load in found:
-        figures, shares = load["json"], load["json"]["busy_share"]
-        Console().print(bubbles(load["run"]))
+    for run, load in zip(runs, result["loads"], strict=True):
+        Console().print(bubbles(run))
         print(
-            f"{figures['iterations']:,} iterations; while all requests decode: "
-            f"{figures['iterations_per_s']:.1f} iterations/s of {figures['batch']:.0f} sequences; "
-            f"busiest stage {max(shares):.1%} busy"
+            f"{load['iterations']:,} iterations; while all requests decode: "
+            f"{load['iterations_per_s']:.1f} iterations/s of {load['batch']:.0f} sequences; "
+            f"busiest stage {max(load['busy_share']):.1%} busy; from a microbatch's end to its next "
+            "turn's dispatch {p50:.1f} ms, 99 of 100 within {p99:.1f} ms; ".format(
+                **load["turnaround_ms"]
+            )
+            + f"{load['busy']:.0%} of this machine's {os.cpu_count()} cores were busy"
         )
-        print(
-            "from a microbatch's end to its next turn's dispatch: {p50:.1f} ms, 99 of 100 within "
-            "{p99:.1f} ms".format(**figures["turnaround_ms"])
-        )
-        print(f"{figures['busy']:.0%} of this machine's {os.cpu_count()} cores were busy")
-        if figures["busy"] > BUSY:
+        if load["busy"] > BUSY:
             print(
                 f"VOID: above {BUSY:.0%} emulated devices are late by themselves; use a machine "
                 "with more cores, fewer stages or --slow-motion 2"
             )
-    print(
-        "This is SiPipe's own share of the time. Nothing of it was measured on a GPU, and it says "
-        "nothing of a gain over another engine."
-    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SiPipeError as error:
+        sys.exit(str(error))

@@ -4,10 +4,10 @@ import dataclasses
 import re
 from collections.abc import Callable
 
+from benchmarks.emulation.profile import Curve, Profile, StageProfile
 from sipipe.engine.layers.cut import cut_layers, layer_split, share_projection
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
-from sipipe.tools.emulation.profile import Curve, Profile, StageProfile
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.costs import DatasheetCosts, datasheet_costs
 from sipipe.tools.planner.hardware import Cluster

@@ -1,11 +1,11 @@
-"""Stage times of a run that was recorded, for ``sipipe emulate --replay``."""
+"""Stage times of a run that was recorded, for ``python -m benchmarks.emulate --replay``."""
 
 import msgspec
 import numpy as np
 
+from benchmarks.emulation.profile import Curve, Profile
 from sipipe.errors import ConfigError
 from sipipe.observe.phases import Phase
-from sipipe.tools.emulation.profile import Curve, Profile
 from sipipe.tools.report.reader import Records, Trace
 
 _POINTS = 16

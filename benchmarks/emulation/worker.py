@@ -1,9 +1,9 @@
-"""A stage whose device only takes time, for ``sipipe emulate``.
+"""A stage whose device only takes time, for ``python -m benchmarks.emulate``.
 
 Scheduler, executor, channels, preparation, links, publisher and samplers are the engine's own, as on
 a GPU; the worker's model and device are replaced. Batches are prepared ahead and copied from their
 sets of input buffers as there: the host copies at once, and a set is free when the device's time has
-come to its copies. Work on the device is a span of time that :mod:`sipipe.tools.emulation.profile` gives, so a
+come to its copies. Work on the device is a span of time that :mod:`benchmarks.emulation.profile` gives, so a
 stream is the time at which it will be free and a mark the time at which it will be reached: nothing
 computes, and no thread is needed for it. Hidden states have the model's shape and type, and are
 copied as the links copy them; their first eight bytes are the time at which they will be there. The
@@ -33,11 +33,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
+from benchmarks.emulation.profile import Profile, read_profile
+from benchmarks.emulation.runner import EmulatedRunner
 from sipipe.messages.boots import ProjectionOffer
 from sipipe.messages.measured import Measured
 from sipipe.messages.places import StagePlace
-from sipipe.tools.emulation.profile import Profile, read_profile
-from sipipe.tools.emulation.runner import EmulatedRunner
 from sipipe.worker.sharing import Sharing
 from sipipe.worker.world import PipelineStandIn
 
@@ -94,7 +94,7 @@ class EmulatedDevice:
     def nanoseconds(self, first: int, last: int) -> int:
         return last - first
 
-    def fetch(self, source: torch.Tensor, target: torch.Tensor, after: int) -> int:  # noqa: ARG002
+    def fetch(self, source: torch.Tensor, target: torch.Tensor, after: int) -> int:
         began = max(self._copied, after, time.monotonic_ns())
         rows = source.numel() / self._vocabulary
         self._copied = began + round(self._profile.copy(rows) * 1e9)
@@ -126,7 +126,7 @@ class _Beside(EmulatedDevice):
     def mark(self) -> int:
         return max(self._free, time.monotonic_ns())
 
-    def nanoseconds(self, first: int, last: int) -> int:  # noqa: ARG002 - a pass has the time
+    def nanoseconds(self, first: int, last: int) -> int:
         return 0
 
 
@@ -176,7 +176,7 @@ class EmulatedSharing(Sharing):
             return ""
         return ProjectionOffer(memory=None, columns=columns, hidden=1, scale=1.0, soft_cap=None)
 
-    def time_parts(self, stage_logits: Any, sequences: int) -> Measured:  # noqa: ARG002
+    def time_parts(self, stage_logits: Any, sequences: int) -> Measured:
         stages = self._worker.profile.stages
         layers = stages[self._place.stage].layers(sequences)
         return Measured(layers=layers, projection=stages[-1].projection(sequences))

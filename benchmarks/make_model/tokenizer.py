@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer trained on the text that ships with the package.
+"""A byte-level BPE tokenizer trained on the text beside it.
 
 The text teaches a few thousand merges. A larger vocabulary is filled up with made-up words: they
 never come out of encoding, but every token id that a random model draws decodes to text.
@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +60,7 @@ def _trained(vocab: int) -> str:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
     )
-    text = (
-        resources.files("sipipe.tools.make_model")
-        .joinpath("corpus.txt")
-        .read_text(encoding="utf-8")
-    )
+    text = Path(__file__).with_name("corpus.txt").read_text(encoding="utf-8")
     tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
     serialized: str = tokenizer.to_str()
     return serialized

