@@ -1,11 +1,12 @@
 """A trained model, SmolLM2-135M-Instruct, through SiPipe as through stock vLLM."""
 
 import json
-from importlib import resources
 from itertools import product
+from pathlib import Path
 
 import jsonschema
 import pytest
+from benchmarks import make_model
 from tests.engine.engines import (
     assert_stock,
     greedy,
@@ -18,8 +19,7 @@ from tests.engine.engines import (
 from tests.engine.test_features import same_logprobs
 
 from sipipe.errors import ResourceError
-from sipipe.tools.make_model import published
-from sipipe.tools.make_model.checkpoint import make_model
+from sipipe.tools import smollm2 as published
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -61,7 +61,9 @@ def smollm2(models):
     except ResourceError as error:
         pytest.skip(str(error))
     path = models / "smollm2"
-    return path if path.exists() else make_model("smollm2", path)
+    if not path.exists():
+        published.make_smollm2(path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def chats(tokenizer):
 @pytest.fixture(scope="module")
 def batches(chats, tokenizer):
     """The chats; then a text's log-probabilities."""
-    corpus = resources.files("sipipe.tools.make_model").joinpath("corpus.txt").read_text()
+    corpus = Path(make_model.__file__).with_name("corpus.txt").read_text()
     scored = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 1}
     return [
         {"prompts": chats, "params": greedy(len(chats), longest=32)},
