@@ -63,26 +63,6 @@ def ready():
     return torch.zeros(1, dtype=torch.int64)
 
 
-def test_a_bare_loop_comes_within_a_percent_of_ideal(clock, monkeypatch):
-    """With two forward passes launched ahead, late wake-ups and the launcher's own time are hidden
-    behind the device's: 80 microseconds late each time, 300 for each launch, of 5 ms."""
-    monkeypatch.setattr(
-        clock,
-        "sleep",
-        lambda seconds: setattr(clock, "now", clock.now + round(seconds * 1e9) + 80_000),
-    )
-    device = EmulatedDevice(profile(5.0), torch.bfloat16, ready(), 5)
-    marks = []
-    for step in range(1_000):
-        clock.now += 300_000
-        device.launch(0.005)
-        marks.append(device.mark())
-        if step >= 2:
-            device.wait(marks[step - 2])
-    device.wait(marks[-1])
-    assert 5_000 * MS <= clock.now <= 5_000 * MS * 1.01
-
-
 def test_work_is_in_order_and_takes_its_time(clock):
     hidden = ready()
     device = EmulatedDevice(profile(1), torch.float32, hidden, 5)
@@ -124,28 +104,6 @@ def test_a_product_runs_beside_forward_passes(clock):
     assert beside.fetch(torch.empty(1, 2), torch.empty(1, 2), beside.mark()) == 16 * MS
     beside.compute(5 * MS, 0.001)
     assert beside.mark() == 10 * MS, "one product after the other"
-
-
-@pytest.mark.parametrize("stages", [(10, 10, 10, 10), (7, 9, 8, 10), (5,) * 8])
-def test_a_bare_loop_is_as_long_as_its_slowest_stage(clock, stages):
-    """p + 1 microbatches, sampled in a tenth of a stage's time: nothing is lost but the filling."""
-    hidden = [ready() for _ in stages]
-    devices = [
-        EmulatedDevice(profile(ms), torch.float32, ready, 5)
-        for ms, ready in zip(stages, hidden, strict=True)
-    ]
-    inflight, rounds = len(stages) + 1, 400
-    drawn = [0] * inflight
-    for iteration in range(rounds):
-        slot = iteration % inflight
-        there = drawn[slot]
-        for device, came, ms in zip(devices, hidden, stages, strict=True):
-            came[0] = there
-            device.launch(ms / 1e3)
-            there = device.mark()
-        drawn[slot] = there + max(stages) * MS // 10
-    ideal = rounds * max(stages) * MS
-    assert ideal <= max(drawn) <= 1.01 * ideal + sum(stages) * MS
 
 
 def test_the_places_of_the_logits_are_filled():

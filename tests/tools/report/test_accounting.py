@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.calibration_traces import whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tools.report import naive
@@ -148,10 +149,10 @@ def test_a_pass_amid_a_product_and_a_product_of_two():
     trace = pipeline([first, [(P.FORWARD, 2, 20, 30)]], inflight=3)
     found = spent(account(trace, (10, 34)).stages[0])
     assert found == {Cause.BUSY: 20, Cause.HANDOVER: 4}
-    whole = trace.of("stage")[0].whole(P.LOGITS)
-    assert (whole["end_ns"] - whole["start_ns"]).tolist() == [7, 4, 4]
-    assert whole["iteration"].tolist() == [0, 1, 2]
-    assert len(trace.of("stage")[0].whole()) == 7
+    products = whole(trace.of("stage")[0], P.LOGITS)
+    assert (products["end_ns"] - products["start_ns"]).tolist() == [7, 4, 4]
+    assert products["iteration"].tolist() == [0, 1, 2]
+    assert len(whole(trace.of("stage")[0])) == 7
 
 
 def test_no_records_after_a_stage_died():
