@@ -10,7 +10,7 @@ from sipipe.tools.planner.hardware import engine
 from sipipe.tools.planner.pipeline import iterate
 from sipipe.tools.planner.placement import place
 from sipipe.tools.planner.workload import Microbatch
-from sipipe.tools.report.reader import Records, Trace
+from sipipe.tools.report.reader import ProcessTrace, Records, Trace
 
 _MOST = 4_000
 """Records taken of one process and phase, evenly over the run: enough for a mean."""
@@ -88,15 +88,29 @@ def _steady(trace: Trace) -> dict[tuple[int, int], tuple[float, int]]:
     return {key: (float(k.mean()), len(k)) for key, k in kept.items() if len(k) >= _FEWEST}
 
 
+def whole(process: ProcessTrace, *phases: int) -> Records:
+    """The records of these phases (of all, where none is named), with one record of each phase and iteration: the first, prolonged by
+    the time of the others (a product that forward passes interrupt comes in pieces)."""
+    records = process.phase(*phases)
+    _, first, of = np.unique(
+        records[["phase", "iteration"]], return_index=True, return_inverse=True
+    )
+    spent = np.zeros(len(first), np.int64)
+    np.add.at(spent, of, (records["end_ns"] - records["start_ns"]).astype(np.int64))
+    found = records[first]
+    found["end_ns"] = found["start_ns"] + spent.astype(found["end_ns"].dtype)
+    return found[np.argsort(found["start_ns"], kind="stable")]
+
+
 def run_of(trace: Trace, *, cores: int = 1) -> Run:
     """The observations of a trace: one tensor-parallel rank per stage, waits left out."""
     stages, found = trace.of("stage"), []
     first = [process for process in stages if process.header.rank == 0]
     for process in trace.processes:
         if process in first:
-            found += _observations(process.whole(), process.header.index, "device_sample")
+            found += _observations(whole(process), process.header.index, "device_sample")
         elif process.header.role != "stage":
-            found += _observations(process.whole(), -1, "sample")
+            found += _observations(whole(process), -1, "sample")
     found += _turnarounds(trace)
     counts = {process.header.index: process.header.layers for process in stages}
     layers = tuple(counts[stage] for stage in sorted(counts))
@@ -104,7 +118,7 @@ def run_of(trace: Trace, *, cores: int = 1) -> Run:
     projections = {
         process.header.index: float(np.median(seen["end_ns"] - seen["start_ns"]))
         for process in first
-        if len(seen := process.whole(Phase.LOGITS))
+        if len(seen := whole(process, Phase.LOGITS))
     }
     shares = tuple(
         projections.get(s, 0.0) / sum(projections.values())

@@ -3,6 +3,7 @@
 import msgspec
 import numpy as np
 
+from benchmarks.calibration_traces import whole
 from benchmarks.emulation.profile import Curve, Profile
 from sipipe.errors import ConfigError
 from sipipe.observe.phases import Phase
@@ -26,25 +27,24 @@ def replayed(profile: Profile, trace: Trace) -> Profile:
         )
     found, projections = [], []
     for stage, process in zip(profile.stages, stages, strict=True):
-        layers = _curve(process.whole(Phase.FORWARD), "tokens")
+        layers = _curve(whole(process, Phase.FORWARD), "tokens")
         if layers is None:
             raise ConfigError(
                 f"--replay {trace.directory}: no forward passes of {process.header.name}"
             )
         # Attention is in the recorded times, at the contexts that the run had.
         times = {"layers": layers, "decode_context": 0.0, "prompt_context": 0.0}
-        if projection := _curve(process.whole(Phase.LOGITS), "batch"):
+        if projection := _curve(whole(process, Phase.LOGITS), "batch"):
             projections.append(projection)
         found.append(msgspec.structs.replace(stage, **times))
     if projections:  # of all stages where the projection was shared out
         at = projections[-1].at
-        whole = Curve(at=at, seconds=tuple(sum(each(rows) for each in projections) for rows in at))
-        found[-1] = msgspec.structs.replace(found[-1], projection=whole)
+        summed = Curve(at=at, seconds=tuple(sum(each(rows) for each in projections) for rows in at))
+        found[-1] = msgspec.structs.replace(found[-1], projection=summed)
     return msgspec.structs.replace(
         profile,
         name=f"{profile.name}, stage times of {trace.directory}",
         stages=tuple(found),
-        sources=profile.sources | {"stages": f"medians of the trace {trace.directory}"},
     )
 
 

@@ -43,19 +43,6 @@ class ProcessTrace:
             records = records[(records["end_ns"] > start) & (records["start_ns"] < end)]
         return records
 
-    def whole(self, *phases: int) -> Records:
-        """As :meth:`phase`, with one record of each phase and iteration: the first, prolonged by
-        the time of the others (a product that forward passes interrupt comes in pieces)."""
-        records = self.phase(*phases)
-        _, first, of = np.unique(
-            records[["phase", "iteration"]], return_index=True, return_inverse=True
-        )
-        spent = np.zeros(len(first), np.int64)
-        np.add.at(spent, of, (records["end_ns"] - records["start_ns"]).astype(np.int64))
-        found = records[first]
-        found["end_ns"] = found["start_ns"] + spent.astype(found["end_ns"].dtype)
-        return found[np.argsort(found["start_ns"], kind="stable")]
-
 
 @dataclass(frozen=True, slots=True)
 class Trace:
