@@ -86,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     flag("--assume", metavar="INPUT=VALUE", action="append", default=[], help=stated)
     flag = parser.add_argument_group("output").add_argument
     flag("--json", action="store_true", help="everything as JSON instead of the table")
-    flag("--details", action="store_true", help="also memory, communication and bubbles by kind")
     return parser
 
 
@@ -119,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
         found: dict[str, Any] = {plan.workload.sampling: plan_to_dict(plan) for plan in plans}
         print(json.dumps(found, indent=2))
     else:
-        print_tables(plans, details=args.details)
+        print_tables(plans)
     return 0 if all(plan.choices for plan in plans) else 1
 
 

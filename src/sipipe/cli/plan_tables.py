@@ -13,7 +13,7 @@ from sipipe.tools.planner.report import notes, serve_commands
 _KINDS = {"greedy": "greedy", "all": "top-k, top-p, min-p and penalties"}
 
 
-def print_tables(plans: Sequence[Plan], *, details: bool) -> None:
+def print_tables(plans: Sequence[Plan]) -> None:
     """For each plan, which differ in the sampling alone, the ranking, what was ruled out, which
     engine is fastest, and the commands that start it."""
     console = Console(highlight=False, markup=False)
@@ -36,7 +36,7 @@ def print_tables(plans: Sequence[Plan], *, details: bool) -> None:
         f"{cluster.device.link.name}{between}"
     )
     for plan in plans:
-        _print_plan(console, plan, details=details)
+        _print_plan(console, plan)
     if any(plan.choices for plan in plans):
         console.print(
             "computed from data sheets and assumed inputs (--assumptions lists them): ranges are "
@@ -44,13 +44,11 @@ def print_tables(plans: Sequence[Plan], *, details: bool) -> None:
         )
 
 
-def _print_plan(console: Console, plan: Plan, *, details: bool) -> None:
+def _print_plan(console: Console, plan: Plan) -> None:
     console.print()
     console.print(f"sampling: {_KINDS.get(plan.workload.sampling, plan.workload.sampling)}")
     if plan.choices:
         console.print(_choice_table(plan, console.width))
-        if details:
-            console.print(_detail_table(plan))
     ruled_out: dict[tuple[int, int, str], list[str]] = {}
     for reject in plan.rejected:
         ruled_out.setdefault((reject.p, reject.t, reject.reason), []).append(reject.engine)
@@ -87,10 +85,9 @@ def _table(
     rows: Iterable[Sequence[str]],
     *,
     left: Sequence[str],
-    title: str | None = None,
 ) -> Table:
     """``rows`` under ``columns``, numbers to the right and the columns ``left`` to the left."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title)
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right")
     for row in rows:
@@ -130,28 +127,6 @@ def _kv_cell(choice: Choice) -> str:
     """Tokens of the cache, and what share the layers' cut costs (-) or gains (+) of them."""
     share = f"{-choice.kv_loss:+.0%}"
     return f"{choice.memory.kv_tokens:,}" + ("" if share[1:] == "0%" else f" ({share})")
-
-
-def _detail_table(plan: Plan) -> Table:
-    """Memory and communication per device, and bubbles by kind."""
-    columns = ["engine", "p", "t", "weights GB", "KV GB", "KV tokens from", "to"]
-    columns += ["sent MB a token of all", "hops between hosts"]
-    columns += ["idle: imbalance", "intra-stage", "inter-stage", "starved"]
-    rows = []
-    for choice in plan.choices:
-        memory = choice.memory
-        cache = memory.available - memory.weights - memory.workspace
-        rows.append(
-            [
-                *(choice.engine.key, str(choice.p), str(choice.t)),
-                *(f"{memory.weights / 1e9:.1f}", f"{cache / 1e9:.1f}"),
-                *(f"{end.kv_tokens:,}" for end in (choice.slowest, choice.quickest)),
-                f"{choice.communication_bytes / 1e6:,.1f}",
-                str(choice.placement.crossings),
-                *(f"{share:.0%}" for share in choice.iteration.bubbles.values()),
-            ]
-        )
-    return _table(columns, rows, left=("engine",), title="per device")
 
 
 def print_assumptions() -> None:
