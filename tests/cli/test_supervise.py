@@ -76,12 +76,6 @@ def test_a_server_that_is_killed_leaves_no_semaphore(supervised, tmp_path):
     assert not name.exists()
 
 
-def test_a_server_that_ends_when_it_is_told_to_is_a_success(supervised):
-    process, _ = supervised("ends")
-    process.terminate()
-    assert process.wait(20) == 0
-
-
 def ignoring(number):
     return lambda: signal.signal(number, signal.SIG_IGN)
 
@@ -128,12 +122,6 @@ def test_signals_that_were_blocked_reach_the_server(supervised, tmp_path):
     process.terminate()
     assert process.wait(20) == 0
     assert (tmp_path / "marker").exists()
-
-
-def test_requests_have_the_time_that_the_shutdown_timeout_gives(supervised):
-    process, _ = supervised("drains")
-    process.terminate()
-    assert process.wait(20) == 0
 
 
 def test_a_second_signal_ends_at_once(supervised):
