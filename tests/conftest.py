@@ -5,11 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.hosts import Cluster, why_not
 
 # A third of the time that importing torch and vLLM takes is the collector's, which finds nothing.
 gc.set_threshold(20_000, 20, 20)
+
+settings.register_profile("any machine", deadline=None)  # a test asserts no time
+settings.load_profile("any machine")
 
 SHARING = ("features", "parity", "sudden_end")
 """Of tests/engine: they take turns with the same engines (:func:`tests.engine.engines.run_engine`),
