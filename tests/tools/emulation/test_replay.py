@@ -1,6 +1,5 @@
 """Stage times of a recorded run, in a profile."""
 
-
 import numpy as np
 import pytest
 from benchmarks.emulation.cluster import emulation

@@ -1,6 +1,5 @@
 """Fitting, on synthetic traces with known constants and noise."""
 
-
 import pytest
 from benchmarks.calibration import Run, calibrate
 from benchmarks.calibration_traces import check_loop, run_of
