@@ -264,7 +264,7 @@ def test_stages_on_one_gpu_are_refused_unless_asked_for(started, asked):
 def test_bench_names_the_cause_and_keeps_the_log_of_a_side_that_fails(monkeypatch, tmp_path):
     engine = tmp_path / "python"
     engine.write_text(
-        "#!/bin/sh\necho 'RuntimeError: no memory' >&2\necho 'KeyError: 1' >&2\nexit 1\n"
+        "#!/bin/sh\necho 'WARNING: may be OSError: 24' >&2\necho 'RuntimeError: no memory' >&2\necho 'KeyError: 1' >&2\nexit 1\n"
     )
     engine.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(engine))
