@@ -42,6 +42,20 @@ class LoopCheck:
     """Predicted over measured, less 1."""
 
 
+def whole(process: ProcessTrace, *phases: int) -> Records:
+    """As :meth:`ProcessTrace.phase`, with one record of each phase and iteration: the first,
+    prolonged by the time of the others (a product that forward passes interrupt comes in pieces)."""
+    records = process.phase(*phases)
+    _, first, of = np.unique(
+        records[["phase", "iteration"]], return_index=True, return_inverse=True
+    )
+    spent = np.zeros(len(first), np.int64)
+    np.add.at(spent, of, (records["end_ns"] - records["start_ns"]).astype(np.int64))
+    found = records[first]
+    found["end_ns"] = found["start_ns"] + spent.astype(found["end_ns"].dtype)
+    return found[np.argsort(found["start_ns"], kind="stable")]
+
+
 def check_loop(costs: Calibration, trace: Trace) -> list[LoopCheck]:
     """What ``costs`` predict for the run of ``trace``, beside what it took; by microbatch size.
 
@@ -86,20 +100,6 @@ def _steady(trace: Trace) -> dict[tuple[int, int], tuple[float, int]]:
             gaps.setdefault((int(now["batch"]), formed), []).append(gap)
     kept = {key: usual(values) for key, values in gaps.items()}
     return {key: (float(k.mean()), len(k)) for key, k in kept.items() if len(k) >= _FEWEST}
-
-
-def whole(process: ProcessTrace, *phases: int) -> Records:
-    """The records of these phases (of all, where none is named), with one record of each phase and iteration: the first, prolonged by
-    the time of the others (a product that forward passes interrupt comes in pieces)."""
-    records = process.phase(*phases)
-    _, first, of = np.unique(
-        records[["phase", "iteration"]], return_index=True, return_inverse=True
-    )
-    spent = np.zeros(len(first), np.int64)
-    np.add.at(spent, of, (records["end_ns"] - records["start_ns"]).astype(np.int64))
-    found = records[first]
-    found["end_ns"] = found["start_ns"] + spent.astype(found["end_ns"].dtype)
-    return found[np.argsort(found["start_ns"], kind="stable")]
 
 
 def run_of(trace: Trace, *, cores: int = 1) -> Run:

@@ -39,8 +39,8 @@ def replayed(profile: Profile, trace: Trace) -> Profile:
         found.append(msgspec.structs.replace(stage, **times))
     if projections:  # of all stages where the projection was shared out
         at = projections[-1].at
-        summed = Curve(at=at, seconds=tuple(sum(each(rows) for each in projections) for rows in at))
-        found[-1] = msgspec.structs.replace(found[-1], projection=summed)
+        total = Curve(at=at, seconds=tuple(sum(each(rows) for each in projections) for rows in at))
+        found[-1] = msgspec.structs.replace(found[-1], projection=total)
     return msgspec.structs.replace(
         profile,
         name=f"{profile.name}, stage times of {trace.directory}",

@@ -109,11 +109,6 @@ def test_what_nohup_ignores_is_ignored(supervised, number):
     assert process.wait(20) == 0
 
 
-def test_a_server_is_seen_to_end_where_the_death_of_children_was_ignored(supervised):
-    process, _ = supervised("is wrong", before=ignoring(signal.SIGCHLD))
-    assert process.wait(20) == 2
-
-
 def test_signals_that_were_blocked_reach_the_server(supervised, tmp_path):
     blocked = {signal.SIGTERM, signal.SIGINT}
     process, _ = supervised(
@@ -134,29 +129,35 @@ def test_a_second_signal_ends_at_once(supervised):
     assert is_gone(server)
 
 
-@pytest.mark.parametrize(
-    ("name", "status"), [("is done", 1), ("is wrong", 2), ("dies", 128 + signal.SIGABRT)]
-)
-def test_a_server_that_ends_by_itself_is_no_success(supervised, name, status):
+@pytest.mark.parametrize("name", ["ends", "drains"])
+def test_a_server_that_ends_when_it_is_told_to_is_a_success(supervised, name):
+    """Also one whose requests take what its shutdown timeout gives them."""
     process, _ = supervised(name)
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "before", "status", "last"),
+    [
+        ("is done", [], None, 1, ""),
+        ("is wrong", [], ignoring(signal.SIGCHLD), 2, ""),
+        ("is wrong", ["--restart"], None, 2, ""),
+        ("dies", [], None, 128 + signal.SIGABRT, "sipipe: sampler0 keeps\n dying\n"),
+    ],
+)
+def test_a_server_that_ends_by_itself_is_no_success_and_says_why_last(
+    supervised, name, options, before, status, last
+):
+    process, _ = supervised(name, *options, before=before)
     assert process.wait(20) == status
+    assert process.stderr.read().endswith(last)
 
 
 def test_a_stopped_process_of_a_server_that_ended_is_not_left(supervised):
     process, child = supervised("leaves one")
     assert process.wait(20) == 1
     assert is_gone(child)
-
-
-def test_the_reason_of_its_end_is_the_last_line(supervised):
-    process, _ = supervised("dies")
-    assert process.wait(20) == 128 + signal.SIGABRT
-    assert process.stderr.read().endswith("sipipe: sampler0 keeps\n dying\n")
-
-
-def test_a_wrong_configuration_is_not_tried_again(supervised):
-    process, _ = supervised("is wrong", "--restart")
-    assert process.wait(20) == 2
 
 
 def test_a_dead_server_is_started_again(supervised):

@@ -64,6 +64,11 @@ def main() -> None:
 def run(llm, batch):
     from vllm.lora.request import LoRARequest
 
+    if "embed" in batch:
+        said = llm.embed([prompt(p) for p in batch["embed"]], use_tqdm=False)
+        return [output.outputs.embedding for output in said]
+    if "aborts" in batch:
+        return run_and_abort(llm.llm_engine, batch)
     lora = batch.get("lora")
     outputs = llm.generate(
         [prompt(p) for p in batch["prompts"]],
@@ -72,6 +77,20 @@ def run(llm, batch):
         lora_request=[LoRARequest(*at) if at else None for at in lora] if lora else None,
     )
     return [request(output) for output in outputs]
+
+
+def run_and_abort(engine, batch):
+    """``batch["aborts"]``: the engine's step after which each request is aborted, or -1. None
+    stands for a request that was."""
+    done, step = {}, 0
+    for i, (said, params) in enumerate(zip(batch["prompts"], batch["params"], strict=True)):
+        engine.add_request(str(i), prompt(said), sampling_params(params))
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        step += 1
+        engine.abort_request([str(i) for i, at in enumerate(batch["aborts"]) if at == step])
+    aborted = [at >= 0 for at in batch["aborts"]]
+    return [None if out else request(done[str(i)]) for i, out in enumerate(aborted)]
 
 
 def prompt(said):

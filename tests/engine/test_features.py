@@ -104,11 +104,10 @@ def same_logprobs(ours, theirs):
         assert (a is None) == (b is None)
         if a is None:
             continue
-        assert a.keys() == b.keys()
+        assert len(a) == len(b)
         for token, (value, rank) in b.items():
-            if math.isfinite(value):
-                assert a[token][0] == pytest.approx(value, abs=1e-3)
-            assert a[token][1] == rank
+            if math.isfinite(value):  # torch names any of the others
+                assert a[token] == [pytest.approx(value, abs=1e-3), pytest.approx(rank, rel=1e-3)]
 
 
 def test_seeded_draws_do_not_depend_on_the_batch_or_the_samplers(models):

@@ -1,5 +1,5 @@
-"""Tiny random models that make-model does not write: two that see, a hybrid one, and two whose
-output projection is the embedding and whose logits are more than its product.
+"""Tiny random models that make-model does not write: two that see, a hybrid one, and decoders of
+transformers' families.
 
 Of vLLM's models with images these need no torchvision, which its CPU build does without; of its
 hybrid models not all can be cut into stages: Granite 4's loader cannot.
@@ -27,12 +27,12 @@ TEXT = {
 }
 
 
-def directory(path: Path) -> None:
+def directory(path: Path, vocabulary: int = VOCABULARY) -> None:
     """``path``, with a tokenizer."""
     from benchmarks.make_model.tokenizer import write_tokenizer
 
     path.mkdir()
-    write_tokenizer(path, vocab=VOCABULARY, max_positions=512)
+    write_tokenizer(path, vocab=vocabulary, max_positions=512)
 
 
 def random_model(make: Callable, config: Any) -> Any:
@@ -165,21 +165,24 @@ def make_falcon_h1(path: Path) -> None:
 
 def make_granite(path: Path) -> None:
     """Logits are scaled."""
-    _make_tied(path, "granite", logits_scaling=2.5, residual_multiplier=0.9)
+    make_causal(path, "granite", logits_scaling=2.5, residual_multiplier=0.9)
 
 
 def make_gemma2(path: Path) -> None:
     """Logits have a soft cap."""
     caps = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 20.0}
-    _make_tied(path, "gemma2", head_dim=32, query_pre_attn_scalar=32, sliding_window=512, **caps)
+    make_causal(path, "gemma2", head_dim=32, query_pre_attn_scalar=32, sliding_window=512, **caps)
 
 
-def _make_tied(path: Path, family: str, **more: Any) -> None:
+def make_causal(path: Path, family: str, vocabulary: int = VOCABULARY, **more: Any) -> None:
+    """A decoder of one of transformers' families, :data:`TEXT` and ``more`` its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    directory(path)
+    directory(path, vocabulary)
     ends = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
-    config = AutoConfig.for_model(
-        family, vocab_size=VOCABULARY, **TEXT, tie_word_embeddings=True, **ends, **more
-    )
-    random_model(AutoModelForCausalLM.from_config, config).save_pretrained(path)
+    settings = TEXT | ends | {"tie_word_embeddings": True} | more
+    config = AutoConfig.for_model(family, vocab_size=vocabulary, **settings)
+    model = random_model(AutoModelForCausalLM.from_config, config)
+    if (head := getattr(model, "lm_head", None)) is not None and head.bias is not None:
+        head.bias.data.normal_(0, 2.0)
+    model.save_pretrained(path)

@@ -108,9 +108,9 @@ def test_a_pass_amid_a_product_and_a_product_of_two():
     trace = pipeline([first, [(P.FORWARD, 2, 20, 30)]], inflight=3)
     found = spent(account(trace, (10, 34)).stages[0])
     assert found == {Cause.BUSY: 20, Cause.HANDOVER: 4}
-    made = whole(trace.of("stage")[0], P.LOGITS)
-    assert (made["end_ns"] - made["start_ns"]).tolist() == [7, 4, 4]
-    assert made["iteration"].tolist() == [0, 1, 2]
+    products = whole(trace.of("stage")[0], P.LOGITS)
+    assert (products["end_ns"] - products["start_ns"]).tolist() == [7, 4, 4]
+    assert products["iteration"].tolist() == [0, 1, 2]
     assert len(whole(trace.of("stage")[0])) == 7
 
 
