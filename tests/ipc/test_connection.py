@@ -44,11 +44,24 @@ def open_end():
 
 
 @pytest.fixture(params=["", "a token"], ids=["encrypted", "not encrypted"])
-def ends(open_end, request):
-    port = free_port(HERE)
-    ends = tuple(open_end(port, listens=listens, token=request.param) for listens in (True, False))
-    assert all(end.wait_for_peer(BOUND) for end in ends)
-    return ends
+def token(request):
+    return request.param
+
+
+@pytest.fixture
+def open_both(open_end, token):
+    def open_both(**more):
+        port = free_port(HERE)
+        ends = [open_end(port, listens=listens, token=token, **more) for listens in (True, False)]
+        assert all(end.wait_for_peer(BOUND) for end in ends)
+        return ends
+
+    return open_both
+
+
+@pytest.fixture
+def ends(open_both):
+    return open_both()
 
 
 def test_messages_both_ways_and_from_several_threads(ends):
@@ -165,7 +178,6 @@ STRANGERS = pytest.mark.parametrize(
 
 @STRANGERS
 @pytest.mark.parametrize("says", [b"", bytes(range(64))], ids=["nothing", "bytes"])
-@pytest.mark.parametrize("token", ["", "a token"], ids=["encrypted", "not encrypted"])
 def test_strangers_hinder_nobody(open_end, times, says, token):
     """At a port that nobody looks at, before and after the peer comes."""
     port = free_port(HERE)
@@ -189,7 +201,6 @@ def test_once_the_peer_is_in_nobody_else_gets_to_the_port(ends):
         socket.create_connection((HERE, port), timeout=1.0)
 
 
-@pytest.mark.parametrize("token", ["", "a token"], ids=["encrypted", "not encrypted"])
 def test_no_more_than_a_frame_of_a_stranger_is_stored(open_end, token):
     port = free_port(HERE)
     open_end(port, listens=True, token=token)
@@ -222,13 +233,10 @@ def test_a_connection_that_was_lost_is_not_made_again(open_end):
     assert second.receive(BOUND) == [b"new"]
 
 
-@pytest.mark.parametrize("token", ["", "a token"], ids=["encrypted", "not encrypted"])
 @pytest.mark.parametrize("leaves", ["listening", "connecting"])
-def test_a_lost_peer_is_told_to_an_end_that_asks_for_nothing(open_end, leaves, token):
+def test_a_lost_peer_is_told_to_an_end_that_asks_for_nothing(open_both, leaves):
     told = queue.SimpleQueue()
-    port = free_port(HERE)
-    ends = [open_end(port, listens=x, token=token, lost=told.put) for x in (True, False)]
-    assert all(end.wait_for_peer(BOUND) for end in ends)
+    ends = open_both(lost=told.put)
     ends[leaves == "connecting"].close()
     who = f"the {leaves} end died or cannot be reached"
     assert re.match(rf"{who} \(it (closed|reset) the connection\);", str(told.get(timeout=BOUND)))
@@ -246,7 +254,6 @@ def test_an_end_that_is_refused_says_so(open_end, monkeypatch):
         wrong.receive(BOUND)
 
 
-@pytest.mark.parametrize("token", ["", "a token"])
 def test_a_listener_that_is_not_there_yet(open_end, token):
     port = free_port(HERE)
     connecting = open_end(port, listens=False, token=token)
@@ -314,12 +321,8 @@ def test_both_ends_make_the_same_keys_and_nothing_of_the_secret_is_in_them():
     assert set(key_pairs(b"s" * 16)).isdisjoint(key_pairs(b"t" * 16))
 
 
-@pytest.mark.parametrize("token", ["", "a token"])
-def test_nothing_stays_open(open_end, token):
+def test_nothing_stays_open(open_both):
     before = set(os.listdir("/proc/self/fd"))
-    port = free_port(HERE)
-    ends = [open_end(port, listens=listens, token=token) for listens in (True, False)]
-    assert all(end.wait_for_peer(BOUND) for end in ends)
-    for end in ends:
+    for end in open_both():
         end.close()
     assert set(os.listdir("/proc/self/fd")) <= before

@@ -1,5 +1,7 @@
 """Any interleaving of a producer and its readers, and a kill after any step of any of them."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -102,14 +104,14 @@ class Dispatch:
                 assert self.end[who] is ChannelClosed
 
 
-def explore(messages, readers, choices=(), kills=()):
-    """One run; returns the number of steps of each actor."""
+def explore(scene, *arguments, choices=(), kills=(), **more):
+    """One run of a scene; returns the number of steps of each actor."""
     with pytest.MonkeyPatch.context() as patch:
         sequencer = Sequencer(choices, kills)
         sequencer.patch(patch)
-        scene = Dispatch(sequencer, messages, readers)
+        made = scene(sequencer, *arguments, **more)
         sequencer.run()
-        scene.check()
+        made.check()
     return {name: actor.steps for name, actor in sequencer.actors.items()}
 
 
@@ -130,21 +132,13 @@ RELAXED = settings(
 @RELAXED
 @given(choices=CHOICES)
 def test_any_interleaving(choices):
-    explore(7, ["a", "b"], choices)
+    explore(Dispatch, 7, ["a", "b"], choices=choices)
 
 
 @RELAXED
 @given(choices=CHOICES, kills=KILLS)
 def test_any_interleaving_with_kills(choices, kills):
-    explore(7, ["a", "b"], choices, kills)
-
-
-@pytest.mark.parametrize("victim", ["producer", "a"])
-def test_a_kill_after_every_step(victim):
-    total = explore(4, ["a", "b"])[victim]
-    assert total > 30
-    for step in range(total + 1):
-        explore(4, ["a", "b"], kills={victim: step})
+    explore(Dispatch, 7, ["a", "b"], choices=choices, kills=kills)
 
 
 @pytest.mark.slow
@@ -152,66 +146,51 @@ def test_a_kill_after_every_step(victim):
 @settings(RELAXED, max_examples=2000)
 @given(choices=CHOICES, kills=KILLS)
 def test_many_interleavings_with_kills(choices, kills):
-    explore(9, ["a", "b", "c"], choices, kills)
+    explore(Dispatch, 9, ["a", "b", "c"], choices=choices, kills=kills)
+
+
+class Leaves:
+    """A reader comes and dies, or closes; ``remover``: another thread says that it is gone."""
+
+    def __init__(self, sequencer, end, remover=False):
+        sequencer.watch(Layout(ENTRIES, ENTRY_BYTES))
+
+        def produce():
+            producer = DispatchProducer("t", ENTRIES, ENTRY_BYTES, ["a"])
+            sequencer.spawn("a", lambda: end(DispatchReader(producer.endpoint, "a")))
+            if remover:
+                sequencer.spawn("remover", lambda: producer.remove_reader("a"))
+            for _ in range(7):
+                producer.publish([b"x"], timeout=5)
+            producer.close()
+
+        sequencer.spawn("producer", produce)
+
+    def check(self):
+        """That it has come to its end is all."""
 
 
 def test_a_reader_is_removed_at_any_step_of_a_publish():
-    """By another thread, and it is dead."""
-
-    def run(before, steps, between):
-        with pytest.MonkeyPatch.context() as patch:
-            # The producer begins, the reader comes and dies, and the remover stops at each step.
-            choices = [(0, 45), (1, 99), (0, before), (2, steps), (0, between), (2, 99)]
-            sequencer = Sequencer(choices)
-            sequencer.patch(patch)
-            sequencer.watch(Layout(ENTRIES, ENTRY_BYTES))
-            made = []
-
-            def produce():
-                made.append(DispatchProducer("t", ENTRIES, ENTRY_BYTES, ["a"]))
-                sequencer.spawn("a", lambda: crash(DispatchReader(made[0].endpoint, "a")))
-                sequencer.spawn("remover", lambda: made[0].remove_reader("a"))
-                for _ in range(7):
-                    made[0].publish([b"x"], timeout=5)
-                made[0].close()
-
-            sequencer.spawn("producer", produce)
-            sequencer.run()
-
-    for before in range(0, 40, 4):
-        for steps in range(1, 5):
-            for between in (3, 9, 30):
-                run(before, steps, between)
+    """The producer begins, the reader comes and dies, and the remover stops at each step."""
+    for before, steps, between in product(range(0, 40, 4), range(1, 5), (3, 9, 30)):
+        choices = [(0, 45), (1, 99), (0, before), (2, steps), (0, between), (2, 99)]
+        explore(Leaves, crash, True, choices=choices)
 
 
 def test_a_reader_that_leaves_at_any_step_of_a_publish_is_no_death():
     def run(steps, between):
-        with pytest.MonkeyPatch.context() as patch:
-            sequencer = Sequencer([(0, 45), (1, steps), (0, between), (1, 99)])
-            sequencer.patch(patch)
-            sequencer.watch(Layout(ENTRIES, ENTRY_BYTES))
-
-            def produce():
-                producer = DispatchProducer("t", ENTRIES, ENTRY_BYTES, ["a"])
-                sequencer.spawn("a", lambda: DispatchReader(producer.endpoint, "a").close())
-                for _ in range(7):
-                    producer.publish([b"x"], timeout=5)
-                producer.close()
-
-            sequencer.spawn("producer", produce)
-            sequencer.run()
-            return sequencer.actors["a"].steps
+        choices = [(0, 45), (1, steps), (0, between), (1, 99)]
+        return explore(Leaves, DispatchReader.close, choices=choices)["a"]
 
     total = run(99, 1)
-    for steps in range(max(0, total - 8), total):
-        for between in range(1, 30):
-            run(steps, between)
+    for steps, between in product(range(max(0, total - 8), total), range(1, 30)):
+        run(steps, between)
 
 
 class Logits:
     """Two ranks that write, two samplers that read, of which one may be started again."""
 
-    def __init__(self, sequencer, iterations, restart):
+    def __init__(self, sequencer, iterations, restart=False):
         self.sequencer = sequencer
         self.iterations = iterations
         self.restart = restart
@@ -292,15 +271,7 @@ class Logits:
         self.owner._ring._memory.close()
 
 
-def explore_logits(choices=(), kills=(), restart=False):
-    """One run; returns the number of steps of each actor."""
-    with pytest.MonkeyPatch.context() as patch:
-        sequencer = Sequencer(choices, kills)
-        sequencer.patch(patch)
-        scene = Logits(sequencer, 5, restart)
-        sequencer.run()
-        scene.check()
-    return {name: actor.steps for name, actor in sequencer.actors.items()}
+TWO_RANKS = (Logits, 5)
 
 
 @RELAXED
@@ -311,18 +282,22 @@ def explore_logits(choices=(), kills=(), restart=False):
     ),
 )
 def test_logits_with_two_ranks_and_kills(choices, kills):
-    explore_logits(choices, kills)
-
-
-@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "s"])
-def test_logits_with_a_kill_after_every_step(victim):
-    total = explore_logits()[victim]
-    assert total > 30
-    for step in range(total + 1):
-        explore_logits(kills={victim: step})
+    explore(*TWO_RANKS, choices=choices, kills=kills)
 
 
 @RELAXED
 @given(choices=CHOICES, step=st.integers(0, 120))
 def test_a_sampler_that_is_started_again(choices, step):
-    explore_logits(choices, {"t": step}, restart=True)
+    explore(*TWO_RANKS, choices=choices, kills={"t": step}, restart=True)
+
+
+@pytest.mark.parametrize(
+    ("scene", "victim"),
+    [((Dispatch, 4, ["a", "b"]), who) for who in ("producer", "a")]
+    + [(TWO_RANKS, who) for who in ("rank 0", "rank 1", "s")],
+)
+def test_a_kill_after_every_step(scene, victim):
+    total = explore(*scene)[victim]
+    assert total > 30
+    for step in range(total + 1):
+        explore(*scene, kills={victim: step})

@@ -32,15 +32,18 @@ def make():
         opened.extend([owner, *writers, *readers])
         return owner, writers, readers
 
+    def attach(owner, name="s"):
+        opened.append(LogitsReader(owner.endpoint, name))
+        return opened[-1]
+
     def restart(owner, reader, name="s"):
         """The reader that takes the place of one that has died."""
         crash(reader)
         owner.remove_reader(name)
         owner.add_reader(name)
-        opened.append(LogitsReader(owner.endpoint, name))
-        return opened[-1]
+        return attach(owner, name)
 
-    channel.opened, channel.restart = opened, restart
+    channel.attach, channel.restart = attach, restart
     yield channel
     for one in reversed(opened):
         one.close()
@@ -163,8 +166,7 @@ def test_who_is_behind(make):
     assert owner.behind() == {}
     owner.add_reader("s")
     assert owner.behind() == {"s": -1}
-    again = LogitsReader(owner.endpoint, "s")
-    make.opened.append(again)
+    again = make.attach(owner)
     assert owner.behind() == {"s": 0}
     with again.receive() as received:
         assert received.iteration == 0
@@ -240,8 +242,7 @@ def test_a_restarted_sampler_begins_no_later_than_it_must(make):
             pass
     owner.remove_reader("gone")
     owner.add_reader("gone")
-    again = LogitsReader(owner.endpoint, "gone")
-    make.opened.append(again)
+    again = make.attach(owner, "gone")
     assert [again.receive().iteration for _ in range(3)] == [3, 4, 5]
 
 
@@ -258,8 +259,7 @@ def test_a_restarted_sampler_waits_while_one_rank_is_a_lap_ahead_of_the_first(ma
 
     write(first)  # of the second rank there is nothing
     monkeypatch.setattr(ring_reader.time, "sleep", lambda _seconds: write(second))
-    again = LogitsReader(owner.endpoint, "s")
-    make.opened.append(again)
+    again = make.attach(owner)
     monkeypatch.undo()
     for iteration in (1, 2, 3):  # entry 0 is next in turn, and so the ranks' own again
         with again.receive() as received:
@@ -279,6 +279,5 @@ def test_a_restarted_sampler_is_not_misled_by_an_old_count(make, monkeypatch):
     counts = iter([3, 7])
     with monkeypatch.context() as patch:
         patch.setattr(Ring, "published", lambda _ring, _rank: next(counts))
-        again = LogitsReader(owner.endpoint, "s")
-    make.opened.append(again)
+        again = make.attach(owner)
     assert [again.receive().iteration for _ in range(2)] == [5, 6]

@@ -26,48 +26,31 @@ def test_a_line_is_found_through_noise():
     assert regression(64) == pytest.approx(5e-3 + 64 * 2e-4, rel=0.05)
 
 
-def test_batches_of_one_size_give_no_slope():
+@pytest.mark.parametrize(
+    ("seen", "batch", "expected", "within"),
+    [
+        pytest.param([(16, 8e-3)] * 50, 64, 8e-3, 1e-6, id="one size gives no slope"),
+        pytest.param(
+            [(16, 8e-3)] * 100 + [(16, 5.0)], 16, 8e-3, 0.06, id="an interruption hardly counts"
+        ),
+        pytest.param(
+            [(1, 0.8)] * 3 + [(20, 12e-3)] * 40 + [(60, 32e-3)] * 40, 40, 22e-3, 0.02,
+            id="a cold start is forgotten",
+        ),
+        pytest.param(
+            [(20, 12e-3), (60, 32e-3)] * 50 + [(60, 32e-3)] * 3000, 20, 12e-3, 0.02,
+            id="a slope outlives the sizes that gave it",
+        ),
+        pytest.param(
+            [(16, 8e-3)] * 500 + [(16, 12e-3)] * 1000, 16, 12e-3, 0.05, id="times that change"
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_regression_says_after(seen, batch, expected, within):
     regression = RunningRegression()
-    for _ in range(50):
-        regression.add(16, 8e-3)
-    assert regression(16) == regression(64) == pytest.approx(8e-3)
-
-
-def test_an_interrupted_batch_hardly_counts():
-    regression = RunningRegression()
-    for _ in range(100):
-        regression.add(16, 8e-3)
-    regression.add(16, 5.0)
-    assert regression(16) < 8.5e-3
-
-
-def test_a_cold_start_is_forgotten():
-    regression = RunningRegression()
-    for _ in range(3):
-        regression.add(1, 0.8)
-    for _ in range(40):
-        regression.add(20, 12e-3)
-    for _ in range(40):
-        regression.add(60, 32e-3)
-    assert regression(40) == pytest.approx(22e-3, rel=0.02)
-
-
-def test_a_slope_outlives_the_sizes_that_gave_it():
-    regression = RunningRegression()
-    for batch in [20, 60] * 50:
-        regression.add(batch, 2e-3 + batch * 5e-4)
-    for _ in range(3000):
-        regression.add(60, 32e-3)
-    assert regression(20) == pytest.approx(12e-3, rel=0.02)
-
-
-def test_it_follows_times_that_change():
-    regression = RunningRegression()
-    for _ in range(500):
-        regression.add(16, 8e-3)
-    for _ in range(1000):
-        regression.add(16, 12e-3)
-    assert regression(16) == pytest.approx(12e-3, rel=0.05)
+    for size, seconds in seen:
+        regression.add(size, seconds)
+    assert regression(batch) == pytest.approx(expected, rel=within)
 
 
 def served(

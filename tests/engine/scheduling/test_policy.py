@@ -26,9 +26,14 @@ class Engine:
     finished: set[str] = field(default_factory=set)
     born: int = 0
 
-    def submit(self, prompt: int, output: int) -> None:
-        self.waiting.append([f"r{self.born}", prompt, output])
-        self.born += 1
+    def submit(self, prompt: int, output: int, count: int = 1) -> None:
+        for _ in range(count):
+            self.waiting.append([f"r{self.born}", prompt, output])
+            self.born += 1
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
 
     def leave(self, index: int, *, resume: bool) -> None:
         """Abort or preempt one running sequence."""
@@ -154,8 +159,7 @@ def test_requests_sent_at_once_end_within_one_sequence(slots, requests):
     engine = Engine(policy, 2048)
     engine.submit(6, 200)  # the engine wakes up for the first request, alone
     engine.step()
-    for _ in range(requests - 1):
-        engine.submit(6, 200)
+    engine.submit(6, 200, count=requests - 1)
     moves = 0
     for _ in range(8 * slots):
         before = dict(policy.slot_of)
@@ -177,10 +181,8 @@ def test_requests_sent_at_once_end_within_one_sequence(slots, requests):
 def test_drift_is_levelled_a_few_moves_at_a_time():
     policy = SlotPolicy(slots=2, max_tokens=2048, settings=MicrobatchSettings(max_moves=3))
     engine = Engine(policy, 2048)
-    for _ in range(40):
-        engine.submit(1, 500)
-    for _ in range(20):
-        engine.step()
+    engine.submit(1, 500, count=40)
+    engine.steps(20)
     for id in [id for id in engine.running if policy.slot_of.get(id) == 0]:
         del engine.running[id]
     spreads = []
@@ -198,8 +200,7 @@ def test_equal_counts_are_levelled_by_context():
     engine = Engine(policy, 2048)
     for prompt in (1000, 1, 1, 1, 1):
         engine.submit(prompt, 10_000)
-    for _ in range(40):
-        engine.step()
+    engine.steps(40)
     slots = [
         sum(state[0] for id, state in engine.running.items() if policy.slot_of.get(id) == slot)
         for slot in range(2)
@@ -230,15 +231,11 @@ def test_no_new_prompt_starts_when_the_cache_is_nearly_full():
 def test_fewer_slots_for_few_sequences():
     policy = SlotPolicy(slots=4, max_tokens=512, settings=MicrobatchSettings(min_sequences=4))
     engine = Engine(policy, 512)
-    for _ in range(7):
-        engine.submit(1, 1000)
-    for _ in range(16):
-        engine.step()
+    engine.submit(1, 1000, count=7)
+    engine.steps(16)
     assert counts(policy) == (7, 0, 0, 0)
-    for _ in range(9):
-        engine.submit(1, 1000)
-    for _ in range(32):
-        engine.step()
+    engine.submit(1, 1000, count=9)
+    engine.steps(32)
     assert counts(policy) == (4, 4, 4, 4)
 
 

@@ -132,6 +132,10 @@ class Engine:
             self._complete(self.queue.popleft())
         return output
 
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
     def run(self, most: int = 20_000) -> None:
         for _ in range(most):
             if not (self.scheduler.has_requests() or self.queue):
@@ -185,8 +189,7 @@ def test_requests_at_once_run_in_even_microbatches(configs, stages):
         engine.step()
         for index in range(63):
             engine.add(f"r{index}", 6, 60)
-        for _ in range(30):
-            engine.step()
+        engine.steps(30)
     assert max(_sizes(ours, 2 * stages)) - min(_sizes(ours, 2 * stages)) <= 1
     assert max(_sizes(stock, 2 * stages)) - min(_sizes(stock, 2 * stages)) > 32
     assert ours.slots == [index % stages for index in range(len(ours.slots))]
@@ -301,8 +304,7 @@ def test_a_long_prompt_ahead_does_not_starve_decodes_behind_it(configs):
     engine.add("long", 900, 4)
     for index in range(8):
         engine.add(f"short{index}", 2, 50)
-    for _ in range(8):
-        engine.step()
+    engine.steps(8)
     assert engine.scheduler.requests["long"].is_prefill_chunk
     for batch in engine.batches[-2:]:
         assert sum(id.startswith("short") for id in batch) == 4
@@ -312,12 +314,10 @@ def test_prefill_is_spread_over_the_microbatches(configs):
     engine = Engine(PipelineScheduler, configs(4))
     for index in range(8):
         engine.add(f"d{index}", 2, 500)
-    for _ in range(16):
-        engine.step()
+    engine.steps(16)
     engine.add("long", 800, 4)
     before = len(engine.batches)
-    for _ in range(40):
-        engine.step()
+    engine.steps(40)
     chunks = [batch["long"] for batch in engine.batches[before:] if "long" in batch][:-3]
     assert sum(chunks) == 800
     assert len(chunks) >= 4
@@ -370,8 +370,7 @@ def test_a_request_that_waits_for_its_grammar_is_picked_up(configs, monkeypatch)
         engine.scheduler, "_handle_blocked_waiting_request", lambda request: bool(ready)
     )
     request = engine.add("g", 5, 3)
-    for _ in range(6):
-        engine.step()
+    engine.steps(6)
     assert not engine.tokens["g"]
     ready.append(True)
     request.status = RequestStatus.WAITING

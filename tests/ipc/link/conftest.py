@@ -73,6 +73,16 @@ def link(endpoint: LinkEndpoint, pair) -> Iterator[tuple[Sender, Receiver]]:
         yield sender, receiver
 
 
+@pytest.fixture
+def sender(link) -> Sender:
+    return link[0]
+
+
+@pytest.fixture
+def receiver(link) -> Receiver:
+    return link[1]
+
+
 def hidden(num_tokens: int, seed: int = 0, width: int = WIDTH) -> dict[str, torch.Tensor]:
     """The hidden states of a Llama: [num_tokens, width] twice, reproducibly."""
     generator = torch.Generator().manual_seed(seed)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Iterator
 from contextlib import closing
 
 import hypothesis.strategies as st
@@ -29,24 +27,19 @@ def test_round_trip(header, body):
     assert unpack(memoryview(packet)) == header
 
 
-@pytest.fixture(scope="module")
-def packets() -> Iterator[list[tuple[bytes, list[int]]]]:
-    """HELLO, SCHEMA, the memory and DATA, as a sender sends them, with their descriptors."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, closing(open_sender(ENDPOINT, theirs)) as sender:
+def test_memory_that_does_not_come():
+    """HELLO, SCHEMA, the memory and DATA, as a sender sends them, without their descriptors."""
+    (ours, theirs), (here, there) = (
+        socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)
+    )
+    with (
+        ours,
+        here,
+        closing(open_sender(ENDPOINT, theirs)) as sender,
+        closing(open_receiver(ENDPOINT, there)) as receiver,
+    ):
         sender.send(0, 2, {"h": torch.ones(2, 3)})
-        sender.wait_sent(60)
-        packets = [socket.recv_fds(ours, 1 << 16, 1)[:2] for _ in range(4)]
-    yield packets
-    for _, descriptors in packets:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def test_memory_that_does_not_come(packets):
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, closing(open_receiver(ENDPOINT, theirs)) as receiver:
-        for packet, _ in packets:
-            ours.send(packet)
+        for _ in range(4):
+            here.send(ours.recv(1 << 16))
         with pytest.raises(PeerDiedError, match=r"stage0-1\.r0"):
             receiver.take(0, 2)

@@ -14,10 +14,9 @@ from sipipe.ipc.link.packets import PacketConnection
 from sipipe.ipc.link.zeromq import _Packets
 
 
-def test_no_metadata_after_the_first_iteration(link, endpoint, monkeypatch):
+def test_no_metadata_after_the_first_iteration(sender, receiver, endpoint, monkeypatch):
     """Counted where packets arrive: a header a microbatch, another schema only when it is new."""
     sizes: list[int] = []
-    sender, receiver = link
     connections = _Packets if endpoint.kind == "zeromq" else PacketConnection
     receive = connections.receive
 
@@ -74,9 +73,8 @@ def test_a_slow_next_stage_blocks_only_at_the_bound_and_then_in_the_kernel(
     assert len(waits) == 1, "a loop that asks again and again"
 
 
-def test_decode_frames_are_sent_by_the_caller(link, monkeypatch):
+def test_decode_frames_are_sent_by_the_caller(sender, receiver, monkeypatch):
     """All but the first, which brings its schema; a hand-over to a thread would cost more."""
-    sender, receiver = link
     threads: list[str] = []
     transmit = sender._transport.transmit
 
@@ -93,8 +91,7 @@ def test_decode_frames_are_sent_by_the_caller(link, monkeypatch):
     assert threads == ["sipipe-send-stage0-1.r0"] + 4 * [threading.current_thread().name]
 
 
-def test_tensors_are_let_go_when_they_are_sent(link):
-    sender, receiver = link
+def test_tensors_are_let_go_when_they_are_sent(sender, receiver):
     freed = threading.Event()
     large = torch.zeros(64, 1 << 13).clone()
 
