@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tests.tools.planner.planned import by_degree, make_plan
 
 from sipipe.engine.layers.hf_config import facts_from_config
+from sipipe.errors import ConfigError
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.hardware import Assumed, Cluster, assumptions, device
 from sipipe.tools.planner.hardware import network as between
@@ -43,6 +44,13 @@ def test_every_degree_is_either_ranked_or_ruled_out_for_both_engines():
     assert sorted(degrees) == [(key, *each) for key in ("sipipe", "vllm-async") for each in every]
     rates = [choice.throughput for choice in found.choices]
     assert rates == sorted(rates, reverse=True)
+
+
+def test_one_device():
+    for only in plan(per_host=1).choices:
+        assert (only.p, only.t) == (1, 1)
+        assert only.communication_bytes == 0
+        assert only.iteration.stages[0].forward["all-reduce"] == 0
 
 
 def test_a_model_that_does_not_fit_says_by_how_much():
@@ -99,6 +107,12 @@ def test_fewer_sequences_than_microbatches():
     assert iteration.bubbles["starved"] > 0.5
 
 
+def test_budget_that_nothing_meets():
+    found = plan("llama-3.1-70b", Workload(tpot_slo=1e-3))
+    assert found.best is None
+    assert all("over the budget of 1 ms" in reason for reason in reasons(found).values())
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from(["llama-3.1-70b", "mixtral-8x7b", "deepseek-v2.5"]),
@@ -132,6 +146,16 @@ def test_more_of_anything_does_not_hurt():
     assert plan("llama-3.1-70b", Workload(max_num_seqs=4096)).best.throughput >= base
     slow = plan("llama-3.1-70b", hosts=2, network=100).best.throughput
     assert plan("llama-3.1-70b", hosts=2).best.throughput >= slow
+
+
+def test_too_few_sampler_cores_are_named():
+    found = plan("llama-3.1-8b", Workload(input=10, output=300, sampling="top-p"), samplers=1)
+    assert any(choice.iteration.limit == "CPU sampling" for choice in found.choices)
+
+
+def test_more_samplers_than_cores_are_refused():
+    with pytest.raises(ConfigError, match="--samplers 1000: a host of 96 cores has 86 left"):
+        plan(samplers=1000)
 
 
 def test_what_is_recommended_is_the_fastest_row_whose_ever_it_is():
@@ -240,6 +264,12 @@ def test_what_leaves_too_little_cache_gives_way_to_the_even_cut():
     assert "--vocabulary last --layers 9,9,9,9" in command
     found = plan("qwen3-1.7b", Workload(min_kv_tokens=10**9), per_host=4)
     assert "under --min-kv-tokens 1,000,000,000" in reasons(found)[4, 1]
+
+
+def test_sipipe_keeps_a_stage_on_one_host():
+    found = plan("llama-3.1-405b", hosts=2)
+    (reject,) = [r for r in found.rejected if (r.engine, r.t) == ("sipipe", 16)]
+    assert "on one host" in reject.reason
 
 
 def test_commands_start_every_host_and_round_trip_through_a_shell():
