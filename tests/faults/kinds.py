@@ -529,7 +529,7 @@ KINDS = [
         "a worker raises an error while the engine starts",
         struck_at_start(STAGES, START_WORKER[1:], "raise"),
         8,
-        "planted in",
+        "planted in|ended while starting .see its log lines above.",
         True,
     ),
     Kind(
