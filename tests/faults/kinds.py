@@ -536,7 +536,7 @@ KINDS = [
         "a sampler raises an error while the engine starts",
         struck_at_start(SAMPLERS, START_SAMPLER[1:], "raise"),
         8,
-        "planted in",
+        "ended while starting .*see its message above",
     ),
     Kind(
         "the engine raises an error while it starts",
