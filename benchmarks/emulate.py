@@ -24,11 +24,12 @@ from rich.console import Console
 
 from benchmarks.emulation.cluster import Emulation, emulation
 from benchmarks.emulation.replay import replayed
-from benchmarks.harness import alone
+from benchmarks.harness import of_the_checkout
 from sipipe.cli.parser import at_least, counts, fraction, parse_engine_command
 from sipipe.cli.trace import bubbles
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.observe.phases import Phase
+from sipipe.tools.child import measured
 from sipipe.tools.load import SAMPLING
 from sipipe.tools.provenance import machine
 from sipipe.tools.report.reader import ProcessTrace, Trace, read_trace
@@ -123,7 +124,8 @@ def _run(
     }
     (scratch / "config.json").write_text(json.dumps(config))
     profile = scratch / "profile.json"
-    profile.write_bytes(msgspec.json.format(msgspec.json.encode(made.profile)))
+    profile.write_bytes(msgspec.json.encode(made.profile))
+    os.environ["EMULATED_PROFILE"] = str(profile)
     longest = own.prompt_tokens + own.tokens
     cut = [stage.layers for stage in made.placement.stages]
     most = max(own.requests)
@@ -143,12 +145,12 @@ def _run(
         "repeat": 1,
     }
     more = {
-        "emulate": str(profile),
         "layers": cut,
         "cpu_sampling": "on",
         "cores": settings.get("cores", "off"),
     }
-    return alone("sipipe", job | {"settings": settings | more})
+    module = of_the_checkout("benchmarks.emulation.engine")
+    return measured("sipipe", job | {"settings": settings | more}, module)
 
 
 def _figures(trace: Trace, result: dict[str, Any]) -> list[dict[str, Any]]:

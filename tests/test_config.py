@@ -155,7 +155,6 @@ def test_the_documentation_lists_every_key_with_its_default():
     "settings",
     [
         {"trace": "\ud800"},
-        {"emulate": "\udc80x"},
         {"shm_dir": "a\0b"},
         {"hosts": {"address": "\ud800"}},
         {"cores": "\ud800"},

@@ -91,7 +91,6 @@ def emulation(
         copy=_curve(lambda rows: costs.logits_copy(last, _work(rows))),
         kv_tokens=memory.kv_tokens,
         jitter=jitter,
-        sources={"model": facts.source, **hardware.sources(found[3])},
     )
     return Emulation(facts=facts, cluster=cluster, placement=placement, profile=profile)
 

@@ -57,8 +57,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What the KV cache of the tightest stage holds."""
     jitter: float = 0.0
     """Standard deviation of a forward pass's time, as a share of it."""
-    sources: dict[str, str] = {}
-    """Where the numbers are from."""
 
     def slowed(self, factor: float) -> "Profile":
         """The same devices in slow motion: everything takes ``factor`` times as long."""
@@ -72,9 +70,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             )
             for stage in self.stages
         )
-        said = self.sources | {"slow motion": f"all times {factor:g} times as long"}
         copy = self.copy.slowed(factor)
-        return msgspec.structs.replace(self, stages=tuple(stages), copy=copy, sources=said)
+        return msgspec.structs.replace(self, stages=tuple(stages), copy=copy)
 
 
 def read_profile(path: str) -> Profile:

@@ -45,7 +45,6 @@ def replayed(profile: Profile, trace: Trace) -> Profile:
         profile,
         name=f"{profile.name}, stage times of {trace.directory}",
         stages=tuple(found),
-        sources=profile.sources | {"stages": f"medians of the trace {trace.directory}"},
     )
 
 

@@ -20,6 +20,7 @@ the publisher's. The projection's thread, in :class:`_Beside`.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -209,7 +210,7 @@ class EmulatedWorker(WorkerBase):
         torch.set_num_threads(1)
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        profile = read_profile(self.vllm_config.additional_config["sipipe"]["emulate"])
+        profile = read_profile(os.environ["EMULATED_PROFILE"])
         self.profile, self._stage = profile, profile.stages[self.place.stage]
         self._random = random.Random(self.place.rank)
         dtype, width = self.model_config.dtype, self.model_config.get_hidden_size()

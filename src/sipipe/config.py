@@ -220,12 +220,6 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """MiB that a trace may take on each host; the oldest records give way to new ones. The
     processes have equal parts of it. None: no limit."""
 
-    emulate: Annotated[
-        Name | None, Meta(description="a profile's path, in UTF-8 without NUL, or null")
-    ] = None
-    """A profile (JSON) of stages whose devices only take time, in place of the model's: what
-    ``benchmarks.emulate`` of a checkout sets. None: the real ones."""
-
     shm_dir: Directory = None
     """Directory for the channels' memory, best on a memory file system. None: anonymous memory,
     which needs no ``/dev/shm`` and leaves nothing behind, whatever happens."""

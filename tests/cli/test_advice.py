@@ -29,11 +29,6 @@ def test_one_request_is_quicker_where_both_cores_compute_than_in_stages_that_wai
     assert "\n" not in told
 
 
-def test_nothing_is_said_of_one_worker_on_a_small_machine(machine):
-    machine(2)
-    assert advice.quicker_on_cpus(load_model("qwen3-0.6b"), 1, 1) == ""
-
-
 def test_nothing_is_said_of_a_machine_with_far_memory(machine):
     machine(2, nodes=2)
     assert advice.quicker_on_cpus(load_model("qwen3-0.6b"), 2, 1) == ""

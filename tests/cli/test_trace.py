@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import itertools
 import json
 import os
@@ -46,20 +44,12 @@ def test_report_writes_a_page_and_prints_the_bubbles(example, capsys):
 
 def test_report_json(example, capsys):
     capsys.readouterr()
-    stock = ["--against", str(example / "stock")]
-    assert main(["trace", "report", str(example / "sipipe"), "--json", *stock]) == 0
+    more = ["--against", str(example / "stock"), "--from", "0.1", "--to", "0.3"]
+    assert main(["trace", "report", str(example / "sipipe"), "--json", *more]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [r["stages"] for r in runs] == [2, 2]
+    assert runs[0]["wall_s"] == pytest.approx(0.2)
     assert sum(runs[0]["share"].values()) == pytest.approx(1)
-
-
-def test_report_csv_of_a_part(example, capsys):
-    capsys.readouterr()
-    part = ["--from", "0.1", "--to", "0.3"]
-    assert main(["trace", "report", str(example / "sipipe"), "--csv", *part]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert sum(float(r["seconds"]) for r in rows) == pytest.approx(2 * 0.2, abs=1e-6)
-    assert {"stage", "kind", "cause", "share", "ms_per_iteration"} <= set(rows[0])
 
 
 @pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
@@ -129,15 +119,10 @@ def test_nanoseconds_survive_microseconds(ns):
     [
         (["report", "/nowhere"], 1, "no such directory"),
         (["report", "DIR", "--from", "soon"], 2, "--from: must be a number"),
-        (["report", "DIR", "--to", "inf"], 2, "--to: must be a number"),
-        (["report", "DIR", "--from", "nan"], 2, "--from: must be a number"),
-        (["report", "DIR", "--from", "inf"], 2, "--from: must be a number"),
         (["report", "DIR", "--detail", "-1"], 2, "--detail: must be a whole number of 0"),
         (["report"], 2, "required: DIR"),
         (["reprot", "DIR"], 2, "invalid choice: 'reprot'"),
-        (["export", "DIR", "--perfeto", "x"], 2, "required: --perfetto"),
         (["report", "DIR", "--from", "1e6"], 1, "nothing between --from and --to"),
-        (["report", "DIR", "--json", "--csv"], 2, "--csv: not allowed with"),
         (["report", "DIR", "-o", "/nowhere/x.html"], 2, "--output"),
         (["export", "DIR"], 2, "--perfetto"),
         (["export", "DIR", "--perfetto", "/nowhere/x"], 1, "--perfetto"),
@@ -203,7 +188,7 @@ def test_top_cuts_nothing_at_80_columns(server, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80
-    for whole in ("TPOT", "waiting 2048", "queue", "s sort by load"):
+    for whole in ("TPOT", "waiting 2048", "queue", "Ctrl-C"):
         assert whole in out
 
 
@@ -221,8 +206,6 @@ def test_top_json(server, capsys):
         (["--pid", "4194305"], 1, "no running SiPipe server"),
         (["--pid", "me"], 2, "--pid: invalid int value"),
         (["--interval", "0"], 2, "--interval: must be"),
-        (["--interval", "nan"], 2, "--interval: must be"),
-        (["--interval", "inf"], 2, "--interval: must be"),
         (["--intervall", "2"], 2, "unrecognized arguments: --intervall"),
     ],
 )

@@ -99,6 +99,6 @@ def test_more_degrees_equal_stock(models, pp, tp):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES[1:])
-@pytest.mark.parametrize(("pp", "tp"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2)])
 def test_every_family_equals_stock(models, family, pp, tp):
     check(models, family, pp, tp)

@@ -48,7 +48,6 @@ def test_more_workers_than_gpus_are_refused_before_anything_starts(on_gpu, degre
     with pytest.raises(ConfigError, match=r"shows 2: .*CUDA_VISIBLE_DEVICES.*\"devices\"") as error:
         setup._check_devices(SiPipeConfig(), *degrees)
     assert "\n" not in str(error.value)
-    setup._check_devices(SiPipeConfig(emulate="a profile"), *degrees)
 
 
 class Cuda(interface.Platform):

@@ -529,14 +529,14 @@ KINDS = [
         "a worker raises an error while the engine starts",
         struck_at_start(STAGES, START_WORKER[1:], "raise"),
         8,
-        "planted in",
+        "planted in|ended while starting .see its log lines above.",
         True,
     ),
     Kind(
         "a sampler raises an error while the engine starts",
         struck_at_start(SAMPLERS, START_SAMPLER[1:], "raise"),
         8,
-        "planted in",
+        "ended while starting .*see its message above",
     ),
     Kind(
         "the engine raises an error while it starts",

@@ -239,6 +239,7 @@ def run_all(scenarios, *, parallel=2, each=lambda _: None):
     """Run the scenarios, ``parallel`` at a time; returns what became of each, in their order."""
     from tests.faults.processes import adopt_orphans
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # not so under nohup
     adopt_orphans()
     scratch = Path(tempfile.mkdtemp(prefix="faults-"))
     own_mounts = own_mount_namespace()

@@ -21,6 +21,8 @@ FEW = (
     "a busy engine is killed",
     "a sampler is stopped for ever",
     "a worker is killed amid a product",
+    "a sampler that draws is killed amid aborts",
+    "another host's agent is killed",
 )
 
 

@@ -1,14 +1,9 @@
 """``sipipe top``: a live view of a running server: stages, samplers, tokens per second."""
 
 import json
-import os
-import select
 import sys
-import termios
 import time
-import tty
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -40,8 +35,6 @@ def main(argv: Sequence[str]) -> int:
         time.sleep(args.interval)  # wait: `--interval`; Ctrl-C
         return rates(poll)
 
-    by_load = False
-
     def show(found: dict[str, Any]) -> None:
         if args.json:
             print(json.dumps(found), flush=True)
@@ -54,42 +47,11 @@ def main(argv: Sequence[str]) -> int:
         while poll.page.alive():
             show(after_interval())
     else:
-        with Live(render(rates(poll)), refresh_per_second=8, screen=True) as live, _keys() as key:
+        with Live(render(rates(poll)), refresh_per_second=8, screen=True) as live:
             while poll.page.alive():
-                pressed = key(args.interval)
-                if pressed == "q":
-                    return 0
-                if pressed == "s":
-                    by_load = not by_load
-                live.update(render(rates(poll), by_load=by_load))
+                live.update(render(after_interval()))
         print("sipipe top: the server has ended")
     return 0
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """What waits so many seconds for a key, and returns it, or nothing."""
-    if not sys.stdin.isatty():
-
-        def no_key(seconds: float) -> str:
-            time.sleep(seconds)  # wait: `--interval`; Ctrl-C
-            return ""
-
-        yield no_key
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    tty.setcbreak(descriptor)
-
-    def key(seconds: float) -> str:
-        ready, _, _ = select.select([descriptor], [], [], seconds)  # wait: `--interval`; a key
-        # wait: none: a key is there
-        return os.read(descriptor, 1).decode(errors="replace").lower() if ready else ""
-
-    try:
-        yield key
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 def _open(pid: int | None) -> Poll:
@@ -156,12 +118,8 @@ def _sampler(block: Block) -> dict[str, Any]:
     }
 
 
-def render(found: dict[str, Any], *, by_load: bool = False) -> RenderableType:
-    """A view of 80 columns. ``by_load``: the busiest first."""
-
-    def ordered(them: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return sorted(them, key=lambda one: -one["busy"]) if by_load else them
-
+def render(found: dict[str, Any]) -> RenderableType:
+    """A view of 80 columns."""
     name = found["model"] or "server"
     head = Text.assemble(
         ("SiPipe ", "bold"), f"{name if len(name) < 50 else '…' + name[-49:]} (pid {found['pid']})\n",
@@ -173,7 +131,7 @@ def render(found: dict[str, Any], *, by_load: bool = False) -> RenderableType:
         f"   restarts {found['restarts']}",
     )  # fmt: skip
     stages = _table("stage", Column("device", min_width=BAR), *_figures("busy", "ms", "queue"))
-    for stage in ordered(found["stages"]):
+    for stage in found["stages"]:
         stages.add_row(
             f"{stage['index']}" + (f".{stage['rank']}" if stage["rank"] else ""),
             Text("█" * (full := round(stage["busy"] * BAR)), "blue").append(
@@ -186,7 +144,7 @@ def render(found: dict[str, Any], *, by_load: bool = False) -> RenderableType:
     parts: list[RenderableType] = [head, Text(), stages, Text()]
     if found["samplers"]:
         samplers = _table("sampler", *_figures("busy", "sequences/s", "µs/sequence", "queue"))
-        for sampler in ordered(found["samplers"]):
+        for sampler in found["samplers"]:
             samplers.add_row(
                 str(sampler["index"]),
                 f"{sampler['busy']:.0%}",
@@ -195,7 +153,7 @@ def render(found: dict[str, Any], *, by_load: bool = False) -> RenderableType:
                 str(sampler["queue"]),
             )
         parts += [samplers, Text()]
-    return Group(*parts, Text("q quit   s sort by load", "dim"))
+    return Group(*parts, Text("Ctrl-C ends", "dim"))
 
 
 def _table(*columns: Column | str) -> Table:

@@ -1,4 +1,4 @@
-"""``sipipe trace``: what a recorded trace says, as a page, a table, JSON, CSV or for Perfetto."""
+"""``sipipe trace``: what a recorded trace says, as a page, a table, JSON or for Perfetto."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from sipipe.cli.parser import adder, at_least, make_parser
 from sipipe.errors import ConfigError
 from sipipe.tools.report.accounting import WORKING
 from sipipe.tools.report.encode import DETAIL
-from sipipe.tools.report.export import write_csv, write_perfetto
+from sipipe.tools.report.export import write_perfetto
 from sipipe.tools.report.reader import read_trace
 from sipipe.tools.report.render import render
 from sipipe.tools.report.summary import Run
@@ -36,9 +36,7 @@ def main(argv: Sequence[str]) -> int:
     report.add_argument("--against", metavar="DIR", help="a second trace, shown beside the first")
     page = "the page (default: DIR/report.html)"
     report.add_argument("--output", "-o", metavar="FILE", help=page)
-    printed = report.add_mutually_exclusive_group()
-    printed.add_argument("--json", action="store_true", help="print figures as JSON, write no page")
-    printed.add_argument("--csv", action="store_true", help="print the bubbles as CSV, no page")
+    report.add_argument("--json", action="store_true", help="print figures as JSON, write no page")
     most = "most intervals in a page (default: 4000000, about 12 MB); beyond, hosts' lanes go"
     adder(report)("--detail", at_least(0, int), DETAIL, "N", most)
     _window(report)
@@ -86,9 +84,6 @@ def _report(args: argparse.Namespace) -> None:
         runs.append(_load(args.against, args))
     if args.json:
         print(json.dumps({"runs": [run.summary for run in runs]}, indent=1))
-        return
-    if args.csv:
-        write_csv(runs, sys.stdout)
         return
     path = Path(args.output or Path(args.directory) / "report.html")
     page = render(runs, args.detail)

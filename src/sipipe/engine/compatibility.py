@@ -24,8 +24,6 @@ STOCK_WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "sipipe.worker.vllm_workers.GPUStageWorker",
 }
 """Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
-EMULATED_WORKER = "benchmarks.emulation.worker.EmulatedWorker"
-"""Of a checkout: what ``"emulate"`` is for."""
 
 
 def check_features(vllm_config: VllmConfig) -> None:

@@ -25,7 +25,6 @@ from vllm.utils.numa_utils import get_auto_numa_nodes
 from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan, plan_cores, this_machine
 from sipipe.engine.compatibility import (
-    EMULATED_WORKER,
     STOCK_WORKERS,
     check_features,
     check_second_runner,
@@ -100,7 +99,7 @@ class Setup:
         """
         budget = self.budget()
         check_budget(budget)
-        runner = "" if self.config.emulate is None else f"devices emulated: {self.config.emulate}"
+        runner = ""
         if uses_second_runner(self.vllm_config) and not current_platform.is_cpu():
             runner = (
                 "stages host vLLM's second model runner, which nobody has run on a GPU with SiPipe "
@@ -140,7 +139,7 @@ class Setup:
             tokens=scheduler.max_num_batched_tokens,
             shares_projection=bool(self.vocabulary.parts),
             hidden=model.get_hidden_size(),
-            on_gpu=(on_gpu and self.config.transport != "shm") or self.config.emulate is not None,
+            on_gpu=on_gpu and self.config.transport != "shm",
             directory=self.config.shm_dir,
         )
 
@@ -220,10 +219,6 @@ class Setup:
                 "option out (this platform may not be supported)"
             )
         parallel.worker_cls = ours or parallel.worker_cls
-        if self.config.emulate is not None:
-            if self.reason:
-                raise ConfigError(f'sipipe config: "emulate" needs CPU samplers, but {self.reason}')
-            parallel.worker_cls = EMULATED_WORKER
         if self.config.devices is not None:
             assign_devices(vllm_config, self.config.devices)
         scheduler = vllm_config.scheduler_config
@@ -311,7 +306,7 @@ def _check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:
             'runs on CPUs: leave it "auto"'
         )
     if devices is None:
-        needed = 0 if on_cpu or config.emulate is not None else stages * ranks
+        needed = 0 if on_cpu else stages * ranks
         here = torch.cuda.device_count() if needed else 0  # asks NVML, and makes no context
         if 0 < here < needed:
             raise ConfigError(

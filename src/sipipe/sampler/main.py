@@ -61,7 +61,6 @@ from sipipe.sampler.warmup import warm_up
 FRAME_LOGPROBS = 1 << 20
 """Logprobs of one frame of an answer, 8 bytes each, and one row's more: what bounds a sampler's
 memory when many requests ask for the whole vocabulary."""
-ENDED = "the request has ended"
 
 
 class Sampler:
@@ -172,14 +171,14 @@ class Sampler:
         handles = int32_view(step.rows)[rows]
         errors: list[tuple[int, str]] = []
         alone = step.iteration <= self._owed
-        if self._broken or alone:
-            # Of a request that was aborted meanwhile, a snapshot has a row that is owed and no more.
-            gone = [
-                h in self._broken or (alone and h not in self._columns) for h in handles.tolist()
-            ]
-            broken = np.asarray(gone, bool)
+        owned = len(rows)
+        if alone:  # a snapshot may owe a row of a request that was aborted, which nobody waits for
+            known = [h in self._columns or h in self._broken for h in handles.tolist()]
+            rows, handles = rows[np.asarray(known, bool)], handles[np.asarray(known, bool)]
+        if self._broken:
+            broken = np.asarray([handle in self._broken for handle in handles.tolist()], bool)
             theirs = zip(rows[broken].tolist(), handles[broken].tolist(), strict=True)
-            errors = [(row, self._broken.get(handle, ENDED)) for row, handle in theirs]
+            errors = [(row, self._broken[handle]) for row, handle in theirs]
             rows, handles = rows[~broken], handles[~broken]
         bitmask, bitmask_rows = None, np.full(len(rows), -1, np.int32)
         if grammar is not None and grammar.words:
@@ -204,7 +203,7 @@ class Sampler:
         entry = self._logits_of(step.iteration)
         began = time.monotonic_ns()
         self._record(Phase.WAIT_LOGITS, step, waited, began, len(rows))
-        if not len(rows) and not errors:
+        if not owned:
             if entry is not None:
                 with entry:  # pass it over
                     return

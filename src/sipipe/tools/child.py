@@ -91,8 +91,11 @@ def _keep(side: str, log: bytes) -> str:
         prefix=f"sipipe-bench-{side}-", suffix=".log", delete=False
     ) as file:
         file.write(log)
-    found = re.search(r"\w+(Error|Exception): .*", log.decode(errors="replace"))
-    return f"{found.group() if found else 'no error in its log'} (log: {file.name})"
+    # vLLM's warnings quote errors that may come.
+    lines = (line for line in log.decode(errors="replace").splitlines() if "WARNING" not in line)
+    found = (re.search(r"\w+(Error|Exception): .*", line) for line in lines)
+    first = next(filter(None, found), None)
+    return f"{first.group() if first else 'no error in its log'} (log: {file.name})"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

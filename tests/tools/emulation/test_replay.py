@@ -1,7 +1,5 @@
 """Stage times of a recorded run, in a profile."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from benchmarks.emulation.cluster import emulation
@@ -30,22 +28,6 @@ def test_a_stage_takes_what_it_took(trace):
         took = (records["end_ns"] - records["start_ns"])[records["tokens"] == usual] / 1e9
         assert stage.layers(usual) == pytest.approx(np.median(took), rel=0.1)
         assert stage.decode_context == 0
-    assert "medians of the trace" in made.sources["stages"]
-
-
-def test_a_pass_that_was_recorded_in_parts_is_one(trace):
-    """As a product is that forward passes interrupt."""
-    profile = emulation("llama-70b-8xh100", 4, jitter=0.0).profile
-    halves = []
-    for process in trace.processes:
-        records = process.records.copy()
-        middle = (records["start_ns"] + records["end_ns"]) // 2
-        late = records.copy()
-        records["end_ns"] = late["start_ns"] = middle
-        both = np.sort(np.concatenate((records, late)), order="start_ns", kind="stable")
-        halves.append(dataclasses.replace(process, records=both))
-    parts = replayed(profile, dataclasses.replace(trace, processes=tuple(halves)))
-    assert parts.stages == replayed(profile, trace).stages
 
 
 def test_another_number_of_stages_is_one_line(trace):

@@ -15,7 +15,6 @@ pytest.importorskip("vllm", reason="stands for vLLM's worker")
 import numpy as np  # noqa: E402
 from benchmarks.emulation import worker as emulated  # noqa: E402
 from benchmarks.emulation.profile import Curve, Profile, StageProfile  # noqa: E402
-from benchmarks.emulation.runner import EmulatedRunner  # noqa: E402
 from benchmarks.emulation.worker import EmulatedDevice, EmulatedWorker  # noqa: E402
 from tests.scheduled import new_request  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
@@ -31,7 +30,6 @@ from sipipe.messages.places import StagePlace  # noqa: E402
 from sipipe.observe.format import Header  # noqa: E402
 from sipipe.observe.recorder import open_recorder  # noqa: E402
 from sipipe.worker.loop import StageLoop  # noqa: E402
-from sipipe.worker.preparation import SiPipePrepares, why_vllm_prepares  # noqa: E402
 from sipipe.worker.world import PipelineStandIn  # noqa: E402
 
 MS = 1_000_000
@@ -118,9 +116,8 @@ def unseen(name):
     return new_request(name, [0] * 5, blocks=([1],), prefill=[0] * 5)
 
 
-def vllm_config(path=""):
+def vllm_config():
     config = VllmConfig()
-    config.additional_config = {"sipipe": {"emulate": str(path)}}
     config.cache_config.block_size = 16
     config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs = 16, 4
     config.model_config = SimpleNamespace(
@@ -131,63 +128,6 @@ def vllm_config(path=""):
         get_hidden_size=lambda: WIDTH,
     )
     return config
-
-
-def test_a_batch_is_the_prepared_one():
-    """Rows are vLLM's; requests in their prompts do not sample."""
-    runner = EmulatedRunner(vllm_config(), torch.nn.Module(), {}, last=True)
-    device = EmulatedDevice(profile(1), torch.bfloat16, ready(), 7)
-    assert not why_vllm_prepares(runner)
-    prepares = SiPipePrepares(runner, device, slots=1, sets=2)
-    output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs = [unseen("a"), unseen("b")]
-    found = []
-
-    def step(iteration, **scheduled):
-        output.num_scheduled_tokens = scheduled
-        output.total_num_scheduled_tokens = sum(scheduled.values())
-        inputs = prepares.prepare(iteration, 0, iteration % 2, output)
-        prepares.begin(inputs)
-        found.append(runner.begin(output))
-        return [] if inputs.sampled is None else inputs.sampled.tolist()
-
-    assert step(0, a=5, b=3) == [1], "batches are in vLLM's order: by their tokens"
-    assert found[0].req_ids == ["b", "a"]
-    output.scheduled_new_reqs = []
-    output.scheduled_cached_reqs = cached = CachedRequestData.make_empty()
-    cached.req_ids, cached.num_computed_tokens = ["b", "a"], [3, 5]
-    cached.new_token_ids, cached.new_block_ids = [[], [7]], [None, ([2],)]
-    assert sorted(step(1, b=2, a=1)) == [0, 1]
-    assert found[1].num_computed_tokens_np.tolist() == [5, 3]
-    assert found[1].prefill_len_np.tolist() == [5, 5]
-    rows = [runner.req_states.req_id_to_index[name] for name in "ab"]
-    assert runner.block_tables.num_blocks.np[0, rows].tolist() == [2, 1]
-    output.finished_req_ids, output.scheduled_cached_reqs = (
-        {"a", "b"},
-        CachedRequestData.make_empty(),
-    )
-    assert step(2) == []
-    assert found[2] is None
-    assert not runner.req_states.req_id_to_index
-
-
-def test_a_set_is_free_when_the_device_has_come_to_its_copies(clock):
-    """Behind the forward pass before them, not when they are launched."""
-    runner = EmulatedRunner(vllm_config(), torch.nn.Module(), {}, last=True)
-    device = EmulatedDevice(profile(1), torch.bfloat16, ready(), 7)
-    prepares = SiPipePrepares(runner, device, slots=1, sets=2)
-    output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs, output.num_scheduled_tokens = [unseen("a")], {"a": 5}
-    output.total_num_scheduled_tokens = 5
-    device.launch(0.010)
-    inputs = prepares.prepare(0, 0, 0, output)
-    prepares.begin(inputs)
-    runner.begin(output)
-    output = SchedulerOutput.make_empty()
-    prepares.prepare(1, 0, 1, output)
-    assert clock.now == 0, "the other set"
-    prepares.prepare(2, 0, 0, output)
-    assert clock.now == 10 * MS
 
 
 def test_a_stage_takes_longer_for_more():
@@ -217,15 +157,6 @@ def watch(monkeypatch, receiver, came):
     monkeypatch.setattr(receiver, "take", taken)
 
 
-def test_hidden_states_bring_the_time_at_which_they_are_there():
-    """In any of the types that models have, and of the rows that sample."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        hidden = torch.zeros(3, WIDTH, dtype=dtype)
-        emulated._times(hidden).fill_(1 << 62 | 12_345)
-        chosen = hidden[torch.tensor([2, 0])]
-        assert emulated._times(chosen).tolist() == [1 << 62 | 12_345] * 2
-
-
 @pytest.mark.parametrize(
     ("stages", "shared"), [(1, False), (2, False), (4, False), (2, True), (4, True)]
 )
@@ -234,6 +165,7 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
     output projection is shared out, each publishes its columns."""
     path = tmp_path / "profile.json"
     path.write_bytes(msgspec.json.encode(profile(*range(1, stages + 1), copy=0.5)))
+    monkeypatch.setenv("EMULATED_PROFILE", str(path))
     link = LinkEndpoint(kind="shm", buffer_tokens=16, depth=3, device="cpu")
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(stages - 1)]
     heads = [
@@ -248,7 +180,7 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
     for stage in range(stages):
         place = StagePlace(stage=stage, stages=stages, tp_rank=0, tp_size=1)
         worker = EmulatedWorker.__new__(EmulatedWorker)
-        worker.place, worker.device, config = place, torch.device("cpu"), vllm_config(path)
+        worker.place, worker.device, config = place, torch.device("cpu"), vllm_config()
         worker.vllm_config, worker.model_config = config, config.model_config
         worker.scheduler_config = config.scheduler_config
         groups.append(PipelineStandIn(place))
@@ -261,7 +193,7 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
                 measures=False,
                 parts=(1 / stages,) * stages if shared else (),
                 vllm_config=VllmConfig(),
-                config=SiPipeConfig(emulate=str(path), stall_timeout=30),
+                config=SiPipeConfig(stall_timeout=30),
                 watched=SimpleNamespace(inflight=3),
             ),
             SimpleNamespace(worker=worker, execute_model=worker.execute_model),

@@ -95,15 +95,6 @@ def test_a_known_pipeline_by_hand(given_costs):
     assert ours.idle == 0.0
 
 
-def test_fewer_in_flight_than_stages_leaves_stages_idle(given_costs):
-    costs = given_costs([1.0, 1.0, 1.0, 1.0])
-    found = iterate(
-        costs, hardware.engine("sipipe"), place(8, 4, 1, 8), WORK, inflight=1, samplers=1
-    )
-    assert found.period == pytest.approx(4.0)
-    assert found.bubbles["starved"] == pytest.approx(0.75)
-
-
 @given(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0))
 def test_soft_roofline_lies_between_the_larger_and_the_sum(a, b):
     found = roofline(a, b, 3.0)

@@ -1,8 +1,6 @@
 """Layers, hosts and hops of a placement; memory of its tightest stage."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sipipe.engine.layers.cut import layer_split
 from sipipe.tools.planner import hardware
@@ -11,16 +9,6 @@ from sipipe.tools.planner.hardware import Cluster
 from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.placement import place, weight_bytes
 from sipipe.tools.planner.workload import Workload
-
-
-@given(st.integers(1, 200), st.integers(1, 64))
-def test_layers_are_split_evenly_and_completely(layers, p):
-    if p > layers:
-        return
-    split = layer_split(layers, p)
-    assert sum(split) == layers
-    assert max(split) - min(split) <= 1
-    assert split[-1] == min(split)
 
 
 def test_split_is_vllms():

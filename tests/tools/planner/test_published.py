@@ -1,4 +1,4 @@
-"""The model beside figures that others have published.
+"""The model beside what the paper found, and figures that others have published.
 
 Throughput: ``benchmarks/planner.py:PUBLISHED``, an engine without pipeline stages, so this tests
 devices, memory and tensor parallelism; nothing published tells SiPipe's stages.
@@ -12,7 +12,7 @@ say whether the model adds up, not whether it predicts.
 import json
 
 import pytest
-from benchmarks.planner import PUBLISHED, published
+from benchmarks.planner import PUBLISHED, findings, published
 from benchmarks.planner import tensor_parallel as stock
 from benchmarks.results import RESULTS
 
@@ -42,14 +42,6 @@ def test_one_request(model, gpu, count, hosts, milliseconds):
     assert 0.75 <= found.tpot * 1e3 / milliseconds <= 1.25
 
 
-def test_launches_hide_behind_products_at_large_batches():
-    few, many = (
-        stock("deepseek-v3", "h200", 8, input=128, output=1024, fixed_batch=batch)
-        for batch in (1, 1024)
-    )
-    shares = [
-        choice.iteration.stages[0].forward["kernel overhead"] / choice.iteration.period
-        for choice in (few, many)
-    ]
-    assert shares[0] > 0.8
-    assert shares[1] < 0.2
+def test_what_is_kept_of_the_papers_findings_is_what_the_model_gives():
+    kept = json.loads((RESULTS / "planner-findings.json").read_text())["rows"]
+    assert findings() == kept, "python -m benchmarks.planner --quick, and keep planner-findings"

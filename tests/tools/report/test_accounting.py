@@ -77,47 +77,6 @@ def test_worked_example():
     assert sum(result.total()) == 2 * 55
 
 
-def test_an_even_pipeline_without_gaps_is_busy():
-    """Two stages of 5 in lock step: but for filling and draining there is no bubble."""
-    n = 50
-    first = [(P.FORWARD, i, 5 * i, 5 * i + 5) for i in range(n)]
-    last = [(P.FORWARD, i, 5 * i + 5, 5 * i + 10) for i in range(n)]
-    result = account(pipeline([first, last], inflight=2))
-    assert result.wall_ns == 5 * n + 5
-    assert result.total() == (2 * 5 * n, 0, 0, 0, 10, 0)
-    assert spent(result.stages[0])[Cause.NOTHING] == 5  # draining
-    assert spent(result.stages[1])[Cause.FILLING] == 5
-
-
-def test_a_long_last_stage_is_load_imbalance_at_the_first():
-    """Stage 1 takes 8, stage 0 takes 5, two in flight: stage 0 loses 3 in each steady iteration."""
-    n = 50
-    last = [(P.FORWARD, i, 5 + 8 * i, 13 + 8 * i) for i in range(n)]
-    # Iteration i enters when i - 2 has left.
-    begins = [0, 5] + [13 + 8 * (i - 2) for i in range(2, n)]
-    first = [(P.FORWARD, i, begin, begin + 5) for i, begin in enumerate(begins)]
-    executor = [(P.DISPATCH, i, begins[max(0, i - 1)], begins[i]) for i in range(2, n)]
-    executor += [(P.DISPATCH, 0, 0, 0), (P.DISPATCH, 1, 0, 0)]
-    executor += [(P.GATHER, i, 5 + 8 * i, 13 + 8 * i) for i in range(n)]
-    stage_0, stage_1 = account(pipeline([first, last], executor, inflight=2)).stages
-    # 10-13 before iteration 2, then 3 of every 8, the last behind its last forward.
-    assert spent(stage_0)[Cause.LATER_STAGE] == 3 * (n - 1)
-    assert stage_0.by_kind[2:4] == (0, 0)
-    assert stage_1.by_kind[0] == 8 * n
-
-
-def test_a_longer_first_stage_is_load_imbalance_at_the_second():
-    n = 20
-    first = [(P.FORWARD, i, 8 * i, 8 * i + 8) for i in range(n)]
-    last = [(P.FORWARD, i, 8 * i + 8, 8 * i + 13) for i in range(n)]
-    executor = [(P.DISPATCH, i, 0, max(0, 8 * (i - 2) + 13)) for i in range(n)]
-    executor += [(P.GATHER, i, 0, 8 * i + 13) for i in range(n)]
-    stage_1 = account(pipeline([first, last], executor, inflight=2)).stages[1]
-    # While stage 0 works and a microbatch is missing, 3 of 8 ns the stage waits for it ...
-    assert spent(stage_1).keys() <= {Cause.BUSY, Cause.FILLING, Cause.EARLIER_STAGE}
-    assert stage_1.by_kind[0] == 5 * n
-
-
 def test_a_part_of_the_projection_waits_for_the_last_stage():
     """Two stages, each with half of the projection, one microbatch in flight after the other."""
     first = [(P.FORWARD, 0, 0, 10), (P.SEND, 0, 10, 11), (P.LOGITS, 0, 25, 32)]
@@ -153,12 +112,6 @@ def test_a_pass_amid_a_product_and_a_product_of_two():
     assert (products["end_ns"] - products["start_ns"]).tolist() == [7, 4, 4]
     assert products["iteration"].tolist() == [0, 1, 2]
     assert len(whole(trace.of("stage")[0])) == 7
-
-
-def test_no_records_after_a_stage_died():
-    result = account(pipeline([[(P.FORWARD, 0, 0, 10)], [(P.WAIT_HIDDEN, 0, 0, 4)]], inflight=2))
-    assert result.wall_ns == 10
-    assert all(sum(stage.by_cause) == 10 for stage in result.stages)
 
 
 def test_time_without_requests_is_no_bubble():

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -192,14 +192,6 @@ def _parts() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _numbers(parts: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """The numbers of parts of the table, by name: value, source, and the ends of a range."""
-    for part, entry in parts.items():
-        for field, found in entry.items():
-            if isinstance(found, list):
-                yield f"{part}.{field}", found
-
-
 def assumptions() -> dict[str, tuple[float, float, float, str]]:
     """What :attr:`Assumed.given` may name: value, quickest, slowest, source."""
     order = ("efficiency", "loop", "sampling-host", "network", "sampling.", "engine.", "device.")
@@ -210,19 +202,11 @@ def assumptions() -> dict[str, tuple[float, float, float, str]]:
         if name == start or (start.endswith(".") and name.startswith(start))
     }
     return {
-        name: (found[0], found[2], found[3], found[1])
-        for name, found in _numbers(parts)
-        if found[2:]
+        f"{part}.{field}": (found[0], found[2], found[3], found[1])
+        for part, entry in parts.items()
+        for field, found in entry.items()
+        if isinstance(found, list) and found[2:]
     }
-
-
-def sources(key: str) -> dict[str, str]:
-    """Where the numbers of device ``key``, its links, the network and the efficiencies are from, by name."""
-    own = _parts()[f"device.{key.lower()}"]
-    links = [f"link.{own[side]}" for side in ("link", "host_link") if side in own]
-    parts = ("efficiency", "network", f"device.{key.lower()}", *links)
-    numbers = _numbers({name: _parts()[name] for name in parts})
-    return {name: f"{found[0]:g}: {found[1]}" for name, found in numbers}
 
 
 def names(kind: str = "device") -> tuple[str, ...]:

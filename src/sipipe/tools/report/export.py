@@ -1,11 +1,10 @@
-"""Traces for other programs: Chrome's trace format, which Perfetto opens, and CSV."""
+"""Traces for other programs: Chrome's trace format, which Perfetto opens."""
 
-import csv
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -137,13 +136,3 @@ def _microseconds(ns: int) -> float:
 def _batches(records: npt.NDArray[Any]) -> Iterator[list[tuple[Any, ...]]]:
     for first in range(0, len(records), _BATCH):
         yield records[first : first + _BATCH].tolist()
-
-
-def write_csv(runs: Sequence[Run], file: TextIO) -> None:
-    """The table of bubbles: one row per run, stage process and cause."""
-    rows = [row for run in runs for row in run.bubble_rows()]
-    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(
-        {k: round(v, 9) if isinstance(v, float) else v for k, v in row.items()} for row in rows
-    )

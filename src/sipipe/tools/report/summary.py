@@ -1,4 +1,4 @@
-"""The machine-readable report: one dictionary per run, and the bubbles as rows."""
+"""The machine-readable report: one dictionary per run."""
 
 from functools import cached_property
 from typing import Any
@@ -96,22 +96,3 @@ class Run:
         span = max(1, min(end - start, round(iterations * each)))
         begin = statistics.busiest(self.trace, self.window, span) - start
         return begin / 1e9, (begin + span) / 1e9
-
-    def bubble_rows(self) -> list[dict[str, Any]]:
-        """One row per stage process and cause, for tables."""
-        return [
-            {
-                "run": self.trace.label,
-                "stage": stage.index,
-                "rank": stage.rank,
-                "kind": cause.kind,
-                "cause": cause.name.lower(),
-                "meaning": cause.text,
-                "seconds": stage.by_cause[cause] / 1e9,
-                "share": stage.by_cause[cause] / self.account.wall_ns,
-                "ms_per_iteration": stage.by_cause[cause] / 1e6 / max(1, entry["iterations"]),
-            }
-            for stage, entry in zip(self.account.stages, self.summary["stage_table"], strict=True)
-            for cause in Cause
-            if stage.by_cause[cause] or cause == Cause.BUSY
-        ]
