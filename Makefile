@@ -9,7 +9,7 @@ BENCHMARKS := $(filter-out ablation busy calibration calibration_traces harness 
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadscope
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-faults soak goldens mutants waits lint format bench bench-paper release clean
+.PHONY: help setup demo test test-all test-faults soak week goldens mutants waits lint format bench bench-paper release clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test-faults: setup ## hundreds of faults put into engines; writes tests/faults/R
 
 soak: setup ## half an hour under clients that come and go: does anything grow? Writes tests/faults/README.md
 	@$(BIN)/python -m tests.faults.soak --keep
+
+week: setup ## 100,000 requests and 16,000 faults in one engine: hours. Writes tests/faults/README.md
+	@$(BIN)/python -m tests.faults.week --keep
 
 goldens: setup ## record anew what stock vLLM gives for the tests' requests
 	@rm -f tests/engine/goldens.json.gz

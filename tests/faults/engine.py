@@ -16,7 +16,7 @@ import time
 import traceback
 from types import SimpleNamespace
 
-from tests.faults import plan
+from tests.faults import plan, week
 from tests.faults.network import NETWORK
 from tests.faults.processes import Forked, Nursery
 from tests.worker.arithmetic import VOCAB, continuation
@@ -44,7 +44,7 @@ def live(scenario, configured, report, result):
         plan.arrange("engine", scenario.get("engine", ()), report)
         core = _start(scenario, configured)
         said["started"] = time.monotonic()
-        _serve(core, scenario, said, report)
+        (week.serve if "week" in scenario else _serve)(core, scenario, said, report)
     except BaseException as error:
         said["error"] = " ".join(f"{type(error).__name__}: {error}".split())
         cause = error.__cause__

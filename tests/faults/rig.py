@@ -221,6 +221,7 @@ class Run:
             "tokens": said.get("tokens", {}),
             "aborted": said.get("aborted", []),
             "shutdown": said.get("shutdown", ""),
+            "said": said,
             "log": str(self.directory / "log"),
         }
 

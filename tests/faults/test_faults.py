@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from tests.engine.forks import Forked
-from tests.faults import clients, soak
+from tests.faults import clients, soak, week
 from tests.faults.kinds import KINDS
 from tests.faults.suite import BAD, BEGIN, END, KEPT, STREAMS, page
 
@@ -73,3 +73,11 @@ def test_the_documented_soak_is_what_was_found():
     assert "WRONG" not in kept["ends"]
     for row in kept["rows"]:
         assert all(row["last"][what] <= count for what, count in row["first"].items()), row
+
+
+def test_the_documented_week_is_what_was_found():
+    text = (KEPT / "README.md").read_text()
+    kept = json.loads((KEPT / "week.json").read_text())
+    assert week.page(text, kept) == text
+    assert not week.grown(kept["looks"])
+    assert kept["counts"]["done"] + kept["counts"]["aborted"] == kept["requests"]
