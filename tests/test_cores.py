@@ -1,6 +1,8 @@
 """The core plan: who gets which cores, on machines from 1 to 64 cores."""
 
+import math
 import os
+import socket
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from sipipe.cores import (
     equal_shares,
     format_cpus,
     plan_cores,
+    quota,
     running_on,
     this_machine,
 )
@@ -269,6 +272,48 @@ def test_this_machine_is_read_from_sys(tmp_path, monkeypatch):
     found = this_machine(tmp_path)
     assert found == [Core((0,), 0), Core((2, 6), 0), Core((1, 5), 1), Core((3, 7), 1)]
     assert cpus_of(found) == (0, 1, 2, 3, 5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "expected"),
+    [
+        ("0::/", {"cpu.max": "max 100000"}, math.inf),
+        ("0::/", {"cpu.max": "250000 100000"}, 2.5),
+        ("0::/pod/box", {"pod/cpu.max": "400000 100000", "pod/box/cpu.max": "max 100000"}, 4.0),
+        (
+            "3:cpu,cpuacct:/box\n2:memory:/box",
+            {
+                "cpu,cpuacct/box/cpu.cfs_quota_us": "150000",
+                "cpu,cpuacct/box/cpu.cfs_period_us": "50000",
+            },
+            3.0,
+        ),
+        (
+            "3:cpu,cpuacct:/",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
+            math.inf,
+        ),
+    ],
+)
+def test_the_limit_of_a_container_is_read(tmp_path, line, files, expected):
+    (tmp_path / "own").write_text(line + "\n")
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text + "\n")
+    assert quota(tmp_path / "groups", tmp_path / "own") == expected
+    assert quota(tmp_path, tmp_path / "none") == math.inf
+
+
+@pytest.mark.parametrize(("limit", "count"), [(2.9, 2), (0.5, 1), (64.0, 7)])
+def test_a_container_takes_as_many_cores_as_it_has_time_for(tmp_path, monkeypatch, limit, count):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(7)))
+    starts = set()
+    for name in "abcdefghij":
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        found = this_machine(tmp_path, most=limit)
+        assert len(found) == count
+        starts.add(found[0].cpus)
+    assert len(starts) > 1 or count == 7
 
 
 def test_a_thread_runs_elsewhere_for_a_while():

@@ -6,7 +6,10 @@ slowest stage sets the pace; on GPUs a worker needs a core or two, and the sampl
 """
 
 import dataclasses
+import math
 import os
+import socket
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -167,10 +170,38 @@ def equal_shares(cores: Sequence[Core], workers: int) -> str:
     )
 
 
-def this_machine(root: Path = Path("/sys/devices/system/cpu")) -> list[Core]:
+def quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """How many CPUs' time this process's control group may take; infinite without a limit.
+
+    The least of its own limit and of the groups that it is in; of version 2 or 1.
+    """
+    least = math.inf
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = groups / controllers
+        for group in (root / path.strip("/"), *(root / path.strip("/")).parents):
+            for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+                try:
+                    time, period = " ".join((group / name).read_text() for name in names).split()
+                except OSError:
+                    continue
+                if time not in ("max", "-1"):
+                    least = min(least, int(time) / int(period))
+            if group == root:
+                break
+    return least
+
+
+def this_machine(
+    root: Path = Path("/sys/devices/system/cpu"), most: float | None = None
+) -> list[Core]:
     """The cores that this process may use, from its affinity mask and ``/sys``, by node and CPU.
 
-    What ``/sys`` does not tell (some containers hide it) is taken as: one CPU a core, one node.
+    What ``/sys`` does not tell (some containers hide it) is taken as: one CPU a core, one node. Where
+    the control group may take the time of fewer (``most``; None: :func:`quota`), it is so many of
+    them, and by the host's name others for the next container.
     """
     siblings: dict[str, list[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
@@ -184,7 +215,13 @@ def this_machine(root: Path = Path("/sys/devices/system/cpu")) -> list[Core]:
         nodes = (root / f"cpu{cpus[0]}").glob("node[0-9]*")
         node = next((int(path.name.removeprefix("node")) for path in nodes), 0)
         cores.append(Core(tuple(cpus), node))
-    return sorted(cores, key=lambda core: (core.node, core.cpus))
+    cores.sort(key=lambda core: (core.node, core.cpus))
+    most = quota() if most is None else most
+    if most >= len(cores):
+        return cores
+    first = zlib.crc32(socket.gethostname().encode()) % len(cores)
+    taken = {(first + number) % len(cores) for number in range(max(1, int(most)))}
+    return [core for number, core in enumerate(cores) if number in taken]
 
 
 @contextmanager

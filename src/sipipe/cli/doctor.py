@@ -5,6 +5,7 @@ a process of its own, because that takes seconds and may crash.
 """
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -20,7 +21,7 @@ from sipipe._version import __version__
 from sipipe.cli.advice import LOADS, on_host, quicker_on_cpus
 from sipipe.cli.parser import at_least, make_parser
 from sipipe.config import SiPipeConfig
-from sipipe.cores import cpus_of, format_cpus, plan_cores, this_machine
+from sipipe.cores import cpus_of, format_cpus, plan_cores, quota, this_machine
 from sipipe.errors import ResourceError
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.models import load_model
@@ -124,7 +125,10 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
     nodes = Counter(core.node for core in cores)
     per_node = ", ".join(f"node {node}: {count} cores" for node, count in nodes.items())
     threads = f"CPUs {format_cpus(cpus)}, {len(cpus) // len(cores)} a core"
-    yield Finding("cores", "ok", f"{len(cores)} ({threads}), NUMA {per_node}")
+    limit = (
+        "" if math.isinf(time := quota()) else f", as the container may take {time:g} CPUs' time"
+    )
+    yield Finding("cores", "ok", f"{len(cores)} ({threads}), NUMA {per_node}{limit}")
     memory = psutil.virtual_memory()
     yield Finding("memory", "ok", f"{_gib(memory.total)}, {_gib(memory.available)} available")
     for index, line in enumerate(gpus):
