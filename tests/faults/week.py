@@ -124,7 +124,9 @@ class Week:
         from tests.faults.engine import _children
 
         what = self._chances.choices([*FAULTS], [*FAULTS.values()])[0]
-        children = {n: c.process for n, c in _children(self._core).items() if "spare" not in n}
+        children = {
+            n: c.process for n, c in _children(self._core).copy().items() if "spare" not in n
+        }
         names = [*children] if what == "pause" else [n for n in children if "sampler" in n]
         if what == "clock":
             seconds = self._chances.choice((-3600, 3600))
@@ -161,7 +163,7 @@ class Week:
         held = {}
         for name, number in {
             "engine": os.getpid(),
-            **{name: child.process.pid for name, child in _children(self._core).items()},
+            **{name: child.process.pid for name, child in _children(self._core).copy().items()},
         }.items():
             process = psutil.Process(number)
             own = process.memory_full_info().uss / 2**20
