@@ -25,10 +25,16 @@ def supervised(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
 
-    def start(name, *options, before=None):
+    def start(name, *options, before=lambda: None):
+        def prepare():
+            # A shell that runs the tests in the background has its children ignore some of them.
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)
+            before()
+
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT), name, str(tmp_path / "marker"), *options],
-            preexec_fn=before,
+            preexec_fn=prepare,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -109,7 +109,7 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, per_row)
     scheduler = Sequences(rng, stages=stages)
     balancer = Balancer(samplers, vocab_size=1000)
     tracker = RequestTracker(engine_seed=0, balancer=balancer)
-    tracker.per_row = per_row
+    tracker.draws = "per_row" if per_row else "on"
     held = defaultdict(dict)  # sampler -> handle -> tokens
     flying = []
     for iteration in range(40):
@@ -246,7 +246,7 @@ def test_requests_without_a_seed_get_one_of_their_own(seed):
 def arrive(client_ids, engine_seed=0, per_row=False):
     """The seeds of requests that vLLM's front end was given with these ids, in this order."""
     tracker = RequestTracker(engine_seed=engine_seed, balancer=Balancer(1, vocab_size=1000))
-    tracker.per_row = per_row
+    tracker.draws = "per_row" if per_row else "on"
     params = SamplingParams()
     output = SchedulerOutput.make_empty()
     for client_id in client_ids:

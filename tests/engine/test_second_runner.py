@@ -138,8 +138,8 @@ def test_who_draws_is_measured(models, part, stages, ranks):
         found = engine.run(with_both_places(batches) if samplers else batches)
         said = engine.log.read_text()
         assert f"cpu_sampling auto: {chosen}" in said
-        own_path = "vLLM's own path: CPU samplers would not be worth it here"
-        assert (own_path in said) is (not samplers)
+        vllms = "vLLM's sampler draws on the last stage: CPU samplers would not be worth it here"
+        assert (vllms in said) is (not samplers)
         assert len(engine.find(r"sipipe\.sampler.* sampler\d")) == samplers
     assert_stock(found, path, batches)
 

@@ -1,14 +1,15 @@
-"""What SiPipe refuses at start-up, and what takes vLLM's own path.
+"""What SiPipe refuses at start-up, and who draws tokens otherwise.
 
-Two kinds of path serve a request:
+Three kinds of path serve a request:
 
 * ``sipipe``: vLLM's second model runner on every stage, with SiPipe's preparation in the place of its
   own; tokens drawn by the CPU samplers.
-* ``vllm``: vLLM's unmodified model runner on every stage, tokens drawn by vLLM's sampler on the
-  last stage. Stages are still SiPipe's: worlds of their own, channels and transfers between them.
+* ``device``: the same stages, tokens drawn by vLLM's sampler on the last one.
+* ``vllm``: vLLM's unmodified model runner on every stage, called step by step. Stages are still
+  SiPipe's: worlds of their own, channels and transfers between them.
 
 The choice is made once, at start-up, and logged with its reason. docs/compatibility.md is the
-user's view of the two tables below.
+user's view of the tables below.
 """
 
 from vllm import envs
@@ -18,6 +19,7 @@ from vllm.triton_utils import HAS_TRITON
 
 from sipipe.config import SiPipeConfig
 from sipipe.errors import ConfigError, UnsupportedError
+from sipipe.messages.boots import Path
 
 STOCK_WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "sipipe.worker.vllm_workers.CPUStageWorker",
@@ -66,18 +68,26 @@ def check_stages(vllm_config: VllmConfig) -> None:
         raise ConfigError(f"--pp {stages}: the model has {layers} layers, a stage needs one")
 
 
-def why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
-    """Why this engine takes vLLM's own path, from the configuration alone; empty: it does not.
+def choose_path(vllm_config: VllmConfig, config: SiPipeConfig) -> tuple[Path, str]:
+    """The path of this engine, from the configuration alone, and why it is not SiPipe's samplers
+    that draw.
 
     Raises:
         ConfigError: a ``cpu_sampling`` was asked for and cannot be had.
     """
-    reason = _vllms_own(vllm_config, config)
-    if not reason and not uses_second_runner(vllm_config):
-        reason = (
-            "SiPipe's stages stand on vLLM's second runner, and vLLM takes its first one here (see "
-            "VLLM_USE_V2_MODEL_RUNNER)"
+    path: Path = "sipipe"
+    if reason := _vllms_own(vllm_config):
+        path = "vllm"
+    elif not uses_second_runner(vllm_config):
+        path, reason = (
+            "vllm",
+            (
+                "SiPipe's stages stand on vLLM's second runner, and vLLM takes its first one here (see "
+                "VLLM_USE_V2_MODEL_RUNNER)"
+            ),
         )
+    elif reason := _vllms_sampler(vllm_config, config):
+        path = "device"
     asked = config.cpu_sampling
     if reason and asked in ("on", "per_row"):
         raise ConfigError(
@@ -88,7 +98,7 @@ def why_not_sipipe(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
             'sipipe config: "cpu_sampling" is "per_row", which is for devices that draw tokens '
             'themselves (GPUs), and this one does not: set it to "auto"'
         )
-    return reason
+    return path, reason
 
 
 def uses_second_runner(vllm_config: VllmConfig) -> bool:
@@ -104,8 +114,7 @@ def uses_second_runner(vllm_config: VllmConfig) -> bool:
         return bool(envs.VLLM_USE_V2_MODEL_RUNNER)
     if vllm_config.watermark_config is not None:
         return True  # the first one would leave watermarks out, and say nothing
-    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
-    return not _vllms_own(vllm_config, config)
+    return not _needs_kernels(vllm_config)
 
 
 def device_may_draw(vllm_config: VllmConfig) -> bool:
@@ -120,8 +129,7 @@ def check_second_runner(vllm_config: VllmConfig) -> None:
     Raises:
         ConfigError: one line that names the option.
     """
-    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
-    reason = _vllms_own(vllm_config, config)
+    reason = _needs_kernels(vllm_config)
     if reason and current_platform.is_cpu() and not HAS_TRITON:
         raise ConfigError(
             f"{reason}, and that of its second model runner needs Triton on CPUs: leave the option "
@@ -129,29 +137,41 @@ def check_second_runner(vllm_config: VllmConfig) -> None:
         )
 
 
-def _vllms_own(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
-    """Why vLLM's own sampler is needed, whichever of its runners there is; empty: it is not."""
+def _needs_kernels(vllm_config: VllmConfig) -> str:
+    """Why vLLM's sampler or pooler is needed, whichever of its runners there is."""
+    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
+    return _vllms_own(vllm_config) or _vllms_sampler(vllm_config, config)
+
+
+def _vllms_sampler(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
+    """Why vLLM's own sampler has to draw; empty: it need not."""
     model = vllm_config.model_config
     if config.cpu_sampling == "off":
         return 'the sipipe config says "cpu_sampling": "off"'
-    if model.runner_type == "pooling":
-        return "pooling models have no tokens to sample"
     if model.logits_processors:
         return "custom logits processors (--logits-processors) run in vLLM's own sampler"
-    if model.is_encoder_decoder:
-        return "encoder-decoder models need vLLM's cross-attention path"
     if model.return_sampling_mask:
         return "sampling masks (--return-sampling-mask) come from vLLM's own sampler"
-    if model.enable_prompt_embeds:
-        return "prompt embeddings (--enable-prompt-embeds) need vLLM's own runner"
-    if getattr(vllm_config.scheduler_config, "async_scheduling", False):
-        return "asynchronous scheduling keeps sampled tokens on the device"
     if vllm_config.watermark_config is not None:
         return "watermarks (--watermark-config) are put in by vLLM's own sampler"
-    if model.is_diffusion:
-        return "diffusion models draw with a sampler of their own"
     if vllm_config.aux_output_config.enabled:
         return (
             "routed experts (--enable-return-routed-experts) come with vLLM's own sampler's output"
         )
+    return ""
+
+
+def _vllms_own(vllm_config: VllmConfig) -> str:
+    """Why vLLM's own steps are needed, whoever draws; empty: they are not."""
+    model = vllm_config.model_config
+    if model.runner_type == "pooling":
+        return "pooling models have no tokens to sample"
+    if model.is_encoder_decoder:
+        return "encoder-decoder models need vLLM's cross-attention path"
+    if model.enable_prompt_embeds:
+        return "prompt embeddings (--enable-prompt-embeds) need vLLM's own runner"
+    if getattr(vllm_config.scheduler_config, "async_scheduling", False):
+        return "asynchronous scheduling keeps sampled tokens on the device"
+    if model.is_diffusion:
+        return "diffusion models draw with a sampler of their own"
     return ""

@@ -112,18 +112,19 @@ class Dispatcher:
         return True
 
     def publish_grammar(self, output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
-        """The future of the iteration published last; tells the samplers its bitmask first."""
+        """The future of the iteration published last; tells who draws its bitmask first."""
         iteration = self._last
         assert iteration is not None, "sample_tokens without execute_model"
-        if iteration.work.step.grammar:
+        work = iteration.work
+        if work.step.grammar:
             with self._bus.order:
-                iteration.grammar = self._tracker.grammar(iteration.number, output)
-                self._bus.publish(
-                    Kind.GRAMMAR,
-                    iteration.number,
-                    [encode(iteration.grammar)],
-                    slot=iteration.slot or 0,
-                )
+                if work.samplers:
+                    iteration.grammar = self._tracker.grammar(iteration.number, output)
+                    parts = [encode(iteration.grammar)]
+                else:  # vLLM's sampler draws, on the last stage
+                    parts = [b"", *out_of_band(output)]
+                slot = iteration.slot or 0
+                self._bus.publish(Kind.GRAMMAR, iteration.number, parts, slot=slot)
         return iteration.future
 
 

@@ -121,7 +121,7 @@ class Executor(VllmExecutor):
         if running.setup is not self._setup:
             self._setup = running.setup
             self._setup.apply()
-        if self._draws:
+        if self._publishes:
             self.scheduler_config.scheduler_cls = pipeline.observed(
                 self.scheduler_config.get_scheduler_cls()
             )
@@ -132,7 +132,7 @@ class Executor(VllmExecutor):
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Publish one iteration. Its tokens come from :meth:`sample_tokens`."""
         pipeline = self._usable()
-        if not self._draws:
+        if not self._publishes:
             if scheduler_output.total_num_scheduled_tokens:
                 pipeline.telemetry.live.add(Word.FALLBACKS)
             return self.collective_rpc(
@@ -153,7 +153,7 @@ class Executor(VllmExecutor):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
         """The tokens of the iteration published last, or a future of them."""
-        if not self._draws:
+        if not self._publishes:
             return self.collective_rpc(
                 "sample_tokens",
                 args=(grammar_output,),
@@ -191,9 +191,9 @@ class Executor(VllmExecutor):
         return int(parallel.world_size - parallel.tensor_parallel_size)
 
     @property
-    def _draws(self) -> bool:
-        """Whether the stage runner and the samplers are used, and not vLLM's own."""
-        return not self._setup.reason
+    def _publishes(self) -> bool:
+        """Whether SiPipe's stages run iterations, and not vLLM's own steps."""
+        return self._setup.path != "vllm"
 
     def _usable(self) -> Pipeline:
         if self._failure is not None:

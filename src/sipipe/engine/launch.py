@@ -100,7 +100,8 @@ def announce(setup: Setup) -> None:
         check_directory(setup.config.trace)
     print("\n".join(setup.describe()), file=sys.stderr, flush=True)
     if setup.reason:
-        print(f"vLLM's own runner and sampler are used: {setup.reason}", file=sys.stderr)
+        used = "runner and sampler are" if setup.path == "vllm" else "sampler is"
+        print(f"vLLM's own {used} used: {setup.reason}", file=sys.stderr)
 
 
 KV_CACHE_SHARE = 0.4

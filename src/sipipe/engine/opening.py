@@ -41,13 +41,18 @@ logger = init_logger(f"vllm.{__name__}")
 
 T = TypeVar("T")
 
+_WITHOUT_SAMPLERS = {
+    "device": "vLLM's sampler on the last stage",
+    "vllm": "vLLM's runner and sampler",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
     """What runs."""
 
     setup: Setup
-    """As decided before, or for vLLM's own path if that was measured to be better."""
+    """As decided before, or with vLLM's sampler if that was measured to be better."""
     samplers: int
     vocabulary: Vocabulary
     """Who multiplies by the output projection."""
@@ -59,7 +64,7 @@ class Running:
         setup = self.setup
         parts = (
             f"{_counted(setup.stages, 'stage')} x {_counted(setup.ranks, 'rank')}",
-            "vLLM's runner and sampler" if setup.reason else _counted(self.samplers, "sampler"),
+            _WITHOUT_SAMPLERS.get(setup.path) or _counted(self.samplers, "sampler"),
             f"{_counted(setup.slots, 'microbatch', 'es')} in flight",
             f"links: {', '.join(dict.fromkeys(link.transport for link in self.links)) or 'none'}",
         )
@@ -93,14 +98,14 @@ class Opening:
         """
         setup, vocabulary, draws = self._setup, Vocabulary(), "off"
         ranks = self._calls.ask(Describe(), self._seconds)[-setup.ranks :]
-        if setup.reason:
+        if setup.path != "sipipe":
             self._calls.ask(OpenChannels(links=self._links), self._seconds)
         else:
             vocabulary, draws = self._open_logits(ranks), setup.config.cpu_sampling
             drawing = self._last.do(OpenSamplers())
             draws = self._choose(drawing) if setup.measures else draws
             if draws == "off":
-                setup = setup.fall_back("CPU samplers would not be worth it here, as was measured")
+                setup = setup.on_device("CPU samplers would not be worth it here, as was measured")
                 vocabulary = setup.vocabulary
                 self._last.do(EndSamplers())
         return Running(

@@ -117,13 +117,13 @@ class Pipeline:
         """
         addresses = {remote.here[0]: remote.address for remote in self._remotes}
         running = Opening(self._setup, self._samplers, self.calls, self._last, addresses).open()
-        if not running.setup.reason:
-            self._tracker.per_row = running.draws == "per_row"
+        if running.setup.path != "vllm":
+            self._tracker.draws = running.draws
             shared = (self.iterations, self._tracker, self._gather, self.telemetry)
             self._resolver = Resolver(*shared, self.failed)
             self._closing.callback(self._resolver.close)
             self.dispatcher = Dispatcher(self._bus, *shared)
-        self.telemetry.ready(running.setup.reason)
+        self.telemetry.ready(running.setup)
         return running
 
     def _ask(self) -> None:

@@ -94,8 +94,9 @@ class RequestTracker:
     """
 
     def __init__(self, *, engine_seed: int, balancer: Balancer) -> None:
-        self.per_row = False
-        """Whether requests that ask for no more than a temperature are drawn on the device."""
+        self.draws = "on"
+        """Who draws, as ``cpu_sampling`` says it: ``"per_row"`` has requests that ask for no more
+        than a temperature drawn on the device, ``"off"`` all."""
         self._engine_seed = engine_seed
         self._balancer = balancer
         self._requests: dict[str, TrackedRequest] = {}
@@ -168,12 +169,12 @@ class RequestTracker:
                 request = self._add(new.req_id, prompt, new.sampling_params, beside)
                 if request.sampler != ON_DEVICE:
                     added.append(request.added())
-                else:
+                elif self.draws == "per_row":
                     _give_seed(new, request)
             else:  # preempted: it begins anew, with its tokens so far
                 assert new.prefill_token_ids is not None, "the second runner's scheduling output"
                 held.append((resumed, len(new.prefill_token_ids) - len(resumed.prompt)))
-                if resumed.sampler == ON_DEVICE:
+                if resumed.sampler == ON_DEVICE and self.draws == "per_row":
                     _give_seed(new, resumed)
         cached = output.scheduled_cached_reqs
         fill = len(cached.new_token_ids) != len(cached.req_ids)
@@ -222,7 +223,7 @@ class RequestTracker:
             tokens=int32_bytes(tokens),
             rows=int32_bytes(rows),
             owners=int32_bytes(owners),
-            grammar=output.has_structured_output_requests and bool(rows),
+            grammar=output.has_structured_output_requests and (bool(rows) or self.draws == "off"),
         )
         return Work(
             step=step,
@@ -273,16 +274,17 @@ class RequestTracker:
     ) -> TrackedRequest:
         assert sampling_params is not None, "pooling requests do not reach the samplers"
         error, name = "", self._names.pop(request_id, None) or self._name(request_id)
-        try:
-            params = sequence_params(sampling_params, derive_seed(self._engine_seed, name))
-        except ValueError as problem:
-            params, error = SequenceParams(temperature=0.0), str(problem)
-        cost = self._balancer.cost(params)
+        params, cost = SequenceParams(temperature=0.0), 0.0
+        here = self.draws == "off" or (self.draws == "per_row" and is_plain(sampling_params))
+        if self.draws != "off":  # else vLLM's sampler knows its own parameters
+            try:
+                params = sequence_params(sampling_params, derive_seed(self._engine_seed, name))
+            except ValueError as problem:
+                error = str(problem)
+            cost = self._balancer.cost(params)
         request = TrackedRequest(
             handle=self._next_handle,
-            sampler=ON_DEVICE
-            if self.per_row and is_plain(sampling_params)
-            else self._balancer.place(cost, beside),
+            sampler=ON_DEVICE if here else self._balancer.place(cost, beside),
             params=params,
             cost=cost,
             prompt=prompt,

@@ -117,7 +117,9 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
 
     A request whose logits have no distribution, or which no sampler can draw for, gets no token.
     """
-    work = iteration.work
+    work, report = iteration.work, iteration.report
+    if report is not None and report.output is not None:
+        return report.output
     index = {request_id: i for i, request_id in enumerate(work.request_ids)}
     tokens: list[list[int]] = [[] for _ in work.request_ids]
     logprobs: dict[int, LogprobsLists] = {}
@@ -132,7 +134,6 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
             )
         for row, reason in part.errors:
             iteration.errors[work.sampled[row]] = reason
-    report = iteration.report
     for request_id, token in zip(work.on_device, report.tokens if report else (), strict=True):
         tokens[index[request_id]].append(token)
     return ModelRunnerOutput(

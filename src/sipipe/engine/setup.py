@@ -28,9 +28,9 @@ from sipipe.engine.compatibility import (
     STOCK_WORKERS,
     check_features,
     check_second_runner,
+    choose_path,
     device_may_draw,
     uses_second_runner,
-    why_not_sipipe,
 )
 from sipipe.engine.hosts import check_hosts, named, stages_of_hosts
 from sipipe.engine.layers.choose import choose_layers, describe_layers
@@ -77,8 +77,10 @@ class Setup:
 
     vllm_config: VllmConfig
     config: SiPipeConfig
+    path: Path
+    """Who draws."""
     reason: str
-    """Why vLLM's own runner and sampler are used; empty on SiPipe's path."""
+    """Why it is not SiPipe's samplers; empty where they draw."""
     layers: tuple[int, ...]
     """Decoder layers of each stage."""
     vocabulary: Vocabulary
@@ -115,7 +117,7 @@ class Setup:
                 self.vllm_config,
                 self.config,
                 self.layers,
-                by_cost=not self.reason and not self.vocabulary.parts,
+                by_cost=self.path == "sipipe" and not self.vocabulary.parts,
             ),
             str(self.vocabulary),
             runner,
@@ -144,10 +146,6 @@ class Setup:
         )
 
     @property
-    def path(self) -> Path:
-        return "vllm" if self.reason else "sipipe"
-
-    @property
     def stages(self) -> int:
         """p."""
         return int(self.vllm_config.parallel_config.pipeline_parallel_size)
@@ -160,7 +158,7 @@ class Setup:
     @property
     def slots(self) -> int:
         """Microbatches in flight, m."""
-        return self.stages if self.reason else self.config.resolved_inflight(self.stages)
+        return self.stages if self.path == "vllm" else self.config.resolved_inflight(self.stages)
 
     @property
     def logits_rows(self) -> int:
@@ -178,7 +176,7 @@ class Setup:
         """Whether it is measured, once the model is loaded, if CPU samplers draw: not where nothing
         else can (docs/configuration.md)."""
         asked = self.config.cpu_sampling
-        return not self.reason and asked == "auto" and device_may_draw(self.vllm_config)
+        return self.path == "sipipe" and asked == "auto" and device_may_draw(self.vllm_config)
 
     @property
     def microbatch(self) -> int:
@@ -200,9 +198,9 @@ class Setup:
         """Of activations, such as ``"bfloat16"``."""
         return str(self.vllm_config.model_config.dtype).removeprefix("torch.")
 
-    def fall_back(self, reason: str) -> Setup:
-        """The setup of an engine whose loaded model is better run by vLLM itself."""
-        return dataclasses.replace(self, reason=reason, vocabulary=Vocabulary())
+    def on_device(self, reason: str) -> Setup:
+        """The setup of an engine whose tokens are better drawn by vLLM's sampler."""
+        return dataclasses.replace(self, path="device", reason=reason, vocabulary=Vocabulary())
 
     def apply(self) -> None:
         """Set in vLLM's configuration what the executor, which the user named, brings with it:
@@ -222,7 +220,7 @@ class Setup:
         if self.config.devices is not None:
             assign_devices(vllm_config, self.config.devices)
         scheduler = vllm_config.scheduler_config
-        if self.reason:
+        if self.path == "vllm":
             logger.warning("SiPipe leaves this engine on vLLM's own path: %s", self.reason)
             additional = vllm_config.additional_config
             vllm_config.additional_config = {
@@ -231,7 +229,10 @@ class Setup:
             }
             if scheduler.scheduler_cls == PIPELINE_SCHEDULER:
                 scheduler.scheduler_cls = None
-        elif scheduler.scheduler_cls is None and self.config.scheduler == "pipeline":
+            return
+        if self.path == "device":
+            logger.info("vLLM's sampler draws on the last stage: %s", self.reason)
+        if scheduler.scheduler_cls is None and self.config.scheduler == "pipeline":
             scheduler.scheduler_cls = PIPELINE_SCHEDULER
 
     @contextmanager
@@ -268,7 +269,7 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
         )
     check_features(vllm_config)
     config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
-    reason = why_not_sipipe(vllm_config, config)
+    path, reason = choose_path(vllm_config, config)
     parallel = vllm_config.parallel_config
     check_hosts(config.hosts, node)
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
@@ -278,17 +279,18 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
         this_machine(),
         stages=len(here),
         tensor_parallel=tp,
-        samplers=0 if reason or stages - 1 not in here else config.samplers,
+        samplers=0 if path != "sipipe" or stages - 1 not in here else config.samplers,
         placement=config.cores,
         device="cpu" if current_platform.is_cpu() else "cuda",
         nodes=_nodes(config.devices or range(len(here) * tp)),
     )
-    layers, vocabulary = choose_layers(vllm_config, config, by_cost=not reason), Vocabulary()
-    if not reason:
+    layers, vocabulary = choose_layers(vllm_config, config, by_cost=path == "sipipe"), Vocabulary()
+    if path == "sipipe":
         vocabulary, layers = choose_vocabulary(vllm_config, config, layers)
     return Setup(
         vllm_config=vllm_config,
         config=config,
+        path=path,
         reason=reason,
         layers=layers,
         vocabulary=vocabulary,

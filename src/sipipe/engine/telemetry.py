@@ -106,9 +106,9 @@ class Telemetry(Figures):
         self.live.add(Word.IDLE_NS, ended - began)
         self._recorder.record(Phase.IDLE, 0, 0, began, ended)
 
-    def ready(self, reason: str) -> None:
-        """The engine can serve: say on the page how it does; ``reason`` as :class:`Setup` has it."""
-        self._page.ready("vllm" if reason else "sipipe", reason, vllm.__version__)
+    def ready(self, setup: Setup) -> None:
+        """The engine can serve: say on the page how it does."""
+        self._page.ready(setup.path, setup.reason, vllm.__version__)
 
     def measured_times(self) -> MeasuredTimes:
         """The times of stages, samplers and this process, as a controller's input."""

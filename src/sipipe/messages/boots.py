@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 10.0
 """How long a worker may take to end by itself before it is told to, and then made to."""
 
-Path = Literal["sipipe", "vllm"]
-"""Who runs the model: SiPipe's runner and samplers, or vLLM's unmodified ones."""
+Path = Literal["sipipe", "device", "vllm"]
+"""Who draws: SiPipe's samplers; vLLM's sampler on the last stage's device, on SiPipe's stages; or
+vLLM's unmodified runner and sampler, called step by step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class OpenChannels(Request[None], frozen=True):
     """From the last stage to each other, where the output projection is shared out; by rank of the
     receiver."""
     logits: Any = None
-    """Endpoint of BIC-L; None on vLLM's own path."""
+    """Endpoint of BIC-L; None where no sampler draws."""
 
 
 class Measure(Request[Measured], frozen=True):

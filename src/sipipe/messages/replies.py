@@ -4,9 +4,14 @@ Everything else that an engine tells a running child travels on BIC-I, in order 
 A child that fails sends the exception itself.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import ModelRunnerOutput
 
 ASK_STATUS = b"what are you doing"
 """Sent as it is, not pickled; the answer is a :class:`Status`."""
@@ -62,7 +67,9 @@ class IterationReport:
     """The last stage has run an iteration for which the engine waits for its word."""
 
     iteration: int
-    prompt_logprobs: Mapping[str, Any]
+    output: ModelRunnerOutput | None = None
+    """All of it, where vLLM's sampler draws; None: what follows."""
+    prompt_logprobs: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's ``LogprobsTensors`` by request id, of prompts that are complete now."""
     prompt_scores: Mapping[str, Any] = field(default_factory=dict)
     """The same of ``prompt_logprob_token_ids``, a tensor of each request."""

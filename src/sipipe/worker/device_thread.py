@@ -44,6 +44,8 @@ class Launched:
     """What vLLM's ``sample_tokens`` returned."""
     draws: bool = False
     """Whether ``output`` has tokens that were drawn on the device, which are to be reported."""
+    whole: bool = False
+    """Whether the engine is told all of ``output``, since no sampler draws."""
     reports: bool = False
     """Whether the engine may wait for this rank's word: for those tokens, for prompt
     log-probabilities, or because no sampler will say anything."""

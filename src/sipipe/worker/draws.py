@@ -1,15 +1,17 @@
-"""What draws the tokens of a stage on vLLM's second runner, in the place of its own sampling.
+"""What draws the tokens of a stage on vLLM's second runner.
 
-The runner's ``sample`` is replaced on the last stage: it computes the logits of the rows that
-sample, and leaves the drawing to the CPU samplers, or to the device for rows that ask for no more
-than a temperature. Where all tokens are the samplers', nobody looks at the runner's output, and
-``sample_tokens`` makes none. The other stages have nothing to draw.
+Where CPU samplers draw, the runner's ``sample`` is replaced on the last stage: it computes the
+logits of the rows that sample, and leaves the drawing to the samplers, or to the device for rows
+that ask for no more than a temperature. Where all tokens are the samplers', nobody looks at the
+runner's output, and ``sample_tokens`` makes none. Elsewhere the last stage samples as vLLM does
+(:class:`WholeBatch`), and the engine gets the runner's output. The other stages have nothing to draw.
 
 Who runs here: the device thread; before the first iteration, whoever follows BIC-I.
 """
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +22,11 @@ import numpy.typing as npt
 import torch
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.utils import torch_utils
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from sipipe.errors import DamagedError, StallError
 from sipipe.worker.device import Device
 from sipipe.worker.device_sampler import DeviceSampler
 from sipipe.worker.device_thread import Launched
@@ -69,6 +73,8 @@ class NothingDrawn:
     stage_logits: StageLogits | None = None
     """Computes this rank's columns of the logits; None: there are none here."""
     projection = Projection()
+    reads_states = False
+    """Whether the runner's request states are looked at, which rot where SiPipe prepares."""
 
     def take_over(self, *, per_row: bool) -> None:
         """From now on CPU samplers draw, and nothing of vLLM's sampler is kept.
@@ -82,8 +88,59 @@ class NothingDrawn:
     def begin(self, inputs: ModelInput, launched: Launched) -> None:
         """An iteration is launched next."""
 
+    def restrict(self, iteration: int, output: GrammarOutput | None) -> None:
+        """Whoever follows BIC-I: what the next token of some requests of ``iteration`` may be."""
+
+    def grammar(self, inputs: ModelInput) -> GrammarOutput | None:  # noqa: ARG002
+        """The same, for vLLM's sampler, of the iteration that is being launched."""
+        return None
+
     def end(self) -> None:
         """It is launched."""
+
+    def close(self) -> None:
+        """End a wait for a grammar; the process ends."""
+
+
+class WholeBatch(NothingDrawn):
+    """On the last stage: vLLM's own sampler draws all rows.
+
+    Args:
+        reports: this rank tells the engine what was drawn.
+        stall_timeout: seconds to wait for the engine's grammar, which it makes while the layers run.
+    """
+
+    reads_states = True
+
+    def __init__(self, *, reports: bool, stall_timeout: float) -> None:
+        self._reports = reports
+        self._stall_timeout = stall_timeout
+        self._grammars: queue.SimpleQueue[tuple[int, GrammarOutput | None]] = queue.SimpleQueue()
+
+    def begin(self, inputs: ModelInput, launched: Launched) -> None:  # noqa: ARG002
+        launched.whole = launched.reports = self._reports
+
+    def restrict(self, iteration: int, output: GrammarOutput | None) -> None:
+        self._grammars.put((iteration, output))
+
+    def grammar(self, inputs: ModelInput) -> GrammarOutput | None:
+        if not inputs.output.has_structured_output_requests:
+            return None
+        try:
+            # wait: `stall_timeout`; the engine's message, `close`
+            iteration, output = self._grammars.get(timeout=self._stall_timeout)
+        except queue.Empty:
+            raise StallError(
+                f"waited {self._stall_timeout:g} s for the grammar of iteration {inputs.iteration}"
+            ) from None
+        if iteration != inputs.iteration:
+            raise DamagedError(
+                f"channel bic-i: the grammar of iteration {iteration} came for {inputs.iteration}"
+            )
+        return output
+
+    def close(self) -> None:
+        self._grammars.put((-1, None))
 
 
 class LastRows(NothingDrawn):

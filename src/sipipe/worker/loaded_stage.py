@@ -23,14 +23,14 @@ from sipipe.messages.link import LinkEndpoint, buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.measured import Measured
 from sipipe.worker.device import HostDevice, stage_device
-from sipipe.worker.draws import LastRows, NothingDrawn, feedback_of
+from sipipe.worker.draws import LastRows, NothingDrawn, WholeBatch, feedback_of
 from sipipe.worker.inputs.buffers import PackedInputBuffers
 from sipipe.worker.links import Links
 from sipipe.worker.logits import LogitsHandover
 from sipipe.worker.measure import measure_stage
 from sipipe.worker.sampled_stage import SampledStage
 from sipipe.worker.sharing import Sharing
-from sipipe.worker.stage import Surroundings, VllmStage
+from sipipe.worker.stage import Surroundings
 
 
 class LoadedStage:
@@ -58,7 +58,7 @@ class LoadedStage:
 
 
 class LoadedSampledStage(LoadedStage):
-    """On SiPipe's path; made before vLLM warms its runner up, whose sampling it replaces."""
+    """On SiPipe's stages; made before vLLM warms its runner up, whose sampling it may replace."""
 
     def __init__(self, around: Surroundings) -> None:
         super().__init__(around)
@@ -76,7 +76,7 @@ class LoadedSampledStage(LoadedStage):
         self._projection = self._draws.projection
         self._logits: LogitsHandover | None = None
         """This rank's writer of BIC-L, if it is one."""
-        if not boot.measures:
+        if boot.path == "sipipe" and not boot.measures:
             self.take_over(boot.config.cpu_sampling)
 
     def take_over(self, draws: str) -> None:
@@ -143,12 +143,16 @@ class LoadedSampledStage(LoadedStage):
             self._around, links, self._device, self._draws, self._projection, self._logits
         )
 
-    def leave(self, links: Links) -> VllmStage:
-        """vLLM's own path goes on from here, after what was measured."""
+    def draw_here(self) -> None:
+        """vLLM's own sampler draws from now on, and nobody reads logits."""
+        around = self._around
+        if around.runner.is_last_pp_rank:
+            bound = around.boot.config.stall_timeout
+            self._draws = WholeBatch(reports=around.reports, stall_timeout=bound)
         if self._logits is not None:
             self._device.unlock_pages(self._logits.buffer)
             self._logits.close()
-        return VllmStage(self._around, links)
+            self._logits = None
 
     def close(self) -> None:
         self._projection.close()

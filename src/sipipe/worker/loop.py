@@ -59,7 +59,7 @@ class StageLoop:
         )
         self._sockets = list(sockets)
         self._links = Links(boot.place)
-        kind = LoadedSampledStage if boot.path == "sipipe" else LoadedStage
+        kind = LoadedStage if boot.path == "vllm" else LoadedSampledStage
         self._loaded = kind(self._around)
         self.stage = ClosedStage()
         wrapper.worker.reserved = self._loaded.device_bytes()
@@ -68,7 +68,7 @@ class StageLoop:
 
     @property
     def _sampled(self) -> LoadedSampledStage:
-        assert isinstance(self._loaded, LoadedSampledStage), "vLLM's own path has no samplers"
+        assert isinstance(self._loaded, LoadedSampledStage), "vLLM's own path has no such stage"
         return self._loaded
 
     def answer(self, request: Request[Any]) -> Any:
@@ -98,24 +98,26 @@ class StageLoop:
         """Open this rank's ends of the links and, where it writes logits, the writer of BIC-L.
 
         ``finals``: the links from the last stage to each other, where the output projection is
-        shared out; by rank of the receiver. ``logits`` is None when the engine runs on vLLM's own
-        path.
+        shared out; by rank of the receiver. ``logits`` is None where no sampler draws.
         """
         around = self._around
         self._links = Links.open(around.boot.place, links, self._sockets, around.fail)
-        if logits is None:
-            self.stage = VllmStage(self._around, self._links)
+        if around.boot.path == "vllm":
+            self.stage = VllmStage(around, self._links)
             return
-        self._sampled.open(logits, finals, self._sockets)
-        if not self._around.boot.measures:
+        if logits is None:
+            self._sampled.draw_here()
+        else:
+            self._sampled.open(logits, finals, self._sockets)
+        if not around.boot.measures:
             self.stage = self._sampled.begin(self._links)
 
     def _settle(self, draws: str) -> None:
         """Who draws, as ``cpu_sampling`` says it, now that it was measured; no iteration has run."""
         if draws == "off":
-            self.stage = self._sampled.leave(self._links)
-            return
-        self._sampled.take_over(draws)
+            self._sampled.draw_here()
+        else:
+            self._sampled.take_over(draws)
         self.stage = self._sampled.begin(self._links)
 
     def run_vllm(self, output: SchedulerOutput) -> Any:

@@ -50,7 +50,7 @@ from sipipe.ipc.ring.dispatch import DispatchReader
 from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.calls import Request
 from sipipe.messages.header import Kind, decode_header
-from sipipe.messages.replies import IterationReport, Ready, Reply
+from sipipe.messages.replies import Ready, Reply
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
 from sipipe.worker.world import cut_model
@@ -153,7 +153,7 @@ class Main:
             boot,
             wrapper,
             self._sockets,
-            self._report,
+            self._parent.say,
             self._recorder,
             partial(_say_failure, self._parent),
         )
@@ -194,9 +194,12 @@ class Main:
         began = time.monotonic_ns()
         with reader.receive() as message:
             header = decode_header(message.parts[0])
-            if header.kind is Kind.GRAMMAR:
-                return
+            if header.kind is Kind.GRAMMAR and len(message.parts) == 2:
+                return  # the samplers'
             body, *buffers = [bytes(part) for part in message.parts[2:]]
+        if header.kind is Kind.GRAMMAR:
+            loop.stage.grammar(header.number, pickle.loads(body, buffers=buffers))
+            return
         if header.kind is Kind.CONTROL:
             self._run_call(loop, header.number, partial(pickle.loads, body, buffers=buffers))
             return
@@ -247,22 +250,6 @@ class Main:
             return loop.run_vllm
         found: Callable[..., Any] = getattr(self._wrapper, method)
         return found
-
-    def _report(
-        self,
-        iteration: int,
-        prompt_logprobs: dict[str, Any],
-        tokens: Sequence[int] = (),
-        prompt_scores: dict[str, Any] | None = None,
-    ) -> None:
-        self._parent.say(
-            IterationReport(
-                iteration=iteration,
-                prompt_logprobs=prompt_logprobs,
-                tokens=tokens,
-                prompt_scores=prompt_scores or {},
-            )
-        )
 
     def _doing(self) -> str:
         parts = [self._call, self._loop.doing() if self._loop is not None else ""]

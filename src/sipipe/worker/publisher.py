@@ -17,8 +17,7 @@ Rejected
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
-
+from sipipe.messages.replies import IterationReport
 from sipipe.observe.phases import Phase
 from sipipe.worker.device import Device
 from sipipe.worker.device_thread import DeviceThread, Launched
@@ -31,8 +30,7 @@ class Publisher(DeviceThread):
     Args:
         device: the one it runs on.
         logits: this rank's writer of BIC-L, if it has one.
-        report: tells the engine that an iteration has run, its prompt log-probabilities, the
-            tokens that were drawn on the device, and the scores of prompts' named tokens.
+        report: tells the engine that an iteration has run.
         record: takes a phase: its iteration, when it began and when it ended.
         fail: told, from the publisher's thread, what ended it.
         stall_timeout: seconds for which a late sampler may hold an entry.
@@ -43,7 +41,7 @@ class Publisher(DeviceThread):
         device: Device,
         logits: LogitsHandover | None,
         *,
-        report: Callable[[int, dict[str, Any], list[int], dict[str, Any]], None],
+        report: Callable[[IterationReport], None],
         record: Callable[[Phase, Launched, int, int], None],
         fail: Callable[[Exception], None],
         stall_timeout: float,
@@ -80,8 +78,17 @@ class Publisher(DeviceThread):
                 # Not a phase of the stage: its device runs the next iteration meanwhile.
                 device.wait(copied)
         if launched.reports:
-            # Waits for vLLM's copies to the host, which have a stream of their own.
-            found = launched.output.get_output()
-            tokens = launched.output.sampled_token_ids.ravel().tolist() if launched.draws else []
-            scores = {r: t for r, t in found.prompt_logprobs_dict.items() if t is not None}
-            self._report(launched.iteration, scores, tokens, found.prompt_token_id_logprobs_dict)
+            self._report(_word(launched))
+
+
+def _word(launched: Launched) -> IterationReport:
+    # Waits for vLLM's copies to the host, which have a stream of their own.
+    found = launched.output.get_output()
+    if launched.whole:
+        return IterationReport(iteration=launched.iteration, output=found)
+    return IterationReport(
+        iteration=launched.iteration,
+        prompt_logprobs={r: t for r, t in found.prompt_logprobs_dict.items() if t is not None},
+        prompt_scores=found.prompt_token_id_logprobs_dict,
+        tokens=launched.output.sampled_token_ids.ravel().tolist() if launched.draws else (),
+    )

@@ -1,10 +1,10 @@
-"""A stage on vLLM's second runner, whose tokens CPU samplers draw: one kind for CPUs and GPUs.
+"""A stage on vLLM's second runner, of SiPipe's path: one kind for CPUs and GPUs.
 
 The runner has the model, its KV cache, graphs, LoRA, encoders and states. What SiPipe has is what is
 around a forward pass: inputs are prepared ahead by a thread of their own
 (:mod:`sipipe.worker.preparation`, :mod:`sipipe.worker.double_buffer`), hidden states come and go on
-links, the last stage's logits go to the samplers (:mod:`sipipe.worker.draws`), and results are
-handed on when the device has them (:mod:`sipipe.worker.publisher`).
+links, the last stage's logits go to the samplers or to vLLM's own
+(:mod:`sipipe.worker.draws`), and results are handed on when the device has them (:mod:`sipipe.worker.publisher`).
 
 Who runs here: the preparing thread in :meth:`SampledStage.prepare`; the device thread in
 :meth:`SampledStage.run` and what the runner receives and sends through; whoever follows BIC-I in
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from sipipe.observe.phases import Phase
 from sipipe.worker.device import Device
@@ -80,12 +80,19 @@ class SampledStage(VllmStage):
             stall_timeout=bound,
         )
         self._preparation: Preparation = VllmPrepares()
-        if not why_vllm_prepares(runner):
+        if not (draws.reads_states or why_vllm_prepares(runner)):
             slots = boot.watched.inflight
             self._preparation = SiPipePrepares(runner, device, slots=slots, sets=SETS)
         self.double_buffer = DoubleBuffer(
-            self, sets=SETS, stall_timeout=bound, interrupt=links.interrupt
+            self, sets=SETS, stall_timeout=bound, interrupt=self._interrupt
         )
+
+    def _interrupt(self) -> None:
+        self._links.interrupt()
+        self._draws.close()
+
+    def grammar(self, iteration: int, output: GrammarOutput | None) -> None:
+        self._draws.restrict(iteration, output)
 
     def expect(self, iteration: int, row: int) -> None:
         self._expect(iteration, row)
@@ -114,7 +121,7 @@ class SampledStage(VllmStage):
             self._preparation.begin(inputs)
             self._draws.begin(inputs, launched)
             self._around.wrapper.execute_model(inputs.output)
-            launched.output = self._around.worker.sample_tokens(None)
+            launched.output = self._around.worker.sample_tokens(self._draws.grammar(inputs))
             self._draws.end()
         launched.last = self._device.mark()
         self._publisher.put(launched)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_pp_group
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from sipipe.messages.boots import WorkerBoot
+from sipipe.messages.replies import IterationReport
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.device_thread import Launched
@@ -27,7 +28,7 @@ from sipipe.worker.links import Links
 if TYPE_CHECKING:
     from sipipe.worker.double_buffer import DoubleBuffer
 
-Report = Callable[..., None]
+Report = Callable[[IterationReport], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,9 @@ class ClosedStage:
 
     def expect(self, iteration: int, row: int) -> None:
         """The iteration's logits will have the rows of BIC-L from ``row`` on."""
+
+    def grammar(self, iteration: int, output: GrammarOutput | None) -> None:
+        """What the next token of some requests of ``iteration`` may be."""
 
     def drain(self) -> None:
         """Return when nothing of an iteration is in the worker."""
