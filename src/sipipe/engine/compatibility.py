@@ -112,35 +112,31 @@ def uses_second_runner(vllm_config: VllmConfig) -> bool:
         return bool(VllmConfig.use_v2_model_runner.__get__(vllm_config))
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return bool(envs.VLLM_USE_V2_MODEL_RUNNER)
-    if vllm_config.watermark_config is not None:
-        return True  # the first one would leave watermarks out, and say nothing
-    return not _needs_kernels(vllm_config)
+    return not _vllms_own(vllm_config)
 
 
 def device_may_draw(vllm_config: VllmConfig) -> bool:
-    """Whether the last stage's device can draw tokens beside CPU samplers: on vLLM's second runner,
-    where the kernels of its sampler are, which a CPU has only with Triton."""
+    """Whether the last stage's device has the kernels of vLLM's second runner's sampler, which a CPU
+    has only with Triton: it can draw beside CPU samplers."""
     return (HAS_TRITON or not current_platform.is_cpu()) and uses_second_runner(vllm_config)
 
 
 def check_second_runner(vllm_config: VllmConfig) -> None:
-    """Refuse a second runner that would have to draw and cannot.
+    """Refuse a second runner that lacks the kernels which an option asks for.
 
     Raises:
         ConfigError: one line that names the option.
     """
-    reason = _needs_kernels(vllm_config)
+    reason = _vllms_own(vllm_config)
+    if vllm_config.model_config.return_sampling_mask:
+        reason = "sampling masks (--return-sampling-mask) come from vLLM's own sampler"
+    if vllm_config.watermark_config is not None:
+        reason = "watermarks (--watermark-config) are put in by vLLM's own sampler"
     if reason and current_platform.is_cpu() and not HAS_TRITON:
         raise ConfigError(
             f"{reason}, and that of its second model runner needs Triton on CPUs: leave the option "
             "out, or VLLM_USE_V2_MODEL_RUNNER=1 where that is set"
         )
-
-
-def _needs_kernels(vllm_config: VllmConfig) -> str:
-    """Why vLLM's sampler or pooler is needed, whichever of its runners there is."""
-    config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
-    return _vllms_own(vllm_config) or _vllms_sampler(vllm_config, config)
 
 
 def _vllms_sampler(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
@@ -154,6 +150,8 @@ def _vllms_sampler(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         return "sampling masks (--return-sampling-mask) come from vLLM's own sampler"
     if vllm_config.watermark_config is not None:
         return "watermarks (--watermark-config) are put in by vLLM's own sampler"
+    if model.enable_prompt_embeds:
+        return "prompt embeddings (--enable-prompt-embeds) are taken by vLLM's own sampler alone"
     if vllm_config.aux_output_config.enabled:
         return (
             "routed experts (--enable-return-routed-experts) come with vLLM's own sampler's output"
@@ -168,8 +166,6 @@ def _vllms_own(vllm_config: VllmConfig) -> str:
         return "pooling models have no tokens to sample"
     if model.is_encoder_decoder:
         return "encoder-decoder models need vLLM's cross-attention path"
-    if model.enable_prompt_embeds:
-        return "prompt embeddings (--enable-prompt-embeds) need vLLM's own runner"
     if getattr(vllm_config.scheduler_config, "async_scheduling", False):
         return "asynchronous scheduling keeps sampled tokens on the device"
     if model.is_diffusion:

@@ -12,7 +12,7 @@ vLLM is touched, and nothing happens to engines that do not ask for SiPipe.
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -45,7 +45,7 @@ def register() -> None:
         with _one_line():
             require_vllm()  # where this is another vLLM
             from sipipe.config import SiPipeConfig
-            from sipipe.engine.compatibility import check_features, check_stages
+            from sipipe.engine.compatibility import check_features, check_stages, device_may_draw
             from sipipe.engine.executor import Executor
             from sipipe.engine.setup import PipelineVllmConfig
 
@@ -58,6 +58,8 @@ def register() -> None:
                 made = create(self, *args, **kwargs)
             check_features(made)
             check_stages(made)
+            if made.model_config.logits_processors and not device_may_draw(made):
+                take_first_processors()
             return made
 
     create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
@@ -78,6 +80,17 @@ def _one_line() -> Iterator[None]:
             raise
         print(f"sipipe: {error}", file=sys.stderr, flush=True)
         sys.exit(error.status)
+
+
+def take_first_processors() -> None:
+    """Have vLLM's front end look at custom logits processors as those of its PyTorch sampler
+    (:mod:`sipipe.worker.torch_rows`), though the runner is the second one."""
+    from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
+    from vllm.v1.worker.gpu.sample import logits_processor
+
+    logits_processor.build_custom_logits_processors_params_validator = lambda processors: partial(
+        validate_logits_processors_parameters, processors
+    )
 
 
 def tell_clients_why() -> None:

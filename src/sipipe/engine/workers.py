@@ -19,6 +19,7 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.utils.system_utils import get_mp_context
 
 from sipipe.engine.children import Child, Children
+from sipipe.engine.compatibility import device_may_draw
 from sipipe.engine.layers.cut import layer_split
 from sipipe.engine.setup import Setup
 from sipipe.ipc.rendezvous import remove_rendezvous
@@ -88,6 +89,7 @@ class Workers:
                 cut_evenly=layers == layer_split(sum(layers), len(layers)),
                 parts=setup.vocabulary.parts,
                 measures=setup.measures,
+                sampler_kernels=device_may_draw(setup.vllm_config),
                 cpus=() if on_cpu else setup.cores.workers[local_rank // tp][place.tp_rank],
             )
             worker.say(_preparation(f"SiPipeWorker-{place.name}", spawned))

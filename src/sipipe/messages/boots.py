@@ -65,6 +65,8 @@ class WorkerBoot:
     measures: bool = False
     """Whether it is measured, on the loaded model, if CPU samplers draw; until then vLLM's own
     sampler is there."""
+    sampler_kernels: bool = True
+    """Whether the device has the kernels of vLLM's sampler of its second runner."""
     cpus: tuple[int, ...] = ()
     """What a GPU's worker is bound to; empty: to nothing. vLLM binds a CPU's worker itself."""
 

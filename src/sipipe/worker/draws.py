@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.utils import torch_utils
-from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
@@ -39,16 +39,19 @@ Rows = npt.NDArray[np.int64]
 
 
 @contextmanager
-def stand_ins(*, draws: bool) -> Iterator[None]:
+def stand_ins(*, own_sampler: bool) -> Iterator[None]:
     """While active, a second runner that vLLM makes or loads takes our parts for its own.
 
-    ``draws``: CPU samplers do, so that vLLM's sampler is not made.
+    ``own_sampler``: it has vLLM's sampler of that runner, and custom logits processors of its kind.
     """
     with patch.object(model_runner, "PPHandler", TokenFeedback):
-        if not draws:
+        if own_sampler:
             yield
             return
-        with patch.object(model_runner, "Sampler", StandInSampler):
+        with (
+            patch.object(model_runner, "Sampler", StandInSampler),
+            patch.object(model_runner, "build_custom_logits_processors", lambda *_: ()),
+        ):
             yield
 
 
@@ -309,16 +312,22 @@ class LastRows(NothingDrawn):
         first the samplers', then those drawn here. And how many of the former."""
         rows = inputs.sampled
         if rows is None:  # vLLM has prepared, and sorted
-            samples = batch.num_computed_tokens_np + batch.num_scheduled_tokens
-            samples = samples >= batch.prefill_len_np
-            place = {req_id: row for row, req_id in enumerate(batch.req_ids)}
-            scheduled = map(place.__getitem__, inputs.output.num_scheduled_tokens)
-            order = np.fromiter(scheduled, np.int64, len(place))
-            rows = order[samples[order]]
+            rows = sampling_rows(inputs.output, batch)
         here = self._on_device[batch.idx_mapping_np[rows]]
         if not here.any():
             return rows, len(rows)
         return np.concatenate((rows[~here], rows[here])), len(rows) - int(here.sum())
+
+
+def sampling_rows(output: SchedulerOutput, batch: Any) -> Rows:
+    """Rows of ``batch`` whose requests get a token, in the order of ``output``."""
+    samples = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+    samples = samples >= batch.prefill_len_np
+    place = {req_id: row for row, req_id in enumerate(batch.req_ids)}
+    scheduled = map(place.__getitem__, output.num_scheduled_tokens)
+    order = np.fromiter(scheduled, np.int64, len(place))
+    found: Rows = order[samples[order]]
+    return found
 
 
 def _never(*_: Any) -> torch.Tensor:

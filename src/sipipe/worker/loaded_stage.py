@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -145,10 +146,18 @@ class LoadedSampledStage(LoadedStage):
 
     def draw_here(self) -> None:
         """vLLM's own sampler draws from now on, and nobody reads logits."""
-        around = self._around
+        around, boot = self._around, self._around.boot
+        told: dict[str, Any] = {
+            "reports": around.reports,
+            "stall_timeout": boot.config.stall_timeout,
+        }
         if around.runner.is_last_pp_rank:
-            bound = around.boot.config.stall_timeout
-            self._draws = WholeBatch(reports=around.reports, stall_timeout=bound)
+            if boot.sampler_kernels:
+                self._draws = WholeBatch(**told)
+            else:
+                from sipipe.worker.torch_rows import TorchRows
+
+                self._draws = TorchRows(around.runner, slots=boot.watched.inflight, **told)
         if self._logits is not None:
             self._device.unlock_pages(self._logits.buffer)
             self._logits.close()

@@ -138,10 +138,9 @@ class Main:
                 }
             ]
         )
-        wrapper.worker.place, wrapper.worker.draws = (
-            place,
-            boot.path == "sipipe" and not boot.measures,
-        )
+        worker: Any = wrapper.worker
+        worker.place, worker.draws = place, boot.path == "sipipe" and not boot.measures
+        worker.own_sampler = boot.sampler_kernels and not worker.draws
         wrapper.init_device()
         # Only now: vLLM's CPU platform looks through every module loaded so far for Triton
         # kernels, and stumbles over llvmlite, which Numba brings.

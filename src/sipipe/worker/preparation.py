@@ -53,6 +53,8 @@ def why_vllm_prepares(runner: Any) -> str:
     state = type(runner.model_state)
     if state not in KNOWN_STATES:
         return f"the model brings its own inputs ({state.__name__})"
+    if runner.model_config.enable_prompt_embeds:
+        return "prompts come as embeddings"
     if runner.num_speculative_steps or runner.model_state.num_new_sampled_tokens_per_step != 1:
         return "several tokens are drawn at once"
     if runner.cache_config.mamba_cache_mode == "align":

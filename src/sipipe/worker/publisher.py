@@ -17,6 +17,7 @@ Rejected
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+
 from sipipe.messages.replies import IterationReport
 from sipipe.observe.phases import Phase
 from sipipe.worker.device import Device

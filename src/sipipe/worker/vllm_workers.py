@@ -41,6 +41,8 @@ class _StageWorker:
     """Set by the process before ``init_device``; None only in a worker nobody placed."""
     draws: bool = False
     """Whether CPU samplers draw the tokens; set with ``place``."""
+    own_sampler: bool = True
+    """Whether a second runner has its own sampler; set with ``place``."""
     feedback: TokenFeedback | None = None
     """What brings a second runner its tokens."""
 
@@ -72,7 +74,7 @@ class _StageWorker:
             return nullcontext()
         from sipipe.worker.draws import stand_ins
 
-        return stand_ins(draws=self.draws)
+        return stand_ins(own_sampler=self.own_sampler)
 
 
 class GPUStageWorker(_StageWorker, gpu_worker.Worker):

@@ -1,0 +1,96 @@
+"""vLLM's sampler on SiPipe's stages gives stock vLLM's tokens, p + 1 microbatches in flight.
+
+On the CPU build it is vLLM's PyTorch sampler; its Triton one is in test_second_runner.py.
+"""
+
+from itertools import chain
+
+import pytest
+from tests.engine import test_features as features
+from tests.engine.engines import (
+    Engine,
+    assert_stock,
+    greedy,
+    model,
+    prompts,
+    run_engine,
+    shared,
+    tokens,
+)
+
+pytestmark = pytest.mark.engine
+
+SEEDED = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "top_k": 50,
+    "min_p": 0.01,
+    "ignore_eos": True,
+    "logprobs": 2,
+}
+
+
+def seeded(count):
+    """Parameters of requests that draw, of mixed lengths: stock's generators draw the same."""
+    mixed = [SEEDED, SEEDED | features.PENALTIES, {"temperature": 1.3, "ignore_eos": True}]
+    return [mixed[i % 3] | {"seed": 2**63 + i, "max_tokens": 5 + 3 * i % 17} for i in range(count)]
+
+
+def off(stages, ranks=1, **settings):
+    return shared(stages, ranks, cpu_sampling="off") | {"max_logprobs": -1} | settings
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_vllms_features_and_seeds_equal_stock(models, stages):
+    """Every parameter, in batches that change, with prompts in chunks. Seeded ones are not:
+    stock dies of those."""
+    path, params = model(models), features.deterministic()
+    batches = [
+        {"prompts": prompts(len(params), longest=40), "params": params},
+        {"prompts": prompts(len(params), longest=200, seed=5), "params": params},
+        {"prompts": prompts(20, longest=5, seed=6), "params": seeded(20)},
+    ]
+    said = run_engine(path, batches, **off(stages))
+
+    def same(found, stock):
+        for ours, theirs in zip(chain(*found), chain(*stock), strict=True):
+            assert tokens([ours]) == tokens([theirs])
+            for a, b in zip(ours["outputs"], theirs["outputs"], strict=True):
+                assert a["finish_reason"] == b["finish_reason"]
+                features.same_logprobs(a["logprobs"], b["logprobs"])
+            features.same_logprobs(ours["prompt_logprobs"], theirs["prompt_logprobs"])
+
+    assert_stock(said, path, batches, same, max_logprobs=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (2, 2), (1, 1)])
+def test_preemption_and_chunks_of_seeded_prompts(models, stages, ranks):
+    path, batches = model(models, "qwen2"), features.crowding()
+    long = prompts(4, longest=300, seed=3)
+    params = [SEEDED | {"seed": 7, "max_tokens": 6}] * 4
+    chunked = {"prompts": long, "params": params}
+    settings = off(stages, ranks) | features.SMALL_CACHE
+    said = run_engine(path, [*batches, chunked], **settings)
+    assert_stock(said[:1], path, batches[:1])
+    assert tokens(said[1])[::2] == tokens(said[1])[1::2]
+    assert tokens(said[2]) == tokens(said[1])[8:0:-2]
+    whole = settings | {"max_num_batched_tokens": 1024}
+    assert tokens(said[3]) == tokens(run_engine(path, [chunked], **whole)[0])
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_custom_logits_processors_equal_stock(models, stages):
+    path = model(models)
+    params = greedy(12, shortest=8, longest=20)
+    for one, multiple in zip(params, [3, 5, 0] * 4, strict=True):
+        one |= {"extra_args": {"multiple": multiple}} if multiple else {}
+    batches = [{"prompts": prompts(12, longest=200, seed=8), "params": params}]
+    custom = {"logits_processors": ["only_some:OnlySome"]}
+    settings = shared(stages, 1) | custom
+    with Engine(path, **settings) as engine:
+        said = engine.run(batches)
+        log = engine.log.read_text()
+    assert "vLLM's sampler draws on the last stage: custom logits processors" in log
+    assert f"{stages + 1} microbatches in flight" in log
+    assert_stock(said, path, batches, **custom)
