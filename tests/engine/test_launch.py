@@ -57,17 +57,20 @@ def test_engines_of_our_executor_have_the_second_runner_on_cpus_and_others_vllms
         config = EngineArgs(**short, distributed_executor_backend=backend).create_engine_config()
         assert config.use_v2_model_runner is (backend != "mp"), backend
         assert type(config) is (VllmConfig if backend == "mp" else PipelineVllmConfig)
-    # vLLM's own path has vLLM's runner.
-    off = config_of(model, "-pp", "2", "--max-model-len", "256", cpu_sampling="off")
-    assert not off.use_v2_model_runner
 
 
-def test_an_asked_for_second_runner_that_would_have_to_draw_is_refused(model, monkeypatch):
+def test_what_needs_kernels_is_refused_where_there_are_none(model):
     if not arguments.current_platform.is_cpu():
         pytest.skip("a CUDA build of vLLM")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ConfigError, match=r"cpu_sampling.*Triton") as error:
-        config_of(model, "--max-model-len", "256", cpu_sampling="off")
+    with pytest.raises(UnsupportedError, match=r"--return-sampling-mask.*Triton") as error:
+        config_of(
+            model,
+            "--max-model-len",
+            "256",
+            "--return-sampling-mask",
+            "--logprobs-mode",
+            "processed_logprobs",
+        )
     assert "\n" not in str(error.value)
 
 

@@ -147,11 +147,11 @@ def test_weights_do_not_change_beside_a_shared_output_projection():
         made.collective_rpc("reload_weights")
 
 
-def test_on_vllms_own_path_nothing_is_shared():
+def test_where_vllms_sampler_draws_nothing_is_shared():
     fields = dict.fromkeys((field.name for field in dataclasses.fields(setup.Setup)), None)
     made = setup.Setup(**fields | {"reason": "", "vocabulary": Vocabulary((0.5, 0.5))})
-    fallen = made.fall_back("the stage runner does not take it")
-    assert (fallen.vocabulary.parts, fallen.path) == ((), "vllm")
+    fallen = made.on_device("the stage runner does not take it")
+    assert (fallen.vocabulary.parts, fallen.path) == ((), "device")
     assert made.path == "sipipe"
 
 

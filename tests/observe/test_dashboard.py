@@ -35,7 +35,7 @@ def test_dashboard_matches_the_metrics():
             for name in names:
                 assert "engine" in shown[name]
             assert any(labels <= shown[name] for name in names), expression
-    for needed in ("busy", "sampler", "queue", "fallbacks", "restarts"):
+    for needed in ("busy", "sampler", "queue", "restarts"):
         assert any(needed in name for name in asked), needed
     boxes = [tuple(p["gridPos"].values()) for p in board["panels"]]
     assert len(boxes) == len(set(boxes))

@@ -43,10 +43,10 @@ def test_another_process_writes_and_is_seen(page):
         "page = LivePage.attach(sys.argv[1])\n"
         "assert page.header.model == 'tiny'\n"
         "writer = page.writer('sampler', 1)\n"
-        "writer.add(Word.FALLBACKS, 3); writer.add(Word.FALLBACKS)\n"
+        "writer.add(Word.RESTARTS, 3); writer.add(Word.RESTARTS)\n"
     )
     subprocess.run([sys.executable, "-c", program, page.path], check=True, timeout=60)
-    assert page.read("sampler", 1)[Word.FALLBACKS] == 4
+    assert page.read("sampler", 1)[Word.RESTARTS] == 4
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

@@ -28,8 +28,7 @@ def page():
     made.writer("sampler", 0).phase(Phase.SAMPLE, 0, 0, 4_000_000, 4, 4)
     executor = made.writer("executor")
     executor.add(Word.RESTARTS, 2)
-    executor.add(Word.FALLBACKS)
-    made.ready("vllm", "pooling", "0.32.0")
+    made.ready("device", "pooling", "0.32.0")
     yield made
     made.close()
 
@@ -52,9 +51,8 @@ def test_scrape(page):
     # engine, rank, stage
     assert found["sipipe_stage_busy_seconds_total 0 0 1"] == 2
     assert found["sipipe_queue_depth 0 stage 1 inputs"] == 2
-    assert found["sipipe_fallbacks_total 0"] == 1
     assert found["sipipe_restarts_total 0"] == 2
-    assert found[f"sipipe_info 0 vllm pooling {__version__} 0.32.0"] == 1
+    assert found[f"sipipe_info 0 device pooling {__version__} 0.32.0"] == 1
     names = {name.split(" ")[0].removesuffix("_total") for name in found}
     assert names == set(METRICS)
 

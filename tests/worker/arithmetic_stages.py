@@ -106,7 +106,7 @@ class Stages:
                     boot_of(place, **settings),
                     Worker(group, runner),
                     sockets,
-                    lambda *said: self.reported.append(said),
+                    self.reported.append,
                     SimpleNamespace(record=lambda *_, **__: None),
                     self.failed.append,
                 )

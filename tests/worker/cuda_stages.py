@@ -231,8 +231,8 @@ class Rig:
         self.loops.append(loop)
         if self.shared:
             start, stop = bounds[stage : stage + 2]
-            loop._sampled.sharing.shard = Columns(start, stop, worker.model_runner.device)
-            loop._sampled.sharing.writer = stage
+            loop._loaded.sharing.shard = Columns(start, stop, worker.model_runner.device)
+            loop._loaded.sharing.writer = stage
         loop.open(links=links, finals=heads, logits=self.channel.endpoint)
         loop.stage._publisher._progress = SteppedCondition(self)
         if self.shared and not stage:
@@ -256,10 +256,11 @@ class Rig:
             yield
         self.machine.device = before
 
-    def reported(self, iteration, prompt_logprobs, tokens, _):
+    def reported(self, report):
         """Stands for the engine, which hears of an iteration from the last stage's publisher."""
+        iteration, prompt_logprobs = report.iteration, report.prompt_logprobs
         expected = self.reports.get(iteration)
-        if tokens != self.tokens.get(iteration, []):
+        if list(report.tokens) != self.tokens.get(iteration, []):
             self.wrong.append(f"tokens of iteration {iteration}")
         if expected is None or sorted(prompt_logprobs) != sorted(expected):
             self.wrong.append(f"iteration {iteration} reported {sorted(prompt_logprobs)}")
@@ -440,7 +441,7 @@ class Rig:
     def run(self, iterations):
         """Returns what went wrong; nothing: the schedule went well."""
         for place, loop in enumerate(self.loops[-len(self.committed) :]):
-            real = loop._sampled._logits._writer._ring
+            real = loop._loaded._logits._writer._ring
 
             def count(header, place=place, publish=real.publish):
                 publish(header)

@@ -125,9 +125,9 @@ class Runner:
     """
 
     lora_config = pcp_manager = fast_prefill = pp_handler = kv_block_zeroer = None
+    is_pooling_model = False
     num_speculative_steps = 0
     dcp_size = 1
-    is_pooling_model = False
 
     def __init__(self, place, asked, *, graphs):
         self.device = device = torch.device("cuda", place.stage)
@@ -140,7 +140,11 @@ class Runner:
         self.model_state = DefaultModelState.__new__(DefaultModelState)
         self.cache_config = SimpleNamespace(mamba_cache_mode="none")
         self.model_config = SimpleNamespace(
-            get_vocab_size=lambda: VOCAB, seed=0, use_fp64_gumbel=False, rswa_window=None
+            get_vocab_size=lambda: VOCAB,
+            seed=0,
+            use_fp64_gumbel=False,
+            rswa_window=None,
+            enable_prompt_embeds=False,
         )
         self.req_states = States(requests, device)
         self.block_tables = Tables(requests, device, self.machine)

@@ -30,7 +30,6 @@ from sipipe.worker.loop import StageLoop  # noqa: E402
 from sipipe.worker.projection_thread import ProjectionThread  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 from sipipe.worker.sampled_stage import SampledStage  # noqa: E402
-from sipipe.worker.stage import VllmStage  # noqa: E402
 
 from .cuda_stages import Rig  # noqa: E402
 from .emulated_cuda import PAGEABLE  # noqa: E402
@@ -148,13 +147,13 @@ HAZARDS = {
         "launched.last = self._device.mark()", "launched.last = early",
     ),
     "the graph's output is sent while the next replay overwrites it": (
-        VllmStage, "_send", "return self._links.wait_sent", "return lambda: None",
+        SampledStage, "_send", "return self._links.wait_sent", "return lambda: None",
     ),
     "hidden states are given back before they are read": (
-        VllmStage, "_receive",
-        "    self._links.release(self._iteration)\n", "",
+        SampledStage, "_receive",
+        "        self._links.release(self._iteration)\n", "",
         "for key, tensor in tensors.items():",
-        "self._links.release(self._iteration)\n    for key, tensor in tensors.items():",
+        "self._links.release(self._iteration)\n        for key, tensor in tensors.items():",
     ),
     "a set is written before the device has copied from it": (
         Copied, "wait_free", "if self._read[buffer_set] is not None:", "if False:",

@@ -21,10 +21,9 @@ from sipipe.ipc.link.schema import TensorSchema  # noqa: E402
 from sipipe.messages.places import StagePlace  # noqa: E402
 from sipipe.worker import main as worker_main  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
-from sipipe.worker.loaded_stage import LoadedStage  # noqa: E402
+from sipipe.worker.loaded_stage import link_bytes  # noqa: E402
 from sipipe.worker.publisher import Publisher  # noqa: E402
 from sipipe.worker.sharing import Sharing  # noqa: E402
-from sipipe.worker.stage import Surroundings  # noqa: E402
 from sipipe.worker.vllm_workers import GPUStageWorker  # noqa: E402
 
 
@@ -73,16 +72,8 @@ class Worker(GPUStageWorker):
         pass
 
 
-def loaded(worker, transport):
-    return LoadedStage(
-        Surroundings(
-            boot=boot_of(place_of(1, 2), transport=transport),
-            wrapper=SimpleNamespace(worker=worker),
-            report=print,
-            recorder=None,
-            fail=print,
-        )
-    )
+def reserved(runner, transport):
+    return link_bytes(runner, boot_of(place_of(1, 2), transport=transport))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +98,7 @@ def test_what_a_link_takes_of_a_gpu_is_known_before_the_kv_cache_is_sized(
         max_num_reqs=requests,
         max_num_tokens=TOKENS,
     )
-    worker.reserved = loaded(worker, transport).device_bytes()
+    worker.reserved = reserved(worker.model_runner, transport)
     assert worker.reserved == INFLIGHT * rows * 2 * 64 * 2
     schema = TensorSchema.capture(kept, TOKENS)
     assert not rows or worker.reserved == INFLIGHT * buffer_bytes(schema, rows)
@@ -146,4 +137,4 @@ def test_what_a_part_of_the_output_projection_takes_of_a_gpu(device, stage, part
 
 def test_a_first_stage_has_no_link_before_it():
     runner = SimpleNamespace(intermediate_tensors=None, device=torch.device("cuda:0"))
-    assert loaded(SimpleNamespace(model_runner=runner), "auto").device_bytes() == 0
+    assert reserved(runner, "auto") == 0

@@ -402,6 +402,7 @@ def test_a_window_leaves_out_what_it_has_passed_and_a_state_has_no_slots():
         ({"num_speculative_steps": 1}, "several tokens"),
         ({"cache_config": SimpleNamespace(mamba_cache_mode="align")}, "recurrent states"),
         ({"dcp_size": 2}, "split over ranks"),
+        ({"model_config": SimpleNamespace(enable_prompt_embeds=True)}, "embeddings"),
         ({"fast_prefill": object()}, "leaves tokens out"),
         ({"model_state": object()}, "brings its own inputs"),
         ({}, ""),

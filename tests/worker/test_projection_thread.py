@@ -266,7 +266,7 @@ class Stage:
         self.publisher = Publisher(
             device,
             self.handover,
-            report=lambda iteration, *_: pipeline.reported.put(iteration),
+            report=lambda report: pipeline.reported.put(report.iteration),
             record=lambda *_: None,
             fail=pipeline.failed.append,
             stall_timeout=HAND_OVER,

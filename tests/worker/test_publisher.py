@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
+from sipipe.messages.replies import IterationReport  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.device_thread import Launched  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
@@ -41,7 +42,7 @@ class Rig:
         self.publisher = Publisher(
             device,
             handover,
-            report=lambda *what: self.said.append(what),
+            report=self.said.append,
             record=lambda phase, launched, began, ended: self.phases.append(
                 (phase.name, launched.iteration, ended - began)
             ),
@@ -103,7 +104,14 @@ def test_what_is_said_of_an_iteration():
     one.first, one.made, one.last = 0, 2000, 3000
     rig.publisher.put(one)
     rig.publisher.drain()
-    assert rig.said == [(0, {"asked": "scores"}, [5, 9], {"named": 7.0})]
+    assert rig.said == [
+        IterationReport(
+            iteration=0,
+            prompt_logprobs={"asked": "scores"},
+            tokens=[5, 9],
+            prompt_scores={"named": 7.0},
+        )
+    ]
     assert rig.phases == [("FORWARD", 0, 2000), ("LOGITS", 0, 1000)]
     rig.close()
 

@@ -89,7 +89,6 @@ def rates(poll: Poll) -> dict[str, Any]:
         "limit": header.inflight,
         "running": executor.words[Word.RUNNING],
         "waiting": executor.words[Word.WAITING],
-        "fallbacks": executor.words[Word.FALLBACKS],
         "restarts": executor.words[Word.RESTARTS],
         "stages": [_stage(block) for block in others if block.role == "stage"],
         "samplers": [_sampler(block) for block in others if block.role == "sampler"],
@@ -127,8 +126,7 @@ def render(found: dict[str, Any]) -> RenderableType:
         f"   {found['iterations_per_s']:,.1f} iterations/s"
         f"   TTFT {found['ttft_ms']:,.0f} ms   TPOT {found['tpot_ms']:,.1f} ms\n"
         f"in flight {found['inflight']}/{found['limit']}   running {found['running']}"
-        f"   waiting {found['waiting']}   fallbacks {found['fallbacks']}"
-        f"   restarts {found['restarts']}",
+        f"   waiting {found['waiting']}   restarts {found['restarts']}",
     )  # fmt: skip
     stages = _table("stage", Column("device", min_width=BAR), *_figures("busy", "ms", "queue"))
     for stage in found["stages"]:

@@ -28,7 +28,6 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from sipipe.engine.setup import decide
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.ipc.sockets import leave_reason
-from sipipe.observe.live import Word
 from sipipe.versions import require_vllm
 
 if TYPE_CHECKING:
@@ -121,30 +120,24 @@ class Executor(VllmExecutor):
         if running.setup is not self._setup:
             self._setup = running.setup
             self._setup.apply()
-        if self._publishes:
-            self.scheduler_config.scheduler_cls = pipeline.observed(
-                self.scheduler_config.get_scheduler_cls()
-            )
+        self.scheduler_config.scheduler_cls = pipeline.observed(
+            self.scheduler_config.get_scheduler_cls()
+        )
         self._setup.bind_scheduler()
         self._started = True
         logger.info("%s", running)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        """Publish one iteration. Its tokens come from :meth:`sample_tokens`."""
-        pipeline = self._usable()
-        if not self._publishes:
-            if scheduler_output.total_num_scheduled_tokens:
-                pipeline.telemetry.live.add(Word.FALLBACKS)
-            return self.collective_rpc(
-                "execute_model",
-                args=(scheduler_output,),
-                non_block=non_block,
-                unique_reply_rank=self._output_rank,
-            )
+        """Publish one iteration. Its tokens come from :meth:`sample_tokens`; of a pooling model,
+        which draws none, all comes from here."""
+        dispatcher = self._usable().dispatcher
+        published = dispatcher.publish(scheduler_output)
+        if published and self.model_config.runner_type == "pooling":
+            pooled = dispatcher.publish_grammar(None)
+            # wait: `stall_timeout`; the last stage's word, or what fails the engine
+            return pooled if non_block else pooled.result()
         # None, as vLLM expects of a step whose tokens are still to come.
-        output = (
-            None if pipeline.dispatcher.publish(scheduler_output) else EMPTY_MODEL_RUNNER_OUTPUT
-        )
+        output = None if published else EMPTY_MODEL_RUNNER_OUTPUT
         if not non_block:
             return output
         future: Future[ModelRunnerOutput | None] = Future()
@@ -153,13 +146,6 @@ class Executor(VllmExecutor):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
         """The tokens of the iteration published last, or a future of them."""
-        if not self._publishes:
-            return self.collective_rpc(
-                "sample_tokens",
-                args=(grammar_output,),
-                non_block=non_block,
-                unique_reply_rank=self._output_rank,
-            )
         future = self._usable().dispatcher.publish_grammar(grammar_output)
         # wait: `stall_timeout`; the samplers' tokens, or what fails the engine
         return future if non_block else future.result()
@@ -183,17 +169,6 @@ class Executor(VllmExecutor):
         self._placement = None
 
     # ---- inside -----------------------------------------------------------------------------
-
-    @property
-    def _output_rank(self) -> int:
-        """The first rank of the last stage: it has the output on vLLM's own path."""
-        parallel = self.parallel_config
-        return int(parallel.world_size - parallel.tensor_parallel_size)
-
-    @property
-    def _publishes(self) -> bool:
-        """Whether SiPipe's stages run iterations, and not vLLM's own steps."""
-        return self._setup.path != "vllm"
 
     def _usable(self) -> Pipeline:
         if self._failure is not None:

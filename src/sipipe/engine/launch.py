@@ -100,8 +100,7 @@ def announce(setup: Setup) -> None:
         check_directory(setup.config.trace)
     print("\n".join(setup.describe()), file=sys.stderr, flush=True)
     if setup.reason:
-        used = "runner and sampler are" if setup.path == "vllm" else "sampler is"
-        print(f"vLLM's own {used} used: {setup.reason}", file=sys.stderr)
+        print(f"vLLM's own sampler draws: {setup.reason}", file=sys.stderr)
 
 
 KV_CACHE_SHARE = 0.4

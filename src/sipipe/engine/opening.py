@@ -41,11 +41,6 @@ logger = init_logger(f"vllm.{__name__}")
 
 T = TypeVar("T")
 
-_WITHOUT_SAMPLERS = {
-    "device": "vLLM's sampler on the last stage",
-    "vllm": "vLLM's runner and sampler",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
@@ -64,7 +59,9 @@ class Running:
         setup = self.setup
         parts = (
             f"{_counted(setup.stages, 'stage')} x {_counted(setup.ranks, 'rank')}",
-            _WITHOUT_SAMPLERS.get(setup.path) or _counted(self.samplers, "sampler"),
+            "vLLM's sampler on the last stage"
+            if setup.reason
+            else _counted(self.samplers, "sampler"),
             f"{_counted(setup.slots, 'microbatch', 'es')} in flight",
             f"links: {', '.join(dict.fromkeys(link.transport for link in self.links)) or 'none'}",
         )
@@ -98,7 +95,7 @@ class Opening:
         """
         setup, vocabulary, draws = self._setup, Vocabulary(), "off"
         ranks = self._calls.ask(Describe(), self._seconds)[-setup.ranks :]
-        if setup.path != "sipipe":
+        if setup.reason:
             self._calls.ask(OpenChannels(links=self._links), self._seconds)
         else:
             vocabulary, draws = self._open_logits(ranks), setup.config.cpu_sampling

@@ -4,7 +4,7 @@ Who runs here
     vLLM's engine thread: everything that is called from :class:`sipipe.engine.executor.Executor`.
     The events thread (:mod:`sipipe.engine.children`): messages and deaths of children, the stall
     bound; for each other host a thread that does the same (:mod:`sipipe.engine.remote`). The
-    gather thread (:mod:`sipipe.engine.resolve`), on SiPipe's path.
+    gather thread (:mod:`sipipe.engine.resolve`).
 Guarantees
     Every future handed out is resolved: with its result or with the failure that stopped the
     engine. A dead worker or a lost host stops the engine at once; a dead sampler is replaced.
@@ -109,20 +109,18 @@ class Pipeline:
         self._loaded = True
 
     def open(self) -> Running:
-        """Make the channels between the processes; where CPU samplers draw, iterations can be
-        published from now on.
+        """Make the channels between the processes; iterations can be published from now on.
 
         Raises:
             StallError: not within the start timeout.
         """
         addresses = {remote.here[0]: remote.address for remote in self._remotes}
         running = Opening(self._setup, self._samplers, self.calls, self._last, addresses).open()
-        if running.setup.path != "vllm":
-            self._tracker.draws = running.draws
-            shared = (self.iterations, self._tracker, self._gather, self.telemetry)
-            self._resolver = Resolver(*shared, self.failed)
-            self._closing.callback(self._resolver.close)
-            self.dispatcher = Dispatcher(self._bus, *shared)
+        self._tracker.draws = running.draws
+        shared = (self.iterations, self._tracker, self._gather, self.telemetry)
+        self._resolver = Resolver(*shared, self.failed)
+        self._closing.callback(self._resolver.close)
+        self.dispatcher = Dispatcher(self._bus, *shared)
         self.telemetry.ready(running.setup)
         return running
 

@@ -58,7 +58,7 @@ def register() -> None:
                 made = create(self, *args, **kwargs)
             check_features(made)
             check_stages(made)
-            if made.model_config.logits_processors and not device_may_draw(made):
+            if made.model_config.logits_processors and not device_may_draw():
                 take_first_processors()
             return made
 

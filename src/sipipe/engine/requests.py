@@ -272,11 +272,11 @@ class RequestTracker:
         sampling_params: SamplingParams | None,
         beside: list[float],
     ) -> TrackedRequest:
-        assert sampling_params is not None, "pooling requests do not reach the samplers"
         error, name = "", self._names.pop(request_id, None) or self._name(request_id)
         params, cost = SequenceParams(temperature=0.0), 0.0
         here = self.draws == "off" or (self.draws == "per_row" and is_plain(sampling_params))
         if self.draws != "off":  # else vLLM's sampler knows its own parameters
+            assert sampling_params is not None, "pooling requests do not reach the samplers"
             try:
                 params = sequence_params(sampling_params, derive_seed(self._engine_seed, name))
             except ValueError as problem:
@@ -289,7 +289,7 @@ class RequestTracker:
             cost=cost,
             prompt=prompt,
             error=error,
-            prompt_logprobs=scores_prompt(sampling_params),
+            prompt_logprobs=self.draws != "off" and scores_prompt(sampling_params),
         )
         self._next_handle += 1
         self._requests[request_id] = request

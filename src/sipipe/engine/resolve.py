@@ -84,7 +84,8 @@ class Resolver:
             return
         output = build_output(iteration)
         drawn = 0
-        for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+        # A pooling model has no tokens.
+        for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=False):
             for token in tokens:
                 self._tracker.record(iteration.number, request_id, token)
                 drawn += 1

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
 
@@ -27,9 +27,6 @@ from sipipe.messages.pickles import out_of_band
 from sipipe.messages.replies import Reply
 
 T = TypeVar("T")
-
-ITERATION = ("execute_model", "sample_tokens")
-"""Calls that are an iteration on vLLM's own path."""
 
 
 @dataclass(slots=True)
@@ -43,11 +40,8 @@ class _Call:
     """In seconds of the calls' clock; the stall bound counts from here."""
     future: Future[Any] = field(default_factory=Future)
     results: dict[int, Any] = field(default_factory=dict)
-
-    @property
-    def may_be_long(self) -> bool:
-        """Whether only its caller knows how long it takes."""
-        return self.method not in ITERATION
+    may_be_long: ClassVar[bool] = True
+    """Only its caller knows how long it takes."""
 
     def __str__(self) -> str:
         late = ", ".join(self.workers[rank] for rank in sorted(self.waiting))

@@ -27,10 +27,9 @@ from sipipe.cores import CorePlan, plan_cores, this_machine
 from sipipe.engine.compatibility import (
     STOCK_WORKERS,
     check_features,
-    check_second_runner,
-    choose_path,
+    check_kernels,
     device_may_draw,
-    uses_second_runner,
+    why_not_samplers,
 )
 from sipipe.engine.hosts import check_hosts, named, stages_of_hosts
 from sipipe.engine.layers.choose import choose_layers, describe_layers
@@ -50,17 +49,16 @@ PIPELINE_SCHEDULER = "sipipe.engine.scheduling.scheduler.PipelineScheduler"
 class PipelineVllmConfig(VllmConfig):
     """A VllmConfig whose engine keeps ``inflight`` microbatches in flight.
 
-    vLLM derives that number from the parallel configuration. The front end, the scheduler and the
-    workers ask it too which of vLLM's runners there is, and so does the configuration while it is
-    made; the plugin therefore has ``EngineArgs`` make this class (:mod:`sipipe.engine.plugin`).
+    vLLM derives that number from the parallel configuration. And they stand on vLLM's second runner,
+    which vLLM does not take on CPUs without Triton; SiPipe has the kernels. The plugin therefore has ``EngineArgs`` make this class (:mod:`sipipe.engine.plugin`).
     """
 
     @property
     def use_v2_model_runner(self) -> bool:
-        return uses_second_runner(self)
+        return True
 
     def _validate_v2_model_runner(self) -> None:
-        check_second_runner(self)
+        check_kernels(self)
         # Kernels are all that the second runner wants Triton for.
         with patch.object(sys.modules[VllmConfig.__module__], "HAS_TRITON", True):
             super()._validate_v2_model_runner()
@@ -77,10 +75,8 @@ class Setup:
 
     vllm_config: VllmConfig
     config: SiPipeConfig
-    path: Path
-    """Who draws."""
     reason: str
-    """Why it is not SiPipe's samplers; empty where they draw."""
+    """Why not SiPipe's samplers draw, but vLLM's; empty where they do."""
     layers: tuple[int, ...]
     """Decoder layers of each stage."""
     vocabulary: Vocabulary
@@ -102,7 +98,7 @@ class Setup:
         budget = self.budget()
         check_budget(budget)
         runner = ""
-        if uses_second_runner(self.vllm_config) and not current_platform.is_cpu():
+        if not current_platform.is_cpu():
             runner = (
                 "stages host vLLM's second model runner, which nobody has run on a GPU with SiPipe "
                 "yet (docs/gpu.md)"
@@ -117,7 +113,7 @@ class Setup:
                 self.vllm_config,
                 self.config,
                 self.layers,
-                by_cost=self.path == "sipipe" and not self.vocabulary.parts,
+                by_cost=not self.reason and not self.vocabulary.parts,
             ),
             str(self.vocabulary),
             runner,
@@ -146,6 +142,10 @@ class Setup:
         )
 
     @property
+    def path(self) -> Path:
+        return "device" if self.reason else "sipipe"
+
+    @property
     def stages(self) -> int:
         """p."""
         return int(self.vllm_config.parallel_config.pipeline_parallel_size)
@@ -158,7 +158,7 @@ class Setup:
     @property
     def slots(self) -> int:
         """Microbatches in flight, m."""
-        return self.stages if self.path == "vllm" else self.config.resolved_inflight(self.stages)
+        return self.config.resolved_inflight(self.stages)
 
     @property
     def logits_rows(self) -> int:
@@ -176,7 +176,7 @@ class Setup:
         """Whether it is measured, once the model is loaded, if CPU samplers draw: not where nothing
         else can (docs/configuration.md)."""
         asked = self.config.cpu_sampling
-        return self.path == "sipipe" and asked == "auto" and device_may_draw(self.vllm_config)
+        return not self.reason and asked == "auto" and device_may_draw()
 
     @property
     def microbatch(self) -> int:
@@ -200,7 +200,7 @@ class Setup:
 
     def on_device(self, reason: str) -> Setup:
         """The setup of an engine whose tokens are better drawn by vLLM's sampler."""
-        return dataclasses.replace(self, path="device", reason=reason, vocabulary=Vocabulary())
+        return dataclasses.replace(self, reason=reason, vocabulary=Vocabulary())
 
     def apply(self) -> None:
         """Set in vLLM's configuration what the executor, which the user named, brings with it:
@@ -220,17 +220,7 @@ class Setup:
         if self.config.devices is not None:
             assign_devices(vllm_config, self.config.devices)
         scheduler = vllm_config.scheduler_config
-        if self.path == "vllm":
-            logger.warning("SiPipe leaves this engine on vLLM's own path: %s", self.reason)
-            additional = vllm_config.additional_config
-            vllm_config.additional_config = {
-                **(additional if isinstance(additional, dict) else {}),
-                "sipipe": {**self.config.to_dict(), "inflight": self.stages},
-            }
-            if scheduler.scheduler_cls == PIPELINE_SCHEDULER:
-                scheduler.scheduler_cls = None
-            return
-        if self.path == "device":
+        if self.reason:
             logger.info("vLLM's sampler draws on the last stage: %s", self.reason)
         if scheduler.scheduler_cls is None and self.config.scheduler == "pipeline":
             scheduler.scheduler_cls = PIPELINE_SCHEDULER
@@ -269,7 +259,7 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
         )
     check_features(vllm_config)
     config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
-    path, reason = choose_path(vllm_config, config)
+    reason = why_not_samplers(vllm_config, config)
     parallel = vllm_config.parallel_config
     check_hosts(config.hosts, node)
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
@@ -279,18 +269,17 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
         this_machine(),
         stages=len(here),
         tensor_parallel=tp,
-        samplers=0 if path != "sipipe" or stages - 1 not in here else config.samplers,
+        samplers=0 if reason or stages - 1 not in here else config.samplers,
         placement=config.cores,
         device="cpu" if current_platform.is_cpu() else "cuda",
         nodes=_nodes(config.devices or range(len(here) * tp)),
     )
-    layers, vocabulary = choose_layers(vllm_config, config, by_cost=path == "sipipe"), Vocabulary()
-    if path == "sipipe":
+    layers, vocabulary = choose_layers(vllm_config, config, by_cost=not reason), Vocabulary()
+    if not reason:
         vocabulary, layers = choose_vocabulary(vllm_config, config, layers)
     return Setup(
         vllm_config=vllm_config,
         config=config,
-        path=path,
         reason=reason,
         layers=layers,
         vocabulary=vocabulary,

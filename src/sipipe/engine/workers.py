@@ -89,7 +89,7 @@ class Workers:
                 cut_evenly=layers == layer_split(sum(layers), len(layers)),
                 parts=setup.vocabulary.parts,
                 measures=setup.measures,
-                sampler_kernels=device_may_draw(setup.vllm_config),
+                sampler_kernels=device_may_draw(),
                 cpus=() if on_cpu else setup.cores.workers[local_rank // tp][place.tp_rank],
             )
             worker.say(_preparation(f"SiPipeWorker-{place.name}", spawned))

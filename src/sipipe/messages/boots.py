@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 10.0
 """How long a worker may take to end by itself before it is told to, and then made to."""
 
-Path = Literal["sipipe", "device", "vllm"]
-"""Who draws: SiPipe's samplers; vLLM's sampler on the last stage's device, on SiPipe's stages; or
-vLLM's unmodified runner and sampler, called step by step."""
+Path = Literal["sipipe", "device"]
+"""Who draws: SiPipe's samplers, or vLLM's sampler (or pooler) on the last stage's device."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,20 +67,18 @@ class Word(IntEnum):
     """Executor, gauge: sequences that are being served."""
     WAITING = 5
     """Executor, gauge: requests that wait to be scheduled."""
-    FALLBACKS = 6
-    """Executor, counter: batches that took vLLM's own path."""
-    RESTARTS = 7
+    RESTARTS = 6
     """Executor, counter: processes that died and were started again."""
-    IDLE_NS = 8
+    IDLE_NS = 7
     """Executor, counter: time without any request, up to the last that came."""
-    IDLE_FROM = 9
+    IDLE_FROM = 8
     """Executor, gauge: when the last request ended, in monotonic nanoseconds, and when the next
     came, which is the earlier of the two while there is none."""
-    IDLE_TO = 10
-    FIRST_TOKENS = 11
+    IDLE_TO = 9
+    FIRST_TOKENS = 10
     """Executor, counter: requests that got their first token, and what they waited for it."""
-    TTFT_NS = 12
-    STALLED = 13
+    TTFT_NS = 11
+    STALLED = 12
     """Executor, gauge: 1 while something is late and a worker does not answer."""
     PHASE_LAST = 16
     """First of the last iteration that each phase saw, plus 1: 0 before the first."""

@@ -90,9 +90,6 @@ METRICS: dict[str, Metric] = {
         "gauge", "executor", Word.RUNNING, "Requests that are being served"
     ),
     "sipipe_tokens": Metric("counter", "executor", Word.TOKENS, "Tokens drawn"),
-    "sipipe_fallbacks": Metric(
-        "counter", "executor", Word.FALLBACKS, "Batches that took vLLM's own path"
-    ),
     "sipipe_stalled": Metric(
         "gauge", "executor", Word.STALLED, "1 while work is late and a stage does not answer"
     ),

@@ -94,9 +94,10 @@ class NothingDrawn:
     def restrict(self, iteration: int, output: GrammarOutput | None) -> None:
         """Whoever follows BIC-I: what the next token of some requests of ``iteration`` may be."""
 
-    def grammar(self, inputs: ModelInput) -> GrammarOutput | None:  # noqa: ARG002
-        """The same, for vLLM's sampler, of the iteration that is being launched."""
-        return None
+    def finish(self, worker: Any, inputs: ModelInput, output: Any) -> Any:  # noqa: ARG002
+        """What vLLM's ``worker`` makes of an iteration of which ``execute_model`` returned
+        ``output``."""
+        return worker.sample_tokens(None)
 
     def end(self) -> None:
         """It is launched."""
@@ -126,7 +127,10 @@ class WholeBatch(NothingDrawn):
     def restrict(self, iteration: int, output: GrammarOutput | None) -> None:
         self._grammars.put((iteration, output))
 
-    def grammar(self, inputs: ModelInput) -> GrammarOutput | None:
+    def finish(self, worker: Any, inputs: ModelInput, output: Any) -> Any:  # noqa: ARG002
+        return worker.sample_tokens(self._grammar(inputs))
+
+    def _grammar(self, inputs: ModelInput) -> GrammarOutput | None:
         if not inputs.output.has_structured_output_requests:
             return None
         try:
@@ -144,6 +148,25 @@ class WholeBatch(NothingDrawn):
 
     def close(self) -> None:
         self._grammars.put((-1, None))
+
+
+class Pooled(NothingDrawn):
+    """On every stage of a pooling model, of which ``execute_model`` returns all there is.
+
+    Args:
+        reports: this rank tells the engine.
+    """
+
+    reads_states = True
+
+    def __init__(self, *, reports: bool) -> None:
+        self._reports = reports
+
+    def begin(self, inputs: ModelInput, launched: Launched) -> None:  # noqa: ARG002
+        launched.whole = launched.reports = self._reports
+
+    def finish(self, worker: Any, inputs: ModelInput, output: Any) -> Any:  # noqa: ARG002
+        return output
 
 
 class LastRows(NothingDrawn):

@@ -1,8 +1,7 @@
 """A stage whose model is loaded: what the engine asks of it before its first iteration.
 
 It says what it writes, how long its parts take and what of the output projection it takes; then its
-channels are opened, and :class:`~sipipe.worker.sampled_stage.SampledStage` or
-:class:`~sipipe.worker.stage.VllmStage` runs iterations.
+channels are opened, and :class:`~sipipe.worker.sampled_stage.SampledStage` runs iterations.
 
 Who runs here: whoever follows BIC-I, in control calls.
 """
@@ -19,12 +18,12 @@ from vllm.config import set_current_vllm_config
 from sipipe.ipc.link.buffers import buffer_bytes
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.ring.logits import LogitsEndpoint, LogitsWriter
-from sipipe.messages.boots import StageDescription
+from sipipe.messages.boots import StageDescription, WorkerBoot
 from sipipe.messages.link import LinkEndpoint, buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.messages.measured import Measured
 from sipipe.worker.device import HostDevice, stage_device
-from sipipe.worker.draws import LastRows, NothingDrawn, WholeBatch, feedback_of
+from sipipe.worker.draws import LastRows, NothingDrawn, Pooled, WholeBatch, feedback_of
 from sipipe.worker.inputs.buffers import PackedInputBuffers
 from sipipe.worker.links import Links
 from sipipe.worker.logits import LogitsHandover
@@ -34,35 +33,21 @@ from sipipe.worker.sharing import Sharing
 from sipipe.worker.stage import Surroundings
 
 
+def link_bytes(runner: Any, boot: WorkerBoot) -> int:
+    """What links from other stages take of this rank's GPU."""
+    kept = getattr(runner, "intermediate_tensors", None)
+    if kept is None or runner.device.type == "cpu" or boot.config.transport == "shm":
+        return 0
+    schema = TensorSchema.capture(kept.tensors, runner.max_num_tokens)
+    tokens = buffer_tokens(runner.max_num_reqs, runner.max_num_tokens)
+    return max(2, boot.watched.inflight) * buffer_bytes(schema, tokens)
+
+
 class LoadedStage:
-    """On vLLM's own path."""
+    """Made before vLLM warms its runner up, whose sampling it may replace."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
-
-    def device_bytes(self) -> int:
-        """What links from other stages, and shares of the output projection, take of this GPU."""
-        boot, runner = self._around.boot, self._around.runner
-        kept = getattr(runner, "intermediate_tensors", None)
-        if kept is None or runner.device.type == "cpu" or boot.config.transport == "shm":
-            return 0
-        schema = TensorSchema.capture(kept.tensors, runner.max_num_tokens)
-        tokens = buffer_tokens(runner.max_num_reqs, runner.max_num_tokens)
-        return max(2, boot.watched.inflight) * buffer_bytes(schema, tokens)
-
-    def describe(self) -> StageDescription:
-        """What the engine needs to make this rank's channels; the KV cache is set up by now."""
-        return StageDescription()
-
-    def close(self) -> None:
-        """Release what was opened."""
-
-
-class LoadedSampledStage(LoadedStage):
-    """On SiPipe's stages; made before vLLM warms its runner up, whose sampling it may replace."""
-
-    def __init__(self, around: Surroundings) -> None:
-        super().__init__(around)
         boot, worker, runner = around.boot, around.worker, around.runner
         self._device = getattr(worker, "emulated", None) or stage_device(runner.device)
         if not isinstance(self._device, HostDevice):
@@ -72,7 +57,7 @@ class LoadedSampledStage(LoadedStage):
         make: type[Sharing] = getattr(worker, "sharing", Sharing)
         self.sharing = make(boot, worker, self._device)
         self._draws = NothingDrawn()
-        if runner.is_last_pp_rank:
+        if runner.is_last_pp_rank and not runner.is_pooling_model:
             self._draws = LastRows(runner, self._device, reports=around.reports)
         self._projection = self._draws.projection
         self._logits: LogitsHandover | None = None
@@ -86,9 +71,12 @@ class LoadedSampledStage(LoadedStage):
         self._draws.take_over(per_row=draws == "per_row")
 
     def device_bytes(self) -> int:
-        return super().device_bytes() + self.sharing.device_bytes()
+        """What links from other stages, and shares of the output projection, take of this GPU."""
+        around = self._around
+        return link_bytes(around.runner, around.boot) + self.sharing.device_bytes()
 
     def describe(self) -> StageDescription:
+        """What the engine needs to make this rank's channels; the KV cache is set up by now."""
         around, stage_logits = self._around, self._draws.stage_logits
         if stage_logits is None:
             return StageDescription()
@@ -151,19 +139,21 @@ class LoadedSampledStage(LoadedStage):
             "reports": around.reports,
             "stall_timeout": boot.config.stall_timeout,
         }
-        if around.runner.is_last_pp_rank:
-            if boot.sampler_kernels:
-                self._draws = WholeBatch(**told)
-            else:
-                from sipipe.worker.torch_rows import TorchRows
+        if around.runner.is_pooling_model:
+            self._draws = Pooled(reports=around.reports)
+        elif around.runner.is_last_pp_rank and boot.sampler_kernels:
+            self._draws = WholeBatch(**told)
+        elif around.runner.is_last_pp_rank:
+            from sipipe.worker.torch_rows import TorchRows
 
-                self._draws = TorchRows(around.runner, slots=boot.watched.inflight, **told)
+            self._draws = TorchRows(around.runner, slots=boot.watched.inflight, **told)
         if self._logits is not None:
             self._device.unlock_pages(self._logits.buffer)
             self._logits.close()
             self._logits = None
 
     def close(self) -> None:
+        """Release what was opened."""
         self._projection.close()
         if self._logits is not None:
             self._logits.close()

@@ -26,8 +26,8 @@ from sipipe.messages.calls import (
 from sipipe.messages.link import LinkEndpoint
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.links import Links
-from sipipe.worker.loaded_stage import LoadedSampledStage, LoadedStage
-from sipipe.worker.stage import ClosedStage, Report, Surroundings, VllmStage
+from sipipe.worker.loaded_stage import LoadedStage
+from sipipe.worker.stage import ClosedStage, Report, Surroundings
 
 if TYPE_CHECKING:
     from sipipe.worker.double_buffer import DoubleBuffer
@@ -59,17 +59,11 @@ class StageLoop:
         )
         self._sockets = list(sockets)
         self._links = Links(boot.place)
-        kind = LoadedStage if boot.path == "vllm" else LoadedSampledStage
-        self._loaded = kind(self._around)
+        self._loaded = LoadedStage(self._around)
         self.stage = ClosedStage()
         wrapper.worker.reserved = self._loaded.device_bytes()
 
     # ---- control calls --------------------------------------------------------------------------
-
-    @property
-    def _sampled(self) -> LoadedSampledStage:
-        assert isinstance(self._loaded, LoadedSampledStage), "vLLM's own path has no such stage"
-        return self._loaded
 
     def answer(self, request: Request[Any]) -> Any:
         """What the engine asked."""
@@ -77,13 +71,13 @@ class StageLoop:
             case Describe():
                 return self._loaded.describe()
             case TimeParts(sequences=sequences):
-                return self._sampled.time_parts(sequences)
+                return self._loaded.time_parts(sequences)
             case TakeProjection(offers=offers, bounds=bounds):
-                return self._sampled.sharing.take(offers, bounds)
+                return self._loaded.sharing.take(offers, bounds)
             case OpenChannels(links=links, logits=logits, finals=finals):
                 return self.open(links=links, logits=logits, finals=finals)
             case Measure(sequences=sequences):
-                return self._sampled.measure(sequences)
+                return self._loaded.measure(sequences)
             case Settle(draws=draws):
                 return self._settle(draws)
         raise AssertionError(f"nobody answers {request}")
@@ -102,27 +96,20 @@ class StageLoop:
         """
         around = self._around
         self._links = Links.open(around.boot.place, links, self._sockets, around.fail)
-        if around.boot.path == "vllm":
-            self.stage = VllmStage(around, self._links)
-            return
         if logits is None:
-            self._sampled.draw_here()
+            self._loaded.draw_here()
         else:
-            self._sampled.open(logits, finals, self._sockets)
+            self._loaded.open(logits, finals, self._sockets)
         if not around.boot.measures:
-            self.stage = self._sampled.begin(self._links)
+            self.stage = self._loaded.begin(self._links)
 
     def _settle(self, draws: str) -> None:
         """Who draws, as ``cpu_sampling`` says it, now that it was measured; no iteration has run."""
         if draws == "off":
-            self._sampled.draw_here()
+            self._loaded.draw_here()
         else:
-            self._sampled.take_over(draws)
-        self.stage = self._sampled.begin(self._links)
-
-    def run_vllm(self, output: SchedulerOutput) -> Any:
-        """vLLM's ``execute_model`` on its own path."""
-        return self.stage.execute(output)
+            self._loaded.take_over(draws)
+        self.stage = self._loaded.begin(self._links)
 
     # ---- iterations -----------------------------------------------------------------------------
 

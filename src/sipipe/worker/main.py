@@ -4,8 +4,7 @@ Who runs here
     One thread follows BIC-I: it prepares iterations and runs control calls, with no iteration in
     the worker. It is the main thread until the data plane is open, and the *preparing thread*
     from then on; then the main thread, which loaded and compiled the model, is the *device
-    thread* (:mod:`sipipe.worker.double_buffer`). On vLLM's own path it stays the main thread. The
-    thread of :class:`sipipe.ipc.parent.Parent` says for the stall report what the worker does,
+    thread* (:mod:`sipipe.worker.double_buffer`). The thread of :class:`sipipe.ipc.parent.Parent` says for the stall report what the worker does,
     and ends the process with the engine.
 Guarantees
     Every iteration of BIC-I is run once, in order, by every rank of every stage; control calls
@@ -39,7 +38,6 @@ from vllm.distributed.parallel_state import (
 from vllm.logger import configure_logging, init_logger
 from vllm.platforms import current_platform
 from vllm.utils.system_utils import decorate_logs, set_process_title
-from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from sipipe.errors import DamagedError, WorkerDiedError
@@ -226,8 +224,6 @@ class Main:
             answers = only is None or only == self._boot.place.rank
             self._call = f"runs {'a function' if isinstance(method, bytes) else method}"
             value = loop.call(lambda: self._find(loop, method)(*args, **kwargs))
-            if isinstance(value, AsyncModelRunnerOutput):
-                value = value.get_output()
             reply = Reply(call=number, value=pickle.dumps(value) if answers else b"")
         except WorkerDiedError:
             raise  # another stage's worker: no fault of the call's, and the end of this one too
@@ -245,8 +241,6 @@ class Main:
             return partial(loop.answer, method)
         if isinstance(method, bytes):
             return partial(cloudpickle.loads(method), self._wrapper.worker)
-        if method == "execute_model":
-            return loop.run_vllm
         found: Callable[..., Any] = getattr(self._wrapper, method)
         return found
 

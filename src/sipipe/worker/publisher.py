@@ -79,17 +79,18 @@ class Publisher(DeviceThread):
                 # Not a phase of the stage: its device runs the next iteration meanwhile.
                 device.wait(copied)
         if launched.reports:
-            self._report(_word(launched))
-
-
-def _word(launched: Launched) -> IterationReport:
-    # Waits for vLLM's copies to the host, which have a stream of their own.
-    found = launched.output.get_output()
-    if launched.whole:
-        return IterationReport(iteration=launched.iteration, output=found)
-    return IterationReport(
-        iteration=launched.iteration,
-        prompt_logprobs={r: t for r, t in found.prompt_logprobs_dict.items() if t is not None},
-        prompt_scores=found.prompt_token_id_logprobs_dict,
-        tokens=launched.output.sampled_token_ids.ravel().tolist() if launched.draws else (),
-    )
+            # Waits for vLLM's copies to the host, which have a stream of their own.
+            found = launched.output.get_output()
+            if launched.whole:
+                self._report(IterationReport(iteration=launched.iteration, output=found))
+                return
+            tokens = launched.output.sampled_token_ids.ravel().tolist() if launched.draws else []
+            asked = {r: t for r, t in found.prompt_logprobs_dict.items() if t is not None}
+            self._report(
+                IterationReport(
+                    iteration=launched.iteration,
+                    prompt_logprobs=asked,
+                    prompt_scores=found.prompt_token_id_logprobs_dict,
+                    tokens=tokens,
+                )
+            )

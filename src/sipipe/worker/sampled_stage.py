@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.distributed import get_pp_group
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from sipipe.observe.phases import Phase
@@ -36,17 +37,17 @@ from sipipe.worker.preparation import (
 )
 from sipipe.worker.projection import Projection
 from sipipe.worker.publisher import Publisher
-from sipipe.worker.stage import Surroundings, VllmStage
+from sipipe.worker.stage import ClosedStage, Surroundings
 
 SETS = 2
 """Of input buffers: one is prepared while the device reads the other."""
 
 
-class SampledStage(VllmStage):
+class SampledStage(ClosedStage):
     """One rank of it, whose channels are open.
 
     Args:
-        around, links: as :class:`VllmStage` has them.
+        around: what it is made with. links: open.
         device: what the runner runs on.
         draws: what the last stage draws, with its part of the output projection.
         logits: this rank's writer of BIC-L, if it is one.
@@ -63,8 +64,12 @@ class SampledStage(VllmStage):
         projection: Projection,
         logits: LogitsHandover | None,
     ) -> None:
-        super().__init__(around, links)
+        self._around, self._links = around, links
+        self._iteration = self._tokens = 0
+        """Of the step that vLLM's worker runs."""
         boot, runner = around.boot, around.runner
+        group: Any = get_pp_group()
+        group.receive, group.send = self._receive, self._send
         bound = boot.config.stall_timeout
         self._device, self._draws, self._projection = device, draws, projection
         self._expect = super().expect if logits is None else logits.expect
@@ -120,34 +125,43 @@ class SampledStage(VllmStage):
             )
             self._preparation.begin(inputs)
             self._draws.begin(inputs, launched)
-            self._around.wrapper.execute_model(inputs.output)
-            launched.output = self._around.worker.sample_tokens(self._draws.grammar(inputs))
+            output = self._around.wrapper.execute_model(inputs.output)
+            launched.output = self._draws.finish(self._around.worker, inputs, output)
             self._draws.end()
         launched.last = self._device.mark()
         self._publisher.put(launched)
         self._projection.put(launched)
 
     def _receive(self) -> dict[str, torch.Tensor]:
+        """Into the runner's own buffer, whose rows beyond the batch's are there when it pads."""
         began, name = time.monotonic_ns(), f"iteration {self._iteration}"
         self.double_buffer.running = f"waits for hidden states of {name}"
         with self._projection.waiting():
-            kept = super()._receive()
+            kept: dict[str, torch.Tensor] = self._around.runner.intermediate_tensors.tensors
+            tensors = self._links.take(self._iteration, self._tokens, kept)
+            for key, tensor in tensors.items():
+                if tensor.data_ptr() != kept[key].data_ptr():  # else it came in pieces
+                    kept[key][: self._tokens].copy_(tensor)
+            self._links.release(self._iteration)
         self.double_buffer.running = f"runs {name}"
         self._around.record(Phase.WAIT_HIDDEN, self._launched, began)
         self._launched.first = self._device.mark()
         return kept
 
     def _send(self, tensors: Any) -> Callable[[], None]:
+        """Without the rows with which the runner has padded the batch."""
         began = time.monotonic_ns()
         self.double_buffer.running = f"hands over iteration {self._iteration}"
-        wait = super()._send(tensors)
+        rows = {key: tensor[: self._tokens] for key, tensor in tensors.items()}
+        # wait: `stall_timeout`; the next stage, which gives buffers back, or its end
+        self._links.send(self._iteration, self._tokens, rows)
         self._around.record(Phase.SEND, self._launched, began)
-        return wait
+        return self._links.wait_sent
 
     def drain(self) -> None:
         self._projection.drain()
         self._publisher.drain()
-        super().drain()
+        self._links.wait_sent()
 
     def doing(self) -> str:
         said = [self.double_buffer.doing(), f"(publisher) {self._publisher.doing()}"]

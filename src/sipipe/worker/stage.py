@@ -1,9 +1,8 @@
-"""A stage that is not open yet, and one on vLLM's own path.
+"""A stage that is not open yet, and what every stage is made with.
 
-:class:`sipipe.worker.sampled_stage.SampledStage` is the stage whose tokens CPU samplers draw.
+:class:`sipipe.worker.sampled_stage.SampledStage` is the one that runs iterations.
 
-Who runs here: whoever follows BIC-I, with no iteration in the worker; vLLM's runner, in what it
-receives and sends through.
+Who runs here: whoever follows BIC-I, with no iteration in the worker.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from vllm.distributed import get_pp_group
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput
 
 from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.replies import IterationReport
@@ -23,7 +20,6 @@ from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.device_thread import Launched
 from sipipe.worker.inputs.model_input import ModelInput
-from sipipe.worker.links import Links
 
 if TYPE_CHECKING:
     from sipipe.worker.double_buffer import DoubleBuffer
@@ -79,10 +75,6 @@ class ClosedStage:
     double_buffer: DoubleBuffer | None = None
     """What the process's main thread runs; None: it follows BIC-I itself."""
 
-    def execute(self, output: SchedulerOutput) -> Any:  # noqa: ARG002
-        """vLLM's ``execute_model``, as a control call."""
-        raise AssertionError("on SiPipe's path an iteration is no call")
-
     def expect(self, iteration: int, row: int) -> None:
         """The iteration's logits will have the rows of BIC-L from ``row`` on."""
 
@@ -98,40 +90,3 @@ class ClosedStage:
 
     def close(self) -> None:
         """End the threads."""
-
-
-class VllmStage(ClosedStage):
-    """vLLM's own path: its runner and sampler unmodified, hidden states through our links."""
-
-    def __init__(self, around: Surroundings, links: Links) -> None:
-        self._around = around
-        self._links = links
-        self._iteration = self._tokens = 0
-        """Of the step that vLLM's worker runs."""
-        group: Any = get_pp_group()
-        group.receive, group.send = self._receive, self._send
-
-    def execute(self, output: SchedulerOutput) -> Any:
-        if output.total_num_scheduled_tokens > 0:
-            self._iteration, self._tokens = self._iteration + 1, output.total_num_scheduled_tokens
-        return self._around.wrapper.execute_model(output)
-
-    def _receive(self) -> dict[str, torch.Tensor]:
-        """Into the runner's own buffer, whose rows beyond the batch's are there when it pads."""
-        kept: dict[str, torch.Tensor] = self._around.runner.intermediate_tensors.tensors
-        tensors = self._links.take(self._iteration, self._tokens, kept)
-        for key, tensor in tensors.items():
-            if tensor.data_ptr() != kept[key].data_ptr():  # else it came in pieces
-                kept[key][: self._tokens].copy_(tensor)
-        self._links.release(self._iteration)
-        return kept
-
-    def _send(self, tensors: Any) -> Callable[[], None]:
-        """Without the rows with which the runner has padded the batch."""
-        rows = {key: tensor[: self._tokens] for key, tensor in tensors.items()}
-        # wait: `stall_timeout`; the next stage, which gives buffers back, or its end
-        self._links.send(self._iteration, self._tokens, rows)
-        return self._links.wait_sent
-
-    def drain(self) -> None:
-        self._links.wait_sent()

@@ -23,7 +23,7 @@ class TokenFeedback:
     The first stage embeds tokens, and needs the last one of each decoding request; the others get
     hidden states, and some models look at the tokens there too. vLLM's own ``postprocess_sampled``
     writes them into the request states, in the order of the stream. Asked only where vLLM prepares
-    its inputs itself (:class:`sipipe.worker.preparation.VllmPrepares`, vLLM's own path).
+    its inputs itself (:class:`sipipe.worker.preparation.VllmPrepares`).
     """
 
     def __init__(

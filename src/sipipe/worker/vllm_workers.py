@@ -1,15 +1,14 @@
 """SiPipe's worker classes: vLLM's own, in a world of their stage.
 
-They differ from vLLM's in how torch.distributed and the model-parallel groups are set up, and
-where vLLM uses its second runner in what stands for that one's parts
-(:mod:`sipipe.worker.draws`). And in one repair: the CPU worker skips its warm-up in eager
+They differ from vLLM's in how torch.distributed and the model-parallel groups are set up, and in
+what stands for parts of its second runner (:mod:`sipipe.worker.draws`). And in one repair: the CPU worker skips its warm-up in eager
 mode, and with it the allocation of the buffer that receives hidden states, which makes stock
 ``--enforce-eager`` with pipeline stages fail at the first step.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -36,7 +35,6 @@ class _StageWorker:
     vllm_module: ModuleType
     """Where vLLM's class is defined."""
     model_runner: Any
-    use_v2_model_runner: bool
     place: StagePlace | None = None
     """Set by the process before ``init_device``; None only in a worker nobody placed."""
     draws: bool = False
@@ -59,10 +57,9 @@ class _StageWorker:
         group: Any = get_pp_group()
         group.receive = lambda: runner.intermediate_tensors.tensors
         group.send = lambda _: lambda: None
-        if self.use_v2_model_runner:
-            from sipipe.worker.draws import feedback_of
+        from sipipe.worker.draws import feedback_of
 
-            self.feedback = feedback_of(runner, draws=self.draws)
+        self.feedback = feedback_of(runner, draws=self.draws)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         if self.feedback is not None:
@@ -70,8 +67,6 @@ class _StageWorker:
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def _stand_ins(self) -> AbstractContextManager[None]:
-        if not self.use_v2_model_runner:
-            return nullcontext()
         from sipipe.worker.draws import stand_ins
 
         return stand_ins(own_sampler=self.own_sampler)
@@ -114,15 +109,14 @@ if current_platform.is_cpu():
                 super().__init__(*args, **kwargs)
 
         def init_device(self) -> None:
-            if self.use_v2_model_runner:
-                from sipipe.worker.cpu_kernels.launch import install
+            from sipipe.worker.cpu_kernels.launch import install
 
-                install()
+            install()
             super().init_device()
 
         def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
             super().initialize_from_config(*args, **kwargs)
-            if self.use_v2_model_runner and self.model_runner.kv_block_zeroer is None:
+            if self.model_runner.kv_block_zeroer is None:
                 # The scheduler has blocks zeroed once a request has failed.
                 self.model_runner._init_kv_zero_meta()
 

@@ -102,7 +102,7 @@ def _ms(times: Sequence[float]) -> str:
 
 def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     """What keeps the projection on the last stage, from the configuration alone; or nothing."""
-    if device_may_draw(vllm_config) and config.cpu_sampling != "on":
+    if device_may_draw() and config.cpu_sampling != "on":
         return (
             f'"cpu_sampling" is "{config.cpu_sampling}", with which the last stage\'s device may '
             'draw; it is shared out with "on"'

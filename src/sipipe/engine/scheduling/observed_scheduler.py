@@ -66,7 +66,7 @@ class ObservedScheduler:
             self.grammar_compile_error_reqs.update(_failed(errors))  # type: ignore[attr-defined]
             self._clear_blocks()
         began = time.monotonic_ns()
-        if self._tokenless:
+        if self._tokenless and model_runner_output.sampled_token_ids:  # none of a pooling model
             self._time_first_tokens(model_runner_output)
         result = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
