@@ -94,7 +94,15 @@ def run_and_abort(engine, batch):
 
 
 def prompt(said):
-    """A text, token ids, or token ids and the number of an image of noise, perhaps with its size."""
+    """A text, token ids, token ids and the number of an image of noise, perhaps with its size, or
+    the shape and number of embeddings of noise."""
+    if isinstance(said, dict) and "embeddings" in said:
+        import torch
+
+        noise = torch.randn(
+            said["embeddings"], generator=torch.Generator().manual_seed(said["seed"])
+        )
+        return {"prompt_embeds": noise}
     if isinstance(said, dict):
         import numpy as np
         from PIL import Image
@@ -132,10 +140,16 @@ def request(output):
                 "finish_reason": sequence.finish_reason,
                 "stop_reason": sequence.stop_reason,
                 "logprobs": positions(sequence.logprobs),
+                **_experts(sequence),
             }
             for sequence in output.outputs
         ],
     }
+
+
+def _experts(sequence):
+    found = getattr(sequence, "routed_experts", None)
+    return {} if found is None else {"routed_experts": found.tolist()}
 
 
 def positions(logprobs):

@@ -94,3 +94,26 @@ def test_custom_logits_processors_equal_stock(models, stages):
     assert "vLLM's sampler draws on the last stage: custom logits processors" in log
     assert f"{stages + 1} microbatches in flight" in log
     assert_stock(said, path, batches, **custom)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 1])
+def test_prompt_embeddings_equal_stock(models, stages):
+    path, embeds = model(models), {"enable_prompt_embeds": True}
+    asked = [{"embeddings": [length, 128], "seed": length} for length in (3, 40, 150)]
+    batches = [{"prompts": [*asked, *prompts(3)], "params": greedy(6)}]
+    said = run_engine(path, batches, **shared(stages), **embeds)
+    assert_stock(said, path, batches, **embeds)
+
+
+@pytest.mark.slow
+def test_routed_experts_come_with_stocks_tokens(models):
+    """At one stage, as vLLM has them; stock's CPU build has not: the experts have no oracle here."""
+    path = model(models, "qwen3-moe")
+    batches = [{"prompts": prompts(6, longest=100), "params": greedy(6)}]
+    settings = {"enable_return_routed_experts": True, "enable_prefix_caching": True}
+    said = run_engine(path, batches, **shared(1), **settings)
+    for request in said[0]:
+        experts = request["outputs"][0].pop("routed_experts")
+        assert all(0 <= one < 8 for token in experts for layer in token for one in layer)
+    assert_stock(said, path, batches)

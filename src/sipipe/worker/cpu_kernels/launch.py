@@ -8,12 +8,13 @@ add parameters, or change their order.
 Rejected: vLLM's own register of substitutes (``vllm.triton_utils.dispatcher``), which hands on no
 grid, and looks through all modules in a way that Numba's do not stand.
 
-What vLLM's sampler launches is not here: on CPUs SiPipe's samplers draw, and where vLLM's own path
-is taken, vLLM has its first runner.
+What the second runner's sampler launches is not here: on CPUs SiPipe's samplers draw, or vLLM's
+PyTorch sampler (:mod:`sipipe.worker.torch_rows`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -80,11 +81,35 @@ def ranks(
     torch.sum(logits >= logits.gather(-1, token_ids_ptr.view(-1, 1)), -1, out=output_ptr)
 
 
+def apply_prompt_embeds(
+    inputs_embeds_ptr: torch.Tensor,
+    embeds_ptrs_ptr: torch.Tensor,
+    mask_ptrs_ptr: torch.Tensor,
+    embeds_lens_ptr: torch.Tensor,
+    idx_mapping_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor,
+    num_computed_tokens_ptr: torch.Tensor,
+) -> None:
+    """Rows of requests whose prompts are embeddings [L, H], into the batch's [tokens, H]; but for
+    positions that a request's mask [L] says are tokens."""
+    starts, into = query_start_loc_ptr.tolist(), inputs_embeds_ptr
+    width = into.shape[1] * into.element_size()
+    for request, row in enumerate(idx_mapping_ptr.tolist()):
+        computed, length = int(num_computed_tokens_ptr[row]), int(embeds_lens_ptr[row])
+        source, mask = int(embeds_ptrs_ptr[row]), int(mask_ptrs_ptr[row])
+        first = starts[request]
+        for place in range(min(starts[request + 1] - first, length - computed)):
+            at = computed + place
+            if not mask or not ctypes.string_at(mask + at, 1)[0]:
+                ctypes.memmove(into[first + place].data_ptr(), source + at * width, width)
+
+
 VECTORIZED: dict[str, Callable[..., None]] = {
     "gpu.sample.logprob._topk_log_softmax_kernel": topk_log_softmax,
     "gpu.sample.logprob._ranks_kernel": ranks,
+    "gpu.model_states.prompt_embeds._apply_prompt_embeds_kernel": apply_prompt_embeds,
 }
-"""As :data:`COMPILED`; they are a vocabulary wide, and torch's own: they take tensors."""
+"""As :data:`COMPILED`, but torch's own, or seldom needed: they take tensors."""
 
 
 class Launch:
