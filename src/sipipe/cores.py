@@ -287,7 +287,7 @@ def _placed(
         share = len(cpus) // tensor_parallel
         for rank in range(tensor_parallel):
             workers.append(cpus[rank * share : (rank + 1) * share] if share else cpus)
-    placed = placement.samplers if samplers else ()  # none on vLLM's own path
+    placed = placement.samplers if samplers else ()  # none where vLLM's sampler draws
     return CorePlan(
         workers=_by_stage(workers, tensor_parallel),
         samplers=placed or ((),) * samplers,

@@ -144,7 +144,6 @@ def test_several_api_servers_give_the_same_tokens(models, tmp_path):
 
 
 def test_a_pooling_model_equals_stock(models):
-    """On vLLM's own path."""
     embed = [{"embed": prompts(3, longest=200)}]
     said = run_engine(model(models), embed, **shared(2), runner="pooling")
     assert_stock(said, model(models), embed, same=almost, runner="pooling")

@@ -34,7 +34,7 @@ FOR_EVER = 1e9
 
 
 def scenario(own=False, bound=120.0, spare=1e9, **more):
-    """``own``: on vLLM's own path. Other settings of SiPipe's by ``sipipe``. ``spare``: seconds
+    """``own``: vLLM's sampler draws. Other settings of SiPipe's by ``sipipe``. ``spare``: seconds
     until there is a spare sampler."""
     sipipe = {"samplers": 2, "inflight": 3, "stall_timeout": 60, "start_timeout": 90}
     sipipe |= {"cores": "off", "vocabulary": "last", **more.pop("sipipe", {})}

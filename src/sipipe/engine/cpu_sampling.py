@@ -2,9 +2,8 @@
 
 Every way is set up and measured on the loaded model, with max_num_seqs / m sequences a microbatch,
 and the times between two microbatches compared (:mod:`sipipe.messages.period`; docs/gpu.md has the
-model). Where nothing comes after the last stage, a round over m is never above the slowest stage: on
-vLLM's own path, which has as many microbatches in flight as stages, and where the device draws all
-rows.
+model). Where the device draws all rows nothing comes after the last stage, and a round over m is
+never above the slowest stage.
 
 What all ways have alike is left out: attention over a context, scheduling, links.
 """

@@ -58,7 +58,7 @@ def memory_budget(
 
     Args:
         ranks: tensor-parallel ranks of each stage.
-        samplers: 0 on vLLM's own path, which has no BIC-L.
+        samplers: 0 where vLLM's draws, and there is no BIC-L.
         dtype: of activations and logits, such as ``"bfloat16"``.
         sequences: most running requests.
         tokens: most tokens of a microbatch.

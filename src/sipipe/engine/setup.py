@@ -83,7 +83,7 @@ class Setup:
     """Who is to multiply by the output projection."""
     cores: CorePlan
     """The cores of this host's processes. The last stage's host has the samplers, of which there
-    are none on vLLM's own path."""
+    are none where vLLM's draws."""
     node: int
     """Which host this is; 0 is the main host, where the executor runs."""
     here: range

@@ -139,7 +139,7 @@ def _batch(runner: Any) -> InputBatch:
 
 def _state(new: NewRequestData, generator: torch.Generator | None) -> CachedRequestState:
     params, prompt = new.sampling_params, new.prompt_token_ids
-    assert params is not None, "vLLM's own path has what is not sampled"
+    assert params is not None, "a pooling model has no such stage"
     if generator is None and params.seed is not None:
         generator = torch.Generator().manual_seed(params.seed)
     state = CachedRequestState(
