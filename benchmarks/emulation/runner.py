@@ -43,6 +43,7 @@ class EmulatedRunner:
     lora_config = pp_handler = pcp_manager = fast_prefill = kv_block_zeroer = None
     execute_model_state: Any = None
     """Of the last stage's iteration that samples next."""
+    is_pooling_model = False
     num_speculative_steps = 0
     dcp_size = 1
 

@@ -25,12 +25,13 @@ def supervised(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
 
-    def start(name, *options, before=lambda: None):
+    def start(name, *options, before=None):
         def prepare():
             # A shell that runs the tests in the background has its children ignore some of them.
             for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
                 signal.signal(number, signal.SIG_DFL)
-            before()
+            if before is not None:
+                before()
 
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT), name, str(tmp_path / "marker"), *options],

@@ -136,17 +136,6 @@ class Watched:
         self.asked += 1
 
 
-def test_a_call_of_an_iteration_on_vllms_own_path_has_the_bound():
-    watched = Watched()
-    watched.calls.call("execute_model", only=1)
-    watched.calls.oldest().began -= 101.0
-    watched.watch.turn()
-    for worker in WORKERS:
-        watched.watch.heard(worker, Status("runs a call"))
-    watched.watch.turn()
-    assert "a call of execute_model waits for stage1.0. stage0.0 runs" in str(watched.errors[0])
-
-
 def test_a_stage_that_does_not_answer_while_work_is_late_is_a_stall(monkeypatch):
     """1. Not late. 2. Late, and asked. 3. One does not answer. 4. It does again. 5. All is done."""
     watched = Watched()

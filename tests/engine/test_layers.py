@@ -239,7 +239,7 @@ def test_columns_even_the_stages_whatever_their_speeds(stages):
 def test_what_cannot_be_shared_is_said(engine_config, monkeypatch, change, reason):
     module = "sipipe.engine.layers.vocabulary"
     settings = {key: value for key, value in change.items() if key in ("hosts", "cpu_sampling")}
-    monkeypatch.setattr(f"{module}.device_may_draw", lambda _: "second" in change)
+    monkeypatch.setattr(f"{module}.device_may_draw", lambda: "second" in change)
     for name in {"lora_config", "quant_config"} & change.keys():
         monkeypatch.setattr(engine_config, name, change[name])
     for name, value in change.get("model_config", {}).items():
@@ -250,7 +250,7 @@ def test_what_cannot_be_shared_is_said(engine_config, monkeypatch, change, reaso
 
 
 def test_devices_that_may_draw_share_where_samplers_draw_all_rows(engine_config, monkeypatch):
-    monkeypatch.setattr("sipipe.engine.layers.vocabulary.device_may_draw", lambda _: True)
+    monkeypatch.setattr("sipipe.engine.layers.vocabulary.device_may_draw", lambda: True)
     for asked in ("auto", "shared"):
         parts, layers, _ = vocabulary(engine_config, vocabulary=asked, cpu_sampling="on")
         assert (parts, layers) == ((0.5, 0.5), (4, 4))

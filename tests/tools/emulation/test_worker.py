@@ -124,6 +124,7 @@ def vllm_config():
         dtype=torch.bfloat16,
         max_model_len=32,
         rswa_window=None,
+        enable_prompt_embeds=False,
         get_vocab_size=lambda: 7,
         get_hidden_size=lambda: WIDTH,
     )
@@ -206,7 +207,7 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
             reports.append,
         )
         if shared:
-            offer = loop._sampled.sharing.offer(None, None)
+            offer = loop._loaded.sharing.offer(None, None)
             loop.answer(TakeProjection(offers=[offer], bounds=bounds))
             assert loop.answer(TimeParts(sequences=4)).layers == (stage + 1) / 1e3
         links = [link] * (stages - 1)
