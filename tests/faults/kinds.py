@@ -441,14 +441,14 @@ KINDS = [
         r"sampler\d ended while starting",
     ),
     Kind("a busy worker is killed", busy_worker(False), 24, STAGE_DIED, True),
-    Kind("a busy worker is killed (vLLM's path)", busy_worker(True), 16, STAGE_DIED, True),
+    Kind("a busy worker is killed (vLLM's sampler)", busy_worker(True), 16, STAGE_DIED, True),
     Kind("an idle worker is killed", idle_worker(False), 6, STAGE_DIED, True),
-    Kind("an idle worker is killed (vLLM's path)", idle_worker(True), 6, STAGE_DIED, True),
+    Kind("an idle worker is killed (vLLM's sampler)", idle_worker(True), 6, STAGE_DIED, True),
     Kind(
         "a worker is killed while the engine starts", starting_worker(False), 12, STAGE_DIED, True
     ),
     Kind(
-        "a worker is killed while the engine starts (vLLM's path)",
+        "a worker is killed while the engine starts (vLLM's sampler)",
         starting_worker(True),
         8,
         STAGE_DIED,
@@ -459,7 +459,7 @@ KINDS = [
     Kind("somebody is killed while the engine ends", ending, 8),
     Kind("the engine is killed while it starts", starting_engine, 8, "killed", True),
     Kind("a busy engine is killed", busy_engine(False), 10, "killed", True),
-    Kind("a busy engine is killed (vLLM's path)", busy_engine(True), 6, "killed", True),
+    Kind("a busy engine is killed (vLLM's sampler)", busy_engine(True), 6, "killed", True),
     Kind(
         "an engine whose worker is stopped is killed", engine_of_stopped_worker, 6, "killed", True
     ),
@@ -473,13 +473,13 @@ KINDS = [
         r"no progress for .* s: .* waits for samplers",
     ),
     Kind("a worker is stopped for 1 s", stopped_worker(False, 1), 8),
-    Kind("a worker is stopped for 1 s (vLLM's path)", stopped_worker(True, 1), 6),
+    Kind("a worker is stopped for 1 s (vLLM's sampler)", stopped_worker(True, 1), 6),
     Kind("a worker is stopped for 10 s", stopped_worker(False, 10), 6),
     Kind(
         "a worker is stopped for ever", stopped_worker(False, FOR_EVER, stall=4), 10, SAYING, True
     ),
     Kind(
-        "a worker is stopped for ever (vLLM's path)",
+        "a worker is stopped for ever (vLLM's sampler)",
         stopped_worker(True, FOR_EVER, stall=4),
         8,
         STALLED,
@@ -504,7 +504,7 @@ KINDS = [
     Kind("the engine has no descriptors left", no_descriptors, 6, r"Too many open files"),
     Kind("a process has no descriptors left", limited("descriptors"), 8),
     Kind("a process gets no more memory", limited("memory"), 10, ANY),
-    Kind("a process gets no more memory (vLLM's path)", limited("memory", True), 6, ANY),
+    Kind("a process gets no more memory (vLLM's sampler)", limited("memory", True), 6, ANY),
     Kind(
         "/dev/shm is full when the engine starts",
         full_at_start,

@@ -90,7 +90,9 @@ def prepare(scratch):
     from sipipe.sampler.warmup import warm_up
 
     name = f"{stand_in.__name__}.StandInWorker"
-    compatibility.HAS_TRITON = True  # the stand-in needs no kernels, where vLLM's sampler draws neither
+    compatibility.HAS_TRITON = (
+        True  # the stand-in needs no kernels, where vLLM's sampler draws neither
+    )
     for module in (compatibility, setup):
         module.STOCK_WORKERS.update(dict.fromkeys(module.STOCK_WORKERS, name))
     children.subprocess.Popen = Forked

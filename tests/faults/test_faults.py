@@ -17,7 +17,7 @@ FEW = (
     "a sampler that draws is killed",
     "a sampler is killed at each step of its restart",
     "a busy worker is killed",
-    "a worker is killed while the engine starts (vLLM's path)",
+    "a worker is killed while the engine starts (vLLM's sampler)",
     "a busy engine is killed",
     "a sampler is stopped for ever",
     "a worker is killed amid a product",
