@@ -33,7 +33,6 @@ def check_features(vllm_config: VllmConfig) -> None:
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--nnodes above 1 here (sipipe serve takes it)": parallel.nnodes > 1,
-        "--kv-transfer-config (KV connectors)": vllm_config.kv_transfer_config is not None,
         "--ec-transfer-config (encoder cache connectors)": (
             vllm_config.ec_transfer_config is not None
         ),

@@ -67,7 +67,11 @@ class Dispatcher:
         tracker: RequestTracker,
         gather: GatherReceiver,
         telemetry: Telemetry,
+        *,
+        empty: bool,
     ) -> None:
+        """``empty``: scheduling outputs without tokens are iterations too, for KV connectors."""
+        self._publishes_empty = empty
         self._bus = bus
         self._iterations = iterations
         self._tracker = tracker
@@ -83,7 +87,7 @@ class Dispatcher:
 
         Such an output is not published: what it tells workers goes with the next one.
         """
-        if output.total_num_scheduled_tokens == 0:
+        if output.total_num_scheduled_tokens == 0 and not self._publishes_empty:
             if any(getattr(output, field, None) for field in _CARRIED):
                 self._empty.append(output)
             self._last = None

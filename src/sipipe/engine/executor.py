@@ -31,6 +31,8 @@ from sipipe.ipc.sockets import leave_reason
 from sipipe.versions import require_vllm
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
+
     from sipipe.engine.pipeline import Pipeline
 
 logger = init_logger(f"vllm.{__name__}")
@@ -129,13 +131,14 @@ class Executor(VllmExecutor):
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Publish one iteration. Its tokens come from :meth:`sample_tokens`; of a pooling model,
-        which draws none, all comes from here."""
+        which draws none, and of an iteration without tokens all comes from here."""
         dispatcher = self._usable().dispatcher
         published = dispatcher.publish(scheduler_output)
-        if published and self.model_config.runner_type == "pooling":
-            pooled = dispatcher.publish_grammar(None)
-            # wait: `stall_timeout`; the last stage's word, or what fails the engine
-            return pooled if non_block else pooled.result()
+        pooling = self.model_config.runner_type == "pooling"
+        if published and (pooling or not scheduler_output.total_num_scheduled_tokens):
+            whole = dispatcher.publish_grammar(None)
+            # wait: `stall_timeout`; the stages' word, or what fails the engine
+            return whole if non_block else whole.result()
         # None, as vLLM expects of a step whose tokens are still to come.
         output = None if published else EMPTY_MODEL_RUNNER_OUTPUT
         if not non_block:
@@ -149,6 +152,10 @@ class Executor(VllmExecutor):
         future = self._usable().dispatcher.publish_grammar(grammar_output)
         # wait: `stall_timeout`; the samplers' tokens, or what fails the engine
         return future if non_block else future.result()
+
+    def init_kv_output_aggregator(self, connector: KVConnectorBase) -> None:
+        super().init_kv_output_aggregator(connector)
+        self._usable().resolver.aggregator = self.kv_output_aggregator
 
     def check_health(self) -> None:
         """Raise what stopped the engine, if anything did. Workers are watched all the time."""

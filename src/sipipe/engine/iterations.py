@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from sipipe.engine.logits_room import LogitsRoom
 from sipipe.engine.requests import Work
-from sipipe.messages.replies import IterationReport
+from sipipe.messages.replies import IterationReport, KVReport
 from sipipe.messages.step import Grammar, Sampled
 
 
@@ -53,6 +53,10 @@ class Iteration:
     """What samplers drew, of all of them; None while it is out."""
     report: IterationReport | None = None
     """What the last stage says; None while that is out."""
+    movers: int = 0
+    """Workers that say what their KV connectors have done; 0 without a connector."""
+    moved: dict[int, KVConnectorOutput | None] = field(default_factory=dict)
+    """That, by rank."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that fail with this iteration, and why."""
     future: Future[ModelRunnerOutput] = field(default_factory=Future)
@@ -67,8 +71,11 @@ class Iteration:
         """What the iteration waits for; empty when it is complete."""
         missing = []
         work = self.work
-        if self.report is None and (work.prompt_logprobs or work.on_device or not work.samplers):
+        told = work.prompt_logprobs or work.on_device or not work.samplers
+        if self.report is None and told and work.request_ids:
             missing.append("the last stage")
+        if len(self.moved) < self.movers:
+            missing.append("the KV connectors of all workers")
         if self.tokens is None and work.samplers:
             missing.append("samplers " + ", ".join(map(str, work.samplers)))
         return " and ".join(missing)
@@ -78,9 +85,17 @@ class Iterations:
     """The iterations of one engine, shared by its scheduler and its executor.
 
     ``slots``: microbatches in flight, m. ``rows``: of BIC-L. ``now``: the clock of the stall bound.
+    ``movers``: workers with a KV connector.
     """
 
-    def __init__(self, slots: int, rows: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        slots: int,
+        rows: int,
+        now: Callable[[], float] = time.monotonic,
+        movers: int = 0,
+    ) -> None:
+        self._movers = movers
         self._slots = slots
         self._now = now
         self._room = LogitsRoom(rows)
@@ -130,7 +145,7 @@ class Iterations:
             iteration.number, self._next = self._next, self._next + 1
             if iteration.slot is None:
                 iteration.slot = iteration.number % self._slots
-            iteration.began = self._now()
+            iteration.began, iteration.movers = self._now(), self._movers
             iteration.work = follow(iteration.number, output)
             iteration.logits_row = self._room.take(iteration.number, len(iteration.work.sampled))
             self._in_flight[iteration.number] = iteration
@@ -142,6 +157,7 @@ class Iterations:
         *,
         tokens: Sequence[Sampled] | None = None,
         report: IterationReport | None = None,
+        moved: KVReport | None = None,
     ) -> Iteration | None:
         """Take in what came; returns the iteration if it is complete with that."""
         with self._lock:
@@ -150,6 +166,8 @@ class Iterations:
                 return None  # failed meanwhile
             iteration.tokens = tokens if tokens is not None else iteration.tokens
             iteration.report = report if report is not None else iteration.report
+            if moved is not None:
+                iteration.moved[moved.rank] = moved.output
             if iteration.late:
                 return None
             self._room.give_back(number)

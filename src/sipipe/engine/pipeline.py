@@ -33,7 +33,7 @@ from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.gather import GatherReceiver
 from sipipe.messages.hosts import WaitLoaded
 from sipipe.messages.places import StagePlace
-from sipipe.messages.replies import IterationReport, Replacing, Reply, Status, Trying
+from sipipe.messages.replies import IterationReport, KVReport, Replacing, Reply, Status, Trying
 from sipipe.messages.step import Snapshot
 from sipipe.observe.live import Word
 
@@ -56,7 +56,9 @@ class Pipeline:
         self.telemetry = Telemetry(setup, self._samplers)
         self._closing.callback(self.telemetry.close)
         self._clock = StallClock()
-        self.iterations = Iterations(setup.slots, setup.logits_rows, self._clock.now)
+        self.iterations = Iterations(
+            setup.slots, setup.logits_rows, self._clock.now, setup.kv_movers
+        )
         self._remotes = remotes
         self._host = LocalHost(setup, self.telemetry.watched, self)
         self._hosts: list[Host] = [*remotes, self._host]  # far ones hear first
@@ -118,9 +120,9 @@ class Pipeline:
         running = Opening(self._setup, self._samplers, self.calls, self._last, addresses).open()
         self._tracker.draws = running.draws
         shared = (self.iterations, self._tracker, self._gather, self.telemetry)
-        self._resolver = Resolver(*shared, self.failed)
-        self._closing.callback(self._resolver.close)
-        self.dispatcher = Dispatcher(self._bus, *shared)
+        self.resolver = Resolver(*shared, self.failed)
+        self._closing.callback(self.resolver.close)
+        self.dispatcher = Dispatcher(self._bus, *shared, empty=bool(self._setup.kv_movers))
         self.telemetry.ready(running.setup)
         return running
 
@@ -155,7 +157,9 @@ class Pipeline:
             case Reply():
                 self.calls.reply(name, message)
             case IterationReport():
-                self._resolver.report(message)
+                self.resolver.report(message)
+            case KVReport():
+                self.resolver.moved(message)
             case Status():
                 self._stall.heard(name, message)
             case Replacing() | Trying(handle=int()):

@@ -17,6 +17,7 @@ from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
@@ -25,7 +26,7 @@ from sipipe.engine.requests import RequestTracker
 from sipipe.engine.telemetry import Telemetry
 from sipipe.ipc.errors import ChannelClosed, ChannelPeerDied
 from sipipe.ipc.gather import GatherReceiver
-from sipipe.messages.replies import IterationReport
+from sipipe.messages.replies import IterationReport, KVReport
 from sipipe.messages.step import decode_sampled, int32_view
 from sipipe.observe.phases import Phase
 
@@ -48,12 +49,19 @@ class Resolver:
         self._gather = gather
         self._telemetry = telemetry
         self._fail = fail
+        self.aggregator: KVOutputAggregator | None = None
+        """vLLM's, where there is a KV connector: of two threads, one at a time."""
+        self._joining = threading.Lock()  # wait: held for moments; nobody waits under it
         self._thread = threading.Thread(target=self._collect, name="SiPipeGather", daemon=True)
         self._thread.start()
 
     def report(self, report: IterationReport) -> None:
         """The last stage has run an iteration that waits for its word."""
         self._resolve(self._iterations.deliver(report.iteration, report=report))
+
+    def moved(self, report: KVReport) -> None:
+        """A worker's KV connector has done its part of an iteration."""
+        self._resolve(self._iterations.deliver(report.iteration, moved=report))
 
     def close(self) -> None:
         """Close BIC-O, and wait for the thread on it."""
@@ -83,6 +91,8 @@ class Resolver:
         if iteration is None:
             return
         output = build_output(iteration)
+        if iteration.movers:
+            output = self._join(output, iteration)
         drawn = 0
         # A pooling model has no tokens.
         for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=False):
@@ -96,6 +106,17 @@ class Resolver:
             logger.error("request %s fails: %s", request_id, reason)
         with suppress(InvalidStateError):
             iteration.future.set_result(output)
+
+    def _join(self, output: ModelRunnerOutput, iteration: Iteration) -> ModelRunnerOutput:
+        """``output`` with what all workers' KV connectors say."""
+        assert self.aggregator is not None, "vLLM makes it before the first iteration"
+        said = [iteration.moved[rank] for rank in range(iteration.movers)]
+        others = [ModelRunnerOutput.with_kv_conn_output_only(one) for one in said[:-1]]
+        output.kv_connector_output = said[-1]
+        with self._joining:
+            joined = self.aggregator.aggregate([*others, output], output_rank=len(others))
+        assert joined is not None
+        return joined
 
 
 class SampledLogprobs:

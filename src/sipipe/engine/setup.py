@@ -36,7 +36,7 @@ from sipipe.engine.layers.choose import choose_layers, describe_layers
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary
 from sipipe.engine.logits_room import rows_needed
 from sipipe.engine.memory_budget import Part, check_budget, describe, memory_budget
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, UnsupportedError
 from sipipe.messages.boots import Path
 from sipipe.messages.link import buffer_tokens
 
@@ -161,6 +161,12 @@ class Setup:
         return self.config.resolved_inflight(self.stages)
 
     @property
+    def kv_movers(self) -> int:
+        """Workers with a KV connector."""
+        moves = self.vllm_config.kv_transfer_config is not None
+        return self.stages * self.ranks if moves else 0
+
+    @property
     def logits_rows(self) -> int:
         """Of BIC-L."""
         return rows_needed(self.vllm_config.scheduler_config.max_num_seqs, self.slots)
@@ -262,6 +268,11 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
     reason = why_not_samplers(vllm_config, config)
     parallel = vllm_config.parallel_config
     check_hosts(config.hosts, node)
+    if config.hosts.count > 1 and vllm_config.kv_transfer_config is not None:
+        raise UnsupportedError(
+            "--kv-transfer-config with stages on several hosts: SiPipe does not support it; have "
+            "the stages on one host, or leave the option out"
+        )
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     here = stages_of_hosts(stages, config.hosts)[node]
     _check_devices(config, len(here), tp)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 ASK_STATUS = b"what are you doing"
 """Sent as it is, not pickled; the answer is a :class:`Status`."""
@@ -75,3 +75,13 @@ class IterationReport:
     """The same of ``prompt_logprob_token_ids``, a tensor of each request."""
     tokens: Sequence[int] = ()
     """What was drawn on the device, in the order of its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVReport:
+    """One worker's KV connector has done its part of an iteration."""
+
+    iteration: int
+    rank: int
+    output: KVConnectorOutput | None
+    """What was sent, received, failed; None: nothing."""

@@ -44,6 +44,8 @@ class Launched:
     """What vLLM's ``sample_tokens`` returned."""
     draws: bool = False
     """Whether ``output`` has tokens that were drawn on the device, which are to be reported."""
+    kv: Any = None
+    """vLLM's ``KVConnectorOutput``, where a connector has something to say."""
     whole: bool = False
     """Whether the engine is told all of ``output``, since no sampler draws."""
     reports: bool = False

@@ -33,6 +33,7 @@ class Publisher(DeviceThread):
         logits: this rank's writer of BIC-L, if it has one.
         report: tells the engine that an iteration has run.
         record: takes a phase: its iteration, when it began and when it ended.
+        kv_reports: tells the engine what the KV connector has done.
         fail: told, from the publisher's thread, what ended it.
         stall_timeout: seconds for which a late sampler may hold an entry.
     """
@@ -46,7 +47,9 @@ class Publisher(DeviceThread):
         record: Callable[[Phase, Launched, int, int], None],
         fail: Callable[[Exception], None],
         stall_timeout: float,
+        kv_reports: Callable[[Launched], None] = lambda _: None,
     ) -> None:
+        self._kv_reports = kv_reports
         self._logits = logits
         self._report = report
         self._record = record
@@ -78,6 +81,7 @@ class Publisher(DeviceThread):
                 self._doing = f"hands over the logits of {name}"
                 # Not a phase of the stage: its device runs the next iteration meanwhile.
                 device.wait(copied)
+        self._kv_reports(launched)
         if launched.reports:
             # Waits for vLLM's copies to the host, which have a stream of their own.
             found = launched.output.get_output()

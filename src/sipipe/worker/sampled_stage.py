@@ -21,6 +21,7 @@ import torch
 from vllm.distributed import get_pp_group
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
+from sipipe.messages.replies import KVReport
 from sipipe.observe.phases import Phase
 from sipipe.worker.device import Device
 from sipipe.worker.device_thread import Launched
@@ -38,6 +39,23 @@ from sipipe.worker.preparation import (
 from sipipe.worker.projection import Projection
 from sipipe.worker.publisher import Publisher
 from sipipe.worker.stage import ClosedStage, Surroundings
+
+
+def kv_reports(around: Surroundings) -> Callable[[Launched], None]:
+    """What tells the engine what the worker's KV connector has done, iteration by iteration."""
+    if around.boot.vllm_config.kv_transfer_config is None:
+        return lambda _: None
+    rank = around.boot.place.rank
+    return lambda launched: around.report(
+        KVReport(iteration=launched.iteration, rank=rank, output=launched.kv)
+    )
+
+
+def _kv_output(output: Any) -> Any:
+    """The connector's part of what vLLM's runner returned."""
+    output = getattr(output, "model_runner_output", output)
+    return getattr(output, "kv_connector_output", None)
+
 
 SETS = 2
 """Of input buffers: one is prepared while the device reads the other."""
@@ -83,6 +101,7 @@ class SampledStage(ClosedStage):
             record=around.record,
             fail=around.fail,
             stall_timeout=bound,
+            kv_reports=kv_reports(around),
         )
         self._preparation: Preparation = VllmPrepares()
         if not (draws.reads_states or why_vllm_prepares(runner)):
@@ -126,7 +145,11 @@ class SampledStage(ClosedStage):
             self._preparation.begin(inputs)
             self._draws.begin(inputs, launched)
             output = self._around.wrapper.execute_model(inputs.output)
-            launched.output = self._draws.finish(self._around.worker, inputs, output)
+            if inputs.num_tokens:
+                launched.output = self._draws.finish(self._around.worker, inputs, output)
+            else:  # blocks of the KV cache alone come or go
+                launched.output, launched.reports = output, False
+            launched.kv = launched.kv or _kv_output(launched.output)
             self._draws.end()
         launched.last = self._device.mark()
         self._publisher.put(launched)

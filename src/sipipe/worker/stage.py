@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.output import GrammarOutput
 
 from sipipe.messages.boots import WorkerBoot
-from sipipe.messages.replies import IterationReport
+from sipipe.messages.replies import IterationReport, KVReport
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import Recorder
 from sipipe.worker.device_thread import Launched
@@ -24,7 +24,7 @@ from sipipe.worker.inputs.model_input import ModelInput
 if TYPE_CHECKING:
     from sipipe.worker.double_buffer import DoubleBuffer
 
-Report = Callable[[IterationReport], None]
+Report = Callable[[IterationReport | KVReport], None]
 
 
 @dataclass(frozen=True, kw_only=True)

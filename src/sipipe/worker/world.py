@@ -88,6 +88,10 @@ class PipelineStandIn:
         """Around vLLM's capture of CUDA graphs: no collective of ours to prepare for it."""
         yield context
 
+    def broadcast_object(self, value: Any = None, src: int = 0) -> Any:  # noqa: ARG002
+        """The KV connectors' engine id, which all stages have from one configuration."""
+        return value
+
     def destroy(self) -> None:
         """Called by vLLM's tear-down; there is no process group to destroy."""
 
