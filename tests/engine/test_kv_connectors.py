@@ -47,3 +47,66 @@ def test_a_cache_outlives_its_engine(models, tmp_path, stages):
         assert "Inject KV cache" in engine.log.read_text()
     assert_stock(said, path, batches)
     assert any(request["cached"] for request in said[0])
+
+
+def on_shelf(directory, *, policy="fail", **extra):
+    """Whole blocks, moved while others are served (shelf.py)."""
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "Shelf",
+            "kv_connector_module_path": "shelf",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": {"directory": str(directory), **extra},
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "settings"),
+    [
+        (2, 1, {}),
+        pytest.param(1, 1, {}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {}, marks=pytest.mark.slow),
+        pytest.param(2, 1, {"cpu_sampling": "off"}, marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_come_and_go_while_others_are_served(models, tmp_path, stages, ranks, settings):
+    """From two stages to others; prompts in chunks, requests that wait for their blocks, alone and
+    beside others, blocks that are held until all workers have stored them."""
+    path = model(models)
+    batches = [
+        {"prompts": prompts(12, longest=300, seed=21), "params": greedy(12, shortest=2, longest=9)},
+        {"prompts": prompts(1, longest=300, seed=21), "params": greedy(1)},
+    ]
+    small = {"block_size": 32, "num_gpu_blocks_override": 60}
+    common = small | on_shelf(tmp_path)
+    with Engine(path, **shared(2, ranks), **common) as engine:
+        assert_stock(engine.run(batches), path, batches)
+    engines = len(list(tmp_path.glob("engine-*")))
+    assert engines == 1, "all stages have one engine id"
+    with Engine(path, **shared(stages, ranks, **settings), **common) as engine:
+        said = engine.run(batches)
+    assert_stock(said, path, batches)
+    lengths = [len(prompt) - 1 for prompt in batches[0]["prompts"]]
+    assert [request["cached"] for request in said[0]] == [n // 32 * 32 for n in lengths]
+
+
+@pytest.mark.parametrize("policy", ["recompute", pytest.param("fail", marks=pytest.mark.slow)])
+def test_blocks_that_cannot_be_loaded_are_computed_or_fail_their_request(models, tmp_path, policy):
+    path = model(models)
+    batches = [{"prompts": prompts(10, longest=200, seed=22), "params": greedy(10)}]
+    small = {"block_size": 32, "num_gpu_blocks_override": 256}
+    with Engine(path, **shared(2), **small, **on_shelf(tmp_path)) as engine:
+        assert_stock(engine.run(batches), path, batches)
+    failing = on_shelf(tmp_path, policy=policy, fails=3)
+    with Engine(path, **shared(2), **small, **failing) as engine:
+        said = engine.run(batches)
+    if policy == "recompute":
+        assert_stock(said, path, batches)
+        return
+    ends = [request["outputs"][0]["finish_reason"] for request in said[0]]
+    assert set(ends) == {"error", "length"}
+    told = [i for i, end in enumerate(ends) if end == "length"]
+    only = [{key: [values[i] for i in told] for key, values in batches[0].items()}]
+    assert_stock([[said[0][i] for i in told]], path, only)

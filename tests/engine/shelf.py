@@ -1,0 +1,136 @@
+"""A KV connector of the tests: whole blocks of finished prompts lie on a shelf, a directory.
+
+Its transfers are asynchronous: a request waits until every worker has its blocks, and blocks are
+held until every worker has put them there. It fails where its calls come in another order, or in
+another thread, than vLLM's interface says. ``fails``: every so manieth block that it loads is said
+to be damaged.
+"""
+
+import hashlib
+import itertools
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+
+@dataclass
+class Moves(KVConnectorMetadata):
+    """What to load and to store: request, names of blocks, their numbers."""
+
+    loads: list = field(default_factory=list)
+    stores: list = field(default_factory=list)
+
+
+class Shelf(KVConnectorBase_V1):
+    def __init__(self, vllm_config, role, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.block = vllm_config.cache_config.block_size
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.directory, self.fails = Path(extra["directory"]), extra.get("fails", 0)
+        self.wanted, self.tried, self.moves = {}, set(), Moves()
+        if role is KVConnectorRole.WORKER:
+            self.engine_id = vllm_config.kv_transfer_config.engine_id
+            (self.directory / f"engine-{self.engine_id}").touch()
+            self.caches, self.state, self.thread = {}, "clear", None
+            self.rank = f"rank{get_tensor_model_parallel_rank()}"
+            self.sent, self.received, self.damaged = set(), set(), set()
+            self.counted = itertools.count(1)
+
+    def names(self, tokens):
+        """Of the blocks that the tokens fill."""
+        full = range(self.block, len(tokens) + 1, self.block)
+        return [hashlib.sha256(repr(tokens[:end]).encode()).hexdigest()[:16] for end in full]
+
+    # ---- the scheduler's side
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        names = self.names(list(request.prompt_token_ids[:-1]))
+        there = list(itertools.takewhile(lambda name: (self.directory / name).exists(), names))
+        found = len(there) * self.block - num_computed_tokens
+        if found <= 0 or request.request_id in self.tried:
+            return 0, False
+        self.wanted[request.request_id] = there[num_computed_tokens // self.block :]
+        return found, True
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        if num_external_tokens:
+            self.tried.add(request.request_id)
+            names = self.wanted[request.request_id]
+            ids = blocks.get_block_ids()[0]
+            self.moves.loads.append((request.request_id, names, ids[-len(names) :]))
+
+    def build_connector_meta(self, scheduler_output):
+        moves, self.moves = self.moves, Moves()
+        return moves
+
+    def request_finished(self, request, block_ids):
+        self.wanted.pop(request.request_id, None)
+        names = self.names(list(request.prompt_token_ids))
+        if request.num_computed_tokens < request.num_prompt_tokens or not names:
+            return False, None
+        self.moves.stores.append((request.request_id, names, block_ids[: len(names)]))
+        return True, None
+
+    # ---- a worker's
+
+    def step(self, before, after):
+        """Calls of an iteration come in order, in one thread."""
+        thread = threading.current_thread()
+        assert self.thread in (None, thread), (self.thread, thread)
+        assert self.state in before, f"{after} after {self.state}"
+        self.thread, self.state = thread, after
+
+    def register_kv_caches(self, kv_caches):
+        assert not self.caches
+        self.caches = kv_caches
+
+    def bind_connector_metadata(self, connector_metadata):
+        self.step({"clear"}, "bound")
+        super().bind_connector_metadata(connector_metadata)
+
+    def start_load_kv(self, forward_context, **_):
+        self.step({"bound"}, "loading")
+        for request, names, ids in self._get_connector_metadata().loads:
+            for name, block in zip(names, ids, strict=True):
+                for layer, cache in self.caches.items():
+                    cache[block] = torch.load(self.directory / name / (layer + self.rank))
+                if self.fails and not next(self.counted) % self.fails:
+                    self.damaged.add(block)
+            self.received.add(request)
+
+    def wait_for_layer_load(self, layer_name):
+        assert self.state in ("bound", "loading")
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **_):
+        assert self.state in ("bound", "loading")
+
+    def wait_for_save(self):
+        self.step({"loading"}, "saved")
+        for request, names, ids in self._get_connector_metadata().stores:
+            for name, block in zip(names, ids, strict=True):
+                (self.directory / name).mkdir(exist_ok=True)
+                for layer, cache in self.caches.items():
+                    torch.save(cache[block].clone(), self.directory / name / (layer + self.rank))
+            self.sent.add(request)
+
+    def get_finished(self, finished_req_ids):
+        self.step({"saved"}, "told")
+        said = self.sent, self.received
+        self.sent, self.received = set(), set()
+        return said
+
+    def get_block_ids_with_load_errors(self):
+        said, self.damaged = self.damaged, set()
+        return said
+
+    def clear_connector_metadata(self):
+        self.step({"told"}, "clear")
+        super().clear_connector_metadata()
