@@ -8,6 +8,7 @@ from tests.engine.engines import (
     model,
     prompts,
     shared,
+    tokens,
 )
 
 pytestmark = pytest.mark.engine
@@ -110,3 +111,30 @@ def test_blocks_that_cannot_be_loaded_are_computed_or_fail_their_request(models,
     told = [i for i, end in enumerate(ends) if end == "length"]
     only = [{key: [values[i] for i in told] for key, values in batches[0].items()}]
     assert_stock([[said[0][i] for i in told]], path, only)
+
+
+@pytest.mark.slow
+def test_several_connectors_and_aborts(models, tmp_path):
+    """Every other request is aborted, some while they wait for their blocks; the others are exact."""
+    path, directories = model(models), [tmp_path / "a", tmp_path / "b"]
+    connectors = []
+    for directory in directories:
+        directory.mkdir()
+        connectors.append(on_shelf(directory)["kv_transfer_config"])
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+    batch = {"prompts": prompts(24, longest=250, seed=23), "params": greedy(24, longest=12)}
+    aborted = batch | {"aborts": [i // 3 if i % 2 else -1 for i in range(24)]}
+    small = {"block_size": 32, "num_gpu_blocks_override": 60}
+    with Engine(path, **shared(2), **small, kv_transfer_config=both) as engine:
+        [whole] = engine.run([batch])
+        [left] = engine.run([aborted])
+        [again] = engine.run([batch])
+    assert_stock([whole], path, [batch])
+    assert tokens(again) == tokens(whole)
+    assert all((one is None) is bool(i % 2) for i, one in enumerate(left))
+    assert tokens(left[::2]) == tokens(whole[::2])
+    assert len(set(directories[0].iterdir())) == len(set(directories[1].iterdir()))
