@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -44,6 +45,7 @@ class EmulatedRunner:
     execute_model_state: Any = None
     """Of the last stage's iteration that samples next."""
     is_pooling_model = False
+    kv_connector = NO_OP_KV_CONNECTOR
     num_speculative_steps = 0
     dcp_size = 1
 

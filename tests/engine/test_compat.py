@@ -59,7 +59,6 @@ def vllm_config(**changes):
         ({"parallel_config__nnodes": 2}, "--nnodes"),
         ({"parallel_config__enable_eplb": True}, "--enable-eplb"),
         ({"parallel_config__enable_elastic_ep": True}, "--enable-elastic-ep"),
-        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
         ({"ec_transfer_config": object()}, "--ec-transfer-config"),
     ],
 )

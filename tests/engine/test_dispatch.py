@@ -18,6 +18,7 @@ def test_everything_of_empty_outputs_is_carried():
         Tracker(published),
         None,
         SimpleNamespace(record=lambda *_, **__: None, live=SimpleNamespace(set=lambda *_: None)),
+        empty=False,
     )
     first, second, third, fourth = (SchedulerOutput.make_empty() for _ in range(4))
     first.finished_req_ids, first.preempted_req_ids = {"a"}, {"b"}

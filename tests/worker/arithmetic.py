@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from vllm.sequence import IntermediateTensors
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from sipipe.worker.draws import feedback_of
@@ -110,6 +111,7 @@ class Runner:
     pcp_manager = fast_prefill = lora_config = None
     dcp_size = 1
     is_pooling_model = False
+    kv_connector = NO_OP_KV_CONNECTOR
 
     def __init__(self, place, config, block_size, *, state=DefaultModelState):
         scheduler, self.model_config = config.scheduler_config, config.model_config

@@ -35,6 +35,7 @@ HAND_OVER = 60  # seconds; a bug in the test itself, not a bound that a test rel
 
 CONFIG = SimpleNamespace(
     logging_config=None,
+    kv_transfer_config=None,
     model_config=SimpleNamespace(
         dtype=torch.float32,
         enable_prompt_embeds=False,

@@ -15,6 +15,7 @@ from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
 from vllm.v1.worker.gpu.input_batch import InputBuffers
+from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from .emulated_cuda import Machine, poison
@@ -126,6 +127,7 @@ class Runner:
 
     lora_config = pcp_manager = fast_prefill = pp_handler = kv_block_zeroer = None
     is_pooling_model = False
+    kv_connector = NO_OP_KV_CONNECTOR
     num_speculative_steps = 0
     dcp_size = 1
 

@@ -81,8 +81,12 @@ def both(run):
     return ours
 
 
+BY_ENGINES = {"gpu.model_states.prompt_embeds._apply_prompt_embeds_kernel"}
+"""Of addresses alone: tests/engine/test_device_sampling.py has stock's tokens."""
+
+
 def test_every_kernel_has_a_twin():
-    assert set(TWINS) == {*launch.COMPILED, *launch.VECTORIZED}
+    assert {*TWINS, *BY_ENGINES} == {*launch.COMPILED, *launch.VECTORIZED}
 
 
 def test_a_kernel_of_ours_that_asks_for_what_vllm_does_not_give_is_named():

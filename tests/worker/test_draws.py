@@ -14,6 +14,7 @@ from tests.worker.test_publisher import VOCAB  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput  # noqa: E402
 from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
+from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR  # noqa: E402
 
 from sipipe.messages.places import StagePlace  # noqa: E402
 from sipipe.worker import device_sampler, draws  # noqa: E402
@@ -92,6 +93,7 @@ def last_runner():
         max_num_reqs=8,
         device=torch.device("cpu"),
         lora_config=None,
+        kv_connector=NO_OP_KV_CONNECTOR,
         pp_handler=SimpleNamespace(embeds=False),
         prompt_logprobs_worker=SimpleNamespace(uses_prompt_logprobs=np.zeros(8, bool)),
         model_config=SimpleNamespace(use_fp64_gumbel=False),

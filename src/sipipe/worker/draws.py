@@ -238,7 +238,7 @@ class LastRows(NothingDrawn):
         self._runner.postprocess_sampled(
             batch.idx_mapping, tokens, none, none, batch.query_start_loc
         )
-        launched.kv = self._runner.kv_connector.post_forward(state.finished_req_ids)
+        launched.kv = self._runner.kv_connector.post_forward(now[0].output.finished_req_ids)
         return None
 
     def _sample(
