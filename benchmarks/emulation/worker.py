@@ -85,6 +85,9 @@ class EmulatedDevice:
     def mark(self) -> int:
         return max(self._free, time.monotonic_ns(), int(self._ready[0]))
 
+    def occupy(self, seconds: float) -> None:
+        """Its times are known, whoever launches."""
+
     def undisturbed(self) -> EmulatedDevice:
         return self
 

@@ -62,6 +62,10 @@ def become(asked, stdin: int, stdout: int, *ends: int) -> None:
     if asked["host"] is not None:
         enter(asked["host"])
     sys.argv = [asked["file"], *map(str, ends), *asked["arguments"]]
+    if "VLLM_GPU_SYNC_CHECK" in os.environ:  # vLLM has read it when it was imported here
+        for end in ends:
+            os.set_inheritable(end, True)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     runpy.run_path(asked["file"], run_name="__main__")
 
 

@@ -3,9 +3,12 @@
 Never run on a GPU where this was written: no GPU there. :func:`compare` also runs without one.
 """
 
+import os
+
 import pytest
 from tests.engine import test_parity as parity
 from tests.engine.engines import Engine, model, same_tokens, stock_results
+from tests.engine.forks import Forked
 from tests.engine.test_second_runner import (
     DRAWS,
     SEES,
@@ -99,3 +102,17 @@ def test_what_is_to_run_on_a_gpu_runs(models):
         env=DRAWS | WAITS_ARE_ERRORS,
         worker=TWINS["worker_extension_cls"],
     )
+
+
+def test_waits_are_errors_in_what_an_engine_imports(tmp_path):
+    """vLLM reads whether they are when it is imported, as the fork server has done; its engines
+    import it anew."""
+    script = tmp_path / "imported.py"
+    script.write_text("import sys; print('vllm.utils.gpu_sync_debug' in sys.modules, flush=True)")
+    for env, there in (({}, "True"), (WAITS_ARE_ERRORS, "False")):
+        log = tmp_path / f"{there}.log"
+        with log.open("w") as out:
+            process = Forked(script, env={**os.environ, **env}, out=out)
+        process.wait(60)
+        process.close()
+        assert log.read_text().split() == [there]

@@ -20,13 +20,14 @@ from sipipe.errors import ConfigError
 @pytest.fixture
 def on_gpu(monkeypatch):
     """A host that shows two GPUs."""
-    monkeypatch.setattr(setup, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    gpus = SimpleNamespace(is_cpu=lambda: False, get_all_device_numa_nodes=lambda: [1, 0])
+    monkeypatch.setattr(setup, "current_platform", gpus)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
 @pytest.mark.parametrize(
     ("devices", "degrees"),
-    [(None, (2, 1)), ((0, 0), (2, 1)), ((3, 1), (2, 1)), ((0, 1, 0, 1), (2, 2))],
+    [(None, (2, 1)), ((0, 0), (2, 1)), ((1, 0), (2, 1)), ((0, 1, 0, 1), (2, 2))],
 )
 def test_stages_may_share_gpus(on_gpu, devices, degrees):
     setup._check_devices(SiPipeConfig(devices=devices), *degrees)
@@ -34,7 +35,11 @@ def test_stages_may_share_gpus(on_gpu, devices, degrees):
 
 @pytest.mark.parametrize(
     ("devices", "degrees", "word"),
-    [((0,), (2, 1), "each of the 2 workers"), ((0, 0, 1, 2), (2, 2), "NCCL")],
+    [
+        ((0,), (2, 1), "each of the 2 workers"),
+        ((0, 0, 1, 1), (2, 2), "NCCL"),
+        ((3, 1), (2, 1), "shows 2"),
+    ],
 )
 def test_devices_that_cannot_be_are_refused_in_one_line(on_gpu, devices, degrees, word):
     with pytest.raises(ConfigError, match=word) as error:
@@ -56,11 +61,17 @@ class Cuda(interface.Platform):
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
 
 
-@pytest.mark.parametrize("devices", [(3, 1), (0, 0)])
-def test_vllms_gpu_worker_finds_its_gpu_where_others_are_on_other_hosts(monkeypatch, devices):
-    """Its own lookup, as far as the GPU itself: four stages, two of them on this host."""
+@pytest.mark.parametrize(
+    ("visible", "devices"), [("", (3, 1)), ("", (0, 0)), ("4,5", (1, 0)), ("4,5", (0, 0))]
+)
+def test_vllms_gpu_worker_finds_its_gpu_where_others_are_on_other_hosts(
+    monkeypatch, visible, devices
+):
+    """Its own lookup, as far as the GPU itself: four stages, two of them on this host. Numbers are
+    of the GPUs that are visible."""
     monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(setup, "current_platform", Cuda)
     monkeypatch.setattr(gpu_worker, "current_platform", Cuda)
     found = []
 
@@ -94,6 +105,8 @@ def test_nodes_are_vllms_word(on_gpu, monkeypatch):
     monkeypatch.setattr(setup, "get_auto_numa_nodes", lambda: [0, 0, 1, 1])
     assert setup._nodes((3, 0, 9)) == [1, 0, None]
     monkeypatch.setattr(setup, "get_auto_numa_nodes", lambda: None)
+    assert setup._nodes(range(2)) == [1, 0], "in a container that may not bind memory"
+    setup.current_platform.get_all_device_numa_nodes = lambda: None
     assert setup._nodes(range(2)) == [None, None]
 
 

@@ -17,7 +17,9 @@ from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
 from vllm.v1.worker.gpu.sample import gumbel  # noqa: E402
 
 from sipipe.messages.measured import MIXES  # noqa: E402
+from sipipe.worker import device as device_module  # noqa: E402
 from sipipe.worker import measure  # noqa: E402
+from sipipe.worker.device import seconds  # noqa: E402
 
 ROWS, HIDDEN, VOCAB = 6, 4, 32
 
@@ -33,6 +35,9 @@ class ScriptedDevice:
 
     def mark(self):
         return self.now
+
+    def occupy(self, seconds):
+        pass
 
     def wait(self, mark):
         self.reached = max(self.reached, mark)
@@ -152,3 +157,26 @@ def test_a_stage_before_it_and_a_rank_that_writes_nothing(device):
     found = measure.measure_stage(Runner(device), device, ROWS, Head(device), None)
     assert found.copy == 0.0
     assert set(found.device) == set(MIXES), "it takes part in what is collective"
+
+
+class LateDevice(ScriptedDevice):
+    """Runs what is launched when it has run what was launched before."""
+
+    host = free = 0.0
+
+    def launch(self, host, work):
+        self.host += host
+        self.free = max(self.free, self.host) + work
+
+    def occupy(self, seconds):
+        self.launch(0, seconds)
+
+    def mark(self):
+        return int(self.free * 1e9)
+
+
+@pytest.mark.parametrize(("host", "work"), [(0.4e-3, 0.1e-3), (0.1e-3, 0.4e-3)])
+def test_a_slow_launch_is_not_the_devices_time(monkeypatch, host, work):
+    late = LateDevice()
+    monkeypatch.setattr(device_module, "time", SimpleNamespace(perf_counter=lambda: late.host))
+    assert seconds(late, lambda: late.launch(host, work)) == pytest.approx(work, rel=1e-3)

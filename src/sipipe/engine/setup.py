@@ -324,6 +324,11 @@ def _check_devices(config: SiPipeConfig, stages: int, ranks: int) -> None:
             f'sipipe config: "devices" must name a GPU for each of the {stages * ranks} '
             f"workers, not {list(devices)}"
         )
+    if 0 < (shown := torch.cuda.device_count()) <= max(devices):
+        raise ConfigError(
+            f'sipipe config: "devices" {list(devices)} counts GPUs from 0, and this host shows '
+            f"{shown}: look at CUDA_VISIBLE_DEVICES"
+        )
     if any(len(set(devices[at : at + ranks])) < ranks for at in range(0, len(devices), ranks)):
         raise ConfigError(
             f'sipipe config: "devices" {list(devices)} puts tensor-parallel ranks of one stage on '
@@ -339,11 +344,16 @@ def assign_devices(vllm_config: VllmConfig, devices: Sequence[int] | None) -> No
     """
     parallel, ids = vllm_config.parallel_config, None
     if devices is not None:
-        ids = [*devices, *devices[-1:] * (parallel.world_size - len(devices))]
+        # vLLM wants numbers of the machine's GPUs, users count those that are visible.
+        found = [current_platform.visible_device_id_to_physical_device_id(gpu) for gpu in devices]
+        ids = [*found, *found[-1:] * (parallel.world_size - len(found))]
     parallel.assigned_physical_gpu_ids = ids
 
 
 def _nodes(devices: Sequence[int]) -> list[int | None]:
     """NUMA node of each worker's GPU; None where nothing is known of it."""
-    known = None if current_platform.is_cpu() else get_auto_numa_nodes()
+    known = None
+    if not current_platform.is_cpu():
+        # vLLM's word is nothing in a container that may not bind memory; the GPUs' is still known.
+        known = get_auto_numa_nodes() or current_platform.get_all_device_numa_nodes()
     return [known[gpu] if known and gpu < len(known) else None for gpu in devices]

@@ -44,6 +44,10 @@ class Device(Protocol):
         """The same device for timing: on the host, marks are the calling thread's CPU time, which a
         busy neighbour does not lengthen."""
 
+    def occupy(self, seconds: float) -> None:
+        """Keep the device busy for at least so long, with work that does nothing; on the host, where
+        who launches is the device, not at all."""
+
     def nanoseconds(self, first: Any, last: Any) -> int:
         """From one mark that the device has reached to another."""
 
@@ -81,6 +85,9 @@ class HostDevice:
         return _HostWork()
 
     def wait(self, mark: int) -> None:
+        pass
+
+    def occupy(self, seconds: float) -> None:
         pass
 
     def nanoseconds(self, first: int, last: int) -> int:
@@ -134,6 +141,10 @@ class CudaStageDevice:
     def wait(self, mark: Any) -> None:
         mark.synchronize()  # wait: none of its own, `stall_timeout` for the iteration; the device
 
+    def occupy(self, seconds: float) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(int(seconds * _CYCLES))
+
     def nanoseconds(self, first: Any, last: Any) -> int:
         return int(first.elapsed_time(last) * 1e6)
 
@@ -173,9 +184,25 @@ def stage_device(device: torch.device) -> Device:
     return CudaStageDevice(device) if device.type == "cuda" else HostDevice()
 
 
+_CYCLES = 2e9
+"""Of a GPU in a second, or more than it has."""
+
+_MOST_OCCUPIED = 1.0
+"""Seconds: of which the first calls, that compile, are not worth more."""
+
+
 def seconds(device: Device, call: Callable[[], object]) -> float:
-    """The median of some calls, each from the end of the one before; the first does not count."""
+    """What some calls take the device, each from the end of the one before: the median.
+
+    The device is kept busy until all are launched. Else a call whose launch takes longer than its
+    work would count as that, which serving hides behind earlier work. What the first two take does
+    not count.
+    """
     call()
+    began = time.perf_counter()
+    call()
+    launched = time.perf_counter() - began
+    device.occupy(min((TIMES + 1) * launched, _MOST_OCCUPIED))
     marks = [device.mark()]
     for _ in range(TIMES):
         call()

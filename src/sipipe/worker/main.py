@@ -51,7 +51,7 @@ from sipipe.messages.header import Kind, decode_header
 from sipipe.messages.replies import Ready, Reply
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
-from sipipe.worker.world import cut_model
+from sipipe.worker.world import cut_model, keep_caches_apart
 
 if TYPE_CHECKING:
     from sipipe.worker.double_buffer import DoubleBuffer
@@ -121,6 +121,7 @@ class Main:
         decorate_logs(title)
         if boot.cpus:
             os.sched_setaffinity(0, boot.cpus)
+        keep_caches_apart(place)
         if not boot.cut_evenly:
             cut_model(boot.layers)
         wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=place.rank)

@@ -20,12 +20,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.ec_transfer import ensure_ec_transfer_initialized
@@ -34,6 +36,8 @@ from vllm.model_executor.determinism.batch_invariant import init_batch_invarianc
 from sipipe.messages.places import StagePlace
 
 Tensors = Mapping[str, torch.Tensor]
+
+_TUNED = "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"
 
 
 class PipelineStandIn:
@@ -172,6 +176,22 @@ def one_gloo_device() -> Iterator[None]:
     """While active, gloo groups that torch makes share one device."""
     with patch.object(distributed_c10d, "ProcessGroupGloo", _SharingGloo):
         yield
+
+
+def keep_caches_apart(place: StagePlace) -> None:
+    """Before vLLM tunes its kernels: have each stage keep what it found in a directory of its own.
+
+    vLLM names the file by the rank in the world, which here is that of one stage: all stages would
+    share one, and the next start load another stage's.
+    """
+    directory = envs.VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR
+    if directory is None:
+        try:
+            made_by = version("flashinfer-python")
+        except PackageNotFoundError:
+            return
+        directory = os.path.join(envs.VLLM_CACHE_ROOT, "flashinfer_autotune_cache", made_by)
+    os.environ[_TUNED] = os.path.join(directory, f"stage{place.stage}of{place.stages}")
 
 
 def cut_model(layers: tuple[int, ...]) -> None:
