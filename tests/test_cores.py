@@ -3,6 +3,8 @@
 import math
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -330,3 +332,16 @@ def test_without_sys_every_cpu_is_a_core(tmp_path):
     assert cpus_of(found) == tuple(sorted(os.sched_getaffinity(0)))
     assert all(core.node == 0 and len(core.cpus) == 1 for core in found)
     assert cpus_of(this_machine()) == cpus_of(found)
+
+
+def test_threads_that_are_there_and_later_ones_are_bound():
+    program = (
+        "import os, threading; from sipipe.cores import bind_threads\n"
+        "go, seen = threading.Event(), []\n"
+        "look = lambda: (go.wait(), seen.append(os.sched_getaffinity(0)))\n"
+        "before = threading.Thread(target=look); before.start()\n"
+        "one = {max(os.sched_getaffinity(0))}; bind_threads(one); go.set(); before.join()\n"
+        "after = threading.Thread(target=look); after.start(); after.join()\n"
+        "assert seen == [one, one], seen\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

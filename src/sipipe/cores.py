@@ -11,7 +11,7 @@ import os
 import socket
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -222,6 +222,13 @@ def this_machine(
     first = zlib.crc32(socket.gethostname().encode()) % len(cores)
     taken = {(first + number) % len(cores) for number in range(max(1, int(most)))}
     return [core for number, core in enumerate(cores) if number in taken]
+
+
+def bind_threads(cpus: Collection[int]) -> None:
+    """Bind every thread of this process, and those that they start."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cpus)
 
 
 @contextmanager

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -19,48 +16,10 @@ from vllm.v1.worker import gpu_worker  # noqa: E402
 from sipipe.ipc.link.buffers import buffer_bytes  # noqa: E402
 from sipipe.ipc.link.schema import TensorSchema  # noqa: E402
 from sipipe.messages.places import StagePlace  # noqa: E402
-from sipipe.worker import main as worker_main  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.loaded_stage import link_bytes  # noqa: E402
-from sipipe.worker.publisher import Publisher  # noqa: E402
 from sipipe.worker.sharing import Sharing  # noqa: E402
 from sipipe.worker.vllm_workers import GPUStageWorker  # noqa: E402
-
-
-class Loading(Exception):
-    """The model would be loaded now."""
-
-
-@pytest.mark.parametrize("bound", [True, False])
-def test_a_worker_and_the_threads_that_it_starts_run_on_its_cores(monkeypatch, bound):
-    """Bound before anything is loaded, so that the publisher's thread is as well."""
-    usable, found = os.sched_getaffinity(0), []
-
-    def load(**_):
-        publisher = Publisher(
-            HostDevice(), None, report=print, record=print, fail=print, stall_timeout=1
-        )
-        found.append(os.sched_getaffinity(publisher._thread.native_id))
-        publisher.close()
-        raise Loading
-
-    monkeypatch.setattr(worker_main, "WorkerWrapperBase", load)
-    monkeypatch.setattr(worker_main, "set_process_title", lambda **_: None)
-    monkeypatch.setattr(worker_main, "decorate_logs", lambda _: None)
-    monkeypatch.setattr(worker_main, "configure_logging", lambda _: None)
-    cpus = (max(usable),) if bound else ()
-    boot = dataclasses.replace(boot_of(place_of(1, 2)), cpus=cpus)
-    main = worker_main.Main(boot, SimpleNamespace(), [])
-
-    def run():  # in a thread of its own: this one's cores stay as they are
-        with pytest.raises(Loading):
-            main.load()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [set(cpus) or usable]
-
 
 TOKENS = 2048
 

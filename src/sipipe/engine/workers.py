@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_file_store_init_method
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.utils.system_utils import get_mp_context
+from vllm.v1.executor.multiproc_executor import set_multiprocessing_worker_envs
 
 from sipipe.engine.children import Child, Children
 from sipipe.engine.compatibility import device_may_draw
@@ -41,6 +42,7 @@ class Workers:
         """One torch.distributed address for the ranks of each stage."""
         self.all: list[Child] = []
         """By rank."""
+        set_multiprocessing_worker_envs(len(setup.here) * tp)  # for GPUs alone
         spawned = get_mp_context().get_start_method() == "spawn"
         on_cpu = current_platform.is_cpu()
         with setup.worker_threads():

@@ -67,7 +67,8 @@ class WorkerBoot:
     sampler_kernels: bool = True
     """Whether the device has the kernels of vLLM's sampler of its second runner."""
     cpus: tuple[int, ...] = ()
-    """What a GPU's worker is bound to; empty: to nothing. vLLM binds a CPU's worker itself."""
+    """What a GPU's worker is bound to once it is warmed up; empty: to nothing. vLLM binds a CPU's
+    worker itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from sipipe.cores import bind_threads
 from sipipe.ipc.ring.logits import LogitsEndpoint
 from sipipe.messages.boots import WorkerBoot
 from sipipe.messages.calls import (
@@ -95,6 +96,8 @@ class StageLoop:
         shared out; by rank of the receiver. ``logits`` is None where no sampler draws.
         """
         around = self._around
+        if around.boot.cpus:  # not before: compilers and warm-up may take all cores
+            bind_threads(around.boot.cpus)
         self._links = Links.open(around.boot.place, links, self._sockets, around.fail)
         if logits is None:
             self._loaded.draw_here()

@@ -119,8 +119,6 @@ class Main:
         configure_logging(boot.vllm_config.logging_config)
         set_process_title(name=title)
         decorate_logs(title)
-        if boot.cpus:
-            os.sched_setaffinity(0, boot.cpus)
         keep_caches_apart(place)
         if not boot.cut_evenly:
             cut_model(boot.layers)
