@@ -13,9 +13,12 @@ until all of its tokens are in, also for a restarted sampler.
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +43,23 @@ logger = init_logger(f"vllm.{__name__}")
 CHANGE_WEIGHTS = ("reload_weights", "start_weight_update", "update_weights")
 
 
+@contextmanager
+def _one_cause() -> Iterator[None]:
+    """What keeps an engine from starting ends vLLM's engine process with one line. The worker has
+    said where; in the user's own process it is an exception."""
+    try:
+        yield
+    except Exception as error:
+        ours = multiprocessing.current_process().name.startswith("EngineCore")
+        if not ours or multiprocessing.parent_process() is None:
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        leave_reason(reason)
+        logger.error("the engine cannot start: %s", reason)
+        logger.debug("it failed here", exc_info=error)
+        sys.exit(getattr(error, "status", 1))
+
+
 class Executor(VllmExecutor):
     """Runs a model in pipeline stages, with sampling on CPU processes beside them."""
 
@@ -51,6 +71,10 @@ class Executor(VllmExecutor):
         return False
 
     def _init_executor(self) -> None:
+        with _one_cause():
+            self._load()
+
+    def _load(self) -> None:
         # Imported here because a worker unpickles this class, and must not have Numba loaded
         # when vLLM's CPU platform sets itself up (see sipipe.worker.main).
         from sipipe.engine.pipeline import Pipeline
@@ -115,6 +139,10 @@ class Executor(VllmExecutor):
 
     def compile_or_warm_up_model(self) -> None:
         """Warm the workers up, then open the data plane: the model is ready to run."""
+        with _one_cause():
+            self._open()
+
+    def _open(self) -> None:
         super().compile_or_warm_up_model()
         pipeline = self._usable()
         running = pipeline.open()

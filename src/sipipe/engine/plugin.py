@@ -52,6 +52,7 @@ def register() -> None:
             # Options and features are checked here too, in the process that the user sees.
             SiPipeConfig.from_additional_config(self.additional_config)
             tell_clients_why()
+            say_cause_once()
             if named:
                 self.distributed_executor_backend = Executor
             with patch.object(arg_utils, "VllmConfig", PipelineVllmConfig):
@@ -73,13 +74,32 @@ def _one_line() -> Iterator[None]:
     try:
         yield
     except SiPipeError as error:
-        main = sys.modules["__main__"]
-        spec = getattr(main, "__spec__", None)
-        name = spec.name if spec else Path(getattr(main, "__file__", None) or "").name
-        if name.partition(".")[0] != "vllm":
+        if not _is_vllms_command():
             raise
         print(f"sipipe: {error}", file=sys.stderr, flush=True)
         sys.exit(error.status)
+
+
+def _is_vllms_command() -> bool:
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    name = spec.name if spec else Path(getattr(main, "__file__", None) or "").name
+    return name.partition(".")[0] == "vllm"
+
+
+def say_cause_once() -> None:
+    """Under ``vllm serve``: an engine that could not start has said why. vLLM's front end would add
+    how it came to wait for it."""
+    shown = sys.excepthook
+
+    def show(kind: Any, error: Any, where: Any) -> None:
+        if "See root cause above" in str(error):
+            print(f"sipipe: {error}", file=sys.stderr, flush=True)
+        else:
+            shown(kind, error, where)
+
+    if _is_vllms_command():
+        sys.excepthook = show
 
 
 def take_first_processors() -> None:

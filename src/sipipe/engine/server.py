@@ -54,9 +54,10 @@ def main() -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
-    except Exception:
+    except Exception as error:
         # vLLM's start failed. The interpreter's own end would wait for what that left behind.
-        traceback.print_exc()
+        if "See root cause above" not in str(error):
+            traceback.print_exc()
         os._exit(1)
 
 

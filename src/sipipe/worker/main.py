@@ -62,15 +62,19 @@ logger = init_logger(f"vllm.{__name__}")
 
 def worker_main(boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socket]) -> None:
     """Entry point of the process; returns when the engine closes the channels."""
-    main = None
+    main = loop = None
     try:
         main = Main(boot, parent, sockets)
-        main.serve(main.load())
+        loop = main.load()
+        main.serve(loop)
     except (SystemExit, ChannelClosed):
         pass
     except Exception as error:
         if parent.let_end():
-            logger.exception("worker %s failed", boot.place.name)
+            if loop is not None:
+                logger.exception("worker %s failed", boot.place.name)
+            else:
+                _log_load(boot.place.name, error)
             _say_failure(parent, error)
     finally:
         parent.let_end()
@@ -82,6 +86,21 @@ def worker_main(boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socke
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _log_load(name: str, error: Exception) -> None:
+    """One line: most often a file or an option is the reason, and not where it was found."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    logger.error(
+        "worker %s cannot load its layers: %s: %s (%s:%s; VLLM_LOGGING_LEVEL=DEBUG shows the way "
+        "there)",
+        name,
+        type(error).__name__,
+        error,
+        at.filename,
+        at.lineno,
+    )
+    logger.debug("worker %s", name, exc_info=error)
 
 
 def _say_failure(parent: Parent, error: Exception) -> None:

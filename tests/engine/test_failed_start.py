@@ -1,0 +1,65 @@
+"""An engine that cannot start says one cause, by each way to start it."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from tests.engine.engines import Engine, engine_environment, model, shared
+from tests.ipc.link.conftest import free_port
+
+pytestmark = pytest.mark.engine
+
+CAUSE = "incomplete metadata, file not fully covered"
+
+
+@pytest.fixture(scope="module")
+def damaged(models):
+    """A checkpoint whose download was cut off."""
+    path = models / "damaged"
+    shutil.copytree(model(models), path)
+    [weights] = path.glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size // 2)
+    return path
+
+
+COMMANDS = {
+    "sipipe": ["-m", "sipipe", "serve", "--pp", "2"],
+    "vllm": [
+        *("-m", "vllm.entrypoints.cli.main", "serve", "-pp", "2"),
+        *("--distributed-executor-backend", "sipipe.Executor", "--gpu-memory-utilization", "0.2"),
+    ],
+}
+
+
+@pytest.mark.parametrize("door", ["sipipe", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_a_command_says_it_without_a_traceback(damaged, door):
+    command = [sys.executable, *COMMANDS[door], str(damaged), "--max-model-len", "256"]
+    ended = subprocess.run(
+        [*command, "--enforce-eager", "--port", str(free_port())],
+        env=engine_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+    )
+    lines = ended.stdout.splitlines()
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stdout
+    said = [number for number, line in enumerate(lines) if "ERROR" in line]
+    assert CAUSE in lines[said[0]], "the worker, with the file and line where it was found"
+    assert len(lines) - said[0] < 30
+    assert lines[-1].startswith("sipipe: ")
+    if door == "sipipe":
+        assert CAUSE in lines[-1]
+
+
+def test_the_library_raises(damaged, tmp_path):
+    log = tmp_path / "log"
+    with pytest.raises(pytest.fail.Exception), Engine(damaged, log=log, **shared(2)) as engine:
+        engine.run([])
+    said = log.read_text()
+    assert said.count("Traceback") == 1, "the user's own"
+    assert f"the engine cannot start: Error while deserializing header: {CAUSE}" in said
