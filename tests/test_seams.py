@@ -28,6 +28,20 @@ METHODS = {
     "vllm.v1.executor.abstract:Executor.execute_model": "self scheduler_output non_block",
     "vllm.v1.executor.abstract:Executor.sample_tokens": "self grammar_output non_block",
     "vllm.v1.executor.abstract:Executor.compile_or_warm_up_model": "self",
+    "vllm.v1.executor.abstract:Executor.init_kv_output_aggregator": "self connector",
+    "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate": (
+        "self outputs output_rank"
+    ),
+    "vllm.v1.outputs:ModelRunnerOutput.with_kv_conn_output_only": "kv_connector_output",
+    "vllm.v1.worker.gpu.kv_connector:KVConnector.post_forward": "self finished_req_ids",
+    "vllm.v1.worker.gpu_input_batch:InputBatch.add_request": "self request",
+    "vllm.v1.sample.sampler:Sampler.forward": "self logits sampling_metadata",
+    "vllm.v1.structured_output.utils:apply_grammar_bitmask": (
+        "scheduler_output grammar_output input_batch logits"
+    ),
+    "vllm.v1.sample.logits_processor:build_logitsprocs": (
+        "vllm_config device is_pin_memory is_pooling_model custom_logitsprocs"
+    ),
     "vllm.v1.executor.abstract:Executor.check_health": "self",
     "vllm.v1.executor.abstract:Executor.register_failure_callback": "self callback",
     "vllm.v1.executor.abstract:Executor.shutdown": "self",
@@ -183,7 +197,7 @@ ATTRIBUTES = {
     "vllm.v1.core.sched.output:GrammarOutput": "structured_output_request_ids grammar_bitmask",
     "vllm.v1.outputs:ModelRunnerOutput": (
         "req_ids req_id_to_index sampled_token_ids logprobs prompt_logprobs_dict "
-        "prompt_token_id_logprobs_dict"
+        "prompt_token_id_logprobs_dict kv_connector_output pooler_output"
     ),
     "vllm.v1.engine:EngineCoreOutput": "request_id finish_reason stop_reason",
     "vllm.outputs:CompletionOutput": "finish_reason stop_reason",
@@ -194,19 +208,22 @@ ATTRIBUTES = {
         "is_prefilling positions"
     ),
     "vllm.v1.worker.cpu_worker:CPUWorker": "model_runner scheduler_config model_config",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
-        "vllm_config model max_num_tokens max_num_reqs lora_config reorder_batch_threshold "
-        "model_config kv_cache_config input_batch device attn_groups kv_caches max_model_len "
-        "intermediate_tensors is_pooling_model supports_mm_inputs uses_mrope "
-        "enable_prompt_embeds use_aux_hidden_state_outputs"
-    ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
         "pp_handler req_states sampler prompt_logprobs_worker intermediate_tensors max_num_reqs "
         "max_num_tokens lora_config is_first_pp_rank is_last_pp_rank device model vllm_config model_config "
-        "input_buffers"
+        "input_buffers is_pooling_model kv_connector max_model_len"
     ),
+    # vLLM's PyTorch sampler and its batch of request states.
+    "vllm.v1.worker.gpu_input_batch:InputBatch": (
+        "req_ids req_id_to_index sampling_metadata condense remove_request refresh_metadata"
+    ),
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
+        "req_id prompt_token_ids mm_features sampling_params generator block_ids "
+        "num_computed_tokens output_token_ids prompt_embeds prompt_is_token_ids num_prompt_tokens"
+    ),
+    "vllm.v1.outputs:LogprobsTensors": "logprob_token_ids logprobs selected_token_ranks",
     "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index prefill_len",
-    "vllm.v1.worker.gpu.async_utils:AsyncOutput": "sampled_token_ids",
+    "vllm.v1.worker.gpu.async_utils:AsyncOutput": "sampled_token_ids model_runner_output",
     "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor": "np gpu",
     "vllm.v1.worker.gpu.input_batch:InputBatch": (
         "req_ids num_reqs num_computed_tokens_np num_scheduled_tokens prefill_len_np "
@@ -234,7 +251,8 @@ ATTRIBUTES = {
     "vllm.config.aux_output:AuxOutputConfig": "enabled",
     "vllm.envs": (
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES "
-        "VLLM_RAY_PER_WORKER_GPUS"
+        "VLLM_RAY_PER_WORKER_GPUS VLLM_USE_V2_MODEL_RUNNER VLLM_CACHE_ROOT "
+        "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"
     ),
     "vllm.platforms.interface:Platform": (
         "ray_device_key ray_noset_device_env_vars device_control_env_var additional_env_vars"
