@@ -214,6 +214,7 @@ class Rig:
                 place=place,
                 path="sipipe",
                 measures=False,
+                cpus=(),
                 vllm_config=SimpleNamespace(kv_transfer_config=None),
                 parts=(),
                 config=SimpleNamespace(

@@ -192,6 +192,7 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
                 place=place,
                 path="sipipe",
                 measures=False,
+                cpus=(),
                 parts=(1 / stages,) * stages if shared else (),
                 vllm_config=VllmConfig(),
                 config=SiPipeConfig(stall_timeout=30),
