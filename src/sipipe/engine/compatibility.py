@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from sipipe.config import SiPipeConfig
+from sipipe.engine.speculation import check_speculation
 from sipipe.errors import ConfigError, UnsupportedError
 
 STOCK_WORKERS = {
@@ -28,7 +29,6 @@ def check_features(vllm_config: VllmConfig) -> None:
     """
     parallel = vllm_config.parallel_config
     refused = {
-        "--speculative-config (speculative decoding)": vllm_config.speculative_config is not None,
         "--data-parallel-size above 1": parallel.data_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
@@ -48,6 +48,7 @@ def check_features(vllm_config: VllmConfig) -> None:
                 f"SiPipe does not support {option}: leave it out, or use "
                 "--distributed-executor-backend mp"
             )
+    check_speculation(vllm_config)
 
 
 def check_stages(vllm_config: VllmConfig) -> None:
@@ -69,6 +70,11 @@ def why_not_samplers(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
         ConfigError: a ``cpu_sampling`` was asked for and cannot be had.
     """
     reason, asked = _vllms_sampler(vllm_config, config), config.cpu_sampling
+    if vllm_config.speculative_config is not None and (reason or asked == "per_row"):
+        raise ConfigError(
+            "--speculative-config: SiPipe's samplers verify drafts, but "
+            f"{reason or 'per_row has the device draw'}: leave one of the two out"
+        )
     if reason and asked in ("on", "per_row"):
         raise ConfigError(
             f'sipipe config: "cpu_sampling" is "{asked}", but {reason}; set it to "auto"'

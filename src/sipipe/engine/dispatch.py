@@ -92,7 +92,8 @@ class Dispatcher:
                 self._empty.append(output)
             self._last = None
             return False
-        self._iterations.wait_for_room(len(output.num_scheduled_tokens))
+        drafts = map(len, output.scheduled_spec_decode_tokens.values())
+        self._iterations.wait_for_room(len(output.num_scheduled_tokens) + sum(drafts))
         with self._bus.order:
             if self._empty:
                 _carry(self._empty, output)

@@ -181,6 +181,9 @@ class Executor(VllmExecutor):
         # wait: `stall_timeout`; the samplers' tokens, or what fails the engine
         return future if non_block else future.result()
 
+    def take_draft_token_ids(self) -> None:
+        """None: drafts come with the tokens that they stand behind, to the scheduler."""
+
     def init_kv_output_aggregator(self, connector: KVConnectorBase) -> None:
         super().init_kv_output_aggregator(connector)
         self._usable().resolver.aggregator = self.kv_output_aggregator

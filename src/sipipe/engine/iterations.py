@@ -59,6 +59,8 @@ class Iteration:
     """That, by rank."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that fail with this iteration, and why."""
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    """What samplers propose to come behind its tokens."""
     future: Future[ModelRunnerOutput] = field(default_factory=Future)
     may_be_long: ClassVar[bool] = False
     """The stall bound holds, whatever the workers say."""
@@ -119,8 +121,8 @@ class Iterations:
         with self._lock:
             self._scheduled[id(output)] = Iteration(output, slot, (began, ended))
 
-    def wait_for_room(self, requests: int) -> None:
-        """Return when the logits of an iteration of so many ``requests`` have a place.
+    def wait_for_room(self, rows: int) -> None:
+        """Return when so many ``rows`` of logits of an iteration have a place.
 
         It waits where requests were aborted in flight and others took their places, and hardly
         ever otherwise. The bound is that of the iterations that it waits for (the stall bound). Called
@@ -130,7 +132,7 @@ class Iterations:
             # wait: that of the iterations which have the rows, `stall_timeout`; the tokens of one,
             # what fails the engine
             self._freed.wait_for(
-                lambda: self._failure is not None or self._room.find(requests) is not None
+                lambda: self._failure is not None or self._room.find(rows) is not None
             )
 
     def begin(

@@ -60,7 +60,7 @@ def memory_budget(
         ranks: tensor-parallel ranks of each stage.
         samplers: 0 where vLLM's draws, and there is no BIC-L.
         dtype: of activations and logits, such as ``"bfloat16"``.
-        sequences: most running requests.
+        sequences: most rows of logits in flight: running requests, and drafts.
         tokens: most tokens of a microbatch.
         shares_projection: whether final hidden states go from the last stage to all others.
         on_gpu: whether hidden states stay on devices.

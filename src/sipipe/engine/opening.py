@@ -188,7 +188,7 @@ def make_final_links(setup: Setup) -> list[LinkEndpoint]:
         LinkEndpoint(
             kind=kind,
             device=device,
-            buffer_tokens=setup.vllm_config.scheduler_config.max_num_seqs,
+            buffer_tokens=setup.rows,
             depth=max(2, setup.slots),
             name=f"final{setup.stages - 1}-{stage}.r{rank}",
             stall_timeout=setup.config.stall_timeout + 2 * ANSWER_SECONDS,

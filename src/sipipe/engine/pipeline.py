@@ -132,7 +132,8 @@ class Pipeline:
 
     def observed(self, scheduler: type) -> type:
         """The engine's scheduler class, with what makes it and the executor share their records."""
-        return observed(scheduler, self.iterations, self.telemetry, self._tracker)
+        shared = self.iterations, self.telemetry, self._tracker
+        return observed(scheduler, *shared, rows=self._setup.rows)
 
     def fail(self, error: BaseException) -> None:
         """Resolve everything that is out with ``error``."""

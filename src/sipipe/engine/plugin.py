@@ -48,6 +48,7 @@ def register() -> None:
             from sipipe.engine.compatibility import check_features, check_stages, device_may_draw
             from sipipe.engine.executor import Executor
             from sipipe.engine.setup import PipelineVllmConfig
+            from sipipe.engine.speculation import fill_in
 
             # Options and features are checked here too, in the process that the user sees.
             SiPipeConfig.from_additional_config(self.additional_config)
@@ -55,12 +56,15 @@ def register() -> None:
             say_cause_once()
             if named:
                 self.distributed_executor_backend = Executor
+            fill_in(self.speculative_config)
             with patch.object(arg_utils, "VllmConfig", PipelineVllmConfig):
                 made = create(self, *args, **kwargs)
             check_features(made)
             check_stages(made)
             if made.model_config.logits_processors and not device_may_draw():
                 take_first_processors()
+            if made.speculative_config is not None:
+                take_every_parameter()
             return made
 
     create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
@@ -111,6 +115,14 @@ def take_first_processors() -> None:
     logits_processor.build_custom_logits_processors_params_validator = lambda processors: partial(
         validate_logits_processors_parameters, processors
     )
+
+
+def take_every_parameter() -> None:
+    """Have vLLM's front end take requests with a min-p or a logit bias though drafts are verified,
+    which vLLM's rejection sampler cannot for them; SiPipe's samplers can."""
+    from vllm.sampling_params import SamplingParams
+
+    SamplingParams._validate_spec_decode = lambda *_: None
 
 
 def tell_clients_why() -> None:

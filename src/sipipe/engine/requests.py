@@ -77,7 +77,8 @@ class Work:
     step: Step = field(default_factory=lambda: Step(-1))
     request_ids: list[str] = field(default_factory=list)
     sampled: list[str] = field(default_factory=list)
-    """Requests that get a token of a sampler, in the order of the rows of the logits."""
+    """The request of each row of the logits that samplers draw from, in their order: as often as it
+    has drafts, and once more."""
     on_device: list[str] = field(default_factory=list)
     """Requests that get a token of the last stage's device, in the order in which it says them."""
     samplers: tuple[int, ...] = ()
@@ -97,6 +98,8 @@ class RequestTracker:
         self.draws = "on"
         """Who draws, as ``cpu_sampling`` says it: ``"per_row"`` has requests that ask for no more
         than a temperature drawn on the device, ``"off"`` all."""
+        self.worth = 1.0
+        """How likely drafts have to be; the scheduler says it before each output."""
         self._engine_seed = engine_seed
         self._balancer = balancer
         self._requests: dict[str, TrackedRequest] = {}
@@ -104,6 +107,8 @@ class RequestTracker:
         self._names: dict[str, str] = {}
         """What the seeds of requests come from that have arrived and are not scheduled yet."""
         self._arrivals = 0
+        self._drafts: dict[str, list[int]] = {}
+        """Of the last scheduling output."""
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
 
     def __len__(self) -> int:
@@ -150,6 +155,8 @@ class RequestTracker:
         added, appended, tokens = [], [], []
         rows: list[int] = []
         owners: list[int] = []
+        follows: list[int] = []
+        drafts = self._drafts = output.scheduled_spec_decode_tokens
         sampled: list[str] = []
         on_device: list[str] = []
         complete: list[str] = []
@@ -187,7 +194,10 @@ class RequestTracker:
             held.append((request, cached.num_output_tokens[index]))
             if fill:
                 stop = start + output.num_scheduled_tokens[request_id]
+                stop -= len(drafts.get(request_id, ()))
                 cached.new_token_ids.append(_tokens(request, start, stop))
+            if request_id in drafts:  # vLLM leaves them out
+                cached.new_token_ids[index] = [*cached.new_token_ids[index], *drafts[request_id]]
         for request, count in held:
             if len(request.outputs) > count:  # the scheduler dropped a token: draw it again
                 del request.outputs[count:]
@@ -203,7 +213,8 @@ class RequestTracker:
         for request_id, count in output.num_scheduled_tokens.items():
             request = self._requests[request_id]
             request.iteration = iteration
-            end = starts[request_id] + count
+            behind = drafts.get(request_id, ())
+            end = starts[request_id] + count - len(behind)
             if request.prompt_logprobs and end >= len(request.prompt):
                 request.prompt_logprobs = False
                 complete.append(request_id)
@@ -212,9 +223,10 @@ class RequestTracker:
             if request.sampler == ON_DEVICE:
                 on_device.append(request_id)
             else:
-                sampled.append(request_id)
-                rows.append(request.handle)
-                owners.append(request.sampler)
+                sampled += [request_id] * (1 + len(behind))
+                rows += [request.handle] * (1 + len(behind))
+                owners += [request.sampler] * (1 + len(behind))
+                follows += (-1, *behind)
         step = Step(
             iteration=iteration,
             removed=int32_bytes(removed),
@@ -224,6 +236,8 @@ class RequestTracker:
             rows=int32_bytes(rows),
             owners=int32_bytes(owners),
             grammar=output.has_structured_output_requests and (bool(rows) or self.draws == "off"),
+            follows=int32_bytes(follows) if drafts else b"",
+            worth=self.worth,
         )
         return Work(
             step=step,
@@ -240,7 +254,9 @@ class RequestTracker:
             return Grammar(iteration, b"", 0, b"")
         bitmask = output.grammar_bitmask
         handles = [
-            self._requests[request_id].handle for request_id in output.structured_output_request_ids
+            self._requests[request_id].handle
+            for request_id in output.structured_output_request_ids
+            for _ in range(1 + len(self._drafts.get(request_id, ())))
         ]
         return Grammar(iteration, int32_bytes(handles), bitmask.shape[1], int32_bytes(bitmask))
 

@@ -126,12 +126,16 @@ class SampledLogprobs:
     ``slice_request`` only; nothing is padded to the widest request.
     """
 
-    def __init__(self, rows: dict[int, LogprobsLists]) -> None:
+    def __init__(self, rows: dict[int, list[LogprobsLists]]) -> None:
         self._rows = rows
 
     def slice_request(self, req_idx: int, num_positions: int) -> LogprobsLists:
         """Those of one request; empty while it is in the middle of its prompt."""
-        return self._rows[req_idx] if num_positions else _NO_LOGPROBS
+        rows = self._rows[req_idx][:num_positions] if num_positions else []
+        if len(rows) < 2:
+            return rows[0] if rows else _NO_LOGPROBS
+        ids, values, ranks, _ = zip(*rows, strict=True)
+        return LogprobsLists(*map(np.concatenate, (ids, values, ranks)), None)
 
 
 def build_output(iteration: Iteration) -> ModelRunnerOutput:
@@ -144,18 +148,22 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
         return report.output
     index = {request_id: i for i, request_id in enumerate(work.request_ids)}
     tokens: list[list[int]] = [[] for _ in work.request_ids]
-    logprobs: dict[int, LogprobsLists] = {}
+    logprobs: dict[int, list[LogprobsLists]] = {}
     for part in iteration.tokens or ():
         rows = int32_view(part.rows).tolist()
         for row, token in zip(rows, int32_view(part.tokens).tolist(), strict=True):
             if token >= 0:
                 tokens[index[work.sampled[row]]].append(token)
         for lp in part.logprobs:
-            logprobs[index[work.sampled[lp.row]]] = _logprobs_lists(
-                int32_view(lp.token_ids), np.frombuffer(lp.values, dtype="<f4"), lp.rank
+            logprobs.setdefault(index[work.sampled[lp.row]], []).append(
+                _logprobs_lists(
+                    int32_view(lp.token_ids), np.frombuffer(lp.values, dtype="<f4"), lp.rank
+                )
             )
         for row, reason in part.errors:
             iteration.errors[work.sampled[row]] = reason
+        for row, drafts in part.drafts:
+            iteration.drafts[work.sampled[row]] = int32_view(drafts).tolist()
     for request_id, token in zip(work.on_device, report.tokens if report else (), strict=True):
         tokens[index[request_id]].append(token)
     return ModelRunnerOutput(

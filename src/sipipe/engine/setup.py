@@ -133,7 +133,7 @@ class Setup:
             inflight=self.slots,
             vocabulary=model.get_vocab_size(),
             dtype=self.dtype,
-            sequences=scheduler.max_num_seqs,
+            sequences=self.rows,
             tokens=scheduler.max_num_batched_tokens,
             shares_projection=bool(self.vocabulary.parts),
             hidden=model.get_hidden_size(),
@@ -167,22 +167,37 @@ class Setup:
         return self.stages * self.ranks if moves else 0
 
     @property
+    def drafts(self) -> int:
+        """Draft tokens of a request in one iteration at most."""
+        return int(self.vllm_config.num_speculative_tokens)
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits of all microbatches in flight at most, but for a few that wait for room.
+
+        Drafts take the rows of requests that do not run; where few may run, each has its own.
+        """
+        scheduler = self.vllm_config.scheduler_config
+        sequences = int(scheduler.max_num_seqs)
+        return max(sequences, min(sequences, self.slots) * (1 + self.drafts))
+
+    @property
     def logits_rows(self) -> int:
         """Of BIC-L."""
-        return rows_needed(self.vllm_config.scheduler_config.max_num_seqs, self.slots)
+        return rows_needed(self.rows, self.slots)
 
     @property
     def link_tokens(self) -> int:
         """Of a link's buffer."""
         scheduler = self.vllm_config.scheduler_config
-        return buffer_tokens(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        return buffer_tokens(self.rows, scheduler.max_num_batched_tokens)
 
     @property
     def measures(self) -> bool:
         """Whether it is measured, once the model is loaded, if CPU samplers draw: not where nothing
         else can (docs/configuration.md)."""
         asked = self.config.cpu_sampling
-        return not self.reason and asked == "auto" and device_may_draw()
+        return not (self.reason or self.drafts) and asked == "auto" and device_may_draw()
 
     @property
     def microbatch(self) -> int:

@@ -23,6 +23,7 @@ from sipipe.engine.children import Child, Children
 from sipipe.engine.compatibility import device_may_draw
 from sipipe.engine.layers.cut import layer_split
 from sipipe.engine.setup import Setup
+from sipipe.engine.speculation import without_speculation
 from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.layout import RingEndpoint
 from sipipe.messages.boots import Watched, WorkerBoot
@@ -79,7 +80,7 @@ class Workers:
                 )
         for local_rank, (place, worker) in enumerate(zip(places, self.all, strict=True)):
             boot = WorkerBoot(
-                vllm_config=setup.vllm_config,
+                vllm_config=without_speculation(setup.vllm_config),
                 config=setup.config,
                 place=place,
                 path=setup.path,
@@ -92,6 +93,8 @@ class Workers:
                 parts=setup.vocabulary.parts,
                 measures=setup.measures,
                 sampler_kernels=device_may_draw(),
+                rows=setup.rows,
+                speculates=setup.drafts > 0,
                 cpus=() if on_cpu else setup.cores.workers[local_rank // tp][place.tp_rank],
             )
             worker.say(_preparation(f"SiPipeWorker-{place.name}", spawned))

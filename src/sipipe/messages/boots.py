@@ -66,6 +66,10 @@ class WorkerBoot:
     sampler is there."""
     sampler_kernels: bool = True
     """Whether the device has the kernels of vLLM's sampler of its second runner."""
+    rows: int
+    """Of logits that a microbatch has at most."""
+    speculates: bool
+    """Whether some of them may be behind drafts."""
     cpus: tuple[int, ...] = ()
     """What a GPU's worker is bound to once it is warmed up; empty: to nothing. vLLM binds a CPU's
     worker itself."""
@@ -97,6 +101,15 @@ class StageDescription:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NGramSettings:
+    """How drafts are found in a sequence's own tokens, as vLLM's ``--speculative-config`` has it."""
+
+    num_speculative_tokens: int
+    prompt_lookup_max: int
+    prompt_lookup_min: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplerSettings:
     """What all samplers of an engine are told."""
 
@@ -104,6 +117,8 @@ class SamplerSettings:
     logprobs_mode: LogprobsMode
     reasoning: tuple[list[int], list[int]]
     """Token ids that begin and end thinking."""
+    speculation: NGramSettings | None
+    """How drafts are found; None: there are none."""
     watched: Watched
 
 

@@ -37,6 +37,10 @@ class Step(msgspec.Struct, array_like=True, frozen=True):
     ``appended``: handles, and ``tokens``: the one new output token of each, which the scheduler
     has accepted. ``rows``: handle of each row of the logits, ``owners``: its sampler.
     ``grammar``: a GRAMMAR message for this iteration follows.
+
+    ``follows``: for each row the draft token that it stands behind, -1 for the first row of a
+    request; empty: every row is one. A row is drawn if the row before it drew that token. ``worth``:
+    how likely a draft of the next tokens has to be to be proposed.
     """
 
     iteration: int
@@ -47,6 +51,8 @@ class Step(msgspec.Struct, array_like=True, frozen=True):
     rows: bytes = b""
     owners: bytes = b""
     grammar: bool = False
+    follows: bytes = b""
+    worth: float = 1.0
 
 
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
@@ -79,7 +85,8 @@ class Sampled(msgspec.Struct, array_like=True, frozen=True):
     """A frame of one sampler's answer on BIC-O: rows of the logits, and the tokens drawn for them.
 
     ``errors``: (row, reason) for rows that have no distribution, such as all NaN; their token
-    is -1.
+    is -1. ``drafts``: (row, tokens) that may come behind the token of that row, a request's last.
+    Rows behind a draft that was not drawn are left out.
     """
 
     iteration: int
@@ -87,6 +94,7 @@ class Sampled(msgspec.Struct, array_like=True, frozen=True):
     tokens: bytes
     logprobs: list[Logprobs] = msgspec.field(default_factory=list)
     errors: list[tuple[int, str]] = msgspec.field(default_factory=list)
+    drafts: list[tuple[int, bytes]] = msgspec.field(default_factory=list)
 
 
 decode_step = msgspec.msgpack.Decoder(Step).decode

@@ -54,8 +54,10 @@ from sipipe.messages.step import (
 )
 from sipipe.observe.phases import Phase
 from sipipe.observe.recorder import record_process
+from sipipe.sampler.drafts import drafter
+from sipipe.sampler.kernels.rows import NOT_DRAWN
 from sipipe.sampler.measure import measure
-from sipipe.sampler.state import SampleResult, SequenceColumns
+from sipipe.sampler.state import SampleResult, SequenceColumns, ahead_of
 from sipipe.sampler.warmup import warm_up
 
 FRAME_LOGPROBS = 1 << 20
@@ -83,6 +85,7 @@ class Sampler:
             reasoning_start_token_ids=settings.reasoning[0],
             reasoning_end_token_ids=settings.reasoning[1],
         )
+        self._drafter = drafter(settings.speculation)
         self._say = say
         self._owed = -1
         """The last iteration that a predecessor left."""
@@ -145,6 +148,7 @@ class Sampler:
         columns = self._columns
         for handle in int32_view(step.removed).tolist():
             columns.discard(handle)
+            self._drafter.leave(handle)
             self._broken.pop(handle, None)
         for added in step.added:
             if added.sampler == self._index:
@@ -154,37 +158,44 @@ class Sampler:
         )
         mine = [(handle, token) for handle, token in sent if handle in columns]
         if mine:
-            columns.append([handle for handle, _ in mine], [token for _, token in mine])
+            handles, tokens = [handle for handle, _ in mine], [token for _, token in mine]
+            columns.append(handles, tokens)
+            self._drafter.append(handles, tokens)
 
     def _add(self, added: Added) -> None:
         try:
             if added.error:
                 raise ValueError(added.error)
-            self._columns.join(
-                added.handle, added.params, int32_view(added.prompt), int32_view(added.outputs)
-            )
+            prompt, outputs = int32_view(added.prompt), int32_view(added.outputs)
+            self._columns.join(added.handle, added.params, prompt, outputs)
+            self._drafter.join(added.handle, prompt, outputs)
         except ValueError as error:
             self._broken[added.handle] = str(error)
 
     def _draw(self, step: Step, grammar: Grammar | None) -> None:
         rows = np.flatnonzero(int32_view(step.owners) == self._index).astype(np.int32)
         handles = int32_view(step.rows)[rows]
+        follows = int32_view(step.follows)[rows] if step.follows else None
         errors: list[tuple[int, str]] = []
         alone = step.iteration <= self._owed
         owned = len(rows)
         if alone:  # a snapshot may owe a row of a request that was aborted, which nobody waits for
             known = [h in self._columns or h in self._broken for h in handles.tolist()]
-            rows, handles = rows[np.asarray(known, bool)], handles[np.asarray(known, bool)]
+            rows, handles, follows = _chosen(np.asarray(known, bool), rows, handles, follows)
         if self._broken:
             broken = np.asarray([handle in self._broken for handle in handles.tolist()], bool)
             theirs = zip(rows[broken].tolist(), handles[broken].tolist(), strict=True)
             errors = [(row, self._broken[handle]) for row, handle in theirs]
-            rows, handles = rows[~broken], handles[~broken]
+            rows, handles, follows = _chosen(~broken, rows, handles, follows)
         bitmask, bitmask_rows = None, np.full(len(rows), -1, np.int32)
         if grammar is not None and grammar.words:
             bitmask = int32_view(grammar.bitmask).reshape(-1, grammar.words)
-            found = {handle: i for i, handle in enumerate(int32_view(grammar.handles).tolist())}
+            masked = int32_view(grammar.handles)
+            begins = np.flatnonzero(np.diff(masked, prepend=-1))
+            found = dict(zip(masked[begins].tolist(), begins.tolist(), strict=True))
             bitmask_rows[:] = [found.get(handle, -1) for handle in handles.tolist()]
+            if follows is not None:
+                bitmask_rows += np.where(bitmask_rows < 0, 0, ahead_of(follows)).astype(np.int32)
         shares = self._columns.shares(handles, 0 if alone else FRAME_LOGPROBS)
 
         def prepared() -> Iterator[Callable[[npt.NDArray[Any]], SampleResult]]:
@@ -192,7 +203,11 @@ class Sampler:
                 if alone and len(part):
                     self._say(Trying(int(handles[part[0]])))
                 yield self._columns.prepare(
-                    handles[part], rows[part], bitmask=bitmask, bitmask_rows=bitmask_rows[part]
+                    handles[part],
+                    rows[part],
+                    bitmask=bitmask,
+                    bitmask_rows=bitmask_rows[part],
+                    follows=None if follows is None else follows[part],
                 )
 
         draws = prepared()
@@ -212,12 +227,15 @@ class Sampler:
         with entry:
             for part, draw in zip(shares, chain(first, draws), strict=True):
                 drawn = draw(entry.array)
+                drafts = self._drafter.propose(
+                    handles[part], rows[part], drawn.token_ids, step.worth
+                )
                 if more := part is not shares[-1]:
-                    self._send(step.iteration, rows[part], drawn, [], more)
+                    self._send(step.iteration, rows[part], drawn, [], drafts, more)
         if alone:
             self._say(Trying(None))
         self._record(Phase.SAMPLE, step, began, time.monotonic_ns(), len(rows))
-        self._send(step.iteration, rows[part], drawn, errors, more)
+        self._send(step.iteration, rows[part], drawn, errors, drafts, more)
 
     def _send(
         self,
@@ -225,12 +243,14 @@ class Sampler:
         rows: npt.NDArray[np.int32],
         drawn: SampleResult,
         errors: list[tuple[int, str]],
+        drafts: list[tuple[int, bytes]],
         more: bool,
     ) -> None:
+        there = drawn.token_ids != NOT_DRAWN
         sampled = Sampled(
             iteration,
-            int32_bytes(rows),
-            int32_bytes(drawn.token_ids),
+            int32_bytes(rows[there]),
+            int32_bytes(drawn.token_ids[there]),
             [
                 Logprobs(
                     int(rows[i]),
@@ -241,6 +261,7 @@ class Sampler:
                 for i, lp in drawn.logprobs.items()
             ],
             errors + [(int(rows[i]), reason) for i, reason in drawn.errors.items()],
+            drafts,
         )
         self._tokens.send(iteration, encode(sampled), more=more)
 
@@ -254,6 +275,11 @@ class Sampler:
         while self._entry is None or self._entry.iteration < iteration:
             self._entry = self._logits.receive()
         return self._entry if self._entry.iteration == iteration else None
+
+
+def _chosen(which: npt.NDArray[np.bool_], *arrays: Any) -> Iterator[Any]:
+    """Those entries of each of ``arrays``, of which some may be None."""
+    return (None if array is None else array[which] for array in arrays)
 
 
 def show(name: str) -> None:

@@ -136,6 +136,11 @@ class RequestOptions:
         """The token the thinking budget forces, or -1."""
         return -1 if self._thinking is None else self._thinking.forced
 
+    @property
+    def remembers(self) -> bool:
+        """Whether it matters which tokens came."""
+        return bool(self._words) or self._thinking is not None
+
     def observe(self, token: int) -> None:
         """Advance by one output token."""
         if self._thinking is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.sampler.kernels.tables import Tables, append_all, enter_all, index_again
+from sipipe.sampler.kernels.tables import Tables, append_all, enter_all, index_again, take_back
 
 _SMALLEST = 64
 EMPTY = -1
@@ -80,6 +80,14 @@ class SeenTables:
         done = 0
         while (done := append_all(self.tables, positions, requests, added, done)) < requests.size:
             self._enlarge(int(requests[done]))
+
+    def take_back(
+        self, positions: npt.NDArray[np.int64], request: int, token: int, used: int
+    ) -> None:
+        """Undo the last :meth:`append` of ``request``, before which its table had ``used`` tokens."""
+        positions[request] -= 1
+        if self.tables.room[request]:
+            take_back(self.tables, request, token, used)
 
     def _enter(self, request: int, added: npt.NDArray[np.int32], times: int) -> None:
         done = 0

@@ -7,10 +7,12 @@ Guarantee: a drawn token depends only on (parameters, seed, prompt, output so fa
 the batch, where a request's state happens to be, or whether it was kept or rebuilt.
 """
 
+import copy
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, get_args
 
 import msgspec
@@ -18,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sipipe.messages.params import LogprobsMode, SequenceParams
-from sipipe.sampler.kernels.rows import sample_rows
+from sipipe.sampler.kernels.rows import LATER, NOT_DRAWN, sample_rows
 from sipipe.sampler.kernels.state import (
     ALL_MASKED,
     HAS_INFINITY,
@@ -58,7 +60,7 @@ class SampleResult:
     """What `SequenceColumns.sample` found, per row of the call."""
 
     token_ids: npt.NDArray[np.int32]
-    """[n], -1 where there is an error."""
+    """[n], -1 where there is an error, `NOT_DRAWN` behind a draft that was not drawn."""
     codes: npt.NDArray[np.uint8]
     """[n], 0: drawn, else why not; see `errors`."""
     logprobs: dict[int, Logprobs]
@@ -229,20 +231,26 @@ class SequenceColumns:
         *,
         bitmask: npt.NDArray[np.int32] | None = None,
         bitmask_rows: Tokens | None = None,
+        follows: npt.NDArray[np.int32] | None = None,
     ) -> Callable[[npt.NDArray[Any]], SampleResult]:
         """All of :meth:`sample` that needs no logits: what it returns takes them.
 
-        No sequence may join, leave or get a token between the two.
+        ``follows``, int32 [n]: for each row the draft that it stands behind, -1 for the first row
+        of a sequence, which the others come right after. Such a row is drawn as if the sequence had
+        the drafts before it, and only if the row before drew its draft; else its token is
+        :data:`NOT_DRAWN`. No sequence may join, leave or get a token between the two.
         """
         requests = self._find(handles)
         n = requests.size
+        follows, ahead = _no_drafts(n) if follows is None else (follows, ahead_of(follows))
         indices = np.arange(n) if rows is None else np.asarray(rows, np.int64)
         if indices.size != n:
             raise ValueError(f"rows: {indices.size} for {n} handles")
         given = {i: self._options[int(requests[i])] for i in self._with_options(requests)}
         if given or bitmask is not None:
             masks = self._bitmask(n, bitmask, bitmask_rows)
-            options = row_options(n, given, self._position[requests], self._vocab_size, *masks)
+            positions = self._position[requests] + ahead
+            options = row_options(n, given, positions, self._vocab_size, *masks)
         else:
             options = no_options(n)
         # Each row has as many places as it asks for: one that wants the whole vocabulary costs the
@@ -258,12 +266,72 @@ class SequenceColumns:
             np.zeros(n, np.int32),
         )
         state = RequestState(**self._arrays, position=self._position, seen=self._seen.tables)
-        return partial(self._draw, requests, indices, state, options, out)
+        behind = {
+            i: int(follows[i])
+            for i in np.flatnonzero(ahead).tolist()
+            if self._depends_on_output(int(requests[i]))
+        }
+        if not behind:
+            return partial(self._draw, requests, indices, follows, ahead, state, options, out)
+        first = follows.copy()
+        first[list(behind)] = LATER
+        draw = partial(self._draw, requests, indices, first, ahead, state, options, out)
+        return partial(
+            self._draw_behind, draw, behind, list(handles), indices, bitmask, options.bitmask_rows
+        )
+
+    def _depends_on_output(self, request: int) -> bool:
+        """Whether a draw for it depends on which tokens came, beyond their number."""
+        options = self._options.get(request)
+        return bool(self._seen.tables.room[request]) or (options is not None and options.remembers)
+
+    def _draw_behind(
+        self,
+        draw: Callable[[npt.NDArray[Any]], SampleResult],
+        behind: dict[int, int],
+        handles: list[int],
+        indices: npt.NDArray[np.int64],
+        bitmask: npt.NDArray[np.int32] | None,
+        bitmask_rows: npt.NDArray[np.int32],
+        logits: npt.NDArray[Any],
+    ) -> SampleResult:
+        """Draw; and row by row those ``behind`` a draft that the draw depends on."""
+        result = draw(logits)
+        with ExitStack() as undo:
+            for i, draft in behind.items():
+                if result.token_ids[i - 1] != draft:
+                    continue
+                undo.enter_context(self._supposed(handles[i], draft))
+                mask = bitmask_rows[i : i + 1]
+                one = self.sample(
+                    [handles[i]], logits, indices[i : i + 1], bitmask=bitmask, bitmask_rows=mask
+                )
+                result.token_ids[i], result.codes[i] = one.token_ids[0], one.codes[0]
+                if one.logprobs:
+                    result.logprobs[i] = one.logprobs[0]
+        return result
+
+    @contextmanager
+    def _supposed(self, handle: int, token: int) -> Iterator[None]:
+        """While active, the sequence has one more output token."""
+        request = self._requests[handle]
+        used, options = int(self._seen.tables.used[request]), self._options.get(request)
+        if options is not None:
+            self._options[request] = copy.deepcopy(options)
+        self.append(handle, token)
+        try:
+            yield
+        finally:
+            self._seen.take_back(self._position, request, token, used)
+            if options is not None:
+                self._options[request] = options
 
     def _draw(
         self,
         requests: npt.NDArray[np.int64],
         indices: npt.NDArray[np.int64],
+        follows: npt.NDArray[np.int32],
+        ahead: npt.NDArray[np.int64],
         state: RequestState,
         options: RowOptions,
         out: Output,
@@ -273,9 +341,23 @@ class SequenceColumns:
         flat, starts = read_rows(logits, indices, vocab)
         which = np.arange(indices.size)
         if which.size:
-            sample_rows(flat, starts, which, vocab, requests, state, options, scores, work, out)
+            sample_rows(
+                flat,
+                starts,
+                which,
+                vocab,
+                requests,
+                follows,
+                ahead,
+                state,
+                options,
+                scores,
+                work,
+                out,
+            )
         logprobs = {}
-        for i in np.flatnonzero((options.wanted >= 0) & (out.codes == 0)).tolist():
+        scored = (options.wanted >= 0) & (out.codes == 0) & (out.tokens != NOT_DRAWN)
+        for i in np.flatnonzero(scored).tolist():
             own = slice(ends[i], ends[i + 1])
             logprobs[i] = Logprobs(out.score_ids[own], out.scores[own], int(out.ranks[i]))
         return SampleResult(out.tokens, out.codes, logprobs)
@@ -283,17 +365,19 @@ class SequenceColumns:
     def shares(self, handles: npt.NDArray[np.int32], limit: int) -> list[npt.NDArray[np.intp]]:
         """``handles`` in parts whose logprobs are ``limit`` and one row's at most; as indices.
 
-        With a limit of 0 each is a part of its own.
+        With a limit of 0 each is a part of its own. The rows of a sequence stay together.
         """
         every = np.arange(len(handles))
+        starts = 1 + np.flatnonzero(np.diff(handles))
         if not limit:
-            return np.split(every, every[1:])
+            return np.split(every, starts)
         wanted = np.zeros(len(handles), np.int64)
         for i in self._with_options(requests := self._find(handles)):
             wanted[i] = 1 + self._options[int(requests[i])].wanted(self._vocab_size)
         if wanted.sum() <= limit:
             return [every]
-        return np.split(every, 1 + np.flatnonzero(np.diff(np.cumsum(wanted) // limit)))
+        full = np.cumsum(wanted) // limit
+        return np.split(every, starts[full[starts] > full[starts - 1]])
 
     def _bitmask(
         self, n: int, bitmask: npt.NDArray[np.int32] | None, rows: Tokens | None
@@ -335,3 +419,16 @@ class SequenceColumns:
         self._has_options = grown(self._has_options, size)
         self._seen.grow_requests(size)
         self._free.extend(range(size - 1, before - 1, -1))
+
+
+@lru_cache(maxsize=64)
+def _no_drafts(n: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """``follows`` and :func:`ahead_of` of ``n`` rows without drafts, which kernels only read."""
+    return np.full(n, -1, np.int32), np.zeros(n, np.int64)
+
+
+def ahead_of(follows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """How many drafts each row stands behind."""
+    each = np.arange(follows.size)
+    ahead: npt.NDArray[np.int64] = each - np.maximum.accumulate(np.where(follows < 0, each, 0))
+    return ahead

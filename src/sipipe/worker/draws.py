@@ -312,14 +312,14 @@ class LastRows(NothingDrawn):
     def _logits(
         self, hidden: torch.Tensor, batch: Any, rows: Rows, launched: Launched, *, alone: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Logits of ``rows`` of the batch, and the rows on the device; None: all, in order.
+        """Logits of ``rows`` of those that the batch could have, and these on the device; None: all, in order.
         ``alone``: all go to the samplers."""
 
         def project(chosen: torch.Tensor) -> torch.Tensor | None:
             into = self._ahead(launched.iteration, len(chosen), chosen) if alone else None
             return self.projection.columns(launched, chosen, into)
 
-        if len(rows) == batch.num_reqs and (rows[1:] > rows[:-1]).all():
+        if len(rows) == len(batch.logits_indices) and (rows[1:] > rows[:-1]).all():
             # Decoding alone, each row of the hidden states is one that samples. Not on a GPU: a
             # graph's next replay would overwrite them on their way to other stages.
             whole = hidden.is_cpu and len(rows) == len(hidden) == batch.num_tokens
@@ -332,11 +332,14 @@ class LastRows(NothingDrawn):
         return None if logits is None else logits[chosen], chosen
 
     def _rows(self, inputs: ModelInput, batch: Any) -> tuple[Rows, int]:
-        """Rows of ``batch`` whose requests get a token, in the order of ``num_scheduled_tokens``:
-        first the samplers', then those drawn here. And how many of the former."""
-        rows = inputs.sampled
+        """Rows of logits of ``batch`` that tokens are drawn from, in the order of
+        ``num_scheduled_tokens``: first the samplers', then those drawn here, which have no drafts.
+        And how many of the former."""
+        rows = inputs.logits_rows
         if rows is None:  # vLLM has prepared, and sorted
             rows = sampling_rows(inputs.output, batch)
+        if self._draw is _never:
+            return rows, len(rows)
         here = self._on_device[batch.idx_mapping_np[rows]]
         if not here.any():
             return rows, len(rows)

@@ -52,7 +52,7 @@ class LoadedStage:
         self._device = getattr(worker, "emulated", None) or stage_device(runner.device)
         if not isinstance(self._device, HostDevice):
             # Before graphs are captured, which know the addresses.
-            sizes = runner.max_num_reqs, runner.max_num_tokens
+            sizes = runner.max_num_reqs, runner.max_num_tokens, boot.rows
             runner.input_buffers = PackedInputBuffers(*sizes, runner.device)
         make: type[Sharing] = getattr(worker, "sharing", Sharing)
         self.sharing = make(boot, worker, self._device)

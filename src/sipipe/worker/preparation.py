@@ -93,11 +93,12 @@ class SiPipePrepares:
         device: what it runs on.
         slots: microbatches in flight.
         sets: sets of input buffers.
+        logits: rows of logits of a batch at most.
     """
 
-    def __init__(self, runner: Any, device: Device, *, slots: int, sets: int) -> None:
+    def __init__(self, runner: Any, device: Device, *, slots: int, sets: int, logits: int) -> None:
         self._runner = runner
-        self._placement: Placement = placement_of(runner, device, sets)
+        self._placement: Placement = placement_of(runner, device, sets, logits)
         self._buffers = self._placement.buffers
         self._preparer = InputPreparer(
             runner, self._buffers, groups=self._placement.groups, slots=slots
@@ -114,6 +115,8 @@ class SiPipePrepares:
         runner.prepare_inputs = self._prepare_inputs
         runner.prepare_attn = self._placement.tables
         runner.postprocess_num_computed_tokens = self._nothing
+        self._make_lora_inputs = runner.lora_state.make_lora_inputs
+        runner.lora_state.make_lora_inputs = self._lora_inputs
         runner.postprocess_sampled = self._postprocess_sampled
 
     def prepare(
@@ -164,6 +167,13 @@ class SiPipePrepares:
             inputs.num_reqs, inputs.num_tokens, inputs.max_query_len, inputs.decode_graph_eligible
         )
         return inputs.state, uniform
+
+    def _lora_inputs(self, req_ids: list[str], rows: Any, num_scheduled_tokens: Any) -> Any:
+        """vLLM's, with the adapter of each row of logits in the place of each request's."""
+        _, *others = self._make_lora_inputs(req_ids, rows, num_scheduled_tokens)
+        first = self._buffers[self._inputs.buffer_set].first_logits.np[: len(req_ids) + 1]
+        each = self._runner.lora_state.lora_ids[rows].repeat(np.diff(first))
+        return tuple(each), *others
 
     def _prepare_inputs(
         self,
@@ -232,6 +242,7 @@ class SiPipePrepares:
             positions=placed.positions,
             is_padding=placed.is_padding,
             logits_indices=placed.logits_indices,
+            # Drafts are ours: what of the runner counts rows of logits has no part in them.
             cu_num_logits=self._one_each_there[: count + 1],
             cu_num_logits_np=self._one_each[: count + 1],
             has_structured_output_reqs=inputs.output.has_structured_output_requests,

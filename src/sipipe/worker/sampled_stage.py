@@ -21,6 +21,7 @@ import torch
 from vllm.distributed import get_pp_group
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
+from sipipe.errors import UnsupportedError
 from sipipe.messages.replies import KVReport
 from sipipe.observe.phases import Phase
 from sipipe.worker.device import Device
@@ -104,9 +105,16 @@ class SampledStage(ClosedStage):
             kv_reports=kv_reports(around),
         )
         self._preparation: Preparation = VllmPrepares()
-        if not (draws.reads_states or why_vllm_prepares(runner)):
+        reason = why_vllm_prepares(runner)
+        if not (draws.reads_states or reason):
             slots = boot.watched.inflight
-            self._preparation = SiPipePrepares(runner, device, slots=slots, sets=SETS)
+            self._preparation = SiPipePrepares(
+                runner, device, slots=slots, sets=SETS, logits=boot.rows
+            )
+        elif boot.speculates:
+            raise UnsupportedError(
+                f"--speculative-config: SiPipe does not draft here, since {reason}: leave it out"
+            )
         self.double_buffer = DoubleBuffer(
             self, sets=SETS, stall_timeout=bound, interrupt=self._interrupt
         )

@@ -64,7 +64,7 @@ class Surroundings:
             inputs.slot,
             began,
             ended or time.monotonic_ns(),
-            batch=inputs.num_reqs,
+            batch=max(inputs.num_reqs, inputs.samples),  # rows, where there are drafts
             tokens=inputs.num_tokens,
         )
 

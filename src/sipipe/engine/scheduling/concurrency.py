@@ -65,6 +65,8 @@ class RunningRegression:
     _t: float = 0.0
     _bt: float = 0.0
     _slope: float = 0.0
+    sloped: bool = False
+    """Whether batches have differed in size enough to tell a sequence's part of the time."""
     _seen: int = 0
 
     def add(self, batch: float, seconds: float, count: int = 1) -> None:
@@ -84,6 +86,7 @@ class RunningRegression:
         spread = self._bb / self.weight - mean * mean
         if spread > (SPREAD * mean) ** 2:
             self._slope = (self._bt / self.weight - mean * self._t / self.weight) / spread
+            self.sloped = True
 
     def __call__(self, batch: float) -> float:
         """Expected seconds of a batch of ``batch`` sequences."""
@@ -132,6 +135,13 @@ class ConcurrencyController:
 
     def _ready(self) -> bool:
         return all(stage.weight >= ENOUGH for stage in self.stages)
+
+    def price(self, batch: float) -> float | None:
+        """What of a pass of ``batch`` rows one of them costs, 0 to 1; None while it is not known."""
+        if not all(stage.weight >= ENOUGH and stage.sloped for stage in self.stages):
+            return None
+        passes = sum(stage(batch) for stage in self.stages)
+        return max(0.0, sum(stage(batch + 1) for stage in self.stages) - passes) / passes
 
     def took(self, seconds: float, batch: float, microbatches: int) -> None:
         """A pipeline period of so many microbatches of ``batch`` sequences took ``seconds``.

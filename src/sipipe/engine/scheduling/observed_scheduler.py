@@ -16,6 +16,7 @@ from sipipe.engine.iterations import Iterations
 from sipipe.engine.requests import RequestTracker
 from sipipe.engine.scheduling.concurrency import MeasuredTimes
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
+from sipipe.engine.speculation import speculation
 from sipipe.engine.telemetry import Telemetry
 from sipipe.observe.live import Word
 from sipipe.observe.phases import Phase
@@ -27,6 +28,8 @@ class ObservedScheduler:
     iterations: Iterations
     telemetry: Telemetry
     tracker: RequestTracker
+    rows: int
+    """Of logits, of all microbatches in flight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,6 +42,8 @@ class ObservedScheduler:
         if isinstance(self, PipelineScheduler):
             self._times = self.telemetry.measured_times()
             self.follow(self._times.controller)
+        controller = self._times.controller if self._times is not None else None
+        self._speculation = speculation(self, controller, self.rows)
 
     def add_request(self, request: Request) -> None:
         self.tracker.arrived(request.request_id)
@@ -49,6 +54,7 @@ class ObservedScheduler:
         if self._times is not None:
             self._times.poll()
         self._show(began)
+        self.tracker.worth = self._speculation.fit()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
             slot = self.slot if isinstance(self, PipelineScheduler) else None
@@ -71,6 +77,8 @@ class ObservedScheduler:
         result = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        if iteration is not None:
+            self._speculation.take(iteration)
         for client in result.values() if errors else ():
             for output in client.outputs:
                 if output.finish_reason == FinishReason.ERROR and output.request_id in errors:
@@ -133,7 +141,11 @@ def _failed(errors: dict[str, str]) -> dict[str, Any]:
 
 
 def observed(
-    scheduler: type, iterations: Iterations, telemetry: Telemetry, tracker: RequestTracker
+    scheduler: type,
+    iterations: Iterations,
+    telemetry: Telemetry,
+    tracker: RequestTracker,
+    rows: int = 0,
 ) -> type:
     """``scheduler`` with the mixin in front, bound to this engine's records and telemetry."""
     return type(
@@ -143,6 +155,7 @@ def observed(
             "iterations": iterations,
             "telemetry": telemetry,
             "tracker": tracker,
+            "rows": rows,
             "__module__": scheduler.__module__,
         },
     )

@@ -36,9 +36,16 @@ GREEDY_BELOW = np.float32(1e-5)
 """Temperatures below this are greedy, as in vLLM."""
 
 
+NOT_DRAWN = -2
+"""The token of a row behind a draft that was not drawn."""
+LATER = -2
+"""In ``follows``: leave the row out."""
+
+
 @kernel
-def _filters(request: Any, top: Any, state: Any) -> Any:
-    """How the token of ``request`` is chosen where ``top`` is the largest logit."""
+def _filters(request: Any, ahead: Any, top: Any, state: Any) -> Any:
+    """How the token of ``request`` is chosen, ``ahead`` tokens behind those that its state has,
+    where ``top`` is the largest logit."""
     temperature = state.temperature[request]
     if temperature < GREEDY_BELOW:
         return Filters(np.float32(1.0), np.int64(0), 1.0, 0.0, np.uint64(0), np.int64(0))
@@ -51,23 +58,25 @@ def _filters(request: Any, top: Any, state: Any) -> Any:
         np.float64(state.top_p[request]),
         np.float64(state.min_p[request]),
         state.seed[request],
-        state.position[request],
+        state.position[request] + ahead,
     )
 
 
 @kernel
 def _draw_row(
-    x: Any, i: Any, request: Any, state: Any, options: Any, scores: Any, work: Any,
+    x: Any, i: Any, request: Any, ahead: Any, state: Any, options: Any, scores: Any, work: Any,
     out: Any,
 ) -> None:  # fmt: skip
     """Sample row ``i`` of this call, with the logits ``x``, for ``request`` into ``out``."""
     greedy = state.temperature[request] < GREEDY_BELOW
-    grouped = not greedy and draws_from_row(x.size, _filters(request, np.float32(0.0), state))
+    grouped = not greedy and draws_from_row(
+        x.size, _filters(request, ahead, np.float32(0.0), state)
+    )
     edited, row_top, top, bad = apply_edits(x, i, request, grouped, state, options, work)
     if bad or top == np.inf or not top >= LOWEST:
         out.codes[i] = HAS_NAN if bad else HAS_INFINITY if top == np.inf else ALL_MASKED
         return
-    filters = _filters(request, top, state)
+    filters = _filters(request, ahead, top, state)
     scored = options.wanted[i] >= 0
     processed = scored and scores.processed
     token, kept, high, log_mass = np.int64(-1), np.int64(-1), 0.0, 0.0
@@ -106,6 +115,8 @@ def sample_rows(
     which: Any,
     vocab: int,
     requests: Any,
+    follows: Any,
+    ahead: Any,
     state: RequestState,
     options: RowOptions,
     scores: Scores,
@@ -114,10 +125,15 @@ def sample_rows(
 ) -> None:
     """Rows ``i = which[j]`` of the call, of ``requests[i]``: ``flat[starts[j]:][:vocab]``.
 
-    ``out.tokens`` and ``out.codes`` hold -1 and 0 before.
+    ``follows[i]``: the draft that row i stands behind, which row i - 1 has to draw; negative: none.
+    ``ahead[i]``: how many drafts there are before it. ``out.tokens`` and ``out.codes`` hold -1 and 0
+    before.
     """
     for j in range(starts.size):
         i = which[j]
+        if follows[i] == LATER or (ahead[i] > 0 and out.tokens[i - 1] != follows[i]):
+            out.tokens[i] = NOT_DRAWN
+            continue
         x = flat[starts[j] : starts[j] + vocab]
-        _draw_row(x, i, requests[i], state, options, scores, work, out)
+        _draw_row(x, i, requests[i], ahead[i], state, options, scores, work, out)
         clear_mask(work)

@@ -91,6 +91,16 @@ def append_all(tables: Tables, positions: Any, requests: Any, added: Any, done: 
 
 
 @entry
+def take_back(tables: Tables, request: int, token: int, used: int) -> None:
+    """Undo the last count of ``token``, before which the table had ``used`` tokens."""
+    at = _find(tables, request, token)
+    tables.counts[tables.start[request] + tables.index[at]] -= 1
+    if tables.used[request] > used:  # it came last, so no other token was placed behind it
+        tables.index[at] = -1
+        tables.used[request] = used
+
+
+@entry
 def index_again(tables: Tables, request: int) -> None:
     """Index the tokens of a table whose index is empty."""
     for i in range(tables.used[request]):

@@ -27,18 +27,19 @@ class Packed:
     Args:
         tokens: most tokens a batch can have, T.
         requests: most requests a batch can have, B.
+        logits: most rows of logits, L.
         device: where it lies.
         pinned: whether a device other than the host copies from here.
     """
 
     def __init__(
-        self, tokens: int, requests: int, *, device: Any = "cpu", pinned: bool = False
+        self, tokens: int, requests: int, logits: int, *, device: Any = "cpu", pinned: bool = False
     ) -> None:
         fields = {
             "is_padding": (torch.bool, tokens),
             "input_ids": (torch.int32, tokens),
             "rows": (torch.int64, requests),
-            "logits_indices": (torch.int64, requests),
+            "logits_indices": (torch.int64, logits),
             "query_start_loc": (torch.int32, requests + 1),
             "seq_lens": (torch.int32, requests),
             "num_computed_tokens": (torch.int32, requests),
@@ -63,9 +64,9 @@ class Packed:
 class PackedInputBuffers(input_batch.InputBuffers):
     """vLLM's, packed; in their place from before graphs are captured."""
 
-    def __init__(self, requests: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, requests: int, tokens: int, logits: int, device: torch.device) -> None:
         super().__init__(requests, tokens, device)
-        self.packed = Packed(tokens, requests, device=device)
+        self.packed = Packed(tokens, requests, logits, device=device)
         found = self.packed.tensors
         self.input_ids, self.positions = found["input_ids"], found["positions"]
         self.is_padding = found["is_padding"]
@@ -86,18 +87,25 @@ class InputBuffers:
     Args:
         tokens: most tokens a batch can have, T.
         requests: most requests a batch can have, B.
+        logits: most rows of logits, L: with drafts more than requests.
         widths: columns of the block table of each KV cache group, W; there are G of them.
         pinned: whether a device other than the host copies from here.
     """
 
     def __init__(
-        self, tokens: int, requests: int, widths: Sequence[int], *, pinned: bool = False
+        self,
+        tokens: int,
+        requests: int,
+        logits: int,
+        widths: Sequence[int],
+        *,
+        pinned: bool = False,
     ) -> None:
         def own(dtype: torch.dtype, *shape: int) -> Buffer:
             return Buffer(torch.zeros(shape, dtype=dtype))
 
         # What the model and its attention read.
-        self.packed = Packed(tokens, requests, pinned=pinned)
+        self.packed = Packed(tokens, requests, logits, pinned=pinned)
         shared = {name: Buffer(tensor) for name, tensor in self.packed.tensors.items()}
         self.rows = shared["rows"]
         """[B] vLLM's ``idx_mapping``: the row of each request's state."""
@@ -107,7 +115,7 @@ class InputBuffers:
         self.seq_lens = shared["seq_lens"]
         self.num_computed_tokens = shared["num_computed_tokens"]
         self.logits_indices = shared["logits_indices"]
-        """[B] the last token of each request, whether or not it samples."""
+        """[L] the last token of each request, whether or not it samples, and its drafts behind it."""
         self.is_padding = shared["is_padding"]
         # On a CPU; on a GPU vLLM keeps its own, and a set has none.
         self.block_tables = [own(torch.int32, requests, width) for width in widths]
@@ -115,6 +123,9 @@ class InputBuffers:
         # What only who launches reads. Not page-locked: vLLM's builders copy some of it, and torch
         # stages a copy from ordinary memory before it returns.
         self.num_scheduled_tokens = own(torch.int32, requests)
+        self.num_drafts = own(torch.int32, requests)
+        self.first_logits = own(torch.int32, requests + 1)
+        """[B + 1] where in ``logits_indices`` a request begins."""
         self.lengths = own(torch.int32, requests)
         """[B] as ``seq_lens``, for vLLM's ``seq_lens_cpu_upper_bound``."""
         self.starts = own(torch.int32, requests + 1)

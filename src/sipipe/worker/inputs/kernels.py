@@ -22,27 +22,34 @@ Bools = NDArray[np.bool_]
 def lay_out(
     num_computed_tokens: Int32,
     num_scheduled_tokens: Int32,
+    num_drafts: Int32,
     query_start_loc: Int32,
     positions: Int64,
     seq_lens: Int32,
     logits_indices: Int64,
+    first_logits: Int32,
 ) -> tuple[int, int]:
-    """Write query starts, token positions, sequence lengths and last tokens of a batch.
+    """Write query starts, token positions, sequence lengths and rows of logits of a batch.
 
     Args:
         num_computed_tokens: [B], tokens of each request whose KV cache entries exist already.
         num_scheduled_tokens: [B], tokens of each request in this iteration, 1 or more.
+        num_drafts: [B], how many of them are drafts, the last ones.
         query_start_loc: out, at least [B + 1]; ``query_start_loc[b]`` is the first token of row b.
         positions: out, at least [T].
         seq_lens: out, at least [B]; computed + scheduled.
-        logits_indices: out, at least [B]; the last token of row b.
+        logits_indices: out, at least [B + drafts]; the last token of row b before its drafts, and
+            each of those.
+        first_logits: out, at least [B + 1]; where in that the tokens of row b begin.
 
     Returns:
         How many tokens there are, and the largest number of one request.
     """
     start = 0
     longest = 0
+    logits = 0
     query_start_loc[0] = 0
+    first_logits[0] = 0
     for row in range(num_computed_tokens.shape[0]):
         first = num_computed_tokens[row]
         count = num_scheduled_tokens[row]
@@ -51,7 +58,10 @@ def lay_out(
         start += count
         query_start_loc[row + 1] = start
         seq_lens[row] = first + count
-        logits_indices[row] = start - 1
+        for token in range(start - 1 - num_drafts[row], start):
+            logits_indices[logits] = token
+            logits += 1
+        first_logits[row + 1] = logits
         longest = max(longest, count)
     return start, longest
 
@@ -202,7 +212,7 @@ def warm_up() -> None:
     starts, table = np.zeros(2, np.int32), np.zeros((1, 2), np.int32)
     out = np.zeros(1, np.int32)
     with compiling("sipipe.worker.inputs"):
-        lay_out(int32, int32, starts, row.copy(), out, row.copy())
+        lay_out(int32, int32, out, starts, row.copy(), out.copy(), row.copy(), starts.copy())
         find_prefills(row, int32, int32, int32, out, out.copy(), flag, flag.copy(), flag.copy())
         append_blocks(row, int32, int32, table, out.copy())
         gather_blocks(row, int32, int32, table, int32, 2, 0, True, table.copy(), row.copy())

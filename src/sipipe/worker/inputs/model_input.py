@@ -32,10 +32,12 @@ class ModelInput:
     """Whether a request is in its prefill."""
     decode_graph_eligible: bool = True
     """Whether every request decodes, or computes like one that does."""
-    sampled: NDArray[np.int64] | None = None
-    """[n] batch rows that produce a token this iteration, in the order of the scheduling output's
-    ``num_scheduled_tokens``; the others are in the middle of their prefill. None: vLLM prepares,
-    and knows them."""
+    num_logits: int = 0
+    """Rows of logits that the batch could have: one a request, and one a draft."""
+    logits_rows: NDArray[np.int64] | None = None
+    """[n] those that tokens are drawn from, in the order of the scheduling output's
+    ``num_scheduled_tokens``; the others are of requests in the middle of their prefill. None: vLLM
+    prepares, and knows them."""
     samples: int = 0
     """Rows of logits that samplers get."""
     state: Any = None

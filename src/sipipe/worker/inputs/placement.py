@@ -34,7 +34,7 @@ class Placed(NamedTuple):
     seq_lens: torch.Tensor
     """[B'] int32, 0 behind B."""
     logits_indices: torch.Tensor
-    """[B] int64."""
+    """[B + drafts] int64."""
 
 
 class CacheGroup(NamedTuple):
@@ -86,9 +86,9 @@ class Placement(Protocol):
 class InPlace:
     """On a CPU: the set is what the model reads. The pass has read it when it returns."""
 
-    def __init__(self, runner: Any, device: Device, sets: int) -> None:  # noqa: ARG002
+    def __init__(self, runner: Any, device: Device, sets: int, logits: int) -> None:  # noqa: ARG002
         self.groups = cache_groups(runner.block_tables)
-        self.buffers = _sets(runner, self.groups, sets)
+        self.buffers = _sets(runner, self.groups, sets, logits)
         self._source = self.buffers[0]
         self._computed = runner.req_states.num_computed_tokens.gpu.numpy()
         # Tables of vLLM's own are not read; a request that is added would be written to them.
@@ -123,7 +123,7 @@ class InPlace:
             source.is_padding.tensor[:tokens],
             source.query_start_loc.tensor[: requests + 1],
             source.seq_lens.tensor[:requests],
-            source.logits_indices.tensor[:count],
+            source.logits_indices.tensor[: inputs.num_logits],
         )
 
     def tables(self, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -144,9 +144,9 @@ class Copied:
     **Untested on a GPU**; its order is tested on an emulated one.
     """
 
-    def __init__(self, runner: Any, device: Device, sets: int) -> None:
+    def __init__(self, runner: Any, device: Device, sets: int, logits: int) -> None:
         self.groups: list[CacheGroup] = []
-        self.buffers = _sets(runner, self.groups, sets, pinned=runner.device.type == "cuda")
+        self.buffers = _sets(runner, self.groups, sets, logits, pinned=runner.device.type == "cuda")
         self._runner = runner
         self._device = device
         self._read: list[Any] = [None] * sets
@@ -181,11 +181,13 @@ class Copied:
         batch = source.packed.batch(used)
         self._there.batch(used).copy_(batch, non_blocking=True)
         self._read[inputs.buffer_set] = self._device.mark()
-        placed, computed = self._views(count, requests, tokens)
+        placed, computed = self._views(count, requests, tokens, inputs.num_logits)
         self._runner.req_states.num_computed_tokens.gpu[placed.rows] = computed
         return placed
 
-    def _view(self, count: int, requests: int, tokens: int) -> tuple[Placed, torch.Tensor]:
+    def _view(
+        self, count: int, requests: int, tokens: int, logits: int
+    ) -> tuple[Placed, torch.Tensor]:
         """What is placed, and the computed tokens of its requests."""
         found = self._there.tensors
         placed = Placed(
@@ -195,7 +197,7 @@ class Copied:
             found["is_padding"][:tokens],
             found["query_start_loc"][: requests + 1],
             found["seq_lens"][:requests],
-            found["logits_indices"][:count],
+            found["logits_indices"][:logits],
         )
         return placed, found["num_computed_tokens"][:count]
 
@@ -204,17 +206,18 @@ class Copied:
         return found
 
 
-def placement_of(runner: Any, device: Device, sets: int) -> Placement:
-    """How the runner's device comes to ``sets`` sets of input buffers."""
-    return (InPlace if isinstance(device, HostDevice) else Copied)(runner, device, sets)
+def placement_of(runner: Any, device: Device, sets: int, logits: int) -> Placement:
+    """How the runner's device comes to ``sets`` sets of input buffers, with so many rows of
+    ``logits`` at most."""
+    return (InPlace if isinstance(device, HostDevice) else Copied)(runner, device, sets, logits)
 
 
 def _sets(
-    runner: Any, groups: list[CacheGroup], sets: int, *, pinned: bool = False
+    runner: Any, groups: list[CacheGroup], sets: int, logits: int, *, pinned: bool = False
 ) -> list[InputBuffers]:
     tokens, requests = int(runner.max_num_tokens), int(runner.max_num_reqs)
     widths = [group.width for group in groups]
-    return [InputBuffers(tokens, requests, widths, pinned=pinned) for _ in range(sets)]
+    return [InputBuffers(tokens, requests, logits, widths, pinned=pinned) for _ in range(sets)]
 
 
 def _pad_requests(source: InputBuffers, count: int, requests: int, tokens: int) -> None:

@@ -132,9 +132,10 @@ class InputPreparer:
         self._take_blocks(cached, batch.rows)
         _fill(target.num_computed_tokens.np, count, cached.num_computed_tokens)
         target.num_scheduled_tokens.np[:count] = 1
+        target.num_drafts.np[:count] = 0
         _fill_tokens(target, cached, cached.new_token_ids, count)
         self._write_layout(inputs, batch, target)
-        inputs.sampled = self._batch_rows[:count]
+        inputs.logits_rows = self._batch_rows[:count]
 
     def _write_mixed(
         self,
@@ -162,10 +163,15 @@ class InputPreparer:
         # (requests that begin anew can stand before others there), and then in the batch's.
         order = None if list(amounts) == req_ids else scheduling_order(req_ids, amounts)
         scheduled = _fill(target.num_scheduled_tokens.np, count, amounts.values())
+        drafts = inputs.output.scheduled_spec_decode_tokens
+        target.num_drafts.np[:count] = 0
+        if drafts:
+            target.num_drafts.np[:count] = [len(drafts.get(req_id, ())) for req_id in amounts]
         places = batch_order(scheduled)
         if places is not None:
             order = places if order is None else order[places]
             scheduled[:] = scheduled[places]
+            target.num_drafts.np[:count] = target.num_drafts.np[places]
         req_ids = _permuted(req_ids, order)
         if not batch.same(req_ids):
             batch.resolve(req_ids, _permuted(rows, order))
@@ -174,7 +180,12 @@ class InputPreparer:
         samples = self._write_layout(inputs, batch, target)
         batch.decoding = samples == count
         ordered = self._batch_rows[:count] if places is None else np.argsort(places)
-        inputs.sampled = ordered[states.decoding[batch.rows[ordered]]]
+        sampled = ordered[states.decoding[batch.rows[ordered]]]
+        inputs.logits_rows = target.first_logits.np[sampled].astype(np.int64)
+        if drafts:
+            each = 1 + target.num_drafts.np[sampled]
+            behind = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
+            inputs.logits_rows = np.repeat(inputs.logits_rows, each) + behind
 
     def _tokens_of_cached(
         self, cached: CachedRequestData, rows: list[int], amounts: dict[str, int]
@@ -201,11 +212,14 @@ class InputPreparer:
         tokens, inputs.max_query_len = kernels.lay_out(
             computed,
             scheduled,
+            target.num_drafts.np[:count],
             query_start_loc=target.query_start_loc.np,
             positions=target.positions.np,
             seq_lens=target.seq_lens.np,
             logits_indices=target.logits_indices.np,
+            first_logits=target.first_logits.np,
         )
+        inputs.num_logits = int(target.first_logits.np[count])
         assert tokens == inputs.num_tokens, "the scheduling output's numbers of tokens disagree"
         target.starts.np[: count + 1] = target.query_start_loc.np[: count + 1]
         target.lengths.np[:count] = target.seq_lens.np[:count]

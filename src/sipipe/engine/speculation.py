@@ -1,0 +1,172 @@
+"""Speculative decoding: whether drafts are verified, and how many, in the next microbatch.
+
+Samplers propose drafts (:mod:`sipipe.sampler.drafts`) with the tokens that they stand behind. They
+are in before the request's next turn, because a request is in one iteration at a time, so drafts go
+to all stages with the scheduling output, and nothing is corrected afterwards. The samplers draw at
+each draft's position what they would have drawn there, and stop at the first that differs.
+
+A draft is worth its row where it is likely enough: the row costs a share of the pass (the stage times
+that are measured anyway), a token that comes with it is worth as much as one of the pass's others. So
+speculation fades as the batch fills, and where nothing repeats; rows of all iterations in flight stay
+within BIC-L's, and none are taken while the KV cache runs out.
+
+Who runs here: the engine's thread.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request
+
+from sipipe.errors import UnsupportedError
+from sipipe.messages.boots import NGramSettings
+
+if TYPE_CHECKING:
+    from sipipe.engine.iterations import Iteration
+    from sipipe.engine.scheduling.concurrency import ConcurrencyController
+
+DEFAULTS = {"num_speculative_tokens": 16, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+"""Of ``{"method": "ngram"}`` with nothing else: how many are worth it is decided anew each time."""
+UNKNOWN_PRICE = 0.1
+"""Of a row, as long as batches of different sizes have not told it."""
+LEAST_WORTH = 0.05
+RATE = 0.05
+"""Weight of the last microbatch in how many tokens come of a request in a pass."""
+KV_RESERVE = 0.05
+"""Share of the KV cache that has to be free: a draft must not cost another request its place."""
+
+
+def fill_in(asked: dict[str, Any] | None) -> None:
+    """Say what vLLM wants to be told and SiPipe decides by itself."""
+    if asked is not None and asked.get("method") == "ngram":
+        for name, value in DEFAULTS.items():
+            if name == "num_speculative_tokens" or not asked.keys() & {
+                "prompt_lookup_max",
+                "prompt_lookup_min",
+            }:
+                asked.setdefault(name, value)
+
+
+def check_speculation(vllm_config: VllmConfig) -> None:
+    """Refuse what the samplers cannot propose or verify.
+
+    Raises:
+        UnsupportedError: one line that names the option.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return
+    reasons = {
+        f'method "{speculative.method}"': speculative.method != "ngram",
+        "num_speculative_tokens_per_batch_size (SiPipe decides by measured times)": (
+            speculative.uses_dynamic_speculative_decoding()
+        ),
+        "a model with recurrent states": vllm_config.model_config.has_inner_state,
+        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise UnsupportedError(
+                f"--speculative-config: SiPipe does not support {reason}: take "
+                '{"method": "ngram"} without it, or leave the option out'
+            )
+
+
+def ngrams(vllm_config: VllmConfig) -> NGramSettings | None:
+    """What samplers propose drafts by."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return None
+    return NGramSettings(
+        num_speculative_tokens=speculative.num_speculative_tokens,
+        prompt_lookup_max=speculative.prompt_lookup_max,
+        prompt_lookup_min=speculative.prompt_lookup_min,
+    )
+
+
+class NoSpeculation:
+    """Requests get a token in each of their turns."""
+
+    def fit(self) -> float:
+        """A microbatch is scheduled next. Returns how likely proposed drafts have to be."""
+        return 1.0
+
+    def take(self, iteration: Iteration) -> None:
+        """The scheduler has taken the tokens of ``iteration``."""
+
+
+class Speculation(NoSpeculation):
+    """With drafts.
+
+    Args:
+        scheduler: vLLM's.
+        controller: what knows the stages' times; None where nothing does.
+        rows: of logits, of all microbatches in flight.
+    """
+
+    def __init__(self, scheduler: Any, controller: ConcurrencyController | None, rows: int) -> None:
+        self._scheduler, self._controller, self._rows = scheduler, controller, rows
+        # One lookup for every size: vLLM then pads no request with drafts that nobody proposed.
+        scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (
+            scheduler.max_num_running_reqs + 1
+        )
+        self._each = 1.0
+        """Tokens of a request in a pass, lately."""
+
+    def fit(self) -> float:
+        scheduler = self._scheduler
+        running: list[Request] = scheduler.running
+        drafting = [request for request in running if request.spec_token_ids]
+        asked = len(running) + len(scheduler.waiting)
+        room = self._rows - min(asked, scheduler.max_num_running_reqs)
+        if scheduler.kv_cache_manager.usage > 1 - KV_RESERVE:
+            room = 0
+        for request in drafting:
+            left = request.max_tokens - request.num_output_tokens - 1
+            del request.spec_token_ids[max(left, 0) :]
+        most = _level([len(request.spec_token_ids) for request in drafting], room)
+        for request in drafting:
+            del request.spec_token_ids[most:]
+        formed = self._controller.formed if self._controller is not None else 1
+        sequences = max(1.0, len(running) / max(formed, 1))
+        price = self._controller.price(sequences) if self._controller is not None else None
+        worth = (UNKNOWN_PRICE if price is None else price) * sequences * self._each
+        return max(worth, LEAST_WORTH) if room else 1.0
+
+    def take(self, iteration: Iteration) -> None:
+        if sampled := len(set(iteration.work.sampled)):
+            drawn = sum(len(part.tokens) for part in iteration.tokens or ()) // 4
+            self._each += RATE * (drawn / sampled - self._each)
+        if iteration.drafts:
+            self._scheduler.update_draft_token_ids(
+                DraftTokenIds(list(iteration.drafts), list(iteration.drafts.values()))
+            )
+
+
+def _level(lengths: list[int], room: int) -> int:
+    """The largest number of drafts that each may have, so that all have ``room`` at most."""
+    most = max(lengths, default=0)
+    while most and sum(min(length, most) for length in lengths) > room:  # bound: `most`
+        most -= 1
+    return most
+
+
+def speculation(
+    scheduler: Any, controller: ConcurrencyController | None, rows: int
+) -> NoSpeculation:
+    """What there is of it in this engine."""
+    if scheduler.vllm_config.speculative_config is None:
+        return NoSpeculation()
+    return Speculation(scheduler, controller, rows)
+
+
+def without_speculation(vllm_config: VllmConfig) -> VllmConfig:
+    """The stages': their preparation places drafts as it places other tokens, and vLLM's runner has
+    no drafter to make, no part of its own in them."""
+    made = copy.copy(vllm_config)
+    made.speculative_config = None
+    return made
