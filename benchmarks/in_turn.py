@@ -24,12 +24,15 @@ SPIN = 1.5
 """Seconds after which vLLM's idle processes sleep; for one after their last message they spin."""
 
 
-def measured_in_turn(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def measured_in_turn(
+    jobs: Mapping[str, Mapping[str, Any]], module: str = "benchmarks.in_turn"
+) -> dict[str, Any]:
     """Run ``jobs``, by side and with their settings. They must have equally many loads.
 
-    Returns for each side what :func:`benchmarks.measure.measure` does.
+    Returns for each side what ``module`` answers: what :func:`benchmarks.measure.measure` does, or
+    what another one says that takes :func:`turn` s.
     """
-    module = of_the_checkout("benchmarks.in_turn")
+    module = of_the_checkout(module)
     pipes = [os.pipe() for _ in jobs]
     turns = [(pipes[i][0], pipes[(i + 1) % len(pipes)][1]) for i in range(len(pipes))]
     # wait: none, a byte into an empty pipe; nobody

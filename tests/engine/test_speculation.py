@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from tests.engine.engines import Engine, model, stock_results, tokens
+from tests.engine.engines import Engine, model
 
 pytestmark = pytest.mark.engine
 

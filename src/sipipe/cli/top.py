@@ -90,6 +90,9 @@ def rates(poll: Poll) -> dict[str, Any]:
         "running": executor.words[Word.RUNNING],
         "waiting": executor.words[Word.WAITING],
         "restarts": executor.words[Word.RESTARTS],
+        # Of drafts: how many a pass of a request that has any, and what part of them was drawn.
+        "drafts": executor.per(Word.DRAFTS, Word.DRAFTED),
+        "accepted": executor.per(Word.ACCEPTED, Word.DRAFTS),
         "stages": [_stage(block) for block in others if block.role == "stage"],
         "samplers": [_sampler(block) for block in others if block.role == "sampler"],
     }
@@ -127,6 +130,9 @@ def render(found: dict[str, Any]) -> RenderableType:
         f"   TTFT {found['ttft_ms']:,.0f} ms   TPOT {found['tpot_ms']:,.1f} ms\n"
         f"in flight {found['inflight']}/{found['limit']}   running {found['running']}"
         f"   waiting {found['waiting']}   restarts {found['restarts']}",
+        f"\ndrafts {found['drafts']:.1f} a pass   {found['accepted']:.0%} accepted"
+        if found["drafts"]
+        else "",
     )  # fmt: skip
     stages = _table("stage", Column("device", min_width=BAR), *_figures("busy", "ms", "queue"))
     for stage in found["stages"]:

@@ -16,6 +16,7 @@ Who runs here: the engine's thread.
 from __future__ import annotations
 
 import copy
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -24,6 +25,7 @@ from vllm.v1.request import Request
 
 from sipipe.errors import UnsupportedError
 from sipipe.messages.boots import NGramSettings
+from sipipe.observe.live import Word
 
 if TYPE_CHECKING:
     from sipipe.engine.iterations import Iteration
@@ -34,6 +36,7 @@ DEFAULTS = {"num_speculative_tokens": 16, "prompt_lookup_max": 4, "prompt_lookup
 UNKNOWN_PRICE = 0.1
 """Of a row, as long as batches of different sizes have not told it."""
 LEAST_WORTH = 0.05
+_INT32 = 4
 RATE = 0.05
 """Weight of the last microbatch in how many tokens come of a request in a pass."""
 KV_RESERVE = 0.05
@@ -103,17 +106,19 @@ class Speculation(NoSpeculation):
     """With drafts.
 
     Args:
-        scheduler: vLLM's.
+        scheduler: vLLM's, or one of its kind, with this engine's records.
         controller: what knows the stages' times; None where nothing does.
-        rows: of logits, of all microbatches in flight.
     """
 
-    def __init__(self, scheduler: Any, controller: ConcurrencyController | None, rows: int) -> None:
+    def __init__(self, scheduler: Any, controller: ConcurrencyController | None) -> None:
+        self._live, rows = scheduler.telemetry.live, scheduler.rows
         self._scheduler, self._controller, self._rows = scheduler, controller, rows
         # One lookup for every size: vLLM then pads no request with drafts that nobody proposed.
         scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (
             scheduler.max_num_running_reqs + 1
         )
+        tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
+        self._encode = lru_cache(1024)(partial(_encoded, tokenizer))
         self._each = 1.0
         """Tokens of a request in a pass, lately."""
 
@@ -138,13 +143,48 @@ class Speculation(NoSpeculation):
         return max(worth, LEAST_WORTH) if room else 1.0
 
     def take(self, iteration: Iteration) -> None:
-        if sampled := len(set(iteration.work.sampled)):
-            drawn = sum(len(part.tokens) for part in iteration.tokens or ()) // 4
-            self._each += RATE * (drawn / sampled - self._each)
-        if iteration.drafts:
-            self._scheduler.update_draft_token_ids(
-                DraftTokenIds(list(iteration.drafts), list(iteration.drafts.values()))
-            )
+        drafts = iteration.output.scheduled_spec_decode_tokens
+        if rows := len(iteration.work.sampled):
+            drawn = sum(len(part.tokens) for part in iteration.tokens or ()) // _INT32
+            offered = sum(map(len, drafts.values()))
+            requests = rows - offered
+            self._each += RATE * (drawn / requests - self._each)
+            self._live.add(Word.DRAFTS, offered)
+            self._live.add(Word.ACCEPTED, drawn - requests)
+            self._live.add(Word.DRAFTED, len(drafts))
+        found = iteration.drafts
+        if iteration.work.step.grammar:
+            for request_id in dict.fromkeys(iteration.work.sampled):
+                request = self._scheduler.requests.get(request_id)
+                if request is not None and (forced := self._forced(request)):
+                    found[request_id] = forced
+        if found:
+            drafts = DraftTokenIds(list(found), list(found.values()))
+            self._scheduler.update_draft_token_ids(drafts)
+
+    def _forced(self, request: Request) -> list[int]:
+        """What the request's grammar leaves no choice in. Its text is one; a model may cut it into
+        other tokens than the tokenizer does."""
+        manager = self._scheduler.structured_output_manager
+        asked = request.structured_output_request
+        if asked is None or (manager.reasoner_cls is not None and not asked.reasoning_ended):
+            return []
+        grammar = asked.grammar
+        if grammar.is_terminated():
+            return []
+        most = self._scheduler.num_spec_tokens
+        if (matcher := getattr(grammar, "matcher", None)) is not None:  # xgrammar
+            text = matcher.find_jump_forward_string()
+            return self._encode(text)[:most] if text else []
+        if (matcher := getattr(grammar, "ll_matcher", None)) is not None:  # guidance
+            tokens: list[int] = matcher.compute_ff_tokens()[:most]
+            return tokens
+        return []
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    found: list[int] = tokenizer.encode(text, add_special_tokens=False) if tokenizer else []
+    return found
 
 
 def _level(lengths: list[int], room: int) -> int:
@@ -155,13 +195,11 @@ def _level(lengths: list[int], room: int) -> int:
     return most
 
 
-def speculation(
-    scheduler: Any, controller: ConcurrencyController | None, rows: int
-) -> NoSpeculation:
+def speculation(scheduler: Any, controller: ConcurrencyController | None) -> NoSpeculation:
     """What there is of it in this engine."""
     if scheduler.vllm_config.speculative_config is None:
         return NoSpeculation()
-    return Speculation(scheduler, controller, rows)
+    return Speculation(scheduler, controller)
 
 
 def without_speculation(vllm_config: VllmConfig) -> VllmConfig:

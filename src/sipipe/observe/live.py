@@ -80,6 +80,11 @@ class Word(IntEnum):
     TTFT_NS = 11
     STALLED = 12
     """Executor, gauge: 1 while something is late and a worker does not answer."""
+    DRAFTS = 13
+    """Executor, counters: draft tokens that were verified, those of them that were drawn, and the
+    passes of requests that had any."""
+    ACCEPTED = 14
+    DRAFTED = 15
     PHASE_LAST = 16
     """First of the last iteration that each phase saw, plus 1: 0 before the first."""
     PHASE_NS = 32

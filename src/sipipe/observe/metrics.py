@@ -90,6 +90,12 @@ METRICS: dict[str, Metric] = {
         "gauge", "executor", Word.RUNNING, "Requests that are being served"
     ),
     "sipipe_tokens": Metric("counter", "executor", Word.TOKENS, "Tokens drawn"),
+    "sipipe_draft_tokens": Metric(
+        "counter", "executor", Word.DRAFTS, "Draft tokens that were verified"
+    ),
+    "sipipe_draft_tokens_accepted": Metric(
+        "counter", "executor", Word.ACCEPTED, "Draft tokens that were drawn"
+    ),
     "sipipe_stalled": Metric(
         "gauge", "executor", Word.STALLED, "1 while work is late and a stage does not answer"
     ),

@@ -20,7 +20,9 @@ from sipipe.sampler.seen import grown
 Tokens = npt.NDArray[np.int32]
 
 FIRST_CHANCE = 0.6
-"""Of a token of a sequence of which nothing is known."""
+"""Of a proposed token of a sequence of which nothing is known;"""
+WEIGHT = 2.0
+"""as if so many had come."""
 _SMALLEST = 256
 
 
@@ -61,9 +63,10 @@ class NGrams(NoDrafts):
         self._all = Histories(
             **{name: np.zeros(0, np.int32) for name in ("tokens", "before", "heads")},
             **{name: np.zeros(0, np.int64) for name in ("start", "room", "size")},
-            **{name: np.zeros(0, np.int64) for name in ("count", "done", "kind")},
+            **{name: np.zeros(0, np.int64) for name in ("count", "behind", "kind")},
             proposed=np.zeros((0, self._most), np.int32),
-            chances=np.zeros((0, self._longest + 1)),
+            right=np.zeros((0, self._longest + 1)),
+            tried=np.zeros((0, self._longest + 1)),
         )
 
     def join(self, handle: int, prompt: Tokens, output: Tokens) -> None:
@@ -71,8 +74,9 @@ class NGrams(NoDrafts):
             self._more_entries()
         one = self._index[handle] = self._free.pop()
         tokens = np.concatenate((prompt, output))
-        self._all.count[one] = self._all.done[one] = 0
-        self._all.chances[one] = FIRST_CHANCE
+        self._all.count[one] = 0
+        self._all.tried[one] = WEIGHT
+        self._all.right[one] = WEIGHT * FIRST_CHANCE
         self._take(one, tokens)
 
     def leave(self, handle: int) -> None:

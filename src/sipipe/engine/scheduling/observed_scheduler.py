@@ -43,7 +43,7 @@ class ObservedScheduler:
             self._times = self.telemetry.measured_times()
             self.follow(self._times.controller)
         controller = self._times.controller if self._times is not None else None
-        self._speculation = speculation(self, controller, self.rows)
+        self._speculation = speculation(self, controller)
 
     def add_request(self, request: Request) -> None:
         self.tracker.arrived(request.request_id)

@@ -12,8 +12,8 @@ from sipipe.jit import entry, kernel
 
 LOOKS = 24
 """Earlier places of an n-gram that are compared."""
-RATE = 0.125
-"""Weight of the last outcome in how likely a proposed token is."""
+MEMORY = 0.9
+"""Weight of an outcome relative to the one after it, in how likely a proposed token is."""
 
 
 class Histories(NamedTuple):
@@ -30,9 +30,10 @@ class Histories(NamedTuple):
     size: Any  # int64 [sequences], tokens
     proposed: Any  # int32 [sequences, K], what was proposed last
     count: Any  # int64 [sequences], how many of those
-    done: Any  # int64 [sequences], how many have come; negative: as many come before them
+    behind: Any  # int64 [sequences], how many tokens the sequence has when they come
     kind: Any  # int64 [sequences], length of the n-gram that they came behind
-    chances: Any  # float64 [sequences, longest + 1], by that: how likely a proposed token is
+    right: Any  # float64 [sequences, longest + 1], by that: how many were right, lately,
+    tried: Any  # float64 [sequences, longest + 1], of so many
 
 
 @kernel
@@ -54,18 +55,19 @@ def _enter(all_: Any, one: Any, end: Any, shortest: Any) -> None:
 
 
 @kernel
-def _learn(all_: Any, one: Any, token: Any) -> None:
-    """``token`` has come: was it the one that was proposed?"""
-    done = all_.done[one]
-    if done >= all_.count[one]:
+def _learn(all_: Any, one: Any, drawn: Any, first: Any, last: Any) -> None:
+    """``drawn[first:last]`` have come: were they what was proposed?"""
+    if all_.behind[one] != all_.size[one]:
         return
-    if done >= 0:
-        right = all_.proposed[one, done] == token
-        kind = all_.kind[one]
-        all_.chances[one, kind] += RATE * (np.float64(right) - all_.chances[one, kind])
+    kind = all_.kind[one]
+    for i in range(min(last - first, all_.count[one])):
+        if drawn[first + i] < 0:
+            return
+        right = all_.proposed[one, i] == drawn[first + i]
+        all_.right[one, kind] = MEMORY * all_.right[one, kind] + right
+        all_.tried[one, kind] = MEMORY * all_.tried[one, kind] + 1.0
         if not right:
-            done = all_.count[one]
-    all_.done[one] = done + 1
+            return
 
 
 @entry
@@ -86,7 +88,6 @@ def follow(all_: Histories, which: Any, tokens: Any, done: int, least: int, shor
         size = all_.size[one]
         if all_.room[one] - size < least:
             return i
-        _learn(all_, one, tokens[i])
         all_.tokens[all_.start[one] + size] = tokens[i]
         _enter(all_, one, size, shortest)
         all_.size[one] = size + 1
@@ -140,20 +141,20 @@ def propose_all(
         if i + 1 < which.size and which[i + 1] == one:
             continue
         start, size = all_.start[one], all_.size[one]
+        _learn(all_, one, drawn, first, i + 1)
         for j in range(first, i + 1):
             if drawn[j] >= 0:
                 all_.tokens[start + size] = drawn[j]
                 size += 1
-        more = size - all_.size[one]
         kind, found = np.int64(0), np.int64(0)
-        if more > 0 and size > shortest:
+        if size > max(shortest, all_.size[one]):
             kind, found = _look_up(all_, one, size, shortest, longest)
-        all_.kind[one], all_.done[one], all_.count[one] = kind, -more, 0
+        all_.kind[one], all_.behind[one], all_.count[one] = kind, size, 0
         counts[first : i + 1] = 0
         if kind > 0:
             proposed = all_.proposed[one]
             all_.count[one] = proposed.size
-            chance, likely = all_.chances[one, kind], 1.0
+            chance, likely = all_.right[one, kind] / all_.tried[one, kind], 1.0
             for k in range(proposed.size):  # behind the last token it goes on as it did
                 at = found + k
                 proposed[k] = all_.tokens[start + at] if at < size else proposed[at - size]
