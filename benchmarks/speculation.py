@@ -32,19 +32,27 @@ STOCK_NGRAMS = {
 }
 """Of vLLM's own documentation."""
 PASSAGES = (
-    "The lighthouse stood at the end of a long pier made of grey stone. Every evening the keeper "
-    "climbed its ninety-two steps with a can of oil and a brush. He cleaned the lamp, filled the tank "
-    "and wound the clock that turned the lens. From the gallery he could see the fishing boats come "
-    "home, one after another, and he counted them until the last one was in.",
-    "The train to the north leaves at seven in the morning. It has four carriages, and the last one "
-    "is for bicycles. Behind the second tunnel the line follows the river for an hour, and in spring "
-    "the water comes up to the rails. Tickets are sold at the station and by the conductor.",
-    "Bread needs flour, water, salt and time. Mix the flour with the water and let it rest for half "
-    "an hour. Add the salt and fold the dough four times, once every thirty minutes. Then leave it in "
-    "a cool place for the night, and bake it in the morning in a very hot oven.",
-    "The old map showed three islands, a reef and a bay without a name. Two of the islands were drawn "
-    "too large, and the reef was a mile too far to the west. But the bay was right in every detail, "
-    "and so the captain believed that somebody had stayed there for a long time.",
+    (
+        "The lighthouse stood at the end of a long pier made of grey stone. Every evening the keeper "
+        "climbed its ninety-two steps with a can of oil and a brush. He cleaned the lamp, filled the tank "
+        "and wound the clock that turned the lens. From the gallery he could see the fishing boats come "
+        "home, one after another, and he counted them until the last one was in."
+    ),
+    (
+        "The train to the north leaves at seven in the morning. It has four carriages, and the last one "
+        "is for bicycles. Behind the second tunnel the line follows the river for an hour, and in spring "
+        "the water comes up to the rails. Tickets are sold at the station and by the conductor."
+    ),
+    (
+        "Bread needs flour, water, salt and time. Mix the flour with the water and let it rest for half "
+        "an hour. Add the salt and fold the dough four times, once every thirty minutes. Then leave it in "
+        "a cool place for the night, and bake it in the morning in a very hot oven."
+    ),
+    (
+        "The old map showed three islands, a reef and a bay without a name. Two of the islands were drawn "
+        "too large, and the reef was a mile too far to the west. But the bay was right in every detail, "
+        "and so the captain believed that somebody had stayed there for a long time."
+    ),
 )
 FILES = (
     """def read_prices(path):

@@ -107,7 +107,7 @@ def measure_launching(stage: int, count: int, profile: bool) -> None:
             why = "asked" if side == SIDES[0] else ""
             place = Copied if side == SIDES[1] else InPlace
             if side == SIDES[1]:  # as on a GPU, with the host's memory on both sides
-                sizes = runner.runner.max_num_reqs, runner.runner.max_num_tokens
+                sizes = 128, runner.runner.max_num_tokens, 128
                 runner.runner.input_buffers = PackedInputBuffers(*sizes, runner.runner.device)
             with (
                 patch(name, return_value=why),

@@ -66,7 +66,7 @@ class EmulatedRunner:
         self.intermediate_tensors = IntermediateTensors(received)
         self.model_state = DefaultModelState.__new__(DefaultModelState)  # a plain decoder's
         self.prompt_logprobs_worker = SimpleNamespace(uses_prompt_logprobs=np.zeros(requests, bool))
-        self.input_buffers = PackedInputBuffers(requests, tokens, self.device)
+        self.input_buffers = PackedInputBuffers(requests, tokens, requests, self.device)
         self.kv_caches: list[Any] = []
         self.kv_cache_config = SimpleNamespace(num_blocks=0)
         size = self.cache_config.block_size

@@ -174,7 +174,7 @@ def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
         ranks=2,
         slots=4,
         config=SiPipeConfig(),
-        vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8)),
+        rows=8,
     )
     links = opening.make_final_links(made)
     assert [link.name for link in links] == [

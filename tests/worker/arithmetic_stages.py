@@ -72,6 +72,7 @@ def boot_of(place, **settings):
         of_main_thread=False,
         layers=(1,) * place.stages,
         cut_evenly=True,
+        rows=REQUESTS,
     )
 
 

@@ -214,6 +214,8 @@ class Rig:
                 place=place,
                 path="sipipe",
                 measures=False,
+                rows=64,
+                speculates=False,
                 cpus=(),
                 vllm_config=SimpleNamespace(kv_transfer_config=None),
                 parts=(),

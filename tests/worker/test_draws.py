@@ -129,7 +129,9 @@ def inputs_of(iteration, scheduled, sampled=None):
     if not isinstance(scheduled, SchedulerOutput):
         names, scheduled = scheduled, SchedulerOutput.make_empty()
         scheduled.num_scheduled_tokens = dict.fromkeys(names, 1)
-    return ModelInput(iteration=iteration, slot=0, buffer_set=0, output=scheduled, sampled=sampled)
+    return ModelInput(
+        iteration=iteration, slot=0, buffer_set=0, output=scheduled, logits_rows=sampled
+    )
 
 
 def sample(stage, hidden, batch, asked, *, reports=True, sampled=None):

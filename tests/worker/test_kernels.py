@@ -26,29 +26,37 @@ batches = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1
 
 
 @settings(max_examples=60, deadline=None)
-@given(batch=batches)
-def test_lay_out(batch):
+@given(batch=batches, data=st.data())
+def test_lay_out(batch, data):
     computed = np.array([c for c, _ in batch], np.int32)
     scheduled = np.array([s for _, s in batch], np.int32)
     total, rows = int(scheduled.sum()), len(batch)
     starts = np.full(rows + 3, -7, np.int32)
     positions = np.full(total + 3, -7, np.int64)
-    seq_lens, last = np.full(rows + 3, -7, np.int32), np.full(rows + 3, -7, np.int64)
+    drafts = np.array([data.draw(st.integers(0, s - 1)) for _, s in batch], np.int32)
+    seq_lens, first = np.full(rows + 3, -7, np.int32), np.full(rows + 4, -7, np.int32)
+    last = np.full(total + 3, -7, np.int64)
     found = lay_out(
         computed,
         scheduled,
+        drafts,
         query_start_loc=starts,
         positions=positions,
         seq_lens=seq_lens,
         logits_indices=last,
+        first_logits=first,
     )
     expected_starts, expected_positions, lens = naive_layout(computed.tolist(), scheduled.tolist())
     assert found == (total, max(scheduled))
     assert starts[: rows + 1].tolist() == expected_starts
     assert positions[:total].tolist() == expected_positions
     assert seq_lens[:rows].tolist() == lens
-    assert last[:rows].tolist() == [start - 1 for start in expected_starts[1:]]
-    for array, used in ((starts, rows + 1), (positions, total), (seq_lens, rows), (last, rows)):
+    ends = zip(expected_starts[1:], drafts.tolist(), strict=True)
+    logits = [token for end, behind in ends for token in range(end - 1 - behind, end)]
+    assert last[: len(logits)].tolist() == logits
+    assert first[: rows + 1].tolist() == [0, *np.cumsum(1 + drafts).tolist()]
+    used_of = (starts, rows + 1), (positions, total), (seq_lens, rows), (last, len(logits))
+    for array, used in (*used_of, (first, rows + 1)):
         assert (array[used:] == -7).all(), "wrote past its part"
 
 

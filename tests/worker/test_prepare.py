@@ -227,8 +227,8 @@ def prepared(request, monkeypatch):
         if request.param == "copied":  # as on a GPU, with tensors of the host
             monkeypatch.setattr(preparation, "placement_of", placement.Copied)
             sizes = runner.max_num_reqs, runner.max_num_tokens
-            runner.input_buffers = PackedInputBuffers(*sizes, runner.device)
-        return runner, SiPipePrepares(runner, device, slots=slots, sets=sets)
+            runner.input_buffers = PackedInputBuffers(*sizes, 64, runner.device)
+        return runner, SiPipePrepares(runner, device, slots=slots, sets=sets, logits=64)
 
     return make
 
@@ -263,7 +263,7 @@ def test_every_field_of_every_iteration_is_vllms(prepared, seed, slots):
         assert ours.kv_block_zeroer.zeroed == theirs.kv_block_zeroer.zeroed
         if expected is not None:
             compare(found, expected, output.num_scheduled_tokens)
-            names = [inputs.req_ids[row] for row in inputs.sampled]
+            names = [inputs.req_ids[row] for row in inputs.logits_rows]
             amounts = output.num_scheduled_tokens
             assert names == [
                 n for n in amounts if requests[n].computed + amounts[n] == len(requests[n].tokens)
@@ -290,7 +290,7 @@ def test_tokens_that_the_scheduler_leaves_out_come_from_the_executor(prepared, s
         found, expected = ours.step(output), theirs.step(output)
         if expected is not None:
             compare(found, expected, output.num_scheduled_tokens)
-            assert [inputs.req_ids[row] for row in inputs.sampled] == told.sampled
+            assert [inputs.req_ids[row] for row in inputs.logits_rows] == told.sampled
             theirs.finish(expected[0])
         for name, token in scheduler.sample(output, requests).items():
             tracker.record(iteration, name, token)
@@ -326,7 +326,7 @@ def new_output(*names):
 
 
 def preparer_of(runner, slots):
-    placed = placement.InPlace(runner, HostDevice(), 2)
+    placed = placement.InPlace(runner, HostDevice(), 2, 64)
     return InputPreparer(runner, placed.buffers, groups=placed.groups, slots=slots)
 
 

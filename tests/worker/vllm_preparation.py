@@ -61,7 +61,7 @@ class PreparingRunner(GPUModelRunner):
         self.model_state, self.kv_block_zeroer = ModelState(), Zeroer()
         self.pooling_runner = self.encoder_cache = self.prompt_logprobs_worker = self.sampler = None
         self.pcp_manager = self.fast_prefill = self.adaptive_verification = None
-        self.aux_output_connector = None
+        self.aux_output_connector = self.lora_config = None
         self.model_config = SimpleNamespace(rswa_window=None, enable_prompt_embeds=False)
         self.cache_config = SimpleNamespace(mamba_cache_mode="none")
         self.lora_state = ModelState()

@@ -133,7 +133,8 @@ class Pipeline:
     def observed(self, scheduler: type) -> type:
         """The engine's scheduler class, with what makes it and the executor share their records."""
         shared = self.iterations, self.telemetry, self._tracker
-        return observed(scheduler, *shared, rows=self._setup.rows)
+        setup = self._setup
+        return observed(scheduler, *shared, rows=setup.rows if setup.drafts else 0)
 
     def fail(self, error: BaseException) -> None:
         """Resolve everything that is out with ``error``."""

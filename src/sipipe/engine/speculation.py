@@ -94,9 +94,8 @@ def ngrams(vllm_config: VllmConfig) -> NGramSettings | None:
 class NoSpeculation:
     """Requests get a token in each of their turns."""
 
-    def fit(self) -> float:
-        """A microbatch is scheduled next. Returns how likely proposed drafts have to be."""
-        return 1.0
+    def fit(self) -> None:
+        """A microbatch is scheduled next."""
 
     def take(self, iteration: Iteration) -> None:
         """The scheduler has taken the tokens of ``iteration``."""
@@ -122,7 +121,7 @@ class Speculation(NoSpeculation):
         self._each = 1.0
         """Tokens of a request in a pass, lately."""
 
-    def fit(self) -> float:
+    def fit(self) -> None:
         scheduler = self._scheduler
         running: list[Request] = scheduler.running
         drafting = [request for request in running if request.spec_token_ids]
@@ -140,7 +139,7 @@ class Speculation(NoSpeculation):
         sequences = max(1.0, len(running) / max(formed, 1))
         price = self._controller.price(sequences) if self._controller is not None else None
         worth = (UNKNOWN_PRICE if price is None else price) * sequences * self._each
-        return max(worth, LEAST_WORTH) if room else 1.0
+        scheduler.tracker.worth = max(worth, LEAST_WORTH) if room else 1.0
 
     def take(self, iteration: Iteration) -> None:
         drafts = iteration.output.scheduled_spec_decode_tokens
@@ -197,9 +196,7 @@ def _level(lengths: list[int], room: int) -> int:
 
 def speculation(scheduler: Any, controller: ConcurrencyController | None) -> NoSpeculation:
     """What there is of it in this engine."""
-    if scheduler.vllm_config.speculative_config is None:
-        return NoSpeculation()
-    return Speculation(scheduler, controller)
+    return Speculation(scheduler, controller) if scheduler.rows else NoSpeculation()
 
 
 def without_speculation(vllm_config: VllmConfig) -> VllmConfig:

@@ -68,7 +68,7 @@ class WorkerBoot:
     """Whether the device has the kernels of vLLM's sampler of its second runner."""
     rows: int
     """Of logits that a microbatch has at most."""
-    speculates: bool
+    speculates: bool = False
     """Whether some of them may be behind drafts."""
     cpus: tuple[int, ...] = ()
     """What a GPU's worker is bound to once it is warmed up; empty: to nothing. vLLM binds a CPU's
@@ -117,7 +117,7 @@ class SamplerSettings:
     logprobs_mode: LogprobsMode
     reasoning: tuple[list[int], list[int]]
     """Token ids that begin and end thinking."""
-    speculation: NGramSettings | None
+    speculation: NGramSettings | None = None
     """How drafts are found; None: there are none."""
     watched: Watched
 

@@ -115,8 +115,9 @@ class SiPipePrepares:
         runner.prepare_inputs = self._prepare_inputs
         runner.prepare_attn = self._placement.tables
         runner.postprocess_num_computed_tokens = self._nothing
-        self._make_lora_inputs = runner.lora_state.make_lora_inputs
-        runner.lora_state.make_lora_inputs = self._lora_inputs
+        if runner.lora_config is not None:
+            self._make_lora_inputs = runner.lora_state.make_lora_inputs
+            runner.lora_state.make_lora_inputs = self._lora_inputs
         runner.postprocess_sampled = self._postprocess_sampled
 
     def prepare(

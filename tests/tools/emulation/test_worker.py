@@ -192,6 +192,8 @@ def test_stages_publish_what_samples(monkeypatch, tmp_path, stages, shared):
                 place=place,
                 path="sipipe",
                 measures=False,
+                rows=64,
+                speculates=False,
                 cpus=(),
                 parts=(1 / stages,) * stages if shared else (),
                 vllm_config=VllmConfig(),

@@ -29,7 +29,7 @@ class ObservedScheduler:
     telemetry: Telemetry
     tracker: RequestTracker
     rows: int
-    """Of logits, of all microbatches in flight."""
+    """Of logits, of all microbatches in flight, where there are drafts; 0: there are none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,7 +54,7 @@ class ObservedScheduler:
         if self._times is not None:
             self._times.poll()
         self._show(began)
-        self.tracker.worth = self._speculation.fit()
+        self._speculation.fit()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
             slot = self.slot if isinstance(self, PipelineScheduler) else None
