@@ -20,7 +20,9 @@ MEANT = {
     "fields of the configuration that plugins are to set": (
         "worker_cls scheduler_cls assigned_physical_gpu_ids placement_group"
     ),
-    "a copy of vLLM's object, for one reader": "parallel_config sampling_params",
+    "a copy of vLLM's object, for one reader": (
+        "parallel_config sampling_params speculative_config"
+    ),
     "a scheduling output, before it is sent to the workers": "new_token_ids field _NUMBER",
     "a worker that stands for vLLM's": "max_model_len",
     "an output of ours": "kv_connector_output",

@@ -42,6 +42,7 @@ METHODS = {
     "vllm.v1.sample.logits_processor:build_logitsprocs": (
         "vllm_config device is_pin_memory is_pooling_model custom_logitsprocs"
     ),
+    "vllm.v1.executor.abstract:Executor.take_draft_token_ids": "self",
     "vllm.v1.executor.abstract:Executor.check_health": "self",
     "vllm.v1.executor.abstract:Executor.register_failure_callback": "self callback",
     "vllm.v1.executor.abstract:Executor.shutdown": "self",
@@ -60,6 +61,9 @@ METHODS = {
         "self scheduler_output model_runner_output"
     ),
     "vllm.v1.core.sched.scheduler:Scheduler.has_requests": "self",
+    "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": "self draft_token_ids",
+    "vllm.sampling_params:SamplingParams._validate_spec_decode": "self speculative_config",
+    "vllm.config:SpeculativeConfig.uses_dynamic_speculative_decoding": "self",
     "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts": "self",
     "vllm.v1.core.sched.scheduler:Scheduler.add_request": "self request",
     # What a client is told of a request that fails, and what its seed comes from.
@@ -125,6 +129,9 @@ METHODS = {
         "self hidden_states input_batch grammar_output"
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run": "self num_tokens uniform_decode",
+    "vllm.v1.worker.gpu.lora_utils:LoraState.make_lora_inputs": (
+        "self req_ids idx_mapping num_scheduled_tokens"
+    ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner._set_active_loras": (
         "self prompt_lora_mapping token_lora_mapping lora_requests"
     ),
@@ -170,6 +177,7 @@ Parameters may be followed by others; an override's own signature is compared wi
 ATTRIBUTES = {
     "vllm.v1.executor.abstract:Executor": "vllm_config parallel_config scheduler_config supports_pp",
     "vllm.v1.core.sched.scheduler:Scheduler": (
+        "dynamic_sd_lookup num_spec_tokens structured_output_manager max_num_running_reqs "
         "grammar_compile_error_reqs running waiting kv_holding_waiting max_num_scheduled_tokens max_num_active_reqs "
         "kv_cache_manager lora_config need_mamba_block_aligned_split current_step "
         "scheduler_config cache_config is_encoder_decoder vllm_config needs_kv_cache_zeroing"

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from sipipe.messages.cost import cost_estimate
 from sipipe.messages.params import LogprobsMode, SequenceParams, derive_seed, unsupported
 from sipipe.sampler.kernels.state import Work, make_work
-from sipipe.sampler.state import Logprobs, SampleResult, SequenceColumns
+from sipipe.sampler.result import Logprobs, SampleResult
+from sipipe.sampler.state import SequenceColumns
 from sipipe.sampler.warmup import warm_up
 
 __all__ = [

@@ -55,7 +55,7 @@ def main() -> None:
     if spec["sipipe"] is not None:
         engine["distributed_executor_backend"] = "sipipe.Executor"
         engine["additional_config"] = {"sipipe": spec["sipipe"]}
-    llm = LLM(model=spec["model"], disable_log_stats=True, **engine)
+    llm = LLM(model=spec["model"], **{"disable_log_stats": True, **engine})
     for line in sys.stdin:
         print("GENERATING", flush=True)
         print("RESULT " + json.dumps([run(llm, batch) for batch in json.loads(line)]), flush=True)
@@ -67,6 +67,9 @@ def run(llm, batch):
     if "embed" in batch:
         said = llm.embed([prompt(p) for p in batch["embed"]], use_tqdm=False)
         return [output.outputs.embedding for output in said]
+    if "metrics" in batch:  # those with this in their names
+        found = [metric for metric in llm.get_metrics() if batch["metrics"] in metric.name]
+        return {metric.name: metric.value for metric in found if hasattr(metric, "value")}
     if "aborts" in batch:
         return run_and_abort(llm.llm_engine, batch)
     lora = batch.get("lora")

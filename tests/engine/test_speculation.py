@@ -1,14 +1,22 @@
 """Speculative decoding changes no token: drafts verified against the same engine without them."""
 
+import json
 import random
 
 import pytest
-from tests.engine.engines import Engine, model
+from tests.engine.engines import Engine, crowded, greedy, model, prompts
+from tests.engine.test_features import make_adapter
 
 pytestmark = pytest.mark.engine
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 2}
 SPECULATIVE["prompt_lookup_max"] = 4
+SCHEMA = {
+    "type": "object",
+    "properties": {"first_name": {"enum": ["ada", "grace"]}, "age": {"enum": [1, 2, 3]}},
+    "required": ["first_name", "age"],
+    "additionalProperties": False,
+}
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
 
 
@@ -36,6 +44,7 @@ def kinds(length=40):
         base | {"min_tokens": 30, "ignore_eos": False, "stop_token_ids": list(range(3, 500))},
         base | {"ignore_eos": False, "stop": ["a", "e", "o"]},
         base | {"structured_outputs": {"regex": "(ab|cd){6,9}x"}, "ignore_eos": False},
+        base | {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False, "max_tokens": 80},
         base | {"max_tokens": 2},
         warm,
         warm | {"top_p": 0.9, "logprobs": 1},
@@ -52,19 +61,37 @@ def batches():
     ]
 
 
+def run(path, asked, **engine):
+    """What came, and how many drafts were verified and drawn, by the engine's metrics."""
+    with Engine(path, disable_log_stats=False, **engine) as running:
+        found = running.run(asked)
+        counted = running.run([{"metrics": "vllm:spec_decode_num_"}])[0]
+    return found, counted
+
+
+def with_and_without(path, asked, **engine):
+    expected, _ = run(path, asked, **engine)
+    found, counted = run(path, asked, speculative_config=SPECULATIVE, **engine)
+    assert counted["vllm:spec_decode_num_accepted_tokens"] > 0, counted
+    assert counted["vllm:spec_decode_num_draft_tokens"] > 0
+    for one, other in zip(found, expected, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine == theirs
+
+
 @pytest.mark.parametrize("pp", [2, 1])
 def test_drafts_change_no_token(models, pp):
+    with_and_without(model(models), batches(), sipipe={"samplers": 2}, pipeline_parallel_size=pp)
+
+
+@pytest.mark.slow
+def test_nor_where_requests_are_preempted_share_blocks_and_have_adapters(models):
     path = model(models)
-    asked = batches()
-    plain = Engine(path, sipipe={"samplers": 2}, pipeline_parallel_size=pp)
-    expected = plain.run(asked)
-    plain.close()
-    engine = Engine(
-        path,
-        sipipe={"samplers": 2},
-        pipeline_parallel_size=pp,
-        speculative_config=SPECULATIVE,
-    )
-    found = engine.run(asked)
-    engine.close()
-    assert found == expected
+    config = json.loads((path / "config.json").read_text())
+    adapter = ["a", 1, str(make_adapter(models / "adapter-drafts", config))]
+    plain = {
+        "prompts": repeating(8) + prompts(3),
+        "params": greedy(11, shortest=40, longest=80),
+    }
+    asked = [plain, plain | {"lora": [adapter] * 11}]
+    with_and_without(path, asked, **crowded(), max_num_seqs=16)

@@ -57,7 +57,8 @@ from sipipe.observe.recorder import record_process
 from sipipe.sampler.drafts import drafter
 from sipipe.sampler.kernels.rows import NOT_DRAWN
 from sipipe.sampler.measure import measure
-from sipipe.sampler.state import SampleResult, SequenceColumns, ahead_of
+from sipipe.sampler.result import SampleResult
+from sipipe.sampler.state import SequenceColumns, ahead_of
 from sipipe.sampler.warmup import warm_up
 
 FRAME_LOGPROBS = 1 << 20

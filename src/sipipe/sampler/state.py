@@ -11,7 +11,6 @@ import copy
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, get_args
 
@@ -22,9 +21,6 @@ import numpy.typing as npt
 from sipipe.messages.params import LogprobsMode, SequenceParams
 from sipipe.sampler.kernels.rows import LATER, NOT_DRAWN, sample_rows
 from sipipe.sampler.kernels.state import (
-    ALL_MASKED,
-    HAS_INFINITY,
-    HAS_NAN,
     Output,
     RequestState,
     RowOptions,
@@ -34,43 +30,8 @@ from sipipe.sampler.kernels.state import (
 )
 from sipipe.sampler.layout import read_rows, writeable
 from sipipe.sampler.options import RequestOptions, no_options, row_options
+from sipipe.sampler.result import Logprobs, SampleResult
 from sipipe.sampler.seen import SeenTables, grown
-
-_MESSAGES = {
-    HAS_NAN: "the model's logits hold NaN",
-    HAS_INFINITY: "a logit is +inf: the model's, or with the request's biases and penalties",
-    ALL_MASKED: "no token is left to sample: every logit is -inf or masked",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """A row as in vLLM's ``LogprobsTensors``: the drawn token first, then the most likely ones."""
-
-    token_ids: npt.NDArray[np.int32]
-    """[1 + logprobs asked for]."""
-    logprobs: npt.NDArray[np.float32]
-    """Same shape: natural logarithms (or logits, by mode), -inf for masked tokens."""
-    rank: int
-    """How many tokens score at least the drawn one's score, itself included."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleResult:
-    """What `SequenceColumns.sample` found, per row of the call."""
-
-    token_ids: npt.NDArray[np.int32]
-    """[n], -1 where there is an error, `NOT_DRAWN` behind a draft that was not drawn."""
-    codes: npt.NDArray[np.uint8]
-    """[n], 0: drawn, else why not; see `errors`."""
-    logprobs: dict[int, Logprobs]
-    """{row of the call: its logprobs}, for sequences that asked for any and got a token."""
-
-    @property
-    def errors(self) -> dict[int, str]:
-        """{row of the call: what is wrong with it}; empty when every token was drawn."""
-        return {int(i): _MESSAGES[int(self.codes[i])] for i in np.flatnonzero(self.codes)}
-
 
 _SEED_MASK = (1 << 64) - 1
 # Parameters that kernels read for every request. vLLM holds top_p and min_p in float32 too, and so

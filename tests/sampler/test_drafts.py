@@ -1,0 +1,200 @@
+"""Drafts: found as a slow twin finds them, and verified with the draws of single steps."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sipipe.messages.boots import NGramSettings
+from sipipe.messages.params import SequenceParams
+from sipipe.sampler.drafts import NGrams
+from sipipe.sampler.kernels.ngrams import LOOKS
+from sipipe.sampler.kernels.rows import NOT_DRAWN
+from sipipe.sampler.state import SequenceColumns
+
+MOST, LONGEST, SHORTEST, VOCAB = 5, 4, 2, 40
+LIKELY = 1e-9
+
+
+def int32(values):
+    return np.array(values, np.int32)
+
+
+def drafter():
+    return NGrams(
+        NGramSettings(
+            num_speculative_tokens=MOST, prompt_lookup_max=LONGEST, prompt_lookup_min=SHORTEST
+        )
+    )
+
+
+def slow(tokens, indexed):
+    """What came behind the last of the longest n-grams like the end of ``tokens`` that ends within
+    the first ``indexed``."""
+    for length in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
+        end = tokens[len(tokens) - length :]
+        for at in range(min(indexed, len(tokens)) - 1, length - 1, -1):
+            if tokens[at - length : at] == end:
+                found = list(tokens)
+                for i in range(MOST):
+                    found.append(found[at + i])
+                return found[len(tokens) :]
+    return []
+
+
+small = st.lists(st.integers(0, 6), max_size=LOOKS)
+
+
+@settings(max_examples=150, deadline=None)
+@given(prompts=st.lists(small, min_size=1, max_size=4), data=st.data())
+def test_proposals_are_those_of_a_slow_twin(prompts, data):
+    drafts, sequences = drafter(), dict(enumerate(map(list, prompts)))
+    for handle, tokens in sequences.items():
+        drafts.join(handle, int32(tokens), int32([]))
+    for _ in range(6):
+        drawn = {
+            h: data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)) for h in sequences
+        }
+        handles = [handle for handle, tokens in drawn.items() for _ in tokens]
+        tokens = [token for each in drawn.values() for token in each]
+        rows = np.arange(10, 10 + len(handles), dtype=np.int32)
+        found = drafts.propose(int32(handles), rows, int32(tokens), LIKELY)
+        proposed = {
+            handles[row - 10]: np.frombuffer(each, np.int32).tolist() for row, each in found
+        }
+        for handle, sequence in sequences.items():
+            if len(sequence) + len(drawn[handle]) <= LOOKS:
+                assert proposed.get(handle, []) == slow(sequence + drawn[handle], len(sequence))
+            sequence += drawn[handle]
+        drafts.append(handles, tokens)
+
+
+def test_histories_grow_move_and_leave_their_place():
+    drafts, phrase = drafter(), list(range(30))
+    for handle in range(40):
+        drafts.join(handle, int32(phrase * (handle % 9)), int32(phrase))
+    for turn in range(400):
+        drafts.append(list(range(40)), [turn % 30] * 40)
+    [(row, found)] = drafts.propose(int32([17]), int32([5]), int32([10]), LIKELY)
+    assert (row, np.frombuffer(found, np.int32).tolist()) == (5, [11, 12, 13, 14, 15])
+    for handle in range(40):
+        drafts.leave(handle)
+        drafts.leave(handle)
+    size = drafts._all.tokens.size
+    for handle in range(40):
+        drafts.join(handle, int32(phrase * 9), int32([]))
+    assert drafts._all.tokens.size == size, "places are taken again"
+
+
+def test_what_was_wrong_is_not_proposed_for_long_and_what_was_right_is():
+    drafts = drafter()
+    drafts.join(1, int32([1, 2, 3] * 30), int32([]))
+    worth, offered = 0.3, []
+    for token in [9, 1, 2, 8, 1, 2, 7, 1, 2, 6, 1, 2, 5, 1, 2, 4, 1, 2]:
+        found = drafts.propose(int32([1]), int32([0]), int32([token]), worth)
+        offered.append(sum(len(each) // 4 for _, each in found))
+        drafts.append([1], [token])
+    assert offered[2] >= 2
+    assert offered[-1] <= 1
+    for _ in range(20):
+        for token in (1, 2, 3):
+            found = drafts.propose(int32([1]), int32([0]), int32([token]), worth)
+            drafts.append([1], [token])
+    assert len(found[0][1]) // 4 == MOST
+    assert drafts.propose(int32([1]), int32([0]), int32([1]), 1.0) == [], "nothing is worth its row"
+
+
+PARAMETERS = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {},
+    "top-p": {"temperature": 0.7, "top_p": 0.8},
+    "top-k": {"top_k": 5, "logprobs": 3},
+    "min-p": {"min_p": 0.1},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    "penalties, greedy": {"temperature": 0.0, "repetition_penalty": 1.5, "logprobs": 2},
+    "bad words": {"bad_words_token_ids": [[3], [4, 5], [1, 2, 3]]},
+    "min tokens": {"min_tokens": 4, "all_stop_token_ids": list(range(20))},
+    "thinking": {"thinking_token_budget": 2},
+    "bias": {"logit_bias": {1: 3.0, 2: -4.0}},
+    "allowed": {"allowed_token_ids": list(range(12))},
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    names=st.lists(st.sampled_from(sorted(PARAMETERS)), min_size=1, max_size=4),
+    seed=st.integers(0, 10**6),
+    masked=st.booleans(),
+)
+def test_drafts_are_verified_with_the_draws_of_single_steps(names, seed, masked):
+    rng = np.random.default_rng(seed)
+
+    def columns():
+        made = SequenceColumns(VOCAB, reasoning_start_token_ids=[7], reasoning_end_token_ids=[8, 9])
+        for handle, name in enumerate(names):
+            params = SequenceParams(seed=seed + handle, **PARAMETERS[name])
+            made.join(handle, params, prompt[handle], outputs[handle])
+        return made
+
+    prompt = [[*rng.integers(0, VOCAB, 6).tolist(), 7] for _ in names]
+    outputs = [rng.integers(0, VOCAB, rng.integers(0, 4)).tolist() for _ in names]
+    counts = rng.integers(1, MOST + 2, len(names))
+    logits = (2 * rng.standard_normal((counts.sum(), VOCAB))).astype(np.float32)
+    mask = None
+    if masked:
+        bits = rng.random((counts.sum(), 64)) < 0.7
+        bits[:, 0] = True
+        mask = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    single, expected, follows = columns(), [], []
+    first = 0
+    for handle, count in enumerate(counts):
+        wrong, before = False, -1
+        for row in range(first, first + count):
+            drawn = None
+            if not wrong:
+                where = {} if mask is None else {"bitmask": mask, "bitmask_rows": [row]}
+                result = single.sample([handle], logits, [row], **where)
+                drawn = int(result.token_ids[0]), result.logprobs.get(0)
+            expected.append(drawn)
+            draft = drawn[0] if drawn and rng.random() < 0.7 else int(rng.integers(0, VOCAB))
+            wrong = wrong or drawn is None or draft != drawn[0]
+            follows.append(before)
+            before = draft
+            if not wrong and row + 1 < first + count:
+                single.append(handle, draft)
+        first += count
+    handles = np.repeat(np.arange(len(names)), counts)
+    together, untouched = columns(), columns()
+    where = {} if mask is None else {"bitmask": mask, "bitmask_rows": np.arange(len(handles))}
+    result = together.prepare(handles, np.arange(len(handles)), follows=int32(follows), **where)(
+        logits
+    )
+    for row, drawn in enumerate(expected):
+        if drawn is None:
+            assert result.token_ids[row] == NOT_DRAWN
+            assert row not in result.logprobs
+            continue
+        assert result.token_ids[row] == drawn[0]
+        if drawn[1] is not None:
+            assert result.logprobs[row].token_ids.tolist() == drawn[1].token_ids.tolist()
+            assert result.logprobs[row].logprobs.tolist() == drawn[1].logprobs.tolist()
+    after = [each.sample(range(len(names)), logits[: len(names)]) for each in (together, untouched)]
+    assert after[0].token_ids.tolist() == after[1].token_ids.tolist(), "the state is what it was"
+    for handle in range(len(names)):
+        for token in rng.integers(0, VOCAB, 3).tolist():
+            together.append(handle, token)
+            untouched.append(handle, token)
+    after = [each.sample(range(len(names)), logits[: len(names)]) for each in (together, untouched)]
+    assert after[0].token_ids.tolist() == after[1].token_ids.tolist()
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5, 1000])
+def test_rows_of_a_sequence_stay_in_one_part(limit):
+    columns = SequenceColumns(VOCAB)
+    for handle in range(3):
+        columns.join(handle, SequenceParams(logprobs=2, seed=1))
+    handles = int32([0, 0, 0, 2, 1, 1])
+    parts = columns.shares(handles, limit)
+    assert np.concatenate(parts).tolist() == list(range(6))
+    whole = [set(handles[part].tolist()) for part in parts]
+    assert not any(one & other for i, one in enumerate(whole) for other in whole[:i])
