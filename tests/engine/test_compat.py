@@ -9,6 +9,11 @@ from sipipe.engine import compatibility as compat
 from sipipe.errors import ConfigError, UnsupportedError
 
 
+def drafts(method="ngram", *, by_size=False):
+    """A ``--speculative-config``."""
+    return SimpleNamespace(method=method, uses_dynamic_speculative_decoding=lambda: by_size)
+
+
 def vllm_config(**changes):
     """The parts of a VllmConfig that the choice looks at, all plain; ``a__b`` sets ``a.b``."""
     parts = {
@@ -30,6 +35,7 @@ def vllm_config(**changes):
             "return_sampling_mask": False,
             "enable_prompt_embeds": False,
             "is_diffusion": False,
+            "has_inner_state": False,
         },
         "aux_output_config": {"enabled": False},
         "scheduler_config": {"async_scheduling": False},
@@ -52,7 +58,16 @@ def vllm_config(**changes):
 @pytest.mark.parametrize(
     ("changes", "option"),
     [
-        ({"speculative_config": object()}, "--speculative-config"),
+        ({"speculative_config": drafts("eagle")}, '--speculative-config.*method "eagle"'),
+        ({"speculative_config": drafts(by_size=True)}, "--speculative-config.*per_batch_size"),
+        (
+            {"speculative_config": drafts(), "model_config__has_inner_state": True},
+            "--speculative-config.*recurrent",
+        ),
+        (
+            {"speculative_config": drafts(), "kv_transfer_config": object()},
+            "--speculative-config.*--kv-transfer-config",
+        ),
         ({"parallel_config__data_parallel_size": 2}, "--data-parallel-size"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
@@ -79,6 +94,21 @@ def test_vllms_first_runner_is_refused(monkeypatch):
 def test_a_plain_engine_is_taken():
     compat.check_features(vllm_config())
     assert not compat.why_not_samplers(vllm_config(), SiPipeConfig())
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({"model_config__logits_processors": ["x"]}, {}),
+        ({}, {"cpu_sampling": "off"}),
+        ({}, {"cpu_sampling": "per_row"}),
+    ],
+)
+def test_drafts_are_for_samplers_to_verify(changes, settings):
+    config = vllm_config(speculative_config=drafts(), **changes)
+    compat.check_features(config)
+    with pytest.raises(ConfigError, match="--speculative-config"):
+        compat.why_not_samplers(config, SiPipeConfig(**settings))
 
 
 @pytest.fixture

@@ -259,7 +259,7 @@ def test_vllms_own_refusals_are_one_line(model):
 
 
 def test_what_sipipe_does_not_serve_is_refused_in_the_foreground(model):
-    speculative = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
+    speculative = '{"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
     with pytest.raises(UnsupportedError, match="--speculative-config"):
         config_of(model, "--speculative-config", speculative, "--max-model-len", "256")
 

@@ -153,6 +153,7 @@ def agreed(setup: Setup) -> dict[str, str]:
         "--enable-prefix-caching": cache.enable_prefix_caching,
         "--max-num-seqs": scheduler.max_num_seqs,
         "--max-num-batched-tokens": scheduler.max_num_batched_tokens,
+        "--speculative-config": setup.drafts,
         "--enable-lora": config.lora_config is not None,
         "-pp": setup.stages,
         "-tp": setup.ranks,

@@ -169,7 +169,8 @@ class Setup:
     @property
     def drafts(self) -> int:
         """Draft tokens of a request in one iteration at most."""
-        return int(self.vllm_config.num_speculative_tokens)
+        speculative = self.vllm_config.speculative_config
+        return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
     @property
     def rows(self) -> int:

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from sipipe.engine.iterations import Iteration
     from sipipe.engine.scheduling.concurrency import ConcurrencyController
 
-DEFAULTS = {"num_speculative_tokens": 16, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+MOST = 16
 """Of ``{"method": "ngram"}`` with nothing else: how many are worth it is decided anew each time."""
+LENGTHS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 UNKNOWN_PRICE = 0.1
 """Of a row, as long as batches of different sizes have not told it."""
 LEAST_WORTH = 0.05
@@ -46,12 +47,9 @@ KV_RESERVE = 0.05
 def fill_in(asked: dict[str, Any] | None) -> None:
     """Say what vLLM wants to be told and SiPipe decides by itself."""
     if asked is not None and asked.get("method") == "ngram":
-        for name, value in DEFAULTS.items():
-            if name == "num_speculative_tokens" or not asked.keys() & {
-                "prompt_lookup_max",
-                "prompt_lookup_min",
-            }:
-                asked.setdefault(name, value)
+        asked.setdefault("num_speculative_tokens", MOST)
+        if not asked.keys() & LENGTHS.keys():  # of one, vLLM makes the other
+            asked.update(LENGTHS)
 
 
 def check_speculation(vllm_config: VllmConfig) -> None:
@@ -126,20 +124,21 @@ class Speculation(NoSpeculation):
         running: list[Request] = scheduler.running
         drafting = [request for request in running if request.spec_token_ids]
         asked = len(running) + len(scheduler.waiting)
-        room = self._rows - min(asked, scheduler.max_num_running_reqs)
+        room = min(self._rows, scheduler.max_num_scheduled_tokens)
+        room -= min(asked, scheduler.max_num_running_reqs)
         if scheduler.kv_cache_manager.usage > 1 - KV_RESERVE:
             room = 0
         for request in drafting:
             left = request.max_tokens - request.num_output_tokens - 1
-            del request.spec_token_ids[max(left, 0) :]
+            request.spec_token_ids = request.spec_token_ids[: max(left, 0)]
         most = _level([len(request.spec_token_ids) for request in drafting], room)
         for request in drafting:
-            del request.spec_token_ids[most:]
+            request.spec_token_ids = request.spec_token_ids[:most]
         formed = self._controller.formed if self._controller is not None else 1
         sequences = max(1.0, len(running) / max(formed, 1))
         price = self._controller.price(sequences) if self._controller is not None else None
         worth = (UNKNOWN_PRICE if price is None else price) * sequences * self._each
-        scheduler.tracker.worth = max(worth, LEAST_WORTH) if room else 1.0
+        scheduler.tracker.worth = max(worth, LEAST_WORTH) if room > 0 else 1.0
 
     def take(self, iteration: Iteration) -> None:
         drafts = iteration.output.scheduled_spec_decode_tokens

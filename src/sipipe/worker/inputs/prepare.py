@@ -163,10 +163,12 @@ class InputPreparer:
         # (requests that begin anew can stand before others there), and then in the batch's.
         order = None if list(amounts) == req_ids else scheduling_order(req_ids, amounts)
         scheduled = _fill(target.num_scheduled_tokens.np, count, amounts.values())
-        drafts = inputs.output.scheduled_spec_decode_tokens
+        drafts = output.scheduled_spec_decode_tokens
         target.num_drafts.np[:count] = 0
         if drafts:
             target.num_drafts.np[:count] = [len(drafts.get(req_id, ())) for req_id in amounts]
+            needed, room = count + sum(map(len, drafts.values())), len(target.logits_indices.np)
+            assert needed <= room, f"{needed} rows of logits, of {room} at most"
         places = batch_order(scheduled)
         if places is not None:
             order = places if order is None else order[places]

@@ -1,0 +1,134 @@
+"""How many drafts are scheduled, and how likely they have to be; no engine is started."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sipipe.engine.requests import Work
+from sipipe.engine.speculation import KV_RESERVE, LEAST_WORTH, UNKNOWN_PRICE, Speculation, fill_in
+from sipipe.messages.step import Sampled, Step, int32_bytes
+
+
+class Grammar:
+    def __init__(self, text):
+        self.matcher = SimpleNamespace(find_jump_forward_string=lambda: text)
+
+    def is_terminated(self):
+        return False
+
+
+class Scheduler:
+    def __init__(self, *lengths, rows=64, seats=32, waiting=0, usage=0.5):
+        self.running = [self.request(str(i), length) for i, length in enumerate(lengths)]
+        self.requests = {request.request_id: request for request in self.running}
+        self.rows, self.max_num_running_reqs, self.waiting = rows, seats, [None] * waiting
+        self.max_num_scheduled_tokens, self.num_spec_tokens = 1000, 8
+        self.kv_cache_manager = SimpleNamespace(usage=usage)
+        self.tracker = SimpleNamespace(worth=None)
+        self.words = {}
+        live = SimpleNamespace(add=lambda word, by: self.words.update({word.name: by}))
+        self.telemetry = SimpleNamespace(live=live)
+        tokenizer = SimpleNamespace(encode=lambda text, **_: list(map(ord, text)))
+        self.structured_output_manager = SimpleNamespace(tokenizer=tokenizer, reasoner_cls=None)
+        self.told = {}
+
+    def request(self, name, length):
+        return SimpleNamespace(
+            request_id=name,
+            spec_token_ids=list(range(length)),
+            max_tokens=100,
+            num_output_tokens=10,
+            structured_output_request=None,
+        )
+
+    def update_draft_token_ids(self, drafts):
+        self.told = dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True))
+
+    @property
+    def lengths(self):
+        return [len(request.spec_token_ids) for request in self.running]
+
+
+def controller(price=None, formed=1):
+    return SimpleNamespace(price=lambda _: price, formed=formed)
+
+
+def fitted(*lengths, price=None, formed=1, **options):
+    scheduler = Scheduler(*lengths, **options)
+    Speculation(scheduler, controller(price, formed)).fit()
+    return scheduler
+
+
+def test_drafts_have_the_rows_of_requests_that_do_not_run():
+    assert fitted(8, 2, 8, rows=64).lengths == [8, 2, 8]
+    assert fitted(8, 2, 8, rows=17).lengths == [6, 2, 6]
+    assert fitted(8, 2, 8, rows=64, seats=64, waiting=50).lengths == [4, 2, 4], "who may come"
+    full = fitted(8, 2, 8, rows=32, seats=32, waiting=50)
+    assert full.lengths == [0, 0, 0]
+    assert full.tracker.worth == 1.0, "none is proposed either"
+
+
+def test_none_are_scheduled_while_the_cache_runs_out_or_behind_the_last_token():
+    assert fitted(8, 8, usage=1.01 - KV_RESERVE).lengths == [0, 0]
+    scheduler = Scheduler(8, 8, 8)
+    for request, left in zip(scheduler.running, (1, 2, 5), strict=True):
+        request.max_tokens = request.num_output_tokens + left
+    Speculation(scheduler, controller()).fit()
+    assert scheduler.lengths == [0, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("running", "formed", "price", "worth"),
+    [
+        (1, 1, None, UNKNOWN_PRICE),
+        (1, 1, 0.2, 0.2),
+        (8, 2, 0.05, 0.2),
+        (1, 1, 0.0, LEAST_WORTH),
+        (30, 1, 0.04, 1.2),
+    ],
+)
+def test_a_draft_is_worth_its_share_of_the_pass(running, formed, price, worth):
+    scheduler = fitted(*[0] * running, price=price, formed=formed)
+    assert scheduler.tracker.worth == pytest.approx(worth)
+
+
+def taken(scheduler, *, grammar=False, drafts=None, offered=None):
+    tokens = Sampled(0, int32_bytes([0, 1, 2]), int32_bytes([5, 6, 7]))
+    work = Work(step=Step(0, grammar=grammar), sampled=["0", "0", "0", "1"])
+    iteration = SimpleNamespace(
+        work=work,
+        tokens=[tokens],
+        drafts=drafts or {},
+        output=SimpleNamespace(scheduled_spec_decode_tokens=offered or {"0": [5, 6]}),
+    )
+    Speculation(scheduler, controller()).take(iteration)
+
+
+def test_what_samplers_propose_is_the_schedulers_and_counted():
+    scheduler = Scheduler(0, 0)
+    taken(scheduler, drafts={"1": [4, 4]})
+    assert scheduler.told == {"1": [4, 4]}
+    assert scheduler.words == {"DRAFTS": 2, "ACCEPTED": 1, "DRAFTED": 1}
+
+
+def test_text_without_a_choice_is_drafted_in_its_place():
+    scheduler = Scheduler(0, 0)
+    for request, text in zip(scheduler.running, ("ab", ""), strict=True):
+        request.structured_output_request = SimpleNamespace(grammar=Grammar(text))
+    taken(scheduler, grammar=True, drafts={"0": [1], "1": [2]})
+    assert scheduler.told == {"0": [97, 98], "1": [2]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "lookup"),
+    [({}, (2, 4)), ({"prompt_lookup_max": 3}, (None, 3)), ({"prompt_lookup_min": 5}, (5, None))],
+)
+def test_what_is_not_said_is_filled_in(asked, lookup):
+    given = {"method": "ngram", **asked}
+    fill_in(given)
+    assert given["num_speculative_tokens"] == 16
+    assert (given.get("prompt_lookup_min"), given.get("prompt_lookup_max")) == lookup
+    other = {"method": "eagle"}
+    fill_in(other)
+    fill_in(None)
+    assert other == {"method": "eagle"}
