@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from tests.engine.engines import Engine, crowded, greedy, model, prompts
+from tests.engine.engines import Engine, crowded, greedy, model, prompts, run_engine
 from tests.engine.test_features import make_adapter
 
 pytestmark = pytest.mark.engine
@@ -82,6 +82,19 @@ def with_and_without(path, asked, **engine):
 @pytest.mark.parametrize("pp", [2, 1])
 def test_drafts_change_no_token(models, pp):
     with_and_without(model(models), batches(), sipipe={"samplers": 2}, pipeline_parallel_size=pp)
+
+
+def test_a_killed_sampler_loses_drafts_and_no_token(models):
+    path, asked = model(models), batches() * 3
+    settings = {"sipipe": {"samplers": 2}, "pipeline_parallel_size": 2}
+    expected = run_engine(path, batches(), **settings) * 3
+    with Engine(path, speculative_config=SPECULATIVE, **settings) as engine:
+        engine.submit(asked)
+        engine.wait_until_generating()
+        for number in (1, 2):
+            engine.find(r"sipipe\.sampler.* sampler\d")[0].kill()
+            engine.wait_for(r"sampler\d died \(exit code -9\)", times=number)
+        assert engine.result() == expected
 
 
 @pytest.mark.slow
