@@ -272,8 +272,8 @@ def draw_row(x: Any, top: Any, filters: Any, least: Any, edited: Any, work: Any)
         if filters.top_k > 0:
             low = _largest_equal(value, filters.temperature)
             low_id = np.int64(x.size)
-            larger, none = np.nextafter(low, np.float32(np.inf)), np.float32(0.0)
-            if scan.count_at_least(x, none, none, larger, edited, work) >= filters.top_k:
+            larger = np.nextafter(low, np.float32(np.inf))
+            if scan.count_at_least(x, larger, edited, work) >= filters.top_k:
                 continue
         elif filters.top_p < 1.0:
             low, low_id = value, token
