@@ -105,8 +105,8 @@ def test_bounds() -> None:
         np.float32(1.4426950408889634 * 2**23),
         np.zeros(300, np.float32),
     )
-    mass = _bounds(x, 3, top, slope, found)
-    weights = np.exp2((x[3:259] - top).astype(float) * (float(slope) / 2**23))
+    mass = _bounds(x, 3, np.float32(1.0), top, slope, found)
+    weights = np.exp2((x[3:259] - top).astype(float) * (float(slope) / 2**23)) * (x[3:259] >= 1.0)
     assert (found[3:259] >= weights * bounds.ROUNDING).all()
     assert (found[3:259] <= weights * bounds.LARGEST_RATIO).all()
     assert mass == pytest.approx(found.sum(), rel=1e-6)

@@ -30,16 +30,20 @@ def _bound(builder: Any, value: Any, top: Any, slope: Any) -> Any:
     return builder.bitcast(builder.fptosi(vec.maximum(builder, bits, zero), vec.VI), vec.VF)
 
 
-@operation(_REAL, ARRAY, _INT, _REAL, _REAL, ARRAY)
-def block_bounds(builder: Any, kind: Any, x: Any, start: Any, top: Any, slope: Any, y: Any) -> Any:
-    """The bounds of 256 logits into ``y`` from ``start`` on, 0 below 2 ** -127; their sum, float32.
+@operation(_REAL, ARRAY, _INT, _REAL, _REAL, _REAL, ARRAY)
+def block_bounds(
+    builder: Any, kind: Any, x: Any, start: Any, least: Any, top: Any, slope: Any, y: Any
+) -> Any:
+    """The bounds of 256 logits into ``y`` from ``start`` on; their sum, float32.
 
-    None is above ``top``.
+    0 below ``least``, and below 2 ** -127. None is above ``top``.
     """
-    top, slope = vec.splat(builder, top, vec.VF), vec.splat(builder, slope, vec.VF)
+    least, top, slope = (vec.splat(builder, scalar, vec.VF) for scalar in (least, top, slope))
+    zero = vec.constant(vec.VF, 0.0)
     sums = Sums(builder)
     for v, value in enumerate(vectors_of(builder, x, start, kind)):
-        bound = _bound(builder, value, top, slope)
+        reached = builder.fcmp_ordered(">=", value, least)
+        bound = builder.select(reached, _bound(builder, value, top, slope), zero)
         vec.store_vector(builder, bound, y, offset_of(builder, start, v))
         sums.add(bound)
     return sums.total()
