@@ -116,21 +116,6 @@ def test_what_is_said_of_an_iteration():
     rig.close()
 
 
-def test_ranks_write_their_columns():
-    device = HostDevice()
-    rigs = [Rig(device, ranks=2)]
-    rigs.append(Rig(device, rank=1, ranks=2, channel=rigs[0].channel))
-    whole = torch.randn(4, VOCAB)
-    cut = -(-VOCAB // 2)
-    for rig, part in zip(rigs, (whole[:, :cut], whole[:, cut:]), strict=True):
-        rig.publisher.put(launched(device, 0, part))
-    with rigs[0].reader.receive() as slot:
-        assert np.array_equal(slot.array, whole.numpy())
-    rigs[1].publisher.close()
-    rigs[1].ends[0].close()
-    rigs[0].close()
-
-
 def test_an_error_ends_it_and_is_said():
     device = HostDevice()
     rig = Rig(device)

@@ -11,7 +11,6 @@ from benchmarks.simulator.engine_model import EngineModel
 from benchmarks.simulator.rules import Rule, SlotRule, TokenThrottlingRule
 from benchmarks.simulator.simulator import StageCosts, simulate
 from benchmarks.simulator.workload import (
-    LENGTHS,
     Arrival,
     at_rate,
     bursty_trace,
@@ -45,22 +44,6 @@ def test_one_request_takes_stages_times_cost_for_each_token():
     assert outcome.ttft[0] == pytest.approx(3 * (0.010 + 20 * 0.001))
     # vLLM's loop pauses after empty batches, but only while the real one is under way.
     assert outcome.tpot[0] == pytest.approx(3 * (0.010 + 0.001), abs=2e-3)
-
-
-def test_a_full_even_pipeline_is_never_idle():
-    trace = [Arrival(0.0, 1, 200)] * 4
-    costs = StageCosts(fixed=0.010, per_token=0.0)
-    outcome = serve(trace, SlotRule(slots=4, max_tokens=BUDGET), stages=4, costs=costs)
-    assert outcome.idle_share < 0.02
-    assert outcome.tokens_per_second == pytest.approx(100, rel=0.03)
-
-
-def test_stock_runs_all_at_once_requests_in_one_microbatch():
-    outcome = serve([Arrival(0.0, 6, 50)] * 64, Rule(), stages=2)
-    assert set(outcome.sizes[20:60]) == {0, 64}
-    even = serve([Arrival(0.0, 6, 50)] * 64, SlotRule(slots=2, max_tokens=BUDGET), stages=2)
-    assert set(even.sizes[20:60]) == {32}
-    assert even.tokens_per_second > 1.15 * outcome.tokens_per_second
 
 
 @pytest.mark.parametrize("stages", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
@@ -127,19 +110,6 @@ def test_a_file_that_is_no_trace_is_named(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"bad\.csv is no arrival trace"):
         load_trace(path)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "means", "deviations"),
-    [("sharegpt", (161, 338), (217, 272)), ("burstgpt", (689, 389), (690, 371))],
-)
-def test_lengths_have_the_moments_that_are_stated(lengths, means, deviations):
-    trace = poisson_trace(100_000, 3, lengths)
-    drawn = np.array([(each.prompt, each.output) for each in trace])
-    assert drawn.mean(0) == pytest.approx(means, rel=0.02)
-    assert drawn.std(0) == pytest.approx(deviations, rel=0.02)
-    assert LENGTHS[lengths].least <= drawn.min() <= drawn.max() <= LENGTHS[lengths].most
-    assert poisson_trace(50, 3, lengths) == poisson_trace(50, 3, lengths)
 
 
 def test_the_recorded_traces_have_the_moments_that_the_page_states():

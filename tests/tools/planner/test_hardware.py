@@ -57,12 +57,6 @@ def test_devices_are_complete_and_plausible(name):
     assert (device.kind == "cpu") == (device.cores > 0)
 
 
-def test_what_the_issue_names_is_there():
-    assert {"h100", "h200", "a100", "b200", "l40s", "4090"} <= set(hardware.names())
-    assert {"xeon-8468", "epyc-9654"} <= set(hardware.names())
-    assert [hardware.engine(name).key for name in ("vllm", "sipipe")] == ["vllm", "sipipe"]
-
-
 @pytest.mark.parametrize(
     ("find", "option"),
     [
@@ -74,13 +68,6 @@ def test_what_the_issue_names_is_there():
 def test_unknown_names(find, option):
     with pytest.raises(ConfigError, match=f"{option}: unknown .*known: "):
         find("gtx-9")
-
-
-def test_narrow_products_take_the_units_that_the_device_has():
-    h100, b200, a100 = map(hardware.device, ("h100", "b200", "a100"))
-    assert h100.flops(8) == 1979e12 > h100.flops(16) == h100.flops(4) == 989e12
-    assert b200.flops(4) == 9000e12
-    assert a100.flops(8) == a100.flops(16)
 
 
 def test_what_is_assumed_has_ends_and_can_be_given():
@@ -129,11 +116,3 @@ def test_links_networks_and_devices_have_ends_and_can_be_given():
         assert given == pytest.approx([7.0 * part] * 3), name
     assert cluster({}, "slowest").network.adapters == 2
     assert cluster({}, "slowest").device.memory_gib == cluster({}).device.memory_gib
-
-
-def test_this_machines_cpu_is_divided_over_its_devices():
-    whole, half = (hardware.device("cpu", parts=parts) for parts in (1, 2))
-    assert whole.kind == "cpu"
-    assert whole.memory_gib == pytest.approx(2 * half.memory_gib)
-    assert whole.memory_gbs == pytest.approx(2 * half.memory_gbs)
-    assert half.cores == max(1, whole.cores // 2)
