@@ -1,14 +1,12 @@
 """Fitting, on the traces of simulated pipelines."""
 
-import sys
-
 import pytest
-from benchmarks.calibration import Observation, Run, calibrate
+from benchmarks.calibration import Run, calibrate
 from benchmarks.calibration_traces import check_loop, run_of
 from benchmarks.made_up_trace import Example, write_example
 
 from sipipe.engine.layers.hf_config import facts_from_config
-from sipipe.errors import ConfigError, ResourceError
+from sipipe.errors import ConfigError
 from sipipe.tools.planner.costs import datasheet_costs
 from sipipe.tools.planner.hardware import Cluster, device, network
 from sipipe.tools.planner.workload import Workload
@@ -33,13 +31,6 @@ CLUSTER = Cluster(
     cores_per_host=1_000,  # so that no test depends on the machine's cores
 )
 SHEET = datasheet_costs(BENCH, CLUSTER, Workload())
-
-
-def test_without_scipy_one_line_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ResourceError, match="fits with scipy, which is not installed") as caught:
-        calibrate(SHEET, [Run(p=1, t=1, observations=[Observation(0, "forward", 8, 8, 1.0)])])
-    assert "\n" not in str(caught.value)
 
 
 def test_a_trace_without_forwards_and_one_of_another_model():

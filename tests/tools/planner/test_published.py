@@ -12,7 +12,7 @@ say whether the model adds up, not whether it predicts.
 import json
 
 import pytest
-from benchmarks.planner import PUBLISHED, published
+from benchmarks.planner import PUBLISHED, findings, published
 from benchmarks.planner import tensor_parallel as stock
 from benchmarks.results import RESULTS
 
@@ -40,3 +40,8 @@ def test_one_request(model, gpu, count, hosts, milliseconds):
     quickest, slowest = found.quickest.delay * 1e3, found.slowest.delay * 1e3
     assert quickest <= milliseconds <= slowest
     assert 0.75 <= found.tpot * 1e3 / milliseconds <= 1.25
+
+
+def test_what_is_kept_of_the_papers_findings_is_what_the_model_gives():
+    kept = json.loads((RESULTS / "planner-findings.json").read_text())["rows"]
+    assert findings() == kept, "python -m benchmarks.planner --quick, and keep planner-findings"
