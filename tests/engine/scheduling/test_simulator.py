@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from benchmarks.scheduling import TRACES
@@ -16,8 +14,6 @@ from benchmarks.simulator.workload import (
     bursty_trace,
     load_trace,
     poisson_trace,
-    shrunk,
-    write_timed_trace,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,15 +91,6 @@ def test_every_rule_serves_every_request_even_when_the_cache_is_small(
     assert (outcome.ttft >= 0).all()
 
 
-def test_a_recorded_trace_is_read_and_replayed_at_another_rate(tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("arrival_s,prompt,output\n0.0,4,366\n1.5,648,73\n")
-    trace = load_trace(path)
-    assert trace == [Arrival(0.0, 4, 366), Arrival(1.5, 648, 73)]
-    assert at_rate(trace, 2.0)[-1].time == pytest.approx(0.75)
-    assert {a.time for a in at_rate(trace, float("inf"))} == {0.0}
-
-
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "arrival_s,prompt,output\n1,x,2\n"])
 def test_a_file_that_is_no_trace_is_named(tmp_path, text):
     path = tmp_path / "bad.csv"
@@ -119,14 +106,3 @@ def test_the_recorded_traces_have_the_moments_that_the_page_states():
         means = [np.mean([getattr(a, field) for a in replayed]) for field in ("prompt", "output")]
         stated = f"{means[0]:.0f} and {means[1]:.0f} ({name.replace('poisson', 'Poisson')})"
         assert stated in page
-
-
-def test_a_trace_for_the_benchmark_client(tmp_path):
-    trace = shrunk(at_rate(poisson_trace(20, 1), 4.0), 8)
-    assert max(each.prompt for each in trace) <= 512
-    write_timed_trace(trace, tmp_path / "trace.jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
-    assert [line["timestamp"] for line in lines] == [each.time for each in trace]
-    assert all(16 * len(line["hash_ids"]) >= line["input_length"] for line in lines)
-    ids = [number for line in lines for number in line["hash_ids"]]
-    assert len(set(ids)) == len(ids), "prompts that are alike would come from the prefix cache"

@@ -84,35 +84,3 @@ def test_what_is_assumed_has_ends_and_can_be_given():
     assert {transfer(c, **{name: 7.0}) for c in ("quickest", "stated", "slowest")} == {7.0}
     ends = [hardware.engine(key, hardware.Assumed("slowest")).uneven for key in ("vllm", "sipipe")]
     assert ends[0] == ends[1] == assumed["loop.uneven"][2]
-
-
-def test_links_networks_and_devices_have_ends_and_can_be_given():
-    assumed = hardware.assumptions()
-
-    def cluster(given, case="stated"):
-        how = hardware.Assumed(case, given)
-        built = hardware.Assumed(given=given)
-        made = hardware.Cluster(
-            device=hardware.device("cpu", parts=2, assumed=built),
-            hosts=2,
-            devices_per_host=2,
-            network=hardware.network(100, 2, built),
-            cores_per_host=4,
-        )
-        return hardware.at_end(made, how)
-
-    looks = {
-        "link.socket.hop_us": lambda c: c.device.link.hop_us,
-        "link.socket.efficiency": lambda c: c.device.host_link.efficiency,
-        "network.hop_us": lambda c: c.network.hop_us,
-        "device.cpu.memory_gbs": lambda c: c.device.memory_gbs,
-    }
-    for name, look in looks.items():
-        value, quickest, slowest, _ = assumed[name]
-        seen = [look(cluster({}, case)) for case in ("stated", "quickest", "slowest")]
-        part = seen[0] / value  # a device is half of the machine
-        assert seen == pytest.approx([value * part, quickest * part, slowest * part]), name
-        given = [look(cluster({name: 7.0}, case)) for case in ("stated", "quickest", "slowest")]
-        assert given == pytest.approx([7.0 * part] * 3), name
-    assert cluster({}, "slowest").network.adapters == 2
-    assert cluster({}, "slowest").device.memory_gib == cluster({}).device.memory_gib

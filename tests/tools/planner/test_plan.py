@@ -271,16 +271,6 @@ def test_a_command_asks_for_what_there_is():
     assert any("with 4.25 bits per weight" in note for note in notes(stored, stored.best))
 
 
-def test_json_is_plain_and_complete():
-    import json
-
-    found = plan("llama-3.1-70b", hosts=2)
-    back = json.loads(json.dumps(plan_to_dict(found), allow_nan=False))
-    assert len(back["choices"]) + len(back["rejected"]) == 10
-    bubbles = back["choices"][0]["bubbles"]
-    assert bubbles["total"] == pytest.approx(sum(v for k, v in bubbles.items() if k != "total"))
-
-
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen2.5-7b"])
 def test_on_cpus_the_output_projection_is_shared_where_that_is_quicker(model):
     found = plan(model, gpu="xeon-8468", per_host=4, cores=200)
