@@ -117,9 +117,3 @@ def test_a_row_that_fails_is_named_and_left_out(measured, monkeypatch, capsys):
     assert printed.err.count("no memory") == 1, "it is not started again"
     assert main([*argv, "--rows", "stock-one"]) == 1
     assert capsys.readouterr().err.endswith("stock-one failed: no memory\n")
-
-
-def test_a_trace_has_one_engine(measured, capsys):
-    """Bench refuses two engines on one directory; each traced row starts once, quick or not."""
-    assert paper.main(["breakdown"]) == 0
-    assert len(measured) == len(set(measured)) == 4
