@@ -33,7 +33,6 @@ TARGETS: dict[str, tuple[list[str], list[str]]] = {
         [
             "tests/worker/test_turns.py",
             "tests/worker/test_double_buffer.py",
-            "tests/worker/test_interleavings.py",
         ],
     ),
     "scheduling": (

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from sipipe.config import CorePlacement
 from sipipe.cores import (
     Core,
-    CorePlan,
     cpus_of,
     equal_shares,
     format_cpus,
@@ -35,67 +34,26 @@ def machine(cores, *, nodes=1, threads=1):
 
 
 @pytest.mark.parametrize(
-    ("cores", "stages", "tp", "plan"),
+    ("cores", "stages", "tp", "workers", "samplers", "scheduler", "shared"),
     [
-        (1, 1, 1, CorePlan(workers=(((0,),),), samplers=((0,),), scheduler=(0,), shared=True)),
-        (
-            1,
-            2,
-            1,
-            CorePlan(workers=(((0,),), ((0,),)), samplers=((0,),), scheduler=(0,), shared=True),
-        ),
-        (
-            2,
-            2,
-            1,
-            CorePlan(workers=(((0,),), ((1,),)), samplers=((0, 1),), scheduler=(0, 1), shared=True),
-        ),
-        (
-            2,
-            1,
-            1,
-            CorePlan(workers=(((0, 1),),), samplers=((0, 1),), scheduler=(0, 1), shared=True),
-        ),
-        (4, 1, 1, CorePlan(workers=(((0, 1, 2),),), samplers=((3,),), scheduler=(3,), shared=True)),
-        (
-            5,
-            2,
-            1,
-            CorePlan(workers=(((0, 1),), ((2, 3),)), samplers=((4,),), scheduler=(4,), shared=True),
-        ),
-        (8, 1, 1, CorePlan(workers=((tuple(range(6)),),), samplers=((6,),), scheduler=(7,))),
-        (4, 2, 1, CorePlan(workers=(((0,),), ((1,),)), samplers=((2,),), scheduler=(3,))),
-        (
-            4,
-            2,
-            2,
-            CorePlan(
-                workers=(((0,), (1,)), ((2,), (3,))),
-                samplers=((0, 1, 2, 3),),
-                scheduler=(0, 1, 2, 3),
-                shared=True,
-            ),
-        ),
-        (
-            8,
-            2,
-            1,
-            CorePlan(workers=(((0, 1, 2),), ((3, 4, 5),)), samplers=((6,),), scheduler=(7,)),
-        ),
-        (
-            8,
-            4,
-            1,
-            CorePlan(
-                workers=(((0,),), ((1,),), ((2,),), ((3,),)),
-                samplers=((4,), (5,), (6,)),
-                scheduler=(7,),
-            ),
-        ),
+        (1, 1, 1, "0", ["0"], "0", True),
+        (1, 2, 1, "0|0", ["0"], "0", True),
+        (2, 1, 1, "0-1", ["0-1"], "0-1", True),
+        (2, 2, 1, "0|1", ["0-1"], "0-1", True),
+        (4, 1, 1, "0-2", ["3"], "3", True),
+        (4, 2, 1, "0|1", ["2"], "3", False),
+        (4, 2, 2, "0|1|2|3", ["0-3"], "0-3", True),
+        (5, 2, 1, "0-1|2-3", ["4"], "4", True),
+        (8, 1, 1, "0-5", ["6"], "7", False),
+        (8, 2, 1, "0-2|3-5", ["6"], "7", False),
+        (8, 4, 1, "0|1|2|3", ["4", "5", "6"], "7", False),
     ],
 )
-def test_plans_for_a_cpu_engine(cores, stages, tp, plan):
-    assert plan_cores(machine(cores), stages=stages, tensor_parallel=tp) == plan
+def test_plans_for_a_cpu_engine(cores, stages, tp, workers, samplers, scheduler, shared):
+    plan = plan_cores(machine(cores), stages=stages, tensor_parallel=tp)
+    assert plan.omp_threads_bind() == workers
+    assert [format_cpus(cpus) for cpus in plan.samplers] == samplers
+    assert (format_cpus(plan.scheduler), plan.shared) == (scheduler, shared)
 
 
 def test_a_large_machine_keeps_workers_on_one_node_and_off_second_threads():

@@ -11,9 +11,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
-import subprocess
-import sys
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -193,23 +190,6 @@ def test_torch_and_we_call_each_other_right():
 def test_ours_takes_the_call_that_was_written_down(version):
     (call,) = calls(CALLS[version], "ProcessGroupGloo").values()
     assert fits(call, _SharingGloo.__init__)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("version", [v for v in CALLS if v != torch.__version__.split("+")[0]])
-def test_the_source_of_other_releases_of_torch_does_so(version, tmp_path):
-    """From the smallest wheel that there is: the Python files are those of all others."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--retries", "1"]
-    command += ["--platform", "macosx_14_0_arm64", "--only-binary", ":all:", "--timeout", "15"]
-    command += ["--dest", str(tmp_path), f"torch=={version}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    if done.returncode:
-        pytest.skip(f"pip download of torch {version}: {done.stderr.strip().splitlines()[-1]}")
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as files:
-        for name in (GLOO, PINS):
-            files.extract(f"torch/{name}", tmp_path)
-    check_torch(tmp_path / "torch", version)
 
 
 def test_a_call_that_ours_does_not_take_is_noticed():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks import busy, paper
+from benchmarks import paper
 from benchmarks.made_up_trace import Example, write_example
 from benchmarks.pictures import DRAWN
 
@@ -60,13 +60,6 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ShareGPT_V3_unfiltered_cleaned_split.json").touch()
     return started
-
-
-def test_what_was_looked_at_is_of_the_span_and_thinned_by_means(monkeypatch):
-    monkeypatch.setattr(busy, "LOOKS", 3)
-    looks = [(float(at), {"cpu": 10.0 * at}) for at in range(9)]
-    assert busy.within(looks, (1, 5)) == {"cpu": [15.0, 35.0, 50.0], "gpu": [], "every_s": 0.4}
-    assert busy.within(looks, (20, 30)) == {"cpu": [], "gpu": [], "every_s": 0.2}
 
 
 @pytest.mark.parametrize("scale", paper.SCALES)
@@ -124,66 +117,3 @@ def test_a_row_that_fails_is_named_and_left_out(measured, monkeypatch, capsys):
     assert printed.err.count("no memory") == 1, "it is not started again"
     assert main([*argv, "--rows", "stock-one"]) == 1
     assert capsys.readouterr().err.endswith("stock-one failed: no memory\n")
-
-
-def test_figures_with_a_command_line_in_common_start_a_row_once(measured, capsys):
-    assert paper.main(["all", "--quick"]) == 0
-    assert "SiPipe, PP 2" in measured
-    by_command = [name for name in measured if name in ("+ layers cut by cost", "SiPipe, PP 4")]
-    assert sorted(by_command) == ["+ layers cut by cost", "SiPipe, PP 4"]
-    # Ablation has loads that the figures of throughput have, and takes these engines' rows.
-    assert [measured.count(name) for name in ("SiPipe, PP 2", "stock, PP 2")] == [2, 2], "arrivals"
-    assert len(measured) <= 18, "25 minutes on two cores"
-    batch, throughput, latency = (
-        json.loads((paper.BUILD / f"paper/{name}-cpu-quick.json").read_text())["rows"]
-        for name in ("batch", "throughput", "latency")
-    )
-    assert {(row["sampling"], row["requests"]) for row in batch} == {
-        *(("greedy", count) for count in (16, 64, 128)),
-        ("top-p", 16),
-    }
-    assert [(row["sampling"], row["requests"]) for row in throughput][::5] == [
-        ("greedy", 64),
-        ("top-p", 16),
-        ("all", 64),
-    ]
-    assert {row["engine"] for row in latency} == {"SiPipe, PP 2", "stock, PP 2", "stock, PP 1"}
-    assert "(" not in batch[0]["tok/s"]
-    capsys.readouterr()
-
-
-@pytest.mark.parametrize(("scale", "base"), [("cpu", "SiPipe, PP 2"), ("8xh100", None)])
-def test_rows_of_a_chain_are_compared_with_the_row_above_and_all_with_the_whole(
-    scale, base, measured, capsys
-):
-    assert paper.main(["ablation", "--scale", scale]) == 0
-    base = base or "SiPipe P2T4, drawing on CPUs"
-    rows = json.loads((paper.BUILD / f"paper/ablation-{scale}.json").read_text())["rows"]
-    speeds = {row["engine"]: row["speeds"] for row in rows if row["sampling"] == "all"}
-    chained = [row for row in rows if row["of the row above"] is not None]
-    assert {row["engine"] for row in chained} == {
-        name for name in speeds if name == base or name[0] in "+-"
-    }
-    assert rows[0]["of the row above"] is None, "the first one has none"
-    assert [name for name in speeds if name[0] == "-"], "backwards too"
-    assert all(row[f"of {base}"] == 1.0 for row in rows if row["engine"] == base)
-    assert all(row[f"of {base}"] for row in rows)
-
-
-def test_a_trace_has_one_engine(measured, capsys):
-    """Bench refuses two engines on one directory; each traced row starts once, quick or not."""
-    assert paper.main(["breakdown"]) == 0
-    assert len(measured) == len(set(measured)) == 4
-
-
-def test_a_figure_that_fails_leaves_the_others(measured, monkeypatch, capsys):
-    run = paper.subprocess.run
-
-    def fails(command, **how):
-        return SimpleNamespace(stdout="") if "--trace-file" in command else run(command, **how)
-
-    monkeypatch.setattr(paper, "subprocess", SimpleNamespace(run=fails, PIPE=None))
-    assert paper.main(["all", "--quick"]) == 1
-    assert "latency: paper: sipipe bench" in capsys.readouterr().err
-    made = {path.stem.removesuffix("-cpu-quick") for path in paper.BUILD.glob("paper/*.svg")}
-    assert made == set(FIGURES) - {"latency"}

@@ -178,9 +178,8 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     kv_loss: Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")] = 0.1
     """Part of the KV cache's tokens, 0 to below 1, that ``"layers": "auto"`` may give up against
-    the even cut: the stage with the most layers decides how many tokens fit. On several hosts also
-    what no request can fill. The log says what a cut costs, and what one that costs more would be
-    worth."""
+    the even cut: the stage with the most layers decides how many tokens fit. The log says what a cut
+    costs, and what one that costs more would be worth."""
 
     transport: Annotated[
         Literal["auto", "shm", "cuda_ipc"],

@@ -3,7 +3,6 @@
 import json
 import sys
 import tempfile
-from types import SimpleNamespace
 
 import pytest
 
@@ -71,25 +70,6 @@ def test_prompts_come_from_arguments_or_a_file(tmp_path):
     file.write_text("\n")
     with pytest.raises(ConfigError, match="holds no prompt"):
         generate._prompts([], str(file))
-
-
-def test_completions_are_shown_as_text_and_as_json(capsys):
-    completion = SimpleNamespace(
-        index=0, prompt="Hi", text=" you", token_ids=[7], finish_reason="length", error=""
-    )
-    for event, text in (("begin", ""), ("text", " you"), ("end", "")):
-        generate._show_text(event, completion, text)
-        generate._show_json(event, completion, text)
-    out = capsys.readouterr().out
-    assert out.startswith("Hi you")
-    assert json.loads(out.splitlines()[-1]) == {
-        "index": 0,
-        "prompt": "Hi",
-        "text": " you",
-        "token_ids": [7],
-        "finish_reason": "length",
-        "error": "",
-    }
 
 
 @pytest.mark.parametrize(

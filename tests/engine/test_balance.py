@@ -43,31 +43,6 @@ def test_work_gets_even_within_one_sequence_and_then_nothing_moves(seed, sampler
     assert busiest - min(loads) <= max(TOLERATED * busiest, lightest / PAYS) * (1 + 1e-9)
 
 
-@given(
-    st.lists(st.lists(st.sampled_from(KINDS), max_size=24), min_size=1, max_size=6),
-    st.integers(1, 8),
-)
-def test_every_microbatch_is_shared_out_evenly(microbatches, samplers):
-    """Whatever the others hold: an iteration is drawn when its last sampler is done."""
-    balancer = Balancer(samplers, vocab_size=151_936)
-    for arrivals in microbatches:
-        beside, members = balancer.loads([]), []
-        for params in arrivals:
-            cost = balancer.cost(params)
-            members.append(Member(cost, balancer.place(cost, beside)))
-        assert balancer.loads(members) == pytest.approx(beside)
-        dearest = max((member.cost for member in members), default=0.0)
-        assert max(beside) - min(beside) <= dearest * (1 + 1e-9)
-
-
-def test_new_sequences_take_turns_where_all_have_as_much_to_do():
-    balancer = Balancer(3, vocab_size=1000)
-    assert [balancer.place(1.0, [0.0] * 3) for _ in range(4)] == [0, 1, 2, 0]
-    beside = [0.0] * 3
-    placed = [balancer.place(1.0, beside) for _ in range(6)]
-    assert sorted(placed) == [0, 0, 1, 1, 2, 2]
-
-
 @pytest.mark.parametrize(("samplers", "most"), [(2, 1.03), (4, 1.07), (8, 1.16)])
 def test_the_busiest_has_little_more_than_its_share_while_sequences_come_go_and_move(
     samplers, most

@@ -22,7 +22,6 @@ from tests.engine.engines import (
     left_in_shared_memory,
     model,
     prompts,
-    run_engine,
     tokens,
 )
 
@@ -138,19 +137,6 @@ def kill_samplers(engine):
     assert tokens(disturbed[0]) == tokens(undisturbed[0])
 
 
-def test_a_killed_idle_sampler_is_replaced(engine):
-    """One request has its row with one sampler; the other, which draws nothing, is killed."""
-    params = greedy(1, shortest=200, longest=200)[0] | WITHOUT
-    batch = {"prompts": prompts(1, vocab=999), "params": [params]}
-    undisturbed = engine.run([batch])
-    for victim in (0, 1):
-        engine.submit([batch])
-        engine.wait_until_generating()
-        if samplers := sorted(engine.find(r"sipipe\.sampler.* sampler\d"), key=lambda p: p.pid):
-            samplers[victim % len(samplers)].kill()
-        assert tokens(engine.result()[0]) == tokens(undisturbed[0])
-
-
 def test_a_stopped_sampler_is_replaced_and_no_token_changes(engine):
     params = greedy(1, shortest=200, longest=200)[0] | WITHOUT
     batch = {"prompts": prompts(2, vocab=999), "params": [params] * 2}
@@ -202,9 +188,3 @@ def test_an_engine_killed_while_it_starts_leaves_nothing(models, who):
         engine.process.wait(20)
         assert gone(everybody)
         assert not left_in_shared_memory(before)
-
-
-def test_a_refusal_is_one_line_of_the_process_that_was_started(models):
-    """Other refusals are looked at without an engine: test_compat.py, tests/test_config.py."""
-    with pytest.raises(pytest.fail.Exception, match=r'unknown key "sampler".*did you mean'):
-        run_engine(model(models), [], sipipe={"sampler": 2}, **TWO_STAGES)

@@ -182,27 +182,3 @@ def test_a_host_that_does_not_fit_is_told_so_and_others_only_that_the_main_host_
         main.close("host 2 did not come")
         with pytest.raises(PeerDiedError, match="ended before it began: host 2 did not come"):
             host.result(BOUND)
-
-
-@pytest.mark.parametrize("refusals", [1, 2])
-def test_a_refusal_is_believed_the_second_time(monkeypatch, refusals):
-    """Once may be a main host that was just ending."""
-    wait, left = Connection.wait_for_peer, [None] * refusals
-
-    def waits(self, timeout):
-        if self.who == "the main host" and left:
-            left.pop()
-            self.refused = True
-            return False
-        return wait(self, timeout)
-
-    monkeypatch.setattr(Connection, "wait_for_peer", waits)
-    with meeting(monkeypatch) as (main, host):
-        if refusals > 1:
-            with pytest.raises(ConfigError, match="SIPIPE_SECRET"):
-                host.result(BOUND)
-        else:
-            main.meet(time.monotonic() + BOUND)
-            main.close("done")
-            with pytest.raises(PeerDiedError, match="done"):
-                host.result(BOUND)

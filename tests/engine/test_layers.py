@@ -65,32 +65,6 @@ def test_no_more_of_the_cache_goes_than_was_said(engine_config):
         SiPipeConfig.from_dict({"kv_loss": 1})
 
 
-def test_what_no_request_can_fill_is_offered_and_not_taken(engine_config, monkeypatch):
-    """Four layers of 1 KiB a token; of 256 tokens, and a block more, has each request."""
-    cache, scheduler = engine_config.cache_config, engine_config.scheduler_config
-    config = SiPipeConfig.from_dict({"hosts": {"count": 2, "address": "10.0.0.1"}})
-
-    def offered():
-        assert choose(engine_config) == (4, 4)
-        said = describe_layers(engine_config, config, (4, 4), by_cost=True)
-        assert "7, 1 would be 1." in said
-        assert 'more than "kv_loss" 0.1 allows' in said
-        return "requests of --max-model-len cannot fill" in said
-
-    needed = 64 * (256 + cache.block_size) * 4096
-    monkeypatch.setattr(scheduler, "max_num_seqs", 64)
-    monkeypatch.setattr(cache, "enable_prefix_caching", False)
-    monkeypatch.setattr(cache, "kv_cache_memory_bytes", None)
-    assert not offered(), "its size is not known"
-    monkeypatch.setattr(cache, "kv_cache_memory_bytes", needed * 2)
-    assert offered()
-    monkeypatch.setattr(cache, "kv_cache_memory_bytes", int(needed * 1.3))
-    assert not offered(), "so many requests can fill the rest"
-    monkeypatch.setattr(cache, "kv_cache_memory_bytes", needed * 2)
-    monkeypatch.setattr(cache, "enable_prefix_caching", True)
-    assert not offered()
-
-
 def test_vllms_cut_where_it_was_asked_for_or_its_own_path_is_taken(engine_config):
     assert choose(engine_config, layers="even") == (4, 4)
     assert choose(engine_config, by_cost=False) == (4, 4)

@@ -4,7 +4,6 @@ On the CPU build: everything is there but streams, graphs and the device. Where 
 it has NumPy twins of its kernels (:mod:`.sampler_twins`).
 """
 
-import json
 import os
 import re
 from pathlib import Path
@@ -180,21 +179,6 @@ def test_compiled_stages_equal_stock(models, tmp_path):
             assert_stock(engine.run(batches), path, batches)
             log = engine.log.read_text()
         assert log.count("Directly load AOT compilation") == loaded
-
-
-@pytest.mark.slow
-def test_lora_adapters_equal_stock(models):
-    path = model(models)
-    adapter = features.make_adapter(
-        models / "adapter", json.loads((path / "config.json").read_text())
-    )
-    plain = {"prompts": prompts(6, seed=3), "params": greedy(6)}
-    batches = [{**plain, "lora": [["a", 1, str(adapter)]] * 6}, {**plain, "lora": [None] * 6}]
-    engine = {"enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": 1}
-    said = run(path, with_both_places(batches), sipipe={"cpu_sampling": "per_row"}, **engine)
-    assert_stock(said, path, batches, **engine)
-    with_it, without = stock_results(path, batches, **engine)
-    assert tokens(with_it) != tokens(without), "the adapter must make a difference"
 
 
 def mapped_channels(engine):

@@ -9,25 +9,19 @@ import contextlib
 import gc
 import os
 import shutil
-import signal
 import socket
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 from tests.engine.engines import (
     gone,
-    greedy,
     in_shared_memory,
     in_shared_memory_of,
-    left_in_shared_memory,
     model,
     prompts,
-    shared,
-    take_engine,
 )
 from tests.engine.servers import VLLM, Server, complete, metric, wait_until
 
@@ -36,38 +30,6 @@ from sipipe.ipc.sockets import PREFIX, remove_dead
 pytestmark = pytest.mark.engine
 
 LONG = {"temperature": 0.0, "max_tokens": 1900, "ignore_eos": True, "logprobs": 1}
-
-
-@pytest.mark.parametrize(
-    ("who", "family", "tp"), [("front end", "llama", 1), ("EngineCore", "qwen3-moe", 2)]
-)
-def test_a_killed_engine_leaves_no_process(models, who, family, tp):
-    with take_engine(model(models, family), **shared(2, tp)) as engine:
-        asked = {"prompts": prompts(4), "params": greedy(4, shortest=300, longest=400)}
-        engine.submit([asked])
-        engine.wait_until_generating()
-        everybody, core = engine.descendants(), engine.find("EngineCore")
-        assert core
-        if who == "EngineCore":
-            core[0].kill()
-            # vLLM's own stay: its client waits on (docs/reliability.md), and has the tracker.
-            assert gone(engine_of(everybody))
-        os.kill(engine.process.pid, signal.SIGKILL)
-        engine.process.wait(20)
-        assert gone(everybody)
-        left = left_in_shared_memory(set())
-        assert not [name for name in left if "sipipe" in name.lower()]
-
-
-def engine_of(everybody):
-    """The engine's own process, workers and samplers."""
-    own = ("EngineCore", "Worker_PP", "sipipe.sampler")
-    found = []
-    for process in everybody:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if any(name in " ".join(process.cmdline()) for name in own):
-                found.append(process)
-    return found
 
 
 class Killed(Server):

@@ -5,11 +5,8 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sipipe.errors import ResourceError
 from sipipe.ipc import memory
@@ -17,54 +14,6 @@ from sipipe.ipc.errors import ChannelError, ChannelPeerDied
 from sipipe.ipc.locks import EXCLUSIVE, SHARED, Locks
 from sipipe.ipc.memory import Endpoint, SharedMemory, check_room
 from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
-from sipipe.ipc.ring.logits import LogitsChannel
-from sipipe.messages.logits import LogitsShape
-
-
-def mapped(endpoint):
-    """Bytes of the mappings that this process has of a channel's memory, as the kernel counts."""
-    found = os.stat(endpoint.path)
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}", str(found.st_ino)
-    total = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, _, *where = line.split()[:5]
-        if tuple(where) == place:  # numbers alone are those of files on other devices, too
-            first, last = (int(address, 16) for address in span.split("-"))
-            total += last - first
-    return total
-
-
-@given(
-    entries=st.integers(3, 9),
-    entry_bytes=st.sampled_from([1, 63, 64, 65, 1234, 4095, 4096, 4097, 70_000]),
-)
-@settings(deadline=None, max_examples=30)
-def test_a_dispatch_channel_takes_the_bytes_that_were_computed(entries, entry_bytes):
-    with closing(DispatchProducer("test", entries, entry_bytes)) as producer:
-        size = DispatchProducer.required_bytes(entries=entries, entry_bytes=entry_bytes)
-        memory = producer.endpoint.memory
-        assert memory.size == size == mapped(memory) == os.stat(memory.path).st_size
-        assert size >= entries * entry_bytes
-
-
-@given(
-    entries=st.integers(3, 5),
-    vocab=st.integers(4, 1000),
-    rows=st.integers(1, 30),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-    ranks=st.integers(1, 4),
-)
-@settings(deadline=None, max_examples=30)
-def test_a_logits_channel_takes_the_bytes_that_were_computed(entries, rows, **sizes):
-    vocab, ranks = sizes["vocab"], sizes.pop("ranks")
-    even = tuple(rank * vocab // ranks for rank in range(ranks + 1))
-    for bounds in (even, (*[0] * ranks, vocab)):
-        shape = LogitsShape(bounds=bounds, **sizes)
-        with closing(LogitsChannel("test", shape, rows=rows, entries=entries)) as channel:
-            memory = channel.endpoint.ring.memory
-            size = LogitsChannel.required_bytes(shape, rows=rows, entries=entries)
-            assert memory.size == size == mapped(memory)
-            assert memory.size > rows * shape.vocab * 2
 
 
 def test_too_little_room_is_said_before_the_start(tmp_path):

@@ -1,14 +1,12 @@
-"""Real processes: many messages with random kills, and nothing left after kill -9 of everybody."""
+"""Real processes: many messages, with random kills of readers."""
 
 import contextlib
-import json
 import os
 import random
 import signal
 import time
 
 import msgspec
-import psutil
 import pytest
 
 from sipipe.ipc.errors import ChannelTimeout
@@ -31,7 +29,7 @@ def stress(messages, kills, readers, directory):
 
     def start(name, first):
         delay = 0.002 if name == "reader0" else 0.0
-        return process.start("reader", endpoint=endpoint, name=name, first=first, delay=delay)
+        return process.start(endpoint=endpoint, name=name, first=first, delay=delay)
 
     children = {name: start(name, 0) for name in names}
     killed, dead = [], []
@@ -81,29 +79,10 @@ def test_200_000_messages(tmp_path):
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("sipipe-")]
 
 
-@pytest.mark.parametrize("who", ["engine", "samplers", "everybody"])
-def test_nothing_is_left_after_kill_9(who, tmp_path):
-    engine = process.start("engine", directory=str(tmp_path), samplers=2)
-    family = json.loads(engine.stdout.readline())
-    assert engine.stdout.readline() == "running\n"
-    samplers = [psutil.Process(pid) for pid in family["samplers"]]
-    victims = [] if who == "engine" else family["samplers"]
-    for pid in [*victims, *([] if who == "samplers" else [engine.pid])]:
-        os.kill(pid, signal.SIGKILL)
-    # Whoever was not killed ends by itself: its channels tell it.
-    engine.communicate(timeout=60)
-    _, alive = psutil.wait_procs(samplers, timeout=60)
-    for straggler in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            straggler.kill()
-    assert not alive
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_reader_that_is_stopped_is_named():
     producer = DispatchProducer("test", 4, 4096, ["stuck"])
     child = process.start(
-        "reader", endpoint=msgspec.to_builtins(producer.endpoint), name="stuck", first=0, delay=0
+        endpoint=msgspec.to_builtins(producer.endpoint), name="stuck", first=0, delay=0
     )
     assert child.stdout.readline() == "open\n"
     child.send_signal(signal.SIGSTOP)

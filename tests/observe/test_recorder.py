@@ -69,13 +69,6 @@ def test_round_trip(tmp_path):
     assert found == rows
 
 
-def test_without_directory_nothing_is_recorded(tmp_path):
-    recorder = open_recorder(None, Header(role="executor"))
-    recorder.record(Phase.SCHEDULE, 0, 0, 1, 2, batch=3, tokens=4)
-    recorder.close()
-    assert not list(tmp_path.iterdir())
-
-
 def test_threads_record_without_loss(tmp_path):
     """Four threads, each more than the queue holds, while the spiller runs."""
     recorder = open_recorder(tmp_path, Header(role="stage"))

@@ -27,14 +27,13 @@ class Inputs:
 class FakeStage:
     """``gates``: names of steps that wait for :meth:`let`, once per iteration."""
 
-    def __init__(self, *, sets=2, gates=(), fail=None, planted=None, check=True):
+    def __init__(self, *, sets=2, gates=(), fail=None):
         self.buffers = [np.zeros(64, np.int64) for _ in range(sets)]
-        self.safety = TokenSafety(sets) if check else None
+        self.safety = TokenSafety(sets)
         self.gates = {name: threading.Semaphore(0) for name in gates}
         self.reached = {name: threading.Semaphore(0) for name in gates}
         self.open = False
         self.fail = fail or {}
-        self.planted = planted  # replaces the buffer set, as a bug would
         self.log = []
         self.results = []
         self.sent = []
@@ -66,15 +65,11 @@ class FakeStage:
             raise error
 
     def prepare(self, iteration, slot, buffer_set, output, samples):
-        if self.planted is not None:
-            buffer_set = self.planted
-        if self.safety is not None:
-            self.safety.begin_write(buffer_set, iteration)
+        self.safety.begin_write(buffer_set, iteration)
         self.buffers[buffer_set][:32] = iteration
         self._step("prepare", iteration)
         self.buffers[buffer_set][32:] = iteration
-        if self.safety is not None:
-            self.safety.end_write(buffer_set, iteration)
+        self.safety.end_write(buffer_set, iteration)
         self.log.append(("prepared", iteration))
         return Inputs(iteration, buffer_set)
 
@@ -88,13 +83,11 @@ class FakeStage:
     def forward(self, inputs, received):
         iteration = inputs.iteration
         assert received == f"hidden {iteration}"
-        if self.safety is not None:
-            self.safety.begin_read(inputs.buffer_set, iteration)
+        self.safety.begin_read(inputs.buffer_set, iteration)
         first = self.buffers[inputs.buffer_set][:32].copy()
         self._step("forward", iteration)
         second = self.buffers[inputs.buffer_set][32:].copy()
-        if self.safety is not None:
-            self.safety.end_read(inputs.buffer_set, iteration)
+        self.safety.end_read(inputs.buffer_set, iteration)
         self.results.append((first, second))
         return iteration
 

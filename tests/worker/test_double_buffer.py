@@ -136,51 +136,6 @@ def test_a_stalled_drain_names_what_both_threads_do():
         running.drain()
 
 
-@pytest.mark.parametrize(
-    ("gate", "text"),
-    [
-        ("prepare", "(preparing thread) prepares iteration 5"),
-        ("forward", "(device thread) runs iteration 5"),
-    ],
-)
-def test_a_stall_report_says_what_is_under_way(gate, text):
-    stage = FakeStage(gates=[gate])
-    with TwoThreads(stage) as running:
-        running.submit(5)
-        stage.wait_for(gate)
-        assert text in running.buffer.doing()
-
-
-def test_a_control_call_runs_in_the_device_thread_between_iterations():
-    stage = FakeStage()
-    with TwoThreads(stage) as running:
-        for round_ in range(20):
-            for iteration in range(4):
-                running.submit(round_ * 4 + iteration)
-            found = running.run_alone(lambda: (threading.current_thread().name, len(stage.sent)))
-            assert found.result(HAND_OVER) == ("test-device", round_ * 4 + 4)
-
-
-def test_a_control_call_that_fails_is_its_callers_error_alone():
-    stage = FakeStage()
-    with TwoThreads(stage) as running:
-        failed = running.run_alone(lambda: 1 / 0)
-        assert isinstance(failed.exception(HAND_OVER), ZeroDivisionError)
-        running.submit(0)
-        running.drain()
-        assert stage.sent == [0]
-
-
-def test_a_stall_report_names_the_call():
-    stage, reached, go_on = FakeStage(), threading.Event(), threading.Event()
-    with TwoThreads(stage) as running:
-        called = running.run_alone(lambda: (reached.set(), go_on.wait(HAND_OVER)))
-        assert reached.wait(HAND_OVER)
-        assert "(device thread) runs a call" in running.buffer.doing()
-        go_on.set()
-        called.result(HAND_OVER)
-
-
 def test_a_control_call_ends_with_the_threads():
     stage = FakeStage(gates=["receive"])
     running = TwoThreads(stage)
@@ -220,12 +175,6 @@ def test_shutdown_in_the_middle_of_a_step_ends_both_threads(where):
         running.buffer.prepare(9, 0, None)
     with pytest.raises(StageStoppedError):
         running.buffer.drain()
-
-
-def test_shutdown_of_an_idle_worker_and_twice():
-    running = TwoThreads(FakeStage())
-    running.close()
-    running.close()
 
 
 def test_what_was_prepared_before_the_end_is_not_run():

@@ -196,18 +196,18 @@ def test_a_neighbours_death_in_a_call_is_the_end(process):
         process([call(1, "mourn"), call(2, "seen")])
 
 
-def test_a_call_that_cannot_be_read_is_an_answer_and_not_the_end(process):
-    unreadable = [encode_header(Kind.CONTROL, 0, 1), b"", b"no pickle"]
-    failed, read = process([unreadable, call(2, "seen")])
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ([encode_header(Kind.CONTROL, 0, 1), b"", b"no pickle"], "load key"),
+        (call(1, "lock"), "pickle"),
+    ],
+    ids=["it cannot be read", "its result cannot be sent"],
+)
+def test_what_cannot_be_pickled_is_an_answer_and_not_the_end(process, asked, error):
+    failed, read = process([asked, call(2, "seen")])
     assert failed.call == 1
-    assert failed.error
-    assert read == answer(2, [])
-
-
-def test_a_result_that_cannot_be_sent_is_an_answer_and_not_the_end(process):
-    failed, read = process([call(1, "lock"), call(2, "seen")])
-    assert failed.call == 1
-    assert "pickle" in failed.error
+    assert error in failed.error
     assert read == answer(2, [])
 
 

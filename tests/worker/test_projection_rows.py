@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from tests.worker.threaded_pipeline import HIDDEN, VOCAB  # noqa: E402
+from tests.worker.links import HIDDEN, VOCAB  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers.logits_processor import LogitsProcessor  # noqa: E402
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: E402

@@ -1,7 +1,7 @@
-"""The output projection shared out: the projection thread, beside real links, BIC-L and publishers; what is
+"""The output projection shared out: the projection thread, beside a real link and BIC-L; what is
 launched runs at once, or on a device that is late.
 
-Streams and events: ``test_cuda_order.py``.
+Whole stages, streams and events: ``test_cuda_order.py``.
 """
 
 from __future__ import annotations
@@ -9,39 +9,30 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from tests.worker.test_draws import Head, batch, last_runner  # noqa: E402
-from tests.worker.test_projection_rows import Model, shards  # noqa: E402
-from tests.worker.threaded_pipeline import (  # noqa: E402
+from tests.worker.links import (  # noqa: E402
     HAND_OVER,
     HIDDEN,
     VOCAB,
-    check,
     link,
-    pauses,
 )
+from tests.worker.test_projection_rows import Model, shards  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
-from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 
 from sipipe.errors import StallError  # noqa: E402
 from sipipe.ipc.link.errors import LinkClosedError  # noqa: E402
 from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.observe.phases import Phase  # noqa: E402
-from sipipe.worker import draws  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.device_thread import Launched  # noqa: E402
-from sipipe.worker.draws import LastRows  # noqa: E402
-from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.logits import LogitsHandover  # noqa: E402
 from sipipe.worker.projection import SharedProjection  # noqa: E402
 from sipipe.worker.projection_thread import ProjectionThread  # noqa: E402
-from sipipe.worker.publisher import Publisher  # noqa: E402
 
 
 class LateDevice:
@@ -247,102 +238,3 @@ def test_a_close_ends_the_wait_and_is_no_failure(two):
     pair.thread.close()
     assert not pair.thread._thread.is_alive()
     assert not pair.failed
-
-
-# ---- a whole pipeline in threads ---------------------------------------------------------------
-
-
-class Stage:
-    """Adds one to every hidden state; stops for a moment as its script says."""
-
-    def __init__(self, pipeline, stage):
-        self.last = stage == pipeline.stages - 1
-        self.pause = pauses(f"{pipeline.seed}/{stage}")
-        self.receiver = pipeline.links[stage - 1][1] if stage else None
-        self.sender = None if self.last else pipeline.links[stage][0]
-        self.handover = LogitsHandover(LogitsWriter(pipeline.channel.endpoint, stage))
-        shard, device = Shard(*pipeline.bounds[stage : stage + 2], self.pause), HostDevice()
-        self.orders, self.threads = pipeline.orders[stage], (self.follow,)
-        self.publisher = Publisher(
-            device,
-            self.handover,
-            report=lambda report: pipeline.reported.put(report.iteration),
-            record=lambda *_: None,
-            fail=pipeline.failed.append,
-            stall_timeout=HAND_OVER,
-        )
-
-        def record(*_):
-            self.pause()
-
-        if self.last:
-            senders = [ends[0] for ends in pipeline.heads]
-            self.projection = SharedProjection(senders, shard, record)
-            self.draws = LastRows(last_runner(), device, reports=True)
-            self.draws.take_over(per_row=False)
-            self.draws.open(self.projection, self.handover)
-        else:
-            mine = pipeline.heads[stage][1]
-            self.projection = ProjectionThread(
-                device, mine, shard, self.handover, record, pipeline.failed.append, HAND_OVER
-            )
-
-    def follow(self):
-        while (order := self.orders.get(timeout=HAND_OVER)) is not None:
-            iteration, samples, place = order
-            if samples:
-                self.handover.expect(iteration, place)
-            one = Launched(
-                iteration=iteration,
-                slot=0,
-                num_reqs=max(1, samples),
-                num_tokens=max(1, samples),
-                samples=samples,
-                first=HostDevice().mark(),
-            )
-            with self.projection.passing():
-                self.run(one)
-            one.last = HostDevice().mark()
-            self.publisher.put(one)
-            self.projection.put(one)
-        self.projection.drain()
-        self.publisher.drain()
-
-    def run(self, one):
-        self.pause()
-        rows = torch.full((one.num_tokens, HIDDEN), float(one.iteration))
-        if self.receiver is not None:
-            with self.projection.waiting():
-                taken = self.receiver.take(one.iteration, one.num_tokens)
-            rows = taken["hidden_states"].clone()
-            self.receiver.release(one.iteration)
-        hidden = rows + 1
-        if not self.last:
-            self.sender.send(one.iteration, one.num_tokens, {"hidden_states": hidden})
-            return
-        names = [f"r{row}" for row in range(len(hidden))]
-        inputs = ModelInput(
-            iteration=one.iteration,
-            slot=0,
-            buffer_set=0,
-            output=SchedulerOutput.make_empty(),
-            sampled=np.arange(one.samples),
-        )
-        self.draws.begin(inputs, one)
-        count = len(hidden)
-        self.draws._sample(hidden, batch(names, [5] * count, [1] * count, [3] * count), None)
-        self.draws.end()
-        nothing = SimpleNamespace(prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={})
-        one.output = SimpleNamespace(
-            get_output=lambda: nothing, sampled_token_ids=np.zeros(0, np.int64)
-        )
-
-    def close(self):
-        for end in (self.projection, self.publisher, self.handover):
-            end.close()
-
-
-@pytest.mark.parametrize(("stages", "inflight"), [(2, 1), (2, 3), (4, 2), (4, 5), (8, 3), (8, 9)])
-def test_every_iteration_comes_out_whole_whoever_is_late(monkeypatch, stages, inflight):
-    monkeypatch.setattr(draws, "StageLogits", Head)
-    check(Stage, stages, inflight, fewest=0)

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the module belongs to sipipe.worker")
 
-from sipipe.ipc.ring.logits import LogitsChannel, LogitsReader, LogitsWriter  # noqa: E402
+from sipipe.ipc.ring.logits import LogitsChannel, LogitsWriter  # noqa: E402
 from sipipe.messages.logits import LogitsShape  # noqa: E402
 from sipipe.messages.replies import IterationReport  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
@@ -22,23 +22,19 @@ VOCAB, BATCH, ENTRIES = 37, 5, 4
 
 
 class Rig:
-    def __init__(self, device, rank=0, ranks=1, channel=None):
-        self.channel = channel or LogitsChannel(
+    def __init__(self, device):
+        self.channel = LogitsChannel(
             "logits",
-            LogitsShape(
-                vocab=VOCAB,
-                bounds=tuple(min(VOCAB, rank * -(-VOCAB // ranks)) for rank in range(ranks + 1)),
-            ),
+            LogitsShape(vocab=VOCAB, bounds=(0, VOCAB)),
             rows=ENTRIES * BATCH,
             entries=ENTRIES,
             readers=["a"],
         )
-        self.reader = LogitsReader(self.channel.endpoint, "a") if channel is None else None
         self.said, self.phases, self.failed = [], [], []
-        handover = LogitsHandover(LogitsWriter(self.channel.endpoint, rank))
+        handover = LogitsHandover(LogitsWriter(self.channel.endpoint))
         for iteration in range(9):
             handover.expect(iteration, iteration % ENTRIES * BATCH)
-        self.ends = [handover]
+        self.ends = [handover, self.channel]
         self.publisher = Publisher(
             device,
             handover,
@@ -52,9 +48,8 @@ class Rig:
 
     def close(self):
         self.publisher.close()
-        for end in (*self.ends, self.reader, self.channel):
-            if end is not None:
-                end.close()
+        for end in self.ends:
+            end.close()
 
 
 def launched(device, iteration, logits=None, **more):
@@ -68,21 +63,6 @@ def launched(device, iteration, logits=None, **more):
         logits=logits,
         **more,
     )
-
-
-def test_readers_get_every_iteration_in_order():
-    device = HostDevice()
-    rig = Rig(device)
-    for iteration in range(9):
-        rig.publisher.put(launched(device, iteration, torch.full((3, VOCAB), float(iteration))))
-        with rig.reader.receive() as slot:
-            assert slot.iteration == iteration
-            assert (slot.array == iteration).all()
-    rig.publisher.drain()
-    assert [(phase, iteration) for phase, iteration, _ in rig.phases] == [
-        ("FORWARD", iteration) for iteration in range(9)
-    ]
-    rig.close()
 
 
 def output(prompt_logprobs, tokens):
@@ -114,21 +94,6 @@ def test_what_is_said_of_an_iteration():
     ]
     assert rig.phases == [("FORWARD", 0, 2000), ("LOGITS", 0, 1000)]
     rig.close()
-
-
-def test_ranks_write_their_columns():
-    device = HostDevice()
-    rigs = [Rig(device, ranks=2)]
-    rigs.append(Rig(device, rank=1, ranks=2, channel=rigs[0].channel))
-    whole = torch.randn(4, VOCAB)
-    cut = -(-VOCAB // 2)
-    for rig, part in zip(rigs, (whole[:, :cut], whole[:, cut:]), strict=True):
-        rig.publisher.put(launched(device, 0, part))
-    with rigs[0].reader.receive() as slot:
-        assert np.array_equal(slot.array, whole.numpy())
-    rigs[1].publisher.close()
-    rigs[1].ends[0].close()
-    rigs[0].close()
 
 
 def test_an_error_ends_it_and_is_said():

@@ -145,20 +145,6 @@ def decoding(stages, iterations):
         stages.run(iteration, output, 0)
 
 
-def test_the_next_inputs_are_prepared_while_the_device_runs(forward):
-    with Stages(1) as stages:
-        feeding = threading.Thread(target=decoding, args=(stages, 3))
-        feeding.start()
-        forward.wait()
-        wanted = "(preparing thread) waits for free input buffers for iteration 2, "
-        until(lambda: stages.loops[0].doing().startswith(wanted))
-        assert "(device thread) runs iteration 0, (publisher) waits" in stages.loops[0].doing()
-        forward.let(3)
-        feeding.join(HAND_OVER)
-        stages.loops[0].call(lambda: None)
-    assert stages.failed == []
-
-
 def test_a_set_that_is_written_while_it_is_read_is_found(forward, monkeypatch):
     start = Turns.start_write
     monkeypatch.setattr(Turns, "start_write", lambda turns: start(turns) * 0)

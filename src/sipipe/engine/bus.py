@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sipipe.messages.header import Kind, encode_header
 
 if TYPE_CHECKING:
-    from sipipe.engine.host import Host
+    from sipipe.engine.remote import Host
 
 ENTRY_BYTES = 64 * 1024
 """Bytes of an entry: a decode step of some hundred sequences; a longer message is cut."""

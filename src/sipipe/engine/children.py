@@ -12,9 +12,6 @@ Guarantees
 Relies on
     Descriptors are close-on-exec: a child has its own ends only, so the kernel closes the engine's
     with the engine.
-
-Rejected: PR_SET_PDEATHSIG for samplers. It fires when the *thread* that started the child ends,
-which for one that was started again is a thread that lives for a second.
 """
 
 import logging

@@ -2,24 +2,21 @@
 
 Every way is set up and measured on the loaded model, with max_num_seqs / m sequences a microbatch,
 and the times between two microbatches compared (:mod:`sipipe.messages.period`; docs/gpu.md has the
-model). Where the device draws all rows nothing comes after the last stage, and a round over m is
+model), with the layers as they are cut. Where the device draws all rows nothing comes after the last stage, and a round over m is
 never above the slowest stage.
 
 What all ways have alike is left out: attention over a context, scheduling, links.
 """
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sipipe.engine.layers.cut import layer_split
 from sipipe.messages.measured import MIXES
 from sipipe.messages.period import passing, period
 
 WORTH_IT = 0.03
 """Part of the time between two microbatches that a way has to save to be taken."""
-
-Layers = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +27,8 @@ class Costs:
     """Of the microbatch."""
     inflight: int
     """Microbatches in flight with CPU samplers, m."""
-    layers: Layers
-    """Decoder layers of each stage, as they are loaded."""
+    layers: tuple[int, ...]
+    """Decoder layers of each stage."""
     stages: tuple[float, ...]
     """Each stage's layers."""
     projection: float
@@ -48,42 +45,23 @@ class Costs:
     draws: Mapping[str, float]
     """All samplers at once, by mix."""
 
-    def on_cpus(self, layers: Layers, mix: str) -> float:
-        """Seconds between two microbatches, with CPU samplers and this cut."""
-        stages, after = self._stages(layers, self.projection), (self.copy, self.draws[mix])
+    def on_cpus(self, mix: str) -> float:
+        """Seconds between two microbatches, with CPU samplers."""
+        stages, after = self._stages(self.projection), (self.copy, self.draws[mix])
         return period((*stages, *after), passing(stages) + sum(after), self.inflight)
 
-    def per_row(self, layers: Layers, mix: str) -> float:
+    def per_row(self, mix: str) -> float:
         """The same where each row has its place."""
         if mix not in self.plain:
-            return self.on_cpus(layers, mix)
-        return max(self._stages(layers, self.plain[mix]))
+            return self.on_cpus(mix)
+        return max(self._stages(self.plain[mix]))
 
-    def on_device(self, layers: Layers, mix: str) -> float:
+    def on_device(self, mix: str) -> float:
         """The same with vLLM's sampler on the last stage."""
-        return max(self._stages(layers, self.device[mix]))
+        return max(self._stages(self.device[mix]))
 
-    def _stages(self, layers: Layers, ending: float) -> list[float]:
-        """Stage times if the layers were cut like this, at each stage's own speed."""
-        moved = zip(self.stages, layers, self.layers, strict=True)
-        stages = [seconds * here / loaded for seconds, here, loaded in moved]
-        stages[-1] += ending
-        return stages
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """Where tokens are drawn, under the cut that suits it best."""
-
-    layers: Layers
-    periods: dict[str, float]
-    """Seconds between two microbatches, by mix."""
-    loaded: float
-    """Their mean under the cut that is loaded."""
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.periods.values())
+    def _stages(self, ending: float) -> list[float]:
+        return [*self.stages[:-1], self.stages[-1] + ending]
 
 
 WAYS = {
@@ -94,14 +72,14 @@ WAYS = {
 """What each setting of ``cpu_sampling`` means, the one that asks for least first."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was measured, and what follows."""
+    """What follows from ``costs``."""
 
-    costs: Costs
-    cpus: Way
-    rows: Way
-    device: Way
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        ways = {"off": costs.on_device, "on": costs.on_cpus, "per_row": costs.per_row}
+        self.periods = {way: [period(mix) for mix in MIXES] for way, period in ways.items()}
+        """Seconds between two microbatches, by way and mix."""
 
     @property
     def draws(self) -> str:
@@ -109,61 +87,29 @@ class Choice:
         and costs as much with no mix."""
         found = "off"
         for name in ("on", "per_row"):
-            way, other = self._way(name), self._way(found)
-            if way.mean <= other.mean * (1 - WORTH_IT) and all(
-                way.periods[mix] <= other.periods[mix] * (1 + WORTH_IT) for mix in MIXES
+            way, other = self.periods[name], self.periods[found]
+            if statistics.fmean(way) <= statistics.fmean(other) * (1 - WORTH_IT) and all(
+                own <= before * (1 + WORTH_IT) for own, before in zip(way, other, strict=True)
             ):
                 found = name
         return found
 
-    def _way(self, name: str) -> Way:
-        return {"off": self.device, "on": self.cpus, "per_row": self.rows}[name]
-
     def __str__(self) -> str:
         """One line with the numbers and the choice."""
-        costs, ways = self.costs, (self.cpus, self.rows, self.device)
-        draws = self.draws
-        periods = "; ".join(f"{m} {_ms(*(way.periods[m] for way in ways))}" for m in MIXES)
+        costs, ways = self.costs, [self.periods[name] for name in ("on", "per_row", "off")]
+        by_mix = zip(MIXES, zip(*ways, strict=True), strict=True)
+        periods = "; ".join(f"{mix} {_ms(*times)}" for mix, times in by_mix)
         rows = ", ".join(f"{costs.draws[mix] / costs.sequences * 1e6:.3g}" for mix in MIXES)
-        line = (
-            f"cpu_sampling auto: {WAYS[draws]}. Measured at {costs.sequences} sequences a "
+        return (
+            f"cpu_sampling auto: {WAYS[self.draws]}. Measured at {costs.sequences} sequences a "
             "microbatch, ms between microbatches with CPU samplers, by row, and with vLLM's "
-            f"sampler, with layers {', '.join(str(list(way.layers)) for way in ways)}: {periods}. "
+            f"sampler, with layers {list(costs.layers)}: {periods}. "
             f"Stages {_ms(*costs.stages)} ms, projection {_ms(costs.projection)} ms; projection and "
             f"rows of no more than a temperature {_ms(*costs.plain.values())} ms; projection with "
             f"vLLM's sampler {_ms(*costs.device.values())} ms; logits to the host "
             f"{_ms(costs.copy)} ms ({costs.copied / costs.copy / 1e9:.3g} GB/s); all samplers at "
             f"once {rows} us a row"
         )
-        way = self._way(draws)
-        if way.mean > way.loaded * (1 - WORTH_IT):
-            return line
-        saved = f"{1 - way.mean / way.loaded:.0%}"
-        return f'{line}; "layers": {list(way.layers)} would save {saved} of that (KV cache aside)'
-
-
-def choose(costs: Costs, *, recut: bool) -> Choice:
-    """Compare the ways, each under its best cut; ``recut``: the user has not fixed the cut."""
-    cuts, stages, total = [costs.layers], len(costs.layers), sum(costs.layers)
-    if recut and stages > 1:
-        # Of equally good ones the first counts: the one that is loaded, then those like it.
-        lasts = sorted(range(1, total - stages + 2), key=lambda last: abs(last - costs.layers[-1]))
-        cuts += [(*layer_split(total - last, stages - 1), last) for last in lasts]
-
-    def best(period: Callable[[Layers, str], float]) -> Way:
-        loaded = statistics.fmean(period(costs.layers, mix) for mix in MIXES)
-        ways = (
-            Way(layers=cut, periods={mix: period(cut, mix) for mix in MIXES}, loaded=loaded)
-            for cut in cuts
-        )
-        return min(ways, key=lambda way: way.mean)
-
-    return Choice(
-        costs=costs,
-        cpus=best(costs.on_cpus),
-        rows=best(costs.per_row),
-        device=best(costs.on_device),
-    )
 
 
 def _ms(*seconds: float) -> str:

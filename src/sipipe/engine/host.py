@@ -56,40 +56,11 @@ class Events(Protocol):
         """The engine cannot go on."""
 
 
-class Host(Protocol):
-    """A host, as the pipeline sees it. What takes long raises StallError after the start timeout,
-    and what :meth:`fail` was called with."""
-
-    def start(self) -> list[socket.socket]:
-        """Start all processes; returns the receiving ends of BIC-O."""
-
-    def do(self, request: Request[T]) -> T:
-        """One step of the start."""
-
-    def publish(self, message: Sequence[Any]) -> None:
-        """One message of BIC-I, in its order."""
-
-    def admit(self, index: int, snapshot: Snapshot) -> None:
-        """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
-
-    def ask(self) -> None:
-        """Ask the workers what they do; the answers are heard."""
-
-    def fail(self, error: BaseException) -> None:
-        """Whoever waits for the host gets ``error``."""
-
-    def expect_end(self) -> None:
-        """From now on no end is reported, of a child or of the host."""
-
-    def say_end(self, reason: str) -> None:
-        """End BIC-I there: children that wait for nothing else end in good order."""
-
-    def close(self) -> None:
-        """End all processes and remove every channel."""
-
-
 class LocalHost:
-    """This host. ``close`` undoes all, also amid :meth:`start`."""
+    """This host, as the pipeline sees it. ``close`` undoes all, also amid :meth:`start`.
+
+    What takes long raises StallError after the start timeout, and what :meth:`fail` was called with.
+    """
 
     def __init__(self, setup: Setup, watched: Watched, events: Events) -> None:
         self._setup = setup
@@ -102,6 +73,7 @@ class LocalHost:
         self._loaded = False
 
     def start(self) -> list[socket.socket]:
+        """Start all processes; returns the receiving ends of BIC-O."""
         setup = self._setup
         self._closing.callback(self._children.close)
         self._workers = Workers(self._children, setup, self._watched)
@@ -136,6 +108,7 @@ class LocalHost:
         return self._samplers.sockets
 
     def do(self, request: Request[Any]) -> Any:
+        """One step of the start."""
         match request:
             case WaitLoaded():
                 return self.wait_loaded()
@@ -153,6 +126,7 @@ class LocalHost:
         self._loaded = True
 
     def publish(self, message: Sequence[Any]) -> None:
+        """One message of BIC-I, in its order."""
         self._ring.publish(message, self._setup.config.stall_timeout)
 
     def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
@@ -181,22 +155,28 @@ class LocalHost:
         self._logits.close()
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
+        """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""
         self._samplers.admit(index, snapshot)
 
     def ask(self) -> None:
+        """Ask the workers what they do; the answers are heard."""
         for worker in self._workers.all:
             worker.say(ASK_STATUS)
 
     def fail(self, error: BaseException) -> None:
+        """Whoever waits for the host gets ``error``."""
         self._children.fail(error)
 
     def expect_end(self) -> None:
+        """From now on no end is reported, of a child or of the host."""
         self._children.expect_end()
 
     def say_end(self, reason: str) -> None:  # noqa: ARG002 - for hosts with a log of their own
+        """End BIC-I there: children that wait for nothing else end in good order."""
         self._speaking.close()
 
     def close(self) -> None:
+        """End all processes and remove every channel."""
         self.expect_end()
         self._closing.close()
 

@@ -23,8 +23,7 @@ payload; nothing is unpickled here.
 
 Rejected: a listener and a handshake (a sampler is always a child, so its end can be handed to it,
 and nobody else can reach a socket pair); shared memory for the way back (an answer is some hundred
-bytes, so it would save a few microseconds); a checksum (nothing damages what the kernel carries
-between two processes of a host).
+bytes, so it would save a few microseconds).
 """
 
 import collections

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
@@ -23,9 +23,9 @@ from sipipe.errors import ResourceError
 from sipipe.messages.measured import TIMES
 
 
-class Device(Protocol):
-    """Marks and copies. ``mark`` is called by a thread that launches, the rest by one other, or by
-    the same."""
+class Device:
+    """Marks and copies; here as on a host, where everything is done when the call returns. ``mark``
+    is called by a thread that launches, the rest by one other, or by the same."""
 
     def use(self) -> None:
         """The calling thread, a new one, works with this device from now on."""
@@ -33,9 +33,11 @@ class Device(Protocol):
     def beside(self) -> Device:
         """The same device for another thread that launches: :meth:`use` gives its work a stream of
         its own, which waits for nothing of the others."""
+        return self
 
     def mark(self) -> Any:
         """Where the launching thread is now."""
+        return time.monotonic_ns()
 
     def wait(self, mark: Any) -> None:
         """Sleep until the device has reached ``mark``."""
@@ -43,6 +45,7 @@ class Device(Protocol):
     def undisturbed(self) -> Device:
         """The same device for timing: on the host, marks are the calling thread's CPU time, which a
         busy neighbour does not lengthen."""
+        return _HostWork()
 
     def occupy(self, seconds: float) -> None:
         """Keep the device busy for at least so long, with work that does nothing; on the host, where
@@ -50,13 +53,17 @@ class Device(Protocol):
 
     def nanoseconds(self, first: Any, last: Any) -> int:
         """From one mark that the device has reached to another."""
+        return int(last - first)
 
-    def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
+    def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:  # noqa: ARG002
         """Copy a matrix to host memory once the device has reached ``after``; the copy's mark.
 
         ``target`` has the shape of ``source``; its rows are contiguous.
         Neither may be touched or freed until the device has reached the mark.
         """
+        if source.data_ptr() != target.data_ptr():  # else it was computed there
+            target.copy_(source)
+        return self.mark()
 
     def lock_pages(self, memory: memoryview) -> None:
         """Let copies go straight to ``memory``, for as long as the process lives.
@@ -69,40 +76,8 @@ class Device(Protocol):
         """What :meth:`lock_pages` locked is about to be given back."""
 
 
-class HostDevice:
-    """Everything is done when the call returns."""
-
-    def use(self) -> None:
-        pass
-
-    def beside(self) -> Self:
-        return self
-
-    def mark(self) -> int:
-        return time.monotonic_ns()
-
-    def undisturbed(self) -> HostDevice:
-        return _HostWork()
-
-    def wait(self, mark: int) -> None:
-        pass
-
-    def occupy(self, seconds: float) -> None:
-        pass
-
-    def nanoseconds(self, first: int, last: int) -> int:
-        return last - first
-
-    def fetch(self, source: torch.Tensor, target: torch.Tensor, after: int) -> int:  # noqa: ARG002
-        if source.data_ptr() != target.data_ptr():  # else it was computed there
-            target.copy_(source)
-        return self.mark()
-
-    def lock_pages(self, memory: memoryview) -> None:
-        pass
-
-    def unlock_pages(self, memory: memoryview) -> None:
-        pass
+class HostDevice(Device):
+    """The host's cores."""
 
 
 class _HostWork(HostDevice):
@@ -110,7 +85,7 @@ class _HostWork(HostDevice):
         return time.thread_time_ns()
 
 
-class CudaStageDevice:
+class CudaStageDevice(Device):
     """A CUDA device: marks are events, copies have a stream of their own."""
 
     def __init__(self, device: torch.device, own: Any = None) -> None:

@@ -8,8 +8,7 @@ live on another host, a dead stage is an error rather than a hung collective, an
 ever waits for another stage.
 
 vLLM makes more than a dozen process groups in every worker, and torch gives each gloo group a
-device with a thread that wakes up a hundred times a second, whether anything happens or not: 0.8 %
-of a core in a worker that does nothing. Groups can share a device, so here they do.
+device with a thread that wakes up a hundred times a second. Here they share one.
 
 Rejected: keeping vLLM's world and only bypassing its sends. Start-up then needs all stages to
 meet, and gloo or NCCL hold every stage to one life.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from benchmarks.scheduling import TRACES
@@ -11,14 +9,11 @@ from benchmarks.simulator.engine_model import EngineModel
 from benchmarks.simulator.rules import Rule, SlotRule, TokenThrottlingRule
 from benchmarks.simulator.simulator import StageCosts, simulate
 from benchmarks.simulator.workload import (
-    LENGTHS,
     Arrival,
     at_rate,
     bursty_trace,
     load_trace,
     poisson_trace,
-    shrunk,
-    write_timed_trace,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,22 +40,6 @@ def test_one_request_takes_stages_times_cost_for_each_token():
     assert outcome.ttft[0] == pytest.approx(3 * (0.010 + 20 * 0.001))
     # vLLM's loop pauses after empty batches, but only while the real one is under way.
     assert outcome.tpot[0] == pytest.approx(3 * (0.010 + 0.001), abs=2e-3)
-
-
-def test_a_full_even_pipeline_is_never_idle():
-    trace = [Arrival(0.0, 1, 200)] * 4
-    costs = StageCosts(fixed=0.010, per_token=0.0)
-    outcome = serve(trace, SlotRule(slots=4, max_tokens=BUDGET), stages=4, costs=costs)
-    assert outcome.idle_share < 0.02
-    assert outcome.tokens_per_second == pytest.approx(100, rel=0.03)
-
-
-def test_stock_runs_all_at_once_requests_in_one_microbatch():
-    outcome = serve([Arrival(0.0, 6, 50)] * 64, Rule(), stages=2)
-    assert set(outcome.sizes[20:60]) == {0, 64}
-    even = serve([Arrival(0.0, 6, 50)] * 64, SlotRule(slots=2, max_tokens=BUDGET), stages=2)
-    assert set(even.sizes[20:60]) == {32}
-    assert even.tokens_per_second > 1.15 * outcome.tokens_per_second
 
 
 @pytest.mark.parametrize("stages", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
@@ -112,34 +91,12 @@ def test_every_rule_serves_every_request_even_when_the_cache_is_small(
     assert (outcome.ttft >= 0).all()
 
 
-def test_a_recorded_trace_is_read_and_replayed_at_another_rate(tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("arrival_s,prompt,output\n0.0,4,366\n1.5,648,73\n")
-    trace = load_trace(path)
-    assert trace == [Arrival(0.0, 4, 366), Arrival(1.5, 648, 73)]
-    assert at_rate(trace, 2.0)[-1].time == pytest.approx(0.75)
-    assert {a.time for a in at_rate(trace, float("inf"))} == {0.0}
-
-
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "arrival_s,prompt,output\n1,x,2\n"])
 def test_a_file_that_is_no_trace_is_named(tmp_path, text):
     path = tmp_path / "bad.csv"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"bad\.csv is no arrival trace"):
         load_trace(path)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "means", "deviations"),
-    [("sharegpt", (161, 338), (217, 272)), ("burstgpt", (689, 389), (690, 371))],
-)
-def test_lengths_have_the_moments_that_are_stated(lengths, means, deviations):
-    trace = poisson_trace(100_000, 3, lengths)
-    drawn = np.array([(each.prompt, each.output) for each in trace])
-    assert drawn.mean(0) == pytest.approx(means, rel=0.02)
-    assert drawn.std(0) == pytest.approx(deviations, rel=0.02)
-    assert LENGTHS[lengths].least <= drawn.min() <= drawn.max() <= LENGTHS[lengths].most
-    assert poisson_trace(50, 3, lengths) == poisson_trace(50, 3, lengths)
 
 
 def test_the_recorded_traces_have_the_moments_that_the_page_states():
@@ -149,14 +106,3 @@ def test_the_recorded_traces_have_the_moments_that_the_page_states():
         means = [np.mean([getattr(a, field) for a in replayed]) for field in ("prompt", "output")]
         stated = f"{means[0]:.0f} and {means[1]:.0f} ({name.replace('poisson', 'Poisson')})"
         assert stated in page
-
-
-def test_a_trace_for_the_benchmark_client(tmp_path):
-    trace = shrunk(at_rate(poisson_trace(20, 1), 4.0), 8)
-    assert max(each.prompt for each in trace) <= 512
-    write_timed_trace(trace, tmp_path / "trace.jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
-    assert [line["timestamp"] for line in lines] == [each.time for each in trace]
-    assert all(16 * len(line["hash_ids"]) >= line["input_length"] for line in lines)
-    ids = [number for line in lines for number in line["hash_ids"]]
-    assert len(set(ids)) == len(ids), "prompts that are alike would come from the prefix cache"

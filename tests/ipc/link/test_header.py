@@ -5,26 +5,14 @@ from __future__ import annotations
 import socket
 from contextlib import closing
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 
 from sipipe.ipc.link.endpoint import open_receiver, open_sender
 from sipipe.ipc.link.errors import PeerDiedError
-from sipipe.ipc.link.header import HEADER_BYTES, Header, Kind, pack, unpack
 from sipipe.messages.link import LinkEndpoint
 
 ENDPOINT = LinkEndpoint(kind="shm", buffer_tokens=8, name="stage0-1.r0", stall_timeout=5.0)
-WORD = st.integers(0, 2**64 - 1)
-HEADERS = st.builds(Header, st.sampled_from([*Kind]), WORD, WORD, st.integers(0, 2**32 - 1), WORD)
-
-
-@given(HEADERS, st.binary(max_size=100))
-def test_round_trip(header, body):
-    packet = pack(header, body)
-    assert len(packet) == HEADER_BYTES + len(body)
-    assert unpack(memoryview(packet)) == header
 
 
 def test_memory_that_does_not_come():

@@ -73,24 +73,6 @@ def test_a_slow_next_stage_blocks_only_at_the_bound_and_then_in_the_kernel(
     assert len(waits) == 1, "a loop that asks again and again"
 
 
-def test_decode_frames_are_sent_by_the_caller(sender, receiver, monkeypatch):
-    """All but the first, which brings its schema; a hand-over to a thread would cost more."""
-    threads: list[str] = []
-    transmit = sender._transport.transmit
-
-    def record(*arguments):
-        threads.append(threading.current_thread().name)
-        transmit(*arguments)
-
-    monkeypatch.setattr(sender._transport, "transmit", record)
-    for iteration in range(5):
-        sender.send(iteration, 8, hidden(8))
-        receiver.take(iteration, 8, BOUND)
-        sender.wait_sent(BOUND)
-        receiver.release(iteration)
-    assert threads == ["sipipe-send-stage0-1.r0"] + 4 * [threading.current_thread().name]
-
-
 def test_tensors_are_let_go_when_they_are_sent(sender, receiver):
     freed = threading.Event()
     large = torch.zeros(64, 1 << 13).clone()

@@ -61,18 +61,6 @@ def test_a_projection_that_cannot_be_shared_is_one_line(name, pp):
         emulation(name, pp, shared=True, jitter=0.0)
 
 
-def test_slow_motion_is_of_everything():
-    usual = emulation("llama-70b-8xh100", 4, jitter=0.0).profile
-    slow = usual.slowed(3)
-    requests = np.array([1000, 100]), np.array([1, 50])
-    for one, other in zip(usual.stages, slow.stages, strict=True):
-        assert other.seconds(*requests) == pytest.approx(3 * one.seconds(*requests))
-        assert other.projection(82) == pytest.approx(3 * one.projection(82))
-        assert other.hop(82) == pytest.approx(3 * one.hop(82))
-    assert slow.copy(32) == pytest.approx(3 * usual.copy(32))
-    assert slow.kv_tokens == usual.kv_tokens
-
-
 def test_what_the_cut_forces_is_not_idle_time_of_sipipes():
     """The benchmark's account: stages of 10, 20 and 10 ms, the last with 10 ms of projection."""
 

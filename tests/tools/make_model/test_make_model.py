@@ -69,27 +69,6 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("vocab", [259, 1_000, 5_000])
-def test_every_token_id_is_known_and_text_round_trips(tmp_path, vocab):
-    from tokenizers import Tokenizer
-
-    path = make_model("llama", tmp_path / "model", vocab=vocab)
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    assert tokenizer.get_vocab_size() == vocab
-    assert sorted(tokenizer.get_vocab().values()) == list(range(vocab))
-    assert [tokenizer.id_to_token(i) for i in range(3)] == [
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-    ]
-    text = "def f(x):\n    return {'a': x}  # wörld 你好 🚀\t"
-    encoded = tokenizer.encode(text)
-    assert tokenizer.decode(encoded.ids) == text
-    assert tokenizer.encode("<|im_end|>").ids == [2]
-    if vocab > 300:
-        assert len(encoded.ids) < len(text.encode())
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_every_tensor_and_finds_context_in_it(tmp_path, family):
     path = make_model(family, tmp_path / "model")

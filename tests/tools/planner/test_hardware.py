@@ -47,22 +47,6 @@ def test_the_cost_of_sampling_is_the_one_that_was_kept(kind):
         assert found[1:] == pytest.approx([found[0] / 2, found[0] * 2]), wanted
 
 
-@pytest.mark.parametrize("name", sorted(set(hardware.names()) - {"cpu"}))
-def test_devices_are_complete_and_plausible(name):
-    device = hardware.device(name)
-    assert 10 < device.memory_gib < 2000
-    assert 100 <= device.memory_gbs <= 10_000
-    assert device.flops(4) >= device.flops(16) <= device.flops(8)
-    assert device.link.bytes_per_second > 0
-    assert (device.kind == "cpu") == (device.cores > 0)
-
-
-def test_what_the_issue_names_is_there():
-    assert {"h100", "h200", "a100", "b200", "l40s", "4090"} <= set(hardware.names())
-    assert {"xeon-8468", "epyc-9654"} <= set(hardware.names())
-    assert [hardware.engine(name).key for name in ("vllm", "sipipe")] == ["vllm", "sipipe"]
-
-
 @pytest.mark.parametrize(
     ("find", "option"),
     [
@@ -74,13 +58,6 @@ def test_what_the_issue_names_is_there():
 def test_unknown_names(find, option):
     with pytest.raises(ConfigError, match=f"{option}: unknown .*known: "):
         find("gtx-9")
-
-
-def test_narrow_products_take_the_units_that_the_device_has():
-    h100, b200, a100 = map(hardware.device, ("h100", "b200", "a100"))
-    assert h100.flops(8) == 1979e12 > h100.flops(16) == h100.flops(4) == 989e12
-    assert b200.flops(4) == 9000e12
-    assert a100.flops(8) == a100.flops(16)
 
 
 def test_what_is_assumed_has_ends_and_can_be_given():
@@ -97,43 +74,3 @@ def test_what_is_assumed_has_ends_and_can_be_given():
     assert {transfer(c, **{name: 7.0}) for c in ("quickest", "stated", "slowest")} == {7.0}
     ends = [hardware.engine(key, hardware.Assumed("slowest")).uneven for key in ("vllm", "sipipe")]
     assert ends[0] == ends[1] == assumed["loop.uneven"][2]
-
-
-def test_links_networks_and_devices_have_ends_and_can_be_given():
-    assumed = hardware.assumptions()
-
-    def cluster(given, case="stated"):
-        how = hardware.Assumed(case, given)
-        built = hardware.Assumed(given=given)
-        made = hardware.Cluster(
-            device=hardware.device("cpu", parts=2, assumed=built),
-            hosts=2,
-            devices_per_host=2,
-            network=hardware.network(100, 2, built),
-            cores_per_host=4,
-        )
-        return hardware.at_end(made, how)
-
-    looks = {
-        "link.socket.hop_us": lambda c: c.device.link.hop_us,
-        "link.socket.efficiency": lambda c: c.device.host_link.efficiency,
-        "network.hop_us": lambda c: c.network.hop_us,
-        "device.cpu.memory_gbs": lambda c: c.device.memory_gbs,
-    }
-    for name, look in looks.items():
-        value, quickest, slowest, _ = assumed[name]
-        seen = [look(cluster({}, case)) for case in ("stated", "quickest", "slowest")]
-        part = seen[0] / value  # a device is half of the machine
-        assert seen == pytest.approx([value * part, quickest * part, slowest * part]), name
-        given = [look(cluster({name: 7.0}, case)) for case in ("stated", "quickest", "slowest")]
-        assert given == pytest.approx([7.0 * part] * 3), name
-    assert cluster({}, "slowest").network.adapters == 2
-    assert cluster({}, "slowest").device.memory_gib == cluster({}).device.memory_gib
-
-
-def test_this_machines_cpu_is_divided_over_its_devices():
-    whole, half = (hardware.device("cpu", parts=parts) for parts in (1, 2))
-    assert whole.kind == "cpu"
-    assert whole.memory_gib == pytest.approx(2 * half.memory_gib)
-    assert whole.memory_gbs == pytest.approx(2 * half.memory_gbs)
-    assert half.cores == max(1, whole.cores // 2)

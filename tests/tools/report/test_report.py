@@ -23,7 +23,7 @@ from sipipe.tools.report.accounting import SEGMENT, Cause
 from sipipe.tools.report.encode import QUANTUM_NS, column, lanes, record_lane, segment_lane
 from sipipe.tools.report.export import write_perfetto
 from sipipe.tools.report.reader import Trace, read_trace
-from sipipe.tools.report.render import page_data, render
+from sipipe.tools.report.render import render
 from sipipe.tools.report.statistics import busiest
 from sipipe.tools.report.summary import Run
 
@@ -92,22 +92,6 @@ def test_lanes_keep_every_time_whatever_lies_between(steps):
     assert np.cumsum(step).tolist() == what.tolist() == segments["iteration"].tolist()
     ends = np.cumsum(decode(lane["columns"]["span"], lane["count"]))
     assert abs(ends * QUANTUM_NS - segments["end_ns"]).max() <= QUANTUM_NS // 2
-
-
-def test_record_lanes_hold_every_record(runs):
-    run = runs[0]
-    found, dropped = lanes(run)
-    assert not dropped
-    host = next(lane for lane in found if lane["name"] == "host" and lane["group"] == "stage 1")
-    records = run.trace.of("stage")[1].records
-    records = records[(records["phase"] != Phase.FORWARD) & (records["phase"] != Phase.LOGITS)]
-    inside = (records["end_ns"] > run.window[0]) & (records["start_ns"] < run.window[1])
-    records = records[inside]
-    assert host["count"] == len(records)
-    begins = np.cumsum(decode(host["columns"]["gap"], host["count"])) * QUANTUM_NS + run.window[0]
-    clipped = np.maximum(records["start_ns"], run.window[0])
-    assert abs(begins - clipped).max() <= QUANTUM_NS // 2
-    assert next(lane["name"] or lane["group"] for lane in found) == "executor"
 
 
 def test_beyond_the_limit_host_lanes_are_left_out_and_named(runs):
@@ -294,18 +278,6 @@ def test_the_page_opens_where_the_devices_are_busiest():
     assert busiest(trace, trace.window(), 59_008) == 0
 
 
-def test_curves_end_at_the_slowest(runs):
-    data = page_data(runs)["runs"][0]
-    curve = data["cdf"]["iteration"]
-    assert curve["x"] == sorted(curve["x"])
-    assert curve["y"][0] == 0
-    assert curve["y"][-1] == 1
-    assert curve["x"][-1] == pytest.approx(runs[0].iteration_ms.max(), abs=1e-3)
-    busy = data["utilization"]["device"]["stage 0"]
-    share = runs[0].summary["stage_table"][0]["share"]["busy"]
-    assert np.mean(busy) == pytest.approx(share, abs=0.002)
-
-
 @pytest.fixture(scope="module")
 def browser():
     path = find_chromium()
@@ -403,19 +375,6 @@ def test_browser_opens_zooms_and_takes_a_picture(browser, runs, tmp_path):
     assert browser.problems() == []
 
 
-def test_browser_narrow_screen_does_not_scroll_sideways(browser, runs, tmp_path):
-    file = tmp_path / "report.html"
-    file.write_text(render(runs[:1]))
-    browser.events.clear()
-    browser.size(360, 740, scale=2)
-    browser.open(file, "#t=0.5,0.75")
-    view = browser.run("sipipe.view()")
-    assert (view["from"], view["to"]) == (0.5, 0.75)
-    assert browser.run("document.documentElement.scrollWidth") <= 360
-    browser.screenshot(tmp_path / "narrow.png")
-    assert browser.problems() == []
-
-
 def test_browser_shows_what_follows_a_quiet_night_where_it_was(browser, runs, tmp_path):
     run = Run(pause(runs[0].trace, 12 * HOUR))
     file = tmp_path / "report.html"
@@ -434,16 +393,6 @@ def test_browser_shows_what_follows_a_quiet_night_where_it_was(browser, runs, tm
     ends = np.minimum(records["end_ns"], run.window[1]) - run.window[0]
     assert shown == pytest.approx(ends / 1e9, abs=2e-7)
     assert browser.problems() == []
-
-
-def test_browser_says_what_was_left_out(browser, runs, tmp_path):
-    file = tmp_path / "report.html"
-    file.write_text(render(runs[:1], detail=1))
-    browser.size(1280, 900)
-    browser.open(file)
-    assert "Left out of the timeline" in browser.run(
-        "document.getElementById('warnings').textContent"
-    )
 
 
 @pytest.mark.slow

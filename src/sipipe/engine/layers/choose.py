@@ -82,23 +82,6 @@ def _cut(vllm_config: VllmConfig, facts: ModelFacts, kv_loss: float) -> tuple[in
     )
 
 
-def _empty(vllm_config: VllmConfig, facts: ModelFacts) -> float:
-    """Part of the even cut's KV cache that no request can fill: what all that may run leave of it at
-    their full length; 0 where prefix caching finds a use for it, or its size is not known yet."""
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    size = cache.kv_cache_memory_bytes
-    known = size is not None and current_platform.is_cpu() and not cache.num_gpu_blocks_override
-    if not known or cache.enable_prefix_caching:
-        return 0.0
-    width = facts.activation_bytes if cache.cache_dtype == "auto" else 1
-    ranks = min(parallel.tensor_parallel_size, facts.attention.kv_heads)
-    layers = max(layer_split(facts.layers, parallel.pipeline_parallel_size))
-    token = layers * facts.attention.kv_elements * width / ranks
-    longest = vllm_config.model_config.max_model_len + cache.block_size
-    empty: float = 1 - vllm_config.scheduler_config.max_num_seqs * longest * token / size
-    return empty
-
-
 def device_kind() -> Literal["cpu", "gpu"]:
     return "cpu" if current_platform.is_cpu() else "gpu"
 
@@ -126,11 +109,7 @@ def describe_layers(
 
     def cost(cut: tuple[int, ...]) -> str:
         lost = kv_lost(facts, cut, tp, memory) if facts is not None else 0.0
-        if lost <= 0 or facts is None:
-            return "no KV cache"
-        empty = lost <= _empty(vllm_config, facts)
-        why = ", which --max-num-seqs requests of --max-model-len cannot fill" if empty else ""
-        return f"{lost:.0%} of the KV cache's tokens{why}"
+        return f"{lost:.0%} of the KV cache's tokens" if lost > 0 else "no KV cache"
 
     def text(cut: tuple[int, ...]) -> str:
         return ", ".join(map(str, cut))

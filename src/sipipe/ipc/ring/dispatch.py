@@ -13,9 +13,6 @@ Guarantees
     descriptor, and to say with ``remove_reader``.
 
 An entry's header words: sequence, offset of this piece, its bytes, parts, bytes of the message.
-
-Rejected: deltas against the last message of a microbatch's slot. A part of 4 KB that need not be
-copied saves a tenth of a microsecond of forty (docs/log.md).
 """
 
 from __future__ import annotations

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sipipe.observe.format import TraceError
 from sipipe.observe.phases import Phase
 from sipipe.tools.report.accounting import Cause
 from sipipe.tools.report.summary import Run
 
-_BATCH = 20_000
+Event = dict[str, Any]
 
 
 def write_perfetto(run: Run, path: Path) -> int:
@@ -29,40 +28,38 @@ def write_perfetto(run: Run, path: Path) -> int:
     """
     count = 0
     try:
-        packed = path.suffix == ".gz"
         with (
             gzip.open(path, "wt", 3, "ascii")
-            if packed
+            if path.suffix == ".gz"
             else path.open("w", encoding="ascii") as file
         ):
-            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-            for number, block in enumerate(_blocks(run)):
-                count += sum(event["ph"] == "X" for event in block)
-                text = ",\n".join(json.dumps(event) for event in block)
-                file.write((",\n" if number else "") + text)
+            before = '{"displayTimeUnit":"ms","traceEvents":[\n'
+            for event in _events(run):
+                count += event["ph"] == "X"
+                file.write(before + json.dumps(event))
+                before = ",\n"
             file.write("\n]}\n")
     except OSError as error:
         raise TraceError(f"--perfetto {path}: {error.strerror}") from None
     return count
 
 
-def _blocks(run: Run) -> Iterator[list[dict[str, Any]]]:
-    """Events, some thousands at a time."""
+def _events(run: Run) -> Iterator[Event]:
     causes = list(Cause)
     stages = iter(run.account.stages)
     track = 1  # Perfetto takes the same number in two processes for one thread that has moved
     for pid, process in enumerate(run.trace.processes, 1):
         header = process.header
         name = f"{header.name} ({header.host}, pid {header.pid})"
-        yield [_named(pid, track, "process", name), _sorted(pid)]
+        yield _about(pid, track, "process_name", name=name)
+        yield _about(pid, track, "process_sort_index", sort_index=pid)
         if header.role == "stage":
-            yield [_named(pid, track, "thread", "device: busy and bubbles")]
-            for rows in _batches(next(stages).segments):
-                yield [
-                    _slice(run, pid, track, began, ended, causes[cause].text, iteration=iteration)
-                    | {"cat": causes[cause].kind}
-                    for began, ended, iteration, cause, _ in rows
-                ]
+            yield _about(pid, track, "thread_name", name="device: busy and bubbles")
+            for segment in next(stages).segments:
+                began, ended, iteration, number, _ = segment.item()
+                cause = causes[number]
+                event = _slice(run, pid, track, began, ended, cause.text, iteration=iteration)
+                yield event | {"cat": cause.kind}
             track += 1
         records = process.phase(window=run.window)
         for thread in np.unique(records["thread"]):
@@ -70,10 +67,11 @@ def _blocks(run: Run) -> Iterator[list[dict[str, Any]]]:
             does = ", ".join(Phase(phase).name.lower() for phase in np.unique(own["phase"]))
             for slot in np.unique(own["slot"]):
                 tracks = _Tracks(run, pid, track)
-                for rows in _batches(own[own["slot"] == slot]):
-                    yield [tracks.place(row) for row in rows]
+                for record in own[own["slot"] == slot]:
+                    yield tracks.place(record.item())
                 names = range(track, track + len(tracks.open))
-                yield [_named(pid, tid, "thread", f"slot {slot}: {does}") for tid in names]
+                for tid in names:
+                    yield _about(pid, tid, "thread_name", name=f"slot {slot}: {does}")
                 track += len(names)
 
 
@@ -89,7 +87,7 @@ class _Tracks:
         self.open: list[list[int]] = []
         """For each track the ends of the slices that the next one may lie in."""
 
-    def place(self, record: tuple[int, ...]) -> dict[str, Any]:
+    def place(self, record: tuple[int, ...]) -> Event:
         """The event of a record; records come in the order of their begin."""
         began, ended, iteration, sequences, tokens, phase, _, slot = record
         index = 0
@@ -107,17 +105,11 @@ class _Tracks:
         return _slice(self._run, self._pid, tid, began, ended, name, **args)
 
 
-def _named(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_name", "args": {"name": name}}
+def _about(pid: int, tid: int, what: str, **args: Any) -> Event:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
 
 
-def _sorted(pid: int) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-
-
-def _slice(
-    run: Run, pid: int, tid: int, began: int, ended: int, name: str, **args: int
-) -> dict[str, Any]:
+def _slice(run: Run, pid: int, tid: int, began: int, ended: int, name: str, **args: int) -> Event:
     """From ``began`` to ``ended`` as far as that lies in the window, in us from its begin."""
     start, end = run.window
     began, ended = max(began, start), min(ended, end)
@@ -131,8 +123,3 @@ def _microseconds(ns: int) -> float:
     Without it some slices begin before the one before them ends, and are dropped.
     """
     return round((ns + 0.1) / 1000, 4)
-
-
-def _batches(records: npt.NDArray[Any]) -> Iterator[list[tuple[Any, ...]]]:
-    for first in range(0, len(records), _BATCH):
-        yield records[first : first + _BATCH].tolist()
