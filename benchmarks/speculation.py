@@ -1,6 +1,7 @@
 """Speculative decoding: tokens a pass, tokens a second and times per token, with and without.
 
-    python -m benchmarks.speculation MODEL [--pp 2] [--requests 1,4,8,32] [--tokens 96] [--repeat 3]
+    sipipe make-model smollm2 build/models/smollm2
+    python -m benchmarks.speculation [MODEL] [--pp 2] [--requests 1,4,8,32] [--repeat 3] [--no-stock]
 
 A chat model copies a passage, edits a file, fills a JSON schema, and chats, greedily and with the
 sampling of chat. SiPipe with ``{"method": "ngram"}``, SiPipe without, and stock vLLM on one stage with
@@ -139,7 +140,8 @@ KINDS = ("copy", "edit", "json", "chat")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?", default="build/models/smollm2")
+    parser.add_argument("--quick", action="store_true", help="one request, greedy, SiPipe alone")
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--requests", default="1,4,8,32")
     parser.add_argument("--kinds", default=",".join(KINDS))
@@ -148,6 +150,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="of each load (default: 3)")
     parser.add_argument("--no-stock", action="store_true", help="SiPipe alone")
     args = parser.parse_args()
+    if args.quick:
+        args.requests, args.sampling, args.repeat, args.no_stock = "1", "greedy", 1, True
     loads = [
         {"kind": kind, "sampling": way, "requests": int(requests)}
         for kind in args.kinds.split(",")
