@@ -136,6 +136,16 @@ def test_a_stalled_drain_names_what_both_threads_do():
         running.drain()
 
 
+def test_a_control_call_runs_in_the_device_thread_between_iterations():
+    stage = FakeStage()
+    with TwoThreads(stage) as running:
+        for round_ in range(20):
+            for iteration in range(4):
+                running.submit(round_ * 4 + iteration)
+            found = running.run_alone(lambda: (threading.current_thread().name, len(stage.sent)))
+            assert found.result(HAND_OVER) == ("test-device", round_ * 4 + 4)
+
+
 def test_a_control_call_ends_with_the_threads():
     stage = FakeStage(gates=["receive"])
     running = TwoThreads(stage)
