@@ -23,6 +23,7 @@ MEANT = {
     "a copy of vLLM's object, for one reader": (
         "parallel_config sampling_params speculative_config"
     ),
+    "a request's drafts, as vLLM's own loop sets them": "spec_token_ids",
     "a scheduling output, before it is sent to the workers": "new_token_ids field _NUMBER",
     "a worker that stands for vLLM's": "max_model_len",
     "an output of ours": "kv_connector_output",
