@@ -242,9 +242,8 @@ def any_lane(builder: Any, mask: Any) -> Any:
 
 
 def count_lanes(builder: Any, mask: Any) -> Any:
-    bits = ir.IntType(mask.type.count)
-    popcount = intrinsic_function(builder, f"llvm.ctpop.i{bits.width}", bits, bits)
-    return builder.zext(builder.call(popcount, [builder.bitcast(mask, bits)]), I64)
+    popcount = intrinsic_function(builder, "llvm.ctpop.i16", I16, I16)
+    return builder.zext(builder.call(popcount, [builder.bitcast(mask, I16)]), I64)
 
 
 def exp2(builder: Any, power: Any, mask: Any = None) -> Any:

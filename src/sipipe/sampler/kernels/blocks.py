@@ -86,14 +86,12 @@ class Sums:
         self._chains: list[Any] = []
         self._next = 0
 
-    def add(self, vector: Any, lanes: Any = None) -> None:
-        """Add those ``lanes``, or all."""
+    def add(self, vector: Any) -> None:
         if len(self._chains) < ACCUMULATORS:
-            self._chains.append(vec.constant(vec.VF, 0.0))
+            self._chains.append(vector)
+            return
         lane = self._next % ACCUMULATORS
-        chain = self._chains[lane]
-        total = self._builder.fadd(chain, vector)
-        self._chains[lane] = total if lanes is None else self._builder.select(lanes, total, chain)
+        self._chains[lane] = self._builder.fadd(self._chains[lane], vector)
         self._next += 1
 
     def total(self) -> Any:
@@ -262,46 +260,23 @@ def block_gather(
     return with_masks(builder, mask, word, collect)
 
 
-def _bfloat16_reached(builder: Any, x: Any, start: Any, threshold: Any, masks: list[Any]) -> Any:
-    """For each 32 logits, which reach ``threshold``, by their bits: a third of the time.
-
-    Among bits as signed integers those of a positive threshold, or more, are the larger logits;
-    among unsigned ones those of another, or fewer, are. So one comparison serves, of bits turned.
-    """
-    kind = ir.VectorType(vec.I16, 2 * vec.LANES)
-    bits = builder.bitcast(threshold, vec.I32)
-    positive = builder.icmp_signed(">", bits, ir.Constant(vec.I32, 0))
-    up = builder.select(positive, ir.Constant(vec.I32, 0xFFFF), ir.Constant(vec.I32, 0))
-    least = builder.trunc(builder.lshr(builder.add(bits, up), ir.Constant(vec.I32, 16)), vec.I16)
-    zero = builder.icmp_signed("==", least, ir.Constant(vec.I16, 0))
-    least = builder.select(zero, ir.Constant(vec.I16, 0x8000), least)  # -0 reaches 0
-    turned = builder.select(positive, ir.Constant(vec.I16, 0x8000), ir.Constant(vec.I16, 0xFFFF))
-    least = vec.splat(builder, builder.xor(least, turned), kind)
-    turned = vec.splat(builder, turned, kind)
-    for v, mask in enumerate(masks):
-        address = builder.gep(x, [offset_of(builder, start, 2 * v)])
-        stored = builder.load(builder.bitcast(address, kind.as_pointer()))
-        stored.align = 2
-        reached = builder.icmp_unsigned(">=", builder.xor(stored, turned), least)
-        yield reached if mask is None else builder.and_(reached, builder.not_(mask))
-
-
-@operation(_INT, ARRAY, _INT, ARRAY, _INT, _REAL)
+@operation(_INT, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, _REAL)
 def block_count(
-    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, threshold: Any
-) -> Any:
-    """How many of what is not masked of a block, which has no NaN, are >= ``threshold``."""
-    wide = kind == types.uint16
-
-    def reached(masks: list[Any]) -> Any:
-        if wide:
-            yield from _bfloat16_reached(builder, x, start, threshold, masks)
-            return
-        least = vec.splat(builder, threshold, vec.VF)
-        for value in _unmasked(builder, vectors_of(builder, x, start, kind), masks):
-            yield builder.fcmp_ordered(">=", value, least)
+    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any,
+    shift: Any, offset: Any, threshold: Any,
+) -> Any:  # fmt: skip
+    """How many of ``(x - shift) - offset``, in float32 and not masked, are >= ``threshold``."""
+    shift, offset, threshold = (
+        vec.splat(builder, scalar, vec.VF) for scalar in (shift, offset, threshold)
+    )
 
     def count(masks: list[Any]) -> Any:
-        return fold([vec.count_lanes(builder, some) for some in reached(masks)], builder.add)
+        total = ir.Constant(vec.I64, 0)
+        vectors = vectors_of(builder, x, start, kind)
+        for value in _unmasked(builder, vectors, masks):
+            score = builder.fsub(builder.fsub(value, shift), offset)
+            reached = builder.fcmp_ordered(">=", score, threshold)
+            total = builder.add(total, vec.count_lanes(builder, reached))
+        return total
 
-    return with_masks(builder, mask, word, count, wide)
+    return with_masks(builder, mask, word, count)

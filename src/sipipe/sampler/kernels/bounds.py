@@ -30,40 +30,19 @@ def _bound(builder: Any, value: Any, top: Any, slope: Any) -> Any:
     return builder.bitcast(builder.fptosi(vec.maximum(builder, bits, zero), vec.VI), vec.VF)
 
 
-@operation(_REAL, ARRAY, _INT, _REAL, _REAL, _REAL, ARRAY)
-def block_bounds(
-    builder: Any, kind: Any, x: Any, start: Any, least: Any, top: Any, slope: Any, y: Any
-) -> Any:
-    """The bounds of 256 logits into ``y`` from ``start`` on; their sum, float32.
+@operation(_REAL, ARRAY, _INT, _REAL, _REAL, ARRAY)
+def block_bounds(builder: Any, kind: Any, x: Any, start: Any, top: Any, slope: Any, y: Any) -> Any:
+    """The bounds of 256 logits into ``y`` from ``start`` on, 0 below 2 ** -127; their sum, float32.
 
-    0 below ``least``, and below 2 ** -127. None is above ``top``.
+    None is above ``top``.
     """
-    least, top, slope = (vec.splat(builder, scalar, vec.VF) for scalar in (least, top, slope))
-    zero = vec.constant(vec.VF, 0.0)
+    top, slope = vec.splat(builder, top, vec.VF), vec.splat(builder, slope, vec.VF)
     sums = Sums(builder)
     for v, value in enumerate(vectors_of(builder, x, start, kind)):
-        reached = builder.fcmp_ordered(">=", value, least)
-        bound = builder.select(reached, _bound(builder, value, top, slope), zero)
+        bound = _bound(builder, value, top, slope)
         vec.store_vector(builder, bound, y, offset_of(builder, start, v))
         sums.add(bound)
     return sums.total()
-
-
-@operation(_REAL, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL)
-def block_bound_sum(
-    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, top: Any, slope: Any
-) -> Any:
-    """Sum of the bounds of what is not masked of a block, float32. None is above ``top``."""
-    top, slope = vec.splat(builder, top, vec.VF), vec.splat(builder, slope, vec.VF)
-
-    def sums(masks: list[Any]) -> Any:
-        total = Sums(builder)
-        for v, value in enumerate(vectors_of(builder, x, start, kind)):
-            kept = None if masks[v] is None else builder.not_(masks[v])
-            total.add(_bound(builder, value, top, slope), kept)
-        return total.total()
-
-    return with_masks(builder, mask, word, sums)
 
 
 def _split(
@@ -71,6 +50,7 @@ def _split(
     weigh: Any,
 ) -> Any:  # fmt: skip
     value, least = vec.splat(builder, value, vec.VF), vec.splat(builder, least, vec.VF)
+    zero = vec.constant(vec.VF, 0.0)
 
     def parts(masks: list[Any]) -> Any:
         above, rest = Sums(builder), Sums(builder)
@@ -79,15 +59,12 @@ def _split(
         for v, logit in enumerate(vectors_of(builder, x, start, kind)):
             larger = builder.fcmp_ordered(">", logit, value)
             equal = builder.fcmp_ordered("==", logit, value)
-            others = builder.and_(
-                builder.fcmp_ordered("<=", logit, value), builder.fcmp_ordered(">=", logit, least)
-            )
+            weight = builder.select(builder.fcmp_ordered(">=", logit, least), weigh(logit), zero)
             if masks[v] is not None:
-                kept = builder.not_(masks[v])
-                larger, equal, others = (builder.and_(kept, m) for m in (larger, equal, others))
-            weight = weigh(logit)
-            above.add(weight, larger)
-            rest.add(weight, others)
+                equal = builder.and_(equal, builder.not_(masks[v]))
+                weight = builder.select(masks[v], zero, weight)
+            above.add(builder.select(larger, weight, zero))
+            rest.add(builder.select(larger, zero, weight))
             count = builder.add(count, builder.select(equal, one, none))
         equals = builder.zext(vec.reduce(builder, count, builder.add), vec.I64)
         return vec.struct_of(builder, above.total(), rest.total(), equals)

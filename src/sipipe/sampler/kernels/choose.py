@@ -17,7 +17,7 @@ import numpy as np
 from sipipe.jit import kernel
 from sipipe.sampler.kernels import order, scan
 from sipipe.sampler.kernels.blocks import element
-from sipipe.sampler.kernels.draw import SHARE, draw_candidates, draw_head, draw_row, keep_from
+from sipipe.sampler.kernels.draw import SHARE, draw_candidates, draw_row
 from sipipe.sampler.kernels.philox import uniform
 from sipipe.sampler.kernels.top_p import gather_tail, top_p_cut
 
@@ -49,6 +49,20 @@ def divide_candidates(count: Any, temperature: Any, work: Any) -> Any:
         work.values[i] = value
         top = max(top, value)
     return top
+
+
+@kernel
+def _keep_from(count: Any, cut: Any, cut_id: Any, work: Any) -> Any:
+    """Drop the candidates below (cut, cut_id); how many stay."""
+    kept = 0
+    for i in range(count):
+        value = work.values[i]
+        token = work.ids[i]
+        if value > cut or (value == cut and token >= cut_id):
+            work.ids[kept] = token
+            work.values[kept] = value
+            kept += 1
+    return kept
 
 
 @kernel
@@ -110,15 +124,15 @@ def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) 
         cut, cut_id = top_p_cut(count, high, scan.NEG_INF, top_p * total, 1.0, work)
     token, total = draw_candidates(count, cut, cut_id, filters, work)
     if listed:
-        count = keep_from(count, cut, cut_id, work)
+        count = _keep_from(count, cut, cut_id, work)
     return token, count, np.float64(high), math.log(total)
 
 
 @kernel
 def draws_from_row(vocab: Any, filters: Any) -> Any:
-    """Whether the filters can be put to one token, and top-k keeps a good part."""
-    k = filters.top_k
-    return k == 0 or (filters.top_p >= 1.0 and k * SHARE > vocab)
+    """Whether the filters keep a good part of the mass, and can be put to one token."""
+    k, top_p = filters.top_k, filters.top_p
+    return (k == 0 or (top_p >= 1.0 and k * SHARE > vocab)) and top_p * SHARE >= 1.0
 
 
 @kernel
@@ -166,10 +180,7 @@ def choose(
         least = _least_of_min_p(top, filters)
         from_row = filters.min_p == 0.0 or _groups_reach(x, least, work)
     if from_row:
-        if top_p * SHARE < 1.0:
-            token = draw_head(x, top, filters, least, edited, work)
-        else:
-            token = draw_row(x, top, filters, least, edited, work)
+        token = draw_row(x, top, filters, least, edited, work)
         if token >= 0 and not listed:
             return token, np.int64(-1), 0.0, 0.0
     inverse = 1.0 / np.float64(filters.temperature)
@@ -204,7 +215,7 @@ def choose(
     cut, cut_id = top_p_cut(count, top, low, target, inverse, work)
     other, total = draw_candidates(count, cut, cut_id, filters, work)
     if listed:
-        count = keep_from(count, cut, cut_id, work)
+        count = _keep_from(count, cut, cut_id, work)
         divide_candidates(count, filters.temperature, work)
     if token < 0 or (listed and not _is_candidate(token, count, work)):
         token = other

@@ -10,14 +10,8 @@ a token drawn from those that they keep; so the one token is judged: top-k keeps
 logits are larger, top-p if what comes before it in the order of likelihood has less than p of the
 mass. One that they do not keep is drawn again. What min-p keeps is known beforehand: groups without
 such a token are not proposed.
-
-Of a row of which top-p keeps little, the head is listed: tokens from a logit on that must hold p of
-the mass, because the largest logits of groups alone do, by their bounds and one for the mass. A
-token drawn from the list is judged in the same way, by what lies before it there. One that is not
-kept leaves the list, with all behind it.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -29,7 +23,6 @@ from sipipe.sampler.kernels.bounds import (
     LARGEST_RATIO,
     ROUNDING,
     UNIT,
-    block_bound_sum,
     block_bounds,
     block_split,
     block_split_exactly,
@@ -91,15 +84,18 @@ def draw_candidates(count: Any, cut: Any, cut_id: Any, filters: Any, work: Any) 
 def _bound_groups(x: Any, top: Any, slope: Any, least: Any, edited: Any, work: Any) -> Any:
     """Bounds of the groups of the row and its edits into ``work.weights``; (where they end, sum).
 
-    Those of 256 groups together are left in ``work.masses``; of groups below ``least`` they are 0.
+    Those of 256 groups together are left in ``work.masses``. Groups below ``least`` become -inf.
     """
     count = (((x.size + 255) >> 8) + ((edited + 255) >> 8)) << 5
     end = (count + 255) & ~255
     for i in range(count, end):
         work.groups[i] = scan.NEG_INF
+    if least > LOWEST:
+        for i in range(count):
+            work.groups[i] = work.groups[i] if work.groups[i] >= least else scan.NEG_INF
     total = 0.0
     for start in range(0, end, 256):
-        mass = block_bounds(work.groups, start, least, top, slope, work.weights)
+        mass = block_bounds(work.groups, start, top, slope, work.weights)
         work.masses[start >> 8] = mass
         total += mass
     return end, total
@@ -121,52 +117,6 @@ def _passing(values: Any, first: Any, step: Any, count: Any, target: Any) -> Any
             if before > target:
                 break
     return chosen, reached
-
-
-@kernel
-def _bound_row(x: Any, top: Any, slope: Any, edited: Any, work: Any) -> Any:
-    """Sum of the bounds of the row and its edits."""
-    full = x.size >> 8
-    total = 0.0
-    for b in range(full):
-        total += block_bound_sum(x, b << 8, work.mask, b << 3, top, slope)
-    if x.size & 255:
-        total += block_bound_sum(work.tail, 0, work.mask, full << 3, top, slope)
-    for start in range(0, edited, 256):
-        total += block_bound_sum(work.edited, start, work.no_mask, 0, top, slope)
-    return total
-
-
-@kernel
-def _groups_from(least: Any, end: Any, step: Any, work: Any) -> Any:
-    """Sum of the bounds of the groups that reach ``least``, of 256 in each ``step``."""
-    total = 0.0
-    for start in range(0, end, step):
-        total += list_mass(work.groups, work.weights, start, least)[0]
-    return total
-
-
-@kernel
-def _least_of_groups(target: Any, top: Any, slope: Any, end: Any, total: Any, work: Any) -> Any:
-    """A logit; the bounds of the groups that reach it sum up to ``target`` and little more.
-
-    Guessed from 2,048 groups, then lowered until it is so for all, whose sum is ``total``. Groups
-    with less than (total - target) / end each cannot miss: where they begin, the guess does.
-    """
-    step = max(end >> 11, 1) << 8
-    share = ((end + step - 1) // step << 8) / end
-    high = np.float32(0.0)
-    low = np.float32(math.log2(end / (total - target)) * UNIT / np.float64(slope))
-    for _ in range(10):
-        middle = (low + high) * np.float32(0.5)
-        if _groups_from(top - middle, end, step, work) >= 1.1 * share * target:
-            low = middle
-        else:
-            high = middle
-    # bound: about 1,000 rounds, until the difference is above the lowest float32
-    while top - low >= LOWEST and _groups_from(top - low, end, 256, work) < target:
-        low = low * np.float32(1.1) + np.float32(1e-6)
-    return max(top - low, LOWEST)
 
 
 @kernel
@@ -267,7 +217,9 @@ def _in_top_p(
     1 / LARGEST_RATIO of it; with p = 0.95, six tokens of ten are so known to be kept. For most of the
     others the bounds of the weights are enough; the weights are summed only near the cut.
     """
-    reaching = _groups_from(value, end, 256, work)
+    reaching = 0.0
+    for start in range(0, end, 256):
+        reaching += list_mass(work.groups, work.weights, start, value)[0]
     below = (total - reaching) / LARGEST_RATIO - total * 1e-6  # what rounding may have added
     if (1.0 - top_p) * reaching * 8.0 < top_p * below:
         return True, mass
@@ -320,8 +272,8 @@ def draw_row(x: Any, top: Any, filters: Any, least: Any, edited: Any, work: Any)
         if filters.top_k > 0:
             low = _largest_equal(value, filters.temperature)
             low_id = np.int64(x.size)
-            larger = np.nextafter(low, np.float32(np.inf))
-            if scan.count_at_least(x, larger, edited, work) >= filters.top_k:
+            larger, none = np.nextafter(low, np.float32(np.inf)), np.float32(0.0)
+            if scan.count_at_least(x, none, none, larger, edited, work) >= filters.top_k:
                 continue
         elif filters.top_p < 1.0:
             low, low_id = value, token
@@ -333,66 +285,3 @@ def draw_row(x: Any, top: Any, filters: Any, least: Any, edited: Any, work: Any)
                 continue
         return token
     return np.int64(-1)
-
-
-@kernel
-def keep_from(count: Any, cut: Any, cut_id: Any, work: Any) -> Any:
-    """Drop the candidates below (cut, cut_id); how many stay."""
-    kept = 0
-    for i in range(count):
-        value = work.values[i]
-        token = work.ids[i]
-        work.ids[kept] = token
-        work.values[kept] = value
-        kept += value > cut or (value == cut and token >= cut_id)
-    return kept
-
-
-@kernel
-def _head(x: Any, top: Any, slope: Any, filters: Any, least: Any, edited: Any, work: Any) -> Any:
-    """List tokens that hold ``top_p`` of the mass, the largest; (their number, bounds of the mass)."""
-    end, total = _bound_groups(x, top, slope, least, edited, work)
-    lower, upper = total / LARGEST_RATIO, total * 8.0
-    needed = filters.top_p * (LARGEST_RATIO + 1e-4)
-    if needed * upper > 1.0:  # which the largest logit weighs
-        whole = _bound_row(x, top, slope, edited, work)
-        upper = min(upper, whole)
-        if least <= LOWEST:
-            lower = whole / LARGEST_RATIO
-    low = top
-    if needed * upper > 1.0:
-        low = max(_least_of_groups(needed * upper, top, slope, end, total, work), least)
-    return scan.gather(x, low, edited, work), lower * (1.0 - 1e-4), upper * (1.0 + 1e-4)
-
-
-@kernel
-def draw_head(x: Any, top: Any, filters: Any, least: Any, edited: Any, work: Any) -> Any:
-    """`draw_row` for a ``top_p`` below 1 / `SHARE`."""
-    scale = np.float32(scan.LOG2E / np.float64(filters.temperature))
-    slope = np.float32(np.float64(scale) * UNIT)
-    count, lower, upper = _head(x, top, slope, filters, least, edited, work)
-    attempt = 0
-    # bound: `count`, which each round lessens, usually by half
-    while True:
-        mass = scan.candidate_weights(count, top, scale, work)
-        for start in range(0, count, 256):
-            work.sums[start >> 8] = list_mass(work.values, work.weights, start, LOWEST)[0]
-        u, _ = uniforms(filters.seed, filters.position, attempt)
-        block, reached = _passing(work.sums, 0, 1, (count + 255) >> 8, u * mass)
-        first = block << 8
-        at, _ = _passing(work.weights, first, 1, min(count - first, 256), u * mass - reached)
-        value, token = work.values[first + at], np.int64(work.ids[first + at])
-        weight = np.float64(work.weights[first + at])
-        beyond = np.nextafter(value, np.float32(np.inf))
-        before = 0.0
-        for start in range(0, count, 256):
-            before += list_mass(work.values, work.weights, start, beyond)[0]
-        for i in range(positions_between(count, value, beyond, work)):
-            before += weight * (work.ids[work.picks[i]] > token)
-        if filters.top_p * lower <= before < filters.top_p * upper:
-            above, rest, _ = _split(x, _ALL, value, token, least, top, slope, True, edited, work)
-            lower = upper = above + rest
-        if before < filters.top_p * lower:
-            return token
-        count = keep_from(count, value, token + 1, work)
-        attempt += 1

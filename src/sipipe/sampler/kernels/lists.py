@@ -33,6 +33,7 @@ def list_mass(
 ) -> Any:
     """(sum of ``weights``, how many) where ``values`` >= ``threshold``."""
     threshold = vec.splat(builder, threshold, vec.VF)
+    zero = vec.constant(vec.VF, 0.0)
     sums = Sums(builder)
     count = ir.Constant(vec.I64, 0)
     for value, weight in zip(
@@ -42,7 +43,7 @@ def list_mass(
     ):
         kept = builder.fcmp_ordered(">=", value, threshold)
         count = builder.add(count, vec.count_lanes(builder, kept))
-        sums.add(weight, kept)
+        sums.add(builder.select(kept, weight, zero))
     return vec.struct_of(builder, sums.total(), count)
 
 
