@@ -17,6 +17,7 @@ the line below a table, here below a picture::
 
 In a cell of a table of Markdown the bar is written ``\\|``.
 Columns and conditions may be left out: those that the file names, or all, and all rows.
+``A over B`` is the ratio of two columns.
 ``channels*`` stands for each file of such a name, and for none while there is none. A file with
 ``"stale"`` says below its table why its figures are not those of today's code.
 """
@@ -101,7 +102,10 @@ def _chosen(name: str, wanted: str) -> tuple[dict[str, Any], list[str], list[dic
         column, _, values = condition.partition("=")
         rows = [row for row in rows if _shown(row.get(column)) in values.split("|")]
     columns = columns or result.get("columns") or list(result["rows"][0])
-    missing = [column for column in columns if column not in result["rows"][0]]
+    for ratio in (column for column in columns if " over " in column):
+        above, below = ratio.split(" over ")
+        rows = [row | {ratio: row[above] / row[below]} for row in rows]
+    missing = [column for column in columns if column not in (rows or result["rows"])[0]]
     if missing or not rows:
         sys.exit(f"results {name}: {wanted}: no {missing[0] if missing else 'row'} there")
     return result, columns, rows

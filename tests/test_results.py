@@ -88,7 +88,7 @@ def test_a_table_shows_the_chosen_rows_and_columns(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text(
         '{"title": "T", "note": "", "machine": {"cpu": "C", "cores": 2, "date": "D"},'
         ' "stale": "of old code",'
-        ' "rows": [{"way": "greedy", "tok/s": 1234.5}, {"way": "all", "tok/s": 0.123456}]}'
+        ' "rows": [{"way": "greedy", "tok/s": 1234.5, "twice": 2469.0}, {"way": "all", "tok/s": 0.123456}]}'
     )
     page = "<!-- results a: tok/s | way=all -->\nold\n<!-- end --> <!-- = a: way | way=all -->?<!-- end -->"
     new = written(page)
@@ -96,6 +96,8 @@ def test_a_table_shows_the_chosen_rows_and_columns(tmp_path, monkeypatch):
     assert "1,234" not in new
     assert "**Stale:** of old code." in new
     assert new.endswith("<!-- = a: way | way=all -->all<!-- end -->")
+    half = "<!-- = a: tok/s over twice | way=greedy -->"
+    assert written(f"{half}<!-- end -->") == f"{half}0.5<!-- end -->"
     assert written(r"<!-- = a: way \| way=all --><!-- end -->").endswith("-->all<!-- end -->")
     assert written(new) == new
     assert "Not measured yet." in written("<!-- results c* -->\nold\n<!-- end -->")
