@@ -258,7 +258,12 @@ def test_between_slots_of_equal_counts_a_sequence_joins_the_one_with_less_contex
     settings = MicrobatchSettings(max_moves=0, context_unit=100)
     policy = SlotPolicy(slots=3, max_tokens=512, settings=settings)
     policy.visit([], pending_prefill=0)
-    policy.slot_of = {"c": 0, "d": 0, "long": 1, "short": 2}  # the visit's before is full
+    policy.slot_of = {
+        "c": 0,
+        "d": 0,
+        "long": 1,
+        "short": 2,
+    }  # where its prompt ended, slot 0 is full
     contexts = {"long": 900, "short": 100, "c": 1, "d": 1, "new": 1}
     policy.visit([Sequence(*one, True) for one in contexts.items()], pending_prefill=0)
     assert policy.slot_of["new"] == 2
