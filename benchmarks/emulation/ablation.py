@@ -10,7 +10,8 @@ paper's ranges. So a figure says what hiding such a cost is worth in a real cont
 large the cost is today. Rows differ by nothing else: layers, scheduler and load are SiPipe's.
 
 An engine a figure, 40 seconds each; ``TEXT``: only those whose pipeline and name contain it. What
-this commit has measured is not measured again; the table has the pipelines that are complete.
+this commit has measured is not measured again, unless the machine was too busy; the table has the
+pipelines that are complete.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ PIPELINES = tuple(
     for model, slow_motion in (
         ("deepseek-v2.5", (1, 1, 1)),
         ("mixtral-8x7b", (2, 4, 8)),
-        ("llama-70b", (2, 2, 4)),
     )
     for p, slow in zip((2, 4, 8), slow_motion, strict=True)
 )
@@ -58,7 +58,7 @@ LOAD = "--requests 512 --prompt-tokens 32 --tokens 40 --sampling temperature"
 
 
 def ablate(argv: Sequence[str]) -> int:
-    """0: every pipeline that was measured had cores enough."""
+    """0: there is a table."""
     folder = BUILD / "emulation-ablation"
     folder.mkdir(parents=True, exist_ok=True)
     commit = machine()["commit"]
@@ -71,12 +71,18 @@ def ablate(argv: Sequence[str]) -> int:
             if not all(text in name for text in argv):
                 continue
             known = {"commit": commit} | _measured(*pipeline, engine)
+            print(
+                f"{name}: {known['tokens_per_s']:,.0f} tokens/s, {known['busy']:.0%} of the cores"
+            )
+            if known["busy"] > BUSY:
+                print(f"VOID: above {BUSY:.0%} emulated devices are late by themselves")
+                continue
             path.write_text(json.dumps(known))
         found.setdefault(pipeline, {})[engine] = known
     rows = [_row(of, engines) for of, engines in found.items() if len(engines) == len(ENGINES)]
     if not rows:
         print("emulate: --ablate: no pipeline is complete")
-        return 0
+        return 1
     mean = {"pipeline": "geometric mean"}
     rows.append(mean | {name: _mean(rows, name) for name in rows[0] if name[0] in "+-S"})
     report(
@@ -90,7 +96,7 @@ def ablate(argv: Sequence[str]) -> int:
         file="emulation-ablation",
         columns=[name for name in rows[0] if name != "stages"],
     )
-    return int(any(row.get("cores busy, %", 0) > 100 * BUSY for row in rows))
+    return 0
 
 
 def _title(profile: str, p: int, slow: int) -> str:
