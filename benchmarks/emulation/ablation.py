@@ -39,8 +39,9 @@ PIPELINES = tuple(
     for p, slow in zip((2, 4, 8), slow_motion, strict=True)
 )
 """Profile, stages, slow motion: as much as two cores need."""
-WAITED = 0.5
-"""Threads of the engine that wait for a core, on average, above which devices are late."""
+WAITED = 2.0
+"""Threads of the engine that wait for a core, on average, above which devices are late: what two
+cores that are 77 % busy make wait (M/M/2)."""
 DEVICE = {"cpu_sampling": "per_row"}
 ENGINES: dict[str, tuple[bool, dict[str, Any], list[str]]] = {
     "vLLM-like": (False, DEVICE, ["Posting", "Overlap"]),
@@ -126,6 +127,7 @@ def _row(pipeline: tuple[str, int, int], found: dict[str, Any]) -> dict[str, Any
     row["SiPipe"] = round(whole / stock, 2)
     for engine in list(ENGINES)[len(CHAIN) :]:
         row[engine] = round(speed[engine] / whole, 2)
+    row["SiPipe's busiest stage, % busy"] = round(100 * max(found[CHAIN[-1]]["busy_share"]), 1)
     row["threads that waited for a core"] = max(one["waited"] for one in found.values())
     return row
 

@@ -17,7 +17,7 @@ from benchmarks.emulation.stock_costs import Costs
 def test_an_ablation_has_a_row_a_pipeline_and_measures_nothing_twice(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablation, "BUILD", tmp_path)
     monkeypatch.setattr("benchmarks.harness.BUILD", tmp_path)
-    started, waited = [], 0.9
+    started, waited = [], 2.9
 
     def measured(profile, p, slow, engine):
         started.append((profile, p, engine))
