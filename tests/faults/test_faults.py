@@ -32,6 +32,7 @@ def test_a_few_faults_end_well(tmp_path):
     asked = [
         {"kind": name, "streams": STREAMS} | kinds[name].make(Random(f"few {name}")) for name in FEW
     ]
+    asked[-1]["unread"] = True
     scenarios = ["--scenarios", json.dumps(asked), "--parallel", "3"]
     sums = run(tmp_path / "log", "__main__.py", scenarios)
     assert sums["injected"] >= len(FEW)
