@@ -87,12 +87,14 @@ class Week:
         self._live, self._due = {}, 0.0
         """By request: it, its tokens, those so far, and after how many it is aborted."""
         self._real, self._steps, self._used, self._unlogged = time.time, [], 0.0, 0
+        self._dying = set()
         self.counts = Counter()
 
     def part(self):
         """A tenth of the requests, with a tenth of the faults between them."""
         left = self._asked["requests"] // self._asked["parts"]
         self._steps, used = [], self._cpu()
+        self._dying.clear()
         while left or self._live:
             while left and len(self._live) < STREAMS:
                 left -= 1
@@ -158,40 +160,47 @@ class Week:
         self.counts[how] += 1
 
     def _strike(self):
-        from tests.faults.engine import _children
-
         what = self._chances.choices([*FAULTS], [*FAULTS.values()])[0]
         if what == "fill" and _size("/dev/shm") > FULL:
             return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self._put(what):
+                self.counts[what] += 1
+
+    def _put(self, what):
+        """Whether it was done: nobody may be there to do it to."""
+        from tests.faults.engine import _children
+
         children = {
             n: psutil.Process(c.process.pid)
             for n, c in _children(self._core).copy().items()
-            if c.process.returncode is None
+            if c.process.returncode is None and c.process.pid not in self._dying
         }
-        samplers = [name for name in children if name.startswith("sampler")]
-        struck = children.get(self._chances.choice(samplers)) if samplers else None
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if what == "clock":
+        samplers = [child for name, child in children.items() if name.startswith("sampler")]
+        match what:
+            case "clock":
                 seconds = self._chances.choice((-3600, 3600))
                 time.time = lambda: self._real() + seconds
-            elif what == "rotate":
+            case "rotate":
                 self._rotate()
-            elif what == "fill":
+            case "fill":
                 self._fill()
-            elif what == "pause":
+            case "pause":
                 for process in children.values():
                     self._stop(process)
                 time.sleep(MOMENT)
-            elif what == "memory":
-                self._starve(children[self._chances.choice([*children])])
-            elif struck is None:
-                return
-            elif what == "stop":
-                self._stop(struck)
-            else:
+            case "memory":
+                self._starve(self._chances.choice([*children.values()]))
+            case _ if not samplers:
+                return False
+            case "stop":
+                self._stop(self._chances.choice(samplers))
+            case _:
+                struck = self._chances.choice(samplers)
                 struck.send_signal(DEADLY[what])
-                self._unlogged += 1
-            self.counts[what] += 1
+                self._dying.add(struck.pid)
+                self._unlogged += what != "hold"
+        return True
 
     def _later(self, undo):
         timer = threading.Timer(MOMENT, undo)
@@ -219,8 +228,10 @@ class Week:
     def _rotate(self):
         """As logrotate does it: rename the log, or copy it and empty it."""
         log = Path(os.readlink("/proc/self/fd/1"))
-        said = log.read_text()
-        assert "died" in said or self._unlogged < 3, "the log says nothing any more"
+        until = time.monotonic() + SETTLED
+        while (said := log.read_text()).count(" died (") < self._unlogged:
+            assert time.monotonic() < until, f"the log has not all of {self._unlogged} deaths"
+            time.sleep(0.01)
         self._unlogged = 0
         if self._chances.random() < 0.5:
             log = log.rename(log.with_suffix(".1" if log.suffix != ".1" else ".2"))
