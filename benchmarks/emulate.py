@@ -170,8 +170,10 @@ def _run(
 
 def _figures(trace: Trace, result: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each load, the part in which all its requests decode."""
-    loads = zip(result["spans"].values(), result["busy"].values(), strict=True)
-    return [_steady(trace, span, busy) for (span,), (busy,) in loads]
+    loads = zip(*(result[key].values() for key in ("spans", "busy", "waited")), strict=True)
+    return [
+        _steady(trace, span, busy) | {"waited": waited} for (span,), (busy,), (waited,) in loads
+    ]
 
 
 def _steady(trace: Trace, span: tuple[int, int], busy: float) -> dict[str, Any]:

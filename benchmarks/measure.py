@@ -14,7 +14,8 @@ import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -48,8 +49,8 @@ def measure(
     ``turn``: within it the engine starts, answers all loads once, and ends.
 
     Returns ``startup_seconds``, ``kv_tokens`` that the KV cache holds, and ``tokens_per_second``,
-    ``busy``, which share of the machine's CPU time was spent meanwhile by anybody who does not give
-    way (nice), and ``spans`` of
+    ``busy``, which share of the machine's CPU time was spent by anybody meanwhile, ``waited``, how many
+    of the engine's threads waited for a core on average, and ``spans`` of
     the monotonic clock, ns: for each load (a way of sampling, as in "greedy", or with a number of
     requests, as in "greedy, 4 at once") a list with an entry per repetition.
     """
@@ -92,17 +93,18 @@ def measure(
         run(next(iter(loads)), min(job.tokens, 16))
     figures: dict[str, list[float]] = {load: [] for load in loads}
     busy: dict[str, list[float]] = {load: [] for load in loads}
+    waited: dict[str, list[float]] = {load: [] for load in loads}
     spans: dict[str, list[tuple[int, int]]] = {load: [] for load in loads}
     for _ in range(job.repeat):
         with turn():
             for load in loads:
-                before, began_ns = psutil.cpu_times(), time.monotonic_ns()
+                before, began_ns, waits = psutil.cpu_times(), time.monotonic_ns(), _waited()
                 figures[load].append(run(load, job.tokens))
                 spans[load].append((began_ns, time.monotonic_ns()))
+                waited[load].append((_waited() - waits) / (spans[load][-1][1] - began_ns))
                 spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
                 free = psutil.cpu_times()._make(spent)
-                given = free.idle + free.iowait + free.nice
-                busy[load].append(1 - given / sum(spent[:8]))
+                busy[load].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
     with turn():  # nobody ends beside another's last answers
         pass
     cache = llm.llm_engine.vllm_config.cache_config
@@ -111,8 +113,20 @@ def measure(
         "kv_tokens": cache.num_gpu_blocks * cache.block_size,
         "tokens_per_second": figures,
         "busy": busy,
+        "waited": waited,
         "spans": spans,
     }
+
+
+def _waited() -> int:
+    """Nanoseconds for which threads of the engine could have run and had no core, up to now."""
+    engine = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+    tasks = (task for pid in engine for task in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    total = 0
+    for task in tasks:
+        with suppress(OSError):  # it has ended
+            total += int(task.read_text().split()[1])
+    return total
 
 
 def _start(job: Job) -> Any:

@@ -40,6 +40,9 @@ class Costs:
         draws.DeviceSampler = lambda runner: EmulatedSampler(runner, self)  # type: ignore[misc, assignment]
         prepare, share, layers = SiPipePrepares.prepare, self._stock.preparation, self._stage.layers
 
+        if not share:
+            return
+
         def prepared(self: SiPipePrepares, *args: Any) -> ModelInput:
             inputs = prepare(self, *args)
             time.sleep(share * layers(inputs.num_tokens))  # wait: the emulated host's time; nobody

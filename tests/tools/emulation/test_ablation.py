@@ -17,17 +17,17 @@ from benchmarks.emulation.stock_costs import Costs
 def test_an_ablation_has_a_row_a_pipeline_and_measures_nothing_twice(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablation, "BUILD", tmp_path)
     monkeypatch.setattr("benchmarks.harness.BUILD", tmp_path)
-    started, busy = [], 0.9
+    started, waited = [], 2.9
 
     def measured(profile, p, slow, engine):
         started.append((profile, p, engine))
         place = list(ablation.ENGINES).index(engine)
-        return {"tokens_per_s": 100.0 * 2**place, "busy": busy, "busy_share": [1.0]}
+        return {"tokens_per_s": 100.0 * 2**place, "waited": waited, "busy_share": [1.0]}
 
     monkeypatch.setattr(ablation, "_measured", measured)
     assert ablation.ablate(["--pp 4"]) == 1
     assert "VOID" in capsys.readouterr().out
-    busy, count = 0.5, len(started)
+    waited, count = 0.2, len(started)
     assert ablation.ablate(["--pp 4", "TSEM"]) == 1
     assert ablation.ablate(["--pp 4"]) == 0
     assert len(started) == 2 * count
