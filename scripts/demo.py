@@ -29,7 +29,7 @@ ASKED = (
     ("greedy", "Why do bees make honey? Answer in one sentence."),
     ("chat", "Write a short story about a fox, in two sentences."),
 )
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 SIPIPE = [sys.executable, "-m", "sipipe"]
 
 
@@ -70,7 +70,9 @@ def checkpoint() -> Path:
             smollm2.make_smollm2(model)
         print(f"{model}: 135 M parameters, 30 layers, trained for chats")
     except ResourceError as error:
-        print(f"{str(error).removeprefix('make-model: ')}\nA random model instead: made-up words.")
+        print(
+            f"{str(error).removeprefix('make-model: ')}\nA random model is served instead; its words are made up."
+        )
         model = MODELS / "llama-bench"
         make = [sys.executable, "-m", "benchmarks.make_model", "llama", str(model)]
         subprocess.run([*make, "--size", "bench"], check=True)
