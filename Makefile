@@ -18,7 +18,7 @@ help: ## show this list
 setup: ## make .venv with the CPU engine (quick when it exists)
 	@$(PYTHON) scripts/setup
 
-demo: setup ## serve a model in two stages, stream completions, measure against stock vLLM
+demo: setup ## serve a model in two stages, stream answers, measure against stock vLLM
 	@$(BIN)/python scripts/demo.py
 
 test: setup ## the tests, without those that take minutes
