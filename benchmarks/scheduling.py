@@ -21,14 +21,15 @@ from benchmarks.simulator.engine_model import EngineModel
 from benchmarks.simulator.rules import Rule, SlotRule, TokenThrottlingRule
 from benchmarks.simulator.simulator import Outcome, StageCosts, simulate
 from benchmarks.simulator.workload import Arrival, at_rate, load_trace
+from sipipe.engine.scheduling.times import Prices
 
 TRACES = Path(__file__).parent / "traces"
 BUDGET = 2048
 COSTS = {
     # Weights dominate a decode step; 200 tokens of prefill cost as much again.
-    "GPU-like": StageCosts(fixed=8e-3, per_token=4e-5, per_sequence=2e-5, per_context=2e-8),
+    "GPU-like": StageCosts(prices=Prices(8e-3, 2e-5, 4e-5, 2e-8, 2e-9)),
     # Little to amortize; every token costs.
-    "CPU-like": StageCosts(fixed=3e-3, per_token=1.5e-4, per_sequence=5e-5),
+    "CPU-like": StageCosts(prices=Prices(3e-3, 5e-5, 1.5e-4, 0.0, 0.0)),
 }
 LOADS = (0.5, 0.8, 0.95, float("inf"))
 
@@ -80,7 +81,7 @@ def _simulated(case: tuple[str, int, str, float], requests: int) -> list[dict[st
     rules: dict[str, Rule] = {
         "vLLM": Rule(),
         "token throttling": TokenThrottlingRule(depth=depth),
-        "slots": SlotRule(slots=depth, max_tokens=BUDGET),
+        "slots": SlotRule(slots=depth, max_tokens=BUDGET, stages=depth),
     }
     rows = []
     for label, rule in rules.items():

@@ -18,9 +18,10 @@ from benchmarks.simulator.workload import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sipipe.engine.scheduling.times import Prices
 from sipipe.errors import ConfigError
 
-GPU_LIKE = StageCosts(fixed=8e-3, per_token=4e-5, per_sequence=2e-5, per_context=2e-8)
+GPU_LIKE = StageCosts(prices=Prices(8e-3, 2e-5, 4e-5, 2e-8, 2e-9))
 BUDGET = 2048
 
 
@@ -35,7 +36,7 @@ def serve(trace, rule, *, stages, costs=GPU_LIKE, inflight=None, kv_tokens=131_0
 
 
 def test_one_request_takes_stages_times_cost_for_each_token():
-    costs = StageCosts(fixed=0.010, per_token=0.001)
+    costs = StageCosts(prices=Prices(0.010, 0.0, 0.001, 0.0, 0.0))
     outcome = serve([Arrival(0.0, 20, 5)], Rule(), stages=3, costs=costs)
     assert outcome.ttft[0] == pytest.approx(3 * (0.010 + 20 * 0.001))
     # vLLM's loop pauses after empty batches, but only while the real one is under way.
@@ -50,7 +51,7 @@ def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make, extra
     full = serve(at_rate(trace, float("inf")), TokenThrottlingRule(depth=stages), stages=stages)
     loaded = at_rate(trace, 0.9 * len(trace) / full.seconds)
     inflight = stages + extra
-    rule = SlotRule(slots=inflight, max_tokens=BUDGET, stages=stages if extra else None)
+    rule = SlotRule(slots=inflight, max_tokens=BUDGET, stages=stages, paced=bool(extra))
     slots = serve(loaded, rule, stages=stages, inflight=inflight)
     stock = serve(loaded, Rule(), stages=stages)
     throttled = serve(loaded, TokenThrottlingRule(depth=stages), stages=stages)
@@ -60,8 +61,8 @@ def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make, extra
     assert np.percentile(slots.tpot, 99) < np.percentile(throttled.tpot, 99)
     for which in ("ttft", "tpot"):
         for q in (50, 99):
-            # Two slots without a closed one's visits: evenness is paid for with first tokens.
-            allowed = 2.0 if inflight == 2 and which == "ttft" else 1.03
+            # Without a closed slot's visits evenness is paid for with first tokens.
+            allowed = (2.0 if stages == 2 else 1.2) if which == "ttft" and not extra else 1.03
             ours, theirs = (np.percentile(getattr(run, which), q) for run in (slots, stock))
             assert ours < allowed * theirs
 
@@ -82,7 +83,7 @@ def test_every_rule_serves_every_request_even_when_the_cache_is_small(
     trace = [Arrival(*request) for request in sorted(requests)]
     inflight = stages + extra
     rule = {
-        "slots": SlotRule(slots=inflight, max_tokens=BUDGET),
+        "slots": SlotRule(slots=inflight, max_tokens=BUDGET, stages=stages),
         "stock": Rule(),
         "throttling": TokenThrottlingRule(depth=stages),
     }[which]
