@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.emulation.cluster import emulation
 from benchmarks.harness import report
 from benchmarks.simulator.engine_model import EngineModel
-from benchmarks.simulator.rules import Rule, SlotRule, TokenThrottlingRule
+from benchmarks.simulator.rules import DynamicChunksRule, Rule, SlotRule, TokenThrottlingRule
 from benchmarks.simulator.simulator import Outcome, StageCosts, simulate
 from benchmarks.simulator.workload import Arrival, at_rate, load_trace
-from sipipe.engine.scheduling.times import Prices
+from sipipe.engine.scheduling.times import Prices, usual
 
 TRACES = Path(__file__).parent / "traces"
 BUDGET = 2048
@@ -31,6 +32,9 @@ COSTS = {
     # Little to amortize; every token costs.
     "CPU-like": StageCosts(prices=Prices(3e-3, 5e-5, 1.5e-4, 0.0, 0.0)),
 }
+DEVICES = ("deepseek-v3", "llama-3.1-70b")
+"""Eight H200 a stage, by data sheet."""
+CHUNKS = (2048, 4096, 8192, 16384, 32768)
 LOADS = (0.5, 0.8, 0.95, float("inf"))
 
 
@@ -101,6 +105,53 @@ def _simulated(case: tuple[str, int, str, float], requests: int) -> list[dict[st
     return rows
 
 
+def prompts_alone(lengths: tuple[int, ...], stages: tuple[int, ...]) -> None:
+    """One long prompt in an idle pipeline: seconds to its first token by each rule, and efficiency."""
+    rows = [_prompt_alone(*case) for case in itertools.product(DEVICES, stages, lengths)]
+    report(
+        "scheduling",
+        "Simulated: one long prompt, chunks of equal time and others",
+        rows,
+        note="ours: the seventh prompt; x: how many times as long as that; first prompt: ours before "
+        "anything was measured; dynamic: SGLang's rule with the best first chunk of these; "
+        "efficiency: a stage's own work in one chunk over TTFT",
+        file="scheduling-prompts",
+    )
+
+
+def _prompt_alone(name: str, depth: int, length: int) -> dict[str, Any]:
+    made = emulation(f"{name}-{8 * depth}xh200", depth, jitter=0.0)
+    stage = max(made.profile.stages, key=lambda one: one.layers(8192))
+    token = (stage.layers(8192) - stage.layers(4096)) / 4096
+    prices = Prices(stage.layers(4096) - 4096 * token, 0.0, token, 0.0, stage.prompt_context)
+    costs = StageCosts(prices=prices)
+
+    def seconds(rule: Rule, budget: int, earlier: int = 0) -> float:
+        """Until the first token of the last of some prompts, each of which is alone."""
+        engine = EngineModel(max_tokens=budget, max_running=8, kv_tokens=1 << 22)
+        trace = [Arrival(1e4 * number, length, 1) for number in range(earlier + 1)]
+        inflight = depth + isinstance(rule, SlotRule)
+        found = simulate(trace, rule, stages=depth, inflight=inflight, costs=costs, engine=engine)
+        return float(found.ttft[-1])
+
+    def ours(earlier: int) -> float:
+        first, most = usual(made.facts), CHUNKS[-1]
+        rule = SlotRule(slots=depth + 1, max_tokens=most, stages=depth, paced=True, first=first)
+        return seconds(rule, most, earlier)
+
+    best = ours(6)
+    row: dict[str, Any] = {"model": name, "stages": depth, "prompt": length, "TTFT, s": best}
+    row["efficiency"] = (prices.chunk(0, length) + prices.fixed) / best
+    row["x first prompt"] = ours(0) / best
+    for chunk in CHUNKS:
+        row[f"x {chunk} tokens"] = seconds(Rule(), chunk) / best
+    for smoothing in (0.6, 0.85):
+        rules = [DynamicChunksRule(chunk, prices, smoothing) for chunk in CHUNKS]
+        found = min(seconds(rule, 2 * CHUNKS[-1]) for rule in rules)
+        row[f"x dynamic, {smoothing}"] = found / best
+    return row
+
+
 def _latencies(ttft: np.ndarray, tpot: np.ndarray) -> dict[str, float]:
     return {
         f"{name} p{q}": 1e3 * float(np.percentile(values, q))
@@ -116,8 +167,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         simulated(120, (0.8, float("inf")), (2, 4))
+        prompts_alone((131_072,), (4,))
     else:
         simulated(300, LOADS, (2, 4, 8))
+        prompts_alone((16_384, 131_072, 524_288, 1_000_000), (1, 2, 4, 8))
 
 
 if __name__ == "__main__":

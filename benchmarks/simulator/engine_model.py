@@ -59,6 +59,7 @@ class Batch:
 
     tokens: dict[SimulatedRequest, int]
     epochs: dict[SimulatedRequest, int]
+    """Of those that get a token."""
     load: Load
     """What is in it."""
 
@@ -149,14 +150,14 @@ class EngineModel:
         )
         for request, chunk in tokens.items():
             request.computed += chunk
-        return Batch(tokens, {request: request.epoch for request in tokens}, load)
+        return Batch(tokens, {r: r.epoch for r in tokens if r.pending == 0}, load)
 
     def complete(self, batch: Batch, now: float) -> int:
         """Take a batch's tokens; returns how many there were."""
         tokens = 0
-        for request in batch.tokens:
-            if request.epoch != batch.epochs[request] or request.pending > 0:
-                continue  # preempted since, or a chunk before the last
+        for request, epoch in batch.epochs.items():
+            if request.epoch != epoch:
+                continue  # preempted since
             request.generated += 1
             tokens += 1
             if request.first_token < 0:

@@ -1,6 +1,7 @@
-"""Scheduling rules for the simulator: ours, vLLM's, and gLLM's token throttling.
+"""Scheduling rules for the simulator: ours, vLLM's, gLLM's token throttling, and
+SGLang's dynamic chunks.
 
-All three fill batches from the same :class:`EngineModel`; a rule says which decodes may enter
+All fill batches from the same :class:`EngineModel`; a rule says which decodes may enter
 and how much prefill.
 """
 
@@ -14,9 +15,9 @@ from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Sequence, SlotPolicy
 from sipipe.engine.scheduling.prefill import Allowance
-from sipipe.engine.scheduling.times import Load, usual
+from sipipe.engine.scheduling.times import Load, Prices, usual
 
-__all__ = ["Rule", "SlotRule", "TokenThrottlingRule"]
+__all__ = ["DynamicChunksRule", "Rule", "SlotRule", "TokenThrottlingRule"]
 
 
 class Rule:
@@ -74,6 +75,30 @@ class TokenThrottlingRule(Rule):
         return engine.fill(decodes=lambda request: request.id in chosen, prefill=_tokens(prefill))
 
 
+class DynamicChunksRule(Rule):
+    """SGLang's dynamic chunks, after its documentation: a prompt's first chunk has ``chunk`` tokens;
+    a later one as many as take as long by a quadratic fitted at start, drawn towards ``chunk`` by a
+    smoothing factor set by hand, in whole pages. The quadratic is given here as it is.
+
+    Args:
+        chunk: tokens of a first chunk.
+        prices: what a load takes.
+        smoothing: 0 for equal numbers of tokens, 1 for equal times.
+    """
+
+    PAGE = 64
+
+    def __init__(self, chunk: int, prices: Prices, smoothing: float = 0.75) -> None:
+        self._chunk, self._prices, self._smoothing = chunk, prices, smoothing
+
+    def schedule(self, engine: EngineModel) -> Batch:
+        """See :class:`Rule`."""
+        started = next((r.computed for r in engine.running if r.prefilling), 0)
+        same = self._prices.fitting(self._prices.chunk(0, self._chunk), started)
+        chunk = self._chunk + self._smoothing * (same - self._chunk)
+        return engine.fill(prefill=_tokens(max(self.PAGE, int(chunk) // self.PAGE * self.PAGE)))
+
+
 class SlotRule(Rule):
     """SiPipe's slots: what :class:`sipipe.engine.scheduling.scheduler.PipelineScheduler` does.
 
@@ -83,6 +108,7 @@ class SlotRule(Rule):
         stages: Pipeline stages.
         paced: whether as many slots are open as make the period shortest; else all are.
         settings: in the place of those.
+        first: what a load takes before it has been measured.
     """
 
     pauses = False
@@ -95,8 +121,9 @@ class SlotRule(Rule):
         stages: int,
         paced: bool = False,
         settings: MicrobatchSettings | None = None,
+        first: Prices | None = None,
     ) -> None:
-        self._controller = ConcurrencyController(stages=stages, slots=slots)
+        self._controller = ConcurrencyController(stages=stages, slots=slots, first=first)
         settings = settings or MicrobatchSettings(min_sequences=0 if paced else 1)
         self._policy = SlotPolicy(
             slots=slots, max_tokens=max_tokens, controller=self._controller, settings=settings

@@ -29,6 +29,12 @@ from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.times import Load, Prices
 
 
+TINY = 1e-9
+"""Seconds that prompts have at least where any is pending: those of a least chunk, so that none starves."""
+CHEAPEST = 16
+"""Tokens that take as long as what a microbatch costs besides, at least: no pass is free."""
+
+
 class Allowance:
     """What prompts may take of one microbatch.
 
@@ -40,6 +46,7 @@ class Allowance:
         decodes: what shall be in the microbatch besides.
         align: where a prompt's chunk ends, at whole blocks of so many tokens, if that takes an
             eighth of it away at most.
+        slack: seconds more for a prompt's rest, that it need no microbatch of its own.
     """
 
     def __init__(
@@ -51,7 +58,9 @@ class Allowance:
         least: int,
         decodes: Load,
         align: int = 1,
+        slack: float = 0.0,
     ) -> None:
+        self._slack = slack
         self._prices, self._seconds, self._room = prices, seconds, room
         self._decodes = decodes
         self._chunks: dict[str, Load] = {}
@@ -62,16 +71,17 @@ class Allowance:
         """Of prompts, at most."""
         return self.fitting(0)
 
-    def fitting(self, start: int) -> int:
-        """Tokens of a prompt behind ``start`` that there is still time and room for."""
-        fit = self._prices.fitting(self._seconds, start)
-        return self._room if fit >= self._room else min(max(int(fit), self._least), self._room)
+    def fitting(self, start: int, more: float = 0.0) -> int:
+        """Tokens of a prompt behind ``start`` that there is still room and time for, and ``more``
+        seconds."""
+        fit = self._prices.fitting(self._seconds and self._seconds + more, start)
+        return self._room if fit >= self._room else min(max(round(fit), self._least), self._room)
 
     def chunk(self, start: int, tokens: int) -> int:
         """How many of a prompt's ``tokens`` behind ``start`` to compute."""
-        most = self.fitting(start)
-        if tokens <= most:
+        if tokens <= self.fitting(start, self._slack):
             return tokens
+        most = self.fitting(start)
         over = (start + most) % self._align
         return most - over if 8 * over <= most else most
 
@@ -162,12 +172,13 @@ class PrefillThrottle:
             disturbed = running / (running + max(1, arriving)) if slots > 1 else 0.0
             seconds = max(
                 pending / settings.prefill_spread if slots > 1 else 0.0,
-                (1 - disturbed) * pending / self._parts(pending, prices.fixed),
+                (1 - disturbed) * pending / self._parts(pending, prices),
                 max(self._others, default=0.0) - decoding,
             )
             if settings.tpot_target_ms and running and measured:
                 most = settings.tpot_target_ms / 1e3 / self._slots - decoding
-                seconds = max(min(seconds, most), 1e-9)
+                seconds = min(seconds, most)
+            seconds = max(seconds, TINY)
         self._others.append(decoding + min(seconds, pending))
         return Allowance(
             prices,
@@ -176,11 +187,13 @@ class PrefillThrottle:
             least=settings.min_chunk_tokens,
             decodes=decodes,
             align=self._align,
+            slack=0.0 if decodes.rows else prices.fixed / max(1, self._stages - 1),
         )
 
-    def _parts(self, pending: float, fixed: float) -> float:
+    def _parts(self, pending: float, prices: Prices) -> int:
         """Microbatches in which an idle pipeline is soonest done with ``pending``."""
-        return max(1.0, math.sqrt((self._stages - 1) * pending / fixed)) if fixed > 0 else math.inf
+        fixed = max(prices.fixed, CHEAPEST * prices.token)
+        return max(1, round(math.sqrt((self._stages - 1) * pending / fixed)))
 
 
 def resolved(settings: MicrobatchSettings, slots: int, active: int) -> MicrobatchSettings:

@@ -36,6 +36,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from sipipe.config import MicrobatchSettings, SiPipeConfig
+from sipipe.engine.layers.choose import model_facts
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
 from sipipe.engine.scheduling.prefill import Allowance, resolved
@@ -57,7 +58,7 @@ class PipelineScheduler(Scheduler):
         self._controller = ConcurrencyController(
             stages=self.vllm_config.parallel_config.pipeline_parallel_size,
             slots=self.vllm_config.max_concurrent_batches,
-            first=usual(self.vllm_config.model_config.get_hidden_size()),
+            first=usual(model_facts(self.vllm_config)),
         )
         self._policy = SlotPolicy(
             slots=self._controller.slots,

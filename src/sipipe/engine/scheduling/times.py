@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sipipe.engine.layers.facts import ModelFacts
+
 MEMORY = 0.995
 """Weight of a batch relative to the one after it: about the last 200 count."""
 COLD = 16
@@ -26,6 +28,8 @@ ENOUGH = 12.0
 """Weight of batches that prices need before they are used."""
 OUTLIER = 3.0
 """Times of more than this multiple of the expected one are cut to it: the stage was interrupted."""
+READ = 128.0
+"""Products in the time of reading a weight: about what GPUs' data sheets say, and CPUs do."""
 FIRM = 1e-2
 """How firmly prices stay where batches do not tell them apart, as a share of what these say."""
 TOGETHER = 8
@@ -82,14 +86,21 @@ class Prices(NamedTuple):
         return max(1.0, (self.row + self.token) / self.context) if self.context > 0 else math.inf
 
 
-def usual(hidden: int = 4096) -> Prices:
-    """Prices in tokens where nothing is measured, of a model with that hidden size.
+def usual(facts: ModelFacts | None = None) -> Prices:
+    """Prices in tokens where nothing is measured, of that model or of a dense one.
 
-    A token meets about 12 h² weights a layer, and h elements of each token that it attends to,
-    twice; a pass without tokens takes as long as 100 of them; decoding sequences, which share
-    nothing, read 4,096 tokens of context while they multiply one.
+    A device reads a weight in the time in which it multiplies it with :data:`READ` tokens, and a
+    pass reads all of them; prompts attend by products of their heads; decoding sequences share
+    nothing, and read 4,096 tokens of context while they are multiplied once.
     """
-    return Prices(100.0, 0.0, 1.0, 1 / 4096, 1 / (6 * hidden))
+    if facts is None:
+        return Prices(READ, 0.0, 1.0, 1 / 4096, 1 / 24576)
+    attention = facts.attention
+    values = attention.value_dim or attention.head_dim
+    width = attention.heads * (attention.head_dim + attention.rope_dim + values)
+    weights = facts.active_parameters / facts.layers
+    read = READ * facts.parameters / facts.active_parameters
+    return Prices(read, 0.0, 1.0, 1 / 4096, width / weights)
 
 
 class BatchTimes:
