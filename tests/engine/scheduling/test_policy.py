@@ -112,6 +112,7 @@ def moved(before: dict[str, int], policy: SlotPolicy) -> int:
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.integers(1, 900), st.integers(1, 40)),
+        st.tuples(st.just("submit"), st.integers(900, 20_000), st.integers(1, 4)),
         st.tuples(st.just("abort"), st.integers(0, 500), st.just(0)),
         st.tuples(st.just("preempt"), st.integers(0, 500), st.just(0)),
         st.tuples(st.just("step"), st.integers(1, 12), st.booleans()),
@@ -126,9 +127,11 @@ EVENTS = st.lists(
     slots=st.integers(1, 9),
     max_moves=st.integers(0, 6),
     min_sequences=st.integers(1, 4),
+    pair=st.sampled_from([0.0, 1e-4, 1e-2]),
 )
-def test_promises_over_random_histories(events, slots, max_moves, min_sequences):
-    policy = slot_policy(slots, 512, max_moves=max_moves, min_sequences=min_sequences)
+def test_promises_over_random_histories(events, slots, max_moves, min_sequences, pair):
+    first = usual()._replace(pair=pair)
+    policy = slot_policy(slots, 512, first, max_moves=max_moves, min_sequences=min_sequences)
     engine = Engine(policy, 512)
     visits = itertools.count()
 
@@ -154,7 +157,7 @@ def test_promises_over_random_histories(events, slots, max_moves, min_sequences)
         else:
             engine.leave(first, resume=kind == "preempt")
     # Nobody starves: with nothing new, everybody finishes within a generous bound.
-    to_go = sum(request[1] // 100 + request[2] + 2 for request in engine.started + engine.waiting)
+    to_go = sum(request[1] // 20 + request[2] + 2 for request in engine.started + engine.waiting)
     to_go += sum(state[1] + 2 for state in engine.running.values())
     for _ in range(slots * (to_go + slots + 4)):
         if len(engine.finished) == engine.born:

@@ -28,7 +28,6 @@ import msgspec
 from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.times import Load, Prices
 
-
 TINY = 1e-9
 """Seconds that prompts have at least where any is pending: those of a least chunk, so that none starves."""
 CHEAPEST = 16
@@ -187,7 +186,7 @@ class PrefillThrottle:
             least=settings.min_chunk_tokens,
             decodes=decodes,
             align=self._align,
-            slack=0.0 if decodes.rows else prices.fixed / max(1, self._stages - 1),
+            slack=0.0 if running else prices.fixed / max(1, self._stages - 1),
         )
 
     def _parts(self, pending: float, prices: Prices) -> int:
