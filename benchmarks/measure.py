@@ -48,7 +48,8 @@ def measure(
     ``turn``: within it the engine starts, answers all loads once, and ends.
 
     Returns ``startup_seconds``, ``kv_tokens`` that the KV cache holds, and ``tokens_per_second``,
-    ``busy``, which share of the machine's CPU time was spent by anybody meanwhile, and ``spans`` of
+    ``busy``, which share of the machine's CPU time was spent meanwhile by anybody who does not give
+    way (nice), and ``spans`` of
     the monotonic clock, ns: for each load (a way of sampling, as in "greedy", or with a number of
     requests, as in "greedy, 4 at once") a list with an entry per repetition.
     """
@@ -100,7 +101,8 @@ def measure(
                 spans[load].append((began_ns, time.monotonic_ns()))
                 spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
                 free = psutil.cpu_times()._make(spent)
-                busy[load].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
+                given = free.idle + free.iowait + free.nice
+                busy[load].append(1 - given / sum(spent[:8]))
     with turn():  # nobody ends beside another's last answers
         pass
     cache = llm.llm_engine.vllm_config.cache_config

@@ -21,7 +21,13 @@ from benchmarks.harness import report
 from benchmarks.simulator.engine_model import EngineModel
 from benchmarks.simulator.rules import DynamicChunksRule, Rule, SlotRule, TokenThrottlingRule
 from benchmarks.simulator.simulator import Outcome, StageCosts, simulate
-from benchmarks.simulator.workload import Arrival, at_rate, load_trace
+from benchmarks.simulator.workload import (
+    Arrival,
+    at_rate,
+    bursty_trace,
+    load_trace,
+    poisson_trace,
+)
 from sipipe.engine.scheduling.times import Prices, usual
 
 TRACES = Path(__file__).parent / "traces"
@@ -38,10 +44,51 @@ CHUNKS = (2048, 4096, 8192, 16384, 32768)
 LOADS = (0.5, 0.8, 0.95, float("inf"))
 
 
-def serve(trace: list[Arrival], rule: Rule, stages: int, costs: StageCosts) -> Outcome:
-    """One simulated run."""
+SEEDS = range(20, 40)
+"""Of arrivals that are made up."""
+COUNTED = 2.5
+"""Points of idle share that count as more."""
+Runs = dict[str, Outcome]
+"""By rule."""
+
+
+def serve(
+    trace: list[Arrival], rule: Rule, stages: int, costs: StageCosts, extra: int = 0
+) -> Outcome:
+    """One simulated run, with ``stages + extra`` microbatches in flight."""
     engine = EngineModel(max_tokens=BUDGET, max_running=256, kv_tokens=131_072)
-    return simulate(trace, rule, stages=stages, inflight=stages, costs=costs, engine=engine)
+    inflight = stages + extra
+    return simulate(trace, rule, stages=stages, inflight=inflight, costs=costs, engine=engine)
+
+
+def at_load(
+    trace: list[Arrival],
+    full: list[Arrival],
+    stages: int,
+    load: float,
+    *,
+    extra: int = 0,
+    kind: str = "GPU-like",
+) -> Runs:
+    """``trace`` by each rule, at ``load`` times the rate at which token throttling serves ``full``,
+    never short of requests. ``extra``: 1 has the slots as the engine has them, p + 1, of which as
+    many are open as pay; 0: p, all open."""
+    costs = COSTS[kind]
+    flood = at_rate(full, float("inf"))
+    most = serve(flood, TokenThrottlingRule(depth=stages), stages, costs)
+    trace = at_rate(trace, len(trace) / most.seconds * load)
+    slots = SlotRule(slots=stages + extra, max_tokens=BUDGET, stages=stages, paced=bool(extra))
+    return {
+        "vLLM": serve(trace, Rule(), stages, costs),
+        "token throttling": serve(trace, TokenThrottlingRule(depth=stages), stages, costs),
+        "slots": serve(trace, slots, stages, costs, extra),
+    }
+
+
+def worst_ratio(ours: Outcome, theirs: Outcome, times: str) -> float:
+    """Of medians and of 99th percentiles."""
+    found = [np.percentile(getattr(outcome, times), (50, 99)) for outcome in (ours, theirs)]
+    return float((found[0] / found[1]).max())
 
 
 def simulated(requests: int, loads: tuple[float, ...], stages: tuple[int, ...]) -> None:
@@ -78,18 +125,10 @@ def simulated(requests: int, loads: tuple[float, ...], stages: tuple[int, ...]) 
 def _simulated(case: tuple[str, int, str, float], requests: int) -> list[dict[str, Any]]:
     """One trace through one pipeline at one load, by each rule."""
     kind, depth, name, load = case
-    flood = at_rate(load_trace(TRACES / "poisson.csv")[:requests], float("inf"))
-    # One rate for all rules: what token throttling serves when never short of requests.
-    full = serve(flood, TokenThrottlingRule(depth=depth), depth, COSTS[kind])
-    trace = at_rate(load_trace(TRACES / f"{name}.csv")[:requests], requests / full.seconds * load)
-    rules: dict[str, Rule] = {
-        "vLLM": Rule(),
-        "token throttling": TokenThrottlingRule(depth=depth),
-        "slots": SlotRule(slots=depth, max_tokens=BUDGET, stages=depth),
-    }
+    full, trace = (load_trace(TRACES / f"{each}.csv")[:requests] for each in ("poisson", name))
+    runs = at_load(trace, full, depth, load, kind=kind)
     rows = []
-    for label, rule in rules.items():
-        outcome = serve(trace, rule, depth, COSTS[kind])
+    for label, outcome in runs.items():
         rows.append(
             {
                 "costs": kind,
@@ -152,6 +191,46 @@ def _prompt_alone(name: str, depth: int, length: int) -> dict[str, Any]:
     return row
 
 
+def many_arrivals(requests: int, stages: tuple[int, ...]) -> None:
+    """What the engine does, p + 1 slots of which some close; a row per depth."""
+    rows = []
+    for depth in stages:
+        cases = [(make, seed) for make in (poisson_trace, bursty_trace) for seed in SEEDS]
+        with ProcessPoolExecutor() as pool:  # no time is measured here
+            found = list(pool.map(_seeded, cases, itertools.repeat((depth, requests))))
+        idle = {rule: [100 * runs[rule].idle_share for runs in found] for rule in found[0]}
+        more = np.subtract(idle["slots"], idle["token throttling"])
+        row = {"stages": depth, "runs": len(found)}
+        row |= {f"idle %, {rule}": float(np.median(shares)) for rule, shares in idle.items()}
+        row |= {
+            "slots more idle than throttling": int((more > COUNTED).sum()),
+            "most idle %, slots": max(idle["slots"]),
+            "least tok/s, of vLLM's": min(
+                runs["slots"].tokens_per_second / runs["vLLM"].tokens_per_second for runs in found
+            ),
+            "worst percentile, of vLLM's": max(
+                worst_ratio(runs["slots"], runs["vLLM"], times)
+                for runs in found
+                for times in ("ttft", "tpot")
+            ),
+        }
+        rows.append(row)
+    report(
+        "scheduling",
+        "Simulated pipelines, p + 1 slots of which some close: many arrivals at 90 % load",
+        rows,
+        note="Poisson and bursty arrivals, as many of each; idle: medians; more idle: by more than "
+        f"{COUNTED} points; percentiles: p50 and p99 of first and later tokens",
+        file="scheduling-seeds",
+    )
+
+
+def _seeded(case: tuple[Any, int], of: tuple[int, int]) -> Runs:
+    (make, seed), (depth, requests) = case, of
+    trace = make(requests, seed)
+    return at_load(trace, trace, depth, 0.9, extra=1)
+
+
 def _latencies(ttft: np.ndarray, tpot: np.ndarray) -> dict[str, float]:
     return {
         f"{name} p{q}": 1e3 * float(np.percentile(values, q))
@@ -168,9 +247,11 @@ def main() -> None:
     if options.quick:
         simulated(120, (0.8, float("inf")), (2, 4))
         prompts_alone((131_072,), (4,))
+        many_arrivals(60, (2, 4))
     else:
         simulated(300, LOADS, (2, 4, 8))
         prompts_alone((16_384, 131_072, 524_288, 1_000_000), (1, 2, 4, 8))
+        many_arrivals(150, (2, 4, 8))
 
 
 if __name__ == "__main__":

@@ -267,6 +267,20 @@ def test_sequences_that_come_together_share_the_slots():
     assert counts(policy) == (3, 3)
 
 
+def test_between_slots_of_equal_counts_a_sequence_joins_the_one_with_less_context():
+    policy = slot_policy(3, 512, usual()._replace(context=1 / 100), max_moves=0)
+    policy.visit([], pending_prefill=0)
+    policy.slot_of = {
+        "c": 0,
+        "d": 0,
+        "long": 1,
+        "short": 2,
+    }  # where its prompt ended, slot 0 is full
+    contexts = {"long": 900, "short": 100, "c": 1, "d": 1, "new": 1}
+    policy.visit([Sequence(*one, True) for one in contexts.items()], pending_prefill=0)
+    assert policy.slot_of["new"] == 2
+
+
 def test_a_slot_closes_below_three_quarters_of_its_sequences():
     policy = slot_policy(4, 512, min_sequences=4)
     policy.visit(ready(7), pending_prefill=0)

@@ -356,6 +356,20 @@ def test_a_short_prompt_is_not_cut(configs):
     assert engine.batches[0] == {"short": 24}
 
 
+def test_requests_that_cannot_run_yet_are_not_about_to_arrive(configs, monkeypatch):
+    engine = Engine(PipelineScheduler, configs(2, max_num_seqs=4))
+    told, visit = [], engine.scheduler._policy.visit
+    monkeypatch.setattr(
+        engine.scheduler._policy, "visit", lambda *a, **k: told.append(k) or visit(*a, **k)
+    )
+    for index in range(7):
+        engine.add(f"r{index}", 6, 200)
+    engine.steps(30)
+    assert (len(engine.scheduler.running), len(engine.scheduler.waiting)) == (4, 3)
+    assert told[0]["arriving"] == 4
+    assert (told[-1]["arriving"], told[-1]["pending_prefill"]) == (0, 0)
+
+
 def test_prefix_cache_hits_are_used(configs):
     engine = Engine(PipelineScheduler, configs(2))
     request = engine.add("a", 320, 4)

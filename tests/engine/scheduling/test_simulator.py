@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.scheduling import TRACES
+from benchmarks.scheduling import SEEDS, TRACES, at_load, worst_ratio
 from benchmarks.simulator.engine_model import EngineModel
 from benchmarks.simulator.rules import (
     DynamicChunksRule,
@@ -15,7 +15,6 @@ from benchmarks.simulator.rules import (
 from benchmarks.simulator.simulator import StageCosts, simulate
 from benchmarks.simulator.workload import (
     Arrival,
-    at_rate,
     bursty_trace,
     load_trace,
     poisson_trace,
@@ -52,29 +51,22 @@ def test_one_request_takes_stages_times_cost_for_each_token():
 @pytest.mark.parametrize("make", [poisson_trace, bursty_trace])
 @pytest.mark.parametrize("extra", [0, 1], ids=["all p slots open", "as the engine: p + 1, paced"])
 def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make, extra):
-    trace = make(150, 6)
-    full = serve(at_rate(trace, float("inf")), TokenThrottlingRule(depth=stages), stages=stages)
-    loaded = at_rate(trace, 0.9 * len(trace) / full.seconds)
-    inflight = stages + extra
-    rule = SlotRule(slots=inflight, max_tokens=BUDGET, stages=stages, paced=bool(extra))
-    slots = serve(loaded, rule, stages=stages, inflight=inflight)
-    stock = serve(loaded, Rule(), stages=stages)
-    throttled = serve(loaded, TokenThrottlingRule(depth=stages), stages=stages)
-    assert slots.idle_share < 0.5 * stock.idle_share
-    assert slots.idle_share < throttled.idle_share + (0.025 if extra else 0.015)
-    assert slots.tokens_per_second > stock.tokens_per_second
-    # What p + 1 in flight hide takes no time here, and one more is one more to wait for.
-    assert np.percentile(slots.tpot, 99) < (1.1 if extra else 1.03) * np.percentile(
-        throttled.tpot, 99
-    )
-    for which in ("ttft", "tpot"):
-        for q in (50, 99):
-            # Without a closed slot's visits evenness is paid for with first tokens.
-            allowed = 1.03
-            if which == "ttft":
-                allowed = 1.1 if extra else 2.0 if stages == 2 else 1.4
-            ours, theirs = (np.percentile(getattr(run, which), q) for run in (slots, stock))
-            assert ours < allowed * theirs
+    """Whatever the arrivals. Token throttling's stages idle less in some (docs/scheduling.md)."""
+    more_idle = []
+    for seed in SEEDS[:4]:
+        trace = make(60, seed)
+        runs = at_load(trace, trace, stages, 0.9, extra=extra)
+        slots, stock, throttled = runs["slots"], runs["vLLM"], runs["token throttling"]
+        assert slots.idle_share < 0.6 * stock.idle_share, seed
+        assert slots.tokens_per_second > stock.tokens_per_second, seed
+        # What p + 1 in flight hide takes no time here, and one more is one more to wait for.
+        allowed = (1.15 if extra else 1.05) * np.percentile(throttled.tpot, 99)
+        assert np.percentile(slots.tpot, 99) < allowed, seed
+        more_idle.append(slots.idle_share - throttled.idle_share)
+        assert worst_ratio(slots, stock, "tpot") < 1.02, seed
+        # With p slots, no closed one among them, evenness is paid for with first tokens.
+        assert worst_ratio(slots, stock, "ttft") < (1.3 if extra else 2.0), seed
+    assert np.median(more_idle) < 0.025
 
 
 def test_a_prompt_whose_chunks_are_in_flight_together_has_its_token_behind_the_last():
