@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
-from sipipe.engine.scheduling.times import Prices, usual
+from sipipe.engine.scheduling.times import Load, Prices, usual
 
 
 def slot_policy(slots: int, max_tokens: int, first: Prices | None = None, **options) -> SlotPolicy:
@@ -229,6 +229,37 @@ def test_one_stage_gives_the_whole_budget():
     plan = policy.visit([Sequence("a", 6, True)], pending_prefill=1000)
     assert plan.decode == {"a"}
     assert plan.prefill.tokens == 99
+
+
+@pytest.mark.parametrize("slots", [2, 5])
+@pytest.mark.parametrize("min_sequences", [1, 100])
+def test_a_spread_over_one_microbatch_cuts_no_prompt(slots, min_sequences):
+    """What a connector needs that stores the first chunk for the whole; also with one slot open."""
+    policy = slot_policy(slots, 4000, prefill_spread=1, min_sequences=min_sequences)
+    for decoding in ([], ready(3)):
+        plan = policy.visit(decoding, pending_prefill=policy.prices.chunk(0, 3500), arriving=1)
+        assert plan.prefill.chunk(0, 3500) == 3500
+
+
+def test_decodes_have_their_time_whatever_prompts_are_pending():
+    policy = slot_policy(3, 8192, tpot_target_ms=30.0)
+    controller = policy.controller
+    load = Load(1, 8, 8, 8 * 500)
+    for i in range(60):
+        chunk = Load(1, 0, 256, 0, 256 * (i % 8 * 256 + 128))
+        for each in (load, chunk):
+            seconds = 1e-3 + 1e-5 * each.tokens + 1e-9 * each.pairs
+            controller.add([each] * 3 + [Load()] * 4, [seconds] * 3 + [0.0] * 4)
+    decoding = [Sequence(f"r{index}", 500, True) for index in range(24)]
+    for _ in range(6):
+        pending = policy.prices.chunk(0, 50_000)
+        plan = policy.visit(decoding, pending_prefill=pending, arriving=1)
+        assert controller.measured
+        tokens = plan.prefill.chunk(20_000, 30_000)
+        chunk = Load(0, 0, tokens, 0, tokens * (20_000 + tokens / 2))
+        took = policy.prices.of(Load(1, 8, 8, 4000).plus(chunk))
+        assert 24 <= tokens
+        assert took < 10.5e-3, "a third of the target: three microbatches go round"
 
 
 def test_no_new_prompt_starts_when_the_cache_is_nearly_full():

@@ -28,6 +28,8 @@ import msgspec
 from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.times import Load, Prices
 
+_ALONE = 1 << 20
+"""Nothing to keep even: prompts are spread as an idle pipeline has them."""
 TINY = 1e-9
 """Seconds that prompts have at least where any is pending: those of a least chunk, so that none starves."""
 CHEAPEST = 16
@@ -68,12 +70,13 @@ class Allowance:
     @property
     def tokens(self) -> int:
         """Of prompts, at most."""
-        return self.fitting(0)
+        return self.fitting(0, self._slack)
 
     def fitting(self, start: int, more: float = 0.0) -> int:
         """Tokens of a prompt behind ``start`` that there is still room and time for, and ``more``
         seconds."""
-        fit = self._prices.fitting(self._seconds and self._seconds + more, start)
+        seconds = self._seconds + more if self._seconds > 0 else 0.0
+        fit = self._prices.fitting(seconds, start)
         return self._room if fit >= self._room else min(max(round(fit), self._least), self._room)
 
     def chunk(self, start: int, tokens: int) -> int:
@@ -170,7 +173,7 @@ class PrefillThrottle:
         if pending > 0:
             disturbed = running / (running + max(1, arriving)) if slots > 1 else 0.0
             seconds = max(
-                pending / settings.prefill_spread if slots > 1 else 0.0,
+                pending / settings.prefill_spread,
                 (1 - disturbed) * pending / self._parts(pending, prices),
                 max(self._others, default=0.0) - decoding,
             )
@@ -202,7 +205,7 @@ def resolved(settings: MicrobatchSettings, slots: int, active: int) -> Microbatc
         spread = max(min(4 * slots + 4, 24), 2 * slots + 8)
         chunk = max(24, 64 // slots)
     else:  # a closed slot's visits carry prompts that delay no decoding sequence
-        spread, chunk = 2 * active, 96
+        spread, chunk = 2 * active if active > 1 else _ALONE, 96
     return msgspec.structs.replace(
         settings,
         prefill_spread=settings.prefill_spread or spread,
