@@ -95,7 +95,7 @@ def _configure(scenario, configured):
     if scenario.get("crowded"):  # requests are preempted, and find their blocks again
         vllm_config.cache_config.num_gpu_blocks_override = 16
         vllm_config.cache_config.enable_prefix_caching = True
-    if scenario.get("drafts"):  # most are refused: tokens hardly repeat
+    if scenario.get("drafts"):
         vllm_config.speculative_config = SpeculativeConfig(
             method="ngram",
             num_speculative_tokens=3,
@@ -140,6 +140,7 @@ def requests(count, *, sampling, seed=1):
     for index in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
         seeded = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": index}
+        seeded |= {"allowed_token_ids": [*range(0, VOCAB, 25)]}  # so that drafts have something to find
         params = SamplingParams(
             max_tokens=rng.randint(8, 32),
             ignore_eos=True,
