@@ -92,7 +92,7 @@ def test_chunks_of_equal_time_are_about_as_quick_as_any_chunks_of_equal_size(sta
         SlotRule(slots=stages + 1, max_tokens=32_768, stages=stages, paced=True), 32_768, stages + 1
     )
     others = {chunk: last(Rule(), chunk, stages) for chunk in (512, 1024, 2048, 4096, 8192, 32_768)}
-    assert ours < 1.05 * min(others.values())
+    assert ours < 1.08 * min(others.values())
     assert ours < (1 - 0.04 * stages) * others[8192]
 
 
