@@ -34,9 +34,9 @@ TRACES = Path(__file__).parent / "traces"
 BUDGET = 2048
 COSTS = {
     # Weights dominate a decode step; 200 tokens of prefill cost as much again.
-    "GPU-like": StageCosts(prices=Prices(8e-3, 2e-5, 4e-5, 2e-8, 2e-9)),
+    "GPU-like": StageCosts(prices=Prices(8e-3, 6e-5, 4e-5, 2e-8, 2e-9)),
     # Little to amortize; every token costs.
-    "CPU-like": StageCosts(prices=Prices(3e-3, 5e-5, 1.5e-4, 0.0, 0.0)),
+    "CPU-like": StageCosts(prices=Prices(3e-3, 2e-4, 1.5e-4, 0.0, 0.0)),
 }
 DEVICES = ("deepseek-v3", "llama-3.1-70b")
 """Eight H200 a stage, by data sheet."""

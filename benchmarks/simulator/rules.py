@@ -131,11 +131,13 @@ class SlotRule(Rule):
 
     def observe(self, batch: Batch, stage: float, between: float) -> None:
         """See :class:`Rule`."""
-        stages, load = self._controller.stages, batch.load
-        self._controller.add(
-            [load] * stages + [Load()] * stages + [Load(1, load.rows)],
-            [stage] * stages + [0.0] * stages + [between],
-        )
+        controller, load, sequences = self._controller, batch.load, len(batch.tokens)
+        stages = len(controller.stages)
+        controller.times.add([load] * stages, [stage] * stages)
+        if not load.pairs:  # as in the engine, only decodes count for their number
+            for regression in controller.stages:
+                regression.add(sequences, stage)
+        controller.between.add(sequences, between)
 
     def schedule(self, engine: EngineModel) -> Batch:
         """See :class:`Rule`."""

@@ -140,7 +140,9 @@ def requests(count, *, sampling, seed=1):
     for index in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
         seeded = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": index}
-        seeded |= {"allowed_token_ids": [*range(0, VOCAB, 25)]}  # so that drafts have something to find
+        seeded |= {
+            "allowed_token_ids": [*range(0, VOCAB, 25)]
+        }  # so that drafts have something to find
         params = SamplingParams(
             max_tokens=rng.randint(8, 32),
             ignore_eos=True,

@@ -1,4 +1,4 @@
-"""How many microbatches, by measured stage times: the choice, and what a policy does."""
+"""How many microbatches, by measured stage times: the regressions, the choice, and what a policy does."""
 
 from __future__ import annotations
 
@@ -6,16 +6,51 @@ import random
 
 import pytest
 
-from sipipe.engine.scheduling.concurrency import HOLD, ConcurrencyController
+from sipipe.engine.scheduling.concurrency import (
+    COLD,
+    ENOUGH,
+    HOLD,
+    ConcurrencyController,
+    RunningRegression,
+)
 from sipipe.engine.scheduling.policy import Sequence, SlotPolicy
-from sipipe.engine.scheduling.times import COLD, ENOUGH, TOGETHER, Load
 
 
-def took(controller: ConcurrencyController, batch: float, stages, between: float = 1e-3) -> None:
-    """A microbatch of ``batch`` decoding sequences, and what it took."""
-    load = Load(1, batch, batch)
-    loads = [load] * len(stages) + [Load()] * len(stages) + [Load(1, batch)]
-    controller.add(loads, [*stages, *[0.0] * len(stages), between])
+def test_a_line_is_found_through_noise():
+    rng = random.Random(1)
+    regression = RunningRegression()
+    for _ in range(400):
+        batch = rng.randint(1, 64)
+        regression.add(batch, (5e-3 + 2e-4 * batch) * rng.uniform(0.9, 1.1))
+    assert regression(0) == pytest.approx(5e-3, rel=0.1)
+    assert regression(64) == pytest.approx(5e-3 + 64 * 2e-4, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seen", "batch", "expected", "within"),
+    [
+        pytest.param([(16, 8e-3)] * 50, 64, 8e-3, 1e-6, id="one size gives no slope"),
+        pytest.param(
+            [(16, 8e-3)] * 100 + [(16, 5.0)], 16, 8e-3, 0.06, id="an interruption hardly counts"
+        ),
+        pytest.param(
+            [(1, 0.8)] * 3 + [(20, 12e-3)] * 40 + [(60, 32e-3)] * 40, 40, 22e-3, 0.02,
+            id="a cold start is forgotten",
+        ),
+        pytest.param(
+            [(20, 12e-3), (60, 32e-3)] * 50 + [(60, 32e-3)] * 3000, 20, 12e-3, 0.02,
+            id="a slope outlives the sizes that gave it",
+        ),
+        pytest.param(
+            [(16, 8e-3)] * 500 + [(16, 12e-3)] * 1000, 16, 12e-3, 0.05, id="times that change"
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_regression_says_after(seen, batch, expected, within):
+    regression = RunningRegression()
+    for size, seconds in seen:
+        regression.add(size, seconds)
+    assert regression(batch) == pytest.approx(expected, rel=within)
 
 
 def served(
@@ -26,7 +61,9 @@ def served(
     for _ in range(visits):
         k = controller.microbatches(sequences)
         batch = -(-sequences // k)
-        took(controller, batch, [fixed + each * batch for fixed, each in stages])
+        for regression, (fixed, each) in zip(controller.stages, stages, strict=True):
+            regression.add(batch, fixed + each * batch)
+        controller.between.add(batch, 1e-3)
         chosen.append(k)
     return chosen
 
@@ -65,8 +102,9 @@ def test_it_does_not_waver():
         k = controller.microbatches(32)
         changes += k != last
         last = k
-        taken = [(6e-3 + 1e-4 * 32 / k) * rng.uniform(0.85, 1.15) for _ in range(2)]
-        took(controller, 32 / k, taken, between=2e-3)
+        for regression in controller.stages:
+            regression.add(32 / k, (6e-3 + 1e-4 * 32 / k) * rng.uniform(0.85, 1.15))
+        controller.between.add(32 / k, 2e-3)
     assert changes <= 4
 
 
@@ -109,8 +147,8 @@ def test_requests_that_do_not_fit_in_the_cache_open_no_slots():
 def test_without_measurements_all_slots_are_open():
     controller = ConcurrencyController(stages=2, slots=3)
     assert [controller.microbatches(n) for n in (1, 2, 64)] == [1, 2, 3]
-    for _ in range(COLD + int(ENOUGH) + TOGETHER):
-        controller.add([Load(1, 8, 8), *[Load()] * 4], [1e-3, *[0.0] * 4])
+    controller.stages[0].add(8, 1e-3, COLD)
+    controller.stages[0].add(8, 1e-3, int(ENOUGH))
     assert controller.microbatches(64) == 3, "the other stage has not been seen"
 
 

@@ -7,8 +7,12 @@ import time
 import pytest
 
 from sipipe.engine.iterations import Iteration
-from sipipe.engine.scheduling.concurrency import ConcurrencyController, MeasuredTimes
-from sipipe.engine.scheduling.times import COLD, ENOUGH, Load
+from sipipe.engine.scheduling.concurrency import (
+    COLD,
+    ConcurrencyController,
+    MeasuredTimes,
+)
+from sipipe.engine.scheduling.times import Load
 from sipipe.observe.live import LivePage, PageHeader
 from sipipe.observe.phases import Phase
 
@@ -25,17 +29,12 @@ class Processes:
         self.controller, self.poll = self.times.controller, self.times.poll
         self.stages = [self.page.writer("stage", i) for i in range(2)]
         self.samplers = [self.page.writer("sampler", i) for i in range(2)]
-        self.number = 0
         self.executor = self.page.writer("executor")
 
     def expect(self, number, batch, pairs=0.0):
         """An iteration of ``batch`` decoding sequences, or of as many prompt tokens, is dispatched."""
-        load = Load(1, 0 if pairs else batch, batch, 0, pairs)
+        load = Load(1, 0, batch, 0, pairs) if pairs else Load(1, batch)
         self.times.expect(Iteration(None, number=number, load=load))
-
-    def decode(self, index, batch):
-        """What a stage is expected to take."""
-        return self.controller.times.seconds(Load(1, batch, batch))[index]
 
 
 @pytest.fixture
@@ -47,17 +46,17 @@ def engine():
 
 def test_batches_of_decodes_become_points_of_the_regressions(engine):
     first, last = engine.stages
-    for i, batch in enumerate([4, 8, 16, 32] * 40):
-        engine.expect(i, batch)
+    for i, batch in enumerate([4, 8, 16, 32] * 20):
         first.phase(Phase.FORWARD, i, 0, (2 + batch) * MS, batch, batch)
         first.phase(Phase.SEND, i, 0, 1 * MS, batch, batch)
         last.phase(Phase.FORWARD, i, 0, 5 * MS, batch, batch)
         last.phase(Phase.LOGITS, i, 0, 2 * batch * MS, batch, batch)
         engine.poll()
-    assert engine.decode(0, 20) == pytest.approx(23e-3, rel=0.02)
-    assert engine.decode(0, 4) == pytest.approx(7e-3, rel=0.05)
+    stages = engine.controller.stages
+    assert stages[0](0) == pytest.approx(3e-3, rel=0.02)
+    assert stages[0](20) == pytest.approx(23e-3, rel=0.02)
     # The records of one batch may straddle a poll: these come with the next one.
-    assert engine.decode(1, 20) == pytest.approx(45e-3, rel=0.15)
+    assert stages[1](20) == pytest.approx(45e-3, rel=0.1)
 
 
 def test_prompts_count_by_what_they_attend_to(engine):
@@ -74,23 +73,30 @@ def test_prompts_count_by_what_they_attend_to(engine):
     assert prices.chunk(700, 100) - prices.chunk(0, 100) == pytest.approx(7e-3, rel=0.02)
 
 
-def test_several_batches_between_two_polls(engine):
-    for i in range(60):
-        engine.expect(i, 16)
-        for stage in engine.stages:
-            stage.phase(Phase.FORWARD, i, 0, 8 * MS, 16, 16)
-        if i % 3 == 2:
-            engine.poll()
-    assert engine.decode(0, 16) == pytest.approx(8e-3)
-    assert ENOUGH < engine.controller.times.weight[0] <= 60 - COLD
-
-
 def test_an_iteration_that_is_not_through_yet_does_not_count(engine):
     for i in range(3):
         engine.expect(i, 16)
     engine.stages[0].phase(Phase.FORWARD, 0, 0, 8 * MS, 16, 16)
     engine.poll()
     assert [len(coming) for coming in engine.times._coming] == [2, 3]
+
+
+def test_prompts_do_not_count_for_k(engine):
+    stage = engine.stages[0]
+    for i in range(60):
+        stage.phase(Phase.FORWARD, i, 0, 500 * MS, 4, 400)
+        engine.poll()
+    assert engine.controller.stages[0].weight == 0
+
+
+def test_several_batches_between_two_polls(engine):
+    stage = engine.stages[0]
+    for i in range(60):
+        stage.phase(Phase.FORWARD, i, 0, 8 * MS, 16, 16)
+        if i % 3 == 2:
+            engine.poll()
+    assert engine.controller.stages[0](16) == pytest.approx(8e-3)
+    assert engine.controller.stages[0].weight == pytest.approx(60 - COLD, rel=0.15)
 
 
 def test_samplers_work_side_by_side_and_the_executor_before_and_after(engine):
@@ -100,7 +106,7 @@ def test_samplers_work_side_by_side_and_the_executor_before_and_after(engine):
         for phase in (Phase.SCHEDULE, Phase.DISPATCH, Phase.UPDATE, Phase.GATHER):
             engine.executor.phase(phase, i, 0, 1 * MS, 16, 16)
         engine.poll()
-    assert engine.controller.times.seconds(Load(1, 16))[4] == pytest.approx(6e-3, rel=0.05)
+    assert engine.controller.between(16) == pytest.approx(6e-3, rel=0.05)
 
 
 @pytest.mark.parametrize("formed", [1, 2, 3])
@@ -109,7 +115,6 @@ def test_what_no_phase_has_is_seen(engine, formed, pauses):
     """With one microbatch alone, and with more that leave the slowest stage room; in pauses not."""
     engine.controller.formed, now = formed, time.monotonic()
     for i in range(150):
-        engine.expect(i, 8)
         for index in range(2):
             engine.stages[index].phase(Phase.FORWARD, i, 0, 10 * MS, 8, 8)
         engine.executor.phase(Phase.UPDATE, i, 0, 1 * MS, 8, 8)
@@ -127,7 +132,6 @@ def test_what_no_phase_has_is_seen(engine, formed, pauses):
 def test_parts_of_a_shared_projection_are_side_by_side(engine):
     """Both stages multiply at once: a microbatch of all reads the matrix once."""
     for i, batch in enumerate([16, 32, 64] * 40):
-        engine.expect(i, batch)
         engine.controller.formed = 1 if i else 3  # the first poll only begins to count
         for index in range(2):
             engine.stages[index].phase(Phase.LOGITS, i, 0, (9 + 3 * index) * MS, batch, batch)
@@ -136,7 +140,7 @@ def test_parts_of_a_shared_projection_are_side_by_side(engine):
         engine.executor.phase(Phase.GATHER, i, 0, 0, batch, batch)
         engine.poll(now=i * 21e-3)
     found = engine.controller
-    assert found.times.seconds(Load(1, 32, 32))[3] == pytest.approx(12e-3, rel=0.05)
+    assert found.projections[1](32) == pytest.approx(12e-3, rel=0.05)
     assert found.unseen == pytest.approx(0, abs=1e-3), "4 + 4 + 12 and the executor's"
     assert found.period(64, 1) == pytest.approx(21e-3, rel=0.05)
     assert found.period(64, 2) == pytest.approx(32e-3, rel=0.05)
@@ -151,10 +155,8 @@ def paced(engine, sequences, stages, unseen, batches):
         k = engine.controller.microbatches(sequences)
         batch = -(-sequences // k)
         taken = [fixed + each * batch for fixed, each in stages]
-        engine.expect(engine.number, batch)
         for stage, seconds in zip(engine.stages, taken, strict=True):
-            stage.phase(Phase.FORWARD, engine.number, 0, int(seconds * 1e9), batch, batch)
-        engine.number += 1
+            stage.phase(Phase.FORWARD, i, 0, int(seconds * 1e9), batch, batch)
         engine.executor.phase(Phase.UPDATE, i, 0, 1 * MS, batch, batch)
         engine.executor.phase(Phase.GATHER, i, 0, 0, batch, batch)
         engine.now += max(sum(taken) + unseen + 1e-3, k * max(taken)) / k

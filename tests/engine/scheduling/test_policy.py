@@ -244,12 +244,12 @@ def test_a_spread_over_one_microbatch_cuts_no_prompt(slots, min_sequences):
 def test_decodes_have_their_time_whatever_prompts_are_pending():
     policy = slot_policy(3, 8192, tpot_target_ms=30.0)
     controller = policy.controller
-    load = Load(1, 8, 8, 8 * 500)
+    load = Load(1, 8, 0, 8 * 500)
     for i in range(60):
         chunk = Load(1, 0, 256, 0, 256 * (i % 8 * 256 + 128))
         for each in (load, chunk):
-            seconds = 1e-3 + 1e-5 * each.tokens + 1e-9 * each.pairs
-            controller.add([each] * 3 + [Load()] * 4, [seconds] * 3 + [0.0] * 4)
+            seconds = 1e-3 + 1e-5 * (each.rows + each.tokens) + 1e-9 * each.pairs
+            controller.times.add([each] * 3, [seconds] * 3)
     decoding = [Sequence(f"r{index}", 500, True) for index in range(24)]
     for _ in range(6):
         pending = policy.prices.chunk(0, 50_000)
@@ -257,7 +257,7 @@ def test_decodes_have_their_time_whatever_prompts_are_pending():
         assert controller.measured
         tokens = plan.prefill.chunk(20_000, 30_000)
         chunk = Load(0, 0, tokens, 0, tokens * (20_000 + tokens / 2))
-        took = policy.prices.of(Load(1, 8, 8, 4000).plus(chunk))
+        took = policy.prices.of(Load(1, 8, 0, 4000).plus(chunk))
         assert tokens >= 24
         assert took < 10.5e-3, "a third of the target: three microbatches go round"
 

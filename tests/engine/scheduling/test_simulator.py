@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from sipipe.engine.scheduling.times import Prices
 from sipipe.errors import ConfigError
 
-GPU_LIKE = StageCosts(prices=Prices(8e-3, 2e-5, 4e-5, 2e-8, 2e-9))
+GPU_LIKE = StageCosts(prices=Prices(8e-3, 6e-5, 4e-5, 2e-8, 2e-9))
 BUDGET = 2048
 
 
@@ -40,9 +40,9 @@ def serve(trace, rule, *, stages, costs=GPU_LIKE, inflight=None, kv_tokens=131_0
 
 
 def test_one_request_takes_stages_times_cost_for_each_token():
-    costs = StageCosts(prices=Prices(0.010, 0.0, 0.001, 0.0, 0.0))
+    costs = StageCosts(prices=Prices(0.010, 0.001, 0.001, 0.0, 0.0))
     outcome = serve([Arrival(0.0, 20, 5)], Rule(), stages=3, costs=costs)
-    assert outcome.ttft[0] == pytest.approx(3 * (0.010 + 20 * 0.001))
+    assert outcome.ttft[0] == pytest.approx(3 * (0.010 + 21 * 0.001))
     # vLLM's loop pauses after empty batches, but only while the real one is under way.
     assert outcome.tpot[0] == pytest.approx(3 * (0.010 + 0.001), abs=2e-3)
 
@@ -70,7 +70,7 @@ def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make, extra
 
 
 def test_a_prompt_whose_chunks_are_in_flight_together_has_its_token_behind_the_last():
-    costs = StageCosts(prices=Prices(0.010, 0.0, 0.001, 0.0, 0.0))
+    costs = StageCosts(prices=Prices(0.010, 0.001, 0.001, 0.0, 0.0))
     rule = DynamicChunksRule(100, costs.prices)
     outcome = serve([Arrival(0.0, 400, 1)], rule, stages=2, costs=costs)
     chunks = 1 + -(-300 // 64)  # whole pages behind the first

@@ -12,13 +12,20 @@ vocabulary behind few layers, say) or h is small, a second thin microbatch only 
 fixed cost again. What no phase has (wake-ups, messages, the way between hosts) is part of h: it is
 what a period takes longer than its phases, where the first term is the longer one.
 
-The s_i and h are predicted by :mod:`sipipe.engine.scheduling.times`, of decoding sequences with as
-much context as lately.
+Each s_i is a straight line, fixed + per sequence, fitted to what the stages took lately. Batches of
+one size say nothing of its slope. The slope seen last, when sizes differed, is kept then; before
+there was any, all is taken as fixed cost, and the smaller k that follows brings the batches of
+another size that tell the two apart.
+
+Prompts are another matter: what a microbatch with them takes is predicted by
+:mod:`sipipe.engine.scheduling.times`, which is fed here too. Its line of decodes is not used for k: on
+CPUs few rows and many differ by more than a line has, and k came out worse (docs/log.md).
 
 Runs on the engine's thread alone, and is not safe for more. It relies on being asked once a visit;
 :class:`MeasuredTimes` costs a few microseconds of it.
 """
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +33,9 @@ from typing import NamedTuple
 
 from sipipe.engine.iterations import Iteration
 from sipipe.engine.scheduling.times import (
+    COLD,
     ENOUGH,
+    MEMORY,
     OUTLIER,
     BatchTimes,
     Load,
@@ -37,6 +46,8 @@ from sipipe.messages.period import passing, period
 from sipipe.observe.live import Key, LivePage, Word
 from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
 
+SPREAD = 0.15
+"""Standard deviation of batch sizes, as a share of their mean, below which they give no slope."""
 GAIN = 0.05
 """Share of a pipeline period that a change of k must promise."""
 HOLD = 24
@@ -53,6 +64,46 @@ _CHUNK = 1024.0
 _PROJECTION = (Phase.LOGITS, Phase.HANDOVER)
 
 
+@dataclasses.dataclass(slots=True)
+class RunningRegression:
+    """Seconds of a batch by its sequences: weighted least squares with forgetting."""
+
+    weight: float = 0.0
+    _b: float = 0.0
+    _bb: float = 0.0
+    _t: float = 0.0
+    _bt: float = 0.0
+    _slope: float = 0.0
+    sloped: bool = False
+    """Whether batches have differed in size enough to tell a sequence's part of the time."""
+    _seen: int = 0
+
+    def add(self, batch: float, seconds: float, count: int = 1) -> None:
+        """``count`` batches of ``batch`` sequences took ``seconds`` each."""
+        self._seen += count
+        if self._seen <= COLD:
+            return
+        if self.weight >= ENOUGH:
+            seconds = min(seconds, OUTLIER * self(batch))
+        kept = MEMORY**count
+        self.weight = self.weight * kept + count
+        self._b = self._b * kept + count * batch
+        self._bb = self._bb * kept + count * batch * batch
+        self._t = self._t * kept + count * seconds
+        self._bt = self._bt * kept + count * batch * seconds
+        mean = self._b / self.weight
+        spread = self._bb / self.weight - mean * mean
+        if spread > (SPREAD * mean) ** 2:
+            self._slope = (self._bt / self.weight - mean * self._t / self.weight) / spread
+            self.sloped = True
+
+    def __call__(self, batch: float) -> float:
+        """Expected seconds of a batch of ``batch`` sequences."""
+        mean, time = self._b / self.weight, self._t / self.weight
+        slope = min(max(self._slope, 0.0), time / mean if mean else 0.0)
+        return time + slope * (batch - mean)
+
+
 class ConcurrencyController:
     """Stage times seen so far, and the number of microbatches that they recommend.
 
@@ -64,29 +115,22 @@ class ConcurrencyController:
 
     def __init__(self, *, stages: int, slots: int, first: Prices | None = None) -> None:
         self.first = first or usual()
-        level = Prices(1.0, 0.0, 0.0, 0.0, 0.0)
-        self.times = BatchTimes([self.first] * stages + [level] * (stages + 1))
-        """Of each stage; of each stage what the output projection and the logits' hand-over take of
-        that; of what sampling and scheduling take between the last stage and the first."""
+        self.times = BatchTimes([self.first] * stages)
+        """Of each stage, prompts too."""
+        self._prices, self._priced = self.first, 0.0
+        self.stages = [RunningRegression() for _ in range(stages)]
+        self.projections = [RunningRegression() for _ in range(stages)]
+        """Of these times, what the output projection and the logits' hand-over take."""
+        self.between = RunningRegression()
+        """What sampling and scheduling take between the last stage and the first."""
         self.unseen = 0.0
         """Seconds of a pipeline period that no phase has: wake-ups, messages, the way between hosts."""
         self.formed = slots
         """What :meth:`microbatches` said last."""
-        self.stages, self.slots = stages, slots
+        self.slots = slots
         self.chosen = slots
-        self.context = 0.0
-        """Of a decoding sequence, lately."""
         self._held = 0
         self._held_for = 0
-        self._prices = self.first
-        self._priced = 0.0
-
-    def add(self, loads: Sequence[Load], seconds: Sequence[float]) -> None:
-        """What loads took, by process, in the order of :attr:`times`."""
-        for load in loads[: self.stages]:
-            if load.rows and load.context:
-                self.context += 0.1 * (load.context / load.rows - self.context)
-        self.times.add(loads, seconds)
 
     def prices(self) -> Prices:
         """On the stage that takes longest, in seconds; in tokens until that is known.
@@ -97,8 +141,8 @@ class ConcurrencyController:
         weight = self.times.weight[0]
         if weight != self._priced:
             self._priced = weight
-            found = [self.times.prices(i) for i in range(self.stages)]
-            sure = all(self.times.sure(i) for i in range(self.stages))
+            found = [self.times.prices(i) for i in range(len(self.stages))]
+            sure = all(self.times.sure(i) for i in range(len(self.stages)))
             chunk = Load(1.0, 0.0, _CHUNK, 0.0, _CHUNK * _CHUNK / 2)
             slowest = max(found, key=lambda each: each.of(chunk))
             slowest = slowest._replace(
@@ -118,26 +162,24 @@ class ConcurrencyController:
         round_trip = self._phases(batch) + self.unseen
         return microbatches * period([self._slowest(batch)], round_trip, microbatches)
 
-    def _decoding(self, batch: float) -> list[float]:
-        return self.times.seconds(Load(1.0, batch, batch, batch * self.context, 0.0))
-
     def _phases(self, batch: float) -> float:
         """Seconds of one microbatch's way through the pipeline that are some phase's."""
-        each, p = self._decoding(batch), self.stages
-        return passing(each[:p], each[p : 2 * p]) + each[2 * p]
+        between = self.between(batch) if self.between.weight >= ENOUGH else 0.0
+        shared = [one(batch) for one in self.projections if one.weight >= ENOUGH]
+        return passing([stage(batch) for stage in self.stages], shared) + between
 
     def _slowest(self, batch: float) -> float:
-        return max(self._decoding(batch)[: self.stages])
+        return max(stage(batch) for stage in self.stages)
 
     def _ready(self) -> bool:
-        return min(self.times.weight[: self.stages]) >= ENOUGH
+        return all(stage.weight >= ENOUGH for stage in self.stages)
 
     def price(self, batch: float) -> float | None:
         """What of a pass of ``batch`` rows one of them costs, 0 to 1; None while it is not known."""
-        if not self._ready():
+        if not all(stage.weight >= ENOUGH and stage.sloped for stage in self.stages):
             return None
-        passes, more = (sum(self._decoding(rows)[: self.stages]) for rows in (batch, batch + 1))
-        return max(0.0, more - passes) / passes
+        passes = sum(stage(batch) for stage in self.stages)
+        return max(0.0, sum(stage(batch + 1) for stage in self.stages) - passes) / passes
 
     def took(self, seconds: float, batch: float, microbatches: int) -> None:
         """A pipeline period of so many microbatches of ``batch`` sequences took ``seconds``.
@@ -173,6 +215,8 @@ class ConcurrencyController:
 class MeasuredTimes:
     """Feeds a controller what the processes have taken since the last poll.
 
+    Only batches of decodes count for k: prompts have prices of their own.
+
     Args:
         controller: what is fed.
         page: what all have taken, of a stage its first rank. The executor counts a batch when its tokens are in.
@@ -181,7 +225,7 @@ class MeasuredTimes:
 
     def __init__(self, controller: ConcurrencyController, page: LivePage, *, samplers: int) -> None:
         self.controller = controller
-        keys: list[Key] = [("stage", i, 0) for i in range(controller.stages)]
+        keys: list[Key] = [("stage", i, 0) for i in range(len(controller.stages))]
         self._stages = [_Delta(page, key) for key in keys]
         self._projections = [_Delta(page, key, _PROJECTION) for key in keys]
         self._samplers = [_Delta(page, ("sampler", i, 0)) for i in range(samplers)]
@@ -201,28 +245,38 @@ class MeasuredTimes:
         for coming in self._coming:
             coming.append(iteration)
 
+    def _load(self, process: "_Delta", coming: deque[Iteration]) -> Load:
+        """What a stage has been through since the last poll."""
+        load, ended = Load(), process.ended
+        while coming and 0 <= coming[0].number < ended:
+            load = load.plus(coming.popleft().load)
+        return load
+
     def poll(self, now: float | None = None) -> None:
         """Take in what has happened since the last poll, at ``now`` on the monotonic clock."""
-        loads, seconds = [], []
-        for process, coming in zip(self._stages, self._coming, strict=True):
-            load = Load()
-            taken = process.take()
-            while coming and 0 <= coming[0].number < taken.ended:
-                load = load.plus(coming.popleft().load)
-            self._decodes &= not load.pairs
-            loads.append(load)
-            seconds.append(taken.nanoseconds / 1e9 if load.batches else 0.0)
-        loads += loads
-        seconds += [process.take().nanoseconds / 1e9 for process in self._projections]
-        count, sequences, spent, _ = self._executor.take()
-        drawn = [process.take() for process in self._samplers] if count else []
-        slowest = max((t.nanoseconds / 1e9 / t.batches for t in drawn if t.batches), default=0.0)
-        loads.append(Load(count, sequences))
-        seconds.append(spent / 1e9 + slowest * count)
+        loads, times = [], []
+        for process, regression, coming in zip(
+            self._stages, self.controller.stages, self._coming, strict=True
+        ):
+            loads.append(self._load(process, coming))
+            count, sequences, tokens, spent = process.take()
+            times.append(spent / 1e9)
+            self._decodes &= sequences == tokens
+            if count and sequences == tokens:
+                regression.add(sequences / count, spent / 1e9 / count, count)
         if any(load.batches for load in loads):
-            self.controller.add(loads, seconds)
+            self.controller.times.add(loads, times)
+        for process, regression in zip(self._projections, self.controller.projections, strict=True):
+            count, sequences, tokens, spent = process.take()
+            if count and sequences == tokens:
+                regression.add(sequences / count, spent / 1e9 / count, count)
+        count, sequences, _, spent = self._executor.take()
         if not count:
             return
+        seconds = spent / 1e9
+        drawn = [process.take() for process in self._samplers]
+        slowest = max((t.nanoseconds / 1e9 / t.batches for t in drawn if t.batches), default=0.0)
+        self.controller.between.add(sequences / count, seconds / count + slowest, count)
         now = time.monotonic() if now is None else now
         formed = self.controller.formed
         if not self._decodes or formed != self._formed or count > formed:
@@ -238,9 +292,8 @@ class Taken(NamedTuple):
 
     batches: int
     sequences: int
+    tokens: int
     nanoseconds: int
-    ended: int
-    """All iterations before this one have been through its main phase."""
 
 
 class _Delta:
@@ -251,19 +304,21 @@ class _Delta:
         phases = phases or COUNTED_PHASES[key[0]]
         self._counted = [int(Word.PHASE_NS + phase) for phase in phases]
         self._last = int(Word.PHASE_LAST + MAIN_PHASE[key[0]])
-        self._before = (0, 0, 0)
+        self._before = Taken(0, 0, 0, 0)
+
+    @property
+    def ended(self) -> int:
+        """All iterations before this one have been through the main phase."""
+        number: int = self._words[self._last]
+        return number
 
     def take(self) -> Taken:
-        """Batches, sequences and nanoseconds since the last call; without a batch, the time is left
-        for the call that sees one."""
+        """Batches, sequences, tokens and nanoseconds since the last call; without a batch, the
+        time is left for the call that sees one."""
         words = self._words
-        # Batches are counted last: who sees one sees all else of it.
-        batches, sequences = words[: Word.TOKENS]
-        spent = sum([words[word] for word in self._counted])
-        before = self._before
-        if batches == before[0]:
-            return Taken(0, 0, 0, words[self._last])
-        self._before = batches, sequences, spent
-        return Taken(
-            batches - before[0], sequences - before[1], spent - before[2], words[self._last]
-        )
+        batches, sequences, tokens = words[: Word.TOKENS + 1]
+        now = Taken(batches, sequences, tokens, sum([words[word] for word in self._counted]))
+        delta = Taken(*(new - old for new, old in zip(now, self._before, strict=True)))
+        if delta.batches:
+            self._before = now
+        return delta

@@ -87,7 +87,7 @@ class SlotPolicy:
         self.controller = controller
         self._throttle = PrefillThrottle(
             slots=slots,
-            stages=controller.stages,
+            stages=len(controller.stages),
             max_tokens=max_tokens,
             settings=self.settings,
             align=align,
@@ -148,7 +148,7 @@ class SlotPolicy:
             self.prices,
             pending=pending_prefill,
             started=started_prefill,
-            decodes=Load(1.0, rows, rows, context, 0.0),
+            decodes=Load(1.0, rows, 0.0, context, 0.0),
             running=len(self.slot_of),
             arriving=arriving,
             kv_free=kv_free,

@@ -99,8 +99,8 @@ class Allowance:
         """The microbatch has ``tokens``, by request ``scheduled``: what is in it."""
         chunks = [chunk for id, chunk in self._chunks.items() if scheduled.get(id) == chunk.tokens]
         decoded = tokens - sum([chunk.tokens for chunk in chunks])
-        share = decoded / max(self._decodes.tokens, 1)  # drafts make more of them, preemption fewer
-        load = Load(float(tokens > 0), decoded, decoded, share * self._decodes.context)
+        share = decoded / max(self._decodes.rows, 1)  # drafts make more of them, preemption fewer
+        load = Load(float(tokens > 0), decoded, 0.0, share * self._decodes.context)
         for chunk in chunks:
             load = load.plus(chunk)
         return load
@@ -185,7 +185,7 @@ class PrefillThrottle:
         return Allowance(
             prices,
             seconds=seconds,
-            room=max(0, self._max_tokens - int(decodes.tokens)),
+            room=max(0, self._max_tokens - int(decodes.rows)),
             least=settings.min_chunk_tokens,
             decodes=decodes,
             align=self._align,

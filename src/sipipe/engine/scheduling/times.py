@@ -34,6 +34,8 @@ FIRM = 1e-2
 """How firmly prices stay where batches do not tell them apart, as a share of what these say."""
 TOGETHER = 8
 """Additions that are taken in at once."""
+SHORTEST = 1e-7
+"""Seconds: what took less was not measured."""
 DOUBT = 0.5
 """Mean relative error from which on the prices are not believed."""
 
@@ -45,6 +47,7 @@ class Load(NamedTuple):
     rows: float = 0.0
     """Of logits."""
     tokens: float = 0.0
+    """Of prompts."""
     context: float = 0.0
     """Tokens in the KV cache that decoding sequences attend to."""
     pairs: float = 0.0
@@ -83,7 +86,7 @@ class Prices(NamedTuple):
     @property
     def sequence(self) -> float:
         """Tokens of context that take as long as one more decoding sequence; 1 or more."""
-        return max(1.0, (self.row + self.token) / self.context) if self.context > 0 else math.inf
+        return max(1.0, self.row / self.context) if self.context > 0 else math.inf
 
 
 def usual(facts: ModelFacts | None = None) -> Prices:
@@ -94,13 +97,13 @@ def usual(facts: ModelFacts | None = None) -> Prices:
     nothing, and read 4,096 tokens of context while they are multiplied once.
     """
     if facts is None:
-        return Prices(READ, 0.0, 1.0, 1 / 4096, 1 / 24576)
+        return Prices(READ, 1.0, 1.0, 1 / 4096, 1 / 24576)
     attention = facts.attention
     values = attention.value_dim or attention.head_dim
     width = attention.heads * (attention.head_dim + attention.rope_dim + values)
     weights = facts.active_parameters / facts.layers
     read = READ * facts.parameters / facts.active_parameters
-    return Prices(read, 0.0, 1.0, 1 / 4096, width / weights)
+    return Prices(read, 1.0, 1.0, 1 / 4096, width / weights)
 
 
 class BatchTimes:
@@ -152,7 +155,7 @@ class BatchTimes:
         count = features[:, :, 0]
         seen = self._seen + count.cumsum(0)
         self._seen = seen[-1]
-        count = np.where((seen > COLD) & (taken > 0), count, 0.0)
+        count = np.where((seen > COLD) & (taken > SHORTEST), count, 0.0)
         told = count > 0
         taken = np.where(told, taken, 1.0)
         expected = (features * self._prices).sum(2)
