@@ -124,23 +124,7 @@ def _run(
     scratch: Path,
 ) -> dict[str, Any]:
     """Start the engine and run the load; what :func:`benchmarks.measure.measure` returns."""
-    # To vLLM every model is a dense one of the same size: nothing of it is loaded.
-    heads = max(1, made.facts.hidden // 128)
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": heads * 128,
-        "num_hidden_layers": made.facts.layers,
-        "num_attention_heads": heads,
-        "intermediate_size": heads * 128,
-        "vocab_size": made.facts.vocabulary,
-        "max_position_embeddings": made.facts.context_length,
-        "torch_dtype": "bfloat16",
-    }
-    (scratch / "config.json").write_text(json.dumps(config))
-    profile = scratch / "profile.json"
-    profile.write_bytes(msgspec.json.encode(made.profile))
-    os.environ["EMULATED_PROFILE"] = str(profile)
+    emulate(made, scratch)
     longest = own.prompt_tokens + own.tokens
     cut = [stage.layers for stage in made.placement.stages]
     most = max(own.requests)
@@ -166,6 +150,29 @@ def _run(
     }
     module = of_the_checkout("benchmarks.emulation.engine")
     return measured("sipipe", job | {"settings": settings | more}, module)
+
+
+def emulate(made: Emulation, model: Path) -> None:
+    """Engines that are started next have emulated devices; ``model`` is a directory for theirs.
+
+    To vLLM every model is a dense one of the same size: nothing of it is loaded.
+    """
+    heads = max(1, made.facts.hidden // 128)
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": heads * 128,
+        "num_hidden_layers": made.facts.layers,
+        "num_attention_heads": heads,
+        "intermediate_size": heads * 128,
+        "vocab_size": made.facts.vocabulary,
+        "max_position_embeddings": max(made.facts.context_length, 1 << 20),
+        "torch_dtype": "bfloat16",
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    profile = model / "profile.json"
+    profile.write_bytes(msgspec.json.encode(made.profile))
+    os.environ["EMULATED_PROFILE"] = str(profile)
 
 
 def _figures(trace: Trace, result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -79,7 +79,7 @@ def measure(
 
     with turn():
         began = time.perf_counter()
-        llm = _start(job)
+        llm = started(job)
         startup = time.perf_counter() - began
         words = range(3, llm.llm_engine.vllm_config.model_config.get_vocab_size())
         chooser = random.Random(0)
@@ -129,7 +129,7 @@ def _waited() -> int:
     return total
 
 
-def _start(job: Job) -> Any:
+def started(job: Job) -> Any:
     """vLLM's ``LLM`` with the job's engine."""
     from vllm import LLM, EngineArgs
 
