@@ -18,7 +18,7 @@ help: ## show this list
 setup: ## make .venv with the CPU engine (quick when it exists)
 	@$(PYTHON) scripts/setup
 
-demo: setup ## serve a model in two stages, stream completions, measure against stock vLLM
+demo: setup ## serve a model in two stages, stream answers, measure against stock vLLM
 	@$(BIN)/python scripts/demo.py
 
 test: setup ## the tests, without those that take minutes
@@ -36,7 +36,7 @@ test-faults: setup ## hundreds of faults put into engines; writes tests/faults/R
 soak: setup ## half an hour under clients that come and go: does anything grow? Writes tests/faults/README.md
 	@$(BIN)/python -m tests.faults.soak --keep
 
-week: setup ## 100,000 requests and 16,000 faults in one engine: hours. Writes tests/faults/README.md
+week: setup ## 100,000 requests and 16,000 faults in one engine: an hour. Writes tests/faults/README.md
 	@$(BIN)/python -m tests.faults.week --keep
 
 goldens: setup ## record anew what stock vLLM gives for the tests' requests

@@ -41,6 +41,8 @@ def _overlap() -> None:
 
 PARTS: dict[str, Callable[[], None]] = {"Posting": _posting, "Overlap": _overlap}
 """What each part is, and what takes it away in this process."""
+AWAY: set[str] = set()
+"""What has been taken away in this process."""
 
 
 def extension(parts: list[str]) -> list[str]:
@@ -55,4 +57,5 @@ def __getattr__(name: str) -> type:
     for part, take_away in PARTS.items():
         if part in name:
             take_away()
+            AWAY.add(part)
     return type(name, (), {})

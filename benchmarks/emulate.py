@@ -1,6 +1,7 @@
 """A pipeline of GPUs, emulated, with SiPipe's own processes around it.
 
     python -m benchmarks.emulate --profile llama-70b-8xh100 --pp 4 [--trace DIR] [--json]
+    python -m benchmarks.emulate --ablate [TEXT]    the paper's techniques (benchmarks.emulation.ablation)
 
 vLLM's scheduler, SiPipe's executor, channels, links and samplers run as they do with GPUs; a device
 only takes the time that the data sheets' model (sipipe plan) gives. So it says what SiPipe itself
@@ -12,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from benchmarks.emulation.cluster import Emulation, emulation
+from benchmarks.emulation.profile import StockCosts
 from benchmarks.emulation.replay import replayed
 from benchmarks.harness import of_the_checkout
 from sipipe.cli.parser import at_least, counts, fraction, parse_engine_command
@@ -41,6 +43,10 @@ BUSY = 0.85
 
 def main() -> int:
     """0: measured. 1: the machine was too busy for it."""
+    if sys.argv[1:2] == ["--ablate"]:
+        from benchmarks.emulation.ablation import ablate
+
+        return ablate(sys.argv[2:])
     as_json = "--json" in sys.argv
     argv = [word for word in sys.argv[1:] if word != "--json"]
     made, result = emulated(argv)
@@ -52,9 +58,15 @@ def main() -> int:
     return 1 if any(load["busy"] > BUSY for load in result["loads"]) else 0
 
 
-def emulated(argv: Sequence[str]) -> tuple[Emulation, dict[str, Any]]:
+def emulated(
+    argv: Sequence[str], given: Mapping[str, Any] | None = None, stock: StockCosts | None = None
+) -> tuple[Emulation, dict[str, Any]]:
     """Run the pipeline of a command line: what it stands for; ``job``, ``machine``, ``profile``, and
     the figures of each of its ``loads``, with its trace as ``run``.
+
+    Args:
+        given: settings of SiPipe that are no options.
+        stock: what stages pay for techniques that are taken away.
 
     Raises:
         SiPipeError: an option does not fit, or the engine failed.
@@ -77,6 +89,7 @@ def emulated(argv: Sequence[str]) -> tuple[Emulation, dict[str, Any]]:
     add("--replay", help="directory of a trace of a real run with these stages: their times")
     add("--json", action="store_true", help="the figures as JSON")
     own, settings, rest = parse_engine_command(parser, argv)
+    settings |= given or {}
     if own.tp is not None:
         raise ConfigError("emulate: --tp follows from --profile and --pp")
     layers, vocabulary = settings.get("layers"), settings.setdefault("vocabulary", "last")
@@ -91,6 +104,8 @@ def emulated(argv: Sequence[str]) -> tuple[Emulation, dict[str, Any]]:
     )
     if own.replay:
         made = replace(made, profile=replayed(made.profile, read_trace(own.replay)))
+    if stock is not None:
+        made = replace(made, profile=msgspec.structs.replace(made.profile, stock=stock))
     if own.slow_motion > 1:
         made = replace(made, profile=made.profile.slowed(own.slow_motion))
     with tempfile.TemporaryDirectory(prefix="sipipe-emulate-") as scratch:
@@ -109,23 +124,7 @@ def _run(
     scratch: Path,
 ) -> dict[str, Any]:
     """Start the engine and run the load; what :func:`benchmarks.measure.measure` returns."""
-    # To vLLM every model is a dense one of the same size: nothing of it is loaded.
-    heads = max(1, made.facts.hidden // 128)
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": heads * 128,
-        "num_hidden_layers": made.facts.layers,
-        "num_attention_heads": heads,
-        "intermediate_size": heads * 128,
-        "vocab_size": made.facts.vocabulary,
-        "max_position_embeddings": made.facts.context_length,
-        "torch_dtype": "bfloat16",
-    }
-    (scratch / "config.json").write_text(json.dumps(config))
-    profile = scratch / "profile.json"
-    profile.write_bytes(msgspec.json.encode(made.profile))
-    os.environ["EMULATED_PROFILE"] = str(profile)
+    emulate(made, scratch)
     longest = own.prompt_tokens + own.tokens
     cut = [stage.layers for stage in made.placement.stages]
     most = max(own.requests)
@@ -146,17 +145,42 @@ def _run(
     }
     more = {
         "layers": cut,
-        "cpu_sampling": "on",
+        "cpu_sampling": settings.get("cpu_sampling", "on"),
         "cores": settings.get("cores", "off"),
     }
     module = of_the_checkout("benchmarks.emulation.engine")
     return measured("sipipe", job | {"settings": settings | more}, module)
 
 
+def emulate(made: Emulation, model: Path) -> None:
+    """Engines that are started next have emulated devices; ``model`` is a directory for theirs.
+
+    To vLLM every model is a dense one of the same size: nothing of it is loaded.
+    """
+    heads = max(1, made.facts.hidden // 128)
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": heads * 128,
+        "num_hidden_layers": made.facts.layers,
+        "num_attention_heads": heads,
+        "intermediate_size": heads * 128,
+        "vocab_size": made.facts.vocabulary,
+        "max_position_embeddings": max(made.facts.context_length, 1 << 20),
+        "torch_dtype": "bfloat16",
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    profile = model / "profile.json"
+    profile.write_bytes(msgspec.json.encode(made.profile))
+    os.environ["EMULATED_PROFILE"] = str(profile)
+
+
 def _figures(trace: Trace, result: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each load, the part in which all its requests decode."""
-    loads = zip(result["spans"].values(), result["busy"].values(), strict=True)
-    return [_steady(trace, span, busy) for (span,), (busy,) in loads]
+    loads = zip(*(result[key].values() for key in ("spans", "busy", "waited")), strict=True)
+    return [
+        _steady(trace, span, busy) | {"waited": waited} for (span,), (busy,), (waited,) in loads
+    ]
 
 
 def _steady(trace: Trace, span: tuple[int, int], busy: float) -> dict[str, Any]:

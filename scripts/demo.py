@@ -1,7 +1,7 @@
-"""`make demo`: serve a model in two stages, stream two completions, measure, leave nothing behind.
+"""`make demo`: serve a trained model in two stages, stream two answers, measure, leave nothing behind.
 
-The model is random (its words are made up), so that the demo needs no download. Everything goes
-through the commands that a user has: `sipipe serve`, `sipipe bench`.
+The model is SmolLM2-135M-Instruct from the package index, which `make setup` installs, or a random
+one without it. Everything goes through the commands that a user has.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,61 +19,82 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sipipe.messages.measured import MIXES
+from sipipe.errors import ResourceError
+from sipipe.tools import smollm2
+from sipipe.tools.load import SAMPLING
 
-MODEL = Path("build/models/llama-bench")
-STAGES = "2"
-PROMPTS = (
-    ("greedy", "The pipeline has no bubbles when", {"temperature": 0}),
-    (
-        "all strategies",
-        "Once upon a time there was",
-        MIXES["all"] | {"seed": 1},
-    ),
+MODELS = Path("build/models")
+STAGES = ("--pp", "2", "--max-model-len", "2048")
+ASKED = (
+    ("greedy", "Why do bees make honey? Answer in one sentence."),
+    ("chat", "Write a short story about a fox, in two sentences."),
 )
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 SIPIPE = [sys.executable, "-m", "sipipe"]
 
 
 MEANING = """\
-"greedy" is what the pipeline gains; most of "all" is SiPipe's sampler in the place of PyTorch's on
-a CPU, which a GPU does not gain. Your model: sipipe bench MODEL --pp 2"""
+"sipipe" is the server from above, "stock" is vLLM without SiPipe, both with two stages. "greedy" is
+what the pipeline gains. What "chat" gains beyond that is SiPipe's sampler in the place of PyTorch's
+on a CPU; a GPU does not gain it. All set-ups, one stage too: sipipe bench MODEL --pp 2"""
 
 
 def main() -> int:
-    step("a random Llama-shaped model: hidden 512, 8 layers, vocabulary 151,936")
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.make_model", "llama", str(MODEL), "--size", "bench"],
-        check=True,
-    )
-    step(f"served in {STAGES} stages through SiPipe, on CPU")
-    with server() as port:
-        for name, prompt, sampling in PROMPTS:
-            print(f"\n{name}: {prompt}", end="", flush=True)
+    step("the model")
+    model = checkpoint()
+    step(f"{model.name} in 2 stages through SiPipe, on CPU; the first start takes minutes")
+    with server(model) as port:
+        for name, asked in ASKED:
+            told = ", ".join(f"{key} {value}" for key, value in SAMPLING[name].items())
+            print(f"\n{name} ({told})\n> {asked}", flush=True)
             began, count = time.perf_counter(), 0
-            for piece in stream(port, prompt, sampling):
+            for piece in stream(port, model, asked, SAMPLING[name] | {"seed": 1}):
                 print(piece, end="", flush=True)
                 count += 1
             print(f"\n({count} tokens, {count / (time.perf_counter() - began):.0f} tokens/s)")
-    step("SiPipe against stock vLLM: 64 requests at once, 16 new tokens each; two to three minutes")
-    command = [*SIPIPE, "bench", str(MODEL), "--pp", STAGES, "--sampling", "greedy,all"]
-    command += ["--rows", "sipipe,stock", "--engines", "1", "--repeat", "1", "--draws", "0"]
-    subprocess.run([*command, "--max-model-len", "2048"], check=True)
+        step("SiPipe beside stock vLLM: 64 requests at once, 16 new tokens each")
+        command = ["bench", str(model), *STAGES, "--sampling", "greedy,chat"]
+        command += ["--rows", "stock", "--url", f"sipipe=http://127.0.0.1:{port}"]
+        command += ["--engines", "1", "--repeat", "1", "--draws", "0"]
+        print(f"$ sipipe {shlex.join(command)}", flush=True)
+        subprocess.run([*SIPIPE, *command], check=True)
     print(f"\n{MEANING}")
     return 0
 
 
+def checkpoint() -> Path:
+    """Where the model is, made if need be."""
+    model = MODELS / "SmolLM2-135M-Instruct"
+    try:
+        if not model.exists():
+            smollm2.make_smollm2(model)
+        print(f"{model}: 135 M parameters, 30 layers, trained for chats")
+    except ResourceError as error:
+        print(
+            f"{str(error).removeprefix('make-model: ')}\nA random model is served instead; its words are made up."
+        )
+        model = MODELS / "llama-bench"
+        make = [sys.executable, "-m", "benchmarks.make_model", "llama", str(model)]
+        subprocess.run([*make, "--size", "bench"], check=True)
+    return model
+
+
 @contextlib.contextmanager
-def server() -> Iterator[int]:
+def server(model: Path) -> Iterator[int]:
     """A running server's port; the server is gone afterwards, with all of its processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     log = Path("build/demo-server.log")
-    command = [*SIPIPE, "serve", str(MODEL), "--pp", STAGES, "--enforce-eager"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"]
+    command = ["serve", str(model), *STAGES, "--host", "127.0.0.1", "--port", str(port)]
+    print(f"$ sipipe {shlex.join(command)}\n(its log: {log})", flush=True)
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*SIPIPE, *command],
+            env={"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ},  # as bench gives stock
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
         try:
             wait_until_ready(process, port, log)
             show_start(log)
@@ -115,14 +137,15 @@ def show_start(log: Path) -> None:
             break
 
 
-def stream(port: int, prompt: str, sampling: dict[str, float]) -> Iterator[str]:
-    """The pieces of a completion, from the server's event stream."""
-    body = {"model": str(MODEL), "prompt": prompt, "max_tokens": 32, "stream": True}
+def stream(port: int, model: Path, asked: str, sampling: dict[str, float]) -> Iterator[str]:
+    """The pieces of a chat's answer, from the server's event stream."""
+    messages = [{"role": "user", "content": asked}]
+    body = {"model": str(model), "messages": messages, "max_tokens": 64, "stream": True}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     connection.request(
         "POST",
-        "/v1/completions",
-        json.dumps(body | {"ignore_eos": True} | sampling),
+        "/v1/chat/completions",
+        json.dumps(body | sampling),
         {"Content-Type": "application/json"},
     )
     response = connection.getresponse()
@@ -131,7 +154,9 @@ def stream(port: int, prompt: str, sampling: dict[str, float]) -> Iterator[str]:
     for line in response:
         text = line.decode().removeprefix("data: ").strip()
         if text and text != "[DONE]":
-            yield json.loads(text)["choices"][0]["text"]
+            piece = json.loads(text)["choices"][0]["delta"].get("content")
+            if piece:
+                yield piece
     connection.close()
 
 

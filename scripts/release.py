@@ -36,6 +36,8 @@ def main() -> None:
     wanted = {name for name in tracked if not name.startswith((".ci", ".git"))}
     changed = run("git", "status", "--porcelain", cwd=ROOT)
     check("the tree is committed", changed == "")
+    command = (sys.executable, "-m", "benchmarks.results", "--stale")
+    check("no kept figure is stale", not subprocess.run(command, cwd=ROOT, check=False).returncode)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", name, cwd=ROOT)

@@ -4,20 +4,20 @@ import json
 import re
 
 import pytest
-from benchmarks import results
-from benchmarks.results import PAGES, RESULTS, ROOT, TABLES, unfounded, written
+from benchmarks import results, sources
+from benchmarks.results import PAGES, RESULTS, ROOT, TABLES, timeless, unfounded, written
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_shows_what_was_kept(name):
     page = (ROOT / name).read_text()
-    assert written(page) == page, "python -m benchmarks.results writes it anew"
+    assert timeless(written(page)) == timeless(page), "python -m benchmarks.results writes it anew"
 
 
 def test_every_kept_result_is_shown():
     shown = (ROOT / TABLES).read_text()
     names = {path.stem for path in RESULTS.glob("*.json")}
-    wanted = re.findall(r"<!-- (?:results|=) ([\w.*-]+)", shown)
+    wanted = re.findall(r"<!-- (?:results|=\??) ([\w.*-]+)", shown)
     assert names == {
         name for name in names if any(re.fullmatch(w.replace("*", ".*"), name) for w in wanted)
     }
@@ -47,6 +47,7 @@ def test_a_kept_result_can_be_measured_again():
 def test_what_cannot_be_measured_again_is_not_kept(command, commit, word, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(results, "PAGES", ())
+    monkeypatch.setattr(results, "sources", lambda *_: {})
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"command": command, "machine": {"commit": commit}}))
     monkeypatch.setattr("sys.argv", ["results", "--keep", str(file)])
@@ -61,17 +62,40 @@ def test_what_cannot_be_measured_again_is_not_kept(command, commit, word, tmp_pa
 @pytest.mark.parametrize("name", [TABLES, "docs/benchmarks.md"])
 def test_a_page_of_figures_has_none_of_its_own_in_tables(name):
     page = (ROOT / name).read_text()
-    own = re.sub(r"<!-- results .*?<!-- end -->|<!-- = .*?<!-- end -->", "", page, flags=re.DOTALL)
+    own = re.sub(r"<!-- results .*?<!-- end -->|<!-- =.*?<!-- end -->", "", page, flags=re.DOTALL)
     results = [line.split("|")[3] for line in own.splitlines() if line.startswith("| ")]
     assert not re.search(r"\d", "".join(results)), "let a comment show what results hold"
 
 
-def test_goals_say_which_figures_are_stale():
-    for line in (ROOT / "docs/benchmarks.md").read_text().splitlines():
-        names = re.findall(r"<!-- = ([\w.-]+):", line)
-        if line.startswith("|") and names:
-            kept = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
-            assert ("(stale)" in line) is any(result.get("stale") for result in kept), line
+def test_every_kept_result_says_what_code_it_measures():
+    for path in RESULTS.glob("*.json"):
+        kept = json.loads(path.read_text())
+        assert kept["sources"].keys() == sources.sources(path.stem).keys(), path.name
+        assert "stale" not in kept, "that is computed"
+    names = {path.stem for path in RESULTS.glob("*.json")}
+    for name in sources.MEASURED:
+        assert any(f"{each}-".startswith(f"{name}-") for each in names | {"vocabulary-gpus"}), name
+
+
+def test_a_comment_makes_nothing_stale_and_code_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    file = tmp_path / "src/sipipe/sampler/a.py"
+    file.parent.mkdir(parents=True)
+
+    def digests(text):
+        file.write_text(text)
+        sources._files.cache_clear()
+        sources._digest.cache_clear()
+        return sources.sources("sampling-sizes")
+
+    kept = {"sources": digests('"""One."""\nx = 1\n\ndef f():\n    "Two."\n    return x\n')}
+    digests("# three\nx = 1\ndef f():\n    return (x)\n")
+    assert sources.changed("sampling-sizes", kept) == []
+    digests("x = 2\ndef f():\n    return x\n")
+    assert sources.changed("sampling-sizes", kept) == ["sipipe/sampler"]
+    assert sources.changed("sampling-sizes", {}) == ["sipipe/sampler"]
+    sources._files.cache_clear()
+    sources._digest.cache_clear()
 
 
 def test_a_figure_in_a_cell_leaves_the_table_as_it_is():
@@ -87,15 +111,21 @@ def test_a_table_shows_the_chosen_rows_and_columns(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.results.ROOT", tmp_path)
     (tmp_path / "a.json").write_text(
         '{"title": "T", "note": "", "machine": {"cpu": "C", "cores": 2, "date": "D"},'
-        ' "stale": "of old code",'
-        ' "rows": [{"way": "greedy", "tok/s": 1234.5}, {"way": "all", "tok/s": 0.123456}]}'
+        ' "sources": {},'
+        ' "rows": [{"way": "greedy", "tok/s": 1234.5, "twice": 2469.0}, {"way": "all", "tok/s": 0.123456}]}'
     )
     page = "<!-- results a: tok/s | way=all -->\nold\n<!-- end --> <!-- = a: way | way=all -->?<!-- end -->"
     new = written(page)
     assert "| 0.1235 |" in new
     assert "1,234" not in new
-    assert "**Stale:** of old code." in new
+    assert "**Stale**: changed since: sipipe/engine, " in new
+    assert "Stale" not in timeless(new)
     assert new.endswith("<!-- = a: way | way=all -->all<!-- end -->")
+    half = "<!-- = a: tok/s over twice | way=greedy -->"
+    assert written(f"{half}<!-- end -->") == f"{half}0.5<!-- end -->"
+    marked = half.replace("=", "=?", 1)
+    assert written(f"{marked}<!-- end -->") == f"{marked}0.5†<!-- end -->"
+    assert timeless(f"{marked}0.5†<!-- end -->") == f"{marked}0.5<!-- end -->"
     assert written(r"<!-- = a: way \| way=all --><!-- end -->").endswith("-->all<!-- end -->")
     assert written(new) == new
     assert "Not measured yet." in written("<!-- results c* -->\nold\n<!-- end -->")

@@ -46,6 +46,18 @@ class StageProfile(msgspec.Struct, frozen=True):
         return self.layers(scheduled.sum()) + float(attention)
 
 
+class StockCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage of vLLM's pays, where one of SiPipe's techniques is taken away."""
+
+    last_stage: float = 0.0
+    """By how much output projection and sampling make the last stage longer, as a share of its
+    layers' time, where it samples."""
+    preparation: float = 0.0
+    """Of a microbatch, as a share of the layers' time: before its pass, or in a thread beside."""
+    stall: float = 0.0
+    """Seconds until a stage takes hidden states of which it was told nothing ahead."""
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """All devices of a pipeline, and what lies between them."""
 
@@ -57,6 +69,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What the KV cache of the tightest stage holds."""
     jitter: float = 0.0
     """Standard deviation of a forward pass's time, as a share of it."""
+    stock: StockCosts = StockCosts()
 
     def slowed(self, factor: float) -> "Profile":
         """The same devices in slow motion: everything takes ``factor`` times as long."""
@@ -70,8 +83,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             )
             for stage in self.stages
         )
+        stock = msgspec.structs.replace(self.stock, stall=factor * self.stock.stall)
         copy = self.copy.slowed(factor)
-        return msgspec.structs.replace(self, stages=tuple(stages), copy=copy)
+        return msgspec.structs.replace(self, stages=tuple(stages), copy=copy, stock=stock)
 
 
 def read_profile(path: str) -> Profile:

@@ -28,6 +28,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from sipipe.worker.inputs.buffers import PackedInputBuffers
+from sipipe.worker.token_feedback import StandInSampler
 
 
 class EmulatedRunner:
@@ -46,6 +47,7 @@ class EmulatedRunner:
     """Of the last stage's iteration that samples next."""
     is_pooling_model = False
     kv_connector = NO_OP_KV_CONNECTOR
+    sampler = StandInSampler()
     num_speculative_steps = 0
     dcp_size = 1
 
@@ -87,6 +89,7 @@ class EmulatedRunner:
             states.add_request(new.req_id, 0, [], new.num_computed_tokens, 0)
             row = states.req_id_to_index[new.req_id]
             tables.append_block_ids(row, new.block_ids, overwrite=True)
+            self.sampler.add_request(row, new.sampling_params)
         self.update_requests(output)
         for staged in (states.total_len, states.num_computed_tokens, *tables.block_tables):
             staged.clear_staged_writes()
@@ -101,13 +104,14 @@ class EmulatedRunner:
     def sample_tokens(self, _: Any) -> Any:
         """As vLLM's, which nobody waits for."""
         state, self.execute_model_state = self.execute_model_state, None
+        drawn = None
         if state is not None:
-            self.sample(state.hidden_states, state.input_batch, None)
+            drawn = self.sample(state.hidden_states, state.input_batch, None)[0].sampled_token_ids
         nothing = SimpleNamespace(prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={})
-        return SimpleNamespace(get_output=lambda: nothing)
+        return SimpleNamespace(get_output=lambda: nothing, sampled_token_ids=drawn)
 
     def _prepared(self, *_: Any) -> Any:
         raise AssertionError("SiPipe prepares")
 
     update_requests = gather_batch_req_state = prepare_inputs = prepare_attn = _prepared
-    sample = _prepared
+    sample: Any = _prepared

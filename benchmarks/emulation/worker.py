@@ -36,6 +36,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from benchmarks.emulation.profile import Profile, read_profile
 from benchmarks.emulation.runner import EmulatedRunner
+from benchmarks.emulation.stock_costs import Costs
 from sipipe.messages.boots import ProjectionOffer
 from sipipe.messages.measured import Measured
 from sipipe.messages.places import StagePlace
@@ -223,6 +224,8 @@ class EmulatedWorker(WorkerBase):
         self._sent: Callable[[], None] = lambda: None
         vocabulary = self.model_config.get_vocab_size()
         self.emulated = EmulatedDevice(profile, dtype, _times(came), vocabulary)
+        self._costs = Costs(profile, self._stage, self.emulated)
+        self._costs.open()
         self.model_runner: Any = EmulatedRunner(
             self.vllm_config,
             _Projection(self.emulated, profile, vocabulary, vocabulary, dtype),
@@ -272,11 +275,13 @@ class EmulatedWorker(WorkerBase):
         seconds = usual * max(0.0, self._random.gauss(1.0, self.profile.jitter))
         if not self.place.is_first:
             group.receive()
+            self._costs.before_pass()
         self.emulated.launch(seconds)  # at once: from here on the device is said to be busy
         if not self.place.is_last:
             there = self.emulated.mark() + round(self._stage.hop(batch.num_tokens) * 1e9)
             _times(self._made)[0] = there
             self._sent = group.send(dict.fromkeys(_HIDDEN, self._made))
+            self._costs.after_pass()
             return
         # What travels to other stages' parts of the projection, where they have any.
         hidden = self._made[: batch.num_tokens]
@@ -285,4 +290,6 @@ class EmulatedWorker(WorkerBase):
         self.model_runner.execute_model_state = state
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        return self.model_runner.sample_tokens(grammar_output)
+        output = self.model_runner.sample_tokens(grammar_output)
+        self._costs.after_pass()
+        return output

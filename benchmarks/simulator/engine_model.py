@@ -11,6 +11,9 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 
+from sipipe.engine.scheduling.prefill import Allowance
+from sipipe.engine.scheduling.times import Load
+
 __all__ = ["Batch", "EngineModel", "SimulatedRequest"]
 
 _BLOCK = 16
@@ -56,8 +59,9 @@ class Batch:
 
     tokens: dict[SimulatedRequest, int]
     epochs: dict[SimulatedRequest, int]
-    contexts: int
-    """Sum of the contexts that its attention reads."""
+    """Of those that get a token."""
+    load: Load
+    """What is in it."""
 
     @property
     def total(self) -> int:
@@ -95,20 +99,17 @@ class EngineModel:
         self,
         *,
         decodes: Callable[[SimulatedRequest], bool] = lambda _: True,
-        prefill_tokens: int | None = None,
+        prefill: Allowance,
     ) -> Batch:
         """One batch of what is allowed in.
 
         Args:
             decodes: Which requests past their prompt may enter.
-            prefill_tokens: Prompt tokens at most; None for as many as the budget takes.
+            prefill: What of prompts.
         """
-        budget = prefill = self.max_tokens
-        if prefill_tokens is not None:
-            prefill = prefill_tokens
-            # As in PipelineScheduler, decodes behind a long prompt keep their share of the budget.
-            ready = sum(not r.prefilling and r.pending > 0 and decodes(r) for r in self.running)
-            budget = min(budget, ready + prefill)
+        # As in PipelineScheduler, decodes behind a long prompt keep their share of the budget.
+        ready = sum(not r.prefilling and r.pending > 0 and decodes(r) for r in self.running)
+        budget = min(self.max_tokens, ready + prefill.tokens)
         tokens: dict[SimulatedRequest, int] = {}
         preempted = False
         index = 0
@@ -116,7 +117,7 @@ class EngineModel:
             request = self.running[index]
             index += 1
             if request.prefilling:
-                chunk = min(request.pending, budget, prefill)
+                chunk = prefill.chunk(request.computed, min(request.pending, budget))
             else:
                 chunk = min(request.pending, budget) if decodes(request) else 0
             if chunk <= 0:
@@ -132,28 +133,31 @@ class EngineModel:
                 break
             tokens[request] = chunk
             budget -= chunk
-            prefill -= chunk if request.prefilling else 0
+            if request.prefilling:
+                prefill.take(request.id, request.computed, chunk, chunk == request.pending)
         while self.waiting and not preempted and len(self.running) < self.max_running:
             request = self.waiting[0]
-            chunk = min(request.known, budget, prefill)
+            chunk = prefill.chunk(0, min(request.known, budget))
             fits = _blocks(request.known) <= self.blocks - self.used
             if chunk <= 0 or not fits or not self._allocate(request, chunk):
                 break
             self.running.append(self.waiting.popleft())
             tokens[request] = chunk
             budget -= chunk
-            prefill -= chunk
-        contexts = sum(request.computed for request in tokens)
+            prefill.take(request.id, 0, chunk, chunk == request.known)
+        load = prefill.formed(
+            {request.id: chunk for request, chunk in tokens.items()}, sum(tokens.values())
+        )
         for request, chunk in tokens.items():
             request.computed += chunk
-        return Batch(tokens, {request: request.epoch for request in tokens}, contexts)
+        return Batch(tokens, {r: r.epoch for r in tokens if r.pending == 0}, load)
 
     def complete(self, batch: Batch, now: float) -> int:
         """Take a batch's tokens; returns how many there were."""
         tokens = 0
-        for request in batch.tokens:
-            if request.epoch != batch.epochs[request] or request.pending > 0:
-                continue  # preempted since, or a chunk before the last
+        for request, epoch in batch.epochs.items():
+            if request.epoch != epoch:
+                continue  # preempted since
             request.generated += 1
             tokens += 1
             if request.first_token < 0:

@@ -1,18 +1,23 @@
-"""Scheduling rules for the simulator: ours, vLLM's, and gLLM's token throttling.
+"""Scheduling rules for the simulator: ours, vLLM's, gLLM's token throttling, and
+SGLang's dynamic chunks.
 
-All three fill batches from the same :class:`EngineModel`; a rule says which decodes may enter
+All fill batches from the same :class:`EngineModel`; a rule says which decodes may enter
 and how much prefill.
 """
 
 from __future__ import annotations
 
 from itertools import islice
+from math import inf
 
 from benchmarks.simulator.engine_model import Batch, EngineModel
+from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Sequence, SlotPolicy
+from sipipe.engine.scheduling.prefill import Allowance
+from sipipe.engine.scheduling.times import Load, Prices, usual
 
-__all__ = ["Rule", "SlotRule", "TokenThrottlingRule"]
+__all__ = ["DynamicChunksRule", "Rule", "SlotRule", "TokenThrottlingRule"]
 
 
 class Rule:
@@ -24,7 +29,7 @@ class Rule:
 
     def schedule(self, engine: EngineModel) -> Batch:
         """The next microbatch; empty where nothing may run now."""
-        return engine.fill()
+        return engine.fill(prefill=_tokens(engine.max_tokens))
 
     def observe(self, batch: Batch, stage: float, between: float) -> None:
         """What ``batch`` took on each stage and between the last and the first, in seconds. Called
@@ -67,7 +72,31 @@ class TokenThrottlingRule(Rule):
             by_cache = max(0.0, free - self.THRESHOLD) / (1 - self.THRESHOLD)
             most = min(waiting / self.SPREAD, engine.max_tokens * by_cache)
             prefill = int(max(most, self.LEAST))
-        return engine.fill(decodes=lambda request: request.id in chosen, prefill_tokens=prefill)
+        return engine.fill(decodes=lambda request: request.id in chosen, prefill=_tokens(prefill))
+
+
+class DynamicChunksRule(Rule):
+    """SGLang's dynamic chunks, after its documentation: a prompt's first chunk has ``chunk`` tokens;
+    a later one as many as take as long by a quadratic fitted at start, drawn towards ``chunk`` by a
+    smoothing factor set by hand, in whole pages. The quadratic is given here as it is.
+
+    Args:
+        chunk: tokens of a first chunk.
+        prices: what a load takes.
+        smoothing: 0 for equal numbers of tokens, 1 for equal times.
+    """
+
+    PAGE = 64
+
+    def __init__(self, chunk: int, prices: Prices, smoothing: float = 0.75) -> None:
+        self._chunk, self._prices, self._smoothing = chunk, prices, smoothing
+
+    def schedule(self, engine: EngineModel) -> Batch:
+        """See :class:`Rule`."""
+        started = next((r.computed for r in engine.running if r.prefilling), 0)
+        same = self._prices.fitting(self._prices.chunk(0, self._chunk), started)
+        chunk = self._chunk + self._smoothing * (same - self._chunk)
+        return engine.fill(prefill=_tokens(max(self.PAGE, int(chunk) // self.PAGE * self.PAGE)))
 
 
 class SlotRule(Rule):
@@ -76,34 +105,48 @@ class SlotRule(Rule):
     Args:
         slots: Microbatches in flight.
         max_tokens: Token budget of a microbatch.
-        stages: Pipeline stages, whose times say how many slots to open; None: all are open.
+        stages: Pipeline stages.
+        paced: whether as many slots are open as make the period shortest; else all are.
+        settings: in the place of those.
+        first: what a load takes before it has been measured.
     """
 
     pauses = False
 
-    def __init__(self, *, slots: int, max_tokens: int, stages: int | None = None) -> None:
-        self._controller = (
-            None if stages is None else ConcurrencyController(stages=stages, slots=slots)
+    def __init__(
+        self,
+        *,
+        slots: int,
+        max_tokens: int,
+        stages: int,
+        paced: bool = False,
+        settings: MicrobatchSettings | None = None,
+        first: Prices | None = None,
+    ) -> None:
+        self._controller = ConcurrencyController(stages=stages, slots=slots, first=first)
+        settings = settings or MicrobatchSettings(min_sequences=0 if paced else 1)
+        self._policy = SlotPolicy(
+            slots=slots, max_tokens=max_tokens, controller=self._controller, settings=settings
         )
-        self._policy = SlotPolicy(slots=slots, max_tokens=max_tokens, controller=self._controller)
 
     def observe(self, batch: Batch, stage: float, between: float) -> None:
-        """See :class:`Rule`; as in the engine, only decodes count."""
-        controller, sequences = self._controller, len(batch.tokens)
-        if controller is None:
-            return
-        if batch.total == sequences:
+        """See :class:`Rule`."""
+        controller, load, sequences = self._controller, batch.load, len(batch.tokens)
+        stages = len(controller.stages)
+        controller.times.add([load] * stages, [stage] * stages)
+        if not load.pairs:  # as in the engine, only decodes count for their number
             for regression in controller.stages:
                 regression.add(sequences, stage)
         controller.between.add(sequences, between)
 
     def schedule(self, engine: EngineModel) -> Batch:
         """See :class:`Rule`."""
+        price = self._policy.prices.chunk
         started = [request for request in engine.running if request.prefilling]
-        held = sum(request.pending for request in started)
+        held = sum(price(request.computed, request.pending) for request in started)
         pending, arriving = held, len(started)
         for request in islice(engine.waiting, max(0, engine.max_running - len(engine.running))):
-            pending += request.known
+            pending += price(0, request.known)
             arriving += 1
         plan = self._policy.visit(
             [
@@ -118,5 +161,10 @@ class SlotRule(Rule):
         )
         return engine.fill(
             decodes=lambda request: request.id in plan.decode,
-            prefill_tokens=plan.prefill_tokens,
+            prefill=plan.prefill,
         )
+
+
+def _tokens(most: int) -> Allowance:
+    """For ``most`` prompt tokens, wherever they are."""
+    return Allowance(usual(), seconds=inf, room=most, least=0, decodes=Load())

@@ -17,31 +17,23 @@ import numpy as np
 from benchmarks.simulator.engine_model import Batch, EngineModel, SimulatedRequest
 from benchmarks.simulator.rules import Rule
 from benchmarks.simulator.workload import Arrival
+from sipipe.engine.scheduling.times import Prices
 
 __all__ = ["Outcome", "StageCosts", "simulate"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """Seconds that one stage needs for a microbatch: a sum of parts."""
+    """Seconds that one stage needs for a microbatch."""
 
-    fixed: float
-    per_token: float
-    per_sequence: float = 0.0
-    per_context: float = 0.0
-    """Per token of context that attention reads."""
+    prices: Prices
     scheduling: float = 0.0
     """Seconds from a batch's result to the next batch's start at the first stage, not a stage's
     time: scheduling, messages, and sampling where it is off the last stage."""
 
     def seconds(self, batch: Batch) -> float:
         """Time of ``batch`` on one stage."""
-        return (
-            self.fixed
-            + self.per_token * batch.total
-            + self.per_sequence * len(batch.tokens)
-            + self.per_context * batch.contexts
-        )
+        return self.prices.of(batch.load)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

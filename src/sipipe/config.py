@@ -95,17 +95,13 @@ class MicrobatchSettings(
     """Prompt tokens below which a chunk is not cut further. 0: with all m slots open 64 / m, and 24
     or more; with fewer, 96."""
 
-    burst_tokens: Whole = 256
-    """Prompt tokens that a microbatch may take while nothing decodes, 0 or more; the more
-    decodes beside what arrives, the less of it counts."""
+    tpot_target_ms: Annotated[float, Meta(ge=0, description="milliseconds, 0 or more")] = 0.0
+    """Time per output token, in ms, that prompts should leave to decoding sequences: chunks beside
+    them are cut to what the stages' measured times allow. 0: none."""
 
     kv_reserve: Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")] = 0.02
     """Share of the KV cache, 0 to below 1, kept free for the growth of decoding sequences: no
     new request is admitted while less is free and something else runs."""
-
-    context_unit: Count = 4096
-    """Tokens of context whose attention costs a decode step as much as one more sequence does,
-    1 or more. Slots with equal counts are levelled by it."""
 
 
 class HostSettings(

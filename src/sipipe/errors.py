@@ -1,8 +1,17 @@
-"""What SiPipe raises when something outside its own code is at fault.
+"""What SiPipe raises when something outside its own code is at fault, and how a process says it.
 
 Every message is one line that names the option, file or process and says what to do. A bug of
 ours is an ``AssertionError`` instead.
 """
+
+import sys
+from contextlib import suppress
+
+
+def tell(line: object) -> None:
+    """One line for whoever started this process."""
+    with suppress(OSError):  # the terminal is closed, or who read the log is gone
+        print(f"sipipe: {line}", file=sys.stderr, flush=True)
 
 
 class SiPipeError(Exception):

@@ -22,7 +22,6 @@ import os
 import pickle
 import shutil
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +37,8 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.serialize import dumps
+
+from sipipe.errors import tell
 
 PATIENCE = 180.0
 F = TypeVar("F", bound=Callable[..., Any])
@@ -143,7 +144,7 @@ class _Cache(FunctionCache):
             found = super().load_overload(sig, target_context)
         except Exception as error:  # whatever a file of any content raises as it is unpickled
             found, files = None, f"{self._cache_file._index_path[:-4]}.nb[ci]"
-            _say(f"a file of {files} is damaged ({type(error).__name__}: {error}): compiled anew")
+            tell(f"a file of {files} is damaged ({type(error).__name__}: {error}): compiled anew")
             self.flush()
         if found is None:
             _say_that_it_takes_time(self._py_func.__module__.rpartition(".")[0])
@@ -153,13 +154,9 @@ class _Cache(FunctionCache):
 @cache
 def _say_that_it_takes_time(package: str) -> None:
     """Once in a process: nobody should wonder why the first call does not return."""
-    _say(
+    tell(
         f"compiling {package} for this processor, once: up to a minute (`sipipe warm` does it ahead)"
     )
-
-
-def _say(line: str) -> None:
-    print(f"sipipe: {line}", file=sys.stderr, flush=True)
 
 
 # Kernels allocate nothing, so they are compiled without Numba's reference counting (`_nrt`): it

@@ -1,4 +1,4 @@
-"""Column-wise CPU sampling with vLLM's semantics, at memory speed (the paper's CPU sampling).
+"""CPU sampling with vLLM's semantics (the paper's first technique, by rows in place of columns).
 
 `sample` and `sample_with_logprobs` keep nothing; `SequenceColumns` keeps a sampler's sequences from
 iteration to iteration. No vLLM and no torch is needed.

@@ -195,12 +195,17 @@ def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys):
 def test_one_run_is_shown_without_a_range_and_a_way_has_its_own_requests(started, capsys):
     argv = ["m", "--pp", "2", "--rows", "sipipe,stock", "--engines", "1", "--repeat", "1"]
     argv += ["--row", "deep=stock -pp=4 --layers 3,2,2,1", "--row", "wide=stock --pp=1 --tp 2"]
+    argv += ["--url", "here=http://host:1"]
     assert bench.main([*argv, "--sampling", "greedy,top-p:16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = {(row["sampling"], row["requests"], row["engine"]): row for row in found["rows"]}
     assert next(iter(rows)) == ("top-p", 16, "sipipe")
     assert {key[:2] for key in rows} == {("top-p", 16), ("greedy", 64)}
     assert rows["greedy", 64, "sipipe"]["tok/s"] == "10"
+    best = {row: rows["greedy", 64, row]["of stock's best"] for row in ("sipipe", "stock", "here")}
+    same = {row: rows["greedy", 64, row]["of stock with the same stages"] for row in best}
+    assert best == {"sipipe": "0.25", "stock": "0.25", "here": "1.25"}
+    assert same == {"sipipe": "1.00", "stock": "1.00", "here": "1.25"}
     assert "one run a row" in found["note"]
     jobs = dict(started)
     assert jobs["deep"]["env"]["VLLM_PP_LAYER_PARTITION"] == "3,2,2,1"

@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -15,7 +16,7 @@ from sipipe.engine.rpc import Calls
 from sipipe.engine.stall import StallClock, StallWatch
 from sipipe.errors import StallError
 from sipipe.messages.replies import IterationReport, Status
-from sipipe.messages.step import Sampled, int32_bytes
+from sipipe.messages.step import Logprobs, Sampled, int32_bytes
 
 WORKERS = ["stage0.0", "stage1.0"]
 DRAWN = Work(request_ids=["a", "b", "c"], sampled=["a", "c"], samplers=(0, 1))
@@ -87,11 +88,43 @@ def test_rows_of_both_places_are_waited_for_and_put_together():
     assert iterations.deliver(0, report=said(0, [7, 8])) is None
     assert mixed.late == "samplers 0"
     assert [i.number for i in iterations.undrawn(0)] == [0]
-    assert iterations.deliver(0, tokens=[sampled(0, 5)]) is mixed
-    assert build_output(mixed).sampled_token_ids == [[8], [], [5], [7]]
+    assert iterations.deliver(0, tokens=[sampled(0, 0)]) is mixed
+    assert build_output(mixed).sampled_token_ids == [[8], [], [0], [7]]  # 0 is a token, too
     alone = begin(iterations, replace(work, sampled=[], samplers=()))
     assert iterations.deliver(1, report=said(1, [7, 8])) is alone
     assert build_output(alone).sampled_token_ids == [[8], [], [], [7]]
+
+
+def test_an_output_has_every_row_of_a_request_in_order_and_its_own_logprobs():
+    """Two samplers: rows 0, 2 and 3 are one request's, of which the last was not drawn."""
+    work = Work(request_ids=["prompt", "b", "a"], sampled=["a", "b", "a", "a"], samplers=(0, 1))
+    iteration = begin(Iterations(3, 99), work)
+    likely = {
+        row: Logprobs(row, rank, int32_bytes(ids), np.array(values, "<f4").tobytes())
+        for row, ids, values, rank in ((0, [5, 9], [-0.5, -1], 1), (2, [0, 5], [-2, -0.1], 2))
+    }
+    first = Sampled(
+        0,
+        int32_bytes([0, 2, 3]),
+        int32_bytes([5, 0, -1]),
+        logprobs=list(likely.values()),
+        drafts=[(3, int32_bytes([7, 0]))],
+    )
+    iteration.tokens = [first, sampled(1, 0)]
+    found = build_output(iteration)
+    assert found.sampled_token_ids == [[], [0], [5, 0]]
+    assert (found.req_ids, found.req_id_to_index) == (
+        ["prompt", "b", "a"],
+        {"prompt": 0, "b": 1, "a": 2},
+    )
+    both = found.logprobs.slice_request(2, 2)
+    assert both.logprob_token_ids.tolist() == [[5, 9], [0, 5]]
+    assert both.logprobs.tolist() == [[-0.5, -1.0], [-2.0, np.float32(-0.1)]]
+    assert both.sampled_token_ranks.tolist() == [1, 2]
+    assert found.logprobs.slice_request(2, 1).logprob_token_ids.tolist() == [[5, 9]]
+    assert found.logprobs.slice_request(0, 0).logprob_token_ids.shape == (0, 1)
+    assert iteration.drafts == {"a": [7, 0]}
+    assert not iteration.errors
 
 
 def test_requests_without_a_token_are_errors_of_their_own():

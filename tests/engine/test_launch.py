@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from sipipe.cores import CorePlan
 from sipipe.engine import arguments, launch, plugin
 from sipipe.engine.executor import Executor
 from sipipe.engine.setup import PipelineVllmConfig, decide
-from sipipe.errors import ConfigError, ResourceError, UnsupportedError
+from sipipe.errors import ConfigError, ResourceError, UnsupportedError, tell
 from sipipe.ipc import memory
 
 
@@ -273,6 +274,16 @@ def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys):
         assert part in lines[2]
     assert lines[3].startswith("Output projection")
     assert len(lines) == 4
+
+
+def test_a_server_that_is_started_again_does_not_need_who_read_its_log(model, monkeypatch):
+    class Unread(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Unread())
+    launch.announce(decide(config_of(model, "-pp", "2", "--max-model-len", "256")))
+    tell("nor does what comes later")
 
 
 def test_too_little_memory_is_said_before_the_start(model, monkeypatch, tmp_path):

@@ -208,6 +208,19 @@ def test_parameters_that_no_sampler_takes_fail_their_request_alone():
     assert [one.error for one in tracker.added_of(0)] == ["it ended its samplers", bad.error]
 
 
+def test_a_token_of_an_iteration_before_the_request_was_scheduled_again_is_dropped():
+    tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
+    for iteration in (0, 1):
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs.append(new_request("a", [1, 2], prefill=[1, 2]))
+        output.num_scheduled_tokens["a"] = output.total_num_scheduled_tokens = 2
+        tracker.advance(iteration, output)
+    tracker.record(0, "a", 7)
+    tracker.record(1, "a", 8)
+    tracker.record(1, "gone", 9)
+    assert tracker["a"].outputs == [8]
+
+
 @pytest.mark.parametrize(
     ("params", "plain"),
     [

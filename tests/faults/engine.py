@@ -82,6 +82,8 @@ def _start(scenario, configured):
 
 
 def _configure(scenario, configured):
+    from vllm.config import SpeculativeConfig
+
     from sipipe.engine import spare
 
     spare.SPARE_SECONDS = spare.AGAIN_SECONDS = scenario["spare"]
@@ -93,6 +95,15 @@ def _configure(scenario, configured):
     if scenario.get("crowded"):  # requests are preempted, and find their blocks again
         vllm_config.cache_config.num_gpu_blocks_override = 16
         vllm_config.cache_config.enable_prefix_caching = True
+    if scenario.get("drafts"):
+        vllm_config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=3,
+            prompt_lookup_min=1,
+            prompt_lookup_max=2,
+            target_model_config=vllm_config.model_config,
+            target_parallel_config=vllm_config.parallel_config,
+        )
     return vllm_config
 
 
@@ -129,6 +140,9 @@ def requests(count, *, sampling, seed=1):
     for index in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
         seeded = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": index}
+        seeded |= {
+            "allowed_token_ids": [*range(0, VOCAB, 25)]
+        }  # so that drafts have something to find
         params = SamplingParams(
             max_tokens=rng.randint(8, 32),
             ignore_eos=True,

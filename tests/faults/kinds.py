@@ -337,6 +337,11 @@ def crowded(make):
     return lambda rng: make(rng) | {"crowded": True}
 
 
+def drafting(make):
+    """The same, while samplers propose and verify drafts."""
+    return lambda rng: make(rng) | {"drafts": True}
+
+
 def abandoned(make):
     """The same, while requests are aborted."""
     return lambda rng: make(rng) | {"aborts": rng.random()}
@@ -577,6 +582,14 @@ KINDS = [
     Kind("a sampler that draws is killed amid aborts", abandoned(busy_samplers), 8),
     Kind("a worker is stopped for 1 s amid aborts", abandoned(stopped_worker(False, 1)), 6),
     Kind("a sampler is killed amid aborts and preemption", crowded(abandoned(spared_samplers)), 6),
+    Kind("a sampler that draws is killed amid drafts", drafting(busy_samplers), 8),
+    Kind("a sampler is stopped for 1 s amid drafts", drafting(stopped_sampler(1)), 6),
+    Kind("a busy worker is killed amid drafts", drafting(busy_worker(False)), 8, STAGE_DIED, True),
+    Kind(
+        "a sampler is killed amid drafts, aborts and preemption",
+        crowded(abandoned(drafting(spared_samplers))),
+        6,
+    ),
     Kind(
         "a sampler of another host is killed",
         hosts(killed_sampler),

@@ -143,6 +143,9 @@ class Run:
         if not self.pid:
             os.close(reading)
             log = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            if scenario.get("unread"):  # who read the log is gone
+                unread, log = os.pipe()
+                os.close(unread)
             for number in (1, 2):
                 os.dup2(log, number)
             os.environ["TMPDIR"] = tempfile.tempdir = str(directory / "tmp")

@@ -1,8 +1,8 @@
 """``make soak``: a server under clients that come and go, and whether anything of it grows.
 
-One ``sipipe serve`` with a tiny model in two stages. Clients stream, give up, ask for what is
-refused or cannot be drawn, and ask again what they asked before, which has to be token for token
-the same. Every few minutes the server rests, and what it holds is counted. ``--minutes 30 --keep``
+One ``sipipe serve`` with a tiny model in two stages. Clients stream, give up, never read, ask for
+what is refused or cannot be drawn, and ask again what they asked before, which has to be token for
+token the same. Every few minutes the server rests, and what it holds is counted. ``--minutes 30 --keep``
 writes soak.json and the table in README.md beside it.
 """
 
@@ -108,6 +108,7 @@ def slope(points):
 async def ask(session, address, index, rng, known, ends):
     """One client; counts in ``ends`` how it went."""
     from tests.engine.servers import MODEL, stream
+    from tests.faults.clients import never_reads
 
     kind = rng.random()
     body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 4}
@@ -119,7 +120,12 @@ async def ask(session, address, index, rng, known, ends):
         async with session.post(f"{address}/v1/completions", json=refused) as answer:
             ends["refused" if answer.status == 400 else "WRONG"] += 1
         return
-    if kind < 0.55:
+    if kind < 0.53:
+        with never_reads(address, rng, None):
+            await asyncio.sleep(rng.uniform(1, 20))
+        ends["never read"] += 1
+        return
+    if kind < 0.58:
         failing = {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2}
         async with session.post(f"{address}/v1/completions", json=body | failing) as answer:
             said = await answer.text()

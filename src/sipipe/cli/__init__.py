@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from sipipe._version import __version__
-from sipipe.errors import ConfigError, SiPipeError
+from sipipe.errors import ConfigError, SiPipeError, tell
 
 COMMANDS = {
     "serve": "serve a model through vLLM's OpenAI server, with SiPipe",
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except SiPipeError as error:
-        print(f"sipipe: {error}", file=sys.stderr)
+        tell(error)
         return error.status
     except KeyboardInterrupt:
         return 130

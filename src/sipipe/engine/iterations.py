@@ -26,6 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from sipipe.engine.logits_room import LogitsRoom
 from sipipe.engine.requests import Work
+from sipipe.engine.scheduling.times import Load
 from sipipe.messages.replies import IterationReport, KVReport
 from sipipe.messages.step import Grammar, Sampled
 
@@ -37,6 +38,8 @@ class Iteration:
     output: SchedulerOutput
     slot: int | None = None
     """The microbatch that it is a turn of; the scheduler's, or number mod m."""
+    load: Load = field(default_factory=Load)
+    """What is in it, if the scheduler is ours."""
     scheduled: tuple[int, int] | None = None
     """When its scheduling began and ended, in monotonic nanoseconds, if the scheduler is ours."""
     number: int = -1
@@ -116,10 +119,14 @@ class Iterations:
         """How many are in flight: published and not complete."""
         return len(self._in_flight)
 
-    def scheduled(self, output: SchedulerOutput, slot: int | None, began: int, ended: int) -> None:
-        """The scheduler made ``output``."""
+    def scheduled(
+        self, output: SchedulerOutput, slot: int | None, began: int, ended: int
+    ) -> Iteration:
+        """The scheduler made ``output``: its record."""
+        iteration = Iteration(output, slot, scheduled=(began, ended))
         with self._lock:
-            self._scheduled[id(output)] = Iteration(output, slot, (began, ended))
+            self._scheduled[id(output)] = iteration
+        return iteration
 
     def wait_for_room(self, rows: int) -> None:
         """Return when so many ``rows`` of logits of an iteration have a place.

@@ -9,6 +9,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from vllm import AsyncEngineArgs, envs
@@ -98,9 +99,11 @@ def announce(setup: Setup) -> None:
     """
     if setup.config.trace is not None:
         check_directory(setup.config.trace)
-    print("\n".join(setup.describe()), file=sys.stderr, flush=True)
+    lines = setup.describe()
     if setup.reason:
-        print(f"vLLM's own sampler draws: {setup.reason}", file=sys.stderr)
+        lines.append(f"vLLM's own sampler draws: {setup.reason}")
+    with suppress(OSError):  # as `tell`
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 KV_CACHE_SHARE = 0.4

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from sipipe.errors import SiPipeError
+from sipipe.errors import SiPipeError, tell
 from sipipe.versions import require_vllm
 
 EXECUTOR_NAMES = frozenset(
@@ -80,7 +80,7 @@ def _one_line() -> Iterator[None]:
     except SiPipeError as error:
         if not _is_vllms_command():
             raise
-        print(f"sipipe: {error}", file=sys.stderr, flush=True)
+        tell(error)
         sys.exit(error.status)
 
 
@@ -98,7 +98,7 @@ def say_cause_once() -> None:
 
     def show(kind: Any, error: Any, where: Any) -> None:
         if "See root cause above" in str(error):
-            print(f"sipipe: {error}", file=sys.stderr, flush=True)
+            tell(error)
         else:
             shown(kind, error, where)
 

@@ -20,7 +20,7 @@ from sipipe.engine.launch import announce, shared_kv_bytes
 from sipipe.engine.ray_claim import Order
 from sipipe.engine.ray_placement import config_of
 from sipipe.engine.setup import decide
-from sipipe.errors import ConfigError, SiPipeError
+from sipipe.errors import ConfigError, SiPipeError, tell
 from sipipe.ipc.parent import end_group_with
 from sipipe.messages.boots import GRACE_SECONDS
 
@@ -37,7 +37,7 @@ def main() -> int:
         # wait: none: a line; the actor, whose death closes its end
         return _run(order, lambda: claim.sendall(b"ready\n"))
     except SiPipeError as error:
-        print(f"sipipe: {error}", file=sys.stderr)
+        tell(error)
         # wait: none: a line; the actor, whose death closes its end
         claim.sendall(f"{error}\n".encode())
         return 1

@@ -27,7 +27,7 @@ import traceback
 from multiprocessing.connection import wait
 from typing import Any
 
-from sipipe.errors import ConfigError, SiPipeError
+from sipipe.errors import ConfigError, SiPipeError, tell
 from sipipe.ipc.parent import end_group_with
 
 VLLMS_WATCH = "MPClientEngineMonitor"
@@ -50,7 +50,7 @@ def main() -> int:
     try:
         return serve(*json.loads(sys.argv[2]), started=lambda args: _started(supervisor, args))
     except SiPipeError as error:
-        print(f"sipipe: {error}", file=sys.stderr)
+        tell(error)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
@@ -87,12 +87,7 @@ def _watch_start() -> None:
         for sentinel in wait(list(seen), 0.1) if seen else ():
             time.sleep(LAST_WORDS)  # wait: 3 s (`LAST_WORDS`), once; nobody
             status = seen[sentinel].exitcode  # type: ignore[index]
-            print(
-                f"sipipe: the engine ended while it started (exit code {status}): the reason is "
-                "above",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell(f"the engine ended while it started (exit code {status}): the reason is above")
             os._exit(1)
         if not seen:
             # wait: 0.1 s, again and again; the engine's process, or the end of this one

@@ -80,7 +80,7 @@ class Telemetry(Figures):
 
     def __init__(self, setup: Setup, samplers: int) -> None:
         super().__init__(setup, samplers, uuid.uuid4().hex)
-        self._setup, self._samplers = setup, samplers
+        self._samplers = samplers
         self.live = self._page.writer("executor")
         self._publisher = Publisher(self._page)
         self._publisher.start()
@@ -110,10 +110,8 @@ class Telemetry(Figures):
         """The engine can serve: say on the page how it does."""
         self._page.ready(setup.path, setup.reason, vllm.__version__)
 
-    def measured_times(self) -> MeasuredTimes:
+    def measured_times(self, controller: ConcurrencyController) -> MeasuredTimes:
         """The times of stages, samplers and this process, as a controller's input."""
-        setup = self._setup
-        controller = ConcurrencyController(stages=setup.stages, slots=setup.slots)
         return MeasuredTimes(controller, self._page, samplers=self._samplers)
 
     def close(self) -> None:

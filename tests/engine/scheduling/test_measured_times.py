@@ -6,11 +6,13 @@ import time
 
 import pytest
 
+from sipipe.engine.iterations import Iteration
 from sipipe.engine.scheduling.concurrency import (
     COLD,
     ConcurrencyController,
     MeasuredTimes,
 )
+from sipipe.engine.scheduling.times import Load
 from sipipe.observe.live import LivePage, PageHeader
 from sipipe.observe.phases import Phase
 
@@ -28,6 +30,11 @@ class Processes:
         self.stages = [self.page.writer("stage", i) for i in range(2)]
         self.samplers = [self.page.writer("sampler", i) for i in range(2)]
         self.executor = self.page.writer("executor")
+
+    def expect(self, number, batch, pairs=0.0):
+        """An iteration of ``batch`` decoding sequences, or of as many prompt tokens, is dispatched."""
+        load = Load(1, 0, batch, 0, pairs) if pairs else Load(1, batch)
+        self.times.expect(Iteration(None, number=number, load=load))
 
 
 @pytest.fixture
@@ -52,7 +59,29 @@ def test_batches_of_decodes_become_points_of_the_regressions(engine):
     assert stages[1](20) == pytest.approx(45e-3, rel=0.1)
 
 
-def test_prompts_do_not_count(engine):
+def test_prompts_count_by_what_they_attend_to(engine):
+    for i in range(160):
+        start, chunk = i % 8 * 100, 100
+        pairs = chunk * (start + chunk / 2)
+        engine.expect(i, chunk, pairs)
+        for stage in engine.stages:
+            stage.phase(Phase.FORWARD, i, 0, int((5 + 0.1 * chunk + 1e-4 * pairs) * MS), 4, chunk)
+        engine.poll()
+    prices = engine.controller.prices()
+    assert engine.controller.measured
+    assert prices.chunk(700, 100) == pytest.approx(10e-3 + 7.5e-3, rel=0.3)
+    assert prices.chunk(700, 100) - prices.chunk(0, 100) == pytest.approx(7e-3, rel=0.02)
+
+
+def test_an_iteration_that_is_not_through_yet_does_not_count(engine):
+    for i in range(3):
+        engine.expect(i, 16)
+    engine.stages[0].phase(Phase.FORWARD, 0, 0, 8 * MS, 16, 16)
+    engine.poll()
+    assert [len(coming) for coming in engine.times._coming] == [2, 3]
+
+
+def test_prompts_do_not_count_for_k(engine):
     stage = engine.stages[0]
     for i in range(60):
         stage.phase(Phase.FORWARD, i, 0, 500 * MS, 4, 400)

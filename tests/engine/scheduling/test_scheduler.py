@@ -7,6 +7,7 @@ batches were.
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 from collections import deque
@@ -310,7 +311,13 @@ def test_a_long_prompt_ahead_does_not_starve_decodes_behind_it(configs):
         assert sum(id.startswith("short") for id in batch) == 4
 
 
-def test_prefill_is_spread_over_the_microbatches(configs):
+def _chunks(engine, id, before):
+    """Starts and tokens of a prompt's chunks since that many batches."""
+    sizes = [batch[id] for batch in engine.batches[before:] if id in batch]
+    return list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
+
+
+def test_prefill_is_spread_over_the_microbatches_in_equal_times(configs):
     engine = Engine(PipelineScheduler, configs(4))
     for index in range(8):
         engine.add(f"d{index}", 2, 500)
@@ -318,10 +325,49 @@ def test_prefill_is_spread_over_the_microbatches(configs):
     engine.add("long", 800, 4)
     before = len(engine.batches)
     engine.steps(40)
-    chunks = [batch["long"] for batch in engine.batches[before:] if "long" in batch][:-3]
-    assert sum(chunks) == 800
+    chunks = [chunk for chunk in _chunks(engine, "long", before) if chunk[0] < 800]
+    assert sum(tokens for _, tokens in chunks) == 800
     assert len(chunks) >= 4
-    assert max(chunks[:-1]) - min(chunks[:-1]) <= 2
+    price = engine.scheduler.controller.prices().chunk
+    times = [price(*chunk) for chunk in chunks[:-1]]
+    assert min(times) > 0.85 * max(times), chunks
+    assert chunks[0][1] > 1.5 * chunks[-2][1], "a chunk behind a long prefix has fewer tokens"
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_chunks_of_one_prompt_are_in_consecutive_microbatches(configs, stages):
+    """No visit is empty while a part of the prompt is left; then only those that take no time."""
+    engine = Engine(PipelineScheduler, configs(stages))
+    engine.add("long", 900, 3)
+    engine.run()
+    chunks = [chunk for chunk in _chunks(engine, "long", 0) if chunk[0] < 900]
+    assert len(chunks) > stages, "stages would wait for one another"
+    assert all(batch for batch in engine.batches[: len(chunks)])
+    decodes = [i for i, batch in enumerate(engine.batches) if batch.get("long") == 1]
+    back = len(chunks) - 1 + engine.depth
+    assert back <= decodes[0] < back + engine.depth
+    assert not any(engine.batches[len(chunks) : decodes[0]])
+
+
+def test_a_short_prompt_is_not_cut(configs):
+    engine = Engine(PipelineScheduler, configs(4))
+    engine.add("short", 24, 2)
+    engine.run()
+    assert engine.batches[0] == {"short": 24}
+
+
+def test_requests_that_cannot_run_yet_are_not_about_to_arrive(configs, monkeypatch):
+    engine = Engine(PipelineScheduler, configs(2, max_num_seqs=4))
+    told, visit = [], engine.scheduler._policy.visit
+    monkeypatch.setattr(
+        engine.scheduler._policy, "visit", lambda *a, **k: told.append(k) or visit(*a, **k)
+    )
+    for index in range(7):
+        engine.add(f"r{index}", 6, 200)
+    engine.steps(30)
+    assert (len(engine.scheduler.running), len(engine.scheduler.waiting)) == (4, 3)
+    assert told[0]["arriving"] == 4
+    assert (told[-1]["arriving"], told[-1]["pending_prefill"]) == (0, 0)
 
 
 def test_prefix_cache_hits_are_used(configs):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.scheduling import TRACES
+from benchmarks.scheduling import SEEDS, TRACES, at_load, worst_ratio
 from benchmarks.simulator.engine_model import EngineModel
-from benchmarks.simulator.rules import Rule, SlotRule, TokenThrottlingRule
+from benchmarks.simulator.rules import (
+    DynamicChunksRule,
+    Rule,
+    SlotRule,
+    TokenThrottlingRule,
+)
 from benchmarks.simulator.simulator import StageCosts, simulate
 from benchmarks.simulator.workload import (
     Arrival,
-    at_rate,
     bursty_trace,
     load_trace,
     poisson_trace,
@@ -18,9 +22,10 @@ from benchmarks.simulator.workload import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sipipe.engine.scheduling.times import Prices
 from sipipe.errors import ConfigError
 
-GPU_LIKE = StageCosts(fixed=8e-3, per_token=4e-5, per_sequence=2e-5, per_context=2e-8)
+GPU_LIKE = StageCosts(prices=Prices(8e-3, 6e-5, 4e-5, 2e-8, 2e-9))
 BUDGET = 2048
 
 
@@ -35,9 +40,9 @@ def serve(trace, rule, *, stages, costs=GPU_LIKE, inflight=None, kv_tokens=131_0
 
 
 def test_one_request_takes_stages_times_cost_for_each_token():
-    costs = StageCosts(fixed=0.010, per_token=0.001)
+    costs = StageCosts(prices=Prices(0.010, 0.001, 0.001, 0.0, 0.0))
     outcome = serve([Arrival(0.0, 20, 5)], Rule(), stages=3, costs=costs)
-    assert outcome.ttft[0] == pytest.approx(3 * (0.010 + 20 * 0.001))
+    assert outcome.ttft[0] == pytest.approx(3 * (0.010 + 21 * 0.001))
     # vLLM's loop pauses after empty batches, but only while the real one is under way.
     assert outcome.tpot[0] == pytest.approx(3 * (0.010 + 0.001), abs=2e-3)
 
@@ -46,35 +51,66 @@ def test_one_request_takes_stages_times_cost_for_each_token():
 @pytest.mark.parametrize("make", [poisson_trace, bursty_trace])
 @pytest.mark.parametrize("extra", [0, 1], ids=["all p slots open", "as the engine: p + 1, paced"])
 def test_slots_leave_less_idle_than_vllm_and_no_later_tokens(stages, make, extra):
-    trace = make(150, 6)
-    full = serve(at_rate(trace, float("inf")), TokenThrottlingRule(depth=stages), stages=stages)
-    loaded = at_rate(trace, 0.9 * len(trace) / full.seconds)
-    inflight = stages + extra
-    rule = SlotRule(slots=inflight, max_tokens=BUDGET, stages=stages if extra else None)
-    slots = serve(loaded, rule, stages=stages, inflight=inflight)
-    stock = serve(loaded, Rule(), stages=stages)
-    throttled = serve(loaded, TokenThrottlingRule(depth=stages), stages=stages)
-    assert slots.idle_share < 0.5 * stock.idle_share
-    assert slots.idle_share < throttled.idle_share + (0.025 if extra else 0.015)
-    assert slots.tokens_per_second > stock.tokens_per_second
-    assert np.percentile(slots.tpot, 99) < np.percentile(throttled.tpot, 99)
-    for which in ("ttft", "tpot"):
-        for q in (50, 99):
-            # Two slots without a closed one's visits: evenness is paid for with first tokens.
-            allowed = 2.0 if inflight == 2 and which == "ttft" else 1.03
-            ours, theirs = (np.percentile(getattr(run, which), q) for run in (slots, stock))
-            assert ours < allowed * theirs
+    """Whatever the arrivals. Token throttling's stages idle less in some (docs/scheduling.md)."""
+    more_idle = []
+    for seed in SEEDS[:4]:
+        trace = make(60, seed)
+        runs = at_load(trace, trace, stages, 0.9, extra=extra)
+        slots, stock, throttled = runs["slots"], runs["vLLM"], runs["token throttling"]
+        assert slots.idle_share < 0.6 * stock.idle_share, seed
+        assert slots.tokens_per_second > stock.tokens_per_second, seed
+        # What p + 1 in flight hide takes no time here, and one more is one more to wait for.
+        allowed = (1.15 if extra else 1.05) * np.percentile(throttled.tpot, 99)
+        assert np.percentile(slots.tpot, 99) < allowed, seed
+        more_idle.append(slots.idle_share - throttled.idle_share)
+        assert worst_ratio(slots, stock, "tpot") < 1.02, seed
+        # With p slots, no closed one among them, evenness is paid for with first tokens.
+        assert worst_ratio(slots, stock, "ttft") < (1.3 if extra else 2.0), seed
+    assert np.median(more_idle) < 0.025
+
+
+def test_a_prompt_whose_chunks_are_in_flight_together_has_its_token_behind_the_last():
+    costs = StageCosts(prices=Prices(0.010, 0.001, 0.001, 0.0, 0.0))
+    rule = DynamicChunksRule(100, costs.prices)
+    outcome = serve([Arrival(0.0, 400, 1)], rule, stages=2, costs=costs)
+    chunks = 1 + -(-300 // 64)  # whole pages behind the first
+    assert outcome.ttft[0] >= 2 * 0.010 + (chunks - 1) * 0.010 + 0.4
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("length", [4_000, 60_000])
+def test_chunks_of_equal_time_are_about_as_quick_as_any_chunks_of_equal_size(stages, length):
+    costs = StageCosts(prices=Prices(4e-3, 0.0, 2e-5, 0.0, 4e-10))
+    trace = [Arrival(1e4 * number, length, 1) for number in range(6)]
+
+    def last(rule, budget, inflight):
+        engine = EngineModel(max_tokens=budget, max_running=8, kv_tokens=1 << 20)
+        found = simulate(trace, rule, stages=stages, inflight=inflight, costs=costs, engine=engine)
+        return found.ttft[-1]
+
+    ours = last(
+        SlotRule(slots=stages + 1, max_tokens=32_768, stages=stages, paced=True), 32_768, stages + 1
+    )
+    others = {chunk: last(Rule(), chunk, stages) for chunk in (512, 1024, 2048, 4096, 8192, 32_768)}
+    assert ours < 1.08 * min(others.values())
+    assert ours < (1 - 0.04 * stages) * others[8192]
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     requests=st.lists(
-        st.tuples(st.floats(0, 2), st.integers(1, 700), st.integers(1, 40)), min_size=1, max_size=40
+        st.tuples(
+            st.floats(0, 2),
+            st.one_of(st.integers(1, 700), st.integers(1, 5000)),
+            st.integers(1, 40),
+        ),
+        min_size=1,
+        max_size=40,
     ),
     stages=st.integers(1, 5),
     extra=st.integers(0, 1),
-    kv_tokens=st.sampled_from([800, 2_000, 100_000]),
-    which=st.sampled_from(["slots", "stock", "throttling"]),
+    kv_tokens=st.sampled_from([6_000, 9_000, 200_000]),
+    which=st.sampled_from(["slots", "paced", "stock", "throttling"]),
 )
 def test_every_rule_serves_every_request_even_when_the_cache_is_small(
     requests, stages, extra, kv_tokens, which
@@ -82,7 +118,8 @@ def test_every_rule_serves_every_request_even_when_the_cache_is_small(
     trace = [Arrival(*request) for request in sorted(requests)]
     inflight = stages + extra
     rule = {
-        "slots": SlotRule(slots=inflight, max_tokens=BUDGET),
+        "slots": SlotRule(slots=inflight, max_tokens=BUDGET, stages=stages),
+        "paced": SlotRule(slots=inflight, max_tokens=BUDGET, stages=stages, paced=True),
         "stock": Rule(),
         "throttling": TokenThrottlingRule(depth=stages),
     }[which]

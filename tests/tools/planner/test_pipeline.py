@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sipipe.tools.planner import hardware
-from sipipe.tools.planner.costs import roofline
+from sipipe.tools.planner.costs import datasheet_costs, roofline
+from sipipe.tools.planner.hardware import Cluster
+from sipipe.tools.planner.models import load_model
 from sipipe.tools.planner.pipeline import iterate
 from sipipe.tools.planner.placement import place
-from sipipe.tools.planner.workload import Microbatch
+from sipipe.tools.planner.workload import Microbatch, Workload
 
 
 def simulate(stations, inflight, rounds=400):
@@ -93,6 +95,19 @@ def test_a_known_pipeline_by_hand(given_costs):
     )
     assert ours.period == 4.0
     assert ours.idle == 0.0
+
+
+def test_samplers_are_never_faster_than_the_memory_that_they_share():
+    facts = load_model("llama-3.1-70b")
+    h100, network = hardware.device("h100"), hardware.network(400)
+    cluster = Cluster(device=h100, hosts=1, devices_per_host=8, network=network, cores_per_host=96)
+    costs = datasheet_costs(facts, cluster, Workload())
+    assert costs.host_sampling(WORK, 1) > costs.host_sampling(WORK, 8)
+    bound = WORK.batch * facts.vocabulary * costs.sampling.host_bytes / costs.sampling.host_gbs
+    assert costs.host_sampling(WORK, 8) >= bound * 1e-9
+    slow = dataclasses.replace(costs.sampling, host_gbs=1.0)
+    slowed = dataclasses.replace(costs, sampling=slow)
+    assert slowed.host_sampling(WORK, 8) == pytest.approx(bound * costs.sampling.host_gbs * 1e-9)
 
 
 @given(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0))

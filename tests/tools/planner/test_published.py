@@ -10,6 +10,7 @@ say whether the model adds up, not whether it predicts.
 """
 
 import json
+import re
 
 import pytest
 from benchmarks.planner import PUBLISHED, findings, published
@@ -42,6 +43,32 @@ def test_one_request(model, gpu, count, hosts, milliseconds):
     assert 0.75 <= found.tpot * 1e3 / milliseconds <= 1.25
 
 
+NOT_REPRODUCED = {
+    "DeepSeek-V3, best stock pipeline / pure TP",
+    "DeepSeek-V3, best SiPipe / pure TP",
+    "16 H100, best SiPipe / best stock",
+    "8 H100, SiPipe / stock at P2T4",
+}
+"""Of the paper's findings: the model's figure, or an end of its range, is outside the paper's."""
+
+
+def numbers(text):
+    return [float(each) for each in re.findall(r"[\d.]+", text)]
+
+
 def test_what_is_kept_of_the_papers_findings_is_what_the_model_gives():
     kept = json.loads((RESULTS / "planner-findings.json").read_text())["rows"]
     assert findings() == kept, "python -m benchmarks.planner --quick, and keep planner-findings"
+    model = {row["what"]: numbers(row["model"]) for row in kept}
+    ranges = {row["what"]: numbers(row["paper"]) for row in kept if row["paper"][-1:] in ("x", "%")}
+    outside = {
+        what
+        for what, told in ranges.items()
+        if not told[0] <= min(model[what]) <= max(model[what]) <= told[-1]
+    }
+    assert outside == NOT_REPRODUCED
+    peaks = dict(re.findall(r"(\S+) (\d+)", kept[0]["model"]))
+    assert set(peaks.values()) <= {"2", "4"}
+    h100, a100 = (model[f"8 {gpu}, SiPipe / stock at P2T4"] for gpu in ("H100", "A100"))
+    assert all(small < large for small, large in zip(a100, h100, strict=True))
+    assert min(model["8 H100, stock TP 8 / stock P2T4"]) > 1

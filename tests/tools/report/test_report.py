@@ -157,6 +157,20 @@ def test_iterations_that_shared_a_product_are_counted():
     assert "stage 0: 2" in bubbles(run).caption
 
 
+def test_prefill_efficiency_is_what_devices_worked_while_there_were_prompts():
+    from sipipe.cli.trace import bubbles
+
+    first = [(Phase.FORWARD, 0, 0, 10), (Phase.FORWARD, 1, 10, 20), (Phase.FORWARD, 2, 50, 60)]
+    last = [(Phase.FORWARD, i, begin + 10, end + 10) for _, i, begin, end in first]
+    run = Run(pipeline([first, last], inflight=2))  # every iteration has more tokens than sequences
+    assert run.summary["prefill_efficiency"] == pytest.approx((40 + 20) / (2 * (30 + 20)))
+    assert "60.0%" in bubbles(run).caption
+    for process in run.trace.processes:
+        process.records["tokens"] = process.records["batch"]
+    assert run.summary["prefill_efficiency"] == pytest.approx(0.6), "made once"
+    assert Run(run.trace).summary["prefill_efficiency"] is None
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     base = tmp_path_factory.mktemp("small")

@@ -17,6 +17,10 @@ one size say nothing of its slope. The slope seen last, when sizes differed, is 
 there was any, all is taken as fixed cost, and the smaller k that follows brings the batches of
 another size that tell the two apart.
 
+Prompts are another matter: what a microbatch with them takes is predicted by
+:mod:`sipipe.engine.scheduling.times`, which is fed here too. Its line of decodes is not used for k: on
+CPUs few rows and many differ by more than a line has, and k came out worse (docs/log.md).
+
 Runs on the engine's thread alone, and is not safe for more. It relies on being asked once a visit;
 :class:`MeasuredTimes` costs a few microseconds of it.
 """
@@ -27,18 +31,21 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sipipe.engine.iterations import Iteration
+from sipipe.engine.scheduling.times import (
+    COLD,
+    ENOUGH,
+    MEMORY,
+    OUTLIER,
+    BatchTimes,
+    Load,
+    Prices,
+    usual,
+)
 from sipipe.messages.period import passing, period
 from sipipe.observe.live import Key, LivePage, Word
-from sipipe.observe.phases import COUNTED_PHASES, Phase
+from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
 
-MEMORY = 0.995
-"""Weight of a batch relative to the one after it: about the last 200 count."""
-COLD = 16
-"""First batches that do not count: they load pages, warm caches and compile."""
-ENOUGH = 12.0
-"""Weight of batches that a regression needs before it is used."""
-OUTLIER = 3.0
-"""Times of more than this multiple of the expected one are cut to it: the stage was interrupted."""
 SPREAD = 0.15
 """Standard deviation of batch sizes, as a share of their mean, below which they give no slope."""
 GAIN = 0.05
@@ -52,6 +59,8 @@ FORGET = 0.8
 """What is then believed to be left of what it was, as far as one microbatch says anything."""
 ALIKE = 1.5
 """Ratio of two numbers of sequences up to which they are about as many."""
+_CHUNK = 1024.0
+"""Tokens of a prompt's chunk by which the slowest stage is found."""
 _PROJECTION = (Phase.LOGITS, Phase.HANDOVER)
 
 
@@ -101,9 +110,14 @@ class ConcurrencyController:
     Args:
         stages: Pipeline stages, p.
         slots: Microbatches in flight at most, m.
+        first: what a load takes before it has been measured.
     """
 
-    def __init__(self, *, stages: int, slots: int) -> None:
+    def __init__(self, *, stages: int, slots: int, first: Prices | None = None) -> None:
+        self.first = first or usual()
+        self.times = BatchTimes([self.first] * stages)
+        """Of each stage, prompts too."""
+        self._prices, self._priced = self.first, 0.0
         self.stages = [RunningRegression() for _ in range(stages)]
         self.projections = [RunningRegression() for _ in range(stages)]
         """Of these times, what the output projection and the logits' hand-over take."""
@@ -117,6 +131,30 @@ class ConcurrencyController:
         self.chosen = slots
         self._held = 0
         self._held_for = 0
+
+    def prices(self) -> Prices:
+        """On the stage that takes longest, in seconds; in tokens until that is known.
+
+        The stage that is slowest for a decoding batch and for a prompt's chunk may differ: that of
+        a chunk counts.
+        """
+        weight = self.times.weight[0]
+        if weight != self._priced:
+            self._priced = weight
+            found = [self.times.prices(i) for i in range(len(self.stages))]
+            sure = all(self.times.sure(i) for i in range(len(self.stages)))
+            chunk = Load(1.0, 0.0, _CHUNK, 0.0, _CHUNK * _CHUNK / 2)
+            slowest = max(found, key=lambda each: each.of(chunk))
+            slowest = slowest._replace(
+                token=max(slowest.token, 1e-9)
+            )  # what is pending has a price
+            self._prices = slowest if sure else self.first
+        return self._prices
+
+    @property
+    def measured(self) -> bool:
+        """Whether :meth:`prices` are seconds."""
+        return self._prices is not self.first
 
     def period(self, sequences: int, microbatches: int) -> float:
         """R(k): seconds in which each of ``sequences`` gets a token."""
@@ -177,7 +215,7 @@ class ConcurrencyController:
 class MeasuredTimes:
     """Feeds a controller what the processes have taken since the last poll.
 
-    Only batches of decodes count as stage times: prompts have a rule of their own.
+    Only batches of decodes count for k: prompts have prices of their own.
 
     Args:
         controller: what is fed.
@@ -192,6 +230,8 @@ class MeasuredTimes:
         self._projections = [_Delta(page, key, _PROJECTION) for key in keys]
         self._samplers = [_Delta(page, ("sampler", i, 0)) for i in range(samplers)]
         self._executor = _Delta(page, ("executor", 0, 0))
+        self._coming: list[deque[Iteration]] = [deque() for _ in keys]
+        """What each stage has not said anything of yet, in order."""
         self._ends: deque[float] = deque(maxlen=controller.slots + 1)
         """When batches came back, one after the other, without prompts, pauses or a change of k."""
         self._formed, self._decodes = controller.formed, True
@@ -200,13 +240,32 @@ class MeasuredTimes:
         """There was no request for a while."""
         self._ends.clear()
 
+    def expect(self, iteration: Iteration) -> None:
+        """``iteration``, whose load is known, goes through the stages."""
+        for coming in self._coming:
+            coming.append(iteration)
+
+    def _load(self, process: "_Delta", coming: deque[Iteration]) -> Load:
+        """What a stage has been through since the last poll."""
+        load, ended = Load(), process.ended
+        while coming and 0 <= coming[0].number < ended:
+            load = load.plus(coming.popleft().load)
+        return load
+
     def poll(self, now: float | None = None) -> None:
         """Take in what has happened since the last poll, at ``now`` on the monotonic clock."""
-        for process, regression in zip(self._stages, self.controller.stages, strict=True):
+        loads, times = [], []
+        for process, regression, coming in zip(
+            self._stages, self.controller.stages, self._coming, strict=True
+        ):
+            loads.append(self._load(process, coming))
             count, sequences, tokens, spent = process.take()
+            times.append(spent / 1e9)
             self._decodes &= sequences == tokens
             if count and sequences == tokens:
                 regression.add(sequences / count, spent / 1e9 / count, count)
+        if any(load.batches for load in loads):
+            self.controller.times.add(loads, times)
         for process, regression in zip(self._projections, self.controller.projections, strict=True):
             count, sequences, tokens, spent = process.take()
             if count and sequences == tokens:
@@ -244,7 +303,14 @@ class _Delta:
         self._words = page.block(key)
         phases = phases or COUNTED_PHASES[key[0]]
         self._counted = [int(Word.PHASE_NS + phase) for phase in phases]
+        self._last = int(Word.PHASE_LAST + MAIN_PHASE[key[0]])
         self._before = Taken(0, 0, 0, 0)
+
+    @property
+    def ended(self) -> int:
+        """All iterations before this one have been through the main phase."""
+        number: int = self._words[self._last]
+        return number
 
     def take(self) -> Taken:
         """Batches, sequences, tokens and nanoseconds since the last call; without a batch, the

@@ -40,8 +40,7 @@ class ObservedScheduler:
         self.telemetry.live.set(Word.IDLE_FROM, self._idle_from)
         self._busy = False
         if isinstance(self, PipelineScheduler):
-            self._times = self.telemetry.measured_times()
-            self.follow(self._times.controller)
+            self._times = self.telemetry.measured_times(self.controller)
         controller = self._times.controller if self._times is not None else None
         self._speculation = speculation(self, controller)
 
@@ -58,7 +57,10 @@ class ObservedScheduler:
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
             slot = self.slot if isinstance(self, PipelineScheduler) else None
-            self.iterations.scheduled(output, slot, began, time.monotonic_ns())
+            iteration = self.iterations.scheduled(output, slot, began, time.monotonic_ns())
+            if self._times is not None and isinstance(self, PipelineScheduler):
+                iteration.load = self.load
+                self._times.expect(iteration)
             self._tokenless.update(new.req_id for new in output.scheduled_new_reqs)
         return output
 

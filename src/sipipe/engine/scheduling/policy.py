@@ -34,7 +34,8 @@ from typing import NamedTuple
 
 from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
-from sipipe.engine.scheduling.prefill import PrefillThrottle
+from sipipe.engine.scheduling.prefill import Allowance, PrefillThrottle
+from sipipe.engine.scheduling.times import Load, Prices
 
 
 class Sequence(NamedTuple):
@@ -55,8 +56,8 @@ class Plan:
     """Slot of this visit, 0 to m - 1."""
     decode: frozenset[str]
     """Sequences that decode in this microbatch: the slot's members that are ready."""
-    prefill_tokens: int
-    """Prompt tokens that this microbatch may compute on top, 0 or more."""
+    prefill: Allowance
+    """What of prompts this microbatch may compute on top."""
 
 
 class SlotPolicy:
@@ -66,7 +67,9 @@ class SlotPolicy:
         slots: Microbatches in flight, m of 1 or more.
         max_tokens: Token budget of one microbatch, 1 or more.
         settings: Tunables.
-        controller: Says how many slots to open where ``min_sequences`` leaves it open; None: all.
+        controller: Knows what a microbatch takes, and says how many slots to open where
+            ``min_sequences`` leaves it open.
+        align: Prompts are cut at whole blocks of so many tokens where they can be.
     """
 
     def __init__(
@@ -74,14 +77,21 @@ class SlotPolicy:
         *,
         slots: int,
         max_tokens: int,
+        controller: ConcurrencyController,
         settings: MicrobatchSettings | None = None,
-        controller: ConcurrencyController | None = None,
+        align: int = 1,
     ) -> None:
         assert min(slots, max_tokens) >= 1, (slots, max_tokens)
         self.slots = slots
         self.settings = settings or MicrobatchSettings()
         self.controller = controller
-        self._throttle = PrefillThrottle(slots=slots, max_tokens=max_tokens, settings=self.settings)
+        self._throttle = PrefillThrottle(
+            slots=slots,
+            stages=len(controller.stages),
+            max_tokens=max_tokens,
+            settings=self.settings,
+            align=align,
+        )
         self.slot_of: dict[str, int] = {}
         """Slot of each decoding sequence; visits change it."""
         # Invariant: _counts[s] == sum(1 for t in slot_of.values() if t == s) after a visit.
@@ -93,12 +103,17 @@ class SlotPolicy:
         self._visits = 0
         self._slot = slots - 1
 
+    @property
+    def prices(self) -> Prices:
+        """What parts of a microbatch take."""
+        return self.controller.prices()
+
     def visit(
         self,
         sequences: Iterable[Sequence],
         *,
-        pending_prefill: int,
-        started_prefill: int = 0,
+        pending_prefill: float,
+        started_prefill: float = 0.0,
         arriving: int = 0,
         kv_free: float = 1.0,
     ) -> Plan:
@@ -106,8 +121,9 @@ class SlotPolicy:
 
         Args:
             sequences: Every running sequence whose prompt is scheduled, in the engine's order.
-            pending_prefill: Prompt tokens not yet scheduled, of started and waiting requests.
-            started_prefill: Of these, tokens of requests that hold KV cache already.
+            pending_prefill: What prompt tokens not yet scheduled take, at :attr:`prices`; of
+                started and waiting requests.
+            started_prefill: Of these, those of requests that hold KV cache already.
             arriving: Requests that those tokens belong to: they join within about a
                 period.
             kv_free: Free share of the KV cache, 0 to 1.
@@ -122,21 +138,25 @@ class SlotPolicy:
             self._join(sequence, last, to_come=len(unplaced) - index + arriving)
             members[self.slot_of[sequence.id]].append(sequence)
         self._rebalance(slot, members[slot])
-        decode = frozenset(
-            sequence.id
+        ready = [
+            sequence
             for sequence in members[slot]
             if sequence.ready and self.slot_of[sequence.id] == slot
-        )
-        prefill = self._throttle.tokens(
+        ]
+        rows, context = len(ready), sum([sequence.context for sequence in ready])
+        prefill = self._throttle.allow(
+            self.prices,
             pending=pending_prefill,
             started=started_prefill,
-            decoding=len(decode),
+            decodes=Load(1.0, rows, 0.0, context, 0.0),
             running=len(self.slot_of),
             arriving=arriving,
             kv_free=kv_free,
             slots=self._active,
+            measured=self.controller.measured,
         )
-        return Plan(slot=slot, decode=decode, prefill_tokens=prefill)
+        decode = frozenset([sequence.id for sequence in ready])
+        return Plan(slot=slot, decode=decode, prefill=prefill)
 
     def _reconcile(
         self, sequences: Iterable[Sequence]
@@ -169,7 +189,7 @@ class SlotPolicy:
             most = max(1, min(self.slots, sequences // least))
             if most > before or (before > 1 and sequences < before * least * 3 // 4):
                 self._active = most
-        elif least == 0 and self.controller is not None:
+        elif least == 0:
             # A burst's first prompts would else find one slot open.
             self._active = self.controller.microbatches(sequences + arriving)
         else:
@@ -190,11 +210,12 @@ class SlotPolicy:
 
     def _lightest(self, origin: int) -> int:
         """The open slot with the fewest sequences, then least context, then next after origin."""
+        unit = self.prices.sequence
         return min(
             range(self._active),
             key=lambda slot: (
                 self._counts[slot],
-                self._contexts[slot] // self.settings.context_unit,
+                self._contexts[slot] // unit,
                 (slot - origin) % self.slots,
             ),
         )
@@ -202,7 +223,7 @@ class SlotPolicy:
     def _rebalance(self, visited: int, members: list[Sequence]) -> None:
         """Level counts, then context, by handing members of the visited slot to a lighter one."""
         moved = 0
-        unit = self.settings.context_unit
+        unit = min(self.prices.sequence, 1e9)
         candidates = [sequence for sequence in members if sequence.ready]
         closing = visited >= self._active
         while candidates and (self._resizing or moved < self.settings.max_moves):

@@ -1,27 +1,109 @@
-"""How many prompt tokens a microbatch computes on top of its decodes.
+"""How much of prompts a microbatch computes on top of its decodes: microbatches of equal time.
 
-A pipeline with m microbatches in flight goes round as fast as its largest one: a prompt in one
+A pipeline with m microbatches in flight goes round as fast as its slowest one: a prompt in one
 microbatch delays the m - 1 others as much as if each of them carried one too. What counts is
-therefore how often and how far the size changes from one microbatch to the next. So:
+therefore how often and how far the time changes from one microbatch to the next. So, in the
+seconds of :mod:`sipipe.engine.scheduling.times`:
 
 - What is pending is spread over ``prefill_spread`` microbatches, not put where it arrives. A
   number of pipeline periods alone is too coarse for short pipelines; one of microbatches alone is
   too slow for short ones or too coarse for long ones; so its default grows with m.
-- A chunk may always fill its microbatch up to the largest of the last m - 1: that is free.
+- Work W that fills an idle pipeline of p stages in n microbatches is done after W + n c + (p - 1)
+  (W / n + c), where c is what each costs besides: soonest with n = sqrt((p - 1) W / c). The more
+  decodes beside what arrives, the less of such a share counts.
+- A chunk may always fill its microbatch up to the longest of the last m - 1: that is free. So
+  chunks of one prompt take equal times, and have the fewer tokens the more lies before them.
 - It is not cut finer than ``min_chunk_tokens``: the first token would only come later.
-- While little decodes there is little to disturb, and chunks may be larger: ``burst_tokens``.
+- ``tpot_target_ms`` bounds what decoding sequences are delayed by.
 - As the free KV cache runs out, no prompt is started, so that decoding sequences can grow
   instead of preempting one another.
-
-Sizes are in tokens, which stand for time; the simulator's figures (docs/scheduling.md) say how
-far that holds.
 """
 
+import math
 from collections import deque
+from collections.abc import Mapping
 
 import msgspec
 
 from sipipe.config import MicrobatchSettings
+from sipipe.engine.scheduling.times import Load, Prices
+
+_ALONE = 1 << 20
+"""Nothing to keep even: prompts are spread as an idle pipeline has them."""
+TINY = 1e-9
+"""Seconds that prompts have at least where any is pending: those of a least chunk, so that none starves."""
+CHEAPEST = 16
+"""Tokens that take as long as what a microbatch costs besides, at least: no pass is free."""
+
+
+class Allowance:
+    """What prompts may take of one microbatch.
+
+    Args:
+        prices: of :mod:`sipipe.engine.scheduling.times`.
+        seconds: for prompts, at those prices; infinite for as much as there is room for.
+        room: tokens for prompts.
+        least: tokens that a first chunk has where there is any allowance.
+        decodes: what shall be in the microbatch besides.
+        align: where a prompt's chunk ends, at whole blocks of so many tokens, if that takes an
+            eighth of it away at most.
+        slack: seconds more for a prompt's rest, that it need no microbatch of its own.
+    """
+
+    def __init__(
+        self,
+        prices: Prices,
+        *,
+        seconds: float,
+        room: int,
+        least: int,
+        decodes: Load,
+        align: int = 1,
+        slack: float = 0.0,
+    ) -> None:
+        self._slack = slack
+        self._prices, self._seconds, self._room = prices, seconds, room
+        self._decodes = decodes
+        self._chunks: dict[str, Load] = {}
+        self._least, self._align = (least if seconds > 0 else 0), align
+
+    @property
+    def tokens(self) -> int:
+        """Of prompts, at most."""
+        return self.fitting(0, self._slack)
+
+    def fitting(self, start: int, more: float = 0.0) -> int:
+        """Tokens of a prompt behind ``start`` that there is still room and time for, and ``more``
+        seconds."""
+        seconds = self._seconds + more if self._seconds > 0 else 0.0
+        fit = self._prices.fitting(seconds, start)
+        return self._room if fit >= self._room else min(max(round(fit), self._least), self._room)
+
+    def chunk(self, start: int, tokens: int) -> int:
+        """How many of a prompt's ``tokens`` behind ``start`` to compute."""
+        if tokens <= self.fitting(start, self._slack):
+            return tokens
+        most = self.fitting(start)
+        over = (start + most) % self._align
+        return most - over if 8 * over <= most else most
+
+    def take(self, request: str, start: int, tokens: int, ends: bool) -> None:
+        """A prompt's chunk is to be in; ``ends``: it is the prompt's last."""
+        if tokens:
+            self._seconds -= self._prices.chunk(start, tokens)
+            self._room -= tokens
+            self._least = 0
+            self._chunks[request] = Load(0, int(ends), tokens, 0, tokens * (start + tokens / 2))
+
+    def formed(self, scheduled: Mapping[str, int], tokens: int) -> Load:
+        """The microbatch has ``tokens``, by request ``scheduled``: what is in it."""
+        chunks = [chunk for id, chunk in self._chunks.items() if scheduled.get(id) == chunk.tokens]
+        decoded = tokens - sum([chunk.tokens for chunk in chunks])
+        share = decoded / max(self._decodes.rows, 1)  # drafts make more of them, preemption fewer
+        load = Load(float(tokens > 0), decoded, 0.0, share * self._decodes.context)
+        for chunk in chunks:
+            load = load.plus(chunk)
+        return load
 
 
 class PrefillThrottle:
@@ -29,59 +111,91 @@ class PrefillThrottle:
 
     Args:
         slots: Microbatches in flight.
+        stages: Pipeline stages.
         max_tokens: Token budget of one microbatch.
         settings: Tunables.
+        align: As of :class:`Allowance`.
     """
 
-    def __init__(self, *, slots: int, max_tokens: int, settings: MicrobatchSettings) -> None:
-        self._max_tokens = max_tokens
+    def __init__(
+        self,
+        *,
+        slots: int,
+        stages: int,
+        max_tokens: int,
+        settings: MicrobatchSettings,
+        align: int = 1,
+    ) -> None:
+        self._slots, self._stages, self._max_tokens = slots, stages, max_tokens
+        self._align = align
         self._resolved = {
             active: resolved(settings, slots, active) for active in range(1, slots + 1)
         }
-        # Tokens of the other microbatches in flight.
-        self._sizes: deque[int] = deque(maxlen=max(1, slots - 1))
+        # What the other microbatches in flight take, at prices that are measured or not.
+        self._others: deque[float] = deque(maxlen=max(1, slots - 1))
+        self._measured = False
 
-    def tokens(
+    def allow(
         self,
+        prices: Prices,
         *,
-        pending: int,
-        started: int,
-        decoding: int,
+        pending: float,
+        started: float,
+        decodes: Load,
         running: int,
         arriving: int,
         kv_free: float,
         slots: int,
-    ) -> int:
-        """Prompt tokens for this visit, at most ``pending``.
+        measured: bool,
+    ) -> Allowance:
+        """What prompts may take at this visit.
 
         Args:
-            pending: Prompt tokens not yet scheduled of requests that may run.
-            started: Of these, tokens of requests that hold KV cache.
-            decoding: Tokens that decode in this microbatch.
+            prices: of a load.
+            pending: Seconds, at these prices, of prompt tokens not yet scheduled of requests that
+                may run.
+            started: Of these, those of requests that hold KV cache.
+            decodes: What decodes in this microbatch.
             running: Sequences that decode in any slot.
             arriving: Requests that the pending tokens belong to.
             kv_free: Free share of the KV cache, 0 to 1.
             slots: Slots that are open, 1 to m; with one there is nothing to keep even.
+            measured: Whether prices are seconds.
         """
         settings = self._resolved[slots]
-        room = max(0, self._max_tokens - decoding)
-        if slots == 1:
-            return room
+        if measured != self._measured:  # the unit has changed
+            self._others.clear()
+        self._measured = measured
+        decoding = prices.of(decodes)
         if running and kv_free < settings.kv_reserve:
             pending = started
-        size = 0
+        seconds = 0.0
         if pending > 0:
-            disturbed = running / (running + max(1, arriving))
-            burst = int(settings.burst_tokens * (1 - disturbed))
-            size = max(
-                _share(pending, settings.prefill_spread),
-                min(_share(pending, slots), burst),
-                max(self._sizes, default=0) - decoding,
-                settings.min_chunk_tokens,
+            disturbed = running / (running + max(1, arriving)) if slots > 1 else 0.0
+            seconds = max(
+                pending / settings.prefill_spread,
+                (1 - disturbed) * pending / self._parts(pending, prices),
+                max(self._others, default=0.0) - decoding,
             )
-            size = min(size, room, pending)
-        self._sizes.append(decoding + size)
-        return size
+            if settings.tpot_target_ms and running and measured:
+                most = settings.tpot_target_ms / 1e3 / self._slots - decoding
+                seconds = min(seconds, most)
+            seconds = max(seconds, TINY)
+        self._others.append(decoding + min(seconds, pending))
+        return Allowance(
+            prices,
+            seconds=seconds,
+            room=max(0, self._max_tokens - int(decodes.rows)),
+            least=settings.min_chunk_tokens,
+            decodes=decodes,
+            align=self._align,
+            slack=0.0 if running else prices.fixed / max(1, self._stages - 1),
+        )
+
+    def _parts(self, pending: float, prices: Prices) -> int:
+        """Microbatches in which an idle pipeline is soonest done with ``pending``."""
+        fixed = max(prices.fixed, CHEAPEST * prices.token)
+        return max(1, round(math.sqrt((self._stages - 1) * pending / fixed)))
 
 
 def resolved(settings: MicrobatchSettings, slots: int, active: int) -> MicrobatchSettings:
@@ -91,13 +205,9 @@ def resolved(settings: MicrobatchSettings, slots: int, active: int) -> Microbatc
         spread = max(min(4 * slots + 4, 24), 2 * slots + 8)
         chunk = max(24, 64 // slots)
     else:  # a closed slot's visits carry prompts that delay no decoding sequence
-        spread, chunk = 2 * active, 96
+        spread, chunk = 2 * active if active > 1 else _ALONE, 96
     return msgspec.structs.replace(
         settings,
         prefill_spread=settings.prefill_spread or spread,
         min_chunk_tokens=settings.min_chunk_tokens or chunk,
     )
-
-
-def _share(tokens: int, parts: int) -> int:
-    return -(-tokens // parts)

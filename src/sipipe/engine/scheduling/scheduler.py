@@ -36,9 +36,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from sipipe.config import MicrobatchSettings, SiPipeConfig
+from sipipe.engine.layers.choose import model_facts
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
-from sipipe.engine.scheduling.prefill import resolved
+from sipipe.engine.scheduling.prefill import Allowance, resolved
+from sipipe.engine.scheduling.times import Load, usual
 
 
 class PipelineScheduler(Scheduler):
@@ -53,22 +55,31 @@ class PipelineScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._policy = SlotPolicy(
+        self._controller = ConcurrencyController(
+            stages=self.vllm_config.parallel_config.pipeline_parallel_size,
             slots=self.vllm_config.max_concurrent_batches,
+            first=usual(model_facts(self.vllm_config)),
+        )
+        self._policy = SlotPolicy(
+            slots=self._controller.slots,
             max_tokens=self.max_num_scheduled_tokens,
+            controller=self._controller,
             settings=self._settings(),
+            align=self.cache_config.block_size,
         )
         # Where a prompt, or a multi-modal item in it, must be computed whole, prefill is held back
         # by whole chunks as vLLM cuts them: an allowance below the item would never admit it.
         self._cuts_chunks = self.scheduler_config.enable_chunked_prefill and not (
             self.is_encoder_decoder or self.scheduler_config.disable_chunked_mm_input
         )
-        # Prompt tokens that the schedule() call in progress may still hand out; None outside.
-        self._prefill_left: int | None = None
+        # Of the schedule() call in progress; None outside.
+        self._allowance: Allowance | None = None
         self._adapter_last_step: dict[int, int] = {}
         # Whether the last visit found nothing to run; whether a batch has come back right after.
         self._empty = self._came_back = False
         self.slot = 0
+        self.load = Load()
+        """What is in the microbatch scheduled last, where there are slots."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """One microbatch: the members of the slot whose turn it is, and a share of the prefill."""
@@ -78,13 +89,16 @@ class PipelineScheduler(Scheduler):
         decode_tokens = self._hide_other_slots(plan)
         limit = self.max_num_scheduled_tokens
         if self._cuts_chunks:
-            self.max_num_scheduled_tokens = min(limit, decode_tokens + plan.prefill_tokens)
-        self._prefill_left = plan.prefill_tokens
+            self.max_num_scheduled_tokens = min(limit, decode_tokens + plan.prefill.tokens)
+        self._allowance = plan.prefill
         try:
             output = super().schedule(throttle_prefills)
         finally:
             self.max_num_scheduled_tokens = limit
-            self._prefill_left = None
+            self._allowance = None
+        self.load = plan.prefill.formed(
+            output.num_scheduled_tokens, output.total_num_scheduled_tokens
+        )
         self.slot = plan.slot
         self._empty, self._came_back = not output.total_num_scheduled_tokens, False
         return output
@@ -114,9 +128,10 @@ class PipelineScheduler(Scheduler):
         unfinished: bool = super().has_requests()
         return unfinished
 
-    def follow(self, controller: ConcurrencyController) -> None:
-        """Open as many slots as ``controller`` says, where the settings leave it open."""
-        self._policy.controller = controller
+    @property
+    def controller(self) -> ConcurrencyController:
+        """What knows how long microbatches take, and says how many slots to open."""
+        return self._controller
 
     def _settings(self) -> MicrobatchSettings:
         config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
@@ -132,31 +147,33 @@ class PipelineScheduler(Scheduler):
     def _visit(self) -> Plan:
         """Tell the policy what runs and what is pending."""
         sequences: list[Sequence] = []
-        started = arriving = 0
+        prices = self._policy.prices
+        started, arriving = 0.0, 0
         for request in self.running:
             pending = _pending_tokens(request)
             if _is_prefilling(request, pending):
-                started += pending
+                started += prices.chunk(request.num_computed_tokens, pending)
                 arriving += 1
             else:
                 sequences.append(
                     Sequence(request.request_id, request.num_computed_tokens, pending > 0)
                 )
         for request in self.kv_holding_waiting:
-            started += max(1, request.num_tokens - request.num_computed_tokens)
-        pending = started
+            left = max(1, request.num_tokens - request.num_computed_tokens)
+            started += prices.chunk(request.num_computed_tokens, left)
+        waits = started
         # What cannot be admitted yet is no reason to hurry.
         admissible = max(0, self.max_num_active_reqs - len(self.running))
         for request in itertools.islice(self.waiting, admissible):
             if self._is_blocked_waiting_status(request.status):
                 # One token keeps vLLM's scan of the queue going, which is what unblocks it.
-                pending += 1
+                waits += prices.token
                 continue
-            pending += request.num_tokens
+            waits += prices.chunk(0, request.num_tokens)
             arriving += 1
         return self._policy.visit(
             sequences,
-            pending_prefill=pending,
+            pending_prefill=waits,
             started_prefill=started,
             arriving=arriving,
             kv_free=1.0 - self.kv_cache_manager.usage,
@@ -205,31 +222,32 @@ class PipelineScheduler(Scheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         # schedule() asks this of every chunk, after all other caps and right before allocating.
-        left = None if _is_decoding(request) else self._prefill_left
-        if left is not None:
-            num_new_tokens = self._clip(num_new_tokens)
+        allowance = None if _is_decoding(request) else self._allowance
+        if allowance is not None:
+            num_new_tokens = self._clip(allowance, num_computed_tokens, num_new_tokens)
         tokens: int = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        if left is not None:
-            self._prefill_left = left - tokens
+        if allowance is not None:
+            ends = num_computed_tokens + tokens >= request.num_tokens
+            allowance.take(request.request_id, num_computed_tokens, tokens, ends)
         return tokens
 
     def _mamba_block_aligned_split(
         self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> int:
         # Clip before the alignment: a clip after it would end chunks inside a block.
-        if self._prefill_left is not None and not _is_decoding(request):
-            num_new_tokens = self._clip(num_new_tokens)
+        if self._allowance is not None and not _is_decoding(request):
+            start = request.num_computed_tokens + sum(args)
+            num_new_tokens = self._clip(self._allowance, start, num_new_tokens)
         tokens: int = super()._mamba_block_aligned_split(request, num_new_tokens, *args, **kwargs)
         return tokens
 
-    def _clip(self, num_new_tokens: int) -> int:
+    def _clip(self, allowance: Allowance, start: int, num_new_tokens: int) -> int:
         """What of a prefill chunk fits into the allowance that is left."""
-        left = max(0, self._prefill_left or 0)
         if not self._cuts_chunks:
-            return num_new_tokens if left else 0
-        return min(num_new_tokens, left)
+            return num_new_tokens if allowance.tokens else 0
+        return allowance.chunk(start, num_new_tokens)
 
 
 def _pending_tokens(request: Request) -> int:

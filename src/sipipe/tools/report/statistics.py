@@ -108,6 +108,24 @@ def joined(records: Records) -> int:
     return len(np.unique(both))
 
 
+def prefill_efficiency(trace: Trace, window: Window) -> float | None:
+    """Ideal over measured: of the time in which there were prompts in the pipeline, the share in
+    which devices worked; None without prompts."""
+    first, *_, last = [p.phase(Phase.FORWARD, window=window) for p in trace.of("stage")] * 2
+    prompts = first[first["tokens"] > first["batch"]]
+    ends = ByIteration.of(last, "end_ns").at(prompts["iteration"], missing=0)
+    through = ends > prompts["start_ns"]
+    begins, ends = Intervals(prompts["start_ns"][through], ends[through]).merged()
+    if not len(begins):
+        return None
+    worked = 0.0
+    for process in trace.of("stage"):
+        starts, stops = Intervals.of(process.phase(*DEVICE_PHASES)).merged()
+        until = _until(starts, stops, stops - starts, np.concatenate([begins, ends]))
+        worked += float((until[len(begins) :] - until[: len(begins)]).sum())
+    return worked / (len(trace.of("stage")) * float((ends - begins).sum()))
+
+
 def tokens_drawn(trace: Trace, window: Window) -> int:
     """Tokens that iterations of the window brought."""
     last = [p for p in trace.of("stage") if p.header.index == trace.stages - 1][:1]

@@ -52,6 +52,8 @@ function drawTiles(host) {
     tile("TPOT, median", pick((s) => s.tpot_ms.p50), { unit: "ms", better: -1 }),
     tile("TPOT, 99 %", pick((s) => s.tpot_ms.p99), { unit: "ms", better: -1 }),
   );
+  if (all[0].prefill_efficiency != null)
+    host.append(tile("Prefill efficiency", pick((s) => s.prefill_efficiency), { format: (v) => (v * 100).toFixed(1) + "%", better: 1 }));
   if (all[0].sampler_ms_per_sequence != null)
     host.append(tile("Sampler per sequence", pick((s) => s.sampler_ms_per_sequence && s.sampler_ms_per_sequence * 1e3).slice(0, 1), { unit: "µs" }));
   const wide = element("div", { className: "tile wide" }, element("div", { className: "name", textContent: "Time of all devices" + (all.some((s) => s.idle_s) ? ", while there were requests" : "") }));

@@ -1,0 +1,136 @@
+"""The paper's techniques one by one, where the device is fast: emulated stages leave the CPUs free.
+
+    python -m benchmarks.emulate --ablate [TEXT]
+
+First a pipeline like vLLM's as the paper has it: tokens drawn on the last stage's device, inputs
+prepared when the pass before has run, hidden states that are described, p microbatches in flight.
+Then a technique more a row, and from SiPipe each taken away. What is code is taken away
+(:mod:`benchmarks.ablation`, settings). What a GPU pays without it is put in: the low ends of the
+paper's ranges. So a figure says what hiding such a cost is worth in a real control plane, not how
+large the cost is today. Rows differ by nothing else: layers, scheduler and load are SiPipe's.
+
+An engine a figure, 40 seconds each; ``TEXT``: only those whose pipeline and name contain it. What
+this commit has measured is not measured again, unless the machine was too busy; the table has the
+pipelines that are complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.ablation import extension
+from benchmarks.emulate import emulated
+from benchmarks.emulation.profile import StockCosts
+from benchmarks.harness import BUILD, report
+from sipipe.tools.provenance import machine
+
+STOCK = StockCosts(last_stage=0.22, preparation=0.12, stall=1.4e-3)
+"""The low ends of 22 to 40 %, 12 to 19 % and 1.4 to 2.6 ms."""
+PIPELINES = tuple(
+    (f"{model}-8xh100", p, slow)
+    for model, slow_motion in (
+        ("deepseek-v2.5", (1, 1, 1)),
+        ("mixtral-8x7b", (2, 4, 8)),
+    )
+    for p, slow in zip((2, 4, 8), slow_motion, strict=True)
+)
+"""Profile, stages, slow motion: as much as two cores need."""
+WAITED = 2.0
+"""Threads of the engine that wait for a core, on average, above which devices are late: what two
+cores that are 77 % busy make wait (M/M/2)."""
+DEVICE = {"cpu_sampling": "per_row"}
+ENGINES: dict[str, tuple[bool, dict[str, Any], list[str]]] = {
+    "vLLM-like": (False, DEVICE, ["Posting", "Overlap"]),
+    "+ CPU sampling": (False, {}, ["Posting", "Overlap"]),
+    "+ TSEM": (False, {}, ["Posting"]),
+    "+ SAT": (False, {}, []),
+    "+ p + 1": (True, {}, []),
+    "- CPU sampling": (True, DEVICE, []),
+    "- TSEM": (True, {}, ["Overlap"]),
+    "- SAT": (True, {}, ["Posting"]),
+    "- slots": (True, {"scheduler": "vllm"}, []),
+}
+"""Whether p + 1 are in flight; settings; parts that are taken away."""
+CHAIN = list(ENGINES)[:5]
+LOAD = "--requests 512 --prompt-tokens 32 --tokens 40 --sampling temperature"
+"""As many requests as the paper's on 8 GPUs, shorter ones."""
+
+
+def ablate(argv: Sequence[str]) -> int:
+    """0: there is a table."""
+    folder = BUILD / "emulation-ablation"
+    folder.mkdir(parents=True, exist_ok=True)
+    commit = machine()["commit"]
+    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for pipeline, engine in itertools.product(PIPELINES, ENGINES):
+        name = f"{_title(*pipeline)} {engine}"
+        path = folder / f"{name}.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        if known.get("commit") != commit:
+            if not all(text in name for text in argv):
+                continue
+            known = {"commit": commit} | _measured(*pipeline, engine)
+            print(f"{name}: {known['tokens_per_s']:,.0f} tokens/s, {known['waited']:.2f} waited")
+            if known["waited"] > WAITED:
+                print(f"VOID: {WAITED} threads or more waited for a core: devices are late")
+                continue
+            path.write_text(json.dumps(known))
+        found.setdefault(pipeline, {})[engine] = known
+    rows = [_row(of, engines) for of, engines in found.items() if len(engines) == len(ENGINES)]
+    if not rows:
+        print("emulate: --ablate: no pipeline is complete")
+        return 1
+    mean = {"pipeline": "geometric mean"}
+    rows.append(mean | {name: _mean(rows, name) for name in rows[0] if name[0] in "+-S"})
+    report(
+        "emulation",
+        "The paper's techniques on emulated H100, tokens/s while all requests decode",
+        rows,
+        note="vLLM-like: sampling and projection 22 % of the last stage, preparation 12 % of a pass and in its way, 1.4 ms of stall a hop "
+        "(the low ends of the paper's ranges), p in flight; +: of the column before; SiPipe: of vLLM-like; "
+        "-: SiPipe without it, of SiPipe; slots: vLLM's scheduler in their place; 512 requests, temperature; one engine a "
+        "figure; slow motion N: devices take N times as long, tokens/s are multiplied by it",
+        file="emulation-ablation",
+        columns=[name for name in rows[0] if name != "stages"],
+    )
+    return 0
+
+
+def _title(profile: str, p: int, slow: int) -> str:
+    return f"{profile} --pp {p}" + (f" --slow-motion {slow}" if slow > 1 else "")
+
+
+def _measured(profile: str, p: int, slow: int, engine: str) -> dict[str, Any]:
+    more, settings, without = ENGINES[engine]
+    # All p are open as in vLLM; of p + 1 as many as pay, as SiPipe is served.
+    settings = settings | {"inflight": p + more, "microbatches": {"min_sequences": 1 - more}}
+    argv = f"--profile {profile} --pp {p} --slow-motion {slow} {LOAD}".split()
+    load = emulated([*argv, *extension(without)], settings, STOCK)[1]["loads"][0]
+    return {
+        "tokens_per_s": slow * load["tokens_per_s"],
+        "waited": load["waited"],
+        "busy_share": load["busy_share"],
+    }
+
+
+def _row(pipeline: tuple[str, int, int], found: dict[str, Any]) -> dict[str, Any]:
+    speed = {engine: one["tokens_per_s"] for engine, one in found.items()}
+    stock, whole = speed[CHAIN[0]], speed[CHAIN[-1]]
+    row: dict[str, Any] = {"pipeline": _title(*pipeline), "stages": pipeline[1]}
+    row["vLLM-like tok/s"] = round(stock)
+    for before, engine in itertools.pairwise(CHAIN):
+        row[engine] = round(speed[engine] / speed[before], 2)
+    row["SiPipe"] = round(whole / stock, 2)
+    for engine in list(ENGINES)[len(CHAIN) :]:
+        row[engine] = round(speed[engine] / whole, 2)
+    row["SiPipe's busiest stage, % busy"] = round(100 * max(found[CHAIN[-1]]["busy_share"]), 1)
+    row["threads that waited for a core"] = max(one["waited"] for one in found.values())
+    return row
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
+    return round(math.exp(sum(math.log(row[name]) for row in rows) / len(rows)), 2)

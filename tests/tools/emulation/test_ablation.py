@@ -1,0 +1,68 @@
+"""The ablation on emulated devices: what is taken away costs what the profile says."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from benchmarks.emulation import ablation, stock_costs
+from benchmarks.emulation.profile import Curve, Profile, StageProfile, StockCosts
+from benchmarks.emulation.stock_costs import Costs
+
+
+def test_an_ablation_has_a_row_a_pipeline_and_measures_nothing_twice(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ablation, "BUILD", tmp_path)
+    monkeypatch.setattr("benchmarks.harness.BUILD", tmp_path)
+    started, waited = [], 2.9
+
+    def measured(profile, p, slow, engine):
+        started.append((profile, p, engine))
+        place = list(ablation.ENGINES).index(engine)
+        return {"tokens_per_s": 100.0 * 2**place, "waited": waited, "busy_share": [1.0]}
+
+    monkeypatch.setattr(ablation, "_measured", measured)
+    assert ablation.ablate(["--pp 4"]) == 1
+    assert "VOID" in capsys.readouterr().out
+    waited, count = 0.2, len(started)
+    assert ablation.ablate(["--pp 4", "TSEM"]) == 1
+    assert ablation.ablate(["--pp 4"]) == 0
+    assert len(started) == 2 * count
+    rows = json.loads((tmp_path / "emulation-ablation.json").read_text())["rows"]
+    assert [row["pipeline"].split()[2:3] for row in rows] == [["4"]] * (len(rows) - 1) + [[]]
+    assert [rows[0][name] for name in ("+ SAT", "SiPipe", "- TSEM")] == [2.0, 16.0, 4.0]
+    assert rows[-1]["SiPipe"] == 16.0
+
+
+def test_what_a_stage_pays_without_a_technique(monkeypatch):
+    now = []
+    device = SimpleNamespace(launch=now.append, wait=now.append, mark=lambda: "mark")
+    curve = Curve(at=(0, 1), seconds=(0.0, 1.0))
+    stage = StageProfile(
+        layers=curve, projection=curve, hop=curve, decode_context=0.0, prompt_context=0.0
+    )
+    stock = StockCosts(last_stage=1.5, preparation=0.1, stall=0.25)
+    profile = Profile(name="", stages=(stage,), copy=curve, kv_tokens=1, stock=stock)
+    costs = Costs(profile.slowed(2.0), stage, device)
+    costs.sample(4)
+    costs.before_pass()
+    costs.after_pass()
+    assert now == [2.0]
+    monkeypatch.setattr(stock_costs, "AWAY", {"Posting", "Overlap"})
+    costs.before_pass()
+    costs.after_pass()
+    assert now == [2.0, 0.5, "mark"]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_pipeline_like_vllms_draws_on_the_emulated_device(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setattr(ablation, "LOAD", "--requests 8 --prompt-tokens 20 --tokens 60")
+    whole, stock = (
+        ablation._measured("qwen3-4b-2xl40s", 2, 4, engine) for engine in ("+ p + 1", "vLLM-like")
+    )
+    assert min(whole["tokens_per_s"], stock["tokens_per_s"]) > 0
