@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.sampler import naive
-from tests.sampler.support import bfloat16, draws, from_bfloat16
+from tests.sampler.support import bfloat16, bitmask, draws, from_bfloat16
 from tests.sampler.test_filters import logits
 
 from sipipe.messages.params import SequenceParams, derive_seed
@@ -74,10 +76,51 @@ def test_frequencies(strategy: str, shape: str, size: int) -> None:
     check(logits(shape, size), strategy, 4000, seed=size)
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if "little" not in name])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shape", ["flat", "peaked", "tied", "zipf"])
 def test_frequencies_at_a_large_vocabulary(strategy: str, shape: str) -> None:
     check(logits(shape, 200_000), strategy, 1024, seed=7)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_small_top_p_keeps_what_it_should(data: st.DataObject) -> None:
+    """No token drawn has ``top_p`` of the mass before it, in float64; ties by their ids."""
+    size = data.draw(st.sampled_from([1, 7, 256, 300, 6000, 40_000]))
+    shape = data.draw(st.sampled_from(["flat", "peaked", "tied", "zipf", "equal"]))
+    x = np.zeros(size, np.float32) if shape == "equal" else logits(shape, size)
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    x[rng.random(size) < data.draw(st.sampled_from([0.0, 0.5, 0.99]))] = -np.inf
+    x[rng.integers(size)] = 0.5
+    masks, allowed = {}, np.ones(size, bool)
+    if data.draw(st.booleans()):
+        allowed = rng.random(size) < 0.7
+        allowed[x.argmax()] = True
+        x[rng.integers(size, size=size // 9)] = data.draw(st.sampled_from([-1.0, np.nan]))
+        x[allowed & np.isnan(x)] = 0.25  # NaN behind a mask only
+        masks["bitmask"] = np.repeat(bitmask(allowed), 16, 0)
+    biased = rng.choice(size, min(size, 3), replace=False)
+    bias = data.draw(st.sampled_from([0.0, 0.125]))
+    if data.draw(st.booleans()):
+        x = bfloat16(x)
+    top_p = data.draw(st.sampled_from([1e-45, 1e-6, 0.001, 0.03, 1 / 32]))
+    min_p = data.draw(st.sampled_from([0.0, 0.0, 0.9, 1e-3]))
+    columns = SequenceColumns(size)
+    for handle in range(16):
+        edit = {"logit_bias": {int(token): bias for token in biased}} if bias else {}
+        columns.join(handle, SequenceParams(seed=handle, top_p=top_p, min_p=min_p, **edit))
+    rows = np.repeat(x[None], 16, 0)
+    result = columns.sample(range(16), rows, **masks)
+    exact = (from_bfloat16(x) if x.dtype == np.uint16 else x).astype(float)
+    exact[biased] += bias
+    exact[~allowed] = -np.inf
+    weights = np.exp(exact - exact.max())
+    weights[weights < float(np.float32(min_p)) * (1 - 1e-6)] = 0.0
+    assert not result.errors
+    for token in result.token_ids:
+        before = weights[exact > exact[token]].sum()
+        before += weights[token + 1 :][exact[token + 1 :] == exact[token]].sum()
+        assert before <= float(np.float32(top_p)) * weights.sum() * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("top_k", [6_500, 100_000, 199_999])

@@ -33,8 +33,8 @@ V16 = ir.VectorType(I16, LANES)
 
 # 2**f on [-1/2, 1/2], minimax in relative error with 2**0 = 1: 1.7e-7 in float32 arithmetic.
 _EXP2 = (1.3264653e-3, 9.6715111e-3, 5.5507340e-2, 2.4022242e-1, 6.9314700e-1, 1.0)
-_MAGIC = 12582912.0
-"""1.5 * 2**23: added to a float32 below 2**22 it leaves the nearest integer in the low bits."""
+_MAGIC = 12582912.0 + 127.0
+"""1.5 * 2**23, which leaves the nearest integer in the low bits of a sum, and an exponent's bias."""
 
 
 def constant(kind: Any, value: float | int) -> Any:
@@ -242,14 +242,16 @@ def any_lane(builder: Any, mask: Any) -> Any:
 
 
 def count_lanes(builder: Any, mask: Any) -> Any:
-    popcount = intrinsic_function(builder, "llvm.ctpop.i16", I16, I16)
-    return builder.zext(builder.call(popcount, [builder.bitcast(mask, I16)]), I64)
+    bits = ir.IntType(mask.type.count)
+    popcount = intrinsic_function(builder, f"llvm.ctpop.i{bits.width}", bits, bits)
+    return builder.zext(builder.call(popcount, [builder.bitcast(mask, bits)]), I64)
 
 
-def exp2(builder: Any, power: Any, mask: Any = None) -> Any:
-    """2**power for power <= 0; exactly 0 below -127, so that a masked logit (-inf) weighs nothing.
+def exp2(builder: Any, power: Any, mask: Any = None) -> tuple[Any, Any]:
+    """Two factors of 2**power for power <= 0: one near 1, and a power of 2.
 
-    Exactly 0 too for the lanes of ``mask``, whatever they hold. Below -126, less than 2**-126.
+    The latter is exactly 0 below -127, so that a masked logit (-inf) weighs nothing, and for the
+    lanes of ``mask``, whatever they hold.
     """
     lowest = constant(VF, -127.0)
     if mask is not None:
@@ -260,10 +262,8 @@ def exp2(builder: Any, power: Any, mask: Any = None) -> Any:
     result = constant(VF, _EXP2[0])
     for coefficient in _EXP2[1:]:
         result = multiply_add(builder, result, fraction, constant(VF, coefficient))
-    # The integer goes into the exponent bits; what else `moved` holds is shifted out. The bits of
-    # 1, which is what -127 leaves of the power, become those of 0.
-    exponent = builder.shl(builder.bitcast(moved, VI), constant(VI, 23))
-    return builder.bitcast(builder.add(builder.bitcast(result, VI), exponent), VF)
+    # The integer goes into the exponent bits; what else `moved` holds is shifted out.
+    return result, builder.bitcast(builder.shl(builder.bitcast(moved, VI), constant(VI, 23)), VF)
 
 
 def compress(builder: Any, value: Any, mask: Any, pointer: Any, offset: Any) -> None:

@@ -86,12 +86,15 @@ class Sums:
         self._chains: list[Any] = []
         self._next = 0
 
-    def add(self, vector: Any) -> None:
+    def add(self, vector: Any, factor: Any = None, lanes: Any = None) -> None:
+        """Add ``vector``, times ``factor``, or only those ``lanes`` of it."""
         if len(self._chains) < ACCUMULATORS:
-            self._chains.append(vector)
-            return
+            self._chains.append(vec.constant(vec.VF, 0.0))
         lane = self._next % ACCUMULATORS
-        self._chains[lane] = self._builder.fadd(self._chains[lane], vector)
+        chain = self._chains[lane]
+        factor = vec.constant(vec.VF, 1.0) if factor is None else factor
+        total = vec.multiply_add(self._builder, vector, factor, chain)
+        self._chains[lane] = total if lanes is None else self._builder.select(lanes, total, chain)
         self._next += 1
 
     def total(self) -> Any:
@@ -104,6 +107,13 @@ class Sums:
 def element(builder: Any, kind: Any, x: Any, index: Any) -> Any:
     """``x[index]`` as float32."""
     return vec.widen(builder, builder.load(builder.gep(x, [index])), kind, 1)
+
+
+def _load_wide(builder: Any, x: Any, start: Any, v: int) -> Any:
+    """The bits of 32 logits of 16, as one vector."""
+    address = builder.gep(x, [offset_of(builder, start, 2 * v)])
+    kind = ir.VectorType(vec.I16, 2 * vec.LANES)
+    return builder.load(builder.bitcast(address, kind.as_pointer()), align=2)
 
 
 def _bfloat16_maximum(builder: Any, x: Any, start: Any, masks: list[Any], keep: Any) -> Any:
@@ -123,9 +133,7 @@ def _bfloat16_maximum(builder: Any, x: Any, start: Any, masks: list[Any], keep: 
 
     loaded = []
     for v, mask in enumerate(masks):
-        address = builder.gep(x, [offset_of(builder, start, 2 * v)])
-        stored = builder.load(builder.bitcast(address, kind.as_pointer()))
-        stored.align = 2
+        stored = _load_wide(builder, x, start, v)
         loaded.append(stored if mask is None else builder.select(mask, bits(0xFF80), stored))
     signed, least, most = over_all("smax"), over_all("umin"), over_all("umax")
     nan = builder.or_(
@@ -198,9 +206,9 @@ def _exponentials(
     sums = Sums(builder)
     for v, value in enumerate(vectors):
         power = builder.fmul(builder.fsub(value, reference), scale)
-        weight = vec.exp2(builder, power, masks[v])
-        keep(v, weight)
-        sums.add(weight)
+        near, power = vec.exp2(builder, power, masks[v])
+        keep(v, near, power)
+        sums.add(near, power)
     return sums.total()
 
 
@@ -226,8 +234,8 @@ def block_exp(
 ) -> Any:
     """`block_exp_sum` without a mask, and the terms themselves into ``y`` from ``start`` on."""
 
-    def keep(v: int, weight: Any) -> None:
-        vec.store_vector(builder, weight, y, offset_of(builder, start, v))
+    def keep(v: int, near: Any, power: Any) -> None:
+        vec.store_vector(builder, builder.fmul(near, power), y, offset_of(builder, start, v))
 
     vectors = vectors_of(builder, x, start, kind)
     return _exponentials(builder, vectors, reference, scale, [None] * vec.VECTORS, keep)
@@ -260,23 +268,42 @@ def block_gather(
     return with_masks(builder, mask, word, collect)
 
 
-@operation(_INT, ARRAY, _INT, ARRAY, _INT, _REAL, _REAL, _REAL)
+def _bfloat16_reached(builder: Any, x: Any, start: Any, threshold: Any, masks: list[Any]) -> Any:
+    """For each 32 logits, which reach ``threshold``, by their bits: a third of the time.
+
+    Among bits as signed integers those of a positive threshold, or more, are the larger logits;
+    among unsigned ones those of another, or fewer, are. So one comparison serves, of bits turned.
+    """
+    kind = ir.VectorType(vec.I16, 2 * vec.LANES)
+    bits = builder.bitcast(threshold, vec.I32)
+    positive = builder.icmp_signed(">", bits, ir.Constant(vec.I32, 0))
+    up = builder.select(positive, ir.Constant(vec.I32, 0xFFFF), ir.Constant(vec.I32, 0))
+    least = builder.trunc(builder.lshr(builder.add(bits, up), ir.Constant(vec.I32, 16)), vec.I16)
+    zero = builder.icmp_signed("==", least, ir.Constant(vec.I16, 0))
+    least = builder.select(zero, ir.Constant(vec.I16, 0x8000), least)  # -0 reaches 0
+    turned = builder.select(positive, ir.Constant(vec.I16, 0x8000), ir.Constant(vec.I16, 0xFFFF))
+    least = vec.splat(builder, builder.xor(least, turned), kind)
+    turned = vec.splat(builder, turned, kind)
+    for v, mask in enumerate(masks):
+        stored = _load_wide(builder, x, start, v)
+        reached = builder.icmp_unsigned(">=", builder.xor(stored, turned), least)
+        yield reached if mask is None else builder.and_(reached, builder.not_(mask))
+
+
+@operation(_INT, ARRAY, _INT, ARRAY, _INT, _REAL)
 def block_count(
-    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any,
-    shift: Any, offset: Any, threshold: Any,
-) -> Any:  # fmt: skip
-    """How many of ``(x - shift) - offset``, in float32 and not masked, are >= ``threshold``."""
-    shift, offset, threshold = (
-        vec.splat(builder, scalar, vec.VF) for scalar in (shift, offset, threshold)
-    )
+    builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, threshold: Any
+) -> Any:
+    """How many of what is not masked of a block, which has no NaN, are >= ``threshold``."""
+    wide = kind == types.uint16
 
     def count(masks: list[Any]) -> Any:
-        total = ir.Constant(vec.I64, 0)
-        vectors = vectors_of(builder, x, start, kind)
-        for value in _unmasked(builder, vectors, masks):
-            score = builder.fsub(builder.fsub(value, shift), offset)
-            reached = builder.fcmp_ordered(">=", score, threshold)
-            total = builder.add(total, vec.count_lanes(builder, reached))
-        return total
+        if wide:
+            reached = _bfloat16_reached(builder, x, start, threshold, masks)
+        else:
+            least = vec.splat(builder, threshold, vec.VF)
+            logits = _unmasked(builder, vectors_of(builder, x, start, kind), masks)
+            reached = (builder.fcmp_ordered(">=", logit, least) for logit in logits)
+        return fold([vec.count_lanes(builder, some) for some in reached], builder.add)
 
-    return with_masks(builder, mask, word, count)
+    return with_masks(builder, mask, word, count, wide)

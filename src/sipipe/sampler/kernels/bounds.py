@@ -21,7 +21,7 @@ ROUNDING = 1.0 - 2.0**-16
 UNIT = 2.0**23
 
 _REAL, _INT = types.float32, types.intp
-_SPLIT = types.Tuple((_REAL, _REAL, types.int64))
+_SPLIT = types.Tuple((_REAL, _REAL))
 
 
 def _bound(builder: Any, value: Any, top: Any, slope: Any) -> Any:
@@ -30,16 +30,20 @@ def _bound(builder: Any, value: Any, top: Any, slope: Any) -> Any:
     return builder.bitcast(builder.fptosi(vec.maximum(builder, bits, zero), vec.VI), vec.VF)
 
 
-@operation(_REAL, ARRAY, _INT, _REAL, _REAL, ARRAY)
-def block_bounds(builder: Any, kind: Any, x: Any, start: Any, top: Any, slope: Any, y: Any) -> Any:
-    """The bounds of 256 logits into ``y`` from ``start`` on, 0 below 2 ** -127; their sum, float32.
+@operation(_REAL, ARRAY, _INT, _REAL, _REAL, _REAL, ARRAY)
+def block_bounds(
+    builder: Any, kind: Any, x: Any, start: Any, least: Any, top: Any, slope: Any, y: Any
+) -> Any:
+    """The bounds of 256 logits into ``y`` from ``start`` on; their sum, float32.
 
-    None is above ``top``.
+    0 below ``least``, and below 2 ** -127. None is above ``top``.
     """
-    top, slope = vec.splat(builder, top, vec.VF), vec.splat(builder, slope, vec.VF)
+    least, top, slope = (vec.splat(builder, scalar, vec.VF) for scalar in (least, top, slope))
+    zero = vec.constant(vec.VF, 0.0)
     sums = Sums(builder)
     for v, value in enumerate(vectors_of(builder, x, start, kind)):
-        bound = _bound(builder, value, top, slope)
+        reached = builder.fcmp_ordered(">=", value, least)
+        bound = builder.select(reached, _bound(builder, value, top, slope), zero)
         vec.store_vector(builder, bound, y, offset_of(builder, start, v))
         sums.add(bound)
     return sums.total()
@@ -50,24 +54,18 @@ def _split(
     weigh: Any,
 ) -> Any:  # fmt: skip
     value, least = vec.splat(builder, value, vec.VF), vec.splat(builder, least, vec.VF)
-    zero = vec.constant(vec.VF, 0.0)
 
     def parts(masks: list[Any]) -> Any:
-        above, rest = Sums(builder), Sums(builder)
-        one, none = vec.constant(vec.VI, 1), vec.constant(vec.VI, 0)
-        count = none
+        reaching, rest = Sums(builder), Sums(builder)
         for v, logit in enumerate(vectors_of(builder, x, start, kind)):
-            larger = builder.fcmp_ordered(">", logit, value)
-            equal = builder.fcmp_ordered("==", logit, value)
-            weight = builder.select(builder.fcmp_ordered(">=", logit, least), weigh(logit), zero)
+            kept = builder.fcmp_ordered(">=", logit, least)
             if masks[v] is not None:
-                equal = builder.and_(equal, builder.not_(masks[v]))
-                weight = builder.select(masks[v], zero, weight)
-            above.add(builder.select(larger, weight, zero))
-            rest.add(builder.select(larger, zero, weight))
-            count = builder.add(count, builder.select(equal, one, none))
-        equals = builder.zext(vec.reduce(builder, count, builder.add), vec.I64)
-        return vec.struct_of(builder, above.total(), rest.total(), equals)
+                kept = builder.and_(kept, builder.not_(masks[v]))
+            larger = builder.fcmp_ordered(">=", logit, value)
+            weight = weigh(logit)
+            reaching.add(weight, lanes=builder.and_(kept, larger))
+            rest.add(weight, lanes=builder.and_(kept, builder.not_(larger)))
+        return vec.struct_of(builder, reaching.total(), rest.total())
 
     return with_masks(builder, mask, word, parts)
 
@@ -77,7 +75,7 @@ def block_split(
     builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any,
     value: Any, least: Any, top: Any, slope: Any,
 ) -> Any:  # fmt: skip
-    """(sum of the bounds where x > ``value``, sum of the others, how many equal ``value``).
+    """(sum of the bounds where x >= ``value``, sum of the others).
 
     Over what is not masked of a block and reaches ``least``. Nothing is above ``top``.
     """
@@ -96,6 +94,6 @@ def block_split_exactly(
     scale = vec.splat(builder, builder.fmul(slope, ir.Constant(vec.F32, 1 / UNIT)), vec.VF)
 
     def weigh(logit: Any) -> Any:
-        return vec.exp2(builder, builder.fmul(builder.fsub(logit, top), scale))
+        return builder.fmul(*vec.exp2(builder, builder.fmul(builder.fsub(logit, top), scale)))
 
     return _split(builder, kind, x, start, mask, word, value, least, weigh)

@@ -130,9 +130,9 @@ def _choose_listed(count: Any, high: Any, filters: Any, listed: Any, work: Any) 
 
 @kernel
 def draws_from_row(vocab: Any, filters: Any) -> Any:
-    """Whether the filters keep a good part of the mass, and can be put to one token."""
-    k, top_p = filters.top_k, filters.top_p
-    return (k == 0 or (top_p >= 1.0 and k * SHARE > vocab)) and top_p * SHARE >= 1.0
+    """Whether the filters can be put to one token, and top-k keeps a good part."""
+    k = filters.top_k
+    return k == 0 or (filters.top_p >= 1.0 and k * SHARE > vocab)
 
 
 @kernel

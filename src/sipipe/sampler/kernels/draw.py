@@ -9,9 +9,11 @@ Nor need a filter be applied to the row. A token drawn from all of them that top
 a token drawn from those that they keep; so the one token is judged: top-k keeps it if fewer than k
 logits are larger, top-p if what comes before it in the order of likelihood has less than p of the
 mass. One that they do not keep is drawn again. What min-p keeps is known beforehand: groups without
-such a token are not proposed.
+such a token are not proposed. Nor are groups below a logit from which on the largest of their groups
+hold ``top_p`` of the mass, where that is little: else most of the tokens drawn would not be kept.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -27,13 +29,13 @@ from sipipe.sampler.kernels.bounds import (
     block_split,
     block_split_exactly,
 )
-from sipipe.sampler.kernels.lists import list_mass
+from sipipe.sampler.kernels.lists import bits_float, list_mass
 from sipipe.sampler.kernels.philox import uniform, uniforms
 from sipipe.sampler.kernels.scan import LOWEST, is_masked, positions_between
 
 _ALL, _REACHING, _OTHERS = 0, 1, 2
 SHARE = 32
-"""What filters keep holds 1 / SHARE of the mass at least, or the row is not drawn by rejection."""
+"""Where a filter keeps less than 1 / SHARE, what may be kept is narrowed down before a draw."""
 ATTEMPTS = 65536
 """That many fail with a probability below 1e-100, where one in 8.5 * SHARE succeeds."""
 
@@ -84,21 +86,52 @@ def draw_candidates(count: Any, cut: Any, cut_id: Any, filters: Any, work: Any) 
 def _bound_groups(x: Any, top: Any, slope: Any, least: Any, edited: Any, work: Any) -> Any:
     """Bounds of the groups of the row and its edits into ``work.weights``; (where they end, sum).
 
-    Those of 256 groups together are left in ``work.masses``. Groups below ``least`` become -inf.
+    Those of 256 groups together are left in ``work.masses``. Groups below ``least`` have none.
     """
     count = (((x.size + 255) >> 8) + ((edited + 255) >> 8)) << 5
     end = (count + 255) & ~255
     for i in range(count, end):
         work.groups[i] = scan.NEG_INF
-    if least > LOWEST:
-        for i in range(count):
-            work.groups[i] = work.groups[i] if work.groups[i] >= least else scan.NEG_INF
     total = 0.0
     for start in range(0, end, 256):
-        mass = block_bounds(work.groups, start, top, slope, work.weights)
+        mass = block_bounds(work.groups, start, least, top, slope, work.weights)
         work.masses[start >> 8] = mass
         total += mass
     return end, total
+
+
+@kernel
+def _groups_from(least: Any, end: Any, step: Any, work: Any) -> Any:
+    """Sum of the bounds of the groups that reach ``least``, of 256 in each ``step``."""
+    total = 0.0
+    for start in range(0, end, step):
+        total += list_mass(work.groups, work.weights, start, least)[0]
+    return total
+
+
+@kernel
+def _least_of_head(needed: Any, top: Any, slope: Any, end: Any, total: Any, work: Any) -> Any:
+    """A logit; the bounds of the groups that reach it sum up to ``needed`` and little more.
+
+    Guessed from 2,048 groups, then lowered until it is so for all, whose sum is ``total``.
+    """
+    if needed <= 1.0:  # which is the bound of the largest
+        return top
+    step = max(end >> 11, 1) << 8
+    wanted = 1.1 * needed * (((end + step - 1) // step) << 8) / end
+    # Groups with less than half of the mean bound hold less than half of the sum.
+    high, low = np.float32(0.0), np.float32(math.log2(2.0 * end / total) * UNIT / slope)
+    for _ in range(10):
+        middle = (low + high) * np.float32(0.5)
+        if _groups_from(top - middle, end, step, work) >= wanted:
+            low = middle
+        else:
+            high = middle
+    for _ in range(16):  # else all
+        if _groups_from(top - low, end, 256, work) >= needed:
+            return top - low
+        low *= np.float32(1.2)
+    return LOWEST
 
 
 @kernel
@@ -157,40 +190,40 @@ def _split(
     x: Any, which: Any, value: Any, token: Any, least: Any, top: Any, slope: Any, exact: Any,
     edited: Any, work: Any,
 ) -> Any:  # fmt: skip
-    """(mass of the logits above ``value``, of the others, how many equal it and have a higher id).
+    """(mass of the logits before ``token``'s, ``value``, and mass of the others, down to ``least``).
 
-    Of all blocks, or of those ``which`` may hold such logits, or of the others; without logits below
-    ``least``. The sums of the weights where ``exact``, else of their bounds.
+    Before it are the larger ones, and those equal to it that have a higher id. Of all blocks, or of
+    those ``which`` may hold them, or of the others. The weights where ``exact``, else their bounds.
     """
     full = x.size >> 8
     blocks = (x.size + 255) >> 8
     own = token >> 8
-    above = rest = 0.0
+    larger = np.nextafter(value, np.float32(np.inf))
+    before = rest = 0.0
     tied = 0
     for b in range(blocks + ((edited + 255) >> 8)):
         if which != _ALL and (b >= blocks or work.peaks[b] >= value) != (which == _REACHING):
             continue
+        first = value if own < b < blocks else larger
         if b >= blocks:
             start = (b - blocks) << 8
             parts = _split_block(
-                work.edited, start, work.no_mask, 0, value, least, top, slope, exact
+                work.edited, start, work.no_mask, 0, first, least, top, slope, exact
             )
+            for i in range(start, min(start + 256, edited)):
+                tied += work.edited[i] == value and work.edited_ids[i] > token
         elif b == full:
-            parts = _split_block(work.tail, 0, work.mask, b << 3, value, least, top, slope, exact)
+            parts = _split_block(work.tail, 0, work.mask, b << 3, first, least, top, slope, exact)
         else:
-            parts = _split_block(x, b << 8, work.mask, b << 3, value, least, top, slope, exact)
-        above += parts[0]
+            parts = _split_block(x, b << 8, work.mask, b << 3, first, least, top, slope, exact)
+        before += parts[0]
         rest += parts[1]
-        if parts[2] > 0:
-            if b >= blocks:
-                for i in range(start, min(start + 256, edited)):
-                    tied += work.edited[i] == value and work.edited_ids[i] > token
-            elif b > own:
-                tied += parts[2]
-            elif b == own:
-                for i in range(token + 1, min((b + 1) << 8, x.size)):
-                    tied += element(x, i) == value and not is_masked(i, work)
-    return above, rest, tied
+    if which != _OTHERS:
+        for i in range(token + 1, min((own + 1) << 8, x.size)):
+            tied += element(x, i) == value and not is_masked(i, work)
+    weight = np.float64(value - top) * np.float64(slope) + 127.0 * UNIT
+    weight = 2.0 ** (weight / UNIT - 127.0) if exact else bits_float(np.uint32(max(weight, 0.0)))
+    return before + tied * weight, rest - tied * weight
 
 
 @kernel
@@ -207,36 +240,34 @@ def _largest_equal(value: Any, temperature: Any) -> Any:
 
 @kernel
 def _in_top_p(
-    x: Any, value: Any, token: Any, weight: Any, least: Any, top: Any, slope: Any, end: Any,
-    total: Any, mass: Any, top_p: Any, edited: Any, work: Any,
+    x: Any, value: Any, token: Any, least: Any, top: Any, slope: Any, end: Any, total: Any,
+    mass: Any, top_p: Any, edited: Any, work: Any,
 ) -> Any:  # fmt: skip
     """(whether top-p keeps ``token``, sum of the bounds of the row or ``mass`` if it took none).
 
-    It does if what comes before has less than ``top_p`` of the mass: (1 - top_p) above < top_p rest.
+    It does if what comes before has less than ``top_p`` of the mass: (1 - top_p) before < top_p rest.
     ``total`` is the sum of the groups' bounds. A group holds at most 8 times its bound, and at least
     1 / LARGEST_RATIO of it; with p = 0.95, six tokens of ten are so known to be kept. For most of the
     others the bounds of the weights are enough; the weights are summed only near the cut.
     """
-    reaching = 0.0
-    for start in range(0, end, 256):
-        reaching += list_mass(work.groups, work.weights, start, value)[0]
+    share = 1.0 - top_p
+    reaching = _groups_from(value, end, 256, work)
     below = (total - reaching) / LARGEST_RATIO - total * 1e-6  # what rounding may have added
-    if (1.0 - top_p) * reaching * 8.0 < top_p * below:
+    if share * reaching * 8.0 < top_p * below:
         return True, mass
-    above, rest, tied = _split(x, _REACHING, value, token, least, top, slope, False, edited, work)
-    before = tied * weight
-    if (1.0 - top_p) * above + before < top_p * max(below, rest / LARGEST_RATIO):
+    before, rest = _split(x, _REACHING, value, token, least, top, slope, False, edited, work)
+    if before == 0.0 or share * before < top_p * max(below, rest / LARGEST_RATIO):
         return True, mass
     if mass == 0.0:
-        others = _split(x, _OTHERS, value, token, least, top, slope, False, edited, work)[1]
-        mass = above + rest + others
-    rest, rounding = mass - above, mass * 1e-6
-    if (1.0 - top_p) * above + before < top_p * (rest / LARGEST_RATIO - rounding):
+        others = _split(x, _OTHERS, value, token, least, top, slope, False, edited, work)
+        mass = before + rest + others[1]
+    rest, rounding = mass - before, mass * 1e-6
+    if share * before < top_p * (rest / LARGEST_RATIO - rounding):
         return True, mass
-    if (1.0 - top_p) * above / LARGEST_RATIO + before >= top_p * (rest / ROUNDING + rounding):
+    if share * before / LARGEST_RATIO >= top_p * (rest / ROUNDING + rounding):
         return False, mass
-    above, rest, tied = _split(x, _ALL, value, token, least, top, slope, True, edited, work)
-    return (1.0 - top_p) * above + before < top_p * rest, mass
+    before, rest = _split(x, _ALL, value, token, least, top, slope, True, edited, work)
+    return share * before < top_p * rest, mass
 
 
 @kernel
@@ -252,9 +283,18 @@ def draw_row(x: Any, top: Any, filters: Any, least: Any, edited: Any, work: Any)
     mass = 0.0  # the sum of the row's bounds, once it is taken
     # Tokens up to (low, low_id), in the order of logits and then ids, are known not to be kept.
     low, low_id = least, np.int64(-1)
+    proposed = total
+    few = filters.top_k == 0 and filters.top_p * SHARE < 1.0
+    if few:
+        # Where the largest logit alone need not hold top_p, and a group weighs unlike its largest.
+        if filters.top_p * total * 8.5 > 1.0 and total * 4.0 < end:
+            mass = _split(x, _ALL, top, np.int64(x.size), least, top, slope, False, edited, work)[1]
+        needed = filters.top_p * (LARGEST_RATIO + 1e-4) * (mass if mass > 0.0 else total * 8.0)
+        low = max(low, _least_of_head(needed, top, slope, end, total, work))
+        proposed = _bound_groups(x, top, slope, low, edited, work)[1]
     for attempt in range(ATTEMPTS):
         u, v = uniforms(filters.seed, filters.position, attempt)
-        group = _propose(end, u * total, work)
+        group = _propose(end, u * proposed, work)
         place = int(v * 8.0)
         at = ((group >> 5) << 8) + (place << 5) + (group & 31)
         if group >= of_row:
@@ -272,16 +312,17 @@ def draw_row(x: Any, top: Any, filters: Any, least: Any, edited: Any, work: Any)
         if filters.top_k > 0:
             low = _largest_equal(value, filters.temperature)
             low_id = np.int64(x.size)
-            larger, none = np.nextafter(low, np.float32(np.inf)), np.float32(0.0)
-            if scan.count_at_least(x, none, none, larger, edited, work) >= filters.top_k:
+            larger = np.nextafter(low, np.float32(np.inf))
+            if scan.count_at_least(x, larger, edited, work) >= filters.top_k:
                 continue
         elif filters.top_p < 1.0:
             low, low_id = value, token
             kept, mass = _in_top_p(
-                x, value, token, weight, least, top, slope, end, total, mass, filters.top_p,
-                edited, work,
-            )  # fmt: skip
+                x, value, token, least, top, slope, end, total, mass, filters.top_p, edited, work
+            )
             if not kept:
+                if few:
+                    proposed = _bound_groups(x, top, slope, low, edited, work)[1]
                 continue
         return token
     return np.int64(-1)

@@ -146,10 +146,9 @@ def sort_keys(count: Any, ties_sorted: Any, work: Any) -> None:
 @kernel
 def _reaching(values: Any, count: Any, threshold: Any, work: Any) -> Any:
     """How many of ``values[:count]``, with -inf behind them to a whole block, are >= ``threshold``."""
-    zero = np.float32(0.0)
     number = 0
     for start in range(0, count, 256):
-        number += block_count(values, start, work.no_mask, 0, zero, zero, threshold)
+        number += block_count(values, start, work.no_mask, 0, threshold)
     return number
 
 
@@ -231,13 +230,12 @@ def _threshold_by_sample(x: Any, k: Any, top: Any, edited: Any, work: Any) -> An
     """
     sampled, share = scan.sample_blocks(x, work)
     rank = int(k * share * 1.05) + 8
-    zero = np.float32(0.0)
     # bound: about 50 rounds, as the rank grows by a quarter each; then all tokens
     while rank < sampled:
         guess = threshold_reached(work.values, sampled, rank, top, work)
         if not guess >= scan.LOWEST:
             break
-        if scan.count_at_least(x, zero, zero, guess, edited, work) >= k:
+        if scan.count_at_least(x, guess, edited, work) >= k:
             return guess
         rank += rank // 4 + 8
     return scan.LOWEST

@@ -115,20 +115,17 @@ def sample_blocks(x: Any, work: Any) -> Any:
 
 
 @kernel
-def count_at_least(x: Any, shift: Any, offset: Any, threshold: Any, edited: Any, work: Any) -> Any:
-    """How many of ``(x - shift) - offset``, of the row and its edits, are >= ``threshold``.
-
-    Rounding keeps order, so a block whose maximum stays below the threshold holds none.
-    """
+def count_at_least(x: Any, threshold: Any, edited: Any, work: Any) -> Any:
+    """How many of the row and its edits are >= ``threshold``."""
     full = x.size >> 8
     count = 0
     for b in range(full):
-        if (work.peaks[b] - shift) - offset >= threshold:
-            count += blocks.block_count(x, b << 8, work.mask, b << 3, shift, offset, threshold)
+        if work.peaks[b] >= threshold:
+            count += blocks.block_count(x, b << 8, work.mask, b << 3, threshold)
     if x.size & 255:
-        count += blocks.block_count(work.tail, 0, work.mask, full << 3, shift, offset, threshold)
+        count += blocks.block_count(work.tail, 0, work.mask, full << 3, threshold)
     for start in range(0, edited, 256):
-        count += blocks.block_count(work.edited, start, work.no_mask, 0, shift, offset, threshold)
+        count += blocks.block_count(work.edited, start, work.no_mask, 0, threshold)
     return count
 
 

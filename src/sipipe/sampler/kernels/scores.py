@@ -82,9 +82,8 @@ def score_row(
     ids[0], values[0] = token, own
     out.ranks[i] = x.size
     if own >= scan.LOWEST:
-        zero = np.float32(0.0)
         least = order.least_reaching(own, logit, temperature, shift, offset)
-        out.ranks[i] = scan.count_at_least(x, zero, zero, least, edited, work)
+        out.ranks[i] = scan.count_at_least(x, least, edited, work)
     named = options.named.values[options.named.offsets[i] : options.named.offsets[i + 1]]
     k = np.int64(options.wanted[i])
     if named.size:  # they replace the most likely ones
