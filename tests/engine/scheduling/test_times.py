@@ -76,7 +76,7 @@ def test_what_is_said_after(seen, load, expected, within):
     times = BatchTimes([usual()])
     for taken, seconds in seen:
         times.add([taken], [seconds])
-    assert times.seconds(load)[0] == pytest.approx(expected, rel=within)
+    assert times.prices(0).of(load) == pytest.approx(expected, rel=within)
 
 
 def test_times_without_a_rule_are_not_believed():

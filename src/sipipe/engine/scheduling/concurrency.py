@@ -59,6 +59,8 @@ FORGET = 0.8
 """What is then believed to be left of what it was, as far as one microbatch says anything."""
 ALIKE = 1.5
 """Ratio of two numbers of sequences up to which they are about as many."""
+MOST_COMING = 1024
+"""Iterations that a stage may be behind with its figures; the oldest of more is forgotten."""
 _CHUNK = 1024.0
 """Tokens of a prompt's chunk by which the slowest stage is found."""
 _PROJECTION = (Phase.LOGITS, Phase.HANDOVER)
@@ -230,7 +232,7 @@ class MeasuredTimes:
         self._projections = [_Delta(page, key, _PROJECTION) for key in keys]
         self._samplers = [_Delta(page, ("sampler", i, 0)) for i in range(samplers)]
         self._executor = _Delta(page, ("executor", 0, 0))
-        self._coming: list[deque[Iteration]] = [deque() for _ in keys]
+        self._coming: list[deque[Iteration]] = [deque(maxlen=MOST_COMING) for _ in keys]
         """What each stage has not said anything of yet, in order."""
         self._ends: deque[float] = deque(maxlen=controller.slots + 1)
         """When batches came back, one after the other, without prompts, pauses or a change of k."""
@@ -245,21 +247,18 @@ class MeasuredTimes:
         for coming in self._coming:
             coming.append(iteration)
 
-    def _load(self, process: "_Delta", coming: deque[Iteration]) -> Load:
-        """What a stage has been through since the last poll."""
-        load, ended = Load(), process.ended
-        while coming and 0 <= coming[0].number < ended:
-            load = load.plus(coming.popleft().load)
-        return load
-
     def poll(self, now: float | None = None) -> None:
         """Take in what has happened since the last poll, at ``now`` on the monotonic clock."""
         loads, times = [], []
         for process, regression, coming in zip(
             self._stages, self.controller.stages, self._coming, strict=True
         ):
-            loads.append(self._load(process, coming))
             count, sequences, tokens, spent = process.take()
+            load, ended = Load(), process.ended
+            for _ in range(count):  # a batch that ends just now is counted by the next poll
+                if coming and 0 <= coming[0].number < ended:
+                    load = load.plus(coming.popleft().load)
+            loads.append(load)
             times.append(spent / 1e9)
             self._decodes &= sequences == tokens
             if count and sequences == tokens:

@@ -1,4 +1,4 @@
-"""What a microbatch takes on a stage, by what is in it: the one model that scheduling predicts with.
+"""What a microbatch takes on a stage, by what is in it: what prompts are cut by.
 
 A stage's time is a sum of five prices,
 
@@ -8,7 +8,7 @@ for so many rows of logits, tokens, c earlier tokens that decoding sequences att
 chunks of x tokens behind prefixes of L. The last term is why a chunk takes the longer the more of
 its prompt lies before it. Prices are fitted while the engine serves, to relative errors, so that
 short and long microbatches count alike; old ones are forgotten. What batches do not tell apart
-(with one size there is no slope) keeps the ratio that it had before, at first that of :func:`usual`.
+(with one size there is no slope) keeps the ratio that it had before, at first that of :func:`usual`. Runs on the engine's thread alone.
 """
 
 import math
@@ -131,13 +131,6 @@ class BatchTimes:
 
     def prices(self, process: int) -> Prices:
         return Prices(*self._prices[process].tolist())
-
-    def seconds(self, load: Load) -> list[float]:
-        """What ``load`` takes on each process; 0 where nothing is known of it."""
-        known: list[float] = np.where(
-            self._weight >= ENOUGH, self._prices @ np.array(load), 0.0
-        ).tolist()
-        return known
 
     def add(self, loads: Sequence[Load], seconds: Sequence[float]) -> None:
         """``seconds`` were taken for ``loads``, by process; a load of no batches says nothing.
