@@ -1,0 +1,37 @@
+"""The paper's sampler by columns, which benchmarks/sampling_columns.py measures, draws exactly."""
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from benchmarks.sampling import STRATEGIES
+from benchmarks.sampling_columns import PaperColumns
+from sipipe.messages.params import SequenceParams
+from tests.sampler.naive import processed_logits, softmax
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int8])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_draws_have_the_exact_probabilities(strategy: str, kind: type) -> None:
+    vocab, lanes = 700, 4000
+    params = SequenceParams(**STRATEGIES[strategy])
+    rng = np.random.default_rng(5)
+    logits = rng.normal(0, 3, vocab).astype(np.float32)
+    prompt, output = rng.integers(0, vocab, 40), rng.integers(0, vocab, 40)
+    columns = PaperColumns(params, vocab, np.tile(prompt, (lanes, 1)), np.tile(output, (lanes, 1)), kind)  # fmt: skip
+    z = np.ascontiguousarray(np.tile(logits, (lanes, 1)).T)
+    tokens = columns.sample(z, rng.random(lanes))
+
+    found = processed_logits(logits, params, prompt.tolist(), output.tolist())
+    if params.greedy:
+        assert (tokens == found.argmax()).all()
+        return
+    exact = softmax(found)
+    counts = np.bincount(tokens, minlength=vocab)
+    assert not counts[exact == 0].any()
+    often = exact * lanes >= 5
+    seen, expected = counts[often], exact[often] * lanes
+    rest = lanes - seen.sum(), lanes - expected.sum()
+    if rest[1] >= 1:
+        seen, expected = np.append(seen, rest[0]), np.append(expected, rest[1])
+    assert chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 1e-4
