@@ -98,6 +98,7 @@ METHODS = {
         "tensor_model_parallel_size pipeline_model_parallel_size"
     ),
     "vllm.distributed.parallel_state:set_custom_all_reduce": "enable",
+    "vllm.distributed.device_communicators.all_reduce_utils:gpu_p2p_access_check": "src tgt",
     "vllm.distributed.utils:get_pp_indices": "num_hidden_layers pp_rank pp_size",
     "vllm.utils.ompmultiprocessing:OMPProcessManager": "config",
     "vllm.utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs": "self rank local_rank",
@@ -249,10 +250,11 @@ ATTRIBUTES = {
         "aux_output_config "
         "watermark_config use_v2_model_runner logging_config"
     ),
+    "vllm.config:MultiModalConfig": "mm_processor_cache_type",
     "vllm.config:ParallelConfig": (
         "pipeline_parallel_size tensor_parallel_size world_size worker_cls data_parallel_size "
         "data_parallel_rank prefill_context_parallel_size decode_context_parallel_size nnodes "
-        "enable_eplb enable_elastic_ep disable_custom_all_reduce distributed_timeout_seconds "
+        "enable_eplb enable_elastic_ep numa_bind disable_custom_all_reduce distributed_timeout_seconds "
         "use_ubatching assigned_physical_gpu_ids placement_group ray_runtime_env"
     ),
     "vllm.entrypoints.common.cli_args:FrontendArgs": "middleware",
@@ -260,7 +262,7 @@ ATTRIBUTES = {
     "vllm.envs": (
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES "
         "VLLM_RAY_PER_WORKER_GPUS VLLM_USE_V2_MODEL_RUNNER VLLM_CACHE_ROOT "
-        "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"
+        "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_SKIP_P2P_CHECK"
     ),
     "vllm.platforms.interface:Platform": (
         "ray_device_key ray_noset_device_env_vars device_control_env_var additional_env_vars"

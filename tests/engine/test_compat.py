@@ -24,9 +24,11 @@ def vllm_config(**changes):
             "nnodes": 1,
             "enable_eplb": False,
             "enable_elastic_ep": False,
+            "numa_bind": False,
         },
         "model_config": {
             "runner_type": "generate",
+            "multimodal_config": None,
             "logits_processors": None,
             "is_multimodal_model": False,
             "is_encoder_decoder": False,
@@ -75,6 +77,11 @@ def vllm_config(**changes):
         ({"parallel_config__enable_eplb": True}, "--enable-eplb"),
         ({"parallel_config__enable_elastic_ep": True}, "--enable-elastic-ep"),
         ({"ec_transfer_config": object()}, "--ec-transfer-config"),
+        ({"parallel_config__numa_bind": True}, "--numa-bind.*cores"),
+        (
+            {"model_config__multimodal_config": SimpleNamespace(mm_processor_cache_type="shm")},
+            "--mm-processor-cache-type shm",
+        ),
     ],
 )
 def test_what_stages_cannot_serve_is_refused_by_its_option(changes, option):

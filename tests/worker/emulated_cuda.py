@@ -63,6 +63,9 @@ class Stream:
         event.record(self)
         return event
 
+    def query(self) -> bool:
+        return self.done == self.queued
+
     def synchronize(self) -> None:
         self.machine.wait("stream", (self, self.queued))
 
@@ -186,6 +189,8 @@ class Machine:
         """Threads, other than the launching one, that put work into a device's own stream."""
         self.foreign: list[str] = []
         """Threads whose calls have made a context on a GPU that is not theirs."""
+        self.copies = 0
+        """Of tensors or matrices, in a device or between one and the host."""
         self.launching = threading.current_thread()
         self.own = [Stream(index) for index in range(2)]
         self.stepped = True
@@ -319,7 +324,9 @@ class Machine:
         self.set_stream(before)
 
     def is_locked(self, tensor: torch.Tensor) -> bool:
-        start = tensor.data_ptr()
+        return self.is_locked_at(tensor.data_ptr())
+
+    def is_locked_at(self, start: int) -> bool:
         return any(first <= start < last for first, last in self.locked)
 
     def lock_pages(self, start: int, nbytes: int) -> None:

@@ -101,6 +101,7 @@ def copy(target: torch.Tensor, source: torch.Tensor, *, waits: bool = True) -> N
     staged = not waits and other is source and not machine.is_locked(source)
     if staged:
         here = source.clone()
+    machine.copies += 1
     place = machine.put(machine.stream_of(on_device.index), lambda: there.copy_(here))
     if not isinstance(other, DeviceTensor) and not staged and not machine.is_locked(other):
         machine.wait(PAGEABLE, place)
@@ -213,6 +214,21 @@ class Driver:
             Machine.current.streams[stream.value - 1],
             lambda: ctypes.memmove(to.value, source.value, nbytes.value),
         )
+        return 0
+
+    def cuMemcpy2DAsync_v2(self, matrices: Any, stream: Any) -> int:
+        of, machine = matrices._obj, Machine.current
+        source, target = of.source, of.target
+
+        def copy() -> None:
+            for row in range(of.height):
+                from_, to = source.device + row * source.pitch, target.host + row * target.pitch
+                ctypes.memmove(to, from_, of.width)
+
+        machine.copies += 1
+        place = machine.put(machine.streams[stream.value - 1], copy)
+        if not machine.is_locked_at(target.host):
+            machine.wait(PAGEABLE, place)
         return 0
 
     def nothing(self, *_: Any) -> int:

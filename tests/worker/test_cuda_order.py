@@ -97,6 +97,7 @@ def test_what_is_to_run_on_a_gpu_runs(monkeypatch, ranks, seed):
         hand_over(ranks, work=8)
     assert not machine.errors
     assert machine.waits.count(PAGEABLE) == 3, "the test itself looks at three iterations' logits"
+    assert machine.copies == 3 + 3 * ranks, "one of a rank and iteration, however many its rows"
 
 
 @pytest.mark.parametrize("seed", range(3))

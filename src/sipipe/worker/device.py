@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 
 from sipipe.errors import ResourceError
+from sipipe.ipc.link.cuda_device import CudaDriver
 from sipipe.messages.measured import TIMES
 
 
@@ -58,7 +59,7 @@ class Device:
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:  # noqa: ARG002
         """Copy a matrix to host memory once the device has reached ``after``; the copy's mark.
 
-        ``target`` has the shape of ``source``; its rows are contiguous.
+        ``target`` has the shape and type of ``source``; the rows of both are contiguous.
         Neither may be touched or freed until the device has reached the mark.
         """
         if source.data_ptr() != target.data_ptr():  # else it was computed there
@@ -93,6 +94,7 @@ class CudaStageDevice(Device):
         self._device = device
         self._copies = torch.cuda.Stream(device)
         self._own = own
+        self._driver: CudaDriver | None = None
 
     def use(self) -> None:
         # A new thread's is GPU 0, where its first call would make a context: memory that nobody
@@ -129,10 +131,10 @@ class CudaStageDevice(Device):
             if target.is_contiguous():
                 target.copy_(source, non_blocking=True)
             else:
-                # A rank's columns of wider rows. As one matrix torch would take them through
-                # pageable memory, and wait.
-                for here, there in zip(target, source, strict=True):
-                    here.copy_(there, non_blocking=True)
+                # A rank's columns of wider rows, which torch would take through pageable memory,
+                # and wait.
+                self._driver = self._driver or CudaDriver(self._copies)
+                self._driver.copy_rows(target, source)
             event = torch.cuda.Event(blocking=True)
             event.record(self._copies)
             return event

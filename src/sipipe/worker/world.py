@@ -14,6 +14,7 @@ Rejected: keeping vLLM's world and only bypassing its sends. Start-up then needs
 meet, and gloo or NCCL hold every stage to one life.
 """
 
+import fcntl
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators.all_reduce_utils import gpu_p2p_access_check
 from vllm.distributed.ec_transfer import ensure_ec_transfer_initialized
 from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
 
@@ -125,6 +127,8 @@ def stage_world(place: StagePlace, worker_module: ModuleType) -> Iterator[None]:
         init_batch_invariance()
         parallel_state.set_custom_all_reduce(not parallel.disable_custom_all_reduce)
         seconds = parallel.distributed_timeout_seconds
+        if not envs.VLLM_SKIP_P2P_CHECK and place.tp_rank == 0 < place.tp_size - 1:
+            find_peers()
         parallel_state.init_distributed_environment(
             place.tp_size,
             place.tp_rank,
@@ -191,6 +195,19 @@ def keep_caches_apart(place: StagePlace) -> None:
             return
         directory = os.path.join(envs.VLLM_CACHE_ROOT, "flashinfer_autotune_cache", made_by)
     os.environ[_TUNED] = os.path.join(directory, f"stage{place.stage}of{place.stages}")
+
+
+def find_peers() -> None:
+    """Before a stage's world is made: have vLLM's file there of which GPUs reach each other.
+
+    In that world it is written by local rank 0, for which the other ranks wait: a rank of the first
+    stage alone. Outside of it whoever misses the file writes it.
+    """
+    os.makedirs(envs.VLLM_CACHE_ROOT, exist_ok=True)
+    with open(os.path.join(envs.VLLM_CACHE_ROOT, "gpu_p2p_access_cache.lock"), "w") as file:
+        # wait: `start_timeout`; another stage's worker, which asks each pair of GPUs, or its end
+        fcntl.flock(file, fcntl.LOCK_EX)
+        gpu_p2p_access_check(0, 0)
 
 
 def cut_model(layers: tuple[int, ...]) -> None:

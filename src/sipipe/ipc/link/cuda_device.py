@@ -5,8 +5,8 @@ stand-in that keeps CUDA's order: copies happen later, in a stream, and events a
 
 Memory that another process maps comes from the driver (``cuMemAlloc``), not from torch's
 allocator, whose blocks share an allocation and, with expandable segments, cannot be exported.
-The driver's six functions are called with :mod:`ctypes`, which leaves the GIL; events and streams
-are torch's own.
+The driver's functions are called with :mod:`ctypes`, which leaves the GIL; events and streams are
+torch's own.
 """
 
 import ctypes
@@ -18,24 +18,57 @@ from sipipe.errors import ResourceError, UnsupportedError
 
 _IPC_HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
+_HOST, _DEVICE = 1, 2  # CUmemorytype
 
 
-class CudaDevice:
-    """The current CUDA device of the thread that makes it.
+class CudaDriver:
+    """The driver, about the current CUDA device of the thread that makes it.
 
-    No method waits for the device, but for :meth:`unmap`.
+    Args:
+        copies: the stream of all copies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: Any) -> None:
         self._index = torch.cuda.current_device()
-        self.uuid = str(torch.cuda.get_device_properties(self._index).uuid)
-        self.copies = torch.cuda.Stream(self._index)
-        """The stream of :meth:`copy`."""
+        self.copies = copies
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._context = ctypes.c_void_p()
-        # wait: none: nothing is queued
-        self.copies.synchronize()  # makes the context this thread's current one
+        copies.query()  # makes the context this thread's current one
         self._call("cuCtxGetCurrent", ctypes.byref(self._context))
+
+    def copy_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a matrix to page-locked host memory, in one copy whatever lies between its rows; both
+        are of one type, with contiguous rows, and kept until that is done."""
+        assert source.dtype == target.dtype
+        assert source.stride(1) == target.stride(1) == 1
+        size, (rows, columns) = source.element_size(), source.shape
+        here = _Side(kind=_DEVICE, device=source.data_ptr(), pitch=source.stride(0) * size)
+        there = _Side(kind=_HOST, host=target.data_ptr(), pitch=target.stride(0) * size)
+        matrix = _Matrices(here, there, columns * size, rows)
+        stream = ctypes.c_void_p(self.copies.cuda_stream)
+        self._driver_call("cuMemcpy2DAsync_v2", ctypes.byref(matrix), stream)
+
+    def _driver_call(self, name: str, *arguments: Any) -> None:
+        self._call("cuCtxSetCurrent", self._context)  # a thread of ours has none of its own
+        self._call(name, *arguments)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        error = getattr(self._driver, name)(*arguments)
+        if error:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(error, ctypes.byref(text))
+            raise ResourceError(
+                f"CUDA: {name} on cuda:{self._index} failed: "
+                f"{(text.value or b'unknown error').decode()} ({error})"
+            )
+
+
+class CudaDevice(CudaDriver):
+    """What links between GPUs ask of it. No method waits for the device, but for :meth:`unmap`."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.cuda.Stream(torch.cuda.current_device()))
+        self.uuid = str(torch.cuda.get_device_properties(self._index).uuid)
 
     def check(self, key: str, tensor: torch.Tensor, link: str) -> None:
         """Refuse a tensor that is elsewhere."""
@@ -111,25 +144,34 @@ class CudaDevice:
                 'transport "shm"'
             )
 
-    def _driver_call(self, name: str, *arguments: Any) -> None:
-        self._call("cuCtxSetCurrent", self._context)  # a thread of ours has none of its own
-        self._call(name, *arguments)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        error = getattr(self._driver, name)(*arguments)
-        if error:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(error, ctypes.byref(text))
-            raise ResourceError(
-                f"CUDA: {name} on cuda:{self._index} failed: "
-                f"{(text.value or b'unknown error').decode()} ({error})"
-            )
-
 
 class _Handle(ctypes.Structure):
     """A CUipcMemHandle, which travels by value."""
 
     _fields_ = (("data", ctypes.c_char * _IPC_HANDLE_BYTES),)
+
+
+class _Side(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_size_t),
+        ("y", ctypes.c_size_t),
+        ("kind", ctypes.c_int),
+        ("host", ctypes.c_void_p),
+        ("device", ctypes.c_uint64),
+        ("array", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+    )
+
+
+class _Matrices(ctypes.Structure):
+    """A CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("source", _Side),
+        ("target", _Side),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
 
 
 class _Memory:
