@@ -2,7 +2,6 @@
 
 import pytest
 
-from sipipe.messages.boots import SamplerSettings, Watched
 from sipipe.messages.measured import MIXES
 from sipipe.sampler import measure as module
 from sipipe.sampler import warmup
@@ -19,13 +18,7 @@ def test_every_mix_is_drawn_and_timed(monkeypatch, dtype):
             return drawn[-1]
 
     monkeypatch.setattr(module, "SequenceColumns", Columns)
-    settings = SamplerSettings(
-        vocab_size=500,
-        logprobs_mode="raw_logprobs",
-        reasoning=([], []),
-        watched=Watched(stages=1, inflight=2, model="m", run="r"),
-    )
-    found = module.measure(11, settings, dtype)
+    found = module.measure(11, 500, dtype)
     assert list(found) == list(MIXES)
     assert all(seconds > 0 for seconds in found.values())
     assert not any(result.errors for result in drawn)

@@ -187,6 +187,28 @@ class Factories(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class CopiedMatrix(ctypes.Structure):
+    """``CUDA_MEMCPY2D`` as ``cuda.h`` has it."""
+
+    _fields_ = (
+        *(
+            (f"{end}_{name}", kind)
+            for end in ("source", "target")
+            for name, kind in (
+                ("x", ctypes.c_size_t),
+                ("y", ctypes.c_size_t),
+                ("type", ctypes.c_int),
+                ("host", ctypes.c_void_p),
+                ("device", ctypes.c_uint64),
+                ("array", ctypes.c_void_p),
+                ("pitch", ctypes.c_size_t),
+            )
+        ),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
 class Driver:
     """``libcuda``: the functions that links between GPUs call."""
 
@@ -217,17 +239,18 @@ class Driver:
         return 0
 
     def cuMemcpy2DAsync_v2(self, matrices: Any, stream: Any) -> int:
-        of, machine = matrices._obj, Machine.current
-        source, target = of.source, of.target
+        machine = Machine.current
+        of = CopiedMatrix.from_buffer(matrices._obj)
+        assert (of.source_type, of.target_type) == (2, 1), "from a device to the host"
 
         def copy() -> None:
             for row in range(of.height):
-                from_, to = source.device + row * source.pitch, target.host + row * target.pitch
-                ctypes.memmove(to, from_, of.width)
+                there = of.target_host + row * of.target_pitch
+                ctypes.memmove(there, of.source_device + row * of.source_pitch, of.width)
 
         machine.copies += 1
         place = machine.put(machine.streams[stream.value - 1], copy)
-        if not machine.is_locked_at(target.host):
+        if not machine.is_locked_at(of.target_host):
             machine.wait(PAGEABLE, place)
         return 0
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "top": "live view of a running server",
     "make-model": "unpack a small trained model, to try SiPipe with",
     "warm": "compile all kernels now, so that later starts need not",
+    "gpu-check": "whether SiPipe works on this machine's GPUs, as a file to send",
     "doctor": "what this machine has, and what SiPipe would do on it",
 }
 """What each command does, in a line. Its module has its name."""

@@ -200,7 +200,7 @@ def _rows(
     model = words[0] if words else "-"
     if model.startswith("-"):
         raise ConfigError("bench: name the MODEL first: sipipe bench MODEL [options]")
-    found = [(name, _job(words, rows[name], p, t)) for name in names]
+    found = [(name, server_job(words, rows[name], p, t)) for name in names]
     for pair in own.row:
         name, _, text = pair.partition("=")
         try:
@@ -209,7 +209,7 @@ def _rows(
             raise ConfigError(f"bench: --row '{pair}': {error}") from None
         if not name or "=" not in pair:
             raise ConfigError(f'bench: --row "{pair}" is not NAME=OPTIONS')
-        found.append((name, _job(words, options, p, t)))
+        found.append((name, server_job(words, options, p, t)))
     for pair in own.url:
         name, _, url = pair.partition("=")
         if not url.startswith("http"):
@@ -221,7 +221,7 @@ def _rows(
     return {name: job | {"model": model} for name, job in found}
 
 
-def _job(words: Sequence[str], options: Sequence[str], p: int, t: int) -> dict[str, Any]:
+def server_job(words: Sequence[str], options: Sequence[str], p: int, t: int) -> dict[str, Any]:
     """A server of ``words`` with a row's options, whose degrees stand in the place of (p, t)."""
     stock = options[:1] == ["stock"]
     parser = make_parser("bench", "", add_help=False)

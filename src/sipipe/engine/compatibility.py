@@ -27,7 +27,7 @@ def check_features(vllm_config: VllmConfig) -> None:
     Raises:
         UnsupportedError: one line that names the option.
     """
-    parallel = vllm_config.parallel_config
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
     refused = {
         "--data-parallel-size above 1": parallel.data_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
@@ -39,7 +39,11 @@ def check_features(vllm_config: VllmConfig) -> None:
         "--enable-eplb (expert load balancing)": parallel.enable_eplb,
         "--enable-elastic-ep": parallel.enable_elastic_ep,
         '--numa-bind (workers are placed by "cores" in the sipipe config)': parallel.numa_bind,
-        "--mm-processor-cache-type shm": _shares_images(vllm_config),
+        # By a lock that only vLLM's own executor hands its workers.
+        "--mm-processor-cache-type shm": (
+            model.multimodal_config is not None
+            and model.multimodal_config.mm_processor_cache_type == "shm"
+        ),
         "VLLM_USE_V2_MODEL_RUNNER=0 (vLLM's first model runner)": (
             envs.VLLM_USE_V2_MODEL_RUNNER is not None and not envs.VLLM_USE_V2_MODEL_RUNNER
         ),
@@ -51,13 +55,6 @@ def check_features(vllm_config: VllmConfig) -> None:
                 "--distributed-executor-backend mp"
             )
     check_speculation(vllm_config)
-
-
-def _shares_images(vllm_config: VllmConfig) -> bool:
-    """Whether workers would take inputs of other modalities from shared memory, by a lock that only
-    vLLM's own executor hands them."""
-    multimodal = vllm_config.model_config.multimodal_config
-    return multimodal is not None and multimodal.mm_processor_cache_type == "shm"
 
 
 def check_stages(vllm_config: VllmConfig) -> None:

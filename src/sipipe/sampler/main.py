@@ -307,7 +307,7 @@ def main(parent: Parent, tokens: str, dtype: str, name: str) -> int:
         sampler = Sampler(boot, sender, parent.say)
         measured = {}
         if boot.measure:
-            measured = measure(boot.measure, boot.settings, boot.bic_l.shape.dtype)
+            measured = measure(boot.measure, boot.settings.vocab_size, boot.bic_l.shape.dtype)
         parent.say(Ready(measured))
         sampler.run(boot.snapshot)
     except (ChannelClosed, SystemExit):

@@ -5,22 +5,21 @@ import time
 
 import numpy as np
 
-from sipipe.messages.boots import SamplerSettings
 from sipipe.messages.measured import MIXES, TIMES
 from sipipe.messages.params import SequenceParams
 from sipipe.sampler.state import SequenceColumns
 from sipipe.sampler.warmup import converted
 
 
-def measure(rows: int, settings: SamplerSettings, dtype: str) -> dict[str, float]:
+def measure(rows: int, vocabulary: int, dtype: str) -> dict[str, float]:
     """Seconds to draw a token for each of ``rows`` sequences, for each of :data:`MIXES`."""
-    columns = SequenceColumns(settings.vocab_size)
+    columns = SequenceColumns(vocabulary)
     handles = list(range(rows))
     rng = np.random.default_rng(0)
     # A few rows and copies of them: what counts is that they are read from memory.
-    some = rng.standard_normal((min(rows, 8), settings.vocab_size), dtype=np.float32) * 4
-    logits = np.resize(converted(some, dtype), (rows, settings.vocab_size))
-    seen = rng.integers(0, settings.vocab_size, 256, dtype=np.int32)
+    some = rng.standard_normal((min(rows, 8), vocabulary), dtype=np.float32) * 4
+    logits = np.resize(converted(some, dtype), (rows, vocabulary))
+    seen = rng.integers(0, vocabulary, 256, dtype=np.int32)
     found = {}
     for mix, params in MIXES.items():
         times = []

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.ipc.child import start_child
@@ -19,6 +19,9 @@ from sipipe.ipc.sockets import own_sockets
 TIMEOUT = 3_600.0
 """Seconds that one engine may take before it is stopped."""
 
+_NOTED = 8_000
+"""Characters."""
+
 
 def measured(
     side: str,
@@ -26,13 +29,15 @@ def measured(
     module: str,
     *,
     kept: Sequence[int] = (),
+    timeout: float = TIMEOUT,
 ) -> dict[str, Any]:
     """Run ``module`` on ``job``, such as :mod:`sipipe.tools.load`; what it prints. ``side`` names it in messages, ``kept`` are
     descriptors that the process takes over.
 
     Raises:
         ConfigError: it refused an option.
-        SiPipeError: it failed, or took more than :data:`TIMEOUT`; the log is kept.
+        SiPipeError: it failed, or took more than ``timeout`` seconds; the log is kept, and its end is
+            the error's note.
     """
     print(f"measuring {side} …", file=sys.stderr, flush=True)
     with tempfile.TemporaryFile() as log, own_sockets():
@@ -53,17 +58,18 @@ def measured(
             start_new_session=True,
         )
         try:
-            out, _ = process.communicate(json.dumps(job).encode(), timeout=TIMEOUT)
+            out, _ = process.communicate(json.dumps(job).encode(), timeout=timeout)
         except subprocess.TimeoutExpired:
-            raise SiPipeError(f"bench: {side} took more than {TIMEOUT:.0f} s") from None
+            _end(process)
+            raise _failed(f"{side} took more than {timeout:.0f} s", log) from None
         finally:
             _end(process)
             control.close()
         log.seek(0)
         if process.returncode == 2:  # what measure says of a wrong option
-            raise ConfigError(f"bench: {log.read().decode().splitlines()[-1]}")
+            raise ConfigError(log.read().decode().splitlines()[-1])
         if process.returncode != 0:
-            raise SiPipeError(f"bench: {side} failed: {_keep(side, log.read())}")
+            raise _failed(f"{side} failed: {_keep(side, log.read())}", log)
     result: dict[str, Any] = json.loads(out)
     return result
 
@@ -83,6 +89,13 @@ def answer(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         sys.exit(f"SiPipeError: {error}")
     out.write(json.dumps(result) + "\n")
     out.close()
+
+
+def _failed(why: str, log: IO[bytes]) -> SiPipeError:
+    error = SiPipeError(why)
+    log.seek(0)
+    error.add_note(log.read().decode(errors="replace")[-_NOTED:])
+    return error
 
 
 def _keep(side: str, log: bytes) -> str:

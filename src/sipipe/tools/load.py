@@ -73,7 +73,7 @@ class Job:
 
 def run(job: Job) -> dict[str, Any]:
     """Returns ``startup_s``, and ``wall_s`` with all loads; ``kv_tokens`` that the KV cache holds;
-    ``memory_mib`` by process (a shared page's part); ``plan``, SiPipe's lines on cores and layers;
+    ``memory_mib`` by process (a shared page's part); ``plan``, SiPipe's lines on cores, layers and who draws;
     ``answers`` and ``draws``, None where the server does not answer these, as ``refused`` says; and
     ``runs``: by mix and number of requests ("all 64") what :meth:`_Client.run` returns, one a
     repetition.
@@ -107,7 +107,9 @@ def run(job: Job) -> dict[str, Any]:
         runs: dict[str, list[dict[str, Any]]] = {f"{name} {count}": [] for name, count in job.loads}
         for seed, (name, count) in itertools.product(range(job.repeat), job.loads):
             runs[f"{name} {count}"].append(client.run(job.mixes[name], count, seed))
-        plan = re.findall(r"(?:core plan|layers of the stages).*", _read(log) if log else "")
+        plan = re.findall(
+            r"(?:core plan|layers of the stages|cpu_sampling auto).*", _read(log) if log else ""
+        )
         found |= {"runs": runs, "kv_tokens": kv_tokens(url), "plan": plan}
         found["wall_s"] = time.monotonic() - began
         found["memory_mib"] = memory_mib(server.pid) if server else {}

@@ -198,11 +198,8 @@ def keep_caches_apart(place: StagePlace) -> None:
 
 
 def find_peers() -> None:
-    """Before a stage's world is made: have vLLM's file there of which GPUs reach each other.
-
-    In that world it is written by local rank 0, for which the other ranks wait: a rank of the first
-    stage alone. Outside of it whoever misses the file writes it.
-    """
+    """Have vLLM's file there of which GPUs reach each other. Once a world is made, only local rank 0
+    writes it, which no stage but the first has; before that whoever misses it does."""
     os.makedirs(envs.VLLM_CACHE_ROOT, exist_ok=True)
     with open(os.path.join(envs.VLLM_CACHE_ROOT, "gpu_p2p_access_cache.lock"), "w") as file:
         # wait: `start_timeout`; another stage's worker, which asks each pair of GPUs, or its end

@@ -42,9 +42,10 @@ class CudaDriver:
         assert source.dtype == target.dtype
         assert source.stride(1) == target.stride(1) == 1
         size, (rows, columns) = source.element_size(), source.shape
-        here = _Side(kind=_DEVICE, device=source.data_ptr(), pitch=source.stride(0) * size)
-        there = _Side(kind=_HOST, host=target.data_ptr(), pitch=target.stride(0) * size)
-        matrix = _Matrices(here, there, columns * size, rows)
+        # A CUDA_MEMCPY2D: of each side x, y, what it is, and a host's address, a device's, an array's.
+        here = (0, 0, _DEVICE, 0, source.data_ptr(), 0, source.stride(0) * size)
+        there = (0, 0, _HOST, target.data_ptr(), 0, 0, target.stride(0) * size)
+        matrix = (ctypes.c_uint64 * 16)(*here, *there, columns * size, rows)
         stream = ctypes.c_void_p(self.copies.cuda_stream)
         self._driver_call("cuMemcpy2DAsync_v2", ctypes.byref(matrix), stream)
 
@@ -149,29 +150,6 @@ class _Handle(ctypes.Structure):
     """A CUipcMemHandle, which travels by value."""
 
     _fields_ = (("data", ctypes.c_char * _IPC_HANDLE_BYTES),)
-
-
-class _Side(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_size_t),
-        ("y", ctypes.c_size_t),
-        ("kind", ctypes.c_int),
-        ("host", ctypes.c_void_p),
-        ("device", ctypes.c_uint64),
-        ("array", ctypes.c_void_p),
-        ("pitch", ctypes.c_size_t),
-    )
-
-
-class _Matrices(ctypes.Structure):
-    """A CUDA_MEMCPY2D."""
-
-    _fields_ = (
-        ("source", _Side),
-        ("target", _Side),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    )
 
 
 class _Memory:

@@ -1,0 +1,137 @@
+"""``sipipe gpu-check`` where there is no GPU: what needs none runs, the rest is skipped by name."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks.make_model.checkpoint import make_model  # noqa: E402
+
+from sipipe import cli  # noqa: E402
+from sipipe.cli import gpu_check  # noqa: E402
+from sipipe.errors import SiPipeError  # noqa: E402
+from sipipe.tools import gpu_parts  # noqa: E402
+from sipipe.tools.load import SAMPLING, Job  # noqa: E402
+
+SERVERS = {name: step for name, step in gpu_check.STEPS.items() if "load" in step}
+KEYS = {"gpus", "part", "load", "row", "pp", "tp", "draw", "like", "trace"}
+
+
+def check(tmp_path, steps, *more):
+    """The status, and the lines of the file."""
+    out = tmp_path / "found.jsonl"
+    status = cli.main(["gpu-check", "--out", str(out), "--steps", steps, *more])
+    return status, [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_without_a_gpu_it_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cli.main(["gpu-check"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("sipipe: no CUDA device is visible")
+    assert said.count("\n") == 1
+
+
+def test_a_step_that_is_not_there_is_named(capsys):
+    assert cli.main(["gpu-check", "--steps", "versions,three"]) == 2
+    assert '--steps "three" is none of versions, draws' in capsys.readouterr().err
+
+
+@pytest.mark.timeout(300)
+def test_parts_run_on_a_host_alone(tmp_path):
+    status, lines = check(tmp_path, "versions,draws,copies,links", "--without-gpu")
+    versions, draws, copies, links = lines
+    assert status == 0, lines
+    assert versions["found"]["numba"]
+    assert versions["found"]["torch"]
+    assert {finding["what"] for finding in versions["doctor"]} > {"vLLM", "cores", "core plan"}
+    assert set(draws["found"]) == {"greedy", "temperature", "all"}
+    assert copies["skipped"] == "no CUDA"
+    assert set(links["found"]) == {"0-0"}, "in host memory"
+
+
+def test_the_table_is_sound():
+    seen = []
+    for name, step in gpu_check.STEPS.items():
+        assert set(step) <= KEYS, name
+        assert step.get("like") in (None, *seen), f"{name} is compared with what comes later"
+        assert "part" not in step or callable(getattr(gpu_parts, name))
+        seen.append(name)
+    assert set(gpu_check.TABLE) == {"load", "steps"}
+    assert {way for load in gpu_check.TABLE["load"].values() for way, _ in load["loads"]} <= set(
+        SAMPLING
+    )
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+@pytest.mark.parametrize("name", SERVERS)
+def test_every_server_can_be_started(name, gpus):
+    step, own = SERVERS[name], SimpleNamespace(model="M", pp=max(1, gpus), tp=1)
+    job = Job(**gpu_check._server(step, own, gpus, "/trace"))
+    stock = step["row"].startswith("stock")
+    assert ("vllm.entrypoints.cli.main" in job.command) is stock
+    words = dict(zip(job.command, job.command[1:], strict=False))
+    p, t = int(words["-pp"]), int(words["-tp"])
+    assert (p, t) == (step.get("pp", own.pp), step.get("tp", own.tp))
+    if not stock:
+        settings = json.loads(words["--additional-config"])["sipipe"]
+        assert settings["cpu_sampling"] == step.get("draw", "auto")
+        assert ("devices" in settings) is (0 < gpus < p * t)
+        assert ("--trace" in words) is ("trace" in step)
+    assert ("VLLM_GPU_SYNC_CHECK" in job.env) is ("like" in step)
+    if "--hf-overrides" in words:
+        assert json.loads(words["--hf-overrides"])
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_vllm_takes_the_options(name):
+    pytest.importorskip("vllm")
+    from sipipe.engine.arguments import parse_engine_args
+
+    own = SimpleNamespace(model="M", pp=2, tp=1)
+    job = gpu_check._server(SERVERS[name], own, 2, "/trace")
+    words = job["command"][job["command"].index("serve") + 1 :]
+    if "--trace" in words:
+        del words[words.index("--trace") :][:2]
+    assert parse_engine_args([word for word in words if word not in ("--trace", "/trace")], None)
+
+
+def test_a_failed_step_has_its_log_and_other_tokens_are_a_failure(tmp_path, monkeypatch):
+    def answers(tokens):
+        return {"answers": [[tokens]] * 16}
+
+    def measured(name, *_, **__):
+        if name == "two":
+            error = SiPipeError("two failed: no memory")
+            error.add_note("the last lines of its log")
+            raise error
+        return answers({"stock": 5, "one": 5, "two-off": 7}[name])
+
+    monkeypatch.setattr(gpu_check, "measured", measured)
+    status, lines = check(tmp_path, "stock,one,two,two-off", "--without-gpu")
+    assert status == 1
+    stock, one, two, off = lines
+    assert "failed" not in stock | one
+    assert (two["failed"], two["log"]) == ("two failed: no memory", "the last lines of its log")
+    assert off["failed"] == "greedy tokens are not those of stock"
+    status, lines = check(tmp_path, "one", "--without-gpu")
+    assert (status, len(lines)) == (0, 5), "appended, and compared with an earlier call's"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_it_runs_through_without_a_gpu(tmp_path, models):
+    """Engines with one and two stages, by CPU samplers and vLLM's, beside stock."""
+    path = make_model("llama", models / "checked")
+    status, lines = check(tmp_path, ",".join(gpu_check.STEPS), "--without-gpu", str(path))
+    assert status == 0, [line for line in lines if "failed" in line]
+    ran = {line["step"]: line["found"] for line in lines if "found" in line}
+    assert set(ran) == {"versions", "draws", "links", "stock", "one", "two", "two-off"}
+    skipped = {line["skipped"] for line in lines if line["step"] not in ran}
+    assert skipped == {"no CUDA"}
+    for name in ("stock", "one", "two", "two-off"):
+        assert len(ran[name]["answers"]) == 16
+        assert set(ran[name]["runs"]) == {"greedy 16", "all 16"}
