@@ -190,7 +190,10 @@ class PaperColumns:
         self._length = 0
         fill = lambda value: np.full(batch, value, np.float32)  # noqa: E731
         self._alpha, self._beta = fill(params.frequency_penalty), fill(params.presence_penalty)
-        self._rho, self._scale = fill(params.repetition_penalty), fill(1 / (params.temperature or 1))
+        self._rho, self._scale = (
+            fill(params.repetition_penalty),
+            fill(1 / (params.temperature or 1)),
+        )
         self._least = fill(params.min_p)
         self._top, self._tokens = fill(0), np.zeros(batch, np.int64)
         self._sums = np.zeros((-(-vocab // BLOCK), batch), np.float32)
@@ -242,7 +245,9 @@ class PaperColumns:
             break
         for b in self._lanes:
             count = self._found[b]
-            self._tokens[b] = self._of_few(self._values[:count, b], self._ids[:count, b], uniform[b])
+            self._tokens[b] = self._of_few(
+                self._values[:count, b], self._ids[:count, b], uniform[b]
+            )
         return self._tokens
 
     def _of_few(self, values: np.ndarray, ids: np.ndarray, uniform: float) -> int:

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from scipy.stats import chisquare
-
 from benchmarks.sampling import STRATEGIES
 from benchmarks.sampling_columns import PaperColumns
-from sipipe.messages.params import SequenceParams
+from scipy.stats import chisquare
 from tests.sampler.naive import processed_logits, softmax
+
+from sipipe.messages.params import SequenceParams
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int8])
