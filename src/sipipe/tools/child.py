@@ -58,6 +58,7 @@ def measured(
             start_new_session=True,
         )
         try:
+            # wait: `timeout`; the engine's answer or end
             out, _ = process.communicate(json.dumps(job).encode(), timeout=timeout)
         except subprocess.TimeoutExpired:
             _end(process)

@@ -77,7 +77,9 @@ def links() -> dict[str, float]:
             received = later.submit(_receive, link, theirs, second)
             for number in range(1 + TIMES):
                 hidden = torch.full((TOKENS, WIDTH), number, dtype=torch.int16, device=on)
+                # wait: 60 s; the other process, or its end
                 sender.send(number, TOKENS, {"hidden_states": hidden})
+            # wait: 60 s; the other process, or its end
             found[f"{first}-{second}"] = received.result(60) / TIMES * 1e6
     return found
 
