@@ -83,13 +83,15 @@ def emulated(
     add("--prompt-tokens", type=count, default=128, help="default: 128")
     add("--tokens", type=count, default=200, help="new ones (default: 200)")
     add("--sampling", choices=SAMPLING, default="greedy", help="default: greedy")
+    device = "on the last stage's emulated device, but for parameters beyond a temperature"
+    add("--draws", choices=("cpus", "device"), default="cpus", help=f"device: {device}")
     add("--jitter", type=fraction, default=0.0, help="deviation of forward passes (default: none)")
     slow = "devices take N times as long, where this machine's cores are too few (default: 1)"
     add("--slow-motion", type=at_least(1), default=1.0, help=slow)
     add("--replay", help="directory of a trace of a real run with these stages: their times")
     add("--json", action="store_true", help="the figures as JSON")
     own, settings, rest = parse_engine_command(parser, argv)
-    settings |= given or {}
+    settings |= ({"cpu_sampling": "per_row"} if own.draws == "device" else {}) | (given or {})
     if own.tp is not None:
         raise ConfigError("emulate: --tp follows from --profile and --pp")
     layers, vocabulary = settings.get("layers"), settings.setdefault("vocabulary", "last")

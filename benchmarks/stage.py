@@ -6,10 +6,11 @@ Two tables:
 
 * the host time of launching an iteration (``execute_model`` and ``sample_tokens`` of vLLM's second
   runner; and the whole launch, with what is SiPipe's around them) when vLLM prepares inputs and when
-  SiPipe does, on the same scheduling outputs, on the first stage and the last one of two: where the
-  model reads the prepared set (CPUs), and where it is copied (GPUs; here from host to host memory).
-  Beside it SiPipe's preparation, which runs ahead in the preparing thread. CPU time of the thread
-  that does it. There is no model, no link, and vLLM's kernels do nothing: what is left is Python;
+  SiPipe does, on the same scheduling outputs, on stages of one, two and four: where the model reads
+  the prepared set (CPUs), and where it is copied (GPUs; here from host to host memory). Beside it
+  SiPipe's preparation, which runs ahead in the preparing thread, and the whole launch without the
+  publisher's thread. CPU time of the thread that does it. There is no model, no link, and vLLM's
+  kernels do nothing: what is left is Python;
 * the two threads with a device that takes 20 ms and a preparation of 3 ms (and of 30 ms).
 
 ``--profile`` says where the device thread's time goes with SiPipe's preparation, instead.
@@ -34,6 +35,7 @@ import numpy as np
 from benchmarks.harness import report
 from benchmarks.stage_recorders import (
     SLOTS,
+    NoPublisher,
     SleepingStage,
     Timed,
     TwoThreads,
@@ -43,9 +45,19 @@ from benchmarks.stage_recorders import (
 )
 from sipipe.worker.inputs.buffers import PackedInputBuffers
 from sipipe.worker.inputs.placement import Copied, InPlace
+from sipipe.worker.publisher import Publisher
 
-STAGES = ("first", "last")
-SIDES = ("vLLM prepares", "SiPipe prepares, copied", "SiPipe prepares")
+STAGES = {
+    "first": (0, 2),
+    "last": (1, 2),
+    "only": (0, 1),
+    "first of 4": (0, 4),
+    "third of 4": (2, 4),
+    "last of 4": (3, 4),
+}
+"""Which stage it is, and of how many."""
+ALONE = "SiPipe prepares, alone"
+SIDES = ("vLLM prepares", "SiPipe prepares, copied", "SiPipe prepares", ALONE)
 """In this order: a set that is read in place takes the place of vLLM's block tables for good."""
 
 
@@ -56,7 +68,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.stage:
-        measure_launching(STAGES.index(args.stage), 60 if args.quick else 200, args.profile)
+        measure_launching(args.stage, 60 if args.quick else 200, args.profile)
         return
     compare_launching(sys.argv[1:])
     if not args.profile:
@@ -90,21 +102,23 @@ def compare_launching(options: list[str]) -> None:
             "stage",
             "Host time of an iteration on a stage's device thread",
             rows,
-            note="two alternating microbatches that decode; lower tenths of thread CPU time; of two "
-            "stages, without a model, kernels or links; preparation ahead is the preparing thread's",
+            note="two alternating microbatches that decode; lower tenths of thread CPU time; first and "
+            "last: of two stages; without a model, kernels or links; preparation ahead is the "
+            "preparing thread's; alone: without the publisher's thread",
         )
 
 
-def measure_launching(stage: int, count: int, profile: bool) -> None:
+def measure_launching(stage: str, count: int, profile: bool) -> None:
     """One stage; prints rows, or profiles."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="sipipe-bench-") as directory:
-        opened, runner = open_stage(directory, stage)
+        opened, runner = open_stage(directory, *STAGES[stage])
         # vLLM first: SiPipe's stand in their places from then on.
         times = {}
         for side in SIDES:
             name = "sipipe.worker.sampled_stage.why_vllm_prepares"
             why = "asked" if side == SIDES[0] else ""
+            publisher = NoPublisher if side == ALONE else Publisher
             place = Copied if side == SIDES[1] else InPlace
             if side == SIDES[1]:  # as on a GPU, with the host's memory on both sides
                 sizes = 128, runner.runner.max_num_tokens, 128
@@ -112,22 +126,25 @@ def measure_launching(stage: int, count: int, profile: bool) -> None:
             with (
                 patch(name, return_value=why),
                 patch("sipipe.worker.preparation.placement_of", place),
+                patch("sipipe.worker.sampled_stage.Publisher", publisher),
             ):
                 running = opened()
             for batch in (1, 32, 128):
                 workload = Workload(batch, 0)
                 if profile and side == SIDES[2]:
-                    show(running, runner, workload, count, f"{STAGES[stage]} stage, B {batch}")
+                    show(running, runner, workload, count, f"{stage} stage, B {batch}")
                 else:
                     times[side, batch] = launching(running, runner, workload, count)
             running.close()
         if profile:
             return
     for batch in (1, 32, 128):
-        (_, *theirs), (_, *copied), (ahead, *ours) = (times[side, batch] for side in SIDES)
+        (_, *theirs), (_, *copied), (ahead, *ours), (_, *alone) = (
+            times[side, batch] for side in SIDES
+        )
         rows.append(
             {
-                "stage": STAGES[stage],
+                "stage": stage,
                 "B": batch,
                 "vLLM prepares us": theirs[1],
                 "SiPipe prepares us": ours[1],
@@ -136,6 +153,7 @@ def measure_launching(stage: int, count: int, profile: bool) -> None:
                 "copied, ratio": copied[1] / theirs[1],
                 "whole launch, vLLM us": theirs[0],
                 "whole launch, SiPipe us": ours[0],
+                "whole launch, alone us": alone[0],
                 "SiPipe's, ahead us": ahead,
             }
         )

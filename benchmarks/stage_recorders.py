@@ -43,8 +43,8 @@ class Timed:
         return timed
 
 
-def open_stage(directory: str, stage: int) -> tuple[Callable[[], SampledStage], Timed]:
-    """A tiny model's stage of two on vLLM's second runner, on a CPU, whose iterations compute
+def open_stage(directory: str, stage: int, stages: int) -> tuple[Callable[[], SampledStage], Timed]:
+    """A tiny model's stage, one of ``stages``, on vLLM's second runner, on a CPU, whose iterations compute
     nothing. Returns what opens it, with the same runner each time, and the runner's time."""
     import torch
     from vllm.config import vllm as vllm_config
@@ -60,7 +60,7 @@ def open_stage(directory: str, stage: int) -> tuple[Callable[[], SampledStage], 
     from sipipe.messages.places import StagePlace
 
     vllm_config.HAS_TRITON = True  # what it would be needed for does nothing here
-    place = StagePlace(stage=stage, stages=2, tp_rank=0, tp_size=1)
+    place = StagePlace(stage=stage, stages=stages, tp_rank=0, tp_size=1)
     config = EngineArgs(
         model=str(make_model("llama", os.path.join(directory, "llama"))),
         dtype="float32",
@@ -69,7 +69,7 @@ def open_stage(directory: str, stage: int) -> tuple[Callable[[], SampledStage], 
         block_size=BLOCK,
         max_num_seqs=SLOTS * 128,
         max_num_batched_tokens=16384,
-        pipeline_parallel_size=2,
+        pipeline_parallel_size=stages,
         distributed_executor_backend="mp",
         enable_prefix_caching=False,
         async_scheduling=False,
@@ -119,6 +119,9 @@ def open_stage(directory: str, stage: int) -> tuple[Callable[[], SampledStage], 
         place=place,
         config=SiPipeConfig(cpu_sampling="on"),
         watched=SimpleNamespace(inflight=SLOTS),
+        vllm_config=config,
+        rows=SLOTS * 128,
+        speculates=False,
     )
     around = Surroundings(
         boot=boot,
@@ -174,6 +177,18 @@ class NoModel:
     def __call__(self, *, positions: Any, **_: Any) -> Any:
         hidden = self._hidden[: len(positions)]
         return hidden if self._last else self._tensors({"hidden_states": hidden})
+
+
+class NoPublisher:
+    """In place of :class:`sipipe.worker.publisher.Publisher`: what is launched is dropped."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def nothing(self, *_: Any) -> None:
+        pass
+
+    put = drain = close = nothing
 
 
 class NoLinks:

@@ -3,8 +3,8 @@
     python -m benchmarks.emulation [--quick] [--tokens 60] [--only TEXT]
 
 An engine a row of :data:`PIPELINES` (17 minutes in all), with as many microbatches in flight as may
-be: a dense model and a sparse one in 2, 4 and 8 stages; p of them instead of p + 1; forward passes
-that deviate; an uneven cut; 1, 2 and 4 samplers. Where two cores cannot drive stages of 7 ms, in
+be: a dense model and a sparse one in 2, 4 and 8 stages; in 4 and 8 with tokens drawn on the last
+stage's device; p of them in flight instead of p + 1; forward passes that deviate; an uneven cut; 1, 2 and 4 samplers. Where two cores cannot drive stages of 7 ms, in
 slow motion: the devices take N times as long, everything else what it takes. What SiPipe costs on
 cores of its own follows from the turnaround, which is in real time: while it is shorter than a
 stage's time, the microbatch more hides it.
@@ -34,6 +34,10 @@ PIPELINES = (
     (f"{DENSE} --pp 8 --slow-motion 4", "128,512"),
     (f"{SPARSE} --pp 2", "128,512"),
     (f"{DENSE} --pp 2 --slow-motion 2", "128,512"),
+    (f"{SPARSE} --pp 4 --draws device", "128,512"),
+    (f"{DENSE} --pp 4 --slow-motion 2 --draws device", "128,512"),
+    (f"{SPARSE} --pp 8 --draws device", "128,512"),
+    (f"{DENSE} --pp 8 --slow-motion 4 --draws device", "128,512"),
     (f"{SPARSE} --pp 4 --inflight 4", "512"),
     (f"{DENSE} --pp 4 --slow-motion 2 --inflight 4", "512"),
     (f"{SPARSE} --pp 8 --inflight 8", "512"),

@@ -66,7 +66,7 @@ class Costs:
         """The same of stock vLLM with p + 1 batches in flight."""
         even = zip(self.stages, self.even, self.layers, strict=True)
         *others, last = (stage * stocks / ours for stage, stocks, ours in even)
-        return max(*others, last + self.device[mix])
+        return max([*others, last + self.device[mix]])
 
     @property
     def even(self) -> tuple[int, ...]:
