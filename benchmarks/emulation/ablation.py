@@ -1,6 +1,6 @@
 """The paper's techniques one by one, where the device is fast: emulated stages leave the CPUs free.
 
-    python -m benchmarks.emulate --ablate [TEXT]
+    python -m benchmarks.emulate --ablate [TEXT] [--minutes 9]
 
 First a pipeline like vLLM's as the paper has it: tokens drawn on the last stage's device, inputs
 prepared when the pass before has run, hidden states that are described, p microbatches in flight.
@@ -9,16 +9,18 @@ Then a technique more a row, and from SiPipe each taken away. What is code is ta
 paper's ranges. So a figure says what hiding such a cost is worth in a real control plane, not how
 large the cost is today. Rows differ by nothing else: layers, scheduler and load are SiPipe's.
 
-An engine a figure, 40 seconds each; ``TEXT``: only those whose pipeline and name contain it. What
-this commit has measured is not measured again, unless the machine was too busy; the table has the
-pipelines that are complete.
+An engine a figure, about 30 seconds each; ``TEXT``: only those whose pipeline and name contain it.
+What was measured of the same code is not measured again, unless the machine was too busy, so that
+the same command goes on where it ended; the table has the pipelines that are complete.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ from benchmarks.ablation import extension
 from benchmarks.emulate import emulated
 from benchmarks.emulation.profile import StockCosts
 from benchmarks.harness import BUILD, report
-from sipipe.tools.provenance import machine
+from benchmarks.sources import sources
 
 STOCK = StockCosts(last_stage=0.22, preparation=0.12, stall=1.4e-3)
 """The low ends of 22 to 40 %, 12 to 19 % and 1.4 to 2.6 ms."""
@@ -34,6 +36,7 @@ PIPELINES = tuple(
     (f"{model}-8xh100", p, slow)
     for model, slow_motion in (
         ("deepseek-v2.5", (1, 1, 1)),
+        ("llama-70b", (2, 2, 4)),
         ("mixtral-8x7b", (2, 4, 8)),
     )
     for p, slow in zip((2, 4, 8), slow_motion, strict=True)
@@ -62,24 +65,33 @@ LOAD = "--requests 512 --prompt-tokens 32 --tokens 40 --sampling temperature"
 
 def ablate(argv: Sequence[str]) -> int:
     """0: there is a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.emulate --ablate")
+    parser.add_argument("text", nargs="*", default=[], help="of the pipeline's and engine's names")
+    parser.add_argument("--minutes", type=float, default=9, help="begin no engine after (9)")
+    args = parser.parse_args(argv)
     folder = BUILD / "emulation-ablation"
     folder.mkdir(parents=True, exist_ok=True)
-    commit = machine()["commit"]
+    code, end, left = sources("emulation-ablation"), time.monotonic() + 60 * args.minutes, 0
     found: dict[tuple[str, int, int], dict[str, Any]] = {}
     for pipeline, engine in itertools.product(PIPELINES, ENGINES):
         name = f"{_title(*pipeline)} {engine}"
         path = folder / f"{name}.json"
         known = json.loads(path.read_text()) if path.exists() else {}
-        if known.get("commit") != commit:
-            if not all(text in name for text in argv):
+        if known.get("code") != code:
+            if not all(text in name for text in args.text):
                 continue
-            known = {"commit": commit} | _measured(*pipeline, engine)
+            if time.monotonic() > end:
+                left += 1
+                continue
+            known = {"code": code} | _measured(*pipeline, engine)
             print(f"{name}: {known['tokens_per_s']:,.0f} tokens/s, {known['waited']:.2f} waited")
             if known["waited"] > WAITED:
                 print(f"VOID: {WAITED} threads or more waited for a core: devices are late")
                 continue
             path.write_text(json.dumps(known))
         found.setdefault(pipeline, {})[engine] = known
+    if left:
+        print(f"{args.minutes:g} minutes are over: {left} engines are left, run it again for them")
     rows = [_row(of, engines) for of, engines in found.items() if len(engines) == len(ENGINES)]
     if not rows:
         print("emulate: --ablate: no pipeline is complete")

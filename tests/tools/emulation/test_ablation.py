@@ -28,6 +28,8 @@ def test_an_ablation_has_a_row_a_pipeline_and_measures_nothing_twice(tmp_path, m
     assert ablation.ablate(["--pp 4"]) == 1
     assert "VOID" in capsys.readouterr().out
     waited, count = 0.2, len(started)
+    assert ablation.ablate(["--pp 4", "--minutes", "-1"]) == 1
+    assert f"{count} engines are left" in capsys.readouterr().out
     assert ablation.ablate(["--pp 4", "TSEM"]) == 1
     assert ablation.ablate(["--pp 4"]) == 0
     assert len(started) == 2 * count
