@@ -14,13 +14,15 @@ the line below a table, here below a picture::
     <!-- end -->
     <!-- = serving: ratio | sampling=all; new tokens=16 -->16.9<!-- end -->
     <!-- =? serving: ratio | sampling=all; new tokens=16 -->16.9†<!-- end -->
+    <!-- goals --> <!-- end -->
     <!-- stale --> <!-- end -->
     <!-- source timeline -->
     <!-- end -->
 
 In a cell of a table of Markdown the bar is written ``\\|``.
 Columns and conditions may be left out: those that the file names, or all, and all rows.
-``A over B`` is the ratio of two columns.
+``A over B`` is the ratio of two columns, ``count`` how many rows there are. The table of goals, and
+which were changed, is of :mod:`benchmarks.goals`.
 ``channels*`` stands for each file of such a name, and for none while there is none. Stale is what
 measures packages that have changed since (:mod:`benchmarks.sources`): that stands below tables, in
 figures with a ``?`` and, counted, where a page wants it. It fails no test, for every change to the code would.
@@ -37,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import timeline
+from benchmarks.goals import GIVEN_UP, GOALS
 from benchmarks.harness import BUILD, cell
 from benchmarks.sources import changed, sources
 
@@ -53,6 +56,7 @@ PAGES = (
 _TABLE = re.compile(r"(<!-- results ([\w.*-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _SOURCE = re.compile(r"(<!-- source ([\w-]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(r"(<!-- =(\??) ([\w.-]+): (.*?) -->).*?(?=<!-- end -->)")
+_GOALS = re.compile(r"(<!-- goals -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _STALE = re.compile(r"(<!-- stale -->).*?(?=<!-- end -->)")
 
 
@@ -64,12 +68,13 @@ def written(text: str) -> str:
     """
     text = _SOURCE.sub(lambda match: f"{match[1]}{_source(match[2])}\n", text)
     text = _STALE.sub(lambda match: f"{match[1]}{_count(stale())}", text)
+    text = _GOALS.sub(lambda match: match[1] + _goals(), text)
     return _FIGURE.sub(_figure, _TABLE.sub(_table, text))
 
 
 def timeless(text: str) -> str:
     """A page's text without what is stale, which follows from the code and not from results."""
-    text = re.sub(r" \*\*Stale\*\*: [^<]*|†(?=<!-- end -->)", "", text)
+    text = re.sub(r" \*\*Stale\*\*: [^<]*|†", "", text)
     return _STALE.sub(r"\1", text)
 
 
@@ -110,11 +115,35 @@ def _table(match: re.Match[str]) -> str:
 
 
 def _figure(match: re.Match[str]) -> str:
-    columns, rows = _chosen(match[3], match[4])
-    if len(rows) != 1 or len(columns) != 1:
-        sys.exit(f"{match[1]}: {len(rows)} rows of {len(columns)} columns, not one figure")
     mark = "†" if match[2] and changed(match[3], _kept(match[3])) else ""
-    return match[1] + _shown(rows[0][columns[0]]) + mark
+    return match[1] + _shown(_one(match[3], match[4])) + mark
+
+
+def _one(name: str, wanted: str) -> Any:
+    """The one figure that a comment asks for."""
+    if wanted.startswith("count"):
+        return len(_chosen(name, wanted.removeprefix("count"))[1])
+    columns, rows = _chosen(name, wanted)
+    if len(rows) != 1 or len(columns) != 1:
+        sys.exit(f"{name}: {wanted}: {len(rows)} rows of {len(columns)} columns, not one figure")
+    return rows[0][columns[0]]
+
+
+def _goals() -> str:
+    rows = ["| part | goal | kept | met |", "| --- | --- | --- | --- |"]
+    for goal in GOALS:
+        figures = [part.split(": ", 1) for part in (goal.figure, goal.beside) if part]
+        values = [_one(*each) for each in figures]
+        # Of a median with its range the median counts.
+        first, *over = (float(str(value).split()[0].replace(",", "")) for value in values)
+        shown = " / ".join(_shown(value) for value in values)
+        mark = "†" if any(changed(name, _kept(name)) for name, _ in figures) else ""
+        met = "yes" if goal.met(first / over[0] if over else first) else "no"
+        unit = f" {goal.unit}" if goal.unit else ""
+        rows.append(f"| {goal.part} | {goal.goal} | {shown}{mark}{unit} | {met} |")
+    was = "; ".join(dict.fromkeys(goal.was for goal in GOALS if goal.was))
+    gone = "; ".join(GIVEN_UP)
+    return "\n".join([*rows, "", f"Goals that were changed: {was}. Given up: {gone}.", ""])
 
 
 def _chosen(name: str, wanted: str) -> tuple[list[str], list[dict[str, Any]]]:

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from benchmarks import results, sources
+from benchmarks.goals import Goal
 from benchmarks.results import PAGES, RESULTS, ROOT, TABLES, timeless, unfounded, written
 
 
@@ -62,7 +63,7 @@ def test_what_cannot_be_measured_again_is_not_kept(command, commit, word, tmp_pa
 @pytest.mark.parametrize("name", [TABLES, "docs/benchmarks.md"])
 def test_a_page_of_figures_has_none_of_its_own_in_tables(name):
     page = (ROOT / name).read_text()
-    own = re.sub(r"<!-- results .*?<!-- end -->|<!-- =.*?<!-- end -->", "", page, flags=re.DOTALL)
+    own = re.sub(r"<!-- (results |goals|=).*?<!-- end -->", "", page, flags=re.DOTALL)
     results = [line.split("|")[3] for line in own.splitlines() if line.startswith("| ")]
     assert not re.search(r"\d", "".join(results)), "let a comment show what results hold"
 
@@ -128,6 +129,11 @@ def test_a_table_shows_the_chosen_rows_and_columns(tmp_path, monkeypatch):
     assert timeless(f"{marked}0.5†<!-- end -->") == f"{marked}0.5<!-- end -->"
     assert written(r"<!-- = a: way \| way=all --><!-- end -->").endswith("-->all<!-- end -->")
     assert written(new) == new
+    goal = Goal("p", "g", "a: tok/s | way=greedy", least=2, beside="a: twice | way=greedy")
+    monkeypatch.setattr("benchmarks.results.GOALS", (goal, goal._replace(least=0.5, unit="s")))
+    goals = written("<!-- goals -->\n<!-- end -->")
+    assert "1,234 / 2,469† | no |" in goals
+    assert "1,234 / 2,469† s | yes |" in goals
     assert "Not measured yet." in written("<!-- results c* -->\nold\n<!-- end -->")
     for wrong in ("<!-- results b -->\n<!-- end -->", "<!-- = a: tok/s -->1<!-- end -->"):
         with pytest.raises(SystemExit, match=r"a\b|b\b"):
