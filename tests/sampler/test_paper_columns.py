@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from benchmarks.paper_columns import PaperColumns
 from benchmarks.sampling import STRATEGIES
-from benchmarks.sampling_columns import PaperColumns
 from scipy.stats import chisquare
 from tests.sampler.naive import processed_logits, softmax
 
