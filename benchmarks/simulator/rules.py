@@ -131,13 +131,10 @@ class SlotRule(Rule):
 
     def observe(self, batch: Batch, stage: float, between: float) -> None:
         """See :class:`Rule`."""
-        controller, load, sequences = self._controller, batch.load, len(batch.tokens)
-        stages = len(controller.stages)
-        controller.times.add([load] * stages, [stage] * stages)
-        if not load.pairs:  # as in the engine, only decodes count for their number
-            for regression in controller.stages:
-                regression.add(sequences, stage)
-        controller.between.add(sequences, between)
+        p, load, drawn = self._controller.stages, batch.load, Load(1.0, len(batch.tokens))
+        decodes = Load() if load.pairs else drawn
+        loads = [load] * p + [decodes] * p + [Load()] * p + [drawn]
+        self._controller.times.add(loads, [stage] * 3 * p + [between])
 
     def schedule(self, engine: EngineModel) -> Batch:
         """See :class:`Rule`."""

@@ -1,4 +1,4 @@
-"""How many microbatches, by measured stage times: the regressions, the choice, and what a policy does."""
+"""How many microbatches, by measured stage times: the choice, and what a policy does."""
 
 from __future__ import annotations
 
@@ -6,51 +6,17 @@ import random
 
 import pytest
 
-from sipipe.engine.scheduling.concurrency import (
-    COLD,
-    ENOUGH,
-    HOLD,
-    ConcurrencyController,
-    RunningRegression,
-)
+from sipipe.engine.scheduling.concurrency import HOLD, ConcurrencyController
 from sipipe.engine.scheduling.policy import Sequence, SlotPolicy
+from sipipe.engine.scheduling.times import Load
 
 
-def test_a_line_is_found_through_noise():
-    rng = random.Random(1)
-    regression = RunningRegression()
-    for _ in range(400):
-        batch = rng.randint(1, 64)
-        regression.add(batch, (5e-3 + 2e-4 * batch) * rng.uniform(0.9, 1.1))
-    assert regression(0) == pytest.approx(5e-3, rel=0.1)
-    assert regression(64) == pytest.approx(5e-3 + 64 * 2e-4, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("seen", "batch", "expected", "within"),
-    [
-        pytest.param([(16, 8e-3)] * 50, 64, 8e-3, 1e-6, id="one size gives no slope"),
-        pytest.param(
-            [(16, 8e-3)] * 100 + [(16, 5.0)], 16, 8e-3, 0.06, id="an interruption hardly counts"
-        ),
-        pytest.param(
-            [(1, 0.8)] * 3 + [(20, 12e-3)] * 40 + [(60, 32e-3)] * 40, 40, 22e-3, 0.02,
-            id="a cold start is forgotten",
-        ),
-        pytest.param(
-            [(20, 12e-3), (60, 32e-3)] * 50 + [(60, 32e-3)] * 3000, 20, 12e-3, 0.02,
-            id="a slope outlives the sizes that gave it",
-        ),
-        pytest.param(
-            [(16, 8e-3)] * 500 + [(16, 12e-3)] * 1000, 16, 12e-3, 0.05, id="times that change"
-        ),
-    ],
-)  # fmt: skip
-def test_what_a_regression_says_after(seen, batch, expected, within):
-    regression = RunningRegression()
-    for size, seconds in seen:
-        regression.add(size, seconds)
-    assert regression(batch) == pytest.approx(expected, rel=within)
+def taken(controller: ConcurrencyController, batch: float, stages, between: float) -> None:
+    """A microbatch of decodes took so many seconds on each stage; None: not yet."""
+    p, load = controller.stages, Load(1.0, batch)
+    loads = [Load() if seconds is None else load for seconds in stages]
+    seconds = [seconds or 0.0 for seconds in stages]
+    controller.times.add([*loads, *loads, *[Load()] * p, load], [*seconds * 2, *[0.0] * p, between])
 
 
 def served(
@@ -61,9 +27,7 @@ def served(
     for _ in range(visits):
         k = controller.microbatches(sequences)
         batch = -(-sequences // k)
-        for regression, (fixed, each) in zip(controller.stages, stages, strict=True):
-            regression.add(batch, fixed + each * batch)
-        controller.between.add(batch, 1e-3)
+        taken(controller, batch, [fixed + each * batch for fixed, each in stages], 1e-3)
         chosen.append(k)
     return chosen
 
@@ -102,9 +66,8 @@ def test_it_does_not_waver():
         k = controller.microbatches(32)
         changes += k != last
         last = k
-        for regression in controller.stages:
-            regression.add(32 / k, (6e-3 + 1e-4 * 32 / k) * rng.uniform(0.85, 1.15))
-        controller.between.add(32 / k, 2e-3)
+        usual = 6e-3 + 1e-4 * 32 / k
+        taken(controller, 32 / k, [usual * rng.uniform(0.85, 1.15) for _ in range(2)], 2e-3)
     assert changes <= 4
 
 
@@ -147,9 +110,16 @@ def test_requests_that_do_not_fit_in_the_cache_open_no_slots():
 def test_without_measurements_all_slots_are_open():
     controller = ConcurrencyController(stages=2, slots=3)
     assert [controller.microbatches(n) for n in (1, 2, 64)] == [1, 2, 3]
-    controller.stages[0].add(8, 1e-3, COLD)
-    controller.stages[0].add(8, 1e-3, int(ENOUGH))
+    for _ in range(60):
+        taken(controller, 8, [1e-3, None], 1e-4)
     assert controller.microbatches(64) == 3, "the other stage has not been seen"
+    for _ in range(60):
+        taken(controller, 8, [1e-3, 1e-3], 1e-4)
+    assert controller.microbatches(64) == 2, "batches of one size speak for no more than stages"
+    assert controller.price(32) is None
+    for batch in [8, 16, 32] * 20:
+        taken(controller, batch, [2e-4 + 1e-4 * batch] * 2, 1e-4)
+    assert controller.price(32) == pytest.approx(1e-4 / 3.4e-3, rel=0.02)
 
 
 def counts(policy: SlotPolicy) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
+from sipipe.engine.scheduling.prefill import Allowance
 from sipipe.engine.scheduling.times import Load, Prices, usual
 
 
@@ -241,6 +242,34 @@ def test_a_spread_over_one_microbatch_cuts_no_prompt(slots, min_sequences):
         assert plan.prefill.chunk(0, 3500) == 3500
 
 
+def test_short_prompts_fill_what_a_long_one_may_take():
+    """A long prompt's later tokens attend to its earlier ones: that says nothing of short prompts."""
+    prices = usual()._replace(pair=0.05)
+    allowance = Allowance(
+        prices, seconds=12 * prices.chunk(0, 16), room=2048, least=24, decodes=Load()
+    )
+    budget = allowance.tokens
+    for number in range(13):
+        chunk = allowance.chunk(0, min(16, budget))
+        assert chunk == 16 * (number < 12), number
+        allowance.take(str(number), 0, chunk, True)
+        budget -= chunk
+
+
+def test_the_first_of_a_burst_to_decode_make_its_chunks_no_larger():
+    """With slots closed, prompts are spread over few microbatches for the sake of those that decode."""
+    policy = slot_policy(3, 8192, min_sequences=30)
+    engine = Engine(policy, 8192)
+    engine.submit(128, 200, count=64)
+    sizes = []
+    while engine.started or engine.waiting:
+        left = sum(request[1] for request in engine.started + engine.waiting)
+        engine.step()
+        sizes.append(left - sum(request[1] for request in engine.started + engine.waiting))
+    assert 8 <= len(sizes) <= 16
+    assert max(sizes) <= 1.1 * sizes[0], sizes
+
+
 def test_decodes_have_their_time_whatever_prompts_are_pending():
     policy = slot_policy(3, 8192, tpot_target_ms=30.0)
     controller = policy.controller
@@ -249,7 +278,7 @@ def test_decodes_have_their_time_whatever_prompts_are_pending():
         chunk = Load(1, 0, 256, 0, 256 * (i % 8 * 256 + 128))
         for each in (load, chunk):
             seconds = 1e-3 + 1e-5 * (each.rows + each.tokens) + 1e-9 * each.pairs
-            controller.times.add([each] * 3, [seconds] * 3)
+            controller.times.add([each] * 3 + [Load()] * 7, [seconds] * 3 + [0.0] * 7)
     decoding = [Sequence(f"r{index}", 500, True) for index in range(24)]
     for _ in range(6):
         pending = policy.prices.chunk(0, 50_000)

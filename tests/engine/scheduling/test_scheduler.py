@@ -22,7 +22,9 @@ from benchmarks.make_model.checkpoint import make_model
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -347,6 +349,91 @@ def test_chunks_of_one_prompt_are_in_consecutive_microbatches(configs, stages):
     back = len(chunks) - 1 + engine.depth
     assert back <= decodes[0] < back + engine.depth
     assert not any(engine.batches[len(chunks) : decodes[0]])
+
+
+def _long_and_decoding(engine, prompt=900, **options):
+    """Eight sequences decode, and a long prompt comes; its chunks."""
+    for index in range(8):
+        engine.add(f"d{index}", 2, 120)
+    engine.steps(16)
+    before = len(engine.batches)
+    engine.add("long", prompt, 4, **options)
+    engine.run()
+    assert [len(engine.tokens[f"d{index}"]) for index in range(8)] == [120] * 8
+    assert len(engine.tokens["long"]) == 4
+    return [chunk for chunk in _chunks(engine, "long", before) if chunk[0] < prompt]
+
+
+class Hybrid(PipelineScheduler):
+    """As with a model that keeps recurrent states of whole blocks."""
+
+    need_mamba_block_aligned_split = property(lambda _: True, lambda *_: None)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("decoding", [False, True])
+def test_a_hybrid_model_s_chunks_end_with_blocks(configs, stages, decoding):
+    """Its states are kept there; blocks of such models have hundreds of tokens."""
+    config = configs(stages)
+    block = config.cache_config.block_size
+    engine = Engine(Hybrid, config)
+    if decoding:
+        chunks = _long_and_decoding(engine)
+    else:
+        engine.add("long", 900, 4)
+        engine.run()
+        chunks = [chunk for chunk in _chunks(engine, "long", 0) if chunk[0] < 900]
+    assert sum(tokens for _, tokens in chunks) == 900
+    assert len(chunks) > 2
+    assert not [chunk for chunk in chunks[1:] if chunk[0] % block], chunks
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("whole", [False, True])
+def test_multi_modal_items_that_must_stay_whole_do(configs, stages, whole):
+    engine = Engine(PipelineScheduler, configs(stages, disable_chunked_mm_input=whole))
+    engine.scheduler.max_num_encoder_input_tokens = 1024
+    engine.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=2048)
+    places = [PlaceholderRange(offset, 300) for offset in (50, 400)]
+    features = [
+        MultiModalFeatureSpec(
+            data=None, modality="image", identifier=str(place.offset), mm_position=place
+        )
+        for place in places
+    ]
+    chunks = _long_and_decoding(engine, mm_features=features)
+    cut = [
+        start
+        for start, _ in chunks
+        for place in places
+        if place.offset < start < place.offset + place.length
+    ]
+    assert bool(cut) is not whole, chunks
+    assert sum(tokens for _, tokens in chunks) == 900
+
+
+@pytest.mark.parametrize("leaves", ["aborted", "preempted"])
+def test_a_long_prompt_that_leaves_between_chunks_delays_nobody(configs, leaves):
+    config = configs(4)
+    engine = Engine(PipelineScheduler, config)
+    for index in range(8):
+        engine.add(f"d{index}", 2, 120)
+    engine.steps(16)
+    long = engine.add("long", 900, 4)
+    engine.steps(2)
+    assert 0 < long.num_computed_tokens < 900
+    if leaves == "aborted":
+        engine.scheduler.finish_requests("long", RequestStatus.FINISHED_ABORTED)
+    else:
+        engine.scheduler.running.remove(long)
+        engine.scheduler._preempt_request(long, 0.0)
+    before = len(engine.batches)
+    engine.run()
+    assert [len(engine.tokens[f"d{index}"]) for index in range(8)] == [120] * 8
+    if leaves == "aborted":
+        assert not any("long" in batch for batch in engine.batches[before:])
+    else:
+        assert len(engine.tokens["long"]) == 4
 
 
 def test_a_short_prompt_is_not_cut(configs):

@@ -79,6 +79,16 @@ def test_what_is_said_after(seen, load, expected, within):
     assert times.prices(0).of(load) == pytest.approx(expected, rel=within)
 
 
+def test_short_prompts_say_nothing_of_long_ones():
+    """What is short attends to hardly anything: the price of that keeps its ratio to a token's."""
+    rng = random.Random(4)
+    seen = [Load(1, n, 16 * n, 0, 128 * n) for n in (rng.randint(4, 20) for _ in range(100))]
+    seen += [decode(rng.randint(16, 64), rng.randint(16, 80)) for _ in range(300)]
+    found = fitted(seen, TRUE, noise=0.1).prices(0)
+    assert found.token == pytest.approx(TRUE.token, rel=0.2)
+    assert found.pair == pytest.approx(found.token * usual().pair, rel=0.5)
+
+
 def test_times_without_a_rule_are_not_believed():
     rng, times = random.Random(3), BatchTimes([usual()])
     for _ in range(400):

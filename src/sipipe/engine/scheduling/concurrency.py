@@ -12,42 +12,27 @@ vocabulary behind few layers, say) or h is small, a second thin microbatch only 
 fixed cost again. What no phase has (wake-ups, messages, the way between hosts) is part of h: it is
 what a period takes longer than its phases, where the first term is the longer one.
 
-Each s_i is a straight line, fixed + per sequence, fitted to what the stages took lately. Batches of
-one size say nothing of its slope. The slope seen last, when sizes differed, is kept then; before
-there was any, all is taken as fixed cost, and the smaller k that follows brings the batches of
-another size that tell the two apart.
-
-Prompts are another matter: what a microbatch with them takes is predicted by
-:mod:`sipipe.engine.scheduling.times`, which is fed here too. Its line of decodes is not used for k: on
-CPUs few rows and many differ by more than a line has, and k came out worse (docs/log.md).
+All times are :class:`sipipe.engine.scheduling.times.BatchTimes`, fitted twice on each stage. What
+prompts are cut by is fitted to all batches. Each s_i is fitted to decodes alone, by their rows alone,
+and begins with hardly a price of a row: so fewer and larger batches are tried until some differ in
+size, which tells it. Begun from the model's sizes, with prompts and contexts in the same fit, k was
+worse on two cores, whose stages get in each other's way (docs/log.md).
 
 Runs on the engine's thread alone, and is not safe for more. It relies on being asked once a visit;
 :class:`MeasuredTimes` costs a few microseconds of it.
 """
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from sipipe.engine.iterations import Iteration
-from sipipe.engine.scheduling.times import (
-    COLD,
-    ENOUGH,
-    MEMORY,
-    OUTLIER,
-    BatchTimes,
-    Load,
-    Prices,
-    usual,
-)
+from sipipe.engine.scheduling.times import ENOUGH, OUTLIER, BatchTimes, Load, Prices, usual
 from sipipe.messages.period import passing, period
 from sipipe.observe.live import Key, LivePage, Word
 from sipipe.observe.phases import COUNTED_PHASES, MAIN_PHASE, Phase
 
-SPREAD = 0.15
-"""Standard deviation of batch sizes, as a share of their mean, below which they give no slope."""
 GAIN = 0.05
 """Share of a pipeline period that a change of k must promise."""
 HOLD = 24
@@ -64,46 +49,8 @@ MOST_COMING = 1024
 _CHUNK = 1024.0
 """Tokens of a prompt's chunk by which the slowest stage is found."""
 _PROJECTION = (Phase.LOGITS, Phase.HANDOVER)
-
-
-@dataclasses.dataclass(slots=True)
-class RunningRegression:
-    """Seconds of a batch by its sequences: weighted least squares with forgetting."""
-
-    weight: float = 0.0
-    _b: float = 0.0
-    _bb: float = 0.0
-    _t: float = 0.0
-    _bt: float = 0.0
-    _slope: float = 0.0
-    sloped: bool = False
-    """Whether batches have differed in size enough to tell a sequence's part of the time."""
-    _seen: int = 0
-
-    def add(self, batch: float, seconds: float, count: int = 1) -> None:
-        """``count`` batches of ``batch`` sequences took ``seconds`` each."""
-        self._seen += count
-        if self._seen <= COLD:
-            return
-        if self.weight >= ENOUGH:
-            seconds = min(seconds, OUTLIER * self(batch))
-        kept = MEMORY**count
-        self.weight = self.weight * kept + count
-        self._b = self._b * kept + count * batch
-        self._bb = self._bb * kept + count * batch * batch
-        self._t = self._t * kept + count * seconds
-        self._bt = self._bt * kept + count * batch * seconds
-        mean = self._b / self.weight
-        spread = self._bb / self.weight - mean * mean
-        if spread > (SPREAD * mean) ** 2:
-            self._slope = (self._bt / self.weight - mean * self._t / self.weight) / spread
-            self.sloped = True
-
-    def __call__(self, batch: float) -> float:
-        """Expected seconds of a batch of ``batch`` sequences."""
-        mean, time = self._b / self.weight, self._t / self.weight
-        slope = min(max(self._slope, 0.0), time / mean if mean else 0.0)
-        return time + slope * (batch - mean)
+_LEVEL = Prices(1.0, 1e-3, 0.0, 0.0, 0.0)
+"""A row hardly counts."""
 
 
 class ConcurrencyController:
@@ -117,14 +64,11 @@ class ConcurrencyController:
 
     def __init__(self, *, stages: int, slots: int, first: Prices | None = None) -> None:
         self.first = first or usual()
-        self.times = BatchTimes([self.first] * stages)
-        """Of each stage, prompts too."""
+        self.times = BatchTimes([self.first] * stages + [_LEVEL] * (2 * stages + 1))
+        """Of each stage; of each stage for decodes alone, and of that the output projection and the
+        logits' hand-over; sampling and scheduling between the last stage and the first."""
         self._prices, self._priced = self.first, 0.0
-        self.stages = [RunningRegression() for _ in range(stages)]
-        self.projections = [RunningRegression() for _ in range(stages)]
-        """Of these times, what the output projection and the logits' hand-over take."""
-        self.between = RunningRegression()
-        """What sampling and scheduling take between the last stage and the first."""
+        self.stages = stages
         self.unseen = 0.0
         """Seconds of a pipeline period that no phase has: wake-ups, messages, the way between hosts."""
         self.formed = slots
@@ -143,8 +87,8 @@ class ConcurrencyController:
         weight = self.times.weight[0]
         if weight != self._priced:
             self._priced = weight
-            found = [self.times.prices(i) for i in range(len(self.stages))]
-            sure = all(self.times.sure(i) for i in range(len(self.stages)))
+            found = [self.times.prices(i) for i in range(self.stages)]
+            sure = all(self.times.sure(i) for i in range(self.stages))
             chunk = Load(1.0, 0.0, _CHUNK, 0.0, _CHUNK * _CHUNK / 2)
             slowest = max(found, key=lambda each: each.of(chunk))
             slowest = slowest._replace(
@@ -161,27 +105,28 @@ class ConcurrencyController:
     def period(self, sequences: int, microbatches: int) -> float:
         """R(k): seconds in which each of ``sequences`` gets a token."""
         batch = -(-sequences // microbatches)
-        round_trip = self._phases(batch) + self.unseen
-        return microbatches * period([self._slowest(batch)], round_trip, microbatches)
+        slowest, phases = self._decoding(batch)
+        return microbatches * period([slowest], phases + self.unseen, microbatches)
 
-    def _phases(self, batch: float) -> float:
-        """Seconds of one microbatch's way through the pipeline that are some phase's."""
-        between = self.between(batch) if self.between.weight >= ENOUGH else 0.0
-        shared = [one(batch) for one in self.projections if one.weight >= ENOUGH]
-        return passing([stage(batch) for stage in self.stages], shared) + between
-
-    def _slowest(self, batch: float) -> float:
-        return max(stage(batch) for stage in self.stages)
+    def _decoding(self, batch: float) -> tuple[float, float]:
+        """Seconds of one microbatch on the slowest stage, and of its way through the pipeline that
+        are some phase's."""
+        each, p = self.times.seconds(Load(1.0, batch)), self.stages
+        own, shared = each[p : 2 * p], each[2 * p : 3 * p]
+        return max(own), passing(own, shared) + each[3 * p]
 
     def _ready(self) -> bool:
-        return all(stage.weight >= ENOUGH for stage in self.stages)
+        return min(self.times.weight[self.stages : 2 * self.stages]) >= ENOUGH
 
     def price(self, batch: float) -> float | None:
         """What of a pass of ``batch`` rows one of them costs, 0 to 1; None while it is not known."""
-        if not all(stage.weight >= ENOUGH and stage.sloped for stage in self.stages):
+        p = self.stages
+        if not self._ready() or not all(self.times.sloped[p : 2 * p]):
             return None
-        passes = sum(stage(batch) for stage in self.stages)
-        return max(0.0, sum(stage(batch + 1) for stage in self.stages) - passes) / passes
+        passes, more = (
+            sum(self.times.seconds(Load(1.0, rows))[p : 2 * p]) for rows in (batch, batch + 1)
+        )
+        return (more - passes) / passes
 
     def took(self, seconds: float, batch: float, microbatches: int) -> None:
         """A pipeline period of so many microbatches of ``batch`` sequences took ``seconds``.
@@ -192,8 +137,9 @@ class ConcurrencyController:
         """
         if not self._ready():
             return
-        unseen = min(seconds - self._phases(batch), OUTLIER * max(self.unseen, 0.0) + 1e-3)
-        full = microbatches > 1 and microbatches * self._slowest(batch) > FULL * seconds
+        slowest, phases = self._decoding(batch)
+        unseen = min(seconds - phases, OUTLIER * max(self.unseen, 0.0) + 1e-3)
+        full = microbatches > 1 and microbatches * slowest > FULL * seconds
         if full:
             unseen = min(unseen, FORGET * self.unseen)
         self.unseen += 0.1 * (unseen - self.unseen)
@@ -217,8 +163,6 @@ class ConcurrencyController:
 class MeasuredTimes:
     """Feeds a controller what the processes have taken since the last poll.
 
-    Only batches of decodes count for k: prompts have prices of their own.
-
     Args:
         controller: what is fed.
         page: what all have taken, of a stage its first rank. The executor counts a batch when its tokens are in.
@@ -227,7 +171,7 @@ class MeasuredTimes:
 
     def __init__(self, controller: ConcurrencyController, page: LivePage, *, samplers: int) -> None:
         self.controller = controller
-        keys: list[Key] = [("stage", i, 0) for i in range(len(controller.stages))]
+        keys: list[Key] = [("stage", i, 0) for i in range(controller.stages)]
         self._stages = [_Delta(page, key) for key in keys]
         self._projections = [_Delta(page, key, _PROJECTION) for key in keys]
         self._samplers = [_Delta(page, ("sampler", i, 0)) for i in range(samplers)]
@@ -249,33 +193,25 @@ class MeasuredTimes:
 
     def poll(self, now: float | None = None) -> None:
         """Take in what has happened since the last poll, at ``now`` on the monotonic clock."""
-        loads, times = [], []
-        for process, regression, coming in zip(
-            self._stages, self.controller.stages, self._coming, strict=True
-        ):
-            count, sequences, tokens, spent = process.take()
+        loads = []
+        stages = [process.take() for process in self._stages]
+        for process, taken, coming in zip(self._stages, stages, self._coming, strict=True):
             load, ended = Load(), process.ended
-            for _ in range(count):  # a batch that ends just now is counted by the next poll
+            for _ in range(taken.batches):  # one that ends just now is counted by the next poll
                 if coming and 0 <= coming[0].number < ended:
                     load = load.plus(coming.popleft().load)
             loads.append(load)
-            times.append(spent / 1e9)
-            self._decodes &= sequences == tokens
-            if count and sequences == tokens:
-                regression.add(sequences / count, spent / 1e9 / count, count)
-        if any(load.batches for load in loads):
-            self.controller.times.add(loads, times)
-        for process, regression in zip(self._projections, self.controller.projections, strict=True):
-            count, sequences, tokens, spent = process.take()
-            if count and sequences == tokens:
-                regression.add(sequences / count, spent / 1e9 / count, count)
+            self._decodes &= taken.sequences == taken.tokens
+        decodes = stages + [process.take() for process in self._projections]
         count, sequences, _, spent = self._executor.take()
+        drawn = [process.take() for process in self._samplers] if count else []
+        slowest = max((t.nanoseconds / t.batches for t in drawn if t.batches), default=0.0)
+        loads += [taken.decodes for taken in decodes] + [Load(count, sequences)]
+        times = [taken.nanoseconds for taken in stages + decodes] + [spent + slowest * count]
+        if any(load.batches for load in loads):
+            self.controller.times.add(loads, [each / 1e9 for each in times])
         if not count:
             return
-        seconds = spent / 1e9
-        drawn = [process.take() for process in self._samplers]
-        slowest = max((t.nanoseconds / 1e9 / t.batches for t in drawn if t.batches), default=0.0)
-        self.controller.between.add(sequences / count, seconds / count + slowest, count)
         now = time.monotonic() if now is None else now
         formed = self.controller.formed
         if not self._decodes or formed != self._formed or count > formed:
@@ -293,6 +229,11 @@ class Taken(NamedTuple):
     sequences: int
     tokens: int
     nanoseconds: int
+
+    @property
+    def decodes(self) -> Load:
+        """Of decodes alone; of others, nothing."""
+        return Load(self.batches, self.sequences) if self.sequences == self.tokens else Load()
 
 
 class _Delta:

@@ -87,7 +87,7 @@ class SlotPolicy:
         self.controller = controller
         self._throttle = PrefillThrottle(
             slots=slots,
-            stages=len(controller.stages),
+            stages=controller.stages,
             max_tokens=max_tokens,
             settings=self.settings,
             align=align,

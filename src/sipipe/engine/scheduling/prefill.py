@@ -28,8 +28,6 @@ import msgspec
 from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.times import Load, Prices
 
-_ALONE = 1 << 20
-"""Nothing to keep even: prompts are spread as an idle pipeline has them."""
 TINY = 1e-9
 """Seconds that prompts have at least where any is pending: those of a least chunk, so that none starves."""
 CHEAPEST = 16
@@ -69,14 +67,16 @@ class Allowance:
 
     @property
     def tokens(self) -> int:
-        """Of prompts, at most."""
-        return self.fitting(0, self._slack)
+        """Of prompts, at most: of many short ones, which have hardly anything before them."""
+        return self._bounded((self._seconds + self._slack) / self._prices.token)
 
     def fitting(self, start: int, more: float = 0.0) -> int:
         """Tokens of a prompt behind ``start`` that there is still room and time for, and ``more``
         seconds."""
-        seconds = self._seconds + more if self._seconds > 0 else 0.0
-        fit = self._prices.fitting(seconds, start)
+        return self._bounded(self._prices.fitting(self._seconds + more, start))
+
+    def _bounded(self, fit: float) -> int:
+        fit = fit if self._seconds > 0 else 0.0
         return self._room if fit >= self._room else min(max(round(fit), self._least), self._room)
 
     def chunk(self, start: int, tokens: int) -> int:
@@ -127,7 +127,7 @@ class PrefillThrottle:
         align: int = 1,
     ) -> None:
         self._slots, self._stages, self._max_tokens = slots, stages, max_tokens
-        self._align = align
+        self._align, self._set = align, bool(settings.prefill_spread)
         self._resolved = {
             active: resolved(settings, slots, active) for active in range(1, slots + 1)
         }
@@ -173,7 +173,7 @@ class PrefillThrottle:
         if pending > 0:
             disturbed = running / (running + max(1, arriving)) if slots > 1 else 0.0
             seconds = max(
-                pending / settings.prefill_spread,
+                (1.0 if self._set else disturbed) * pending / settings.prefill_spread,
                 (1 - disturbed) * pending / self._parts(pending, prices),
                 max(self._others, default=0.0) - decoding,
             )
@@ -205,7 +205,7 @@ def resolved(settings: MicrobatchSettings, slots: int, active: int) -> Microbatc
         spread = max(min(4 * slots + 4, 24), 2 * slots + 8)
         chunk = max(24, 64 // slots)
     else:  # a closed slot's visits carry prompts that delay no decoding sequence
-        spread, chunk = 2 * active if active > 1 else _ALONE, 96
+        spread, chunk = 2 * active, 96
     return msgspec.structs.replace(
         settings,
         prefill_spread=settings.prefill_spread or spread,

@@ -31,9 +31,12 @@ OUTLIER = 3.0
 READ = 128.0
 """Products in the time of reading a weight: about what GPUs' data sheets say, and CPUs do."""
 FIRM = 1e-2
-"""How firmly prices stay where batches do not tell them apart, as a share of what these say."""
+"""How firmly prices stay where batches do not tell them apart, as a share of what these say: all by
+the same factor, the firmer the smaller their part of the time is."""
 TOGETHER = 8
 """Additions that are taken in at once."""
+SPREAD = 0.15
+"""Standard deviation of batches' rows, as a share of their mean, from which on they tell a row's part."""
 SHORTEST = 1e-7
 """Seconds: what took less was not measured."""
 DOUBT = 0.5
@@ -114,10 +117,12 @@ class BatchTimes:
     """
 
     def __init__(self, first: Sequence[Prices]) -> None:
-        self._prices = np.array(first, np.float64)  # [processes, 5]
+        self._prices = self._first = np.array(first, np.float64)  # [processes, 5]
         self._gram = np.zeros((len(first), 5, 5))
         self._moment = np.zeros((len(first), 5))
         self._weight, self._seen, self._error = np.zeros((3, len(first)))
+        self.sloped = np.zeros(len(first), np.bool_)
+        """Of each process: whether batches have differed in size enough to tell a row's part."""
         self._new: list[tuple[Sequence[Load], Sequence[float]]] = []
 
     @property
@@ -128,6 +133,11 @@ class BatchTimes:
     def sure(self, process: int) -> bool:
         """Whether a process's prices are worth something."""
         return bool(self._weight[process] >= ENOUGH and self._error[process] < DOUBT)
+
+    def seconds(self, load: Load) -> list[float]:
+        """What ``load`` takes, by process; 0 where that is not known yet."""
+        known = self._weight >= ENOUGH
+        return np.where(known, self._prices @ load, 0.0).tolist()  # type: ignore[no-any-return]
 
     def prices(self, process: int) -> Prices:
         return Prices(*self._prices[process].tolist())
@@ -156,7 +166,8 @@ class BatchTimes:
         taken = np.where(believed, np.minimum(taken, OUTLIER * expected + 1e-9), taken)
         first = told & (self._weight == 0) & (expected > 0)
         ratio = np.where(first, taken / np.where(first, expected, 1.0), 0.0).sum(0)
-        self._prices *= np.where(first.any(0), ratio / np.maximum(first.sum(0), 1), 1.0)[:, None]
+        scale = np.where(first.any(0), ratio / np.maximum(first.sum(0), 1), 1.0)[:, None]
+        self._prices, self._first = self._prices * scale, self._first * scale
         error = np.where(told, np.abs(expected / taken - 1), 0.0).sum(0)
         error /= np.maximum(told.sum(0), 1)
         self._error += np.where(told.any(0) & believed, 0.3, 0.0) * (error - self._error)
@@ -168,10 +179,14 @@ class BatchTimes:
         self._gram *= kept[:, None, None]
         self._gram += np.einsum("npi,npj->pij", weighted, each)
         self._moment = self._moment * kept[:, None] + weighted.sum(0)
+        (one, rows), (_, squares) = self._gram[:, :2, :2].transpose(1, 2, 0)
+        self.sloped |= one * squares > (1 + SPREAD**2) * rows * rows
 
     def _fit(self) -> None:
         gram, moment = self._gram.copy(), self._moment.copy()
-        firm = FIRM * np.einsum("pii->pi", gram) + 1e-30
+        kept = np.maximum(self._prices, self._first)
+        part = np.sqrt(np.einsum("pii->pi", gram))
+        firm = FIRM * part * (kept * part).sum(1, keepdims=True) / (kept + 1e-30) + 1e-30
         np.einsum("pii->pi", gram)[:] += firm
         moment += firm * self._prices
         for _ in range(gram.shape[1]):  # bound: each pass takes a price out, but for the last
