@@ -1,6 +1,7 @@
 """A pipeline of GPUs, emulated, with SiPipe's own processes around it.
 
     python -m benchmarks.emulate --profile llama-70b-8xh100 --pp 4 [--trace DIR] [--json]
+    python -m benchmarks.emulate --profile deepseek-v3-32xh200 --pp 4 --requests 1 --tokens 1 --prompt-tokens 131072
     python -m benchmarks.emulate --ablate [TEXT]    the paper's techniques (benchmarks.emulation.ablation)
 
 vLLM's scheduler, SiPipe's executor, channels, links and samplers run as they do with GPUs; a device
@@ -11,6 +12,7 @@ adds to a pipeline, and nothing of a GPU's speed or of a gain over another engin
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -37,6 +39,8 @@ from sipipe.tools.provenance import machine
 from sipipe.tools.report.reader import ProcessTrace, Trace, read_trace
 from sipipe.tools.report.summary import Run
 
+CHUNK = 8192
+"""Tokens of a prompt's chunk at most, unless an option says otherwise: vLLM's default on GPUs."""
 BUSY = 0.85
 """Share of the machine's CPU time above which emulated devices are late by themselves."""
 
@@ -87,7 +91,7 @@ def emulated(
     add("--draws", choices=("cpus", "device"), default="cpus", help=f"device: {device}")
     add("--jitter", type=fraction, default=0.0, help="deviation of forward passes (default: none)")
     slow = "devices take N times as long, where this machine's cores are too few (default: 1)"
-    add("--slow-motion", type=at_least(1), default=1.0, help=slow)
+    add("--slow-motion", type=at_least(0.01), default=1.0, help=slow)
     add("--replay", help="directory of a trace of a real run with these stages: their times")
     add("--json", action="store_true", help="the figures as JSON")
     own, settings, rest = parse_engine_command(parser, argv)
@@ -108,7 +112,7 @@ def emulated(
         made = replace(made, profile=replayed(made.profile, read_trace(own.replay)))
     if stock is not None:
         made = replace(made, profile=msgspec.structs.replace(made.profile, stock=stock))
-    if own.slow_motion > 1:
+    if own.slow_motion != 1:
         made = replace(made, profile=made.profile.slowed(own.slow_motion))
     with tempfile.TemporaryDirectory(prefix="sipipe-emulate-") as scratch:
         trace = settings.setdefault("trace", str(Path(scratch) / "trace"))
@@ -126,7 +130,7 @@ def _run(
     scratch: Path,
 ) -> dict[str, Any]:
     """Start the engine and run the load; what :func:`benchmarks.measure.measure` returns."""
-    emulate(made, scratch)
+    emulate(made, scratch, narrow=own.tokens == 1)
     longest = own.prompt_tokens + own.tokens
     cut = [stage.layers for stage in made.placement.stages]
     most = max(own.requests)
@@ -134,7 +138,7 @@ def _run(
         "--load-format": "dummy",
         "--max-num-seqs": most,
         "--max-model-len": longest,
-        "--max-num-batched-tokens": max(longest, 2048, most),
+        "--max-num-batched-tokens": max(min(longest, CHUNK), 2048, most),
     }
     words = [str(word) for option in options.items() for word in option]
     job = {
@@ -151,15 +155,16 @@ def _run(
         "cores": settings.get("cores", "off"),
     }
     module = of_the_checkout("benchmarks.emulation.engine")
-    return measured("sipipe", job | {"settings": settings | more}, module)
+    return measured("sipipe", job | {"settings": settings | more}, module) | job
 
 
-def emulate(made: Emulation, model: Path) -> None:
+def emulate(made: Emulation, model: Path, *, narrow: bool) -> None:
     """Engines that are started next have emulated devices; ``model`` is a directory for theirs.
 
-    To vLLM every model is a dense one of the same size: nothing of it is loaded.
+    To vLLM every model is a dense one of the same size: nothing of it is loaded. ``narrow``: hidden
+    states have 128 columns. CPUs copy those of long prompts here, which no CPU does between GPUs.
     """
-    heads = max(1, made.facts.hidden // 128)
+    heads = 1 if narrow else max(1, made.facts.hidden // 128)
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -178,11 +183,28 @@ def emulate(made: Emulation, model: Path) -> None:
 
 
 def _figures(trace: Trace, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each load, the part in which all its requests decode."""
-    loads = zip(*(result[key].values() for key in ("spans", "busy", "waited")), strict=True)
+    """Of each load, the part in which all its requests decode; all of it where none does."""
+    keys = ("spans", "busy", "waited", "ttft")
     return [
-        _steady(trace, span, busy) | {"waited": waited} for (span,), (busy,), (waited,) in loads
+        (_steady if result["tokens"] > 1 else _prompts)(trace, span, busy)
+        | {"waited": waited, "ttft_p50": statistics.median(ttft)}
+        for (span,), (busy,), (waited,), (ttft,) in zip(
+            *(result[key].values() for key in keys), strict=True
+        )
     ]
+
+
+def _prompts(trace: Trace, span: tuple[int, int], busy: float) -> dict[str, Any]:
+    start = trace.window()[0]
+    run = Run(trace, (span[0] - start) / 1e9, (span[1] - start) / 1e9)
+    records = trace.of("stage")[0].phase(Phase.FORWARD, window=span)
+    return {
+        "run": run,
+        "iterations": len(records),
+        "tokens_per_s": float(records["tokens"].sum()) / (span[1] - span[0]) * 1e9,
+        "busy_share": [stage["share"]["busy"] for stage in run.summary["stage_table"]],
+        "busy": busy,
+    }
 
 
 def _steady(trace: Trace, span: tuple[int, int], busy: float) -> dict[str, Any]:
@@ -241,18 +263,23 @@ def _show(made: Emulation, runs: list[Run], result: dict[str, Any]) -> None:
         f"emulated: {made.facts.name} on {made.cluster.devices} x {made.cluster.device.name}, "
         f"{placement.p} stages of {placement.t}, layers {layers}"
         + (", output projection shared out" if placement.shares_projection else "")
-        + (f"; in slow motion, {slow:g} times as long" if slow > 1 else "")
+        + (f"; in slow motion, {slow:g} times as long" if slow != 1 else "")
     )
     for run, load in zip(runs, result["loads"], strict=True):
         Console().print(bubbles(run))
-        print(
-            f"{load['iterations']:,} iterations; while all requests decode: "
-            f"{load['iterations_per_s']:.1f} iterations/s of {load['batch']:.0f} sequences; "
-            f"busiest stage {max(load['busy_share']):.1%} busy; from a microbatch's end to its next "
-            "turn's dispatch {p50:.1f} ms, 99 of 100 within {p99:.1f} ms; ".format(
-                **load["turnaround_ms"]
+        said = f"{load['iterations']:,} iterations; "
+        if result["job"]["tokens"] > 1:
+            said += (
+                f"while all requests decode: {load['iterations_per_s']:.1f} iterations/s of "
+                f"{load['batch']:.0f} sequences; from a microbatch's end to its next turn's dispatch "
+                "{p50:.1f} ms, 99 of 100 within {p99:.1f} ms; ".format(**load["turnaround_ms"])
             )
-            + f"{load['busy']:.0%} of this machine's {os.cpu_count()} cores were busy"
+        else:
+            said += f"{load['tokens_per_s']:,.0f} prompt tokens/s, "
+            said += f"first token after {load['ttft_p50']:.3f} s in the median; "
+        print(
+            f"{said}busiest stage {max(load['busy_share']):.1%} busy; "
+            f"{load['busy']:.0%} of this machine's {os.cpu_count()} cores were busy"
         )
         if load["busy"] > BUSY:
             print(

@@ -50,8 +50,8 @@ def measure(
 
     Returns ``startup_seconds``, ``kv_tokens`` that the KV cache holds, and ``tokens_per_second``,
     ``busy``, which share of the machine's CPU time was spent by anybody meanwhile, ``waited``, how many
-    of the engine's threads waited for a core on average, and ``spans`` of
-    the monotonic clock, ns: for each load (a way of sampling, as in "greedy", or with a number of
+    of the engine's threads waited for a core on average, ``ttft``, seconds to the first token of each
+    request, and ``spans`` of the monotonic clock, ns: for each load (a way of sampling, as in "greedy", or with a number of
     requests, as in "greedy, 4 at once") a list with an entry per repetition.
     """
     from vllm import SamplingParams
@@ -62,6 +62,8 @@ def measure(
         for way in job.sampling
         for count in counts
     }
+
+    first: dict[str, list[list[float]]] = {load: [] for load in loads}
 
     def run(load: str, tokens: int) -> float:
         way, count = loads[load]
@@ -75,6 +77,7 @@ def measure(
         seconds = time.perf_counter() - start
         made = sum(len(output.outputs[0].token_ids) for output in outputs)
         assert made == count * tokens
+        first[load].append([output.metrics.first_token_latency for output in outputs])
         return made / seconds
 
     with turn():
@@ -114,6 +117,7 @@ def measure(
         "tokens_per_second": figures,
         "busy": busy,
         "waited": waited,
+        "ttft": {load: times[-job.repeat :] for load, times in first.items()},
         "spans": spans,
     }
 

@@ -52,6 +52,7 @@ PRINTED = {
     "cdf": ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"),
     "time": ("cpu busy %", "gpu busy %"),
     "memory": ("memory MiB", "KV tokens"),
+    "lengths": ("TTFT p50", "of stock's best"),
     "stages": ("stage", *KINDS),
 }
 """Columns of the printed table by kind, behind those that name a row; the file has all."""
@@ -284,7 +285,10 @@ def _shown(
             "TPOT percentiles": {q: runs[0][f"p{q}_tpot_ms"] for q in map(str, PERCENTILES)},
             "TTFT percentiles": {q: runs[0][f"p{q}_ttft_ms"] for q in map(str, PERCENTILES)},
             "memory by process": starts[0]["memory_mib"],
+            "prompt": panel.get("prompt", 0),
+            "ttft": statistics.median(run["p50_ttft_ms"] for run in runs) / 1e3,
         }
+        drawn["prompt tokens/s"] = drawn["prompt"] / drawn["ttft"]
         row = {"panel": panel["panel"], **by_row[load, name]}
         row |= {f"{kind} busy %": _mean(runs, kind) for kind in BUSY}
         rows.append(row | {key: drawn[key] for key in DRAWN.get(figure["kind"], ())})

@@ -3,11 +3,13 @@
 Kinds of pictures: ``bars`` (output tokens/s of each row, with its range), ``cdf`` (of times per
 output token and of first tokens, by percentiles), ``stages`` (how each stage spends its time, by the
 trace ``TRACES/ROW`` that each row leaves), ``time`` (how busy CPUs and GPUs are over time),
-``memory`` (MiB by process).
+``memory`` (MiB by process), ``lengths`` (time to the first token and prompt tokens/s over the prompt's
+length).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +24,7 @@ DRAWN = {
     "cdf": ("TPOT percentiles", "TTFT percentiles"),
     "time": ("busy over time",),
     "memory": ("memory by process",),
+    "lengths": ("prompt", "ttft", "prompt tokens/s"),
 }
 """What the picture of a kind shows of a row, beside its name and loads."""
 
@@ -157,4 +160,54 @@ def _stacks(title: str, rows: list[dict[str, Any]]) -> str:
     return _svg(title, y + 8, body, names)
 
 
-PICTURES = {"bars": _bars, "cdf": _cdf, "time": _time, "stages": _stacks, "memory": _stacks}
+def _lengths(title: str, rows: list[dict[str, Any]]) -> str:
+    """A line for each engine over tokens of the prompt, both axes logarithmic: seconds to the first
+    token on the left, prompt tokens/s right."""
+    names = list(dict.fromkeys(row["engine"] for row in rows))
+    body, top = [], 34
+    for of in dict.fromkeys(row.get("of", "") for row in rows):
+        mine = [row for row in rows if row.get("of", "") == of]
+        body.append(f'<text x="20" y="{top + 12}">{escape(of)}</text>')
+        for side, key, what in (
+            (20, "ttft", "s to the first token"),
+            (370, *[DRAWN["lengths"][2]] * 2),
+        ):
+            low = top + 160
+            body.append(
+                f'<path d="M{side} {top + 20}V{low}H{side + 320}" stroke="black" fill="none"/>'
+            )
+            across, up = (_logarithmic([row[each] for row in mine]) for each in ("prompt", key))
+            (x0, x1), (y0, y1) = (
+                (min(row[each] for row in mine), max(row[each] for row in mine))
+                for each in ("prompt", key)
+            )
+            text = f"{what}, {y0:,.3g} to {y1:,.3g}, over {x0:,} to {x1:,} tokens"
+            body.append(f'<text x="{side}" y="{low + 14}">{text}</text>')
+            for name in names:
+                line = [row for row in mine if row["engine"] == name]
+                shape = " ".join(
+                    f"{side + 310 * across(row['prompt']):.1f},{low - 130 * up(row[key]) - 4:.1f}"
+                    for row in sorted(line, key=lambda row: row["prompt"])
+                )
+                colour = _colour(names.index(name))
+                body.append(
+                    f'<polyline points="{shape}" fill="none" stroke="{colour}" stroke-width="2"/>'
+                )
+        top += 190
+    return _svg(title, top, body, names)
+
+
+def _logarithmic(figures: Sequence[float]) -> Callable[[float], float]:
+    """From 0 for the least of them to 1 for the largest."""
+    least, most = min(figures), max(figures)
+    return lambda figure: math.log(figure / least) / (math.log(most / least) or 1.0)
+
+
+PICTURES = {
+    "bars": _bars,
+    "cdf": _cdf,
+    "time": _time,
+    "stages": _stacks,
+    "memory": _stacks,
+    "lengths": _lengths,
+}

@@ -40,6 +40,8 @@ def test_the_steady_part_is_what_counts(tmp_path):
     result = {
         "busy": {"a": [0.25], "b": [0.5]},
         "waited": waited,
+        "ttft": {"a": [[0.2, 0.6, 0.4]], "b": [[1.0]]},
+        "tokens": 200,
         "spans": {"a": spans[:1], "b": spans[1:]},
     }
     loads = emulate._figures(trace, result)
@@ -52,6 +54,11 @@ def test_the_steady_part_is_what_counts(tmp_path):
     assert all(0 < spent < 1000 for spent in found["cpu_ms"].values())
     assert all(0.5 < share <= 1 for share in found["busy_share"])
     assert 0 < found["turnaround_ms"]["p50"] <= found["turnaround_ms"]["p99"]
+    assert found["ttft_p50"] == 0.4
+    prompts = emulate._figures(trace, result | {"tokens": 1})
+    assert [load["ttft_p50"] for load in prompts] == [0.4, 1.0], "nothing decodes: all of it counts"
+    assert prompts[0]["iterations"] == 400
+    assert all(0.5 < share <= 1 for share in prompts[0]["busy_share"])
 
 
 @pytest.mark.engine
