@@ -70,14 +70,17 @@ def vllm_config(**changes):
             {"speculative_config": drafts(), "kv_transfer_config": object()},
             "--speculative-config.*--kv-transfer-config",
         ),
-        ({"parallel_config__data_parallel_size": 2}, "--data-parallel-size"),
+        (
+            {"parallel_config__data_parallel_size": 2},
+            "--data-parallel-size.*: start a server for each",
+        ),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
-        ({"parallel_config__nnodes": 2}, "--nnodes"),
+        ({"parallel_config__nnodes": 2}, "--nnodes.*: sipipe serve takes it"),
         ({"parallel_config__enable_eplb": True}, "--enable-eplb"),
         ({"parallel_config__enable_elastic_ep": True}, "--enable-elastic-ep"),
-        ({"ec_transfer_config": object()}, "--ec-transfer-config"),
-        ({"parallel_config__numa_bind": True}, "--numa-bind.*cores"),
+        ({"ec_transfer_config": object()}, "--ec-transfer-config.*: leave it out, the first"),
+        ({"parallel_config__numa_bind": True}, "--numa-bind.*: leave.*cores"),
         (
             {"model_config__multimodal_config": SimpleNamespace(mm_processor_cache_type="shm")},
             "--mm-processor-cache-type shm",
@@ -92,7 +95,7 @@ def test_what_stages_cannot_serve_is_refused_by_its_option(changes, option):
 
 def test_vllms_first_runner_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(UnsupportedError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(UnsupportedError, match=r"VLLM_USE_V2_MODEL_RUNNER=0.*: unset it"):
         compat.check_features(vllm_config())
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     compat.check_features(vllm_config())

@@ -21,6 +21,17 @@ STOCK_WORKERS = {
 """Which of our classes stands for which of vLLM's, by the name in ``parallel_config``."""
 
 
+INSTEAD = {
+    "--data-parallel-size above 1": "start a server for each replica, and a load balancer in front",
+    "--nnodes above 1 here": "sipipe serve takes it",
+    "--ec-transfer-config (encoder cache connectors)": "leave it out, the first stage encodes",
+    "--numa-bind": 'leave it out, workers are placed by "cores" in the sipipe config',
+    "--mm-processor-cache-type shm": "take lru, its default",
+    "VLLM_USE_V2_MODEL_RUNNER=0 (vLLM's first model runner)": "unset it",
+}
+"""What to do where stock vLLM's executor is not the first answer."""
+
+
 def check_features(vllm_config: VllmConfig) -> None:
     """Refuse what stages without a common process group cannot serve.
 
@@ -32,13 +43,13 @@ def check_features(vllm_config: VllmConfig) -> None:
         "--data-parallel-size above 1": parallel.data_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
-        "--nnodes above 1 here (sipipe serve takes it)": parallel.nnodes > 1,
+        "--nnodes above 1 here": parallel.nnodes > 1,
         "--ec-transfer-config (encoder cache connectors)": (
             vllm_config.ec_transfer_config is not None
         ),
         "--enable-eplb (expert load balancing)": parallel.enable_eplb,
         "--enable-elastic-ep": parallel.enable_elastic_ep,
-        '--numa-bind (workers are placed by "cores" in the sipipe config)': parallel.numa_bind,
+        "--numa-bind": parallel.numa_bind,
         # By a lock that only vLLM's own executor hands its workers.
         "--mm-processor-cache-type shm": (
             model.multimodal_config is not None
@@ -50,9 +61,9 @@ def check_features(vllm_config: VllmConfig) -> None:
     }
     for option, asked in refused.items():
         if asked:
+            stock = "leave it out, or use --distributed-executor-backend mp"
             raise UnsupportedError(
-                f"SiPipe does not support {option}: leave it out, or use "
-                "--distributed-executor-backend mp"
+                f"SiPipe does not support {option}: {INSTEAD.get(option, stock)}"
             )
     check_speculation(vllm_config)
 
