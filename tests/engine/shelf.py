@@ -3,12 +3,15 @@
 Its transfers are asynchronous: a request waits until every worker has its blocks, and blocks are
 held until every worker has put them there. It fails where its calls come in another order, or in
 another thread, than vLLM's interface says. ``fails``: every so manieth block that it loads is said
-to be damaged.
+to be damaged. ``slow``: seconds until a transfer is made.
 """
 
 import hashlib
 import itertools
+import os
 import threading
+import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +22,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+
+
+def name_of(tokens):
+    """Of the block that ends with the last of a prompt's ``tokens``."""
+    return hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
+
+
+def put(file, block):
+    """Nobody sees half of it."""
+    torch.save(block, new := file.with_name(f"{file.name}.new"))
+    os.replace(new, file)
 
 
 @dataclass
@@ -43,11 +57,12 @@ class Shelf(KVConnectorBase_V1):
             self.rank = f"rank{get_tensor_model_parallel_rank()}"
             self.sent, self.received, self.damaged = set(), set(), set()
             self.counted = itertools.count(1)
+            self.slow, self.loads, self.stores = extra.get("slow", 0), deque(), deque()
 
     def names(self, tokens):
         """Of the blocks that the tokens fill."""
         full = range(self.block, len(tokens) + 1, self.block)
-        return [hashlib.sha256(repr(tokens[:end]).encode()).hexdigest()[:16] for end in full]
+        return [name_of(tokens[:end]) for end in full]
 
     # ---- the scheduler's side
 
@@ -88,6 +103,13 @@ class Shelf(KVConnectorBase_V1):
         assert self.state in before, f"{after} after {self.state}"
         self.thread, self.state = thread, after
 
+    def due(self, waiting, asked):
+        """Of what was asked now or earlier, what is made now."""
+        now = time.monotonic()
+        waiting.extend((now + self.slow, *move) for move in asked)
+        while waiting and waiting[0][0] <= now:
+            yield waiting.popleft()[1:]
+
     def register_kv_caches(self, kv_caches):
         assert not self.caches
         self.caches = kv_caches
@@ -98,7 +120,8 @@ class Shelf(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context, **_):
         self.step({"bound"}, "loading")
-        for request, names, ids in self._get_connector_metadata().loads:
+        asked = self._get_connector_metadata().loads
+        for request, names, ids in self.due(self.loads, asked):
             for name, block in zip(names, ids, strict=True):
                 for layer, cache in self.caches.items():
                     cache[block] = torch.load(self.directory / name / (layer + self.rank))
@@ -114,11 +137,12 @@ class Shelf(KVConnectorBase_V1):
 
     def wait_for_save(self):
         self.step({"loading"}, "saved")
-        for request, names, ids in self._get_connector_metadata().stores:
+        asked = self._get_connector_metadata().stores
+        for request, names, ids in self.due(self.stores, asked):
             for name, block in zip(names, ids, strict=True):
                 (self.directory / name).mkdir(exist_ok=True)
                 for layer, cache in self.caches.items():
-                    torch.save(cache[block].clone(), self.directory / name / (layer + self.rank))
+                    put(self.directory / name / (layer + self.rank), cache[block].clone())
             self.sent.add(request)
 
     def get_finished(self, finished_req_ids):

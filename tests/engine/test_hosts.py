@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.engine.engines import (
+    HERE,
     Engine,
     assert_stock,
     engine_environment,
@@ -32,6 +33,7 @@ from tests.engine.engines import (
     shared,
 )
 from tests.engine.forks import Forked
+from tests.engine.test_kv_connectors import on_shelf
 from tests.engine.test_parity import mixed_batches
 
 import sipipe
@@ -112,6 +114,11 @@ except urllib.error.HTTPError as error:
     print(error.code)
 except OSError:
     print("ended")
+"""
+LOADED = """
+import re, urllib.request
+text = urllib.request.urlopen("http://127.0.0.1:8000/metrics", timeout=30).read().decode()
+print(re.search(r"vllm:external_prefix_cache_hits_total{.*} (\\S+)", text)[1])
 """
 AHEAD = """
 import time
@@ -293,6 +300,27 @@ def test_more_of_two_hosts_equals_stock(serve, models, family, pp, tp):
     served.end()
     # vLLM gives its engine process no time to say so, and kills it.
     assert "the engine ended" in served.log(1) or "this host's stages end" in served.log(1)
+
+
+@pytest.mark.slow
+def test_caches_come_and_go_on_two_hosts(serve, models, tmp_path):
+    """Each host's stage stores its layers, and loads them when the same prompts come again."""
+    shelf = on_shelf(tmp_path / "shelf")["kv_transfer_config"]
+    (tmp_path / "shelf").mkdir()
+    path = {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    options = ("-pp", "2", "--block-size", "32", "--kv-transfer-config", json.dumps(shelf))
+    asked = [
+        {"prompts": prompts(12, longest=300, seed=21), "params": greedy(12, shortest=2, longest=9)},
+        {"prompts": prompts(1, longest=300, seed=21), "params": greedy(1)},
+    ]
+    served = serve(*options, environments=(path, path))
+    served.wait_served()
+    assert_stock(served.run(asked), served.path, asked)
+    served.process(1, "sipipe.sampler sampler").kill()
+    assert_stock(served.run(asked), served.path, asked)
+    assert served.client(LOADED) != "0.0\n"
+    assert len(list((tmp_path / "shelf").glob("engine-*"))) == 1, "all stages have one engine id"
+    served.end()
 
 
 @pytest.mark.slow

@@ -6,20 +6,25 @@ executor. What comes of it is written to a file.
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing.util
 import os
 import pickle
 import random
 import signal
+import tempfile
 import time
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+from tests.engine.shelf import name_of, put
 from tests.faults import plan, week
 from tests.faults.network import NETWORK
 from tests.faults.processes import Forked, Nursery
-from tests.worker.arithmetic import VOCAB, continuation
+from tests.worker.arithmetic import VOCAB, continuation, follow
 
 SIGNALS = {
     "kill": signal.SIGKILL,
@@ -82,7 +87,7 @@ def _start(scenario, configured):
 
 
 def _configure(scenario, configured):
-    from vllm.config import SpeculativeConfig
+    from vllm.config import KVTransferConfig, SpeculativeConfig
 
     from sipipe.engine import spare
 
@@ -104,7 +109,34 @@ def _configure(scenario, configured):
             target_model_config=vllm_config.model_config,
             target_parallel_config=vllm_config.parallel_config,
         )
+    if "shelf" in scenario:
+        vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
+        extra = {key: value for key, value in scenario["shelf"].items() if key != "policy"}
+        vllm_config.kv_transfer_config = KVTransferConfig(
+            kv_connector="Shelf",
+            kv_connector_module_path="tests.engine.shelf",
+            kv_role="kv_both",
+            kv_load_failure_policy=scenario["shelf"].get("policy", "fail"),
+            kv_connector_extra_config=extra | {"directory": str(_shelf())},
+        )
     return vllm_config
+
+
+def _shelf():
+    """Where stored blocks lie: not among what has to be gone when the engine is."""
+    directory = Path(tempfile.gettempdir()).parent / "shelf"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def _blocks(request):
+    """The file of each block that the prompt fills, on each stage, and what it has to hold."""
+    tokens = list(request.prompt_token_ids)
+    kept = list(itertools.accumulate(tokens, follow, initial=-1))[1:]
+    for end in range(16, len(tokens) + 1, 16):
+        for stage in (0, 1):
+            file = _shelf() / name_of(tokens[:end]) / f"stage{stage}rank0"
+            yield file, torch.tensor(kept[end - 16 : end])
 
 
 def _other_host(scenario, configured, report):
@@ -164,8 +196,15 @@ def check_greedy(tokens, *, sampling):
 
 def _serve(core, scenario, said, report):
     """Add requests as the run goes on, step until all have ended; faults from outside by step."""
+    from vllm.v1.engine import FinishReason
+
+    fails = scenario.get("shelf", {}).get("policy") == "fail"
     todo = list(requests(scenario["streams"], sampling=not scenario["own"]))
     tokens = said["tokens"] = {request.request_id: [] for request in todo}
+    asked = [*todo] if "shelf" in scenario else []
+    for file, block in itertools.chain(*map(_blocks, asked[: len(asked) // 2])):
+        file.parent.mkdir(exist_ok=True)  # an engine before this one has stored them
+        put(file, block)
     ended, aborts = set(), random.Random(scenario.get("aborts"))
     outside = sorted(scenario.get("outside", ()), key=lambda fault: -fault["step"])
     while len(ended) < len(tokens):
@@ -193,6 +232,10 @@ def _serve(core, scenario, said, report):
                 tokens[output.request_id] += output.new_token_ids
                 if output.finish_reason is not None:
                     ended.add(output.request_id)
+                if output.finish_reason == FinishReason.ERROR and fails:
+                    said["aborted"].append(output.request_id)
+    for file, block in itertools.chain(*map(_blocks, asked)):
+        assert not file.exists() or torch.equal(torch.load(file), block), "stored otherwise"
     while outside:  # with nothing to do
         if _outside(core, outside[-1], report):
             outside.pop()

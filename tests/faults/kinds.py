@@ -28,6 +28,7 @@ OWN_WORKER = {
 }
 PRODUCT = {"stage0.0": ("rows", "product"), "stage1.0": ("spread", "product")}
 """Where the output projection is shared out."""
+MOVES = ("load blocks", "store blocks", "say what moved")
 START_ENGINE = ("start", "listen", "load models", "make channels", "open samplers")
 BUSY_ENGINE = ("schedule", "dispatch", "resolve", "record")
 FOR_EVER = 1e9
@@ -342,6 +343,22 @@ def drafting(make):
     return lambda rng: make(rng) | {"drafts": True}
 
 
+def moving(make, **shelf):
+    """The same, while a KV connector loads what half of the prompts need, and stores all
+    (:mod:`tests.engine.shelf`)."""
+    return lambda rng: make(rng) | {"shelf": shelf}
+
+
+def amid_moves(what, own=False):
+    """Of a worker, as its KV connector is called."""
+
+    def make(rng):
+        struck = fault(rng.choice(MOVES), what, rng.randrange(30))
+        return scenario(own, planned={rng.choice(STAGES): [[struck]]})
+
+    return make
+
+
 def abandoned(make):
     """The same, while requests are aborted."""
     return lambda rng: make(rng) | {"aborts": rng.random()}
@@ -418,7 +435,7 @@ def from_network(what):
 AGENT = ("agent",)
 BUSY_LAST = BUSY_WORKER["stage1.0"]
 HOST_LOST = r"host 1 .*(lost|ended|closed|reset|silent|died)"
-STAGE_DIED = r"stage worker stage\d\.0 \(pid \d+\) (on host 1 )?(died|ended while starting)"
+STAGE_DIED = r"stage worker stage\d\.0 \(pid \d+\) (on host \d )?(died|ended while starting)"
 NOT_READY = r"not ready in time: .*start_timeout"
 STALLED = r"no progress for .* s: .*stage\d\.0 does not answer"
 SAYING = (
@@ -590,6 +607,41 @@ KINDS = [
         crowded(abandoned(drafting(spared_samplers))),
         6,
     ),
+    Kind("a sampler that draws is killed amid KV transfers", moving(busy_samplers), 8),
+    Kind("a sampler is stopped for 1 s amid KV transfers", moving(stopped_sampler(1)), 6),
+    Kind("a sampler is killed, KV transfers take 0.3 s", moving(busy_samplers, slow=0.3), 6),
+    Kind(
+        "a sampler is killed, KV blocks fail and are computed",
+        moving(busy_samplers, fails=3, policy="recompute"),
+        6,
+    ),
+    Kind(
+        "a sampler is killed, KV blocks fail and so do their requests",
+        moving(busy_samplers, fails=3, policy="fail"),
+        6,
+    ),
+    Kind(
+        "a sampler is killed amid KV transfers, aborts and preemption",
+        crowded(abandoned(moving(spared_samplers, slow=0.1))),
+        6,
+    ),
+    Kind("a worker is killed amid a KV transfer", moving(amid_moves("kill")), 8, STAGE_DIED, True),
+    Kind(
+        "a worker is killed amid a KV transfer (vLLM's sampler)",
+        moving(amid_moves("kill", True)),
+        6,
+        STAGE_DIED,
+        True,
+    ),
+    Kind("a sampler is killed amid KV transfers of two hosts", hosts(moving(killed_sampler)), 4),
+    Kind(
+        "a worker is killed amid a KV transfer of two hosts",
+        hosts(moving(amid_moves("kill"))),
+        4,
+        STAGE_DIED,
+        True,
+    ),
+    Kind("a KV connector raises an error", moving(amid_moves("raise")), 6, "planted in", True),
     Kind(
         "a sampler of another host is killed",
         hosts(killed_sampler),

@@ -76,6 +76,7 @@ def strike(name, fault, report):
 
 def load():
     """The functions at which steps of processes' lives begin, by name; imports all of them."""
+    from tests.engine.shelf import Shelf
     from tests.faults import stand_in
     from tests.worker import arithmetic
 
@@ -130,6 +131,9 @@ def load():
         "spread": (sipipe.worker.projection.SharedProjection, "columns"),
         "rows": (sipipe.worker.projection_thread.ProjectionThread, "_do"),
         "product": (stand_in.Shard, "whole"),
+        "load blocks": (Shelf, "start_load_kv"),
+        "store blocks": (Shelf, "wait_for_save"),
+        "say what moved": (Shelf, "get_finished"),
         # the engine's
         "start": (sipipe.engine.host.LocalHost, "start"),
         "listen": (sipipe.engine.pipeline, "GatherReceiver"),

@@ -7,9 +7,14 @@ samplers are the real ones; what is replaced is vLLM's worker, and the second ru
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import torch
 from benchmarks.emulation.worker import EmulatedSharing, EmulatedWorker
 from tests.worker.arithmetic import Runner, Worker, logits_table, look_up
-from vllm.distributed import get_pp_group
+from vllm.distributed import get_pp_group, parallel_state
+from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized
+from vllm.v1.worker.gpu.kv_connector import get_kv_connector
 
 from sipipe.messages.measured import Measured
 
@@ -46,3 +51,15 @@ class StandInWorker(Worker, EmulatedWorker):
 
     def determine_available_memory(self):
         return 1 << 20
+
+    def initialize_from_config(self, kv_cache_config):
+        """What a KV connector moves is the runner's cache."""
+        if self.vllm_config.kv_transfer_config is not None:
+            parallel_state._TP = SimpleNamespace(
+                rank_in_group=0, broadcast_object=lambda one, **_: one
+            )
+            ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
+            blocks = torch.full((kv_cache_config.num_blocks, self.cache_config.block_size), -2)
+            self.model_runner.cache = blocks.view(-1).numpy()
+            caches = {f"stage{self.place.stage}": blocks}
+            self.model_runner.kv_connector = get_kv_connector(self.vllm_config, caches)

@@ -68,7 +68,8 @@ def table(judged):
         empty = {"kind": kind.name, "injected": 0, "recovered": 0, "error": 0, "seconds": []}
         row = rows.setdefault(kind.name, empty | dict.fromkeys(BAD, 0))
         row["injected"] += outcome["injected"]
-        row[verdict] += outcome["injected"]
+        # What is bad counts where the engine did not live to see its fault, too.
+        row[verdict] += outcome["injected"] or verdict in BAD
         if verdict == "error" and outcome["injected"]:
             row["seconds"].append(
                 outcome["gone"] if outcome["failed"] is None else outcome["failed"]

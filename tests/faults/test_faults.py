@@ -22,6 +22,7 @@ FEW = (
     "a sampler is stopped for ever",
     "a worker is killed amid a product",
     "a sampler that draws is killed amid aborts",
+    "a sampler is killed, KV blocks fail and are computed",
     "another host's agent is killed",
 )
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from vllm.sequence import IntermediateTensors
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
@@ -84,16 +84,19 @@ class Tables:
 class Output(AsyncModelRunnerOutput):
     """What ``sample_tokens`` returns on the last stage; ``tokens``: of each request, some or none."""
 
-    def __init__(self, batch, drawn, tokens):
+    def __init__(self, batch, drawn, tokens, moved):
         self.sampled_token_ids = drawn
         index = {req_id: place for place, req_id in enumerate(batch.req_ids)}
-        self._result = ModelRunnerOutput(
-            req_ids=batch.req_ids, req_id_to_index=index, sampled_token_ids=tokens
+        self.model_runner_output = ModelRunnerOutput(
+            req_ids=batch.req_ids,
+            req_id_to_index=index,
+            sampled_token_ids=tokens,
+            kv_connector_output=moved,
         )
-        self._result.prompt_token_id_logprobs_dict = {}
+        self.model_runner_output.prompt_token_id_logprobs_dict = {}
 
     def get_output(self):
-        return self._result
+        return self.model_runner_output
 
 
 class Runner:
@@ -160,7 +163,8 @@ class Runner:
         self.update_requests(output)
         self.block_tables.apply_staged_writes()
         if not output.total_num_scheduled_tokens:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+            return self.kv_connector.no_forward(output)
+        self._finished = output.finished_req_ids
         state, _ = self.gather_batch_req_state(output, False)
         desc = SimpleNamespace(num_tokens=output.total_num_scheduled_tokens, num_reqs=None)
         batch = self._batch = self.prepare_inputs(output, state, desc, 0)
@@ -168,7 +172,9 @@ class Runner:
         received = None
         if receive is not None:
             received = receive()[KEY][: batch.num_tokens]
+        self.kv_connector.pre_forward(output)
         self._hidden = hidden = self.forward(batch, tables, slots, received)
+        self.kv_connector.finish_forward()
         return None if self.is_last_pp_rank else {KEY: hidden}
 
     def sample_tokens(self, grammar_output):
@@ -177,12 +183,13 @@ class Runner:
             return None
         if not self.is_last_pp_rank:
             self.postprocess_num_computed_tokens(batch)
-            return None
+            moved = self.kv_connector.post_forward(self._finished)
+            return ModelRunnerOutput.with_kv_conn_output_only(moved)
         found, counts, rejected = self.sample(self._hidden, batch, grammar_output)
         drawn = found.sampled_token_ids
         tokens = [row[:count] for row, count in zip(drawn.tolist(), counts.tolist(), strict=True)]
         self.postprocess_sampled(batch.idx_mapping, drawn, counts, rejected, batch.query_start_loc)
-        return Output(batch, drawn, tokens)
+        return Output(batch, drawn, tokens, self.kv_connector.post_forward(self._finished))
 
     def _remove(self, req_id):
         row = self.req_states.req_id_to_index.pop(req_id, None)

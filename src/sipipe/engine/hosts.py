@@ -155,6 +155,8 @@ def agreed(setup: Setup) -> dict[str, str]:
         "--max-num-batched-tokens": scheduler.max_num_batched_tokens,
         "--speculative-config": setup.drafts,
         "--enable-lora": config.lora_config is not None,
+        "the connector (--kv-transfer-config)": config.kv_transfer_config
+        and config.kv_transfer_config.kv_connector,
         "-pp": setup.stages,
         "-tp": setup.ranks,
         "VLLM_PP_LAYER_PARTITION": os.environ.get("VLLM_PP_LAYER_PARTITION", ""),

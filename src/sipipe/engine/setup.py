@@ -36,7 +36,7 @@ from sipipe.engine.layers.choose import choose_layers, describe_layers
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary
 from sipipe.engine.logits_room import rows_needed
 from sipipe.engine.memory_budget import Part, check_budget, describe, memory_budget
-from sipipe.errors import ConfigError, UnsupportedError
+from sipipe.errors import ConfigError
 from sipipe.messages.boots import Path
 from sipipe.messages.link import buffer_tokens
 
@@ -284,11 +284,6 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
     reason = why_not_samplers(vllm_config, config)
     parallel = vllm_config.parallel_config
     check_hosts(config.hosts, node)
-    if config.hosts.count > 1 and vllm_config.kv_transfer_config is not None:
-        raise UnsupportedError(
-            "--kv-transfer-config with stages on several hosts: SiPipe does not support it; have "
-            "the stages on one host, or leave the option out"
-        )
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     here = stages_of_hosts(stages, config.hosts)[node]
     _check_devices(config, len(here), tp)
