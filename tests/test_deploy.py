@@ -35,18 +35,48 @@ def test_dockerfiles(file):
         assert (ROOT / name).exists(), name
 
 
-def test_compose():
-    run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(DEPLOY / "compose.yaml"))
+@pytest.mark.parametrize("name", ["compose.yaml", "prefill-compose.yaml"])
+def test_compose(name):
+    run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(DEPLOY / name))
     yaml = pytest.importorskip("yaml")
-    text = (DEPLOY / "compose.yaml").read_text()
+    text = (DEPLOY / name).read_text()
     for service in yaml.safe_load(text)["services"].values():
         for mount in service.get("volumes", []):
             source = mount.split(":")[0]
             assert not source.startswith(".") or (DEPLOY / source).exists(), source
 
 
-def test_kubernetes():
-    run("kubernetes-validate", "--strict", str(DEPLOY / "kubernetes.yaml"))
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "prefill-kubernetes.yaml"])
+def test_kubernetes(name):
+    run("kubernetes-validate", "--strict", str(DEPLOY / name))
+
+
+def test_prefill():
+    """Both files' engines agree on what the connector needs; the router's options are its own."""
+    yaml = pytest.importorskip("yaml")
+    services = yaml.safe_load((DEPLOY / "prefill-compose.yaml").read_text())["services"]
+    pods = {}
+    for one in yaml.safe_load_all((DEPLOY / "prefill-kubernetes.yaml").read_text()):
+        if one["kind"] == "Deployment":
+            (pods[one["metadata"]["name"]],) = one["spec"]["template"]["spec"]["containers"]
+    engines = [services[name] for name in ("prefill", "decode-0", "decode-1")]
+    said = [one["entrypoint"][2:] + one["command"][1:] for one in engines]
+    said += [pods[f"sipipe-{name}"]["args"][1:] for name in ("prefill", "decode")]
+    roles, agreed = [], []
+    for words in said:
+        _, _, rest = parse_engine_command(make_parser("serve", "", add_help=False), ["m", *words])
+        option = "--kv-transfer-config="
+        (connector,) = (json.loads(w.removeprefix(option)) for w in words if option in w)
+        roles.append(connector.pop("kv_role").removeprefix("kv_"))
+        agreed.append({*(word for word in words if option not in word), json.dumps(connector)})
+        assert rest
+    assert roles == ["producer", "consumer", "consumer", "producer", "consumer"]
+    assert all(one == agreed[0] for one in agreed)
+    router = services["router"]
+    for words in (router["entrypoint"] + router["command"],
+                  pods["sipipe-router"]["command"] + pods["sipipe-router"]["args"]):  # fmt: skip
+        assert words[:3] == ["python3", "deploy/prefill_router.py", "--host=0.0.0.0"]
+        assert {word.split("=")[0] for word in words[3:]} == {"--prefill", "--decode"}
 
 
 LEADER_WORKER_SET = {

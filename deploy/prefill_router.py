@@ -1,0 +1,175 @@
+"""A router for engines that hand KV caches over: prompts to some, all other tokens to others.
+
+    python deploy/prefill_router.py --port 8000 \
+        --prefill http://prefill:8000 --decode http://decode-0:8000 --decode http://decode-1:8000
+
+As in vLLM's example of such a proxy, a request is asked of a prefill engine first, for one token:
+that engine's KV connector keeps the prompt's cache. Then it goes, with the ``kv_transfer_params`` of
+that answer, if any, to a decode engine, whose connector gets it. Engines are taken in turn, and one that cannot be reached is passed over.
+Where none can, the client gets 502 and their addresses; a stream that breaks off says so as its last
+event. What an engine refuses is answered in its own words. /health is 200 while one of each kind is
+healthy. It authenticates nobody, and hands on the Authorization header.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
+
+GENERATES = ("/v1/completions", "/v1/chat/completions")
+UNREACHABLE = (ClientError, TimeoutError, OSError)
+
+
+class Engines:
+    """Of one kind, taken in turn."""
+
+    def __init__(self, kind: str, addresses: list[str]) -> None:
+        self.kind = kind
+        self.addresses = [address.rstrip("/") for address in addresses]
+        self._turn = itertools.cycle(range(len(addresses)))
+
+    def in_turn(self) -> list[str]:
+        """All, the one whose turn it is first."""
+        first = next(self._turn)
+        return [*self.addresses[first:], *self.addresses[:first]]
+
+    @asynccontextmanager
+    async def ask(
+        self, session: ClientSession, method: str, path: str, **more: object
+    ) -> AsyncIterator[ClientResponse]:
+        """The answer of the first engine that gives one.
+
+        Raises:
+            HTTPBadGateway: none does.
+        """
+        seen = []
+        for address in self.in_turn():
+            try:
+                answer = await session.request(method, address + path, **more)
+            except UNREACHABLE as error:
+                seen.append(f"{address} ({str(error) or type(error).__name__})")
+                continue
+            async with answer:
+                yield answer
+            return
+        raise web.HTTPBadGateway(
+            text=failure(f"no {self.kind} engine answers: {', '.join(seen)}"),
+            content_type="application/json",
+        )
+
+
+def failure(message: str) -> str:
+    """As vLLM's server says one."""
+    return json.dumps({"error": {"message": message, "type": "BadGatewayError", "code": 502}})
+
+
+def of_prompt(body: dict) -> dict:
+    """What is asked of a prefill engine: the prompt, and one token."""
+    asked = {key: value for key, value in body.items() if key not in ("stream_options", "n")}
+    asked |= {"stream": False, "max_tokens": 1, "min_tokens": 0}
+    asked["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
+    if "max_completion_tokens" in body:
+        asked["max_completion_tokens"] = 1
+    return asked
+
+
+class Router:
+    def __init__(self, prefill: Engines, decode: Engines, timeout: float) -> None:
+        self.prefill, self.decode = prefill, decode
+        self._timeout = ClientTimeout(total=None, sock_connect=5, sock_read=timeout)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=1 << 28)
+        app.cleanup_ctx.append(self._open)
+        app.add_routes([web.post(path, self.generate) for path in GENERATES])
+        app.add_routes([web.get("/health", self.health), web.get("/v1/models", self.models)])
+        return app
+
+    async def _open(self, _: web.Application) -> AsyncIterator[None]:
+        async with ClientSession(timeout=self._timeout) as self._session:
+            yield
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        try:
+            body = dict(await request.json())
+        except ValueError:
+            raise web.HTTPBadRequest(text="the body is no JSON object") from None
+        kept = {k: v for k, v in request.headers.items() if k in ("Authorization", "X-Request-Id")}
+        post = (self._session, "POST", request.path)
+        async with self.prefill.ask(*post, json=of_prompt(body), headers=kept) as answer:
+            said = await self._whole(answer)
+            if said.status != 200:
+                return said
+            if there := json.loads(said.body).get("kv_transfer_params"):
+                body["kv_transfer_params"] = there
+        async with self.decode.ask(*post, json=body, headers=kept) as answer:
+            if not answer.content_type.startswith("text/event-stream"):
+                return await self._whole(answer)
+            return await self._stream(request, answer)
+
+    async def _whole(self, answer: ClientResponse) -> web.Response:
+        try:
+            said = await answer.read()
+        except UNREACHABLE as error:
+            message = f"{answer.url.origin()} ended amid its answer ({type(error).__name__})"
+            return web.json_response(text=failure(message), status=502)
+        return web.Response(body=said, status=answer.status, content_type=answer.content_type)
+
+    async def _stream(self, request: web.Request, answer: ClientResponse) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        ended = False
+        while not ended:
+            try:
+                piece = await answer.content.readany()
+                ended = not piece
+            except UNREACHABLE as error:
+                message = f"{answer.url.origin()} ended amid its stream ({type(error).__name__})"
+                piece, ended = f"data: {failure(message)}\n\n".encode(), True
+            await stream.write(piece)
+        await stream.write_eof()
+        return stream
+
+    async def health(self, _: web.Request) -> web.Response:
+        bad, well = [], set()
+        for engines in (self.prefill, self.decode):
+            for address in engines.addresses:
+                try:
+                    async with self._session.get(f"{address}/health") as answer:
+                        status = str(answer.status)
+                except UNREACHABLE as error:
+                    status = type(error).__name__
+                if status == "200":
+                    well.add(engines.kind)
+                else:
+                    bad.append(f"{engines.kind} engine {address}: {status}\n")
+        return web.Response(text="".join(bad), status=200 if len(well) == 2 else 503)
+
+    async def models(self, _: web.Request) -> web.Response:
+        async with self.decode.ask(self._session, "GET", "/v1/models") as answer:
+            return await self._whole(answer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    for kind in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{kind}", action="append", required=True, metavar="URL", help="again for more"
+        )
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a byte")
+    options = parser.parse_args()
+    engines = Engines("prefill", options.prefill), Engines("decode", options.decode)
+    app = Router(*engines, options.timeout).app()
+    # A client that goes away takes its request along, and an engine aborts it.
+    web.run_app(app, host=options.host, port=options.port, handler_cancellation=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""deploy/prefill_router.py before engines that are stand-ins."""
+
+import asyncio
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ipc.link.conftest import free_port
+
+aiohttp = pytest.importorskip("aiohttp")
+FILE = Path(__file__).parents[1] / "deploy" / "prefill_router.py"
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("prefill_router", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class StandIn:
+    """Answers with its name; a request's ``act`` says what else it does."""
+
+    def __init__(self, name):
+        self.name, self.asked, self.ended = name, [], asyncio.Event()
+
+    async def __call__(self, request):
+        if request.path == "/health":
+            return aiohttp.web.Response()
+        body = await request.json()
+        self.asked.append((body, dict(request.headers)))
+        if body.get("act") == "refuse" and self.name.startswith("prefill"):
+            return aiohttp.web.json_response({"error": "too long"}, status=400)
+        if not body["stream"]:
+            there = {"kv_transfer_params": {"at": self.name}} if body.get("act") == "tell" else {}
+            return aiohttp.web.json_response({"from": self.name} | there)
+        stream = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        await stream.write(f"data: {self.name}\n\n".encode())
+        if body.get("act") == "die":
+            request.transport.abort()
+        if body.get("act") == "stay":
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.ended.set()
+        return stream
+
+
+class Running:
+    """A router before stand-ins of some names; those of none are not there."""
+
+    def __init__(self, prefill, decode):
+        self.names, self.runners = (prefill, decode), []
+
+    async def serve(self, app, port):
+        runner = aiohttp.web.AppRunner(app, handler_cancellation=True)
+        await runner.setup()
+        self.runners.append(runner)
+        await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
+
+    async def __aenter__(self):
+        module, self.engines, kinds = load(), {}, []
+        for kind, names in zip(("prefill", "decode"), self.names, strict=True):
+            addresses = []
+            for name in names:
+                port = free_port()
+                addresses.append(f"http://127.0.0.1:{port}")
+                if name:
+                    self.engines[name] = StandIn(name)
+                    app = aiohttp.web.Application()
+                    app.router.add_route("*", "/{path:.*}", self.engines[name])
+                    await self.serve(app, port)
+            kinds.append(module.Engines(kind, addresses))
+        port = free_port()
+        await self.serve(module.Router(*kinds, 20.0).app(), port)
+        self.session = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
+        return self
+
+    async def __aexit__(self, *_):
+        await self.session.close()
+        for runner in self.runners[::-1]:
+            await runner.cleanup()
+
+    async def ask(self, path="/v1/completions", **body):
+        asked = {"prompt": [1], "max_tokens": 8, "n": 2, "stream": False} | body
+        headers = {"Authorization": "Bearer x"}
+        async with self.session.post(path, json=asked, headers=headers) as answer:
+            return answer.status, await answer.text()
+
+
+def run(test, prefill, decode):
+    async def inside():
+        async with asyncio.timeout(30), Running(prefill, decode) as running:
+            await test(running)
+
+    asyncio.run(inside())
+
+
+def test_prompts_go_to_one_kind_and_requests_in_turn_to_the_other():
+    async def test(running):
+        said = [await running.ask(**more) for more in ({}, {"stream": True}, {})]
+        assert [text for _, text in said] == [
+            '{"from": "decode a"}',
+            "data: decode b\n\n",
+            '{"from": "decode a"}',
+        ]
+        prompt, headers = running.engines["prefill a"].asked[1]
+        assert prompt.pop("kv_transfer_params") == {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+        }
+        assert prompt == {"prompt": [1], "max_tokens": 1, "min_tokens": 0, "stream": False}
+        assert headers["Authorization"] == "Bearer x"
+        whole, headers = running.engines["decode b"].asked[0]
+        assert whole == {"prompt": [1], "max_tokens": 8, "n": 2, "stream": True}
+        assert headers["Authorization"] == "Bearer x"
+        await running.ask(act="tell")
+        told = running.engines["decode b"].asked[1][0]
+        assert told["kv_transfer_params"] == {"at": "prefill a"}
+        async with running.session.get("/health") as answer:
+            assert (answer.status, await answer.text()) == (200, "")
+
+    run(test, ["prefill a"], ["decode a", "decode b"])
+
+
+def test_who_is_not_there_is_passed_over_and_named_where_nobody_is():
+    async def test(running):
+        for _ in range(3):
+            assert await running.ask() == (200, '{"from": "decode a"}')
+        async with running.session.get("/health") as answer:
+            assert answer.status == 200
+            assert (await answer.text()).startswith("decode engine http://127.0.0.1:")
+
+    run(test, ["prefill a"], [None, "decode a"])
+
+    async def nobody(running):
+        status, text = await running.ask()
+        message = json.loads(text)["error"]["message"]
+        assert (status, message[:40]) == (502, "no prefill engine answers: http://127.0.")
+        assert not running.engines["decode a"].asked
+        async with running.session.get("/health") as answer:
+            assert answer.status == 503
+
+    run(nobody, [None, None], ["decode a"])
+
+
+def test_refusals_broken_streams_and_clients_that_go_away():
+    async def test(running):
+        assert await running.ask(act="refuse") == (400, '{"error": "too long"}')
+        assert not running.engines["decode a"].asked
+        status, text = await running.ask(act="die", stream=True)
+        first, last = text.strip().split("\n\n")
+        assert (status, first) == (200, "data: decode a")
+        assert (
+            "ended amid its stream" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        )
+        body = {"prompt": [1], "stream": True, "act": "stay"}
+        async with running.session.post("/v1/completions", json=body) as answer:
+            assert await answer.content.readany()
+        await running.engines["decode a"].ended.wait()
+
+    run(test, ["prefill a"], ["decode a"])
