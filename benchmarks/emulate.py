@@ -90,6 +90,8 @@ def emulated(
     device = "on the last stage's emulated device, but for parameters beyond a temperature"
     add("--draws", choices=("cpus", "device"), default="cpus", help=f"device: {device}")
     add("--jitter", type=fraction, default=0.0, help="deviation of forward passes (default: none)")
+    chance = "drafts are proposed (n-grams), and so many are right: 0.5 to 1 (default: none are)"
+    add("--acceptance", type=fraction, default=0.0, help=chance)
     slow = "devices take N times as long, where this machine's cores are too few (default: 1)"
     add("--slow-motion", type=at_least(0.01), default=1.0, help=slow)
     add("--replay", help="directory of a trace of a real run with these stages: their times")
@@ -101,6 +103,10 @@ def emulated(
     layers, vocabulary = settings.get("layers"), settings.setdefault("vocabulary", "last")
     if vocabulary == "auto":
         raise ConfigError("emulate: --vocabulary is shared or last (default: last)")
+    if own.acceptance:
+        if own.acceptance < 0.5 or settings["vocabulary"] == "shared":
+            raise ConfigError("emulate: --acceptance is 0.5 or more, with --vocabulary last")
+        rest = [*rest, "--speculative-config", '{"method": "ngram"}']
     made = emulation(
         own.profile,
         int(own.pp or 1),
@@ -112,6 +118,9 @@ def emulated(
         made = replace(made, profile=replayed(made.profile, read_trace(own.replay)))
     if stock is not None:
         made = replace(made, profile=msgspec.structs.replace(made.profile, stock=stock))
+    if own.acceptance:
+        profile = msgspec.structs.replace(made.profile, acceptance=own.acceptance)
+        made = replace(made, profile=profile)
     if own.slow_motion != 1:
         made = replace(made, profile=made.profile.slowed(own.slow_motion))
     with tempfile.TemporaryDirectory(prefix="sipipe-emulate-") as scratch:
@@ -213,7 +222,10 @@ def _steady(trace: Trace, span: tuple[int, int], busy: float) -> dict[str, Any]:
     decoding = records[prompts.max(initial=-1) + 1 :]
     if len(decoding) < 2 * trace.inflight:
         raise ConfigError("emulate: nothing steady to look at: raise --tokens")
-    decoding = decoding[decoding["batch"] >= 0.9 * decoding["batch"].max()]
+    run = Run(trace, *((int(ns) - trace.window()[0]) / 1e9 for ns in span))
+    drafts = run.summary["drafts"]
+    if drafts is None:
+        decoding = decoding[decoding["batch"] >= 0.9 * decoding["batch"].max()]
     start = trace.window()[0]
     begin, end = int(decoding["end_ns"][0]), int(decoding["end_ns"][-1])
     run = Run(trace, (begin - start) / 1e9, (end - start) / 1e9)
@@ -227,6 +239,7 @@ def _steady(trace: Trace, span: tuple[int, int], busy: float) -> dict[str, Any]:
         "tokens_per_s": run.summary["tokens_per_s"],
         "busy_share": [stage["share"]["busy"] for stage in stages],
         "batch": float(decoding["batch"].mean()),
+        "drafts": drafts,
         "turnaround_ms": {f"p{q}": float(np.percentile(back, q)) / 1e6 for q in (50, 99)},
         "cpu_ms": {p.header.name: _cpu_ms(p, run.window) / rate for p in trace.processes},
         "busy": busy,
@@ -277,6 +290,8 @@ def _show(made: Emulation, runs: list[Run], result: dict[str, Any]) -> None:
         else:
             said += f"{load['tokens_per_s']:,.0f} prompt tokens/s, "
             said += f"first token after {load['ttft_p50']:.3f} s in the median; "
+        if load["drafts"]:
+            said += "{a_pass:.2f} tokens a pass; ".format(**load["drafts"])
         print(
             f"{said}busiest stage {max(load['busy_share']):.1%} busy; "
             f"{load['busy']:.0%} of this machine's {os.cpu_count()} cores were busy"

@@ -188,6 +188,7 @@ def main() -> None:
         f"speculation-pp{args.pp}",
         f"Speculative decoding, {Path(args.model).name}, {args.pp} stage(s), at most {args.tokens} new tokens",
         rows,
+        file=f"speculation-pp{args.pp}-{args.requests.replace(',', '-')}",
         note="medians of the loads' runs; same tokens: requests whose first run's tokens equal those "
         "without drafts (bfloat16: ties may fall otherwise)",
     )

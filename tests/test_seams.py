@@ -52,6 +52,7 @@ METHODS = {
     "vllm.config:VllmConfig.max_concurrent_batches": None,
     "vllm.config:VllmConfig.use_v2_model_runner": None,
     "vllm.config:VllmConfig._validate_v2_model_runner": "self",
+    "vllm.config:VllmConfig._get_v2_model_runner_unsupported_features": "self",
     # The benchmark client.
     "vllm.benchmarks.serve:add_cli_args": "parser",
     "vllm.benchmarks.serve:main_async": "args",
@@ -259,6 +260,11 @@ ATTRIBUTES = {
     ),
     "vllm.entrypoints.common.cli_args:FrontendArgs": "middleware",
     "vllm.config.aux_output:AuxOutputConfig": "enabled",
+    "vllm.config:SpeculativeConfig": (
+        "method num_speculative_tokens prompt_lookup_max prompt_lookup_min "
+        "suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
+        "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob"
+    ),
     "vllm.envs": (
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_HOST_IP VLLM_RAY_BUNDLE_INDICES "
         "VLLM_RAY_PER_WORKER_GPUS VLLM_USE_V2_MODEL_RUNNER VLLM_CACHE_ROOT "

@@ -41,8 +41,9 @@ class StageProfile(msgspec.Struct, frozen=True):
     def seconds(self, computed: Counts, scheduled: Counts) -> float:
         """Of a forward pass, without the output projection. Of each request [B]: the tokens
         computed before, and those scheduled."""
-        each = np.where(scheduled == 1, self.decode_context, self.prompt_context)
-        attention = (each * scheduled * (computed + scheduled / 2)).sum()
+        # A context is read once for a token and its drafts, or for a chunk, and computed for each.
+        each = np.maximum(self.decode_context, self.prompt_context * scheduled)
+        attention = (each * (computed + scheduled / 2)).sum()
         return self.layers(scheduled.sum()) + float(attention)
 
 
@@ -67,6 +68,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Over rows of all columns: logits to the host's memory."""
     kv_tokens: int
     """What the KV cache of the tightest stage holds."""
+    acceptance: float = 0.0
+    """How likely a draft of a prompt lookup is right: half or more; 0: logits are what they are."""
     jitter: float = 0.0
     """Standard deviation of a forward pass's time, as a share of it."""
     stock: StockCosts = StockCosts()

@@ -7,7 +7,8 @@ come to its copies. Work on the device is a span of time that :mod:`benchmarks.e
 stream is the time at which it will be free and a mark the time at which it will be reached: nothing
 computes, and no thread is needed for it. Hidden states have the model's shape and type, and are
 copied as the links copy them; their first eight bytes are the time at which they will be there. The
-places of the logits are filled once, and then published as they are.
+places of the logits are filled once, and then published as they are; with a given acceptance of drafts
+each row's token is drawn there.
 
 Where the output projection is shared out, a stage's product and its forward passes have streams of
 their own, and one memory to read weights from: they run side by side, each at half its speed. Here a
@@ -20,6 +21,7 @@ the publisher's. The projection's thread, in :class:`_Beside`.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -44,6 +46,8 @@ from sipipe.worker.sharing import Sharing
 from sipipe.worker.world import PipelineStandIn
 
 _PATTERN = 1_000_003  # elements: no multiple of a vocabulary, so that rows differ
+_LARGE = 100.0
+"""A logit above all others."""
 _HIDDEN = ("hidden_states", "residual")
 """What most of vLLM's models send to the next stage, and what a profile's hops are computed for."""
 
@@ -72,6 +76,10 @@ class EmulatedDevice:
         self._ready = ready
         self._vocabulary = vocabulary
         self._free = self._copied = 0
+        # Tokens are one of two, independent of one another: two of them are equal as often as a
+        # draft is to be right.
+        self._likely = 0.5 + math.sqrt(max(0.0, 2 * profile.acceptance - 1)) / 2
+        self._random = np.random.default_rng(0)
 
     def use(self) -> None:
         pass
@@ -102,6 +110,9 @@ class EmulatedDevice:
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: int) -> int:
         began = max(self._copied, after, time.monotonic_ns())
         rows = source.numel() / self._vocabulary
+        if self._profile.acceptance:
+            first = torch.from_numpy(self._random.random(len(target)) < self._likely)
+            target[:, 0], target[:, 1] = _LARGE * first, _LARGE * ~first
         self._copied = began + round(self._profile.copy(rows) * 1e9)
         return self._copied
 

@@ -96,8 +96,8 @@ class MicrobatchSettings(
     or more; with fewer, 96."""
 
     tpot_target_ms: Annotated[float, Meta(ge=0, description="milliseconds, 0 or more")] = 0.0
-    """Time per output token, in ms, that prompts should leave to decoding sequences: chunks beside
-    them are cut to what the stages' measured times allow. 0: none."""
+    """Time per output token, in ms, that prompts and drafts should leave to decoding sequences: chunks
+    beside them, and drafts, are cut to what the stages' measured times allow. 0: none."""
 
     kv_reserve: Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")] = 0.02
     """Share of the KV cache, 0 to below 1, kept free for the growth of decoding sequences: no

@@ -192,6 +192,16 @@ def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys):
     assert not any("answers" in s for each in found["engines"].values() for s in each["starts"])
 
 
+def test_drafts_are_for_stock_of_one_stage_too(started):
+    asked = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
+    argv = ["m", "--pp", "2", "-sc", asked, "--rows", "sipipe,stock,stock-one"]
+    assert bench.main([*argv, "--engines", "1", "--json"]) == 0
+    told = {name: job["command"] for name, job in started}
+    assert told["sipipe"][told["sipipe"].index("-sc") + 1] == asked
+    assert asked not in told["stock"]
+    assert told["stock-one"][-2:] == ["--speculative-config", asked]
+
+
 def test_one_run_is_shown_without_a_range_and_a_way_has_its_own_requests(started, capsys):
     argv = ["m", "--pp", "2", "--rows", "sipipe,stock", "--engines", "1", "--repeat", "1"]
     argv += ["--row", "deep=stock -pp=4 --layers 3,2,2,1", "--row", "wide=stock --pp=1 --tp 2"]

@@ -4,8 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from sipipe.engine import speculation
 from sipipe.engine.requests import Work
-from sipipe.engine.speculation import KV_RESERVE, LEAST_WORTH, UNKNOWN_PRICE, Speculation, fill_in
+from sipipe.engine.speculation import (
+    KV_RESERVE,
+    LEAST_WORTH,
+    LENGTHS,
+    UNKNOWN_PRICE,
+    Speculation,
+    fill_in,
+)
+from sipipe.errors import UnsupportedError
 from sipipe.messages.step import Sampled, Step, int32_bytes
 
 
@@ -50,7 +59,7 @@ class Scheduler:
 
 
 def controller(price=None, formed=1):
-    return SimpleNamespace(price=lambda _: price, formed=formed)
+    return SimpleNamespace(price=lambda _: price, formed=formed, rows=1.0)
 
 
 def fitted(*lengths, price=None, formed=1, **options):
@@ -92,7 +101,7 @@ def test_a_draft_is_worth_its_share_of_the_pass(running, formed, price, worth):
     assert scheduler.tracker.worth == pytest.approx(worth)
 
 
-def taken(scheduler, *, grammar=False, drafts=None, offered=None):
+def taken(scheduler, *, grammar=False, drafts=None, offered=None, told=None):
     tokens = Sampled(0, int32_bytes([0, 1, 2]), int32_bytes([5, 6, 7]))
     work = Work(step=Step(0, grammar=grammar), sampled=["0", "0", "0", "1"])
     iteration = SimpleNamespace(
@@ -101,7 +110,7 @@ def taken(scheduler, *, grammar=False, drafts=None, offered=None):
         drafts=drafts or {},
         output=SimpleNamespace(scheduled_spec_decode_tokens=offered or {"0": [5, 6]}),
     )
-    Speculation(scheduler, controller()).take(iteration)
+    Speculation(scheduler, told or controller()).take(iteration)
 
 
 def test_what_samplers_propose_is_the_schedulers_and_counted():
@@ -124,11 +133,62 @@ def test_text_without_a_choice_is_drafted_in_its_place():
     [({}, (2, 4)), ({"prompt_lookup_max": 3}, (None, 3)), ({"prompt_lookup_min": 5}, (5, None))],
 )
 def test_what_is_not_said_is_filled_in(asked, lookup):
-    given = {"method": "ngram", **asked}
-    fill_in(given)
+    given = filled({"method": "ngram", **asked})
     assert given["num_speculative_tokens"] == 16
     assert (given.get("prompt_lookup_min"), given.get("prompt_lookup_max")) == lookup
-    other = {"method": "eagle"}
-    fill_in(other)
-    fill_in(None)
-    assert other == {"method": "eagle"}
+
+
+def filled(config=None, method=None, model=None, tokens=None):
+    args = SimpleNamespace(speculative_config=config, spec_method=method, spec_model=model)
+    args.spec_tokens = tokens
+    fill_in(args)
+    return args.speculative_config
+
+
+def test_what_is_said_stays():
+    assert filled() is None
+    config = filled({"method": "ngram", "num-speculative-tokens": 3})
+    assert config["num_speculative_tokens"] == 3
+    assert filled(method="ngram")["num_speculative_tokens"] == 16
+    assert "num_speculative_tokens" not in filled(method="ngram", tokens=4), "vLLM has the option"
+    assert filled({"num_speculative_tokens": 2}) == {"num_speculative_tokens": 2} | LENGTHS
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "medusa", "ngram_gpu"])
+def test_other_methods_are_refused_before_their_model_is_looked_for(method):
+    for words in ({"config": {"method": method, "model": "nobody/nothing"}}, {"method": method}):
+        with pytest.raises(UnsupportedError, match=f'^--speculative-config: .*"{method}"') as error:
+            filled(**words)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UnsupportedError, match='"nobody/nothing"'):
+        filled(model="nobody/nothing", tokens=2)
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(speculation, "find_spec", lambda _: None)
+    with pytest.raises(UnsupportedError, match="pip install arctic-inference"):
+        filled({"method": "suffix"})
+
+
+def test_a_target_for_the_time_per_token_holds_for_drafts():
+    """A period is 1 ms and 1 ms a row of a microbatch."""
+
+    def most(seconds, running=8):
+        scheduler = Scheduler(*[8] * running, rows=200)
+        told = controller(0.0, formed=2)
+        told.within = lambda seconds, most: min(most, int(1e3 * seconds - 1))
+        Speculation(scheduler, told, seconds).fit()
+        return sum(scheduler.lengths), scheduler.tracker.worth
+
+    assert most(0.0)[0] == 64
+    assert most(9e-3) == (8, LEAST_WORTH), "8 rows, of which 4 are their tokens"
+    assert most(5e-3) == (0, 1.0)
+    assert most(1e-3) == (0, 1.0)
+
+
+def test_the_controller_hears_of_rows():
+    scheduler = Scheduler(0, 0)
+    told = controller()
+    for _ in range(200):
+        taken(scheduler, told=told)
+    assert told.rows == pytest.approx(2.0, rel=0.01)

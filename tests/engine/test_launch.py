@@ -258,10 +258,25 @@ def test_vllms_own_refusals_are_one_line(model):
     assert "attention heads" in str(caught.value)
 
 
-def test_what_sipipe_does_not_serve_is_refused_in_the_foreground(model):
-    speculative = '{"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
-    with pytest.raises(UnsupportedError, match="--speculative-config"):
-        config_of(model, "--speculative-config", speculative, "--max-model-len", "256")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-sc", '{"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'],
+        ["-sc", '{"method": "eagle3", "model": "no/eagle", "num_speculative_tokens": 3}'],
+        ["-sc", '{"method": "mtp", "num_speculative_tokens": 1}'],
+        ["-sc", '{"model": "no/draft", "num_speculative_tokens": 3}'],
+        ["--spec-method", "medusa", "--spec-model", "no/medusa", "--spec-tokens", "3"],
+    ],
+)
+def test_what_sipipe_does_not_serve_is_refused_in_the_foreground(model, words):
+    with pytest.raises(UnsupportedError, match=r"^--speculative-config"):
+        config_of(model, *words, "--max-model-len", "256")
+
+
+@pytest.mark.parametrize("words", [["-sc", '{"method": "ngram"}'], ["--spec-method", "ngram"]])
+def test_drafts_by_prompt_lookup_need_no_further_word(model, words):
+    config = config_of(model, *words, "--max-model-len", "256").speculative_config
+    assert (config.num_speculative_tokens, config.prompt_lookup_max) == (16, 4)
 
 
 def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import random
+from importlib.util import find_spec
 
 import pytest
 from tests.engine.engines import Engine, crowded, greedy, model, prompts, run_engine
@@ -69,9 +70,9 @@ def run(path, asked, **engine):
     return found, counted
 
 
-def with_and_without(path, asked, **engine):
+def with_and_without(path, asked, drafts=SPECULATIVE, **engine):
     expected, _ = run(path, asked, **engine)
-    found, counted = run(path, asked, speculative_config=SPECULATIVE, **engine)
+    found, counted = run(path, asked, speculative_config=drafts, **engine)
     assert counted["vllm:spec_decode_num_accepted_tokens"] > 0, counted
     assert counted["vllm:spec_decode_num_draft_tokens"] > 0
     for one, other in zip(found, expected, strict=True):
@@ -82,6 +83,12 @@ def with_and_without(path, asked, **engine):
 @pytest.mark.parametrize("pp", [2, 1])
 def test_drafts_change_no_token(models, pp):
     with_and_without(model(models), batches(), sipipe={"samplers": 2}, pipeline_parallel_size=pp)
+
+
+@pytest.mark.skipif(find_spec("arctic_inference") is None, reason="Arctic Inference")
+def test_suffix_trees_change_no_token_either(models):
+    settings = {"sipipe": {"samplers": 2}, "pipeline_parallel_size": 2}
+    with_and_without(model(models), batches(), {"method": "suffix"}, **settings)
 
 
 def test_a_killed_sampler_loses_drafts_and_no_token(models):

@@ -104,6 +104,40 @@ def test_what_was_wrong_is_not_proposed_for_long_and_what_was_right_is():
     assert drafts.propose(int32([1]), int32([0]), int32([1]), 1.0) == [], "nothing is worth its row"
 
 
+def offers(drafts, tokens, worth=0.55):
+    """How many drafts are offered behind each of a sequence's next tokens."""
+    found = []
+    for token in tokens:
+        proposed = drafts.propose(int32([1]), int32([0]), int32([token]), worth)
+        found.append(sum(len(each) // 4 for _, each in proposed))
+        drafts.append([1], [token])
+    return found
+
+
+def test_a_copy_goes_on_where_chance_hits_do_not():
+    drafts, text = drafter(), list(range(20, 40))
+    drafts.join(1, int32([9, 8, *text, 3, 3, *text]), int32([]))
+    chances = offers(drafts, [50, 20, 21, 51, 22, 23, 52, 24, 25, 53, 26, 27, 54])
+    assert chances[2] >= 1, "nothing is known"
+    assert chances[-2] == 0, "chance hits are not worth their rows any more"
+    copied = offers(drafts, text[10:])
+    assert copied[1] == 0
+    assert max(copied[2:4]) >= 1, "what was right goes on"
+
+
+def test_a_new_sequence_has_what_came_of_others():
+    drafts = drafter()
+    for handle in range(2, 12):
+        drafts.join(handle, int32([1, 2, 3] * 10), int32([]))
+    for other in range(20, 30):
+        for token in (1, 2, other):
+            handles = int32(range(2, 12))
+            drafts.propose(handles, handles, int32([token] * 10), 0.3)
+            drafts.append(handles.tolist(), [token] * 10)
+    drafts.join(1, int32([1, 2, 3] * 10), int32([]))
+    assert offers(drafts, [50, 1, 2], worth=0.3) == [0, 0, 0]
+
+
 PARAMETERS = {
     "greedy": {"temperature": 0.0},
     "drawn": {},

@@ -28,7 +28,7 @@ EPILOG = """\
 Rows (--rows, a list): sipipe, stock (the same stages), stock-tp (the same devices, tensor parallel),
 stock-one and sipipe-one (one stage with all cores, or one GPU), stock-cut (stock with --layers).
 Every other option is vLLM's, and given to each server that is
-started. Servers are started in turn, forwards and then backwards, one at a time.
+started, but --speculative-config to no stock with stages. Servers are started in turn, forwards and then backwards, one at a time.
 
   sipipe bench build/models/SmolLM2-135M-Instruct --pp 2
   sipipe bench MODEL --pp 2 --sampling greedy,chat,all --requests 128 --json
@@ -233,7 +233,11 @@ def server_job(words: Sequence[str], options: Sequence[str], p: int, t: int) -> 
     command = [*words, "-pp", str(own.pp), "-tp", str(own.tp)]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if stock:
-        command = [*STOCK, *command, *options[1:]]
+        asked = make_parser("bench", "", add_help=False)
+        asked.add_argument("--speculative-config", "-sc", dest="drafts")
+        found, command = asked.parse_known_args([*command, *options[1:]])
+        drafts = ["--speculative-config", found.drafts] if found.drafts and own.pp == 1 else []
+        command = [*STOCK, *command, *drafts]
         env["VLLM_CPU_OMP_THREADS_BIND"] = equal_shares(this_machine(), own.pp * own.tp)
         if own.layers:
             env["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, own.layers))

@@ -93,6 +93,8 @@ def rates(poll: Poll) -> dict[str, Any]:
         # Of drafts: how many a pass of a request that has any, and what part of them was drawn.
         "drafts": executor.per(Word.DRAFTS, Word.DRAFTED),
         "accepted": executor.per(Word.ACCEPTED, Word.DRAFTS),
+        # Of any request: each pass has a token of its own.
+        "tokens_a_pass": tokens / max(1, tokens - executor.grown[Word.ACCEPTED]),
         "stages": [_stage(block) for block in others if block.role == "stage"],
         "samplers": [_sampler(block) for block in others if block.role == "sampler"],
     }
@@ -131,6 +133,7 @@ def render(found: dict[str, Any]) -> RenderableType:
         f"in flight {found['inflight']}/{found['limit']}   running {found['running']}"
         f"   waiting {found['waiting']}   restarts {found['restarts']}",
         f"\ndrafts {found['drafts']:.1f} a pass   {found['accepted']:.0%} accepted"
+        f"   {found['tokens_a_pass']:.2f} tokens a pass"
         if found["drafts"]
         else "",
     )  # fmt: skip

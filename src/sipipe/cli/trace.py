@@ -109,6 +109,9 @@ def bubbles(run: Run) -> Table:
     captions = []
     if (prefill := summary["prefill_efficiency"]) is not None:
         captions.append(f"while prompts were computed, devices worked {prefill:.1%} of the time")
+    if (drafts := summary["drafts"]) is not None:
+        text = "{verified:,} drafts verified, {accepted:.0%} accepted, {a_pass:.2f} tokens a pass"
+        captions.append(text.format(**drafts))
     if shared := [
         f"stage {s['stage']}: {s['joined']:,}" for s in summary["stage_table"] if s["joined"]
     ]:

@@ -23,7 +23,7 @@ from sipipe.engine.children import Child, Children
 from sipipe.engine.memory_budget import logits_entries
 from sipipe.engine.samplers import Poison, Samplers
 from sipipe.engine.setup import Setup
-from sipipe.engine.speculation import ngrams
+from sipipe.engine.speculation import proposing
 from sipipe.engine.workers import Workers
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer
@@ -220,6 +220,6 @@ def _sampler_settings(setup: Setup, watched: Watched) -> SamplerSettings:
         vocab_size=model.get_vocab_size(),
         logprobs_mode=model.logprobs_mode,
         reasoning=thinking,
-        speculation=ngrams(setup.vllm_config),
+        speculation=proposing(setup.vllm_config),
         watched=watched,
     )

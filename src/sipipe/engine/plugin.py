@@ -56,7 +56,7 @@ def register() -> None:
             say_cause_once()
             if named:
                 self.distributed_executor_backend = Executor
-            fill_in(self.speculative_config)
+            fill_in(self)
             with patch.object(arg_utils, "VllmConfig", PipelineVllmConfig):
                 made = create(self, *args, **kwargs)
             check_features(made)

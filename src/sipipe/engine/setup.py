@@ -36,6 +36,7 @@ from sipipe.engine.layers.choose import choose_layers, describe_layers
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary
 from sipipe.engine.logits_room import rows_needed
 from sipipe.engine.memory_budget import Part, check_budget, describe, memory_budget
+from sipipe.engine.speculation import without_speculation
 from sipipe.errors import ConfigError
 from sipipe.messages.boots import Path
 from sipipe.messages.link import buffer_tokens
@@ -62,6 +63,12 @@ class PipelineVllmConfig(VllmConfig):
         # Kernels are all that the second runner wants Triton for.
         with patch.object(sys.modules[VllmConfig.__module__], "HAS_TRITON", True):
             super()._validate_v2_model_runner()
+
+    def _get_v2_model_runner_unsupported_features(self) -> list[str]:
+        # Drafts are not the runner's business.
+        unsupported = VllmConfig._get_v2_model_runner_unsupported_features
+        found: list[str] = unsupported(without_speculation(self))
+        return found
 
     @property
     def max_concurrent_batches(self) -> int:

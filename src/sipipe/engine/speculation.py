@@ -16,15 +16,19 @@ Who runs here: the engine's thread.
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import fields
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
+from sipipe.config import SiPipeConfig
 from sipipe.errors import UnsupportedError
-from sipipe.messages.boots import NGramSettings
+from sipipe.messages.boots import NGramSettings, SuffixSettings
 from sipipe.observe.live import Word
 
 if TYPE_CHECKING:
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 MOST = 16
 """Of ``{"method": "ngram"}`` with nothing else: how many are worth it is decided anew each time."""
 LENGTHS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+SETTINGS: dict[str | None, Any] = {"ngram": NGramSettings, "suffix": SuffixSettings}
+"""What samplers are told, by the methods that they have."""
 UNKNOWN_PRICE = 0.1
 """Of a row, as long as batches of different sizes have not told it."""
 LEAST_WORTH = 0.05
@@ -44,12 +50,31 @@ KV_RESERVE = 0.05
 """Share of the KV cache that has to be free: a draft must not cost another request its place."""
 
 
-def fill_in(asked: dict[str, Any] | None) -> None:
-    """Say what vLLM wants to be told and SiPipe decides by itself."""
-    if asked is not None and asked.get("method") == "ngram":
-        asked.setdefault("num_speculative_tokens", MOST)
-        if not asked.keys() & LENGTHS.keys():  # of one, vLLM makes the other
-            asked.update(LENGTHS)
+def fill_in(args: Any) -> None:
+    """Say what vLLM wants to be told in its ``EngineArgs``, and SiPipe decides by itself.
+
+    Raises:
+        UnsupportedError: another method, before vLLM looks for its model, or a library is missing.
+    """
+    config = {key.replace("-", "_"): it for key, it in (args.speculative_config or {}).items()}
+    flags = {"method": args.spec_method, "model": args.spec_model}
+    flags["num_speculative_tokens"] = args.spec_tokens
+    asked = config | {flag: value for flag, value in flags.items() if value is not None}
+    if not asked:
+        return
+    method = str(asked.get("method") or asked.get("model") or "ngram").strip("[]")
+    if method not in SETTINGS:
+        raise UnsupportedError(_refused(f'"{method}"'))
+    if method == "suffix" and find_spec("arctic_inference") is None:
+        raise UnsupportedError(
+            '--speculative-config: method "suffix" needs Arctic Inference: '
+            "pip install arctic-inference==0.1.1"
+        )
+    if method == "ngram":
+        lengths = {} if asked.keys() & LENGTHS.keys() else LENGTHS  # of one, vLLM makes the other
+        filled = {"num_speculative_tokens": MOST, **lengths}
+        config |= {name: value for name, value in filled.items() if name not in asked}
+    args.speculative_config = config
 
 
 def check_speculation(vllm_config: VllmConfig) -> None:
@@ -62,7 +87,7 @@ def check_speculation(vllm_config: VllmConfig) -> None:
     if speculative is None:
         return
     reasons = {
-        f'method "{speculative.method}"': speculative.method != "ngram",
+        f'method "{speculative.method}"': speculative.method not in SETTINGS,
         "num_speculative_tokens_per_batch_size (SiPipe decides by measured times)": (
             speculative.uses_dynamic_speculative_decoding()
         ),
@@ -71,22 +96,26 @@ def check_speculation(vllm_config: VllmConfig) -> None:
     }
     for reason, found in reasons.items():
         if found:
-            raise UnsupportedError(
-                f"--speculative-config: SiPipe does not support {reason}: take "
-                '{"method": "ngram"} without it, or leave the option out'
-            )
+            raise UnsupportedError(_refused(reason))
 
 
-def ngrams(vllm_config: VllmConfig) -> NGramSettings | None:
+def _refused(what: str) -> str:
+    return (
+        f"--speculative-config: SiPipe does not support {what}: take "
+        '{"method": "ngram"} without it, or leave the option out'
+    )
+
+
+def proposing(vllm_config: VllmConfig) -> NGramSettings | SuffixSettings | None:
     """What samplers propose drafts by."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
-    return NGramSettings(
-        num_speculative_tokens=speculative.num_speculative_tokens,
-        prompt_lookup_max=speculative.prompt_lookup_max,
-        prompt_lookup_min=speculative.prompt_lookup_min,
+    kind = SETTINGS[speculative.method]
+    made: NGramSettings | SuffixSettings = kind(
+        **{field.name: getattr(speculative, field.name) for field in fields(kind)}
     )
+    return made
 
 
 class NoSpeculation:
@@ -105,10 +134,14 @@ class Speculation(NoSpeculation):
     Args:
         scheduler: vLLM's, or one of its kind, with this engine's records.
         controller: what knows the stages' times; None where nothing does.
+        target: seconds that a period may take, rows of drafts included; 0: any.
     """
 
-    def __init__(self, scheduler: Any, controller: ConcurrencyController | None) -> None:
+    def __init__(
+        self, scheduler: Any, controller: ConcurrencyController | None, target: float = 0.0
+    ) -> None:
         self._live, rows = scheduler.telemetry.live, scheduler.rows
+        self._target = target
         self._scheduler, self._controller, self._rows = scheduler, controller, rows
         # One lookup for every size: vLLM then pads no request with drafts that nobody proposed.
         scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (
@@ -128,15 +161,19 @@ class Speculation(NoSpeculation):
         room -= min(asked, scheduler.max_num_running_reqs)
         if scheduler.kv_cache_manager.usage > 1 - KV_RESERVE:
             room = 0
+        controller = self._controller
+        formed = max(controller.formed, 1) if controller is not None else 1
+        sequences = max(1.0, len(running) / formed)
+        if controller is not None and self._target:
+            more = controller.within(self._target, math.ceil(sequences) + room) - sequences
+            room = min(room, max(0, int(formed * more)))
         for request in drafting:
             left = request.max_tokens - request.num_output_tokens - 1
             request.spec_token_ids = request.spec_token_ids[: max(left, 0)]
         most = _level([len(request.spec_token_ids) for request in drafting], room)
         for request in drafting:
             request.spec_token_ids = request.spec_token_ids[:most]
-        formed = self._controller.formed if self._controller is not None else 1
-        sequences = max(1.0, len(running) / max(formed, 1))
-        price = self._controller.price(sequences) if self._controller is not None else None
+        price = controller.price(sequences) if controller is not None else None
         worth = (UNKNOWN_PRICE if price is None else price) * sequences * self._each
         scheduler.tracker.worth = max(worth, LEAST_WORTH) if room > 0 else 1.0
 
@@ -147,6 +184,8 @@ class Speculation(NoSpeculation):
             offered = sum(map(len, drafts.values()))
             requests = rows - offered
             self._each += RATE * (drawn / requests - self._each)
+            if self._controller is not None:
+                self._controller.rows += RATE * (rows / requests - self._controller.rows)
             self._live.add(Word.DRAFTS, offered)
             self._live.add(Word.ACCEPTED, drawn - requests)
             self._live.add(Word.DRAFTED, len(drafts))
@@ -195,7 +234,10 @@ def _level(lengths: list[int], room: int) -> int:
 
 def speculation(scheduler: Any, controller: ConcurrencyController | None) -> NoSpeculation:
     """What there is of it in this engine."""
-    return Speculation(scheduler, controller) if scheduler.rows else NoSpeculation()
+    if not scheduler.rows:
+        return NoSpeculation()
+    config = SiPipeConfig.from_additional_config(scheduler.vllm_config.additional_config)
+    return Speculation(scheduler, controller, config.microbatches.tpot_target_ms / 1e3)
 
 
 def without_speculation(vllm_config: VllmConfig) -> VllmConfig:

@@ -89,14 +89,19 @@ class Telemetry(Figures):
     def record(
         self, phase: Phase, iteration: Iteration, began: int, ended: int, tokens: int = 0
     ) -> None:
-        """One phase of an iteration on the engine's side, in monotonic nanoseconds."""
+        """One phase of an iteration on the engine's side, in monotonic nanoseconds.
+
+        Of what was gathered the batch is in rows, as stages have it; else in requests.
+        """
+        work = iteration.work
+        rows = len(work.sampled) if phase == Phase.GATHER else 0
         self._recorder.record(
             phase,
             iteration.number,
             iteration.slot or 0,
             began,
             ended,
-            batch=len(iteration.work.request_ids),
+            batch=max(len(work.request_ids), rows),
             tokens=tokens,
         )
 

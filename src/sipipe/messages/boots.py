@@ -110,6 +110,17 @@ class NGramSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SuffixSettings:
+    """How they are found by Arctic Inference's suffix trees, as vLLM has it."""
+
+    num_speculative_tokens: int
+    suffix_decoding_max_tree_depth: int
+    suffix_decoding_max_cached_requests: int
+    suffix_decoding_max_spec_factor: float
+    suffix_decoding_min_token_prob: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplerSettings:
     """What all samplers of an engine are told."""
 
@@ -117,7 +128,7 @@ class SamplerSettings:
     logprobs_mode: LogprobsMode
     reasoning: tuple[list[int], list[int]]
     """Token ids that begin and end thinking."""
-    speculation: NGramSettings | None = None
+    speculation: NGramSettings | SuffixSettings | None = None
     """How drafts are found; None: there are none."""
     watched: Watched
 

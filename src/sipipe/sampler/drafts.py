@@ -1,4 +1,5 @@
-"""Drafts of a sequence's next tokens, from its own: prompt lookup, as vLLM's ``ngram`` method.
+"""Drafts of a sequence's next tokens: by prompt lookup, as vLLM's ``ngram`` method, or by the suffix
+trees of its ``suffix`` method.
 
 A draft is a hint that changes no draw: the pipeline computes its position in the same pass, and the
 sampler draws there as it would have in the next one, if it drew the draft. How likely proposed tokens
@@ -9,18 +10,21 @@ computed; :meth:`NGrams.propose` runs behind a draw.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sipipe.messages.boots import NGramSettings
-from sipipe.sampler.kernels.ngrams import Histories, follow, index_all, propose_all
+from sipipe.messages.boots import NGramSettings, SuffixSettings
+from sipipe.sampler.kernels.ngrams import MEMORY, Histories, follow, index_all, propose_all
 from sipipe.sampler.seen import grown
 
 Tokens = npt.NDArray[np.int32]
 
 FIRST_CHANCE = 0.6
-"""Of a proposed token of a sequence of which nothing is known;"""
+"""Of a proposed token while nothing is known; of a new sequence's, what came of others';"""
 WEIGHT = 2.0
 """as if so many had come."""
 _SMALLEST = 256
@@ -76,7 +80,7 @@ class NGrams(NoDrafts):
         tokens = np.concatenate((prompt, output))
         self._all.count[one] = 0
         self._all.tried[one] = WEIGHT
-        self._all.right[one] = WEIGHT * FIRST_CHANCE
+        self._all.right[one] = WEIGHT * self._all.right[0] / self._all.tried[0]
         self._take(one, tokens)
 
     def leave(self, handle: int) -> None:
@@ -146,8 +150,86 @@ class NGrams(NoDrafts):
         )
         self._all = Histories._make([*self._all[:3], *entries])
         self._free.extend(range(before + added - 1, before - 1, -1))
+        if not before:  # that of all sequences
+            self._all.tried[self._free.pop()] = 4 * WEIGHT
+            self._all.right[0] = 4 * WEIGHT * FIRST_CHANCE
 
 
-def drafter(settings: NGramSettings | None) -> NoDrafts:
+@dataclass(slots=True)
+class _Suffix:
+    """Of one sequence."""
+
+    end: list[int]
+    """Its last tokens, as many as trees are deep."""
+    proposed: list[int] = field(default_factory=list)
+    right: float = WEIGHT * FIRST_CHANCE
+    tried: float = WEIGHT
+
+
+class Suffixes(NoDrafts):
+    """By Arctic Inference: a tree of each sequence, and one of what came for all of this sampler.
+
+    The library says how often a continuation came; how often it was right is learnt beside that.
+    """
+
+    def __init__(self, settings: SuffixSettings) -> None:
+        # Only here: the library is there where the method is asked for.
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+        self._depth = settings.suffix_decoding_max_tree_depth
+        self._most = settings.num_speculative_tokens
+        self._how = {
+            "max_spec_factor": settings.suffix_decoding_max_spec_factor,
+            "min_token_prob": settings.suffix_decoding_min_token_prob,
+        }
+        self._trees: Any = SuffixDecodingCache(
+            self._depth, settings.suffix_decoding_max_cached_requests
+        )
+        self._all: dict[int, _Suffix] = {}
+
+    def join(self, handle: int, prompt: Tokens, output: Tokens) -> None:
+        self._trees.start_request(handle, prompt.tolist())
+        self._trees.add_active_response(handle, output.tolist())
+        self._all[handle] = _Suffix(np.concatenate((prompt, output))[-self._depth :].tolist())
+
+    def leave(self, handle: int) -> None:
+        if self._all.pop(handle, None):
+            self._trees.stop_request(handle)
+
+    def append(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
+        for handle, pairs in groupby(zip(handles, tokens, strict=True), lambda pair: pair[0]):
+            added, one = [token for _, token in pairs], self._all[handle]
+            self._trees.add_active_response(handle, added)
+            one.end = (one.end + added)[-self._depth :]
+
+    def propose(
+        self, handles: Tokens, rows: Tokens, drawn: Tokens, worth: float
+    ) -> list[tuple[int, bytes]]:
+        found: list[tuple[int, bytes]] = []
+        if worth >= 1.0:
+            for handle in handles.tolist():
+                self._all[handle].proposed = []
+            return found
+        for handle, places in groupby(range(len(handles)), handles.tolist().__getitem__):
+            one, mine = self._all[handle], list(places)
+            came = [int(drawn[i]) for i in mine if drawn[i] >= 0]
+            for proposed, token in zip(one.proposed, came, strict=False):
+                one.right = MEMORY * one.right + (proposed == token)
+                one.tried = MEMORY * one.tried + 1.0
+                if proposed != token:
+                    break
+            end = (one.end + came)[-self._depth :]
+            draft = self._trees.speculate(handle, end, self._most, **self._how)
+            one.proposed, chance = draft.token_ids if came else [], one.right / one.tried
+            likely = [p * chance ** (i + 1) for i, p in enumerate(draft.probs)]
+            if count := sum(each >= worth for each in likely) if one.proposed else 0:
+                drafts = np.array(one.proposed[:count], np.int32)
+                found.append((int(rows[mine[0]]), drafts.tobytes()))
+        return found
+
+
+def drafter(settings: NGramSettings | SuffixSettings | None) -> NoDrafts:
     """What proposes drafts, if anything does."""
-    return NoDrafts() if settings is None else NGrams(settings)
+    if settings is None:
+        return NoDrafts()
+    return Suffixes(settings) if isinstance(settings, SuffixSettings) else NGrams(settings)

@@ -58,6 +58,45 @@ def test_the_choice_is_within_reach_of_the_best(stages, sequences):
     assert controller.period(sequences, found) <= 1.1 * controller.period(sequences, ideal)
 
 
+def told(stages, *, slots=3, formed=1, between=(0.0, 0.0)):
+    """A controller that knows its stages' lines."""
+    controller = ConcurrencyController(stages=len(stages), slots=slots)
+    for batch in [2, 6] * 40:
+        times = [fixed + each * batch for fixed, each in stages]
+        taken(controller, batch, times, between[0] + between[1] * batch)
+    controller.formed = formed
+    return controller
+
+
+def test_a_row_costs_its_share_of_the_period():
+    alone = told([(8e-3, 1e-3), (8e-3, 1e-3)], between=(4e-3, 0.0))
+    assert alone.price(1) == pytest.approx(2 / 22, rel=0.05)
+    assert told([(8e-3, 1e-3)] * 2, between=(4e-3, 1e-3)).price(1) == pytest.approx(
+        3 / 23, rel=0.05
+    )
+    slowest = told([(1e-3, 0.0), (8e-3, 1e-3)], formed=3)
+    assert slowest.price(4) == pytest.approx(1 / 12, rel=0.05), "all wait for one stage"
+    alone.rows = 3.0
+    assert alone.price(1) == pytest.approx(2 / 26, rel=0.05), "of a pass that has drafts already"
+    assert ConcurrencyController(stages=2, slots=3).price(1) is None
+
+
+def test_rows_within_a_time():
+    controller = told([(8e-3, 1e-3), (8e-3, 1e-3)])
+    assert controller.within(21e-3, 50) == 2
+    assert controller.within(1.0, 50) == 50
+    assert controller.within(1e-3, 50) == 0
+    assert ConcurrencyController(stages=2, slots=3).within(1e-3, 50) == 50, "nothing is known"
+
+
+def test_drafts_make_batches_larger():
+    controller = told([(8e-3, 1e-3), (8e-3, 1e-3)])
+    thin = controller.period(8, 2)
+    controller.rows = 2.0
+    assert controller.period(8, 2) > thin
+    assert controller.period(8, 2) == pytest.approx(2 * (8e-3 + 8e-3), rel=0.05)
+
+
 def test_it_does_not_waver():
     rng = random.Random(2)
     controller = ConcurrencyController(stages=2, slots=3)

@@ -157,6 +157,24 @@ def test_iterations_that_shared_a_product_are_counted():
     assert "stage 0: 2" in bubbles(run).caption
 
 
+def test_drafts_are_what_rows_and_tokens_say():
+    """Of iterations without prompts: 4 requests, with 3 drafts of which 2 are right, and without."""
+    passes = [(Phase.FORWARD, i, 10 * i, 10 * i + 9) for i in range(1, 5)]
+    host = [(Phase.GATHER, i, 10 * i, 10 * i + 9) for i in range(1, 5)]
+    host += [(Phase.UPDATE, i, 10 * i + 9, 10 * i + 10) for i in range(1, 5)]
+    trace = pipeline([passes], host, inflight=1)
+    executor, stage = (process.records for process in trace.processes)
+    stage["tokens"] = [4, 7, 50, 4]
+    stage["batch"] = [4, 7, 7, 4]
+    gathered = executor["phase"] == Phase.GATHER
+    executor["batch"][gathered] = [4, 7, 7, 4]
+    executor["tokens"][gathered] = [4, 6, 6, 4]
+    found = Run(trace).summary["drafts"]
+    assert found == {"verified": 3, "accepted": pytest.approx(2 / 3), "a_pass": 1 + 2 / 12}
+    executor["batch"][gathered] = 4
+    assert Run(trace).summary["drafts"] is None
+
+
 def test_prefill_efficiency_is_what_devices_worked_while_there_were_prompts():
     from sipipe.cli.trace import bubbles
 

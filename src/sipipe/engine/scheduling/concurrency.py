@@ -23,8 +23,10 @@ Runs on the engine's thread alone, and is not safe for more. It relies on being 
 """
 
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from sipipe.engine.iterations import Iteration
@@ -73,6 +75,8 @@ class ConcurrencyController:
         """Seconds of a pipeline period that no phase has: wake-ups, messages, the way between hosts."""
         self.formed = slots
         """What :meth:`microbatches` said last."""
+        self.rows = 1.0
+        """Of a sequence in a pass, lately: with drafts more than one. Lines are by rows."""
         self.slots = slots
         self.chosen = slots
         self._held = 0
@@ -103,10 +107,12 @@ class ConcurrencyController:
         return self._prices is not self.first
 
     def period(self, sequences: int, microbatches: int) -> float:
-        """R(k): seconds in which each of ``sequences`` gets a token."""
-        batch = -(-sequences // microbatches)
+        """R(k): seconds in which each of ``sequences`` gets a token, or several by drafts."""
+        return self._period(-(-sequences // microbatches) * self.rows, microbatches, self.unseen)
+
+    def _period(self, batch: float, microbatches: int, unseen: float) -> float:
         slowest, phases = self._decoding(batch)
-        return microbatches * period([slowest], phases + self.unseen, microbatches)
+        return microbatches * period([slowest], phases + unseen, microbatches)
 
     def _decoding(self, batch: float) -> tuple[float, float]:
         """Seconds of one microbatch on the slowest stage, and of its way through the pipeline that
@@ -118,15 +124,23 @@ class ConcurrencyController:
     def _ready(self) -> bool:
         return min(self.times.weight[self.stages : 2 * self.stages]) >= ENOUGH
 
-    def price(self, batch: float) -> float | None:
-        """What of a pass of ``batch`` rows one of them costs, 0 to 1; None while it is not known."""
-        p = self.stages
-        if not self._ready() or not all(self.times.sloped[p : 2 * p]):
+    def price(self, sequences: float) -> float | None:
+        """What part of a period one more row in each microbatch of ``sequences`` costs, 0 to 1;
+        None while it is not known. What no phase has is left out: where cores are short, rows
+        lengthen it too."""
+        if not self._ready() or not all(self.times.sloped[self.stages : 2 * self.stages]):
             return None
-        passes, more = (
-            sum(self.times.seconds(Load(1.0, rows))[p : 2 * p]) for rows in (batch, batch + 1)
+        now, more = (
+            self._period(sequences * self.rows + added, self.formed, 0.0) for added in (0, 1)
         )
-        return (more - passes) / passes
+        return max(0.0, more - now) / now
+
+    def within(self, seconds: float, most: int) -> int:
+        """With how many rows in each microbatch, up to ``most``, a period takes so long at most."""
+        if not self._ready():
+            return most
+        took = partial(self._period, microbatches=self.formed, unseen=self.unseen)
+        return bisect_right(range(1, most + 1), seconds, key=took)
 
     def took(self, seconds: float, batch: float, microbatches: int) -> None:
         """A pipeline period of so many microbatches of ``batch`` sequences took ``seconds``.

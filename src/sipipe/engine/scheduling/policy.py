@@ -46,6 +46,8 @@ class Sequence(NamedTuple):
     """Tokens in its KV cache: what its attention reads."""
     ready: bool
     """Whether its last token is back, so that it can decode now."""
+    rows: int = 1
+    """Of logits that it then has: one, and one for each draft."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +145,8 @@ class SlotPolicy:
             for sequence in members[slot]
             if sequence.ready and self.slot_of[sequence.id] == slot
         ]
-        rows, context = len(ready), sum([sequence.context for sequence in ready])
+        rows = sum([sequence.rows for sequence in ready])
+        context = sum([sequence.rows * sequence.context for sequence in ready])
         prefill = self._throttle.allow(
             self.prices,
             pending=pending_prefill,

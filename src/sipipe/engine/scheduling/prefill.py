@@ -99,7 +99,7 @@ class Allowance:
         """The microbatch has ``tokens``, by request ``scheduled``: what is in it."""
         chunks = [chunk for id, chunk in self._chunks.items() if scheduled.get(id) == chunk.tokens]
         decoded = tokens - sum([chunk.tokens for chunk in chunks])
-        share = decoded / max(self._decodes.rows, 1)  # drafts make more of them, preemption fewer
+        share = decoded / max(self._decodes.rows, 1)  # preemption makes fewer of them
         load = Load(float(tokens > 0), decoded, 0.0, share * self._decodes.context)
         for chunk in chunks:
             load = load.plus(chunk)

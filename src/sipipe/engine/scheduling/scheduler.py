@@ -155,8 +155,9 @@ class PipelineScheduler(Scheduler):
                 started += prices.chunk(request.num_computed_tokens, pending)
                 arriving += 1
             else:
+                context = request.num_computed_tokens
                 sequences.append(
-                    Sequence(request.request_id, request.num_computed_tokens, pending > 0)
+                    Sequence(request.request_id, context, pending > 0, max(pending, 1))
                 )
         for request in self.kv_holding_waiting:
             left = max(1, request.num_tokens - request.num_computed_tokens)

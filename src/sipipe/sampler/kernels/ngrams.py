@@ -13,7 +13,9 @@ from sipipe.jit import entry, kernel
 LOOKS = 24
 """Earlier places of an n-gram that are compared."""
 MEMORY = 0.9
-"""Weight of an outcome relative to the one after it, in how likely a proposed token is."""
+"""Weight of an outcome relative to the one after it, in how likely a proposed token is;"""
+LONG_MEMORY = 0.99
+"""for sequences of which nothing is known."""
 
 
 class Histories(NamedTuple):
@@ -31,9 +33,10 @@ class Histories(NamedTuple):
     proposed: Any  # int32 [sequences, K], what was proposed last
     count: Any  # int64 [sequences], how many of those
     behind: Any  # int64 [sequences], how many tokens the sequence has when they come
-    kind: Any  # int64 [sequences], length of the n-gram that they came behind
-    right: Any  # float64 [sequences, longest + 1], by that: how many were right, lately,
-    tried: Any  # float64 [sequences, longest + 1], of so many
+    kind: Any  # int64 [sequences], length of the n-gram that they came behind; 0: they go on with
+    # what has been right
+    right: Any  # float64 [sequences, longest + 1], by kind: how many were right, lately,
+    tried: Any  # float64 [sequences, longest + 1], of so many; entry 0: of all sequences
 
 
 @kernel
@@ -55,19 +58,31 @@ def _enter(all_: Any, one: Any, end: Any, shortest: Any) -> None:
 
 
 @kernel
-def _learn(all_: Any, one: Any, drawn: Any, first: Any, last: Any) -> None:
-    """``drawn[first:last]`` have come: were they what was proposed?"""
-    if all_.behind[one] != all_.size[one]:
-        return
+def _note(all_: Any, one: Any, kind: Any, right: Any, memory: Any) -> None:
+    all_.right[one, kind] = memory * all_.right[one, kind] + right
+    all_.tried[one, kind] = memory * all_.tried[one, kind] + 1.0
+
+
+@kernel
+def _learn(all_: Any, one: Any, drawn: Any, first: Any, last: Any) -> Any:
+    """``drawn[first:last]`` have come: whether they are what was proposed.
+
+    What follows a token that was right is another matter than what follows an n-gram that came
+    before: a copy goes on, a chance hit does not.
+    """
+    if all_.behind[one] != all_.size[one] or all_.count[one] == 0:
+        return False
     kind = all_.kind[one]
     for i in range(min(last - first, all_.count[one])):
         if drawn[first + i] < 0:
-            return
+            return False
         right = all_.proposed[one, i] == drawn[first + i]
-        all_.right[one, kind] = MEMORY * all_.right[one, kind] + right
-        all_.tried[one, kind] = MEMORY * all_.tried[one, kind] + 1.0
+        _note(all_, one, kind, right, MEMORY)
+        _note(all_, 0, kind, right, LONG_MEMORY)
         if not right:
-            return
+            return False
+        kind = 0
+    return True
 
 
 @entry
@@ -141,7 +156,7 @@ def propose_all(
         if i + 1 < which.size and which[i + 1] == one:
             continue
         start, size = all_.start[one], all_.size[one]
-        _learn(all_, one, drawn, first, i + 1)
+        goes_on = _learn(all_, one, drawn, first, i + 1)
         for j in range(first, i + 1):
             if drawn[j] >= 0:
                 all_.tokens[start + size] = drawn[j]
@@ -149,15 +164,17 @@ def propose_all(
         kind, found = np.int64(0), np.int64(0)
         if size > max(shortest, all_.size[one]):
             kind, found = _look_up(all_, one, size, shortest, longest)
-        all_.kind[one], all_.behind[one], all_.count[one] = kind, size, 0
+        all_.behind[one], all_.count[one] = size, 0
         counts[first : i + 1] = 0
         if kind > 0:
+            kind = np.int64(0) if goes_on else kind
             proposed = all_.proposed[one]
-            all_.count[one] = proposed.size
-            chance, likely = all_.right[one, kind] / all_.tried[one, kind], 1.0
+            all_.kind[one], all_.count[one] = kind, proposed.size
+            likely = all_.right[one, kind] / all_.tried[one, kind]
+            chance = all_.right[one, 0] / all_.tried[one, 0]
             for k in range(proposed.size):  # behind the last token it goes on as it did
                 at = found + k
                 proposed[k] = all_.tokens[start + at] if at < size else proposed[at - size]
-                likely *= chance
                 counts[first] += likely >= worth
+                likely *= chance
         first = i + 1

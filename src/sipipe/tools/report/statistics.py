@@ -139,6 +139,23 @@ def tokens_drawn(trace: Trace, window: Window) -> int:
     return 0
 
 
+def drafts(trace: Trace, window: Window) -> dict[str, float] | None:
+    """How many were ``verified``, what share of them ``accepted``, and tokens of a sequence in
+    ``a_pass``; None without drafts. Iterations with prompts are left out."""
+    if trace.executor is None:
+        return None
+    first = trace.of("stage")[0].phase(Phase.FORWARD)
+    prompts = first["iteration"][first["tokens"] > first["batch"]]
+    found = ended(trace.executor.phase(Phase.GATHER), window)
+    found = found[~np.isin(found["iteration"], prompts)]
+    asked = ByIteration.of(trace.executor.phase(Phase.UPDATE), "batch").at(found["iteration"], 0)
+    requests = int(asked.sum())
+    rows, tokens = (int(found[name][asked > 0].sum()) - requests for name in ("batch", "tokens"))
+    if rows <= 0:
+        return None
+    return {"verified": rows, "accepted": tokens / rows, "a_pass": 1 + tokens / requests}
+
+
 def utilization(trace: Trace, window: Window) -> dict[str, list[float] | dict[str, list[float]]]:
     """Device busy share by stage, and cores in use by process, over time (seconds from start)."""
     start, end = window

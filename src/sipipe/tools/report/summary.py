@@ -61,6 +61,7 @@ class Run:
             "iteration_ms": statistics.quantiles(self.iteration_ms),
             "tpot_ms": statistics.quantiles(self.tpot_ms),
             "prefill_efficiency": statistics.prefill_efficiency(trace, window),
+            "drafts": statistics.drafts(trace, window),
             "sampler_ms_per_sequence": statistics.sampler_ms_per_sequence(trace, window),
             "stage_table": [self._stage(number) for number in range(len(self.account.stages))],
             "phase_table": statistics.phase_table(trace, window),
