@@ -21,7 +21,7 @@ from sipipe.worker import device_sampler, draws  # noqa: E402
 from sipipe.worker.device import HostDevice  # noqa: E402
 from sipipe.worker.device_sampler import DeviceSampler  # noqa: E402
 from sipipe.worker.device_thread import Launched  # noqa: E402
-from sipipe.worker.draws import LastRows  # noqa: E402
+from sipipe.worker.draws import LastRows, feedback_of  # noqa: E402
 from sipipe.worker.inputs.model_input import ModelInput  # noqa: E402
 from sipipe.worker.token_feedback import StandInSampler, TokenFeedback  # noqa: E402
 from sipipe.worker.world import PipelineStandIn  # noqa: E402
@@ -42,6 +42,22 @@ def output(req_ids, computed, token_ids):
     found.scheduled_cached_reqs = cached = CachedRequestData.make_empty()
     cached.req_ids, cached.num_computed_tokens, cached.new_token_ids = req_ids, computed, token_ids
     return found
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("draws", [False, True])
+def test_stages_whose_models_look_at_tokens_are_brought_them(raw, stage, draws):
+    """vLLM 0.33 keeps them on later stages of such models. The last one's own sampler has them."""
+    runner = SimpleNamespace(
+        pp_handler=TokenFeedback(8, 0, device="cpu"),
+        is_first_pp_rank=stage == 0,
+        is_last_pp_rank=stage == 2,
+        model=SimpleNamespace(requires_raw_input_tokens=raw),
+        req_states="states",
+    )
+    found = feedback_of(runner, draws=draws)
+    assert (found.states == "states") is ((raw or stage == 0) and (draws or stage < 2))
 
 
 def test_decoding_requests_get_the_token_that_the_scheduler_accepted(feedback):
