@@ -23,7 +23,7 @@ EVERY = 32
 """Of so many tokens one is looked at to guess a cut."""
 SURE = 12
 """Largest of the looked-at tokens by which top-k begins: at k = 50 a cut for about 400."""
-FEW = 64
+FEW = 2048
 """Candidates between two thresholds that are no longer worth a pass."""
 PASSES = 12
 LONGEST = 4096
@@ -36,12 +36,9 @@ def exp(x: Any) -> Any:
     y = max(x * np.float32(1.4426950408889634), np.float32(-126.0))
     n = np.floor(y)
     f = y - n
-    p = np.float32(1.8775767e-3)
-    p = p * f + np.float32(8.9893397e-3)
-    p = p * f + np.float32(5.5826318e-2)
-    p = p * f + np.float32(2.4015361e-1)
-    p = p * f + np.float32(6.9315308e-1)
-    p = p * f + np.float32(9.9999994e-1)
+    p = np.float32(1.8775767e-3) * f + np.float32(8.9893397e-3)
+    p = (p * f + np.float32(5.5826318e-2)) * f + np.float32(2.4015361e-1)
+    p = (p * f + np.float32(6.9315308e-1)) * f + np.float32(9.9999994e-1)
     return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
@@ -60,26 +57,34 @@ def penalize(
 ) -> None:
     """Z := penalized Z, in place, and the largest of each lane."""
     top[:] = np.float32(-np.inf)
+    one, zero = np.float32(1.0), np.float32(0.0)
     for v in range(z.shape[0]):
+        # Three loops: LLVM makes vectors of none that may overlap with more than a few arrays.
         for b in range(z.shape[1]):
-            x = z[v, b]
-            r = np.float32(1.0) + np.float32(seen[v, b]) * (rho[b] - np.float32(1.0))
-            x = x / r if x > 0 else x * r
-            x = x - alpha[b] * np.float32(often[v, b]) - beta[b] * np.float32(once[v, b])
-            z[v, b] = x
-            top[b] = max(top[b], x)
+            r = one + np.float32(seen[v, b]) * (rho[b] - one)
+            z[v, b] = min(z[v, b], zero) * r + max(z[v, b], zero) / r
+        for b in range(z.shape[1]):
+            z[v, b] -= alpha[b] * np.float32(often[v, b]) + beta[b] * np.float32(once[v, b])
+        for b in range(z.shape[1]):
+            top[b] = max(top[b], z[v, b])
 
 
 @numba.njit(nogil=True, fastmath=FLAGS)
 def first_of(z: Any, top: Any, tokens: Any) -> None:
     """Where each lane is largest."""
-    top[:] = z[0]
-    tokens[:] = 0
-    for v in range(1, z.shape[0]):
+    tokens[:] = -1
+    left = z.shape[1]
+    for v in range(z.shape[0]):
+        hits = 0
         for b in range(z.shape[1]):
-            larger = z[v, b] > top[b]
-            tokens[b] = np.int32(v) if larger else tokens[b]
-            top[b] = z[v, b] if larger else top[b]
+            hits += z[v, b] == top[b]
+        if hits:
+            for b in range(z.shape[1]):
+                if tokens[b] < 0 and z[v, b] == top[b]:
+                    tokens[b] = v
+                    left -= 1
+            if left == 0:
+                return
 
 
 @numba.njit(nogil=True, fastmath=FLAGS)
@@ -246,22 +251,30 @@ def draw_of_few(
 
 @numba.njit(nogil=True)
 def narrow(
-    cuts: Any, reached: Any, counted: Any, wanted: Any, vocab: int, low: Any, high: Any
-) -> float:
-    """Move [low, high) of each lane to the two of 4 falling cuts around the one that is looked for;
-    the most tokens that a lane has between them."""
-    most = 0.0
+    some: Any, places: Any, cuts: Any, reached: Any, counted: Any, wanted: Any, ends: Any,
+    counts: Any, ranks: Any,
+) -> float:  # fmt: skip
+    """Move ``ends`` [2, B] of each lane to the two of 4 falling cuts around the one looked for, with
+    ``counts`` of what is at or above them and their ``ranks`` among ``some`` weights, and put new
+    cuts between; the most tokens that a lane has there."""
+    low, high = ends
     for b in range(len(wanted)):
         over = 0
         for j in range(4):
             over += reached[j, b] < wanted[b]
         if over < 4 and cuts[over, b] > low[b]:
-            low[b] = cuts[over, b]
+            low[b], counts[0, b], ranks[0, b] = cuts[over, b], counted[over, b], places[over, b]
         if over and cuts[over - 1, b] < high[b]:
-            high[b] = cuts[over - 1, b]
-        inside = (counted[over, b] if over < 4 else vocab) - (counted[over - 1, b] if over else 0)
-        most = max(most, inside)
-    return most
+            over -= 1
+            high[b], counts[1, b], ranks[1, b] = cuts[over, b], counted[over, b], places[over, b]
+        apart = ranks[0, b] - ranks[1, b]
+        for j in range(4):
+            places[j, b] = ranks[1, b] + (j + 1) * apart // 5
+            if apart < 5:  # weights that are much alike
+                cuts[j, b] = low[b] + (4 - j) * (min(high[b], np.float32(1.0)) - low[b]) / 5
+            else:
+                cuts[j, b] = some[places[j, b], b]
+    return (counts[0] - counts[1]).max()
 
 
 @numba.njit(nogil=True)
@@ -285,14 +298,8 @@ def draw_of_the_mass(
 
 
 class PaperColumns:
-    """One microbatch's state and sampler, after the paper; all sequences have one strategy.
-
-    Args:
-        params: of all sequences.
-        vocab: V.
-        prompts, outputs: [B, n] tokens so far.
-        kind: dtype of the three dense buffers; the paper's are real.
-    """
+    """One microbatch's state and sampler, after the paper; all sequences have the same ``params``,
+    and [B, n] tokens so far. ``kind``: dtype of the three dense buffers; the paper's are real."""
 
     def __init__(
         self,
@@ -335,13 +342,13 @@ class PaperColumns:
         if params.greedy or largest or params.top_p < 1:
             if params.penalized:
                 penalize(z, *self.dense, *self._penalties, self._top)
+            elif not largest:
+                tops(z, self._top)
             if params.greedy:
                 first_of(z, self._top, self._tokens)
                 return self._tokens
             if largest:
                 return self._of_the_largest(z, uniform)
-            if not params.penalized:
-                tops(z, self._top)
             weigh(z, self._top, self._scale, self._least, self._sums)
             return self._of_the_mass(z, uniform)
         penalties = self._penalties if params.penalized else self._penalties[:0]
@@ -358,10 +365,9 @@ class PaperColumns:
         high = np.full_like(low, np.inf)
         while True:  # bound: each time fewer tokens are left out, at last none
             between(z, low, high, self._sums, self._ids, self._values, self._found)
-            if (lacking := self._found < params.top_k).any():
-                low = np.where(lacking, np.where(low < 0, 2 * low, low / 2) - 1, low)
-                continue
-            break
+            if not (lacking := self._found < params.top_k).any():
+                break
+            low = np.where(lacking, np.where(low < 0, 2 * low, low / 2) - 1, low)
         draw_of_few(
             self._values, self._ids, self._found, params.top_k, params.top_p, self._least,
             self._scale, uniform, self._tokens,
@@ -371,24 +377,23 @@ class PaperColumns:
     def _of_the_mass(self, w: np.ndarray, uniform: np.ndarray) -> np.ndarray:
         """top-p of weights ``w``: brackets the cut, then sorts what is in it."""
         wanted = self._params.top_p * self._sums.sum(0, dtype=np.float64)
-        low, high = np.zeros((2, w.shape[1]), np.float32)
-        high[:] = np.inf
         some = np.sort(w[::EVERY], 0)[::-1]
-        mass = some.cumsum(0, dtype=np.float64)
+        mass = some.cumsum(0)
         at = (mass < self._params.top_p * mass[-1]).sum(0)
-        width = np.maximum(2, np.sqrt(at)).astype(int)
-        around = np.array([at - width, at - width // 4, at + width // 4, at + width])
-        cuts = some[np.clip(around, 0, len(some) - 1), self._lanes]
+        guesses = at * np.array([0.5, 0.8, 1.25, 2])[:, None]
+        places = guesses.astype(np.int64).clip(0, len(some) - 1)
+        cuts = np.take_along_axis(some, places, 0)
         reached, counted = np.zeros((2, 4, w.shape[1]), np.float32)
+        ends, counts = np.zeros((2, 2, w.shape[1]), np.float32)
+        ranks = np.full((2, w.shape[1]), -1)
+        ends[1], counts[0], ranks[0] = np.inf, len(w), len(some) - 1
         for _ in range(PASSES):
             above(w, cuts, reached, counted)
-            if narrow(cuts, reached, counted, wanted, len(w), low, high) <= FEW:
+            if narrow(some, places, cuts, reached, counted, wanted, ends, counts, ranks) <= FEW:
                 break
-            steps = np.linspace(0.8, 0.2, 4, dtype=np.float32)[:, None]
-            cuts = low + steps * (np.minimum(high, np.float32(1)) - low)
-        between(w, low, high, self._sums, self._ids, self._values, self._found)
+        between(w, *ends, self._sums, self._ids, self._values, self._found)
         draw_of_the_mass(
-            w, high, self._sums, self._ids, self._values, self._found, wanted, uniform,
+            w, ends[1], self._sums, self._ids, self._values, self._found, wanted, uniform,
             self._tokens,
         )  # fmt: skip
         return self._tokens
