@@ -91,7 +91,7 @@ def measure(
             for _ in range(max(counts))
         ]
         for load in loads:
-            run(load, 3)
+            run(load, min(job.tokens, 3))
         # Once as it will be measured: SiPipe's scheduler learns from it how many microbatches pay.
         run(next(iter(loads)), min(job.tokens, 16))
     figures: dict[str, list[float]] = {load: [] for load in loads}
