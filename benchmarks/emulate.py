@@ -90,7 +90,7 @@ def emulated(
     device = "on the last stage's emulated device, but for parameters beyond a temperature"
     add("--draws", choices=("cpus", "device"), default="cpus", help=f"device: {device}")
     add("--jitter", type=fraction, default=0.0, help="deviation of forward passes (default: none)")
-    chance = "drafts are proposed (n-grams), and so many are right: 0.5 to 1 (default: none are)"
+    chance = "drafts are proposed (n-grams), and about so many are right: 0.5 to 1, above 0.6 fewer"
     add("--acceptance", type=fraction, default=0.0, help=chance)
     slow = "devices take N times as long, where this machine's cores are too few (default: 1)"
     add("--slow-motion", type=at_least(0.01), default=1.0, help=slow)

@@ -69,7 +69,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     """What the KV cache of the tightest stage holds."""
     acceptance: float = 0.0
-    """How likely a draft of a prompt lookup is right: half or more; 0: logits are what they are."""
+    """How likely a draft of a prompt lookup is right: half or more, and above 0.6 rather less than
+    that, because the longest match favours the ends of runs. 0: logits are what they are."""
     jitter: float = 0.0
     """Standard deviation of a forward pass's time, as a share of it."""
     stock: StockCosts = StockCosts()
