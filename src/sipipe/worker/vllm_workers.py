@@ -8,12 +8,14 @@ mode, and with it the allocation of the buffer that receives hidden states, whic
 
 from __future__ import annotations
 
+import mmap
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from torch.overrides import TorchFunctionMode
 from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -72,6 +74,21 @@ class _StageWorker:
         return stand_ins(own_sampler=self.own_sampler)
 
 
+class _UntouchedZeros(TorchFunctionMode):
+    """While active, ``torch.zeros`` of many bytes, which is a KV cache, are pages that the kernel
+    gives, with zeros, when each is first used: a start need not write them all."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        size = args[0] if func is torch.zeros and kwargs.get("dtype") is torch.int8 else 0
+        if not isinstance(size, int) or size < 1 << 20:
+            return func(*args, **kwargs)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.int8)
+
+
 class GPUStageWorker(_StageWorker, gpu_worker.Worker):
     """One tensor-parallel rank of a stage on a CUDA device."""
 
@@ -115,7 +132,8 @@ if current_platform.is_cpu():
             super().init_device()
 
         def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-            super().initialize_from_config(*args, **kwargs)
+            with _UntouchedZeros():
+                super().initialize_from_config(*args, **kwargs)
             if self.model_runner.kv_block_zeroer is None:
                 # The scheduler has blocks zeroed once a request has failed.
                 self.model_runner._init_kv_zero_meta()
