@@ -20,8 +20,9 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -36,25 +37,34 @@ START_SECONDS = 300.0
 ROLES = {
     "stage": r"Worker",
     "scheduler": r"EngineCore",
-    "sampler": r"sipipe\.service",
-    "front end": r"api_server|sipipe serve|APIServer",
+    "sampler": r"sipipe\.sampler",
+    "front end": r"api_server|vllm\S* serve|sipipe serve|engine\.server|APIServer",
 }
 
 
 @contextlib.contextmanager
-def server(words: list[str], log: Path, scratch: str) -> Iterator[tuple[int, str]]:
-    """Process id and address of a running server; all its processes are gone afterwards."""
+def server(
+    words: list[str],
+    log: Path,
+    scratch: str,
+    *,
+    stages: int = 2,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[tuple[int, str]]:
+    """Process id and address of a running server; all its processes are gone afterwards. ``more``:
+    of its environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
-    options = ["-pp", "2", "--max-model-len", "512"]
+    options = ["-pp", str(stages), "--max-model-len", "512"]
     options += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
     environment = {
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_RPC_BASE_PATH": scratch,
         **os.environ,
+        **more,
     }
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -69,7 +79,7 @@ def server(words: list[str], log: Path, scratch: str) -> Iterator[tuple[int, str
         while not answers(f"{address}/health"):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{words[0]} did not start:\n{first_error(log)}")
-            time.sleep(0.5)
+            time.sleep(0.1)
         yield process.pid, address
     finally:
         process.send_signal(signal.SIGINT)
