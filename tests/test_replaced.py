@@ -27,7 +27,7 @@ MEANT = {
     "a scheduling output, before it is sent to the workers": "new_token_ids field _NUMBER",
     "a worker that stands for vLLM's": "max_model_len",
     "an output of ours": "kv_connector_output",
-    "Python's, or of functions of ours": "_fd _inheriting __sipipe__ writeable excepthook",
+    "Python's, or of functions of ours": "_fd _inheriting __sipipe__ writeable excepthook argv",
     "the pipeline group of ours": "receive send",
     "options of a group that is being made": "name",
 }

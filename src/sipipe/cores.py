@@ -5,6 +5,7 @@ and the settings. On a CPU engine the workers get most cores, equal shares each,
 slowest stage sets the pace; on GPUs a worker needs a core or two, and the samplers get the rest.
 """
 
+import argparse
 import dataclasses
 import math
 import os
@@ -76,6 +77,16 @@ class CorePlan:
             f"core plan: {stages}",
             f"           {samplers} · scheduler: {_cpus_text(self.scheduler)}{note}",
         )
+
+
+def degrees(argv: Sequence[str]) -> tuple[int, int] | None:
+    """Stages and tensor-parallel ranks of a command line of vLLM's; None: no numbers from 1 on."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for names in (("-pp", "--pipeline-parallel-size"), ("-tp", "--tensor-parallel-size")):
+        parser.add_argument(*names, dest=names[0][1:], default="1")
+    asked, _ = parser.parse_known_args(argv)
+    found = (int(asked.pp), int(asked.tp)) if (asked.pp + asked.tp).isdigit() else (0, 0)
+    return found if all(found) else None
 
 
 def plan_cores(

@@ -257,7 +257,7 @@ def test_a_start_that_fails_ends_the_server_whatever_it_leaves_behind():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         done = subprocess.run(
-            [sys.executable, "-c", FAILS, str(theirs.fileno()), "[]"],
+            [sys.executable, "-c", FAILS, str(theirs.fileno()), '[["m"], {}, 1]'],
             pass_fds=[theirs.fileno()],
             process_group=0,
             stderr=subprocess.PIPE,

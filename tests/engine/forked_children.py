@@ -11,42 +11,25 @@ of ``serve_run.py``, of hosts' agents and of stages in Triton's interpreter (``e
 vLLM forks at the same two places on GPUs.
 """
 
-import multiprocessing.spawn
 import multiprocessing.util
 import os
-import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # where nobody has put it yet
+
+from sipipe.engine.forking import spawn_by_fork
+from sipipe.ipc.child import fork
 
 MODULES = ("sipipe.worker", "sipipe.engine.server")
 
 
 def start_by_fork() -> None:
     """From now on, in this process and those that it starts."""
-    multiprocessing.util.spawnv_passfds = _spawn
+    multiprocessing.util.spawnv_passfds = spawn_by_fork
     subprocess.Popen = _Popen
-
-
-def _spawn(path: str, args: list, descriptors: Iterable[int]) -> int:
-    """``multiprocessing.util.spawnv_passfds``."""
-    code = " ".join(map(str, args))
-    if not (main := re.search(r"spawn_main\((.*?)\)", code)):  # the resource tracker
-        return _spawn_anew(path, args, descriptors)
-    numbers = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", main[1])}
-
-    def run() -> None:
-        sys.argv = ["-c", "--multiprocessing-fork"]
-        multiprocessing.spawn.spawn_main(**numbers)
-
-    return fork(run, descriptors, os.environ)
-
-
-_spawn_anew = multiprocessing.util.spawnv_passfds
 
 
 class _Popen(subprocess.Popen):
@@ -89,34 +72,3 @@ def _watch_stage() -> None:
         return loop
 
     Main.load = loaded
-
-
-def fork(run: Callable[[], None], descriptors: Iterable[int], environment: Mapping) -> int:
-    """The number of a child that runs ``run`` with these descriptors only, and ends."""
-    environment = dict(environment)
-    if pid := os.fork():
-        return pid
-    status = 1
-    try:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        kept = {0, 1, 2, nothing, *descriptors}
-        for number in map(int, os.listdir("/proc/self/fd")):
-            if number not in kept and os.path.exists(f"/proc/self/fd/{number}"):
-                # Not closed: objects that this process has of its parent's will close the number.
-                os.dup2(nothing, number, inheritable=False)
-        os.dup2(nothing, 0)
-        for number in descriptors:
-            os.set_inheritable(number, True)
-        os.environ.clear()
-        os.environ.update(environment)
-        run()
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        multiprocessing.util._exit_function()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)

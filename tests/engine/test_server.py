@@ -63,6 +63,22 @@ def same_in_bfloat16(found, stock):
             assert ours == pytest.approx(sorted(value for value, _ in at.values()), abs=1e-3)
 
 
+def test_the_engine_and_its_workers_are_forked_and_keep_nothing_of_the_server(served):
+    """vLLM is imported once; the kernel's record of how a process began is that of the server."""
+    everybody = psutil.Process(served[1].pid).children(recursive=True)
+    begins = {process: Path(f"/proc/{process.pid}/auxv").read_bytes() for process in everybody}
+    named = {process: " ".join(process.cmdline()) for process in everybody}
+    server = next(process for process in everybody if process.ppid() == served[1].pid)
+    forked = [process for process in everybody if begins[process] == begins[server]]
+    kinds = [next(k for k in ("Engine", "PP0", "PP1", "server") if k in named[p]) for p in forked]
+    assert sorted(kinds) == ["Engine", "PP0", "PP1", "server"], named
+    port = int(served[0].rpartition(":")[2])
+    listening = [p for p in forked if port in [c.laddr.port for c in p.net_connections("inet")]]
+    assert listening == [server]
+    text = served[2].read_text()
+    assert text.count(f"{MODEL} is served at {served[0]}/v1") == 1, text[-2000:]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_request_that_fails_tells_its_client_why(served, streamed):
     """Its only token is ruled out until there are two; vLLM would say "Internal server error"."""

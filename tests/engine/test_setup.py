@@ -12,7 +12,7 @@ from vllm.platforms import interface
 from vllm.v1.worker import gpu_worker
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine import executor, opening, setup, workers
+from sipipe.engine import executor, opening, setup
 from sipipe.engine.layers.vocabulary import Vocabulary
 from sipipe.errors import ConfigError
 
@@ -183,12 +183,3 @@ def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
         "final2-1.r0",
         "final2-1.r1",
     ]
-
-
-def test_threads_spin_briefly_on_cores_that_others_use_too(monkeypatch):
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    assert workers._waiting(shared=False) == {}
-    assert workers._waiting(shared=True) == {"GOMP_SPINCOUNT": workers.SPINS}
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert workers._waiting(shared=True) == {}, "the user's own wins"

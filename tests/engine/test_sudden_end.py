@@ -38,10 +38,14 @@ class Killed(Server):
     def __init__(self, path, log, module, *options):
         self.temporary = tempfile.mkdtemp(prefix="t")  # short: a socket's path has 107 characters
         self.first = []
+        # A user's server forks its engine by itself: nothing has been imported before it starts.
+        module, forked = (module, True) if module != USERS else ("sipipe", False)
         if module != "sipipe":
             options += ("--distributed-executor-backend", "sipipe.Executor")
         options += ("--enforce-eager", "--max-model-len", "2048", "--dtype", "float32")
-        super().__init__(path, log, *options, temporary=self.temporary, module=module, forked=True)
+        super().__init__(
+            path, log, *options, temporary=self.temporary, module=module, forked=forked
+        )
         self.first = super().everybody()
 
     def everybody(self):
@@ -67,6 +71,7 @@ class Killed(Server):
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
+USERS = "sipipe, of a user"
 DRAINS = ("--shutdown-timeout", "600")
 """A shutdown that waits for requests, of which nobody is left to take the answers."""
 SERVED = [
@@ -76,6 +81,7 @@ SERVED = [
 ] + [
     (VLLM, who, busy) for who in ("front end", "EngineCore", "Worker_PP1") for busy in (False, True)
 ]
+SERVED += [(USERS, who, True) for who in ("supervisor", "front end", "EngineCore", "Worker_PP1")]
 FEW = [("sipipe", "supervisor", True)]
 
 

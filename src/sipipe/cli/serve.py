@@ -11,6 +11,7 @@ from sipipe.cli.advice import quicker_on_cpus
 from sipipe.cli.parser import at_least, make_parser, parse_engine_command
 from sipipe.cli.supervise import supervise
 from sipipe.config import SiPipeConfig
+from sipipe.cores import degrees
 from sipipe.errors import ConfigError, SiPipeError
 from sipipe.tools.planner.models import load_model
 from sipipe.versions import installed_vllm, require_vllm
@@ -60,16 +61,13 @@ def _quicker_degrees(argv: Sequence[str]) -> str:
     """Whether this machine's CPUs serve some loads more quickly with other degrees than ``argv``
     asks for: one line with the numbers; empty where they do not, or nothing is known of the model."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in (("-pp", "--pipeline-parallel-size"), ("-tp", "--tensor-parallel-size")):
-        parser.add_argument(*names, dest=names[0][1:], default="1")
     parser.add_argument("--model", default=argv[0] if argv else "")
     asked, _ = parser.parse_known_args(argv)
-    vllm = installed_vllm()
-    if vllm is None or vllm.device != "cpu" or not (asked.pp + asked.tp).isdigit():
+    vllm, wanted = installed_vllm(), degrees(argv)
+    if vllm is None or vllm.device != "cpu" or wanted is None:
         return ""
     try:
-        facts = load_model(asked.model)
-        found = quicker_on_cpus(facts, int(asked.pp), int(asked.tp))
+        found = quicker_on_cpus(load_model(asked.model), *wanted)
     except SiPipeError:
         return ""
     told = "computed as sipipe plan does; sipipe bench MODEL measures"

@@ -159,8 +159,10 @@ class Children:
         *,
         ends: Sequence[socket.socket | IO[bytes]] = (),
         environment: Mapping[str, str] | None = None,
+        begin: Callable[[], None] | None = None,
     ) -> Child:
-        """Start ``python -m module`` with its control pipe, ``ends`` and ``arguments``.
+        """Start ``python -m module`` with its control pipe, ``ends`` and ``arguments``; ``begin``
+        as in :func:`~sipipe.ipc.child.start_child`.
 
         A name may be used again when its child has died.
         """
@@ -169,6 +171,7 @@ class Children:
             ("-m", module),
             arguments,
             ends=ends,
+            begin=begin,
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         )

@@ -5,7 +5,7 @@ group ends as soon as the other end is closed.
 
 Who runs here
     vLLM's front end, in the main thread; a thread that sleeps on FD; a thread that watches the
-    engine process while it starts.
+    engine process while it starts, and says when it serves.
 Guarantees
     The process group does not outlive the supervisor. An engine that dies while it starts ends the
     server, with a line that says so.
@@ -24,9 +24,13 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
+import psutil
+
+from sipipe.engine.forking import importing
 from sipipe.errors import ConfigError, SiPipeError, tell
 from sipipe.ipc.parent import end_group_with
 
@@ -41,14 +45,17 @@ def main() -> int:
     os.set_inheritable(supervisor.fileno(), False)
     end_group_with(supervisor)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # until vLLM or the agent takes it over
+    arguments = json.loads(sys.argv[2])
     # What vLLM's 5,000 modules make stays, and the collector would go through it again and again: a
-    # quarter of the time that importing takes.
+    # quarter of the time that importing takes. Frozen, it is shared with what is forked.
     gc.disable()
-    from sipipe.engine.launch import serve
+    with importing(*arguments):
+        from sipipe.engine.launch import serve
 
+    gc.freeze()
     gc.enable()
     try:
-        return serve(*json.loads(sys.argv[2]), started=lambda args: _started(supervisor, args))
+        return serve(*arguments, started=lambda args: _started(supervisor, args))
     except SiPipeError as error:
         tell(error)
         return 2 if isinstance(error, ConfigError) else 1
@@ -68,11 +75,12 @@ def _started(supervisor: socket.socket, args: Any) -> None:
     # wait: none: a line; the supervisor, whose death ends this process
     supervisor.sendall(f"{args.shutdown_timeout}\n".encode())
     if args.api_server_count in (None, 1) and not envs.VLLM_USE_RUST_FRONTEND:
-        threading.Thread(target=_watch_start, name="SiPipeStart", daemon=True).start()
+        watch = threading.Thread(target=_watch_start, args=(args,), name="SiPipeStart", daemon=True)
+        watch.start()
 
 
-def _watch_start() -> None:
-    """End the command if the engine dies before vLLM's client watches it.
+def _watch_start(args: Any) -> None:
+    """End the command if the engine dies before vLLM's client watches it; then say what is served.
 
     The client waits for an engine's first message without looking whether the engine lives. It
     watches once all engines have answered, and then this thread ends.
@@ -92,6 +100,17 @@ def _watch_start() -> None:
         if not seen:
             # wait: 0.1 s, again and again; the engine's process, or the end of this one
             time.sleep(0.1)
+    host = "localhost" if args.host in (None, "", "0.0.0.0", "::") else args.host
+    while not args.uds:
+        # wait: 0.1 s, again and again; the server's port, or the end of this process
+        time.sleep(0.1)
+        with suppress(OSError), socket.create_connection((host, args.port), 1.0):
+            place = f"[{host}]" if ":" in host else host
+            url = f"http{'s' * bool(args.ssl_certfile)}://{place}:{args.port}/v1"
+            name = (args.served_model_name or [args.model])[0]
+            took = f"{time.time() - psutil.Process().create_time():.0f} s after the start"
+            tell(f"{name} is served at {url}, {took}; try: vllm complete --url {url}")
+            return
 
 
 if __name__ == "__main__":

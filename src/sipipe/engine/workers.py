@@ -8,6 +8,7 @@ import copy
 import os
 import socket
 import threading
+from functools import partial
 from multiprocessing import resource_tracker, spawn
 from typing import Any
 
@@ -21,6 +22,7 @@ from vllm.v1.executor.multiproc_executor import set_multiprocessing_worker_envs
 
 from sipipe.engine.children import Child, Children
 from sipipe.engine.compatibility import device_may_draw
+from sipipe.engine.forking import begin_worker, may_fork, waiting
 from sipipe.engine.layers.cut import layer_split
 from sipipe.engine.setup import Setup
 from sipipe.engine.speculation import without_speculation
@@ -28,9 +30,6 @@ from sipipe.ipc.rendezvous import remove_rendezvous
 from sipipe.ipc.ring.layout import RingEndpoint
 from sipipe.messages.boots import Watched, WorkerBoot
 from sipipe.messages.places import StagePlace
-
-SPINS = "10000"
-"""About 0.1 ms: longer than from one operator to the next."""
 
 
 class Workers:
@@ -70,14 +69,20 @@ class Workers:
             assert tracking is not None, "it is started where there is none"
             tracker = os.fdopen(os.dup(tracking), "wb")
             with threads.configure_omp_envs(rank=place.rank, local_rank=local_rank):
-                self.all.append(
-                    children.start(
-                        place.name,
-                        "sipipe.worker",
-                        ends=[tracker, *ends],
-                        environment=_waiting(shared=on_cpu and setup.cores.shared),
-                    )
+                environment = {**os.environ, **waiting(shared=on_cpu and setup.cores.shared)}
+            begin = None
+            if may_fork(environment) and threads.cpu_lists:  # it is bound
+                cpus = threads.cpu_lists[local_rank]
+                begin = partial(begin_worker, len(cpus), cpus)
+            self.all.append(
+                children.start(
+                    place.name,
+                    "sipipe.worker",
+                    ends=[tracker, *ends],
+                    environment=environment,
+                    begin=begin,
                 )
+            )
         for local_rank, (place, worker) in enumerate(zip(places, self.all, strict=True)):
             boot = WorkerBoot(
                 vllm_config=without_speculation(setup.vllm_config),
@@ -122,13 +127,6 @@ class Workers:
     def remove_rendezvous(self) -> None:
         """Remove the files through which the ranks found each other; nobody opens them again."""
         remove_rendezvous(self._rendezvous)
-
-
-def _waiting(*, shared: bool) -> dict[str, str]:
-    """How threads of a worker wait for the next parallel region: spinning, but on ``shared`` cores
-    not for the milliseconds that are usual, in which a sampler or the scheduler has work."""
-    said = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
-    return {"GOMP_SPINCOUNT": SPINS} if shared and not said else {}
 
 
 def _of_this_host(setup: Setup) -> VllmConfig:

@@ -1,0 +1,115 @@
+"""Which workers can be forked: those that read nothing else where OpenMP is loaded."""
+
+import os
+import threading
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from sipipe.cores import Core, plan_cores
+from sipipe.engine import forking
+
+LIBGOMP = "/torch/lib/libgomp.so.1"
+
+
+def plan(cores, stages, tp=1, **more):
+    machine = [Core((cpu,)) for cpu in range(cores)]
+    return plan_cores(machine, stages=stages, tensor_parallel=tp, **more)
+
+
+@pytest.mark.parametrize(
+    ("cores", "stages", "tp", "read"),
+    [
+        (2, 2, 1, {"OMP_NUM_THREADS": "1"}),
+        (2, 1, 2, {"OMP_NUM_THREADS": "1"}),
+        (
+            4,
+            1,
+            1,
+            {"OMP_NUM_THREADS": "3", "GOMP_CPU_AFFINITY": "0 1 2", "GOMP_SPINCOUNT": "10000"},
+        ),
+        (16, 1, 1, {"OMP_NUM_THREADS": "13", "GOMP_CPU_AFFINITY": " ".join(map(str, range(13)))}),
+        (16, 2, 1, {}),  # each has cores of its own
+    ],
+)
+def test_what_all_workers_of_a_plan_read(monkeypatch, cores, stages, tp, read):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert forking._openmp(plan(cores, stages, tp)) == read
+
+
+def test_nothing_is_known_of_unbound_workers():
+    assert forking._openmp(plan(4, 1, placement="off")) == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "settings", "stages"),
+    [
+        (["m", "-pp", "2"], {}, 2),
+        (["m", "--pipeline-parallel-size=2", "-tp", "3"], {}, 6),
+        (["m"], {}, 1),
+        (["m", "-pp", "two"], {}, 0),
+        (["m", "-pp", "2"], {"cores": {"stages": [[0]]}}, 0),  # refused later, in one line
+    ],
+)
+def test_the_plan_is_made_from_the_command_line(monkeypatch, argv, settings, stages):
+    found = []
+    monkeypatch.setattr(forking, "_openmp", lambda made: found.append(made) or {"A": "1"})
+    monkeypatch.setattr(forking, "this_machine", lambda: [Core((cpu,)) for cpu in range(8)])
+    assert bool(forking._needed(argv, settings)) is bool(stages)
+    assert sum(len(ranks) for made in found for ranks in made.workers) == stages
+
+
+ONE = {"OMP_NUM_THREADS": "1", "LD_PRELOAD": "x.so"}
+MORE = {"OMP_NUM_THREADS": "2", "GOMP_CPU_AFFINITY": "0 1", "LD_PRELOAD": ""}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "wanted", "may"),
+    [
+        (None, ONE, False),
+        (ONE, ONE | {"LD_PRELOAD": f"x.so:{LIBGOMP}", "GOMP_CPU_AFFINITY": "5"}, True),
+        (ONE, ONE | {"GOMP_SPINCOUNT": "10000", "OTHER": "1"}, True),
+        (ONE, ONE | {"LD_PRELOAD": f"x.so:tcmalloc.so:{LIBGOMP}"}, False),
+        (ONE, MORE | {"LD_PRELOAD": "x.so"}, False),
+        (ONE, {"LD_PRELOAD": "x.so"}, False),  # not bound
+        (MORE, MORE | {"LD_PRELOAD": LIBGOMP}, True),
+        (MORE, MORE | {"GOMP_CPU_AFFINITY": "1 2"}, False),
+        (MORE, MORE | {"GOMP_SPINCOUNT": "10000"}, False),
+        (MORE, MORE | {"OMP_WAIT_POLICY": "active"}, False),
+    ],
+)
+def test_a_worker_is_forked_only_where_it_reads_the_same(monkeypatch, loaded, wanted, may):
+    monkeypatch.setattr(forking, "_loaded", loaded)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    assert forking.may_fork(wanted) is may
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    assert not forking.may_fork(wanted), "which may hold a lock"
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", forking.METHOD])
+def test_the_users_own_libraries_and_method_are_left_alone(monkeypatch, name):
+    monkeypatch.setenv(name, "libiomp5.so")
+    before = dict(os.environ)
+    with forking.importing(["m"], {}, 0):
+        assert dict(os.environ) == before
+    assert forking._loaded is None
+
+
+def test_a_torch_that_was_loaded_before_has_read_what_it_read():
+    import torch  # noqa: F401
+
+    before = dict(os.environ)
+    with forking.importing(["m", "-pp", "2"], {}, 0):
+        assert dict(os.environ) == before
+    assert forking._loaded is None
+
+
+def test_threads_spin_briefly_on_cores_that_others_use_too(monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert forking.waiting(shared=False) == {}
+    assert forking.waiting(shared=True) == {"GOMP_SPINCOUNT": forking.SPINS}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert forking.waiting(shared=True) == {}, "the user's own wins"

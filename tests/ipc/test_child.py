@@ -1,0 +1,79 @@
+"""A child that is forked has what a new interpreter would have, and nothing else that is open."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+
+PROGRAM = """
+import json, os, signal, socket, sys
+from sipipe.ipc.child import start_child
+
+sys.path.insert(0, DIRECTORY)
+kept, read = socket.socketpair(), open(DIRECTORY + "/child.py")
+signal.signal(signal.SIGTERM, lambda *_: None)
+ours, theirs = socket.socketpair()
+began = []
+process, control = start_child(
+    ("-m", "child"), ["word"], ends=[theirs], begin=lambda: began.append(os.getpid()),
+    env={"ONLY": "this"},
+)
+assert not began and process.poll() is None
+print(process.pid, flush=True)
+said = json.loads(ours.recv(4096))
+ours.send(b"go on")
+assert process.wait(20) == 3 and process.returncode == 3
+assert control.recv(1) == b"", "its end is closed"
+print(json.dumps(said), flush=True)
+sys.stdin.read()
+process, control = start_child(("-m", "child"), ends=[kept[0]], begin=lambda: None, env={})
+print(process.pid, flush=True)
+signal.pause()
+"""
+CHILD = """
+import json, os, signal, socket, sys
+from sipipe.ipc.parent import Parent
+
+parent = Parent(int(sys.argv[1]))
+end = socket.socket(fileno=int(sys.argv[2]))
+opened = {}
+for number in os.listdir("/proc/self/fd"):
+    try:
+        opened[number] = os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        pass
+said = [sys.argv[3:], dict(os.environ), opened, __name__, sys.stdin.read()]
+end.send(json.dumps(said).encode())
+end.recv(5)
+parent.let_end()
+sys.exit(3)
+"""
+
+
+def test_what_a_forked_child_has(tmp_path):
+    (tmp_path / "child.py").write_text(CHILD)
+    program = f"DIRECTORY = {str(tmp_path)!r}\n{PROGRAM}"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            first = int(process.stdout.readline())
+            words, environment, opened, name, standard_input = json.loads(process.stdout.readline())
+            assert (words, environment, name) == (["word"], {"ONLY": "this"}, "__main__")
+            assert standard_input == ""
+            sockets = [number for number, what in opened.items() if what.startswith("socket:")]
+            assert len(sockets) == 2, "its control socket, and the end that it was given"
+            assert not any(what.endswith("child.py") for what in opened.values())
+            assert not psutil.pid_exists(first)
+            process.stdin.close()
+            second = psutil.Process(int(process.stdout.readline()))
+            os.kill(process.pid, signal.SIGKILL)  # the kernel closes its end of the control socket
+            second.wait(20)
+        finally:
+            process.kill()
