@@ -70,6 +70,7 @@ def open_stage(directory: str, stage: int, stages: int) -> tuple[Callable[[], Sa
         max_num_seqs=SLOTS * 128,
         max_num_batched_tokens=16384,
         pipeline_parallel_size=stages,
+        gpu_memory_utilization=0.05,  # of the host: nothing is allocated by it
         distributed_executor_backend="mp",
         enable_prefix_caching=False,
         async_scheduling=False,
