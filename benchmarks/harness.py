@@ -107,7 +107,7 @@ def report(
     table = Table(title=title, caption=note or None)
     shown = list(columns or rows[0])
     for column in shown:
-        justify: Any = "left" if isinstance(rows[0][column], str) else "right"
+        justify: Any = "left" if isinstance(rows[0].get(column), str) else "right"
         table.add_column(column, justify=justify, no_wrap=column == "engine")
     for row in rows:
         table.add_row(*(cell(row.get(column)) for column in shown))
