@@ -197,7 +197,10 @@ def published() -> list[dict[str, Any]]:
 
 
 def _within(shares: list[tuple[float, Choice, int]]) -> dict[str, str]:
-    inside = [choice.range[0] <= rate <= choice.range[1] for _, choice, rate in shares]
+    inside = [
+        choice.slowest.throughput <= rate <= choice.quickest.throughput
+        for _, choice, rate in shares
+    ]
     ratios = sorted(share for share, _, _ in shares)
     return {
         "lengths in the range": f"{sum(inside)} of {len(inside)}",

@@ -1,6 +1,6 @@
 """Speculative decoding: tokens a pass, tokens a second and times per token, with and without.
 
-    sipipe make-model smollm2 build/models/smollm2
+    python -m benchmarks.make_model smollm2 build/models/smollm2
     python -m benchmarks.speculation [MODEL] [--pp 2] [--requests 1,4,8,32] [--repeat 3] [--no-stock]
 
 A chat model copies a passage, edits a file, fills a JSON schema, and chats, greedily and with the

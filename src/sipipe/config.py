@@ -54,10 +54,8 @@ class CorePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stages: CpuLists = ()
     """Cores of each stage, first stage first. Tensor-parallel ranks of a stage share its cores
     out evenly, in order. Empty: the stages' threads are left where the system puts them."""
-
     samplers: CpuLists = ()
     """Cores of each sampler process. Empty: samplers are left unbound."""
-
     scheduler: Cpus = ()
     """Cores of the process that runs vLLM's scheduler and SiPipe's executor. Empty: unbound."""
 

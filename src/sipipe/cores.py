@@ -1,8 +1,7 @@
 """The core plan: which CPU cores the stage workers, the samplers and the scheduler run on.
 
-:func:`plan_cores` is a pure function of what :func:`this_machine` finds, the pipeline's degrees
-and the settings. On a CPU engine the workers get most cores, equal shares each, because the
-slowest stage sets the pace; on GPUs a worker needs a core or two, and the samplers get the rest.
+On a CPU engine the workers get most cores, in equal shares, because the slowest stage sets the pace;
+on GPUs a worker needs a core or two, and the samplers get the rest.
 """
 
 import argparse
@@ -44,13 +43,10 @@ class CorePlan:
 
     workers: tuple[tuple[tuple[int, ...], ...], ...]
     """``workers[stage][rank]``: CPUs of one tensor-parallel rank of a stage."""
-
     samplers: tuple[tuple[int, ...], ...]
     """CPUs of each sampler process; its length is the number of samplers, 0 or more."""
-
     scheduler: tuple[int, ...]
     """CPUs of the process that runs the scheduler and the executor."""
-
     shared: bool = False
     """Whether some process shares a core with another, because there are too few."""
 
@@ -102,12 +98,11 @@ def plan_cores(
     """Share ``cores`` out.
 
     Args:
-        cores: the cores to share out, those of a NUMA node together.
+        cores: those of a NUMA node together.
         stages: pipeline stages on this machine, 1 or more.
         tensor_parallel: ranks of each stage, 1 or more.
-        samplers: number of sampler processes, 0 for none, ``"auto"`` for as many as fit.
-        placement: ``"auto"``, ``"off"`` (nothing is bound), or the user's own.
-        device: what the stages compute on.
+        samplers: number of processes, 0 for none, ``"auto"`` for as many as fit.
+        placement: ``"off"``: nothing is bound.
         nodes: NUMA node of each worker's device, by rank, where it is known.
 
     Raises:
@@ -168,9 +163,8 @@ def plan_cores(
 
 
 def equal_shares(cores: Sequence[Core], workers: int) -> str:
-    """Stock vLLM's own best on a CPU engine, which needs no samplers: all cores in equal shares, a
-    CPU of each, as ``VLLM_CPU_OMP_THREADS_BIND``. Where workers are more than cores, each gets a
-    hardware thread of its own, or where they are more than those too, one in turn."""
+    """Stock vLLM's own best on a CPU engine, as ``VLLM_CPU_OMP_THREADS_BIND``: all cores in equal
+    shares, a CPU of each. Where workers are more, each gets a hardware thread, or one in turn."""
     places = [core.cpus[0] for core in cores]
     if len(places) < workers:
         places = [cpu for core in cores for cpu in core.cpus]
@@ -182,10 +176,8 @@ def equal_shares(cores: Sequence[Core], workers: int) -> str:
 
 
 def quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """How many CPUs' time this process's control group may take; infinite without a limit.
-
-    The least of its own limit and of the groups that it is in; of version 2 or 1.
-    """
+    """How many CPUs' time this process's control group may take; infinite without a limit. The
+    least of its own limit and of the groups that it is in; of version 2 or 1."""
     least = math.inf
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -209,11 +201,9 @@ def this_machine(
     root: Path = Path("/sys/devices/system/cpu"), most: float | None = None
 ) -> list[Core]:
     """The cores that this process may use, from its affinity mask and ``/sys``, by node and CPU.
-
-    What ``/sys`` does not tell (some containers hide it) is taken as: one CPU a core, one node. Where
-    the control group may take the time of fewer (``most``; None: :func:`quota`), it is so many of
-    them, and by the host's name others for the next container.
-    """
+    What ``/sys`` does not tell (some containers hide it) is taken as: one CPU a core, one node.
+    Where the control group may take the time of fewer (``most``; None: :func:`quota`), it is so
+    many of them, and by the host's name others for the next container."""
     siblings: dict[str, list[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         try:

@@ -1,9 +1,8 @@
 """Compilation of all kernels of the project, and where their machine code is kept.
 
-Kernels are compiled by Numba without the GIL and cached on disk, so that a process starts in well
-under two seconds. Numba's own cache judges by the time stamp of the file that holds a function,
-which misses a change in a helper that the function inlines; it lets CPUs of different types share
-one index; and it fails at import where neither the installation nor a home can be written. Here the
+Numba compiles without the GIL and keeps the code on disk. Its own cache judges by the time stamp of
+the file that holds a function, which misses a change in a helper that is inlined; it lets CPUs of
+different types share one index; and it fails at import where nothing can be written. Here the
 directory is named by a hash of everything that the machine code depends on.
 
 Relies on: a kernel calls other kernels of its own package only, because the hash covers that
@@ -48,12 +47,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def cache_key(package: str) -> str:
     """Hash of what ``package``'s kernels depend on: sources, Numba, NumPy, CPU name and features."""
     digest = hashlib.sha256()
-    for part in (
-        numba.__version__,
-        np.__version__,
-        binding.get_host_cpu_name(),
-        binding.get_host_cpu_features().flatten(),
-    ):
+    cpu = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    for part in (numba.__version__, np.__version__, *cpu):
         digest.update(part.encode() + b"\0")
     folder = Path(importlib.import_module(package).__path__[0])
     for source in (Path(__file__), *sorted(folder.glob("*.py"))):
@@ -63,11 +58,8 @@ def cache_key(package: str) -> str:
 
 @cache
 def cache_directory(package: str) -> Path:
-    """The directory of ``package``'s compiled kernels on this machine.
-
-    Under ``SIPIPE_CACHE_DIR`` if set, else the user's cache directory; where that cannot be written
-    (a container without a home), under the system's temporary directory, which others may share.
-    """
+    """The directory of ``package``'s compiled kernels: under ``SIPIPE_CACHE_DIR`` if set, else the
+    user's cache directory; where that cannot be written, the system's temporary one."""
     key = cache_key(package)
     named = os.environ.get("SIPIPE_CACHE_DIR")
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
@@ -164,10 +156,8 @@ def _say_that_it_takes_time(package: str) -> None:
 
 
 class _PartLibrary(JITCodeLibrary):
-    """Code that only others call: it is optimized and translated as a part of theirs, once.
-
-    Numba does both for each function by itself as well, which took a fourth of the time.
-    """
+    """Code that only others call: it is optimized and translated as a part of theirs, once. Numba
+    does it for each by itself as well, which took a fourth of the time."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -196,11 +186,8 @@ def entry(function: F) -> F:
 
 
 def kernel(function: F) -> F:
-    """Compile ``function`` for other kernels only.
-
-    Without the wrappers that would let Python call it: unpacking a few dozen arrays in each of
-    some forty functions took most of the time that compilation takes.
-    """
+    """Compile ``function`` for other kernels only, without the wrappers that would let Python call
+    it: to unpack dozens of arrays in each took most of the time that compilation takes."""
     without = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     make = numba.njit(nogil=True, _nrt=False, pipeline_class=_PartCompiler, **without)
     return make(function)  # type: ignore[no-any-return]
@@ -208,11 +195,9 @@ def kernel(function: F) -> F:
 
 @contextlib.contextmanager
 def compiling(package: str) -> Iterator[None]:
-    """Hold while ``package``'s kernels are compiled: one process fills the cache, others wait.
-
-    The lock is the operating system's (``flock``), so a process that dies while compiling frees it.
-    One that is stopped does not: after ``PATIENCE`` seconds the others compile for themselves.
-    """
+    """Hold while ``package``'s kernels are compiled: one process fills the cache, others wait. A
+    process that dies frees the lock (``flock``). One that is stopped does not: after ``PATIENCE``
+    seconds the others compile for themselves."""
     deadline = time.monotonic() + PATIENCE
     with open(cache_directory(package) / "lock", "w") as file:
         while time.monotonic() < deadline:

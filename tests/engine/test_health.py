@@ -13,7 +13,6 @@ try:
 except ImportError:  # vLLM 0.32
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
-from sipipe.engine import health
 from sipipe.engine.health import Health
 from sipipe.engine.launch import MIDDLEWARE
 from sipipe.observe.live import LivePage, PageHeader, Word
@@ -22,7 +21,7 @@ from sipipe.observe.live import LivePage, PageHeader, Word
 @pytest.fixture
 def page(monkeypatch):
     made = LivePage.create(PageHeader(stages=2, samplers=1))
-    monkeypatch.setattr(health, "find", lambda _run: [LivePage.attach(made.path)])
+    monkeypatch.setattr("sipipe.observe.live.find", lambda _run: [LivePage.attach(made.path)])
     yield made
     made.close()
 
@@ -58,7 +57,7 @@ def test_without_an_engine_it_is_vllms_word(monkeypatch, page):
     page.writer("executor").set(Word.STALLED, 1)
     assert ask(app) == 503
     page.close()
-    monkeypatch.setattr(health, "find", lambda _run: [])
+    monkeypatch.setattr("sipipe.observe.live.find", lambda _run: [])
     assert ask(app) == "app"
 
 

@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 from sipipe.observe.live import LivePage, PageHeader
-from sipipe.observe.metrics import METRICS, Reader
+from sipipe.observe.metrics import METRICS, samples
 from sipipe.observe.phases import Phase
+from sipipe.observe.poll import Poll
 
 DASHBOARD = Path(__file__).parents[2] / "dashboards" / "sipipe.json"
 
@@ -17,7 +18,7 @@ def test_dashboard_matches_the_metrics():
     page = LivePage.create(PageHeader(stages=1, samplers=1))
     page.writer("sampler").phase(Phase.SAMPLE, 0, 0, 1, 4, 4)
     shown = {}
-    for name, labels, _ in Reader(page).samples():
+    for name, labels, _ in samples(Poll(page)):
         total = "_total" if METRICS[name].kind == "counter" else ""
         shown[name + total] = {label for label, _ in labels}
     page.close()

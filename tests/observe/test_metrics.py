@@ -10,8 +10,9 @@ import pytest
 
 from sipipe._version import __version__
 from sipipe.observe.live import LivePage, PageHeader, Word
-from sipipe.observe.metrics import METRICS, Collector, Reader, register
+from sipipe.observe.metrics import METRICS, Collector, register, samples
 from sipipe.observe.phases import Phase
+from sipipe.observe.poll import Poll
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="comes with vLLM")
 
@@ -113,10 +114,10 @@ def test_several_api_servers(tmp_path):
 
 
 def test_time_without_requests_grows_while_it_lasts(page):
-    reader, executor = Reader(page), page.writer("executor")
+    poll, executor = Poll(page), page.writer("executor")
 
     def idle():
-        return {name: value for name, _, value in reader.samples()}["sipipe_idle_seconds"]
+        return {name: value for name, _, value in samples(poll)}["sipipe_idle_seconds"]
 
     now = time.monotonic_ns()
     executor.set(Word.IDLE_FROM, now - 5 * 10**9)
@@ -128,7 +129,7 @@ def test_time_without_requests_grows_while_it_lasts(page):
 
 def test_ranks_of_a_stage_have_queues_of_their_own():
     page = LivePage.create(PageHeader(stages=2, samplers=1, ranks=2))
-    seen = [(name, labels) for name, labels, _ in Reader(page).samples()]
+    seen = [(name, labels) for name, labels, _ in samples(Poll(page))]
     page.close()
     assert len(seen) == len(set(seen))
     assert any(("process", "stage 1 rank 1") in labels for _, labels in seen)

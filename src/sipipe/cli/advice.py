@@ -22,12 +22,8 @@ CLEARLY = 1.1
 def on_host(
     facts: ModelFacts, name: str, devices: int, cores: Sequence[Core], load: int
 ) -> list[Choice]:
-    """SiPipe's ways to serve ``load`` requests at once on a host, fastest first.
-
-    Args:
-        name: what its devices are; ``"cpu"``: the cores that the core plan gives so many workers.
-        cores: of the host.
-    """
+    """SiPipe's ways to serve ``load`` requests at once on a host with these ``cores``, fastest
+    first. ``name`` is its devices'; ``"cpu"``: what the core plan gives so many workers."""
     kind = device(name, parts=devices)
     if name == "cpu":  # stated of an even share of all cores
         (workers,) = {len(rank) for rank in plan_cores(cores, stages=devices).workers[0]}

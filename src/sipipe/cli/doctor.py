@@ -44,6 +44,9 @@ IMPORT_SECONDS = 120.0
 """How long an import of vLLM may take before it counts as broken."""
 
 
+Device = Literal["cpu", "cuda"]
+
+
 class Finding(NamedTuple):
     """One line of the report."""
 
@@ -101,13 +104,10 @@ def _software(vllm: InstalledVllm | None, *, try_import: bool) -> Iterator[Findi
 
 def _import_vllm() -> Finding:
     code = "import transformers, vllm.v1.executor.abstract, sipipe; sipipe.Executor"
+    command = [sys.executable, "-P", "-c", code]
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_SECONDS,
-            check=False,
+            command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return Finding("import", "error", f"importing vLLM took more than {IMPORT_SECONDS:.0f} s")
@@ -165,13 +165,9 @@ def _gpus() -> list[str]:
     return (output("nvidia-smi", *query) or "").splitlines()
 
 
-def _best_degrees(
-    device: Literal["cpu", "cuda"], gpus: Sequence[str]
-) -> tuple[tuple[int, int], Finding]:
-    """(stages, ranks) that suit this machine, and for which loads which are best.
-
-    Computed as ``sipipe plan`` does, for a model that nearly every machine can hold.
-    """
+def _best_degrees(device: Device, gpus: Sequence[str]) -> tuple[tuple[int, int], Finding]:
+    """(stages, ranks) that suit this machine, and for which loads which are best: computed as
+    ``sipipe plan`` does, for a model that nearly every machine can hold."""
     cores = this_machine()
     nodes = len({core.node for core in cores})
     names = [name for name in hardware.names() if gpus and name.split("-")[0] in gpus[0].lower()]
@@ -202,11 +198,7 @@ def _best_degrees(
 
 
 def _what_sipipe_does(
-    stages: int,
-    ranks: int,
-    suits: tuple[int, int],
-    device: Literal["cpu", "cuda"],
-    gpus: Sequence[str],
+    stages: int, ranks: int, suits: tuple[int, int], device: Device, gpus: Sequence[str]
 ) -> Iterator[Finding]:
     workers, cores = stages * ranks, len(this_machine())
     if device == "cpu" and workers > cores:

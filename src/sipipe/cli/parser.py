@@ -84,11 +84,8 @@ def parse_engine_command(
     """The command line of a command that starts an engine.
 
     Returns the options of ``parser`` and SiPipe's own; the checked entries that these give
-    ``additional_config["sipipe"]``; and all other arguments in their order, for vLLM's parser.
-    ``--help=GROUP`` is left to vLLM, whose options it shows: ``parser`` has no help of its own.
-
-    Raises:
-        ConfigError: a value that :class:`~sipipe.config.SiPipeConfig` refuses.
+    ``additional_config["sipipe"]``; and all other arguments, for vLLM's parser, which also shows
+    ``--help=GROUP``. Raises ConfigError: a value that :class:`~sipipe.config.SiPipeConfig` refuses.
     """
     _add_engine_options(parser)
     if "-h" in argv or "--help" in argv:

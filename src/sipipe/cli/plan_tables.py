@@ -22,11 +22,9 @@ def print_tables(plans: Sequence[Plan]) -> None:
     plan = plans[0]
     facts, cluster = plan.facts, plan.cluster
     kv = kv_bytes_per_token(facts, plan.workload.kv_element_bytes) / 1024
-    between = (
-        f", {cluster.network.adapters} x {cluster.network.gigabits:g} Gb/s between hosts"
-        if cluster.hosts > 1
-        else ""
-    )
+    network, between = cluster.network, ""
+    if cluster.hosts > 1:
+        between = f", {network.adapters} x {network.gigabits:g} Gb/s between hosts"
     console.print(
         f"{facts.name}: {facts.parameters / 1e9:.1f}B parameters, {facts.layers} layers, "
         f"{kv:.0f} KiB of KV cache a token"
@@ -80,12 +78,7 @@ def _recommendation(plan: Plan, best: Choice) -> str:
     return text + (": the model cannot tell which is faster, measure both" if close else "")
 
 
-def _table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    left: Sequence[str],
-) -> Table:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> Table:
     """``rows`` under ``columns``, numbers to the right and the columns ``left`` to the left."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
@@ -102,31 +95,25 @@ def _choice_table(plan: Plan, width: int) -> Table:
     left_out = set() if width >= 110 else {6, 7, 9}
     if not any(choice.placement.shares_projection for choice in plan.choices):
         left_out.add(10)
-    shown = [index for index in range(len(columns)) if index not in left_out]
-    rows = [_cells(choice) for choice in plan.choices]
-    return _table(
-        [columns[index] for index in shown],
-        [[row[index] for index in shown] for row in rows],
-        left=("engine", "vocabulary", "limited by"),
+    names, *rows = (
+        [cell for index, cell in enumerate(row) if index not in left_out]
+        for row in (columns, *map(_cells, plan.choices))
     )
+    return _table(names, rows, left=("engine", "vocabulary", "limited by"))
 
 
 def _cells(choice: Choice) -> list[str]:
-    low, high = choice.range
-    quickest, slowest = choice.quickest.delay * 1e3, choice.slowest.delay * 1e3
+    low, high = choice.slowest, choice.quickest
+    # Tokens of the cache, and what share of them the layers' cut costs (-) or gains (+).
+    share = f"{-choice.kv_loss:+.0%}"
+    tokens = f"{choice.memory.kv_tokens:,}" + ("" if share[1:] == "0%" else f" ({share})")
     return [
         *(choice.engine.key, str(choice.p), str(choice.t)),
-        *(f"{choice.throughput:,.0f}", f"{low:,.0f}-{high:,.0f}"),
-        *(f"{choice.tpot * 1e3:.1f}", f"{quickest:.1f}-{slowest:.1f}"),
-        *(f"{choice.batch:,}", _kv_cell(choice), f"{choice.iteration.idle:.0%}"),
+        *(f"{choice.throughput:,.0f}", f"{low.throughput:,.0f}-{high.throughput:,.0f}"),
+        *(f"{choice.tpot * 1e3:.1f}", f"{high.delay * 1e3:.1f}-{low.delay * 1e3:.1f}"),
+        *(f"{choice.batch:,}", tokens, f"{choice.iteration.idle:.0%}"),
         *(choice.vocabulary, f"{choice.iteration.limit}; {choice.capped_by}"),
     ]
-
-
-def _kv_cell(choice: Choice) -> str:
-    """Tokens of the cache, and what share the layers' cut costs (-) or gains (+) of them."""
-    share = f"{-choice.kv_loss:+.0%}"
-    return f"{choice.memory.kv_tokens:,}" + ("" if share[1:] == "0%" else f" ({share})")
 
 
 def print_assumptions() -> None:

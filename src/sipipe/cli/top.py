@@ -81,9 +81,7 @@ def rates(poll: Poll) -> dict[str, Any]:
         "tokens_per_s": executor.rate(Word.TOKENS),
         # Of the requests whose first token came; of the tokens, each for a request that runs.
         "ttft_ms": executor.per(Word.TTFT_NS, Word.FIRST_TOKENS) / 1e6,
-        "tpot_ms": executor.words[Word.RUNNING] * executor.span_ns / 1e6 / tokens
-        if tokens
-        else 0.0,
+        "tpot_ms": executor.words[Word.RUNNING] * executor.span_ns / 1e6 / tokens if tokens else 0,
         "iterations_per_s": executor.rate(Word.BATCHES),
         "inflight": executor.words[Word.INFLIGHT],
         "limit": header.inflight,

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -44,12 +45,8 @@ def main(argv: Sequence[str]) -> int:
     export = commands.add_parser("export", help="convert a trace for another program")
     export.set_defaults(run=_export)
     export.add_argument("directory", metavar="DIR", help="directory of the trace")
-    export.add_argument(
-        "--perfetto",
-        metavar="FILE",
-        required=True,
-        help="Chrome trace JSON for ui.perfetto.dev; compressed if FILE ends in .gz",
-    )
+    file = "Chrome trace JSON for ui.perfetto.dev; compressed if FILE ends in .gz"
+    export.add_argument("--perfetto", metavar="FILE", required=True, help=file)
     _window(export)
 
     args = parser.parse_args(argv)
@@ -62,13 +59,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _window(parser: argparse.ArgumentParser) -> None:
     for name, word in (("from", "begin"), ("to", "end")):
-        parser.add_argument(
-            f"--{name}",
-            dest=word,
-            metavar="SECONDS",
-            type=at_least(0),
-            help=f"{word} of the part (default: all)",
-        )
+        part: dict[str, Any] = {"dest": word, "help": f"{word} of the part (default: all)"}
+        parser.add_argument(f"--{name}", metavar="SECONDS", type=at_least(0), **part)
 
 
 def _load(directory: str, args: argparse.Namespace) -> Run:
@@ -118,12 +110,9 @@ def bubbles(run: Run) -> Table:
         what = "iterations whose product of the output projection was one with another's"
         captions.append(f"{what}: {', '.join(shared)}")
     table.caption = "; ".join(captions) or None
-    rows = [
-        (f"{s['stage']}" + (f".{s['rank']}" if s["rank"] else ""), s["share"])
-        for s in summary["stage_table"]
-    ]
-    for name, share in [*rows, ("all", summary["share"])]:
-        table.add_row(name, *(f"{share[kind]:.1%}" for kind in WORKING))
+    for s in [*summary["stage_table"], {"stage": "all", "rank": 0, "share": summary["share"]}]:
+        name = f"{s['stage']}" + (f".{s['rank']}" if s["rank"] else "")
+        table.add_row(name, *(f"{s['share'][kind]:.1%}" for kind in WORKING))
     return table
 
 

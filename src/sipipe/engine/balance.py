@@ -24,11 +24,10 @@ class Drawn(Protocol):
 class Balancer:
     """Shares the sequences of a microbatch out over samplers so that their work stays even.
 
-    An iteration is one microbatch, and is drawn when its last sampler is done, so only what is
-    drawn together counts. A new sequence goes to the sampler with the least to do in the
-    microbatch that it joins. Sequences leave, and the scheduler moves them between microbatches;
-    then one of them changes its sampler too, at most one each iteration, because the new sampler
-    builds its state from its tokens.
+    A microbatch is drawn when its last sampler is done, so only what is drawn together counts. A new
+    sequence goes to the sampler with the least to do in the microbatch that it joins. As sequences
+    leave and move, one changes its sampler too, at most one each iteration: the new sampler builds
+    its state from its tokens.
 
     Bound: once nothing joins, leaves or changes microbatches, the busiest sampler has no more than
     the idlest one and the larger of ``TOLERATED`` of its own work and the cost of its lightest
@@ -54,19 +53,15 @@ class Balancer:
 
     def place(self, cost: float, beside: list[float]) -> int:
         """The sampler for a new sequence, counted from 0; among equal ones they take turns.
-
-        ``beside``: :meth:`loads` of the microbatch that it joins; the sequence is added there.
-        """
+        ``beside``: :meth:`loads` of the microbatch that it joins; the sequence is added there."""
         count, self._turn = self.samplers, self._turn + 1
         sampler = min(range(count), key=lambda i: (beside[i], (i - self._turn + 1) % count))
         beside[sampler] += cost
         return sampler
 
     def move(self, members: Sequence[Drawn]) -> int | None:
-        """Give one of a microbatch's ``members`` another sampler, if that evens their work.
-
-        Returns its index.
-        """
+        """Give one of a microbatch's ``members`` another sampler, if that evens their work. Returns
+        its index."""
         if self.samplers == 1:
             return None
         loads = self.loads(members)

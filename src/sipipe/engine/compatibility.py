@@ -1,8 +1,7 @@
 """What SiPipe refuses at start-up, and whose tokens vLLM's own sampler has to draw.
 
-Every stage stands on vLLM's second model runner. Tokens are drawn by the CPU samplers, or, for the
-options below, by vLLM's sampler on the last stage. The choice is made once, at start-up, and logged
-with its reason. docs/compatibility.md is the user's view of the tables below.
+Tokens are drawn by the CPU samplers, or, for the options below, by vLLM's sampler on the last stage:
+chosen once, at start-up, and logged. docs/compatibility.md is the user's view of the tables below.
 """
 
 from vllm import envs
@@ -33,11 +32,8 @@ INSTEAD = {
 
 
 def check_features(vllm_config: VllmConfig) -> None:
-    """Refuse what stages without a common process group cannot serve.
-
-    Raises:
-        UnsupportedError: one line that names the option.
-    """
+    """Refuse what stages without a common process group cannot serve. Raises UnsupportedError: one
+    line that names the option."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     refused = {
         "--data-parallel-size above 1": parallel.data_parallel_size > 1,
@@ -69,11 +65,7 @@ def check_features(vllm_config: VllmConfig) -> None:
 
 
 def check_stages(vllm_config: VllmConfig) -> None:
-    """Refuse more stages than layers.
-
-    Raises:
-        ConfigError: one line that names the option.
-    """
+    """Refuse more stages than layers (ConfigError)."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     if stages > layers:
@@ -81,11 +73,8 @@ def check_stages(vllm_config: VllmConfig) -> None:
 
 
 def why_not_samplers(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
-    """Why vLLM's sampler has to draw, from the configuration alone; empty: it need not.
-
-    Raises:
-        ConfigError: a ``cpu_sampling`` was asked for and cannot be had.
-    """
+    """Why vLLM's sampler has to draw, from the configuration alone; empty: it need not. Raises
+    ConfigError: a ``cpu_sampling`` was asked for and cannot be had."""
     reason, asked = _vllms_sampler(vllm_config, config), config.cpu_sampling
     if vllm_config.speculative_config is not None and (reason or asked == "per_row"):
         raise ConfigError(
@@ -111,11 +100,8 @@ def device_may_draw() -> bool:
 
 
 def check_kernels(vllm_config: VllmConfig) -> None:
-    """Refuse what only those kernels do, where there are none.
-
-    Raises:
-        UnsupportedError: one line that names the option.
-    """
+    """Refuse what only those kernels do, where there are none. Raises UnsupportedError: one line
+    that names the option."""
     if device_may_draw():
         return
     model = vllm_config.model_config
@@ -146,9 +132,7 @@ def _vllms_sampler(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
     if model.enable_prompt_embeds:
         return "prompt embeddings (--enable-prompt-embeds) are taken by vLLM's own sampler alone"
     if vllm_config.aux_output_config.enabled:
-        return (
-            "routed experts (--enable-return-routed-experts) come with vLLM's own sampler's output"
-        )
+        return "routed experts (--enable-return-routed-experts) come with vLLM's sampler's output"
     if model.is_diffusion:
         return "diffusion models draw with a sampler of their own"
     return ""

@@ -1,12 +1,10 @@
 """Where tokens are drawn, on CPUs or on the last stage's device: ``"cpu_sampling": "auto"``.
 
-Every way is set up and measured on the loaded model, with max_num_seqs / m sequences a microbatch,
-and the times between two microbatches compared (:mod:`sipipe.messages.period`; docs/gpu.md has the
-model), with the layers as they are cut. Where the device draws all rows nothing comes after the last
-stage, and a round over m is never above the slowest stage. So it is with stock vLLM, whose layers
-are cut evenly: a way that is expected to be slower than that is not taken.
-
-What all have alike is left out: attention over a context, scheduling, links.
+Every way is measured on the loaded model, with max_num_seqs / m sequences a microbatch, and the times
+between two microbatches compared (:mod:`sipipe.messages.period`; docs/gpu.md has the model). Where
+the device draws all rows nothing comes after the last stage, and a round over m is never above the
+slowest stage. So it is with stock vLLM, whose layers are cut evenly: a way that is expected to be
+slower than that is not taken. Attention over a context, scheduling and links, alike in all, are left out.
 """
 
 import statistics
@@ -30,7 +28,6 @@ class Costs:
     inflight: int
     """Microbatches in flight with CPU samplers, m."""
     layers: tuple[int, ...]
-    """Decoder layers of each stage."""
     stages: tuple[float, ...]
     """Each stage's layers."""
     projection: float

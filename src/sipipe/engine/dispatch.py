@@ -9,6 +9,7 @@ output is on BIC-I, so that a snapshot never holds a change which is still to co
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -57,38 +58,27 @@ _CARRIED: dict[str, Callable[[list[Any]], Any]] = {
 """What a scheduling output says of workers' state, and how several outputs say it in one."""
 
 
+@dataclass
 class Dispatcher:
     """Publishes what the scheduler decided."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        iterations: Iterations,
-        tracker: RequestTracker,
-        gather: GatherReceiver,
-        telemetry: Telemetry,
-        *,
-        empty: bool,
-    ) -> None:
-        """``empty``: scheduling outputs without tokens are iterations too, for KV connectors."""
-        self._publishes_empty = empty
-        self._bus = bus
-        self._iterations = iterations
-        self._tracker = tracker
-        self._gather = gather
-        self._telemetry = telemetry
-        self._last: Iteration | None = None
-        self._empty: list[SchedulerOutput] = []
-        """Scheduling outputs without tokens since the last that was published, but for those that
-        say nothing, as the visit of a closed slot does."""
+    _bus: Bus
+    _iterations: Iterations
+    _tracker: RequestTracker
+    _gather: GatherReceiver
+    _telemetry: Telemetry
+    empty: bool
+    """Scheduling outputs without tokens are iterations too, for KV connectors."""
+    _last: Iteration | None = None
+    _empty: list[SchedulerOutput] = field(default_factory=list)
+    """Scheduling outputs without tokens since the last that was published, but for those that say
+    nothing, as the visit of a closed slot does."""
 
     def publish(self, output: SchedulerOutput) -> bool:
-        """Publish one iteration; False if it has no tokens.
-
-        Such an output is not published: what it tells workers goes with the next one.
-        """
-        if output.total_num_scheduled_tokens == 0 and not self._publishes_empty:
-            if any(getattr(output, field, None) for field in _CARRIED):
+        """Publish one iteration; False if it has no tokens. Such an output is not published: what
+        it tells workers goes with the next one."""
+        if output.total_num_scheduled_tokens == 0 and not self.empty:
+            if any(getattr(output, name, None) for name in _CARRIED):
                 self._empty.append(output)
             self._last = None
             return False
@@ -135,7 +125,7 @@ class Dispatcher:
 
 def _carry(earlier: list[SchedulerOutput], output: SchedulerOutput) -> None:
     """Put what ``earlier`` outputs without tokens say of workers' state into ``output``."""
-    for field, join in _CARRIED.items():
-        values = [getattr(one, field, None) for one in (*earlier, output)]
-        if (said := [value for value in values if value]) or hasattr(output, field):
-            setattr(output, field, join(said))
+    for name, join in _CARRIED.items():
+        values = [getattr(one, name, None) for one in (*earlier, output)]
+        if (said := [value for value in values if value]) or hasattr(output, name):
+            setattr(output, name, join(said))

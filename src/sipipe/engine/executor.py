@@ -1,10 +1,9 @@
 """``sipipe.Executor``: vLLM's engine on one side, stage workers and samplers on the other.
 
 The executor runs in vLLM's EngineCore process, on its thread, and is the interface only: what it
-drives is :class:`sipipe.engine.pipeline.Pipeline`. Each scheduling output is published once, on
-BIC-I; the future that EngineCore holds is resolved when the samplers' tokens are in on BIC-O.
-Control calls (``collective_rpc``) travel on BIC-I too, so that they are in order with the
-iterations, and workers answer them through their pipes.
+drives is :class:`sipipe.engine.pipeline.Pipeline`. Each scheduling output is published on BIC-I; the
+future that EngineCore holds is resolved when the tokens are in on BIC-O. Control calls
+(``collective_rpc``) travel on BIC-I too, and workers answer them through their pipes.
 
 Relies on vLLM's batch queue: iteration i + m is not published before iteration i has been
 resolved, m being the number of microbatches in flight. So the logits of an iteration stay readable
@@ -117,11 +116,8 @@ class Executor(VllmExecutor):
         non_block: bool = False,
         unique_reply_rank: int | None = None,
     ) -> Any:
-        """Call ``method`` on every worker, after the iterations already published.
-
-        Returns the results by rank, or the one of ``unique_reply_rank``; a future of it with
-        ``non_block``.
-        """
+        """Call ``method`` on every worker, after the iterations already published: the results by
+        rank, or the one of ``unique_reply_rank``; a future of it with ``non_block``."""
         if method in CHANGE_WEIGHTS and self._shares:
             raise ConfigError(
                 f"{method}: every stage has rows of the output projection, which would not change: "

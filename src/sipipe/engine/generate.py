@@ -1,12 +1,8 @@
 """Completes prompts with an engine in this process, and hands the text over as it comes.
 
-Who runs here
-    One asyncio loop in the caller's thread: a task per prompt feeds a queue; the caller's
-    ``show`` sees prompts in their order, the first unfinished one live, later ones once it is
-    their turn. vLLM's engine and SiPipe's workers are processes of their own.
-Guarantees
-    The engine and all its processes are gone when :func:`generate` returns or raises, also
-    after Ctrl-C.
+Runs in one asyncio loop of the caller's thread: a task per prompt feeds a queue; the caller's
+``show`` sees prompts in their order, the first unfinished one live. The engine and all its processes
+are gone when :func:`generate` returns or raises, also after Ctrl-C.
 """
 
 import asyncio
@@ -51,10 +47,8 @@ def generate(
     show: Callable[[Event, Completion, str], None],
 ) -> None:
     """Run the prompts of ``argv`` (``MODEL [PROMPT...]`` and vLLM's engine options, in any order).
-
-    ``prompts`` turns the words of the command line into prompts. ``show(event, completion,
-    text)`` is called at a completion's begin, with each piece of its text, and at its end.
-    """
+    ``prompts`` turns the words of the command line into prompts. ``show(event, completion, text)``
+    is called at a completion's begin, with each piece of its text, and at its end."""
     args = parse_engine_args(argv, settings)
     texts = prompts(args.words)
     vllm_config = checked(
@@ -111,9 +105,8 @@ async def _complete(
     queue: asyncio.Queue[str | None],
 ) -> None:
     try:
-        async for output in engine.generate(
-            completion.prompt, params, f"generate-{completion.index}"
-        ):
+        name = f"generate-{completion.index}"
+        async for output in engine.generate(completion.prompt, params, name):
             piece = output.outputs[0]
             completion.text += piece.text
             completion.token_ids += piece.token_ids

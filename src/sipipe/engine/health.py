@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from sipipe.observe.live import LivePage, Word, find, run_id
+from sipipe.observe.live import LivePage, Word, still_there
 
 
 class Health:
@@ -24,8 +24,5 @@ class Health:
         await answer(scope, receive, send)
 
     def _stalled(self) -> bool:
-        if not self._pages or not all(page.alive() for page in self._pages):
-            for page in self._pages:
-                page.close()
-            self._pages = find(run_id())
+        self._pages = still_there(self._pages)
         return any(page.read("executor")[Word.STALLED] for page in self._pages)

@@ -1,9 +1,8 @@
 """One host's part of an engine: its workers and samplers, its ring of BIC-I, its BIC-L.
 
 Who runs here
-    In the executor's process on the main host, in a host agent elsewhere
-    (:mod:`sipipe.engine.agent`): whoever starts and ends it, the publisher of BIC-I, and the events
-    thread of :mod:`sipipe.engine.children`.
+    In the executor's process on the main host, in a host agent elsewhere: whoever starts and ends
+    it, the publisher of BIC-I, and the events thread of :mod:`sipipe.engine.children`.
 Guarantees
     What happens to a child is told to ``events``, wherever those are. Nothing crosses hosts but
     what they send and what travels on links: logits and shared memory stay here.
@@ -57,10 +56,8 @@ class Events(Protocol):
 
 
 class LocalHost:
-    """This host, as the pipeline sees it. ``close`` undoes all, also amid :meth:`start`.
-
-    What takes long raises StallError after the start timeout, and what :meth:`fail` was called with.
-    """
+    """This host, as the pipeline sees it. ``close`` undoes all, also amid :meth:`start`. What takes
+    long raises StallError after the start timeout, and what :meth:`fail` was called with."""
 
     def __init__(self, setup: Setup, watched: Watched, events: Events) -> None:
         self._setup = setup
@@ -99,12 +96,8 @@ class LocalHost:
         )
         self._speaking.callback(self._ring.close)
         self._closing.push(self._speaking)
-        self._children.watch(
-            heard=self._heard,
-            died=self._died,
-            turn=self._turn,
-            failed=self._events.failed,
-        )
+        failed = self._events.failed
+        self._children.watch(heard=self._heard, died=self._died, turn=self._turn, failed=failed)
         return self._samplers.sockets
 
     def do(self, request: Request[Any]) -> Any:
@@ -212,10 +205,8 @@ def _sampler_settings(setup: Setup, watched: Watched) -> SamplerSettings:
     model, reasoning = setup.vllm_config.model_config, setup.vllm_config.reasoning_config
     thinking: tuple[list[int], list[int]] = [], []
     if reasoning is not None and reasoning.enabled:
-        thinking = (
-            reasoning.reasoning_start_token_ids or [],
-            reasoning.reasoning_end_token_ids or [],
-        )
+        begin, end = reasoning.reasoning_start_token_ids, reasoning.reasoning_end_token_ids
+        thinking = begin or [], end or []
     return SamplerSettings(
         vocab_size=model.get_vocab_size(),
         logprobs_mode=model.logprobs_mode,

@@ -26,11 +26,8 @@ OWN_SETTINGS = {"cores", "devices", "samplers", "shm_dir", "trace", "trace_limit
 
 
 def stages_of_hosts(stages: int, hosts: HostSettings) -> list[range]:
-    """The stages of each host, the main host first.
-
-    Raises:
-        ConfigError: a host without a stage, or ``hosts.stages`` that do not add up.
-    """
+    """The stages of each host, the main host first. Raises ConfigError: a host without a stage, or
+    ``hosts.stages`` that do not add up."""
     counts = hosts.stages or tuple(
         stages // hosts.count + (host < stages % hosts.count) for host in range(hosts.count)
     )
@@ -50,15 +47,12 @@ def named(stages: range) -> str:
 
 
 NAME_SECONDS = 30.0
-"""In which the main host's name may come to be: in Kubernetes that is with its pod, or a little later."""
+"""In which the main host's name may come to be: in Kubernetes with its pod, or a little later."""
 
 
 def check_hosts(hosts: HostSettings, node: int = 0) -> None:
-    """Refuse several hosts that cannot find or trust each other; host ``node`` is this one.
-
-    Raises:
-        ConfigError: no address, no such host, or no secret.
-    """
+    """Refuse several hosts that cannot find or trust each other; host ``node`` is this one. Raises
+    ConfigError: no address, no such host, or no secret."""
     if hosts.count > 1:
         if not hosts.address:
             raise ConfigError(
@@ -91,11 +85,7 @@ def link_port(setup: Setup, rank: int) -> int:
 
 def own_address(hosts: HostSettings) -> str:
     """This host's address as others reach it: ``VLLM_HOST_IP``, else that of its route to the main
-    host.
-
-    Raises:
-        ConfigError: there is no route.
-    """
+    host. Raises ConfigError: there is no route."""
     if envs.VLLM_HOST_IP:
         return resolve(envs.VLLM_HOST_IP, "VLLM_HOST_IP")
     main = resolve(hosts.address, "--master-addr")

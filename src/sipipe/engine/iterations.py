@@ -5,9 +5,8 @@ Who runs here
     thread deliver what samplers and the last stage say of them. All under one lock.
 Guarantees
     The logits of iterations in flight have rows of BIC-L of their own
-    (:mod:`sipipe.engine.logits_room`).
-    A future is resolved once: with the output when all is in that the iteration waits for, or with
-    what stopped the engine. After :meth:`Iterations.fail` no iteration begins.
+    (:mod:`sipipe.engine.logits_room`). A future is resolved once: with the output when all is in, or
+    with what stopped the engine. After :meth:`Iterations.fail` no iteration begins.
 Relies on
     EngineCore hands one ``SchedulerOutput`` object to ``execute_model`` and ``update_from_output``;
     that object is how scheduler and executor name the same iteration.
@@ -87,18 +86,12 @@ class Iteration:
 
 
 class Iterations:
-    """The iterations of one engine, shared by its scheduler and its executor.
-
-    ``slots``: microbatches in flight, m. ``rows``: of BIC-L. ``now``: the clock of the stall bound.
-    ``movers``: workers with a KV connector.
-    """
+    """The iterations of one engine, shared by its scheduler and its executor. ``slots``:
+    microbatches in flight, m. ``rows``: of BIC-L. ``now``: the clock of the stall bound.
+    ``movers``: workers with a KV connector."""
 
     def __init__(
-        self,
-        slots: int,
-        rows: int,
-        now: Callable[[], float] = time.monotonic,
-        movers: int = 0,
+        self, slots: int, rows: int, now: Callable[[], float] = time.monotonic, movers: int = 0
     ) -> None:
         self._movers = movers
         self._slots = slots
@@ -129,12 +122,9 @@ class Iterations:
         return iteration
 
     def wait_for_room(self, rows: int) -> None:
-        """Return when so many ``rows`` of logits of an iteration have a place.
-
-        It waits where requests were aborted in flight and others took their places, and hardly
-        ever otherwise. The bound is that of the iterations that it waits for (the stall bound). Called
-        without ``bus.order``, which who replaces a sampler needs: the wait may be for its tokens.
-        """
+        """Return when so many ``rows`` of logits of an iteration have a place: hardly ever later,
+        but where requests were aborted in flight and others took their places. Called without
+        ``bus.order``, which who replaces a sampler needs: the wait may be for its tokens."""
         with self._lock:
             # wait: that of the iterations which have the rows, `stall_timeout`; the tokens of one,
             # what fails the engine
@@ -209,7 +199,6 @@ class Iterations:
             failed, self._in_flight = list(self._in_flight.values()), {}
             self._freed.notify_all()
         for iteration in failed:
+            why = RuntimeError(f"iteration {iteration.number} failed: {error}")
             with suppress(InvalidStateError):
-                iteration.future.set_exception(
-                    RuntimeError(f"iteration {iteration.number} failed: {error}")
-                )
+                iteration.future.set_exception(why)

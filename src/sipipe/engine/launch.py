@@ -91,12 +91,8 @@ def serve(
 
 
 def announce(setup: Setup) -> None:
-    """Print what SiPipe will do.
-
-    Raises:
-        ConfigError: the directory of traces cannot be written. ResourceError: too little shared
-        memory.
-    """
+    """Print what SiPipe will do. ConfigError: the directory of traces cannot be written.
+    ResourceError: too little shared memory."""
     if setup.config.trace is not None:
         check_directory(setup.config.trace)
     lines = setup.describe()
@@ -112,11 +108,9 @@ processes themselves, activations, and shared memory."""
 
 
 def share_kv_memory(args: argparse.Namespace | AsyncEngineArgs, setup: Setup) -> bool:
-    """Set ``kv_cache_memory_bytes`` where the CPU engine would otherwise take too much.
-
-    Returns whether it was set; what the user has said counts. vLLM lets each worker claim nearly all
-    memory of its NUMA node. Here the workers of a node share it, and all get the share of the
-    scarcest node: vLLM has one size for all.
+    """Set ``kv_cache_memory_bytes`` where the CPU engine would otherwise take too much; returns
+    whether it was set. vLLM lets each worker claim nearly all memory of its NUMA node. Here the
+    workers of a node share it, and all get the share of the scarcest one: vLLM has one size for all.
     """
     chosen = (
         args.kv_cache_memory_bytes is not None
@@ -138,15 +132,8 @@ def shared_kv_bytes(setup: Setup) -> int:
 
 
 def kv_cache_bytes(nodes: list[int], weights: int) -> int:
-    """Bytes of KV cache for each worker, a whole number of MiB.
-
-    Args:
-        nodes: NUMA node of each worker.
-        weights: bytes of the model's weights, of which each worker loads an equal part.
-
-    Raises:
-        ResourceError: a node has no room for the weights themselves.
-    """
+    """Bytes of KV cache for each worker, a whole number of MiB, on its NUMA node; each loads an equal
+    part of ``weights`` (bytes). ResourceError: a node has no room for the weights themselves."""
     shares = []
     for node, workers in Counter(nodes).items():
         available = cpu_resource_utils.get_memory_node_info(node).available_memory
@@ -171,10 +158,8 @@ def worker_nodes(plan: CorePlan) -> list[int]:
 
 
 def worker_cpus(plan: CorePlan) -> list[tuple[int, ...]]:
-    """CPUs that each worker's threads are bound to, by rank; empty where they are not bound.
-
-    A binding that the user has set in ``VLLM_CPU_OMP_THREADS_BIND`` wins over the plan.
-    """
+    """CPUs that each worker's threads are bound to, by rank; empty: they are not. A binding that the
+    user has set in ``VLLM_CPU_OMP_THREADS_BIND`` wins over the plan."""
     bound = envs.VLLM_CPU_OMP_THREADS_BIND
     ranks = [cpus for stage in plan.workers for cpus in stage]
     if bound == "auto":

@@ -1,10 +1,9 @@
 """Which rows of BIC-L's memory the logits of an iteration get.
 
-An iteration takes as many rows as sample in it, side by side, and keeps them until all samplers have
-drawn. A request is in at most one iteration in flight, so together they have at most
-``max_num_seqs`` rows. With twice that there is a gap for an iteration wherever the others lie (but
-4 of 1,200,000 of random sizes). Where there is none, the next iteration waits until an older one is
-complete (:meth:`sipipe.engine.iterations.Iterations.wait_for_room`).
+An iteration takes as many rows as sample in it, side by side, until all samplers have drawn. A
+request is in at most one iteration in flight, so together they have at most ``max_num_seqs`` rows.
+With twice that there is a gap wherever the others lie (but for 4 of 1,200,000 of random sizes);
+else the next iteration waits (:meth:`sipipe.engine.iterations.Iterations.wait_for_room`).
 
 Rejected: an entry of ``max_num_seqs`` rows for each microbatch in flight (2.5 times the memory at
 two stages, 3.5 at four); a bound on a microbatch's rows (all requests in one microbatch are quicker
@@ -28,10 +27,8 @@ class LogitsRoom:
         """First row and the one after the last, by iteration. No two overlap."""
 
     def find(self, count: int) -> int | None:
-        """The lowest row with ``count`` free ones from it on; None: not now.
-
-        The lowest, so that with few requests few pages are ever used, and stay in the caches.
-        """
+        """The lowest row with ``count`` free ones from it on; None: not now. The lowest, so that with
+        few requests few pages are ever used, and stay in the caches."""
         first = 0
         for start, end in sorted(self._taken.values()):
             if first + count <= start:

@@ -1,12 +1,9 @@
 """How much shared memory an engine's channels take, and whether there is that much.
 
-The sizes come from the channels' own classes. ``sipipe serve`` and ``generate``, the engine and
-``sipipe doctor`` all ask here.
-
 All of it lies in memory files (memfd), which count as memory of the machine and of the container,
-never against ``/dev/shm``; BIC-I, BIC-L and the stage times lie in ``shm_dir`` where it is set.
-Hidden states that travel on a GPU take none of it. A model whose hidden states are more than two
-tensors makes its links grow at the first microbatch.
+never against ``/dev/shm``; BIC-I and BIC-L lie in ``shm_dir`` where it is set. Hidden states that
+travel on a GPU take none. A model whose hidden states are more than two tensors makes its links grow
+at the first microbatch.
 """
 
 from collections.abc import Sequence
@@ -17,7 +14,7 @@ from sipipe.engine.logits_room import rows_needed
 from sipipe.ipc.link.buffers import buffer_bytes
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
 from sipipe.ipc.memory import check_room
-from sipipe.ipc.ring.dispatch import DispatchProducer
+from sipipe.ipc.ring.layout import Layout
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.messages.link import buffer_tokens
 from sipipe.messages.logits import LogitsShape
@@ -57,7 +54,6 @@ def memory_budget(
     """What the channels of an engine take.
 
     Args:
-        ranks: tensor-parallel ranks of each stage.
         samplers: 0 where vLLM's draws, and there is no BIC-L.
         dtype: of activations and logits, such as ``"bfloat16"``.
         sequences: most rows of logits in flight: running requests, and drafts.
@@ -66,7 +62,7 @@ def memory_budget(
         on_gpu: whether hidden states stay on devices.
     """
     itemsize = 4 if dtype == "float32" else 2
-    parts = [Part("BIC-I", DispatchProducer.required_bytes(**ring_sizes(inflight)), directory)]
+    parts = [Part("BIC-I", Layout(**ring_sizes(inflight)).size, directory)]
     if samplers:
         size = LogitsChannel.required_bytes(
             LogitsShape(vocab=vocabulary, dtype=dtype),
@@ -75,14 +71,11 @@ def memory_budget(
         )
         parts.append(Part("logits", size, directory))
     if not on_gpu and stages > 1:
-        tensors = (
-            TensorSpec(key, dtype, itemsize, (TOKENS, hidden))
-            for key in ("hidden_states", "residual")
-        )
-        keys = tuple(tensors)
-        link = buffer_bytes(TensorSchema(keys), buffer_tokens(sequences, tokens))
+        names, shape = ("hidden_states", "residual"), (TOKENS, hidden)
+        specs = tuple(TensorSpec(name, dtype, itemsize, shape) for name in names)
+        link = buffer_bytes(TensorSchema(specs), buffer_tokens(sequences, tokens))
         if shares_projection:
-            link += buffer_bytes(TensorSchema(keys[:1]), sequences)
+            link += buffer_bytes(TensorSchema(specs[:1]), sequences)
         parts.append(Part("hidden states", (stages - 1) * ranks * max(2, inflight) * link))
     page = PageHeader(stages=stages, ranks=ranks, samplers=samplers)
     parts.append(Part("figures", page.size))
@@ -96,11 +89,8 @@ def describe(parts: Sequence[Part]) -> str:
 
 
 def check_budget(parts: Sequence[Part]) -> None:
-    """Refuse what would run out of memory later.
-
-    Raises:
-        ResourceError: in one line the memory needed, what there is, and what to do.
-    """
+    """Refuse what would run out of memory later. Raises ResourceError: in one line the memory
+    needed, what there is, and what to do."""
     for directory in dict.fromkeys(part.directory for part in parts):
         here = [part for part in parts if part.directory == directory]
         check_room(sum(part.size for part in here), directory, describe(here))

@@ -24,14 +24,7 @@ from sipipe.engine.rpc import Calls
 from sipipe.engine.setup import Setup
 from sipipe.engine.stall import ANSWER_SECONDS
 from sipipe.messages.boots import ProjectionOffer, StageDescription
-from sipipe.messages.calls import (
-    Describe,
-    Measure,
-    OpenChannels,
-    Settle,
-    TakeProjection,
-    TimeParts,
-)
+from sipipe.messages.calls import Describe, Measure, OpenChannels, Settle, TakeProjection, TimeParts
 from sipipe.messages.hosts import EndSamplers, MakeLogits, OpenSamplers
 from sipipe.messages.link import LinkEndpoint, TransportKind
 from sipipe.messages.measured import MIXES
@@ -41,7 +34,7 @@ logger = init_logger(f"vllm.{__name__}")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Running:
     """What runs."""
 
@@ -67,31 +60,25 @@ class Running:
         return f"SiPipe {__version__}: {', '.join(parts)}"
 
 
+@dataclass
 class Opening:
-    """Opens an engine whose workers have loaded their layers.
+    """Opens an engine whose workers have loaded their layers."""
 
-    Args:
-        samplers: how many there are.
-        last: the last stage's host.
-        addresses: of the other hosts, by their first stage.
-    """
+    _setup: Setup
+    _samplers: int
+    _calls: Calls
+    _last: Host
+    """The last stage's."""
+    _addresses: Mapping[int, str]
+    """Of the other hosts, by their first stage."""
 
-    def __init__(
-        self, setup: Setup, samplers: int, calls: Calls, last: Host, addresses: Mapping[int, str]
-    ) -> None:
-        self._setup = setup
-        self._seconds = setup.config.start_timeout
-        self._samplers = samplers
-        self._calls = calls
-        self._last = last
-        self._links = make_links(setup, addresses)
+    def __post_init__(self) -> None:
+        self._seconds = self._setup.config.start_timeout
+        self._links = make_links(self._setup, self._addresses)
 
     def open(self) -> Running:
-        """Make the channels between the processes.
-
-        Raises:
-            StallError: not within the start timeout.
-        """
+        """Make the channels between the processes. Raises StallError: not within the start
+        timeout."""
         setup, vocabulary, draws = self._setup, Vocabulary(), "off"
         ranks = self._calls.ask(Describe(), self._seconds)[-setup.ranks :]
         if setup.reason:
@@ -104,13 +91,7 @@ class Opening:
                 setup = setup.on_device("CPU samplers would not be worth it here, as was measured")
                 vocabulary = setup.vocabulary
                 self._last.do(EndSamplers())
-        return Running(
-            setup=setup,
-            samplers=self._samplers,
-            vocabulary=vocabulary,
-            draws=draws,
-            links=self._links,
-        )
+        return Running(setup, self._samplers, vocabulary, draws, self._links)
 
     def _open_logits(self, ranks: Sequence[StageDescription]) -> Vocabulary:
         """Make BIC-L as the last stage's ``ranks`` want it; returns who multiplies."""
@@ -126,10 +107,8 @@ class Opening:
         return vocabulary
 
     def _share(self, offers: Sequence[ProjectionOffer | str]) -> tuple[Vocabulary, tuple[int, ...]]:
-        """Have every stage take its rows of what the last stage's ranks offer.
-
-        Returns also the columns of all writers of logits; none where the last stage keeps them.
-        """
+        """Have every stage take its rows of what the last stage's ranks offer. Returns also the
+        columns of all writers of logits; none where the last stage keeps them."""
         setup = self._setup
         if not setup.vocabulary.parts:
             return setup.vocabulary, ()
@@ -198,11 +177,9 @@ def make_final_links(setup: Setup) -> list[LinkEndpoint]:
 
 
 def make_links(setup: Setup, addresses: Mapping[int, str]) -> list[LinkEndpoint]:
-    """One link from every rank but the last stage's to the same rank of the next stage.
-
-    Returned in rank order, so that rank r sends on link r and receives on link r - t.
-    ``addresses`` are of the other hosts, by their first stage.
-    """
+    """One link from every rank but the last stage's to the same rank of the next stage. Returned in
+    rank order, so that rank r sends on link r and receives on link r - t. ``addresses`` are of the
+    other hosts, by their first stage."""
     links = []
     kind, device = _transport(setup)
     encrypts = setup.config.hosts.encrypt_links

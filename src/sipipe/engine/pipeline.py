@@ -13,6 +13,7 @@ Guarantees
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from sipipe.engine.balance import Balancer
@@ -39,10 +40,8 @@ from sipipe.observe.live import Word
 
 
 class Pipeline:
-    """See the module's text. ``fail`` is told what stops the engine, from any thread.
-
-    Made without side effects that :meth:`close` does not undo; call it whatever happens.
-    """
+    """See the module's text. ``fail`` is told what stops the engine, from any thread. Made without
+    side effects that :meth:`close` does not undo; call it whatever happens."""
 
     def __init__(
         self, setup: Setup, remotes: Sequence[RemoteHost], fail: Callable[[BaseException], None]
@@ -76,15 +75,9 @@ class Pipeline:
             *(host.fail for host in self._hosts),
             self.calls.fail,
         ]
+        bound, show = setup.config.stall_timeout, partial(self.telemetry.live.set, Word.STALLED)
         self._stall = StallWatch(
-            self.iterations,
-            self.calls,
-            workers,
-            self._ask,
-            self._clock,
-            setup.config.stall_timeout,
-            self.failed,
-            lambda stalled: self.telemetry.live.set(Word.STALLED, stalled),
+            self.iterations, self.calls, workers, self._ask, self._clock, bound, self.failed, show
         )
         model = setup.vllm_config.model_config
         self._tracker = RequestTracker(
@@ -111,11 +104,8 @@ class Pipeline:
         self._loaded = True
 
     def open(self) -> Running:
-        """Make the channels between the processes; iterations can be published from now on.
-
-        Raises:
-            StallError: not within the start timeout.
-        """
+        """Make the channels between the processes; iterations can be published from now on. Raises
+        StallError: not within the start timeout."""
         addresses = {remote.here[0]: remote.address for remote in self._remotes}
         running = Opening(self._setup, self._samplers, self.calls, self._last, addresses).open()
         self._tracker.draws = running.draws

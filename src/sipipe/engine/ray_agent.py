@@ -1,8 +1,7 @@
 """``python -m sipipe.engine.ray_agent FD``: a host agent, as the child of a Ray actor.
 
 FD is its end of a socket pair: the order comes on it, and the agent says on it that only the main host
-is missing, or why it cannot be one. When the actor ends, the agent ends in good order, or else with
-all its processes after a grace time. The main thread becomes :mod:`sipipe.engine.agent`'s.
+is missing, or why it cannot be one. It ends with the actor, in good order within a grace time.
 """
 
 import os

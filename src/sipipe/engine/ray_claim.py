@@ -1,10 +1,7 @@
 """A bundle of Ray as an actor; the first one on a node starts the host agent there.
 
-Who runs here
-    A worker process of Ray's, which imports no vLLM; the agent (:mod:`sipipe.engine.ray_agent`) is
-    its child.
-Guarantees
-    The actor ends with its raylet, which Ray alone does not see to, and the agent with the actor.
+Runs in a worker process of Ray's, which imports no vLLM; the agent (:mod:`sipipe.engine.ray_agent`)
+is its child. The actor ends with its raylet, which Ray does not see to, and the agent with the actor.
 """
 
 import os
@@ -29,7 +26,6 @@ class Order:
     versions: dict[str, str]
     """The main host's; compared before anything of vLLM is unpickled."""
     config: bytes
-    """The pickled ``VllmConfig``."""
     devices: list[str]
     """The GPUs that Ray gave, as it names them."""
     shares_memory: bool
@@ -60,11 +56,7 @@ class Claim:
 
     def start(self, order: Order, environment: dict[str, str], directory: str) -> str:
         """Start the agent; returns when it is about to meet the main host, or why it cannot.
-
-        Args:
-            environment: what the node has not set itself; the secret in any case.
-            directory: the main host's; the agent's too, where there is one of this name.
-        """
+        ``environment``: what the node has not set itself; the secret in any case."""
         # Ray sets OMP_NUM_THREADS, to what the actor has reserved: nothing.
         own = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         self._agent, self._ours = start_child(

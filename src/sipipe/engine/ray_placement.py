@@ -2,8 +2,7 @@
 
 Who runs here
     ``sipipe serve``'s foreground, before vLLM starts; or the executor, where a program in a Ray
-    actor has made the engine. Nothing of Ray is called once the agents have been started: what
-    hosts say to each other, and how a lost one is noticed, is as without Ray.
+    actor has made the engine. Once the agents run, all is as without Ray.
 Guarantees
     Every worker's bundle is held by an actor (:mod:`sipipe.engine.ray_claim`) while the engine
     lives. Whatever happens to this process, Ray ends them with its job, and they end their agents.
@@ -62,12 +61,10 @@ class Bundle:
 def arrange(
     bundles: Sequence[Bundle], here: str, stages: int, ranks: int, indices: Sequence[int] = ()
 ) -> dict[str, list[Bundle]]:
-    """The bundles of each host, by its node, this node first; workers take them in order.
+    """The bundles of each host, by its node, this node (``here``) first; workers take them in order.
 
-    Args:
-        here: this process's node.
-        indices: the user's choice and order of bundles; empty: this node's first, then node after
-            node as vLLM sorts them, from each as many as make whole stages.
+    ``indices``: the user's choice and order of bundles; empty: this node's first, then node after
+    node as vLLM sorts them, from each as many as make whole stages.
 
     Raises:
         ConfigError: too few, or a stage's ranks on two nodes, or none here.
@@ -113,22 +110,19 @@ def arrange(
     return hosts
 
 
+@dataclass
 class Placement:
     """What Ray has given, from :func:`place`. Its actors end when nobody refers to it any more; a
     group of our own goes with this process."""
 
-    def __init__(
-        self, ray: Any, addresses: list[str], claims: list[list[Any]], devices: list[list[str]]
-    ) -> None:
-        self._ray, self._addresses = ray, addresses
-        self._claims, self._devices = claims, devices
+    _ray: Any
+    _addresses: list[str]
+    _claims: list[list[Any]]
+    _devices: list[list[str]]
 
     def start(self, vllm_config: VllmConfig, *, shares_memory: bool = False) -> None:
         """Start an agent on every other host; returns when all are about to meet the main host.
-
-        Raises:
-            ConfigError: what one of them says. StallError: one says nothing.
-        """
+        Raises ConfigError: what one of them says. StallError: one says nothing."""
         from vllm.ray.ray_env import get_env_vars_to_copy
         from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS  # imports Ray
 
@@ -142,16 +136,11 @@ class Placement:
         )
         environment = {name: os.environ[name] for name in copied if name in os.environ}
         environment[SECRET] = read_secret().decode()
-        pickled = cloudpickle.dumps(vllm_config)
+        told: dict[str, Any] = {"versions": versions(), "config": cloudpickle.dumps(vllm_config)}
         started = []
         for node in range(1, len(self._claims)):
-            order = Order(
-                node=node,
-                versions=versions(),
-                config=pickled,
-                devices=self._devices[node],
-                shares_memory=shares_memory,
-            )
+            devices = self._devices[node]
+            order = Order(node=node, devices=devices, shares_memory=shares_memory, **told)
             started.append(self._claims[node][0].start.remote(order, environment, os.getcwd()))
         config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
         said = _get(self._ray, started, config.start_timeout, "starting the host agents")
@@ -286,11 +275,8 @@ def _indices(ours: bool) -> list[int]:
 
 
 def _reserve(ray: Any, device: str, stages: int, ranks: int, address: str) -> Any:
-    """A group of one bundle a stage, the first one on this node.
-
-    GPUs are packed as vLLM does it. Stages on CPUs are spread: each host's workers use all of its
-    cores whatever they have reserved.
-    """
+    """A group of one bundle a stage, the first one on this node. GPUs are packed as vLLM does it;
+    stages on CPUs are spread, as each host's workers use all of its cores."""
     bundles = [{device: float(ranks)} for _ in range(stages)]
     bundles[0][f"node:{address}"] = 0.001
     return ray.util.placement_group(bundles, strategy="PACK" if device == "GPU" else "SPREAD")
@@ -308,20 +294,15 @@ def _wait(group: Any, seconds: float) -> None:
             )
         if waited > PATIENCE and not told:
             told = True
-            logger.warning(
-                "Ray has no room yet for %s (`ray status` shows what is free); waiting for it up "
-                "to %g s",
-                group.bundle_specs,
-                seconds,
+            text = (
+                "Ray has no room yet for %s (`ray status` shows what is free); waiting up to %g s"
             )
+            logger.warning(text, group.bundle_specs, seconds)
 
 
 def _bundles(ray: Any, group: Any, device: str, workers: int) -> list[Bundle]:
-    """Those bundles of a group that workers can have.
-
-    Raises:
-        ConfigError: a given one has more than one GPU.
-    """
+    """Those bundles of a group that workers can have. Raises ConfigError: a given one has more than
+    one GPU."""
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
     for index, bundle in enumerate(group.bundle_specs):
         if device == "GPU" and bundle.get(device, 0) > workers:

@@ -6,8 +6,7 @@ Who runs here
     thread of this host does.
 Guarantees
     A host that is lost, or whose agent ends, fails the engine with its number, address and stages
-    named, within the bound of :mod:`sipipe.ipc.connection`. Everything that was sent to a host
-    arrives in the order of the calls.
+    named. Everything that was sent to a host arrives in the order of the calls.
 """
 
 from __future__ import annotations
@@ -58,17 +57,13 @@ def meet(setup: Setup) -> list[RemoteHost]:
         return []
     address = resolve(hosts.address, "--master-addr")
     deadline = time.monotonic() + setup.config.start_timeout
-    remotes = [
-        RemoteHost(setup, node, Connection(
-            address, control_port(hosts, node), listens=True, who=f"host {node}"
-        ))
-        for node in range(1, hosts.count)
-    ]  # fmt: skip
-    logger.info(
-        "SiPipe's main host listens on %s: %s",
-        address,
-        ", ".join(f"port {control_port(hosts, r.node)} for host {r.node}" for r in remotes),
-    )
+    remotes, ports = [], []
+    for node in range(1, hosts.count):
+        port = control_port(hosts, node)
+        connection = Connection(address, port, listens=True, who=f"host {node}")
+        remotes.append(RemoteHost(setup, node, connection))
+        ports.append(f"port {port} for host {node}")
+    logger.info("SiPipe's main host listens on %s: %s", address, ", ".join(ports))
     try:
         for remote in remotes:
             remote.meet(deadline)

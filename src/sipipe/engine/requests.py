@@ -61,13 +61,8 @@ class TrackedRequest:
         self.sent = len(self.outputs)
         if self.error:
             return Added(self.handle, self.sampler, SequenceParams(), b"", error=self.error)
-        return Added(
-            self.handle,
-            self.sampler,
-            self.params,
-            int32_bytes(self.prompt),
-            int32_bytes(self.outputs),
-        )
+        tokens = int32_bytes(self.prompt), int32_bytes(self.outputs)
+        return Added(self.handle, self.sampler, self.params, *tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +83,9 @@ class Work:
 
 
 class RequestTracker:
-    """Follows scheduling outputs; see the module's text.
-
-    Called by the engine thread, by the thread that gathers tokens, and for the snapshot by the one
-    that replaces a sampler; each call is under ``_lock``.
-    """
+    """Follows scheduling outputs; see the module's text. Called by the engine thread, by the thread
+    that gathers tokens, and for the snapshot by the one that replaces a sampler; each call is under
+    ``_lock``."""
 
     def __init__(self, *, engine_seed: int, balancer: Balancer) -> None:
         self.draws = "on"
@@ -131,35 +124,25 @@ class RequestTracker:
                     request.error = reason
 
     def record(self, iteration: int, request_id: str, token: int) -> None:
-        """A sampler drew ``token``; the scheduler will say whether it took it.
-
-        A request that was preempted and scheduled again while ``iteration`` was in flight (vLLM
-        does so when the prefix cache is reset) draws that position again: vLLM discards this
-        token, and so does the tracker.
-        """
+        """A sampler drew ``token``; the scheduler will say whether it took it. Of a request that
+        was preempted and scheduled again meanwhile (vLLM does so when the prefix cache is reset)
+        vLLM discards this token, and so does the tracker."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is not None and request.iteration == iteration:
                 request.outputs.append(token)
 
     def advance(self, iteration: int, output: SchedulerOutput) -> Work:
-        """Follow one scheduling output, and fill in what workers need and vLLM leaves out.
-
-        ``new_token_ids`` is filled where vLLM omits it (a single stage).
-        """
+        """Follow one scheduling output; fill in ``new_token_ids``, which vLLM omits for one stage."""
         with self._lock:
             return self._advance(iteration, output)
 
     def _advance(self, iteration: int, output: SchedulerOutput) -> Work:
         removed = self._remove(output.finished_req_ids)
         added, appended, tokens = [], [], []
-        rows: list[int] = []
-        owners: list[int] = []
-        follows: list[int] = []
+        rows, owners, follows = list[int](), list[int](), list[int]()
+        sampled, on_device, complete = list[str](), list[str](), list[str]()
         drafts = self._drafts = output.scheduled_spec_decode_tokens
-        sampled: list[str] = []
-        on_device: list[str] = []
-        complete: list[str] = []
         # Requests that have been here, and how many output tokens the scheduler holds of each.
         held: list[tuple[TrackedRequest, int]] = []
         beside: list[float] = []
@@ -323,11 +306,9 @@ _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
 def client_id(request_id: str) -> str | None:
-    """The id that the client gave, of the one that vLLM made of it; None where it gave none.
-
-    vLLM adds eight random characters to an id, and has one with 16 random hexadecimal digits for a
-    client that gives none. Offline the id is the number of the request.
-    """
+    """The id that the client gave, of the one that vLLM made of it; None where it gave none. vLLM
+    adds eight random characters to an id, and has one with 16 random hexadecimal digits for a
+    client that gives none. Offline the id is the number of the request."""
     if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
         request_id = _SUFFIX.sub("", request_id)
     return None if _RANDOM.search(request_id) else request_id

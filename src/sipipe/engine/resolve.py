@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
@@ -33,24 +33,19 @@ from sipipe.observe.phases import Phase
 logger = init_logger(f"vllm.{__name__}")
 
 
+@dataclass
 class Resolver:
     """Resolves iterations; ``fail`` is called with what stops it."""
 
-    def __init__(
-        self,
-        iterations: Iterations,
-        tracker: RequestTracker,
-        gather: GatherReceiver,
-        telemetry: Telemetry,
-        fail: Callable[[BaseException], None],
-    ) -> None:
-        self._iterations = iterations
-        self._tracker = tracker
-        self._gather = gather
-        self._telemetry = telemetry
-        self._fail = fail
-        self.aggregator: KVOutputAggregator | None = None
-        """vLLM's, where there is a KV connector: of two threads, one at a time."""
+    _iterations: Iterations
+    _tracker: RequestTracker
+    _gather: GatherReceiver
+    _telemetry: Telemetry
+    _fail: Callable[[BaseException], None]
+    aggregator: KVOutputAggregator | None = None
+    """vLLM's, where there is a KV connector: of two threads, one at a time."""
+
+    def __post_init__(self) -> None:
         self._joining = threading.Lock()  # wait: held for moments; nobody waits under it
         self._thread = threading.Thread(target=self._collect, name="SiPipeGather", daemon=True)
         self._thread.start()
@@ -120,11 +115,9 @@ class Resolver:
 
 
 class SampledLogprobs:
-    """Log-probabilities by request, each as wide as it was asked for.
-
-    Stands in for vLLM's ``LogprobsLists`` of a whole batch, of which the scheduler uses
-    ``slice_request`` only; nothing is padded to the widest request.
-    """
+    """Log-probabilities by request, each as wide as it was asked for. Stands in for vLLM's
+    ``LogprobsLists`` of a whole batch, of which the scheduler uses ``slice_request`` only; nothing
+    is padded to the widest request."""
 
     def __init__(self, rows: dict[int, list[LogprobsLists]]) -> None:
         self._rows = rows
@@ -139,10 +132,8 @@ class SampledLogprobs:
 
 
 def build_output(iteration: Iteration) -> ModelRunnerOutput:
-    """The output of a complete iteration, and with it what fails: ``iteration.errors``.
-
-    A request whose logits have no distribution, or which no sampler can draw for, gets no token.
-    """
+    """The output of a complete iteration, and with it what fails: ``iteration.errors``. A request
+    whose logits have no distribution, or which no sampler can draw for, gets no token."""
     work, report = iteration.work, iteration.report
     if report is not None and report.output is not None:
         return report.output
@@ -155,11 +146,9 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
             if token >= 0:
                 tokens[index[work.sampled[row]]].append(token)
         for lp in part.logprobs:
-            logprobs.setdefault(index[work.sampled[lp.row]], []).append(
-                _logprobs_lists(
-                    int32_view(lp.token_ids), np.frombuffer(lp.values, dtype="<f4"), lp.rank
-                )
-            )
+            token_ids, values = int32_view(lp.token_ids), np.frombuffer(lp.values, dtype="<f4")
+            found = LogprobsLists(token_ids[None, :], values[None, :], np.asarray([lp.rank]), None)
+            logprobs.setdefault(index[work.sampled[lp.row]], []).append(found)
         for row, reason in part.errors:
             iteration.errors[work.sampled[row]] = reason
         for row, drafts in part.drafts:
@@ -179,9 +168,3 @@ def build_output(iteration: Iteration) -> ModelRunnerOutput:
 _NO_LOGPROBS = LogprobsLists(
     np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int32)
 )
-
-
-def _logprobs_lists(
-    token_ids: npt.NDArray[np.int32], values: npt.NDArray[np.float32], rank: int
-) -> LogprobsLists:
-    return LogprobsLists(token_ids[None, :], values[None, :], np.asarray([rank]), None)

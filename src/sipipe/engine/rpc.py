@@ -61,20 +61,21 @@ def result_of(future: Future[T], late: Callable[[], object], seconds: float) -> 
         ) from None
 
 
+@dataclass
 class Calls:
-    """The calls that are out. ``workers``: the workers' names, by rank; ``now``: the clock of the
-    stall bound."""
+    """The calls that are out."""
 
-    def __init__(
-        self, bus: Bus, workers: Sequence[str], now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._bus = bus
-        self._workers = workers
-        self._now = now
+    _bus: Bus
+    _workers: Sequence[str]
+    """Their names, by rank."""
+    _now: Callable[[], float] = time.monotonic
+    """The clock of the stall bound."""
+    _calls: dict[int, _Call] = field(default_factory=dict)
+    _next: int = 0
+    _failure: BaseException | None = None
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
-        self._calls: dict[int, _Call] = {}
-        self._next = 0
-        self._failure: BaseException | None = None
 
     def call(
         self,
@@ -99,11 +100,8 @@ class Calls:
         return call.future
 
     def ask(self, request: Request[T], seconds: float) -> list[T]:
-        """The answers of all ranks to a request while the engine starts.
-
-        Raises:
-            StallError: not within ``seconds``. RuntimeError: what one of them raised.
-        """
+        """The answers of all ranks to a request while the engine starts. StallError: not within
+        ``seconds``. RuntimeError: what one of them raised."""
         answered: Future[list[T]] = self.call(request)
         return result_of(answered, self.oldest, seconds)
 
@@ -128,12 +126,11 @@ class Calls:
             del self._calls[reply.call]
         with suppress(InvalidStateError):
             if error is not None:
-                call.future.set_exception(
-                    RuntimeError(
-                        f"Worker {worker} failed in {call.method} with error '{error}', "
-                        "please check the stack trace above for the root cause"
-                    )
+                text = (
+                    f"Worker {worker} failed in {call.method} with error '{error}', please check "
                 )
+                text += "the stack trace above for the root cause"
+                call.future.set_exception(RuntimeError(text))
             elif call.only is not None:
                 call.future.set_result(call.results[call.only])
             else:

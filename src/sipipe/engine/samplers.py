@@ -8,11 +8,10 @@ Guarantees
     A successor draws again what its predecessor had not delivered: draws depend on (seed,
     position) and logits only, so the tokens are the same. A sampler that dies ``DEATHS`` times
     within ``DEATHS_WINDOW`` seconds is not replaced any more.
-    A sampler that does nothing for ``STUCK_SECONDS`` while logits wait for it is killed, and so
-    replaced; one that computes, after ``PATIENCE`` times its usual time (:meth:`_why_stuck`).
+    A sampler that does nothing for ``STUCK_SECONDS`` while logits wait for it is killed; one that
+    computes, after ``PATIENCE`` times its usual time (:meth:`_why_stuck`).
     A successor adds and draws alone, one request after the other, what its predecessor left. A
-    request that ends ``STRIKES`` successors fails, and no other with it. Meanwhile the stall clock
-    stands still.
+    request that ends ``STRIKES`` successors fails alone. Meanwhile the stall clock stands still.
     Publishing never waits for a dead sampler: both rings forget it before a successor asks to be
     admitted, for which it needs the order that a publish which waits for the same sampler holds.
 Relies on
@@ -33,6 +32,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -89,32 +89,23 @@ class _Look:
     """and since when no more."""
 
 
+@dataclass
 class Samplers:
-    """One process for each entry of ``cores``, bound to those cores (empty: not bound).
+    """The processes start at once and compile for logits of ``dtype`` while the model loads."""
 
-    The processes start at once and compile for logits of ``dtype`` while the model loads.
-    ``figures``: their blocks of the statistics page.
-    """
+    _children: Children
+    _settings: SamplerSettings
+    dtype: str
+    cores: Sequence[Sequence[int]]
+    """Of each process; empty: not bound."""
+    figures: Sequence[memoryview]
+    """Their blocks of the statistics page."""
+    events: Events
+    stall_timeout: float
 
-    def __init__(
-        self,
-        children: Children,
-        settings: SamplerSettings,
-        *,
-        dtype: str,
-        cores: Sequence[Sequence[int]],
-        figures: Sequence[memoryview],
-        events: Events,
-        stall_timeout: float,
-    ) -> None:
-        self._children = children
-        self._figures = figures
-        self._settings = settings
-        self._dtype = dtype
-        self._cores = cores
-        self._events = events
+    def __post_init__(self) -> None:
+        cores = self.cores
         self._deaths: list[deque[float]] = [deque(maxlen=DEATHS) for _ in cores]
-        self._stall_timeout = stall_timeout
         self._looks: dict[int, _Look] = {}
         """Of samplers that are behind."""
         self._replacing: dict[int, threading.Thread] = {}
@@ -130,8 +121,7 @@ class Samplers:
         self._looking = threading.Lock()  # wait: held for moments; nobody waits under it
         """Held while the events thread reads BIC-L, so that it is not closed just then."""
         self.names = [sampler_name(index) for index in range(len(cores))]
-        """As readers of BIC-I and BIC-L."""
-        self.spare = Spare(children, self._start)
+        self.spare = Spare(self._children, self._start)
         started = [self._start(name) for name in self.names]
         self._started = [child for child, _ in started]
         self.sockets = [sock for _, sock in started]
@@ -140,14 +130,9 @@ class Samplers:
     def open(
         self, ring: DispatchProducer, logits: LogitsChannel, deadline: float, measure: int = 0
     ) -> dict[str, float]:
-        """Tell all where their channels are, and wait until they have opened them.
-
-        Returns, if ``measure`` is the size of a microbatch, the seconds in which all of them at
-        once draw one, by mix.
-
-        Raises:
-            WorkerDiedError: a sampler ended instead. StallError: ``deadline`` passed.
-        """
+        """Tell all where their channels are, and wait until they have opened them. Returns, if
+        ``measure`` is the size of a microbatch, the seconds in which all at once draw one, by mix.
+        Raises WorkerDiedError: a sampler ended instead. StallError: ``deadline`` passed."""
         self._channels = ring, logits
         rows = -(-measure // len(self._started))
         for index, child in enumerate(self._started):
@@ -157,11 +142,8 @@ class Samplers:
         return {mix: max(one.measured[mix] for one in ready) for mix in ready[0].measured}
 
     def replace(self, name: str, reason: str) -> None:
-        """Have a successor take the place, in a thread of its own; from the events thread.
-
-        Raises:
-            WorkerDiedError: the sampler died before it could draw, or keeps dying.
-        """
+        """Have a successor take the place, in a thread of its own; from the events thread. Raises
+        WorkerDiedError: the sampler died before it could draw, or keeps dying."""
         if self._channels is None:
             raise WorkerDiedError(f"{name} ended while starting ({reason}): see its message above")
         self._forget(name)
@@ -181,13 +163,10 @@ class Samplers:
         spare = self.spare.take(name)
         how = "starting it again" if spare is None else "the spare takes its place"
         logger.warning("%s died (%s); %s", name, reason, how)
-        self._replacing[index] = replacing = threading.Thread(
-            target=self._replace,
-            args=(index, poison, spare, self._replacing.get(index)),
-            name=f"SiPipe-{name}",
-            daemon=True,
-        )
-        replacing.start()
+        work = partial(self._replace, index, poison, spare, self._replacing.get(index))
+        thread = threading.Thread(target=work, name=f"SiPipe-{name}", daemon=True)
+        self._replacing[index] = thread
+        thread.start()
 
     def heard(self, name: str, message: object) -> None:
         """A sampler said something; from the events thread."""
@@ -242,7 +221,7 @@ class Samplers:
             return f"has done nothing for {now - look.worked:.3g} s with logits before it"
         used, since, alone = cpu - look.used, now - look.moved, index in self._tries
         at, floor = ("request", TRY_SECONDS) if alone else ("iteration", BUSY_SECONDS)
-        late = not alone and since > BUSY_PART * self._stall_timeout
+        late = not alone and since > BUSY_PART * self.stall_timeout
         late = late or used > max(floor, PATIENCE * self._mean(alone))
         late = late and use >= 0  # attached, so compiled too
         return f"has been at one {at} for {since:.3g} s ({used:.3g} s of a core)" if late else ""
@@ -250,9 +229,9 @@ class Samplers:
     def _mean(self, alone: bool) -> float:
         """Seconds that the samplers have taken so far for one sequence, or for an iteration."""
         spent = [Word.PHASE_NS + phase for phase in COUNTED_PHASES["sampler"]]
-        seconds: float = sum(block[word] for block in self._figures for word in spent) * 1e-9
+        seconds: float = sum(block[word] for block in self.figures for word in spent) * 1e-9
         word = Word.SEQUENCES if alone else Word.BATCHES
-        return seconds / max(1, sum(block[word] for block in self._figures))
+        return seconds / max(1, sum(block[word] for block in self.figures))
 
     def let_go(self) -> None:
         """Let go of the channels, which are closed now: all samplers end."""
@@ -278,19 +257,16 @@ class Samplers:
 
     def _start(self, name: str) -> Started:
         ours, theirs = socket.socketpair()
+        threads = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         child = self._children.start(
-            name,
-            "sipipe.sampler",
-            (self._dtype, name),
-            ends=(theirs,),
-            environment={"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            name, "sipipe.sampler", (self.dtype, name), ends=(theirs,), environment=threads
         )
         self._bind(child)
         return child, ours
 
     def _bind(self, child: Child) -> None:
         """To the cores of its place; a spare to those of all."""
-        every = [self._cores[i] for i, name in enumerate(self.names) if child.name in (name, SPARE)]
+        every = [self.cores[i] for i, name in enumerate(self.names) if child.name in (name, SPARE)]
         if all(every):
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(child.process.pid, {cpu for cpus in every for cpu in cpus})
@@ -299,11 +275,7 @@ class Samplers:
         assert self._channels is not None
         ring, logits = self._channels
         return SamplerBoot(
-            index=index,
-            settings=self._settings,
-            bic_i=ring.endpoint,
-            bic_l=logits.endpoint,
-            **more,
+            index=index, settings=self._settings, bic_i=ring.endpoint, bic_l=logits.endpoint, **more
         )
 
     def _replace(
@@ -323,6 +295,6 @@ class Samplers:
             if spare is not None:
                 self._bind(spare[0])
             self._started[index], tokens = spare or self._start(self.names[index])
-            self._events.started_again(index, tokens, poison)
+            self.events.started_again(index, tokens, poison)
         except Exception as error:
-            self._events.failed(error)
+            self.events.failed(error)

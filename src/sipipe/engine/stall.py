@@ -9,6 +9,7 @@ answer, the engine is stalled, and ``/health`` says so.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.rpc import Calls
@@ -56,37 +57,25 @@ class StallClock:
         return self._looked
 
 
+@dataclass
 class StallWatch:
     """Looks at the oldest iteration and the oldest call; ``timeout`` seconds of ``clock``, by which
-    they count, are the bound.
+    they count, are the bound."""
 
-    ``ask`` asks all ``workers`` what they do; :meth:`heard` takes the answers. ``show`` is told
-    whether one that should answer does not.
-    """
-
-    def __init__(
-        self,
-        iterations: Iterations,
-        calls: Calls,
-        workers: Sequence[str],
-        ask: Callable[[], None],
-        clock: StallClock,
-        timeout: float,
-        fail: Callable[[BaseException], None],
-        show: Callable[[bool], None],
-    ) -> None:
-        self._iterations = iterations
-        self._calls = calls
-        self._workers = workers
-        self._ask = ask
-        self._clock = clock
-        self._timeout = timeout
-        self._fail = fail
-        self._show = show
-        self._answers: dict[str, str] = {}
-        self._answers_until: float | None = None
-        self._probed: float | None = None
-        """When the workers were asked last, before the bound is reached."""
+    _iterations: Iterations
+    _calls: Calls
+    _workers: Sequence[str]
+    _ask: Callable[[], None]
+    """Asks all workers what they do; :meth:`heard` takes the answers."""
+    _clock: StallClock
+    _timeout: float
+    _fail: Callable[[BaseException], None]
+    _show: Callable[[bool], None]
+    """Told whether a worker that should answer does not."""
+    _answers: dict[str, str] = field(default_factory=dict)
+    _answers_until: float | None = None
+    _probed: float | None = None
+    """When the workers were asked last, before the bound is reached."""
 
     def heard(self, worker: str, status: Status) -> None:
         """A worker says what it does."""
@@ -94,9 +83,7 @@ class StallWatch:
 
     def turn(self) -> float:
         """Ask the workers when the bound is reached, stop the engine when they have answered.
-
-        Returns the seconds until the next turn at the latest.
-        """
+        Returns the seconds until the next turn at the latest."""
         waiting = [w for w in (self._iterations.oldest(), self._calls.oldest()) if w is not None]
         oldest = min(waiting, key=lambda wait: wait.began, default=None)
         now = time.monotonic()

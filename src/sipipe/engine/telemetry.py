@@ -1,11 +1,8 @@
 """The engine's side of observation: its recorder and the statistics page.
 
-The page is what ``sipipe top`` and the Prometheus metrics read, and what the scheduler chooses the
-number of microbatches by; every process of the engine writes its own block. The recorder writes a
-trace file only where the settings name a directory.
-
-The page is memory of one host. A host agent has one in the main host's layout and sends what its
-processes wrote; the main host puts it where it belongs, so that readers see all hosts.
+``sipipe top`` and the Prometheus metrics read the page, and the scheduler chooses the number of
+microbatches by it. It is memory of one host: a host agent has one in the main host's layout, and
+sends what its processes wrote. The recorder writes a trace file where the settings name a directory.
 """
 
 import uuid
@@ -89,21 +86,12 @@ class Telemetry(Figures):
     def record(
         self, phase: Phase, iteration: Iteration, began: int, ended: int, tokens: int = 0
     ) -> None:
-        """One phase of an iteration on the engine's side, in monotonic nanoseconds.
-
-        Of what was gathered the batch is in rows, as stages have it; else in requests.
-        """
-        work = iteration.work
+        """One phase of an iteration on the engine's side, in monotonic nanoseconds. Of what was
+        gathered the batch is in rows, as stages have it; else in requests."""
+        work, slot = iteration.work, iteration.slot or 0
         rows = len(work.sampled) if phase == Phase.GATHER else 0
-        self._recorder.record(
-            phase,
-            iteration.number,
-            iteration.slot or 0,
-            began,
-            ended,
-            batch=max(len(work.request_ids), rows),
-            tokens=tokens,
-        )
+        batch = max(len(work.request_ids), rows)
+        self._recorder.record(phase, iteration.number, slot, began, ended, batch, tokens)
 
     def idle(self, began: int, ended: int) -> None:
         """There was no request, in monotonic nanoseconds."""

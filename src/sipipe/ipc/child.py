@@ -26,15 +26,10 @@ def start_child(
     """Start ``python PROGRAM CONTROL END... ARGUMENT...``; returns it, and our end of its control
     socket.
 
-    CONTROL is the number of its own end, which the kernel ends with ours when this process dies
-    (:class:`sipipe.ipc.parent.Parent` or :func:`~sipipe.ipc.parent.end_group_with` there).
-
-    Args:
-        program: options of Python and what it runs, such as ``("-m", "sipipe.sampler")``.
-        ends: more that it takes over, by number; this process lets go of them.
-        begin: it is a fork of this process, which calls this and then runs the module of
-            ``program``; None: a new interpreter.
-        options: of ``subprocess.Popen``; of a fork ``env`` alone.
+    CONTROL is the number of its own end, which the kernel ends with ours when this process dies.
+    ``ends``: more descriptors that it takes over; this process lets go of them. ``begin``: it is a
+    fork of this process, which calls this and then runs the module of ``program``; None: a new
+    interpreter. ``options``: of ``subprocess.Popen``; of a fork ``env`` alone.
     """
     ours, theirs = socket.socketpair()
     given = [theirs, *ends]

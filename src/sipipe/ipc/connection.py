@@ -3,10 +3,8 @@ told otherwise, encrypted.
 
 Who runs here
     One thread at a time receives; any thread sends, interrupts or closes. A thread of each
-    connection takes in what ZeroMQ says of it: it makes the attempts to connect, and sees the
-    peer come and go. ZeroMQ's own thread does the network, so that sending never waits and what
-    comes lies ready in memory; it also sends and awaits heartbeats, and waits for no thread of
-    Python's.
+    connection makes the attempts to connect, and sees the peer come and go. ZeroMQ's own thread
+    does the network and the heartbeats, so that sending never waits and what comes lies ready.
 Guarantees
     The peer has the same secret (:mod:`sipipe.ipc.secret`), or this connection's own ``token``, or
     nothing is exchanged. Messages arrive whole and in order, after what was sent before them. A
@@ -18,11 +16,10 @@ Guarantees
     the port is heard by nobody, not by ZeroMQ either (:func:`.tcp.deafen`). Before that a stranger
     has ``HANDSHAKE_MS``, and no more than a frame of his is stored.
 Relies on
-    ZeroMQ sockets may be used by several threads that take turns: ``_turn`` is held around every
-    call. The descriptor of such a socket wakes once for news, and a send may take the news in:
-    whoever sends looks, and wakes the receiver.
-    What is queued is bounded by who uses this: a link has ``depth`` frames on their way, BIC-I as
-    many iterations as are in flight.
+    ``_turn`` is held around every call of ZeroMQ. A socket's descriptor wakes once for news, and a
+    send may take the news in: whoever sends looks, and wakes the receiver.
+    Who uses this bounds what is queued: a link to ``depth`` frames, BIC-I to the iterations in
+    flight.
 
 Rejected: a ROUTER for all hosts on one port (its events name no peer, so that a lost one would
 have to be found by asking all); a second socket for sending (two connections to one peer may die
@@ -95,8 +92,7 @@ class Connection:
         address: the listening host's, which is all that is bound.
         who: the peer, for messages.
         token: instead of the secret, and of encryption: a word that the ends know by an encrypted
-            connection, and that lets one peer in. It is readable in the network, too late for
-            others: the peer that it belongs to is in by then.
+            connection, and that lets one peer in, which is there before others can read it.
         lost: told by the connection's thread, once, when the peer that was met is gone.
 
     Raises:
@@ -114,7 +110,6 @@ class Connection:
         lost: Callable[[PeerDiedError], None] = lambda _: None,
     ) -> None:
         self.who = who
-        """The peer, for messages."""
         self.refused = False
         """Whether somebody without the secret was there, or we were not let in."""
         self._lost = lost
@@ -171,11 +166,8 @@ class Connection:
             self._sleep(left)
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send one message; it has been copied on return.
-
-        Raises:
-            PeerDiedError: the peer is gone or, at the listening end, was never there.
-        """
+        """Send one message; it has been copied on return. Raises PeerDiedError: the peer is gone
+        or, at the listening end, was never there."""
         with self._turn:
             if self._closed or self._gone:
                 raise self.died()
@@ -187,9 +179,8 @@ class Connection:
                 raise self.died()
 
     def receive(self, timeout: float | None, place: Place | None = None) -> list[bytes] | None:
-        """The parts of the next message, or None when ``timeout`` seconds passed, if it is one.
-
-        With ``place``, the parts behind the first go where it says, and are not returned.
+        """The parts of the next message, or None when ``timeout`` seconds passed, if it is one. With
+        ``place``, the parts behind the first go where it says, and are not returned.
 
         Raises:
             TransferMismatchError: a part has another size than its place.

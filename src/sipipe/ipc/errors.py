@@ -12,10 +12,7 @@ class ChannelClosed(ChannelError):  # noqa: N818 - an event, not always an error
 
 
 class ChannelTimeout(ChannelError, StallError):  # noqa: N818 - an event, not always an error
-    """A wait reached its bound. The channel stays usable, and the call may be made again.
-
-    ``late`` names the peers that were waited for.
-    """
+    """A wait for ``late`` peers reached its bound; the call may be made again."""
 
     def __init__(self, message: str, late: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -23,8 +20,5 @@ class ChannelTimeout(ChannelError, StallError):  # noqa: N818 - an event, not al
 
 
 class ChannelPeerDied(ChannelError, WorkerDiedError):  # noqa: N818 - an event, not always an error
-    """A process at the other side went away without closing.
-
-    For a producer or a receiver this is an event: the channel stays usable for the other peers.
-    For a reader it is the end, after all complete messages were delivered.
-    """
+    """A process at the other side went away without closing: for a reader the end, after all
+    complete messages; for a producer or a receiver an event, others stay."""

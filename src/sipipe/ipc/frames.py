@@ -1,8 +1,7 @@
 """Messages of any size over a ZeroMQ socket that takes frames of a bounded size.
 
-ZeroMQ's limit on the size of a frame holds for strangers too and is fixed when a connection begins.
-So a part of a message that has ``FRAME`` bytes or more travels as frames of so many and a shorter
-last one, which may be empty; each of them is also a sign of life.
+ZeroMQ's limit on a frame holds for strangers too. So a part of ``FRAME`` bytes or more travels as
+frames of so many and a shorter last one, which may be empty; each is also a sign of life.
 """
 
 from collections.abc import Callable, Iterator, Sequence

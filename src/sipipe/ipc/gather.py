@@ -6,24 +6,20 @@ Who runs here
     socket pair, made by the process that starts it, and the receiver has the other.
 Guarantees
     ``collect`` returns iterations in the order in which they were declared, each when its last
-    answer is in. An answer that came already, or that belongs to an iteration that was returned,
-    is dropped: a sampler that was started again may repeat its predecessor's. When a sampler
-    closes its end or dies, ``collect`` says so once, after all that it sent was taken, and goes on
-    for the others. Memory is bounded by what is asked for: an answer travels in frames, so that
-    nothing but the answer itself is as large as an answer.
+    answer is in. An answer that came already, or late, is dropped: a sampler that was started again
+    may repeat its predecessor's. When a sampler closes its end or dies, ``collect`` says so once,
+    after all that it sent, and goes on for the others. An answer travels in frames, so that nothing
+    but the answer itself is as large as an answer.
 Relies on
-    The kernel closes the ends of a process that dies, and no other process has a copy of them
-    (a socket is close-on-exec; only the sampler that it is made for inherits it).
-    Invariant: ``_lock`` is held wherever a socket is read or closed, so that no thread reads a
-    descriptor that another has closed; ``_collecting`` is held wherever ``_epoll`` and ``_wake``
-    are slept on or closed.
+    The kernel closes the ends of a process that dies, and no other process has a copy of them.
+    Invariant: ``_lock`` is held wherever a socket is read or closed; ``_collecting`` wherever
+    ``_epoll`` and ``_wake`` are slept on or closed.
 
 A frame is a header (payload bytes, whether more frames of this answer follow, iteration) and the
 payload; nothing is unpickled here.
 
-Rejected: a listener and a handshake (a sampler is always a child, so its end can be handed to it,
-and nobody else can reach a socket pair); shared memory for the way back (an answer is some hundred
-bytes, so it would save a few microseconds).
+Rejected: a listener and a handshake (a sampler is always a child, which inherits its end); shared
+memory for the way back (for some hundred bytes it would save a few microseconds).
 """
 
 import collections
@@ -83,12 +79,9 @@ class GatherReceiver:
             self._add(index, sock)
 
     def replace(self, index: int, sock: socket.socket) -> None:
-        """Listen to a new sampler ``index``; any thread may call.
-
-        What its predecessor had sent and ``collect`` has not read is dropped. Iterations that it
-        had not answered, or in part, are expected from the new sampler. A death that ``collect``
-        has not reported yet is not reported any more.
-        """
+        """Listen to a new sampler ``index``; any thread may call. It answers anew what its
+        predecessor had not, or in part. What that had sent and ``collect`` has not read is dropped,
+        and its death not reported any more."""
         with self._lock:
             if self._closed:
                 sock.close()
@@ -103,11 +96,8 @@ class GatherReceiver:
             self._add(index, sock)
 
     def expect(self, iteration: int, indices: Iterable[int]) -> None:
-        """Declare, in ascending order, which samplers answer ``iteration``; any thread may call.
-
-        It is declared before the samplers hear of the iteration. Nobody is expected of an
-        iteration without indices: ``collect`` returns it in its turn.
-        """
+        """Declare, in ascending order and before the samplers hear of it, which of them answer
+        ``iteration``; any thread may call. Without indices ``collect`` returns it in its turn."""
         missing = set(indices)
         assert missing <= set(range(self._count)), missing
         with self._lock:
@@ -240,8 +230,7 @@ class GatherSender:
         """Answer ``iteration`` with one frame. With ``more``, others of the same answer follow.
 
         Raises:
-            ChannelTimeout: the executor did not take it within ``timeout`` seconds. A part of it
-                may be sent, so this end is closed.
+            ChannelTimeout: not taken within ``timeout`` seconds; this end is closed, in mid-frame.
             ChannelPeerDied: the executor is gone, or this end is closed.
         """
         try:

@@ -1,21 +1,16 @@
-"""Open-file-description locks.
+"""Open-file-description locks, for any thread of a channel's process.
 
-Who runs here: any thread of a channel's process.
-
-Guarantees: a lock belongs to the open file description behind ``Locks``; two ``Locks`` on one
-file exclude each other even within a process. When the process ends, however it ends, the kernel
-frees its locks and wakes whoever waits for them. A plain :meth:`Locks.wait_lock` sleeps in the
-kernel and uses no CPU.
+Guarantees: two ``Locks`` on one file exclude each other even within a process. When the process
+ends, however it ends, the kernel frees its locks and wakes whoever waits for them, asleep.
 
 Relies on: ``F_OFD_SETLK`` and ``F_OFD_SETLKW`` (Linux 3.15), the same ``struct flock`` on all
 64-bit Linux; that nobody else holds the same description: it is opened anew, never duplicated,
-close-on-exec, and closed in a forked child. The file that is mapped is a second description,
-because a mapping keeps its description, and with it the locks, alive. Taking and freeing a lock
-passes through the kernel's spinlock of the file, which orders memory: what was written before a
-lock was freed is read by whoever takes it afterwards, on any CPU.
+close-on-exec, and closed in a forked child. The mapped file is a second description, because a
+mapping keeps its own, and the locks, alive. The kernel's spinlock of the file orders memory: what
+was written before a lock was freed is read by whoever takes it afterwards, on any CPU.
 
-The kernel has no time-out for these locks. A wait without a bound is still safe, as the peer's
-death or close ends it. Who needs a bound tries again and again (:mod:`sipipe.ipc.ring.writer`).
+The kernel has no time-out for these locks; the peer's death or close ends a wait. Who needs a bound
+tries again and again (:mod:`sipipe.ipc.ring.writer`).
 
 Rejected: a timer signal (only a process's main thread can handle one in Python, and the signal
 would be taken from whoever embeds us); a helper thread that sleeps for the one that may not (60
@@ -34,11 +29,8 @@ import weakref
 _SETLK, _SETLKW = 37, 38  # F_OFD_*, absent from Python's fcntl before 3.14
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
 
-
-SHARED, EXCLUSIVE = fcntl.F_RDLCK, fcntl.F_WRLCK
+SHARED, EXCLUSIVE, _UNLOCK = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
 """The kinds of a lock: many may hold a byte shared, or one exclusively."""
-
-_UNLOCK = fcntl.F_UNLCK
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,10 +1,8 @@
 """Shared memory without a name: nothing is left behind, however the processes end.
 
-The memory is a memfd, or an unlinked file in a directory of the user's choice. Other processes of
-this user open it through ``/proc/<pid>/fd/<n>`` of its creator, which gives each a description of
-its own (locks need that) and needs no inheritance. When the last process is gone, so is the
-memory: no guardian, nothing to unlink after ``kill -9``, and a memfd does not count against
-``/dev/shm``, which containers limit to 64 MB.
+A memfd, or an unlinked file in a directory of the user's choice. Other processes of this user open
+it through ``/proc/<pid>/fd/<n>`` of its creator, each with a description of its own (locks need
+that). It goes with the last process, and a memfd does not count against ``/dev/shm``.
 
 Rejected: a named file in ``/dev/shm`` unlinked "when all have opened it" (left behind by a crash
 before that); passing descriptors over a socket (shares the description, and with it the locks).
@@ -33,19 +31,14 @@ def round_up(size: int, unit: int) -> int:
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a channel's memory is: small, picklable, JSON-able with msgspec."""
+    """Where a channel's memory, of ``size`` bytes, is."""
 
     channel: str
-    """The channel's name, for messages."""
-
     path: str
     """``/proc/<pid>/fd/<n>`` of the creator."""
-
     identity: str
     """32 hexadecimal digits that the memory starts with: a reused process id is recognised."""
-
     size: int
-    """Bytes of the memory."""
 
 
 class SharedMemory:
@@ -64,11 +57,7 @@ class SharedMemory:
         cls, channel: str, size: int, directory: str | os.PathLike[str] | None
     ) -> SharedMemory:
         """Allocate ``size`` bytes or the rest of the last page more, all zero and really there, so
-        that no later write can fail.
-
-        Raises:
-            ResourceError: there is not that much room; the line names ``shm_dir``.
-        """
+        that no later write can fail. ResourceError, naming ``shm_dir``: there is not that much."""
         size = round_up(size, PAGE)
         check_room(size, directory, f"channel {channel} ({size / 2**20:,.1f} MiB)")
         try:
@@ -89,11 +78,7 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, endpoint: Endpoint) -> SharedMemory:
-        """Map the memory that another process (or this one) created.
-
-        Raises:
-            ChannelPeerDied: the creator is gone.
-        """
+        """Map the memory that another process (or this one) created. ChannelPeerDied: it is gone."""
         try:
             fd = os.open(endpoint.path, os.O_RDWR | os.O_CLOEXEC)
         except PermissionError:
@@ -128,12 +113,8 @@ def check_room(size: int, directory: str | os.PathLike[str] | None, what: str) -
 
 
 def free_bytes(directory: str | os.PathLike[str] | None) -> int:
-    """Bytes that there is room for: in memory, the container's limit (its cgroup's) included, or
-    with a ``directory`` on the file system that it lies on.
-
-    Raises:
-        ResourceError: the directory cannot be used.
-    """
+    """Bytes that there is room for: in memory, the container's limit (its cgroup's) included, or on
+    the file system of ``directory``. ResourceError: that cannot be used."""
     if directory is None:
         return _free_memory()
     try:

@@ -1,9 +1,9 @@
 """A child process's end of its control pipe, and its rule that it does not outlive the engine.
 
 Who runs here
-    One thread sleeps on the pipe from the first moment of the process on: it keeps messages for
-    :meth:`Parent.receive`, answers "what are you doing", and ends the process when the engine
-    closes the pipe, which the kernel does for an engine that was killed. Any thread says.
+    One thread sleeps on the pipe from the first moment on: it keeps messages for
+    :meth:`Parent.receive`, answers "what are you doing", and ends the process with the pipe, which
+    the kernel closes for an engine that was killed. Any thread says.
 Guarantees
     The process ends when the pipe does, also while it loads a model: first as by SIGTERM, so that
     ``finally`` clauses run, and a few seconds later in any case in which Python runs. Where it does
@@ -58,11 +58,7 @@ class Parent:
         return pickle.loads(self._inbox.get())  # from our parent, through a pipe of its own
 
     def say(self, message: Any) -> None:
-        """Send one message to the engine; without effect when the engine is gone.
-
-        Raises:
-            Exception: what pickling ``message`` raised; nothing was sent.
-        """
+        """Send one message to the engine, if it is there. Raises what pickling ``message`` does."""
         data = pickle.dumps(message)
         with self._saying, suppress(OSError):
             # wait: none; the engine, whose events thread always reads, or its death
@@ -97,11 +93,7 @@ class Parent:
 
 def end_this_process(seconds: float, ending: Callable[[], bool] = lambda: False) -> None:
     """End this process from a thread that is not the main one: as by SIGTERM first, so that
-    ``finally`` clauses run, and after ``seconds`` in any case.
-
-    Args:
-        ending: whether SIGTERM has been heard.
-    """
+    ``finally`` clauses run, and after ``seconds`` in any case. ``ending``: SIGTERM has been heard."""
     deadline = time.monotonic() + seconds
     # Again and again: a signal that comes just before the main thread enters a system call does
     # not wake it up; the handler runs when the next one interrupts the call.
@@ -123,10 +115,8 @@ def end_with_parent_thread() -> None:
 
 
 def end_group_with(other: socket.socket, grace: float = 0.0) -> None:
-    """Kill this process group as soon as the other end of this socket is closed.
-
-    With a ``grace``, so many seconds after this process was told to end (SIGTERM).
-    """
+    """Kill this process group as soon as the other end of this socket is closed; with a ``grace``, so
+    many seconds after this process was told to end (SIGTERM)."""
 
     def watch() -> None:
         with suppress(OSError):  # a reset: the other end was closed with unread data
@@ -142,11 +132,8 @@ def end_group_with(other: socket.socket, grace: float = 0.0) -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill every process of a group but this one.
-
-    Not Python's resource trackers: each ends by itself when all that it serves have, and takes
-    the semaphores away that they leave.
-    """
+    """Kill every process of a group but this one, and Python's resource trackers: each ends by
+    itself when all that it serves have, and takes the semaphores away that they leave."""
     for _ in range(100):  # those that they start meanwhile; then all at once
         others = [p for p in in_group(group) if p.pid != os.getpid() and not _is_tracker(p)]
         for process in others:

@@ -7,9 +7,8 @@ peer without the secret gets no further than the handshake, on either side; ever
 encrypted with keys of that connection alone, so that a secret which leaks later opens nothing
 recorded earlier.
 
-scrypt makes each guess at a short secret cost what a login does, as a recorded handshake can be
-tried against guesses for ever. Rejected: a list of public keys at the listener (ZAP): a thread and
-a protocol more, to tell apart peers that all have the same secret.
+scrypt makes each guess at a short secret as dear as a login: a recorded handshake can be tried for
+ever. Rejected: a list of public keys (ZAP): a thread more, for peers that all have one secret.
 """
 
 import functools
@@ -36,11 +35,8 @@ class KeyPair(NamedTuple):
 
 
 def read_secret() -> bytes:
-    """The secret of this process's environment.
-
-    Raises:
-        ConfigError: there is none, it cannot be read, others can read it, or it is too short.
-    """
+    """The secret of this process's environment. Raises ConfigError: there is none, it cannot be
+    read, others can read it, or it is too short."""
     secret, path = os.environ.get(SECRET, "").encode(), os.environ.get(SECRET_FILE)
     if not secret and path:
         try:

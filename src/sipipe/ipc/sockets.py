@@ -1,5 +1,4 @@
-"""A directory for the sockets of vLLM's front end, which leaves them, and for what its engine says
-last; and what removes it."""
+"""A directory for the sockets of vLLM's front end, which leaves them, and its engine's last word."""
 
 import fcntl
 import os
@@ -17,11 +16,8 @@ PREFIX = "sipipe-sockets-"
 
 @contextmanager
 def own_sockets() -> Iterator[None]:
-    """Have vLLM, here and in processes started here, make its sockets in a directory of our own.
-
-    It is removed at the end, and with it those of processes that were killed: each holds a lock in
-    its directory, which the kernel lets go with the process.
-    """
+    """Have vLLM, here and in processes started here, make its sockets in a directory of our own. It
+    is removed at the end, and so are those of processes that were killed, whose locks are free."""
     if VARIABLE in os.environ:
         yield
         return

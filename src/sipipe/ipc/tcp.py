@@ -1,5 +1,4 @@
-"""TCP below a ZeroMQ connection: addresses, listening sockets, and what was seen of a peer that is
-gone."""
+"""TCP below a ZeroMQ connection: addresses, listening sockets, and how a peer was lost."""
 
 import ctypes
 import os
@@ -28,11 +27,8 @@ def resolve(host: str, option: str) -> str:
 
 
 def listen(address: str, port: int, mend: str = OTHER_PORT) -> socket.socket:
-    """A socket that listens; ``address`` "" stands for any.
-
-    Raises:
-        ConfigError: the port is taken, or the address is not this host's; ``mend`` says what to do.
-    """
+    """A socket that listens; ``address`` "" stands for any. Raises ConfigError: the port is taken,
+    or the address is not this host's; ``mend`` says what to do."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,11 +49,9 @@ def check_port(address: str, port: int, mend: str) -> None:
 
 
 def deafen(listener: socket.socket) -> None:
-    """Have the kernel drop whatever comes to ``listener`` from now on.
-
-    Connections that it has accepted are not touched, while ZeroMQ cuts them off when it closes a
-    listener. Where a kernel has no such filters the port stays open, to the handshake alone.
-    """
+    """Have the kernel drop whatever comes to ``listener`` from now on, without touching what it has
+    accepted, as ZeroMQ's close would. Where a kernel has no such filters the port stays open, to the
+    handshake alone."""
     code = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
     program = struct.pack("HL", 1, ctypes.addressof(code))
     with suppress(OSError):

@@ -32,11 +32,9 @@ class Watched:
     run: str
     """The same in all processes of an engine, different between engines."""
     trace: str | None = None
-    """Directory of trace files."""
     trace_bytes: int | None = None
     """That the trace of one process may take; None: no limit."""
     live: str | None = None
-    """Where the statistics page is."""
     clock_offset_ns: int = 0
     """What to add to this host's wall clock to have the main host's."""
 
@@ -56,7 +54,6 @@ class WorkerBoot:
     of_main_thread: bool
     """Whether the engine's main thread starts it, with which the engine ends."""
     layers: tuple[int, ...]
-    """Decoder layers of each stage."""
     cut_evenly: bool
     """Whether ``layers`` is what vLLM gives the stages by itself."""
     parts: tuple[float, ...] = ()
@@ -84,10 +81,8 @@ class ProjectionOffer:
     columns: tuple[int, int]
     """The first of the tokens, and the one behind the last."""
     hidden: int
-    """H."""
     scale: float
     soft_cap: float | None
-    """What is done to a product: vLLM's ``LogitsProcessor`` has both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +135,7 @@ class SamplerBoot:
     index: int
     settings: SamplerSettings
     bic_i: Any
-    """Endpoint of the ring."""
     bic_l: Any
-    """Endpoint of the ring."""
     measure: int = 0
     """Rows of a microbatch to measure drawing with, before the first one comes."""
     snapshot: Snapshot | None = None

@@ -22,10 +22,8 @@ WEIGHTS = {
 
 
 def cost_estimate(params: SequenceParams, vocab_size: int = 128_256, seen_tokens: int = 0) -> float:
-    """Estimated seconds to sample one token of such a sequence.
-
-    ``seen_tokens``: distinct tokens in prompt and output, if it has penalties.
-    """
+    """Estimated seconds to sample one token of such a sequence; ``seen_tokens``: distinct ones, if it
+    has penalties."""
     if params.greedy:
         unit = WEIGHTS["greedy"]
     elif 0 < params.top_k < vocab_size:

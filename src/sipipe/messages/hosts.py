@@ -76,7 +76,6 @@ class Publish(msgspec.Struct, frozen=True):
     """A message of BIC-I."""
 
     parts: Sequence[Any]
-    """Buffers."""
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -130,7 +129,6 @@ class Tokens(msgspec.Struct, frozen=True):
     data: bytes
     """Empty: it is gone."""
     figures: bytes
-    """This host's, with the tokens."""
 
 
 class Successor(msgspec.Struct, frozen=True):

@@ -5,15 +5,13 @@ from typing import Literal
 
 TransportKind = Literal["shm", "cuda_ipc", "zeromq"]
 
-
 LEAST_TOKENS = 512
 """Of a buffer, whatever decodes: each piece of a prompt costs a hand-over (some 100 µs)."""
 
 
 def buffer_tokens(sequences: int, tokens: int) -> int:
-    """Tokens of a link's buffer, with so many sequences running and so many tokens in a microbatch
-    at most: what decodes crosses whole, even if all do in one microbatch; long prompts in pieces.
-    """
+    """Tokens of a link's buffer, with so many sequences and so many tokens in a microbatch at most:
+    what decodes crosses whole, long prompts in pieces."""
     return min(tokens, max(sequences, LEAST_TOKENS))
 
 

@@ -14,10 +14,8 @@ class LogitsShape(msgspec.Struct, frozen=True):
 
     vocab: int
     """V."""
-
     dtype: str = "float32"
     """float32, float16 or bfloat16, which NumPy has not: its bits are uint16."""
-
     bounds: tuple[int, ...] = ()
     """First token of each writer's part, and V at the end; a part may be empty (vLLM pads its
     vocabulary). Empty: one writer of all."""

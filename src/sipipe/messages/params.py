@@ -31,10 +31,8 @@ _RANGES = (
 
 class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Sampling parameters of one sequence, named and defaulted as in vLLM's ``SamplingParams``.
-
     Encodes with msgspec (msgpack or JSON). Raises ValueError naming the field when one is out of
-    range, also when decoded. Token ids are checked against the vocabulary when a sequence joins.
-    """
+    range, also when decoded. Token ids are checked against the vocabulary when a sequence joins."""
 
     temperature: float = 1.0
     """Logits are divided by it; below 1e-5 the sequence is greedy. In [0, 2]."""
@@ -126,10 +124,8 @@ class SequenceParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
 
     @classmethod
     def of(cls, source: Any) -> SequenceParams:
-        """From an object with the same attributes, such as vLLM's ``SamplingParams``.
-
-        Attributes it lacks keep their defaults, long lists become bytes. Ask `unsupported` first.
-        """
+        """From an object with the same attributes, such as vLLM's ``SamplingParams``; those that it
+        lacks keep their defaults, long lists become bytes. Ask `unsupported` first."""
         values: dict[str, Any] = {}
         for field in msgspec.structs.fields(cls):
             value = getattr(source, field.name, None)
@@ -166,11 +162,8 @@ def unsupported(source: Any) -> str | None:
 
 
 def is_plain(source: Any) -> bool:
-    """Whether a ``SamplingParams`` asks for no more than a temperature, 0 included, and a seed.
-
-    With ``"cpu_sampling": "per_row"`` such a request is drawn on the last stage's device, by this
-    alone. Engine and worker both ask, and must find the same.
-    """
+    """Whether a ``SamplingParams`` asks for no more than a temperature, 0 included, and a seed: by
+    this alone ``"cpu_sampling": "per_row"`` has it drawn on the last stage's device."""
     if unsupported(source) or source.structured_outputs is not None:
         return False
     try:

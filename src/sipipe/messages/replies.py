@@ -59,7 +59,6 @@ class Reply:
     value: bytes = b""
     """The pickled result: one that cannot be read is an error of this call only."""
     error: str | None = None
-    """What the call raised instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,8 @@
 """What executor, stage workers and samplers say to each other on BIC-I and BIC-O.
 
-A BIC-I message is a sequence of parts: a fixed header, the samplers' section (msgpack of the
-structs below) and, for the stage workers, a pickle with its out-of-band buffers. A sampler
-decodes the first two only, so that it needs neither vLLM nor torch. Both sections are encoded
-once, whatever the number of readers.
-
-Token ids and row numbers travel as little-endian int32 bytes: ``np.frombuffer`` on the other
-side, no list of Python integers.
+A BIC-I message has a fixed header, the samplers' section (msgpack of the structs below) and, for
+the stage workers, a pickle with its out-of-band buffers. A sampler decodes the first two only, so
+that it needs neither vLLM nor torch. Token ids and row numbers travel as little-endian int32 bytes.
 """
 
 from collections.abc import Sequence
@@ -83,11 +79,9 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
 
 class Sampled(msgspec.Struct, array_like=True, frozen=True):
     """A frame of one sampler's answer on BIC-O: rows of the logits, and the tokens drawn for them.
-
-    ``errors``: (row, reason) for rows that have no distribution, such as all NaN; their token
-    is -1. ``drafts``: (row, tokens) that may come behind the token of that row, a request's last.
-    Rows behind a draft that was not drawn are left out.
-    """
+    ``errors``: (row, reason) for rows that have no distribution, such as all NaN; their token is
+    -1. ``drafts``: (row, tokens) that may come behind the token of that row, a request's last. Rows
+    behind a draft that was not drawn are left out."""
 
     iteration: int
     rows: bytes

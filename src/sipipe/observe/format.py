@@ -6,8 +6,8 @@
           16              the header as JSON, padded with spaces
     ... then records of 32 bytes (RECORD), in the order in which each thread ended them
 
-There is one file per process, or the last two where its size is limited, and no index: appending is the only operation, so a file that ends
-in the middle of a record (a killed process, a full disk) is good up to there.
+There is one file per process, or the last two where its size is limited, and no index: a file that
+ends in the middle of a record (a killed process, a full disk) is good up to there.
 """
 
 import struct
@@ -103,11 +103,8 @@ def encode_header(header: Header) -> bytes:
 
 
 def read_file(path: Path) -> tuple[Header, np.ndarray, str]:
-    """Header, records as they lie in the file, and a warning (empty when all is well).
-
-    Raises:
-        TraceError: the file is not a trace file of this format, in one line naming it.
-    """
+    """Header, records as they lie in the file, and a warning (empty when all is well). Raises
+    TraceError: the file is not a trace file of this format, in one line naming it."""
     try:
         data = path.read_bytes()
     except OSError as error:

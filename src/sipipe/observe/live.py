@@ -5,17 +5,15 @@
     2560   512 bytes    stage 0 rank 0         signed, native order
            ...          stages by index and rank, then samplers
 
-Who runs here: the executor creates the page; it, each worker and each sampler write to the block
-that is theirs; ``/metrics``, ``sipipe top`` and the engine's scheduler read.
+Who runs here: the executor creates the page; it, each worker and each sampler write to their own
+block; ``/metrics``, ``sipipe top`` and the engine's scheduler read.
 
-Guarantees: readers never block and never make a writer wait; a word is read whole. Two words read
-one after the other may be from different moments: readers use differences over a second or so.
-The page is an anonymous memory file, reached as ``/proc/PID/fd/N`` of its owner: nothing lies in
-/dev/shm, and nothing is left after any kind of exit.
+Guarantees: readers never block and never make a writer wait; a word is read whole. Two words may be
+from different moments: readers use differences over a second or so. The page is an anonymous memory
+file, reached as ``/proc/PID/fd/N`` of its owner: nothing is left after any kind of exit.
 
-Relies on: one writer per word. Within a process that means one thread per phase and one per
-counter (counters are read, added to and stored). Aligned 8-byte stores and loads are single
-instructions on x86-64 and AArch64.
+Relies on: one writer per word: in a process one thread per phase and one per counter. Aligned
+8-byte stores and loads are single instructions on x86-64 and AArch64.
 
 Rejected: a named file (left behind by a kill), a socket that answers (a thread in EngineCore that
 takes the GIL at each scrape), prometheus_client's own multi-process files (a write costs ten times
@@ -47,7 +45,6 @@ _WORDS = _BLOCK // 8
 _NAME = "sipipe-live"
 RUN_VARIABLE = "SIPIPE_RUN"
 """Environment variable that tells the processes of one server from those of another."""
-
 
 Key = tuple[Role, int, int]
 """Role, index and rank of a process."""
@@ -120,7 +117,6 @@ class PageHeader(msgspec.Struct, kw_only=True, frozen=True):
     reason: str = ""
     """Why vLLM's."""
     vllm: str = ""
-    """vLLM's version."""
 
     @property
     def size(self) -> int:
@@ -165,11 +161,8 @@ class LivePage:
 
     @classmethod
     def attach(cls, path: str) -> LivePage:
-        """Map the page at :attr:`path` of another process.
-
-        Raises:
-            TraceError: there is no page any more, or it is another user's.
-        """
+        """Map the page at :attr:`path` of another process. TraceError: there is none any more, or it
+        is another user's."""
         try:
             descriptor = open_own(path)
         except OSError as error:
@@ -221,7 +214,7 @@ _PHASE_LAST, _PHASE_NS = int(Word.PHASE_LAST), int(Word.PHASE_NS)
 
 
 class LiveWriter:
-    """Writes one process's block. Single writer per word; no lock, no system call."""
+    """Writes one process's block, from that process alone: no lock, no system call."""
 
     def __init__(self, page: LivePage, role: Role, index: int, rank: int) -> None:
         self._page = page  # keeps the mapping alive
@@ -231,10 +224,7 @@ class LiveWriter:
     def phase(
         self, phase: int, iteration: int, start_ns: int, end_ns: int, batch: int, tokens: int
     ) -> None:
-        """Take one record in. Called by the recorder.
-
-        Batches are counted last: who sees the batch sees its sequences and its time.
-        """
+        """Take one record in; batches last: who sees the batch sees its sequences and its time."""
         words = self._words
         words[_PHASE_LAST + phase] = iteration + 1
         words[_PHASE_NS + phase] += end_ns - start_ns
@@ -254,9 +244,7 @@ class LiveWriter:
 
 def find(run: str | None = None, pid: int | None = None) -> list[LivePage]:
     """The pages of running servers of this user: all, those of a run, or of one process's server.
-
-    ``pid`` may be the executor's or any of its ancestors (the API server's, the shell's child).
-    """
+    ``pid`` may be the executor's or any of its ancestors (the API server's, the shell's child)."""
     found: dict[tuple[int, int], LivePage] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -277,6 +265,15 @@ def find(run: str | None = None, pid: int | None = None) -> list[LivePage]:
                 else:
                     found[key] = page
     return sorted(found.values(), key=lambda page: (page.header.created_ns, page.header.pid))
+
+
+def still_there(pages: list[LivePage]) -> list[LivePage]:
+    """``pages``; where one has gone or there is none, those of this server's engines now."""
+    if pages and all(page.alive() for page in pages):
+        return pages
+    for page in pages:
+        page.close()
+    return find(run_id())
 
 
 def _line(pid: int) -> set[int]:

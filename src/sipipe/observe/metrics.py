@@ -4,10 +4,9 @@ vLLM serves ``/metrics`` from the API server, while SiPipe runs in EngineCore an
 Two ways, by vLLM's own choice of registry:
 
 - one API server: a collector in the default registry finds the pages of this server (same
-  ``SIPIPE_RUN``) and reads them when Prometheus asks. Nothing runs in between.
-- several API servers (``PROMETHEUS_MULTIPROC_DIR`` is set): vLLM answers from files that processes
-  leave in that directory, and a collector is never asked. There EngineCore, the one process that
-  owns the page, keeps such files up to date once a second (:class:`Publisher`).
+  ``SIPIPE_RUN``) and reads them when Prometheus asks.
+- several (``PROMETHEUS_MULTIPROC_DIR`` is set): vLLM answers from files in that directory, and asks
+  no collector. EngineCore, which owns the page, writes them once a second (:class:`Publisher`).
 
 Names start with ``sipipe_`` because vLLM unregisters at start what it takes for its own.
 prometheus_client comes with vLLM; this module imports it when it is used.
@@ -17,17 +16,17 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from sipipe._version import __version__
-from sipipe.observe.live import LivePage, Word, find, run_id
+from sipipe.observe.live import LivePage, Word, run_id, still_there
 from sipipe.observe.phases import Role
 from sipipe.observe.poll import Block, Poll
 
 Labels = tuple[tuple[str, str], ...]
 Values = Mapping[str, float]
 """What a metric says of one process, by the value of the metric's own label."""
-
 
 INTERVAL = 1.0
 """Seconds between two publications to files."""
@@ -54,104 +53,79 @@ def _busy(block: Block) -> Values:
     return {"": block.busy_ns / 1e9}
 
 
+_gauge, _counter = partial(Metric, "gauge"), partial(Metric, "counter")
+
+
 METRICS: dict[str, Metric] = {
-    "sipipe_info": Metric(
-        "gauge", "executor", lambda _: {"": 1.0}, "Versions, whose runner and sampler, and why"
+    "sipipe_info": _gauge(
+        "executor", lambda _: {"": 1.0}, "Versions, whose runner and sampler, and why"
     ),
-    "sipipe_idle_seconds": Metric(
-        "counter",
-        "executor",
-        lambda block: {"": block.idle_ns / 1e9},
-        "Time without any request",
+    "sipipe_idle_seconds": _counter(
+        "executor", lambda of: {"": of.idle_ns / 1e9}, "Time without any request"
     ),
-    "sipipe_stage_busy_seconds": Metric(
-        "counter", "stage", _busy, "Time in which the stage's device did the model's work"
+    "sipipe_stage_busy_seconds": _counter(
+        "stage", _busy, "Time in which the stage's device did the model's work"
     ),
-    "sipipe_stage_microbatches": Metric(
-        "counter", "stage", Word.BATCHES, "Microbatches that the stage ran"
+    "sipipe_stage_microbatches": _counter("stage", Word.BATCHES, "Microbatches that the stage ran"),
+    "sipipe_sampler_seconds": _counter("sampler", _busy, "Time in which the sampler drew tokens"),
+    "sipipe_sampler_sequences": _counter(
+        "sampler", Word.SEQUENCES, "Sequences for which the sampler drew a token"
     ),
-    "sipipe_sampler_seconds": Metric(
-        "counter", "sampler", _busy, "Time in which the sampler drew tokens"
+    "sipipe_queue_depth": _gauge(
+        None, lambda of: of.queues, "Items that wait in a queue of a process", "queue"
     ),
-    "sipipe_sampler_sequences": Metric(
-        "counter", "sampler", Word.SEQUENCES, "Sequences for which the sampler drew a token"
+    "sipipe_microbatches_in_flight": _gauge(
+        "executor", Word.INFLIGHT, "Microbatches dispatched and not yet gathered"
     ),
-    "sipipe_queue_depth": Metric(
-        "gauge",
-        None,
-        lambda block: block.queues,
-        "Items that wait in a queue of a process",
-        "queue",
+    "sipipe_requests_running": _gauge("executor", Word.RUNNING, "Requests that are being served"),
+    "sipipe_tokens": _counter("executor", Word.TOKENS, "Tokens drawn"),
+    "sipipe_draft_tokens": _counter("executor", Word.DRAFTS, "Draft tokens that were verified"),
+    "sipipe_draft_tokens_accepted": _counter(
+        "executor", Word.ACCEPTED, "Draft tokens that were drawn"
     ),
-    "sipipe_microbatches_in_flight": Metric(
-        "gauge", "executor", Word.INFLIGHT, "Microbatches dispatched and not yet gathered"
+    "sipipe_stalled": _gauge(
+        "executor", Word.STALLED, "1 while work is late and a stage does not answer"
     ),
-    "sipipe_requests_running": Metric(
-        "gauge", "executor", Word.RUNNING, "Requests that are being served"
-    ),
-    "sipipe_tokens": Metric("counter", "executor", Word.TOKENS, "Tokens drawn"),
-    "sipipe_draft_tokens": Metric(
-        "counter", "executor", Word.DRAFTS, "Draft tokens that were verified"
-    ),
-    "sipipe_draft_tokens_accepted": Metric(
-        "counter", "executor", Word.ACCEPTED, "Draft tokens that were drawn"
-    ),
-    "sipipe_stalled": Metric(
-        "gauge", "executor", Word.STALLED, "1 while work is late and a stage does not answer"
-    ),
-    "sipipe_restarts": Metric(
-        "counter", "executor", Word.RESTARTS, "Processes that died and were started again"
+    "sipipe_restarts": _counter(
+        "executor", Word.RESTARTS, "Processes that died and were started again"
     ),
 }
 """By name, to which ``_total`` is added when a counter is shown."""
 
 
-class Reader:
-    """Reads the metrics off one page."""
+def samples(poll: Poll) -> Iterator[tuple[str, Labels, float]]:
+    """Name, labels and value of every figure of a page now."""
+    header = poll.page.header
+    for block in poll.blocks():
+        for name, metric in METRICS.items():
+            if metric.role not in (None, block.role):
+                continue
+            if name == "sipipe_info" and not header.path:
+                continue  # the engine starts
+            labels: Labels = (("engine", header.engine), *_labels(block, metric))
+            if name == "sipipe_info":
+                told = ("vllm", header.vllm), ("path", header.path), ("reason", header.reason)
+                labels += (("version", __version__), *told)
+            for which, value in metric.values(block).items():
+                yield name, (*labels, (metric.label, which)) if which else labels, value
 
-    def __init__(self, page: LivePage) -> None:
-        self.page = page
-        self._poll = Poll(page)
 
-    def samples(self) -> Iterator[tuple[str, Labels, float]]:
-        """Name, labels and value of every figure now."""
-        for block in self._poll.blocks():
-            for name, metric in METRICS.items():
-                if metric.role not in (None, block.role):
-                    continue
-                if name == "sipipe_info" and not self.page.header.path:
-                    continue  # the engine starts
-                labels = self._labels(block, metric)
-                if name == "sipipe_info":
-                    labels += self._info()
-                for which, value in metric.values(block).items():
-                    yield name, (*labels, (metric.label, which)) if which else labels, value
-
-    def _info(self) -> Labels:
-        header = self.page.header
-        return (
-            ("version", __version__),
-            ("vllm", header.vllm),
-            ("path", header.path),
-            ("reason", header.reason),
-        )
-
-    def _labels(self, block: Block, metric: Metric) -> Labels:
-        labels: Labels = (("engine", self.page.header.engine),)
-        if metric.role is None:
-            rank = f" rank {block.rank}" if block.rank else ""
-            number = "" if block.role == "executor" else f" {block.index}{rank}"
-            return (*labels, ("process", block.role + number))
-        if block.role != "executor":
-            labels = (*labels, (block.role, str(block.index)))
-        return (*labels, ("rank", str(block.rank))) if block.role == "stage" else labels
+def _labels(block: Block, metric: Metric) -> Labels:
+    if metric.role is None:
+        rank = f" rank {block.rank}" if block.rank else ""
+        number = "" if block.role == "executor" else f" {block.index}{rank}"
+        return (("process", block.role + number),)
+    if block.role == "executor":
+        return ()
+    own = block.role, str(block.index)
+    return (own, ("rank", str(block.rank))) if block.role == "stage" else (own,)
 
 
 class Collector:
     """What prometheus_client asks at each scrape."""
 
     def __init__(self) -> None:
-        self._readers: list[Reader] = []
+        self._polls: list[Poll] = []
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
 
     def describe(self) -> list[Any]:
@@ -164,8 +138,10 @@ class Collector:
 
         families: dict[str, Any] = {}
         with self._lock:
-            self._find()
-            for name, labels, value in (s for reader in self._readers for s in reader.samples()):
+            pages = [poll.page for poll in self._polls]
+            if (found := still_there(pages)) is not pages:
+                self._polls = list(map(Poll, found))
+            for name, labels, value in (each for poll in self._polls for each in samples(poll)):
                 if name not in families:
                     metric = METRICS[name]
                     make = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
@@ -173,24 +149,14 @@ class Collector:
                 families[name].add_metric([text for _, text in labels], value)
         yield from families.values()
 
-    def _find(self) -> None:
-        """Look for pages again when one has gone or there is none."""
-        pages = [reader.page for reader in self._readers]
-        if not pages or not all(page.alive() for page in pages):
-            for page in pages:
-                page.close()
-            self._readers = [Reader(page) for page in find(run_id())]
-
 
 _registered: Collector | None = None
 
 
 def register() -> None:
-    """Put the collector into prometheus_client's default registry, once per process.
-
-    Called by SiPipe's vLLM plugin, in every process: only where ``/metrics`` is served does it cost
-    anything. Fixes this server's identity, so that processes started later share it.
-    """
+    """Put the collector into prometheus_client's default registry, once per process: only where
+    ``/metrics`` is served does it cost anything. Processes started later share this server's
+    identity."""
     global _registered
     run_id()
     if _registered is not None or "PROMETHEUS_MULTIPROC_DIR" in os.environ:
@@ -202,15 +168,12 @@ def register() -> None:
 
 
 class Publisher:
-    """Copies one page into prometheus_client's multi-process files, once a second.
-
-    For EngineCore when several API servers answer ``/metrics``; :meth:`start` does nothing
-    otherwise. The thread is a daemon that sleeps but for about 0.1 ms a second.
-    """
+    """Copies one page into prometheus_client's multi-process files, once a second; :meth:`start`
+    does nothing where one API server answers. Its thread works about 0.1 ms a second."""
 
     def __init__(self, page: LivePage) -> None:
         """Publish ``page``; call :meth:`start`."""
-        self._reader = Reader(page)
+        self._poll = Poll(page)
         self._metrics: dict[str, Any] = {}
         self._seen: dict[tuple[str, Labels], float] = {}
         self._stop = threading.Event()
@@ -232,7 +195,7 @@ class Publisher:
 
     def publish(self) -> None:
         """Copy once."""
-        for name, labels, value in self._reader.samples():
+        for name, labels, value in samples(self._poll):
             metric = self._metric(name, labels).labels(**dict(labels))
             if METRICS[name].kind == "gauge":
                 metric.set(value)

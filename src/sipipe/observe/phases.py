@@ -11,10 +11,8 @@ ROLES: tuple[str, ...] = get_args(Role)
 
 
 class Phase(IntEnum):
-    """What a process did between two instants, for one iteration.
-
-    The number is what is stored in a trace file: members may be added, never renumbered.
-    """
+    """What a process did between two instants, for one iteration. The number is what is stored in a
+    trace file: members may be added, never renumbered."""
 
     SCHEDULE = 0
     """Executor: vLLM's scheduler made the scheduling output."""

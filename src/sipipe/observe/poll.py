@@ -1,10 +1,8 @@
 """A running server's figures, read again and again: for Prometheus and ``sipipe top``.
 
-How much waits where is read off as well, so that no queue is counted on the hot path. Each process's
-block says which iteration each of its phases saw last; what one side has passed on and the other
-has not yet taken is the queue between them, and no more than is in flight. The two figures are read
-one after the other, so a queue is exact on a server at rest and may be off by one on a busy one;
-those of a process on another host are up to a second old.
+No queue is counted on the hot path: each block says which iteration each phase saw last, and what one
+side has passed on and the other has not yet taken is the queue between them. It may be off by one on
+a busy server; figures of another host are up to a second old.
 """
 
 import time
@@ -72,14 +70,13 @@ class Block:
         """Growth of a word a second."""
         return self.grown[word] / (self.span_ns / 1e9)
 
-    def per(self, word: Word, count: Word) -> float:
+    def per(self, word: int, count: Word) -> float:
         """Growth of a word for each one that another has grown by; 0 where it has not."""
         return self.grown[word] / self.grown[count] if self.grown[count] else 0.0
 
     def main_ns(self, per: Word) -> float:
         """Time in the main phase per batch or per sequence, in ns; 0 where there was none."""
-        grown = self.grown[Word.PHASE_NS + MAIN_PHASE[self.role]]
-        return grown / self.grown[per] if self.grown[per] else 0.0
+        return self.per(Word.PHASE_NS + MAIN_PHASE[self.role], per)
 
 
 class Poll:
@@ -123,7 +120,7 @@ class Poll:
             parts = (last(Phase.LOGITS, "stage", stage, 0) for stage in stages)
             # Only the last stage computes any, or all of them their columns.
             waiting["logits"] = min(filter(None, parts), default=0) - last(Phase.WAIT_LOGITS)
-        executor = words["executor", 0, 0]  # of a host without the engine nothing is in it
-        dispatched = executor[Word.PHASE_LAST + Phase.DISPATCH]
-        most = executor[Word.INFLIGHT] if dispatched else self.page.header.inflight
+        # Of a host without the engine nothing is in the executor's block.
+        dispatched = last(Phase.DISPATCH, "executor", 0, 0)
+        most = words["executor", 0, 0][Word.INFLIGHT] if dispatched else self.page.header.inflight
         return {name: min(max(0, depth), most) for name, depth in waiting.items()}

@@ -3,11 +3,10 @@
 Who runs here: every thread of the process that calls ``record``, and one daemon thread per
 recorder that writes what they recorded to the file.
 
-Guarantees: ``record`` takes no lock and makes no system call, and never waits: when 32,768 records
-wait (the disk is slower than the engine) the record is dropped and counted, and the file says so.
-What a thread recorded is in the file after ``close``, at normal exit, and, but for the last
-``INTERVAL`` seconds, after a kill. Where there is a limit, the file is begun anew when it has half
-of it; the one before it is kept until then, so that at least the last half of the limit is there.
+Guarantees: ``record`` takes no lock, makes no system call, and never waits: when ``CAPACITY``
+records wait, one more is dropped and counted, and the file says so. What a thread recorded is in the
+file after ``close``, at normal exit, and, but for the last ``INTERVAL`` seconds, after a kill. Where
+there is a limit, the file is begun anew when it has half of it, and the one before it kept.
 
 Relies on: ``deque.append`` and ``popleft``, which are atomic; only the spiller takes records out.
 A count of dropped records that two threads raise at once may miss one of them.
@@ -25,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -66,10 +66,6 @@ def _cannot_write(directory: Path | str, error: OSError) -> TraceError:
     )
 
 
-def _nothing(*_: int) -> None:
-    """Counts nothing: there is no statistics page."""
-
-
 class Recorder:
     """Counts each phase on the statistics page, and appends it to a file of the trace directory if there is
     one. Made by :func:`open_recorder`."""
@@ -88,7 +84,7 @@ class Recorder:
         Raises:
             TraceError: the file cannot be created.
         """
-        self._count = live.phase if live else _nothing
+        self._count: Callable[..., None] = live.phase if live else lambda *_: None
         self._path = path
         self._over = path is None  # no file, closed, or the disk is full
         if path is None:
@@ -121,12 +117,9 @@ class Recorder:
         batch: int = 0,
         tokens: int = 0,
     ) -> None:
-        """Record that ``phase`` of ``iteration`` ran from ``start_ns`` to ``end_ns``.
-
-        Any thread may call. ``slot`` is the microbatch's slot (0 to 65,535), ``batch`` its
-        sequences, ``tokens`` its tokens; the times are from :func:`time.monotonic_ns`. A record
-        that finds the queue full is dropped and counted.
-        """
+        """Record that ``phase`` of ``iteration`` ran from ``start_ns`` to ``end_ns``
+        (:func:`time.monotonic_ns`). Any thread may call. ``slot``: 0 to 65,535; ``batch`` is in
+        sequences."""
         if self._over:
             pass
         elif len(self._records) < CAPACITY:
@@ -220,12 +213,11 @@ def open_recorder(
     live: LiveWriter | None = None,
     limit: int | None = None,
 ) -> Recorder:
-    """A recorder for this process.
+    """A recorder for this process, with a file in ``directory`` unless that is None.
 
     Args:
-        directory: where the file goes (made where it is missing), or None for no file.
-        header: who records, in which pipeline; process, host and times are filled in here.
-            ``realtime_ns`` is what to add to this host's wall clock.
+        header: process, host and times are filled in here. ``realtime_ns`` is what to add to this
+            host's wall clock.
         live: this process's block of the statistics page, which counts each phase too.
         limit: bytes that the file may have with the one before it; None: no limit.
 
@@ -242,22 +234,18 @@ def open_recorder(
         realtime_ns=time.time_ns() + header.realtime_ns,
     )
     stem = f"{header.role}-{header.index}-{header.rank}-{header.host}-{header.pid}"
-    path = Path(directory)
-    name, again = path / (stem + SUFFIX), 0
-    while name.exists():  # the same process opened one before, or a reused process id
+    path, again = Path(directory) / f"{stem}{SUFFIX}", 0
+    while path.exists():  # the same process opened one before, or a reused process id
         again += 1
-        name = path / f"{stem}-{again}{SUFFIX}"
-    return Recorder(header, name, live, limit)
+        path = path.with_name(f"{stem}-{again}{SUFFIX}")
+    return Recorder(header, path, live, limit)
 
 
 def record_process(
     watched: Watched, role: Role, index: int = 0, rank: int = 0, layers: int = 0
 ) -> Recorder:
-    """Open the recorder of the executor, or of stage or sampler ``index``.
-
-    Raises:
-        TraceError: the engine is gone, or the trace cannot be written.
-    """
+    """Open the recorder of the executor, or of stage or sampler ``index``. Raises TraceError: the
+    engine is gone, or the trace cannot be written."""
     live = LivePage.attach(watched.live).writer(role, index, rank) if watched.live else None
     header = Header(
         role=role,

@@ -1,9 +1,8 @@
 """Drafts of a sequence's next tokens: by prompt lookup, as vLLM's ``ngram`` method, or by the suffix
 trees of its ``suffix`` method.
 
-A draft is a hint that changes no draw: the pipeline computes its position in the same pass, and the
-sampler draws there as it would have in the next one, if it drew the draft. How likely proposed tokens
-are is learnt from what came, also of those that were not worth their rows.
+A draft is a hint that changes no draw: the sampler draws at its position as it would have in the next
+pass, if it drew the draft. How likely proposed tokens are is learnt from what came.
 
 Who runs here: the sampler's thread. The index is written as tokens are accepted, while logits are
 computed; :meth:`NGrams.propose` runs behind a draw.
@@ -126,11 +125,8 @@ class NGrams(NoDrafts):
             start, self._end = self._end, self._end + room
             if self._end > self._all.tokens.size:
                 size = max(self._end, 2 * self._all.tokens.size)
-                parts = {
-                    name: grown(getattr(self._all, name), size)
-                    for name in ("tokens", "before", "heads")
-                }
-                self._all = self._all._replace(**parts)
+                parts = (grown(part, size) for part in self._all[:3])
+                self._all = Histories._make([*parts, *self._all[3:]])
         everything = self._all
         everything.start[one], everything.room[one] = start, room
         everything.size[one] = tokens.size

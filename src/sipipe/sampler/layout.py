@@ -12,11 +12,9 @@ Indices = npt.NDArray[np.int64]
 def read_rows(
     logits: npt.NDArray[Any], rows: Indices, vocab_size: int
 ) -> tuple[npt.NDArray[Any], Indices]:
-    """``(flat, starts)``: ``flat[starts[i]:]`` are the logits of ``rows[i]``.
-
-    ``logits``: [B, V'], V' of ``vocab_size`` or more; float32, float16, bfloat16 or its bits as
-    uint16. Raises ValueError or TypeError naming what does not fit.
-    """
+    """``(flat, starts)``: ``flat[starts[i]:]`` are the logits of ``rows[i]``. ``logits``: [B, V'],
+    V' of ``vocab_size`` or more; float32, float16, bfloat16 or its bits as uint16. Raises
+    ValueError or TypeError naming what does not fit."""
     stored = _as_stored(logits)
     if stored.ndim != 2:
         raise ValueError(f"logits must have 2 dimensions, got {stored.ndim}")
@@ -57,10 +55,8 @@ def _flat(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def writeable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same memory without the read-only mark: kernels are compiled for one array type only.
-
-    No kernel writes to what it got this way.
-    """
+    """The same memory without the read-only mark: kernels are compiled for one array type only, and
+    write to nothing that they got this way."""
     if array.flags.writeable:
         return array
     memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)

@@ -9,9 +9,8 @@ Guarantees
 Relies on
     BIC-I's order. A drawn token is not appended here: it comes back with the scheduling output
     that accepts it, so that state is always what vLLM's scheduler says, also after a restart.
-    BIC-L has an entry for every iteration that has rows, in BIC-I's order. Those in which this
-    sampler has none are passed over, so that it never holds the writer up; after a restart BIC-L
-    may begin later than BIC-I by such entries, which nobody kept.
+    BIC-L has an entry for every iteration that has rows, in BIC-I's order. This sampler passes over
+    those in which it has none; after a restart BIC-L may begin later by such, which nobody kept.
 
 A sampler that takes another's place adds each request, and draws each row that is owed, alone, and
 says before which it is: if one ends it, or hangs it, the engine knows which.
@@ -248,22 +247,14 @@ class Sampler:
         more: bool,
     ) -> None:
         there = drawn.token_ids != NOT_DRAWN
-        sampled = Sampled(
-            iteration,
-            int32_bytes(rows[there]),
-            int32_bytes(drawn.token_ids[there]),
-            [
-                Logprobs(
-                    int(rows[i]),
-                    int(lp.rank),
-                    int32_bytes(lp.token_ids),
-                    lp.logprobs.astype("<f4", copy=False).tobytes(),
-                )
-                for i, lp in drawn.logprobs.items()
-            ],
-            errors + [(int(rows[i]), reason) for i, reason in drawn.errors.items()],
-            drafts,
-        )
+        logprobs = []
+        for i, found in drawn.logprobs.items():
+            values = found.logprobs.astype("<f4", copy=False).tobytes()
+            token_ids = int32_bytes(found.token_ids)
+            logprobs.append(Logprobs(int(rows[i]), int(found.rank), token_ids, values))
+        failed = [*errors, *((int(rows[i]), reason) for i, reason in drawn.errors.items())]
+        tokens = int32_bytes(rows[there]), int32_bytes(drawn.token_ids[there])
+        sampled = Sampled(iteration, *tokens, logprobs, failed, drafts)
         self._tokens.send(iteration, encode(sampled), more=more)
 
     def _record(self, phase: Phase, step: Step, start: int, end: int, rows: int) -> None:

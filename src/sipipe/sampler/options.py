@@ -17,13 +17,10 @@ from sipipe.sampler.kernels.state import Ranges, RowOptions
 
 
 class ThinkingBudget:
-    """After so many tokens of reasoning, forces the tokens that end it.
-
-    A state machine over output tokens, a pure function of prompt and output, so that rebuilt state
-    continues as kept state. Semantics are those of vLLM's first model runner without speculative
-    decoding; where that one loses count, this one does not (a start marker of several tokens in the
-    prompt; an end marker that came before any start).
-    """
+    """After so many tokens of reasoning, forces the tokens that end it. A pure function of prompt
+    and output, so that rebuilt state continues as kept state. Semantics are those of vLLM's first
+    model runner; where that one loses count, this one does not (a start marker of several tokens in
+    the prompt; an end marker that came before any start)."""
 
     def __init__(
         self,
@@ -98,10 +95,8 @@ class RequestOptions:
         reasoning: tuple[Sequence[int], Sequence[int]],
         vocab_size: int,
     ) -> None:
-        """``reasoning``: token ids that begin and that end thinking.
-
-        Raises ValueError naming the field that holds a token id outside the vocabulary.
-        """
+        """``reasoning``: token ids that begin and that end thinking. Raises ValueError naming the
+        field that holds a token id outside the vocabulary."""
         words = params.bad_words_token_ids or []
         _ids("bad_words_token_ids", [token for word in words for token in word], vocab_size)
         self._single = [word[-1] for word in words if len(word) == 1]
@@ -210,11 +205,8 @@ def row_options(
     bitmask: npt.NDArray[np.int32] | None,
     bitmask_rows: npt.NDArray[np.int32] | None,
 ) -> RowOptions:
-    """The kernels' view of one call's ``n`` rows.
-
-    ``given`` by row, ascending, for those that have any; ``positions`` (output tokens so far) are
-    per row; ``bitmask`` is [m, words] int32 with ``bitmask_rows`` naming each row's, -1 for none.
-    """
+    """The kernels' view of one call's ``n`` rows: ``given`` by row, ascending; ``positions`` (output
+    tokens so far) per row; ``bitmask`` [m, words] int32, ``bitmask_rows`` each row's, -1 for none."""
     each = given.items()
     forced = np.full(n, -1, np.int32)
     wanted = np.full(n, -1, np.int32)

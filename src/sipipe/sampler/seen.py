@@ -1,11 +1,10 @@
 """The tokens each sequence has seen, with their counts: all the state that penalties need.
 
-Sparse: per request a list of distinct tokens in the order of their first occurrence, their counts,
-and a small open-addressing index of them, in shared arrays. A dense count per vocabulary entry (the
-paper's buffers) takes V x B x 12 bytes and must be read whole every iteration; this takes 10 bytes a
-place, 3/4 full at most, and is read as far as it is used. The order depends on nothing but prompt
-and output, so rebuilt state equals kept state. Prompt tokens are entered only where a repetition
-penalty needs them.
+Per request a list of distinct tokens in the order of their first occurrence, their counts, and a
+small open-addressing index of them, in shared arrays. A dense count (the paper's buffers) takes
+V x B x 12 bytes and must be read whole every iteration; this takes 10 bytes a place, 3/4 full at
+most. The order depends on nothing but prompt and output, so rebuilt state equals kept state. Prompt
+tokens are entered only where a repetition penalty needs them.
 """
 
 from typing import Any
@@ -30,12 +29,8 @@ def grown(old: npt.NDArray[Any], size: int, fill: int = 0) -> npt.NDArray[Any]:
 
 
 class SeenTables:
-    """Tables of seen tokens, in shared arrays that grow by doubling.
-
-    A table's room (of its index) is a power of two, at least 64; its list has 3/4 as many entries,
-    so that a table which begins at ``first`` in the index has its list at 3/4 of that. Freed tables
-    are reused.
-    """
+    """Tables of seen tokens, in shared arrays that grow by doubling. A table's room (of its index) is
+    a power of two, at least 64; its list has 3/4 as many entries, and begins at 3/4 of ``first``."""
 
     def __init__(self, requests: int) -> None:
         entries = [np.zeros(0, np.int32), *(np.zeros(_MARGIN, np.int32) for _ in range(2))]

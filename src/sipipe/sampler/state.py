@@ -20,14 +20,7 @@ import numpy.typing as npt
 
 from sipipe.messages.params import LogprobsMode, SequenceParams
 from sipipe.sampler.kernels.rows import LATER, NOT_DRAWN, sample_rows
-from sipipe.sampler.kernels.state import (
-    Output,
-    RequestState,
-    RowOptions,
-    Scores,
-    Work,
-    make_work,
-)
+from sipipe.sampler.kernels.state import Output, RequestState, RowOptions, Scores, Work, make_work
 from sipipe.sampler.layout import read_rows, writeable
 from sipipe.sampler.options import RequestOptions, no_options, row_options
 from sipipe.sampler.result import Logprobs, SampleResult
@@ -58,9 +51,8 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 class SequenceColumns:
     """The sequences of one sampler, by handles (any integers) that the caller chooses.
 
-    ``vocab_size`` is the model's; logits may be wider (padded), the rest is ignored. Memory: about
-    7 MB of work arrays at a vocabulary of 151,936, 13 to
-    27 bytes per distinct token seen by a sequence that has penalties, and nothing for others.
+    ``vocab_size`` is the model's; logits may be wider (padded). Memory: about 7 MB of work arrays at
+    a vocabulary of 151,936, 13 to 27 bytes per distinct token seen by a sequence with penalties.
     """
 
     def __init__(
@@ -73,9 +65,7 @@ class SequenceColumns:
         work: Work | None = None,
     ) -> None:
         """The reasoning token ids are those of vLLM's ``ReasoningConfig``; without end tokens a
-        ``thinking_token_budget`` has no effect, as in vLLM. ``work`` is memory of `make_work` to use
-        instead of one's own, by one thread at a time.
-        """
+        ``thinking_token_budget`` has no effect. ``work``: of `make_work`, by one thread at a time."""
         if vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
         modes = get_args(LogprobsMode)
@@ -109,11 +99,8 @@ class SequenceColumns:
         prompt_token_ids: Tokens = (),
         output_token_ids: Tokens = (),
     ) -> None:
-        """Add a sequence, new or resumed (then with the output tokens it already has).
-
-        Without a seed it draws with fresh entropy, another time each time that it joins. Raises
-        ValueError for token ids outside the vocabulary, or a handle in use.
-        """
+        """Add a sequence, new or resumed (then with the output tokens it already has). Without a seed
+        it draws with fresh entropy. ValueError: token ids outside the vocabulary, a handle in use."""
         if handle in self._requests:
             raise ValueError(f"handle {handle} has already joined")
         output = self._tokens("output_token_ids", output_token_ids)
@@ -218,14 +205,9 @@ class SequenceColumns:
         # others nothing.
         ends = np.zeros(n + 1, np.int64)
         np.cumsum(options.wanted + 1, out=ends[1:])
-        out = Output(
-            np.full(n, -1, np.int32),
-            np.zeros(n, np.uint8),
-            ends,
-            np.empty(ends[-1], np.int32),
-            np.empty(ends[-1], np.float32),
-            np.zeros(n, np.int32),
-        )
+        scores = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.float32)
+        tokens, ranks = np.full(n, -1, np.int32), np.zeros(n, np.int32)
+        out = Output(tokens, np.zeros(n, np.uint8), ends, *scores, ranks)
         state = RequestState(**self._arrays, position=self._position, seen=self._seen.tables)
         behind = {
             i: int(follows[i])
@@ -298,24 +280,12 @@ class SequenceColumns:
         out: Output,
         logits: npt.NDArray[Any],
     ) -> SampleResult:
-        work, scores, vocab, ends = self._work, self._scores, self._vocab_size, out.score_ends
+        vocab, ends = self._vocab_size, out.score_ends
         flat, starts = read_rows(logits, indices, vocab)
         which = np.arange(indices.size)
         if which.size:
-            sample_rows(
-                flat,
-                starts,
-                which,
-                vocab,
-                requests,
-                follows,
-                ahead,
-                state,
-                options,
-                scores,
-                work,
-                out,
-            )
+            rows = flat, starts, which, vocab, requests, follows, ahead
+            sample_rows(*rows, state, options, self._scores, self._work, out)
         logprobs = {}
         scored = (options.wanted >= 0) & (out.codes == 0) & (out.tokens != NOT_DRAWN)
         for i in np.flatnonzero(scored).tolist():
@@ -324,10 +294,8 @@ class SequenceColumns:
         return SampleResult(out.tokens, out.codes, logprobs)
 
     def shares(self, handles: npt.NDArray[np.int32], limit: int) -> list[npt.NDArray[np.intp]]:
-        """``handles`` in parts whose logprobs are ``limit`` and one row's at most; as indices.
-
-        With a limit of 0 each is a part of its own. The rows of a sequence stay together.
-        """
+        """``handles`` in parts whose logprobs are ``limit`` and one row's at most, as indices; with a
+        limit of 0 each is a part of its own. The rows of a sequence stay together."""
         every = np.arange(len(handles))
         starts = 1 + np.flatnonzero(np.diff(handles))
         if not limit:

@@ -16,11 +16,7 @@ _VOCAB = 300
 
 
 def warm_up(dtypes: Iterable[str] = DTYPES) -> None:
-    """Compile for these logits dtypes.
-
-    Several processes may call it at once: one compiles, the others wait and load. With a warm
-    cache it takes a fraction of a second.
-    """
+    """Compile for these logits dtypes: of several processes one compiles, the others load."""
     line = np.linspace(-4.0, 4.0, _VOCAB, dtype=np.float32).reshape(1, -1)
     rows = [converted(line, dtype) for dtype in dtypes]
     with compiling("sipipe.sampler.kernels"):

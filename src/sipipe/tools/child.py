@@ -31,8 +31,8 @@ def measured(
     kept: Sequence[int] = (),
     timeout: float = TIMEOUT,
 ) -> dict[str, Any]:
-    """Run ``module`` on ``job``, such as :mod:`sipipe.tools.load`; what it prints. ``side`` names it in messages, ``kept`` are
-    descriptors that the process takes over.
+    """Run ``module`` on ``job``, such as :mod:`sipipe.tools.load`; what it prints. ``side`` names it
+    in messages, ``kept`` are descriptors that the process takes over.
 
     Raises:
         ConfigError: it refused an option.

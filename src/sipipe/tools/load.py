@@ -1,9 +1,8 @@
 """One engine under load, for ``sipipe bench``: a server, vLLM's own benchmark client, a check.
 
-Run as a process of its own per engine (``python -m sipipe.tools.load FD``): it reads a :class:`Job`
-as JSON from stdin, starts the server or takes the one at a URL, and prints what :func:`run` returns
-as JSON on stdout. Loads, datasets and metrics are those of ``vllm bench serve``; what is asked of
-the server beside them says whether it computes the same (:func:`answers`, :func:`draws`).
+``python -m sipipe.tools.load FD`` reads a :class:`Job` as JSON from stdin, starts the server or takes
+the one at a URL, and prints what :func:`run` returns as JSON. Loads, datasets and metrics are those
+of ``vllm bench serve``; :func:`answers` and :func:`draws` say whether it computes the same.
 
 Who runs here
     The main thread measures. Another one sleeps on the socket ``FD``, whose other end is the
@@ -57,11 +56,9 @@ class Job:
     """The server's, without host and port; empty: ``url`` is there already."""
     env: dict[str, str]
     url: str
-    """Where the server is, or none."""
     model: str
     """Also where the client's tokenizer is."""
     mixes: dict[str, dict[str, Any]]
-    """Sampling parameters by name."""
     load: list[str]
     """Options of ``vllm bench serve`` that say what is sent, and when."""
     loads: list[tuple[str, int]]
@@ -276,13 +273,12 @@ def draws(url: str, count: int) -> dict[str, float] | None:
         return {"p": 0.0, "outside": drawn["outside"], "draws": total}
     if not total:
         return None
-    cells = {cell: cell if mass >= 5 else "rest" for cell, mass in expected.items()}
     seen: Counter[str] = Counter()
     wanted: defaultdict[str, float] = defaultdict(float)
-    for token, number in drawn.items():
-        seen[cells[token]] += number
     for token, mass in expected.items():
-        wanted[cells[token]] += mass
+        cell = token if mass >= 5 else "rest"
+        seen[cell] += drawn[token]
+        wanted[cell] += mass
     square = sum((seen[cell] - mass) ** 2 / mass for cell, mass in wanted.items())
     free = max(1, len(wanted) - 1)
     # Wilson and Hilferty: the cube root is close to normal.

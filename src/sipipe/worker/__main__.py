@@ -17,12 +17,10 @@ from sipipe.ipc.parent import Parent
 
 
 def main() -> None:
-    """Become what ``multiprocessing`` makes of a spawned process, then a worker.
-
-    The engine's ``sys.path``, arguments and directory are taken over, and where it was spawned
-    itself the user's main module is imported again, so that what it registers and defines is here
-    when the boot record is unpickled. vLLM is imported with that record, not before.
-    """
+    """Become what ``multiprocessing`` makes of a spawned process, then a worker. The engine's
+    ``sys.path``, arguments and directory are taken over, and where it was spawned itself the user's
+    main module is imported again, so that what it registers and defines is here when the boot
+    record is unpickled. vLLM is imported with that record, not before."""
     parent = Parent(int(sys.argv[1]))
     sockets = [socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[3:]]
     for descriptor in sys.argv[2:]:

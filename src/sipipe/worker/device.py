@@ -58,20 +58,15 @@ class Device:
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:  # noqa: ARG002
         """Copy a matrix to host memory once the device has reached ``after``; the copy's mark.
-
-        ``target`` has the shape and type of ``source``; the rows of both are contiguous.
-        Neither may be touched or freed until the device has reached the mark.
-        """
+        ``target`` has the shape and type of ``source``; the rows of both are contiguous. Neither
+        may be touched or freed until the device has reached the mark."""
         if source.data_ptr() != target.data_ptr():  # else it was computed there
             target.copy_(source)
         return self.mark()
 
     def lock_pages(self, memory: memoryview) -> None:
-        """Let copies go straight to ``memory``, for as long as the process lives.
-
-        Raises:
-            ResourceError: the system does not let the process lock that much.
-        """
+        """Let copies go straight to ``memory``, for as long as the process lives. Raises
+        ResourceError: the system does not let the process lock that much."""
 
     def unlock_pages(self, memory: memoryview) -> None:
         """What :meth:`lock_pages` locked is about to be given back."""
@@ -169,12 +164,10 @@ _MOST_OCCUPIED = 1.0
 
 
 def seconds(device: Device, call: Callable[[], object]) -> float:
-    """What some calls take the device, each from the end of the one before: the median.
-
-    The device is kept busy until all are launched. Else a call whose launch takes longer than its
-    work would count as that, which serving hides behind earlier work. What the first two take does
-    not count.
-    """
+    """What some calls take the device, each from the end of the one before: the median. The device
+    is kept busy until all are launched. Else a call whose launch takes longer than its work would
+    count as that, which serving hides behind earlier work. What the first two take does not
+    count."""
     call()
     began = time.perf_counter()
     call()

@@ -54,22 +54,11 @@ class Launched:
 
 
 class DeviceThread(ABC):
-    """Does something with what was launched.
-
-    Args:
-        device: the one it runs on.
-        name: of the thread.
-        fail: told, from the thread, what ended it.
-        stall_timeout: seconds of a wait.
-    """
+    """Does something with what was launched. ``fail``: told, from the thread, what ended it;
+    ``stall_timeout``: seconds of a wait."""
 
     def __init__(
-        self,
-        device: Device,
-        name: str,
-        *,
-        fail: Callable[[Exception], None],
-        stall_timeout: float,
+        self, device: Device, name: str, *, fail: Callable[[Exception], None], stall_timeout: float
     ) -> None:
         self._device = device
         self._fail = fail
@@ -95,11 +84,8 @@ class DeviceThread(ABC):
         self._queue.put(launched)
 
     def drain(self) -> None:
-        """Return when everything that was put is done, and the device with it.
-
-        Raises:
-            StallError: not within the stall time-out. Exception: the one that ended the thread.
-        """
+        """Return when everything that was put is done, and the device with it. StallError: not within
+        the stall time-out. Exception: the one that ended the thread."""
         with self._progress:
             # wait: `stall_timeout`; the thread itself, its error
             done = self._progress.wait_for(

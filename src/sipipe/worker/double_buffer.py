@@ -10,12 +10,10 @@ Who runs here
     :meth:`DoubleBuffer.run`; only it uses the device. Any thread may call ``close``, ``fail`` and
     ``doing``.
 Guarantees
-    Iterations run in the order in which they were prepared. A set is not written while it is
-    being read or holds inputs that were not read yet (:class:`Turns`). No more iterations than
-    there are sets are prepared and not finished. A call runs when every iteration before it has
-    finished, and nothing beside it. An exception in either thread ends both, and is what every
-    later call of either raises, itself; that of a call is the caller's. An idle thread sleeps in
-    the kernel.
+    Iterations run in the order in which they were prepared. A set is not written while it is being
+    read or holds inputs that were not read yet (:class:`Turns`). A call runs when every iteration
+    before it has finished, and nothing beside it. An exception in either thread ends both, and is
+    what every later call of either raises; that of a call is the caller's.
 Relies on
     The stage's steps spending their time outside the GIL where it matters (Numba ``nogil``, torch
     operators, blocking system calls). They run outside the lock.
@@ -67,9 +65,8 @@ class Turns:
     Invariant: ``finished <= taken <= prepared <= finished + sets``, ``taken <= finished + 1``.
 
     The paper's indicators are CI = ``prepared - 1`` and GI = ``taken - 1``. There, preparing may
-    start when CI = GI. Here a set must be free, which for two sets and a busy device is the same;
-    it also covers one set (prepare and run in turn), and lets the next inputs be prepared while
-    the device has nothing to run.
+    start when CI = GI; here when a set is free, which also covers one set (prepare and run in turn),
+    and lets the next inputs be prepared while the device has nothing to run.
     """
 
     sets: int
@@ -112,15 +109,9 @@ class Turns:
 
 
 class DoubleBuffer:
-    """Runs the steps of ``stage`` in two threads.
-
-    Args:
-        stage: what is run.
-        sets: input buffer sets, 1 or more; 1 prepares and runs in turn.
-        stall_timeout: seconds that :meth:`drain` waits; :meth:`prepare` twice as long.
-        interrupt: ends a ``run`` that waits for another process; called once, by the thread that
-            ends both.
-    """
+    """Runs the steps of ``stage`` in two threads, with ``sets`` of input buffers (1: in turn).
+    ``stall_timeout``: seconds that :meth:`drain` waits; :meth:`prepare` twice as long.
+    ``interrupt``: ends a ``run`` that waits for another process; called once."""
 
     def __init__(
         self,
@@ -179,12 +170,8 @@ class DoubleBuffer:
         self._preparing = "waits for a scheduling output"
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What ``function`` returns or raises, in the device thread, when no iteration is there;
-        from the preparing thread.
-
-        Raises:
-            BaseException: as :meth:`drain`.
-        """
+        """What ``function`` returns or raises, in the device thread, when no iteration is there; from
+        the preparing thread. Raises as :meth:`drain`."""
         self._preparing = "waits for the end of a call"
         try:
             self.drain()
@@ -278,10 +265,8 @@ class DoubleBuffer:
         self._interrupt()
 
     def close(self) -> None:
-        """End both threads: waiting ones now, others after their step. Does not wait for them.
-
-        Iterations that are not finished are dropped.
-        """
+        """End both threads, waiting ones now, others after their step; does not wait for them, and
+        drops iterations that are not finished."""
         self.fail(StageStoppedError("the worker's threads have been told to end"))
 
     def doing(self) -> str:

@@ -2,9 +2,8 @@
 
 Where CPU samplers draw, the runner's ``sample`` is replaced on the last stage: it computes the
 logits of the rows that sample, and leaves the drawing to the samplers, or to the device for rows
-that ask for no more than a temperature. Where all tokens are the samplers', nobody looks at the
-runner's output, and ``sample_tokens`` makes none. Elsewhere the last stage samples as vLLM does
-(:class:`WholeBatch`), and the engine gets the runner's output. The other stages have nothing to draw.
+that ask for no more than a temperature. Elsewhere the last stage samples as vLLM does
+(:class:`WholeBatch`), and the engine gets the runner's output.
 
 Who runs here: the device thread; before the first iteration, whoever follows BIC-I.
 """
@@ -56,11 +55,9 @@ def stand_ins(*, own_sampler: bool) -> Iterator[None]:
 
 
 def feedback_of(runner: Any, *, draws: bool) -> TokenFeedback | None:
-    """What brings ``runner`` its tokens; None where its own sampler leaves them on the device.
-
-    vLLM makes a handler only where there is more than one stage; with CPU samplers a single one
-    needs it too.
-    """
+    """What brings ``runner`` its tokens; None where its own sampler leaves them on the device. vLLM
+    makes a handler only where there is more than one stage; with CPU samplers a single one needs it
+    too."""
     if runner.pp_handler is None and draws:
         runner.pp_handler = TokenFeedback(runner.max_num_reqs, device=runner.device)
     feedback: TokenFeedback | None = runner.pp_handler
@@ -80,10 +77,8 @@ class NothingDrawn:
     """Whether the runner's request states are looked at, which rot where SiPipe prepares."""
 
     def take_over(self, *, per_row: bool) -> None:
-        """From now on CPU samplers draw, and nothing of vLLM's sampler is kept.
-
-        ``per_row``: not the rows that ask for no more than a temperature, which are drawn here.
-        """
+        """From now on CPU samplers draw, and nothing of vLLM's sampler is kept. ``per_row``: not
+        the rows that ask for no more than a temperature, which are drawn here."""
 
     def open(self, projection: Projection, logits: LogitsHandover | None) -> None:
         """Iterations can run: with this part of the output projection, and writer of BIC-L."""
@@ -107,12 +102,8 @@ class NothingDrawn:
 
 
 class WholeBatch(NothingDrawn):
-    """On the last stage: vLLM's own sampler draws all rows.
-
-    Args:
-        reports: this rank tells the engine what was drawn.
-        stall_timeout: seconds to wait for the engine's grammar, which it makes while the layers run.
-    """
+    """On the last stage: vLLM's own sampler draws all rows. ``reports``: this rank tells the engine
+    what came; ``stall_timeout``: seconds to wait for the engine's grammar, made meanwhile."""
 
     reads_states = True
 
@@ -150,33 +141,16 @@ class WholeBatch(NothingDrawn):
         self._grammars.put((-1, None))
 
 
-class Pooled(NothingDrawn):
-    """On every stage of a pooling model, of which ``execute_model`` returns all there is.
-
-    Args:
-        reports: this rank tells the engine.
-    """
-
-    reads_states = True
-
-    def __init__(self, *, reports: bool) -> None:
-        self._reports = reports
-
-    def begin(self, inputs: ModelInput, launched: Launched) -> None:  # noqa: ARG002
-        launched.whole = launched.reports = self._reports
+class Pooled(WholeBatch):
+    """On every stage of a pooling model, of which ``execute_model`` returns all there is."""
 
     def finish(self, worker: Any, inputs: ModelInput, output: Any) -> Any:  # noqa: ARG002
         return output
 
 
 class LastRows(NothingDrawn):
-    """On the last stage: logits of the rows that sample.
-
-    Args:
-        runner: vLLM's second runner.
-        device: what it runs on.
-        reports: this rank tells the engine what no sampler does.
-    """
+    """On the last stage: logits of the rows that sample. ``reports``: this rank tells the engine
+    what no sampler does."""
 
     def __init__(self, runner: Any, device: Device, *, reports: bool) -> None:
         self._runner = runner
@@ -190,7 +164,7 @@ class LastRows(NothingDrawn):
         self._on_device: npt.NDArray[np.bool_] = np.zeros(requests, np.bool_)
         """Of each of the runner's requests, whether the device draws for it."""
         self._draw: Callable[..., torch.Tensor] = _never
-        self._ahead: Callable[..., torch.Tensor | None] = _nowhere
+        self._ahead: Callable[..., torch.Tensor | None] = lambda *_: None
         self._writes = False
         self._scored: set[str] = set()
         """Requests of which tokens are named whose log-probabilities in the prompt are wanted."""
@@ -247,10 +221,8 @@ class LastRows(NothingDrawn):
         batch: Any,
         grammar_output: Any,  # noqa: ARG002 - the samplers have the bitmask
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
-        """In place of the runner's ``sample``: no request gets a token here.
-
-        Tokens that are drawn on the device go to the engine, which accepts them as a sampler's.
-        """
+        """In place of the runner's ``sample``: no request gets a token here. Tokens that are drawn
+        on the device go to the engine, which accepts them as a sampler's."""
         if self._now is None:
             drawn = self._rehearse(hidden, batch)
         else:
@@ -259,14 +231,8 @@ class LastRows(NothingDrawn):
             self._is_awaited(batch, launched, len(rows), sent)
             drawn = self._hand_over(hidden, batch, launched, rows, sent)
         none = self._none[: batch.num_reqs]
-        output = SamplerOutput(
-            sampled_token_ids=drawn,
-            logprobs_tensors=None,
-            num_nans=None,
-            num_sampled=none,
-            num_rejected=none,
-        )
-        return output, none, none
+        told = {"logprobs_tensors": None, "num_nans": None, "num_rejected": none}
+        return SamplerOutput(sampled_token_ids=drawn, num_sampled=none, **told), none, none
 
     def _rehearse(self, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
         """All rows, drawn on all ranks: what a warm-up has to compile."""
@@ -359,7 +325,3 @@ def sampling_rows(output: SchedulerOutput, batch: Any) -> Rows:
 
 def _never(*_: Any) -> torch.Tensor:
     raise AssertionError("samplers draw")
-
-
-def _nowhere(*_: Any) -> torch.Tensor | None:
-    return None

@@ -24,12 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 class Links:
     """One rank's ends of the links with the stages before and behind, as far as there are any.
-
-    Args:
-        place: whose.
-        receiver, sender: the ends.
-        cuts: this rank sends a part, and the next stage's ranks gather: between hosts.
-    """
+    ``cuts``: it sends a part, and the next stage's ranks gather: between hosts."""
 
     def __init__(
         self,

@@ -135,12 +135,10 @@ class LoadedStage:
     def draw_here(self) -> None:
         """vLLM's own sampler draws from now on, and nobody reads logits."""
         around, boot = self._around, self._around.boot
-        told: dict[str, Any] = {
-            "reports": around.reports,
-            "stall_timeout": boot.config.stall_timeout,
-        }
+        bound = boot.config.stall_timeout
+        told: dict[str, Any] = {"reports": around.reports, "stall_timeout": bound}
         if around.runner.is_pooling_model:
-            self._draws = Pooled(reports=around.reports)
+            self._draws = Pooled(**told)
         elif around.runner.is_last_pp_rank and boot.sampler_kernels:
             self._draws = WholeBatch(**told)
         elif around.runner.is_last_pp_rank:

@@ -1,11 +1,10 @@
 """Logits of the last stage: this rank's columns of the vocabulary, into their BIC-L entry.
 
-vLLM gathers the tensor-parallel shards of the logits on every rank (or on one) so that its own
-sampler sees whole rows. SiPipe's samplers read shards from shared memory, where rank r's columns
-stand beside the others' (paper section 4.1: shards are concatenated by being written). The seam
-is one method of vLLM's ``LogitsProcessor``, ``_gather_logits``, replaced on the model's instance;
-scaling and soft caps, which are element-wise, stay vLLM's. The projection writes its result into
-the entry itself where vLLM lets its memory be chosen, else it is copied there.
+vLLM gathers the tensor-parallel shards of the logits so that its own sampler sees whole rows.
+SiPipe's samplers read shards from shared memory, where rank r's columns stand beside the others'
+(paper section 4.1). The seam is ``_gather_logits`` of vLLM's ``LogitsProcessor``, replaced on the
+model's instance. The projection writes its result into the entry itself where vLLM lets its memory
+be chosen, else it is copied there.
 
 Who runs here: the device thread computes; the publisher's and the projection's threads hand over.
 """
@@ -32,15 +31,9 @@ class Call(NamedTuple):
 
 
 class StageLogits:
-    """Computes logits of hidden-state rows.
-
-    A rank computes its own columns only where the model allows it: a tensor-parallel projection with
-    one ``LogitsProcessor``, no LoRA, no added vocabulary. Otherwise rows are gathered by vLLM.
-    Which of the two follows from the configuration, and so is the same on all ranks.
-
-    Args:
-        vllm_runner: the runner with the loaded model.
-    """
+    """Computes logits of hidden-state rows. A rank computes its own columns only where the model
+    allows it: a tensor-parallel projection with one ``LogitsProcessor``, no LoRA, no added
+    vocabulary. Else vLLM gathers rows. All ranks find the same, from the configuration."""
 
     def __init__(self, vllm_runner: Any) -> None:
         self._model = vllm_runner.model
@@ -82,14 +75,11 @@ class StageLogits:
     def compute(
         self, hidden: torch.Tensor, into: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """[n, H] to [n, columns of this rank], in the projection's dtype.
+        """[n, H] to [n, columns of this rank], in the projection's dtype; None on a rank that vLLM's
+        gather leaves without logits.
 
-        None on a rank that vLLM's gather leaves without logits.
-
-        Args:
-            into: Where the logits should be, of their shape and dtype. The result lies there if the
-                projection lets its memory be chosen; otherwise it lies elsewhere, and ``into``
-                holds anything.
+        The result lies in ``into``, of its shape and dtype, if the projection lets its memory be
+        chosen; otherwise that holds anything.
         """
         self._whole_rows = self.shard is None
         try:
@@ -119,8 +109,8 @@ class StageLogits:
 
     def settle(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """What :meth:`compute` gives for some rows of hidden states; whole rows from now on where
-        the model does more to its logits than its processor. It would take a rank's columns for the
-        first ones of the vocabulary. Every rank calls it, and finds the same."""
+        the model does more to its logits than its processor, as it would to the first columns of the
+        vocabulary. Every rank calls it, and finds the same."""
         if self.shard is None or self.processor is None:
             return self.compute(hidden)
         logits, calls = self.watch(hidden)
@@ -131,10 +121,8 @@ class StageLogits:
         return self.compute(hidden)
 
     def whole(self, columns: torch.Tensor) -> torch.Tensor | None:
-        """Whole rows, from what :meth:`compute` gave each rank; every rank calls it.
-
-        None on a rank that vLLM's gather leaves without logits.
-        """
+        """Whole rows, from what :meth:`compute` gave each rank; every rank calls it. None on a rank
+        that vLLM's gather leaves without logits."""
         if self.shard is None:
             return columns
         if missing := self.shard - columns.shape[1]:
@@ -175,11 +163,8 @@ class LogitsHandover:
     @contextmanager
     def entry(self, iteration: int, rows: int, timeout: float) -> Iterator[torch.Tensor]:
         """Where logits [rows, V of this rank] of ``iteration`` go; the samplers have them when the
-        block ends well.
-
-        Raises:
-            ChannelTimeout: a late sampler still reads the entry after ``timeout`` seconds.
-        """
+        block ends well. Raises ChannelTimeout: a late sampler still reads the entry after
+        ``timeout`` seconds."""
         row = self._rows.pop(iteration)
         with self._writer.acquire(iteration, rows, row, timeout) as region:
             yield self._tensor(region)
@@ -204,12 +189,9 @@ def placed_in(into: torch.Tensor | None, hidden: torch.Tensor) -> AbstractContex
 
 
 class _AllocatedIn(TorchFunctionMode):
-    """Gives ``into`` to the first ``torch.empty`` of its shape and dtype.
-
-    vLLM's CPU projection (``onednn_mm``) allocates its result like that and has no ``out``. Fresh
-    memory for 10 MB and more in each iteration costs a copy, and at times page faults that take
-    longer than the projection does.
-    """
+    """Gives ``into`` to the first ``torch.empty`` of its shape and dtype, as vLLM's CPU projection
+    (``onednn_mm``) allocates its result. Fresh memory for 10 MB in each iteration costs a copy, and
+    at times page faults that take longer than the projection does."""
 
     def __init__(self, into: torch.Tensor) -> None:
         super().__init__()

@@ -35,16 +35,8 @@ if TYPE_CHECKING:
 
 
 class StageLoop:
-    """One worker's stage.
-
-    Args:
-        boot: what the process was started with.
-        wrapper: vLLM's, around its worker, whose model is loaded.
-        sockets: of the links from the previous stage and to the next one, as far as there are any.
-        report: tells the engine that an iteration has run, where no sampler will.
-        recorder: takes the phases of each iteration.
-        fail: told what ends a thread of the stage's own that nobody waits for.
-    """
+    """One worker's stage, of what :class:`Surroundings` has. ``sockets``: of the links from the
+    previous stage and to the next one, as far as there are any."""
 
     def __init__(
         self,
@@ -91,10 +83,8 @@ class StageLoop:
         finals: Sequence[LinkEndpoint] = (),
     ) -> None:
         """Open this rank's ends of the links and, where it writes logits, the writer of BIC-L.
-
         ``finals``: the links from the last stage to each other, where the output projection is
-        shared out; by rank of the receiver. ``logits`` is None where no sampler draws.
-        """
+        shared out; by rank of the receiver. ``logits`` is None where no sampler draws."""
         around = self._around
         if around.boot.cpus:  # not before: compilers and warm-up may take all cores
             bind_threads(around.boot.cpus)

@@ -1,11 +1,10 @@
 """The process of one stage worker: load the model, open the channels, follow BIC-I.
 
 Who runs here
-    One thread follows BIC-I: it prepares iterations and runs control calls, with no iteration in
-    the worker. It is the main thread until the data plane is open, and the *preparing thread*
-    from then on; then the main thread, which loaded and compiled the model, is the *device
-    thread* (:mod:`sipipe.worker.double_buffer`). The thread of :class:`sipipe.ipc.parent.Parent` says for the stall report what the worker does,
-    and ends the process with the engine.
+    One thread follows BIC-I: it prepares iterations and runs control calls. It is the main thread
+    until the data plane is open, and the *preparing thread* from then on; then the main thread is
+    the *device thread* (:mod:`sipipe.worker.double_buffer`). The thread of
+    :class:`sipipe.ipc.parent.Parent` answers, and ends the process with the engine.
 Guarantees
     Every iteration of BIC-I is run once, in order, by every rank of every stage; control calls
     run between iterations. An exception in an iteration is sent to the engine, which stops with
@@ -31,10 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-from vllm.distributed.parallel_state import (
-    destroy_distributed_environment,
-    destroy_model_parallel,
-)
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.logger import configure_logging, init_logger
 from vllm.platforms import current_platform
 from vllm.utils.system_utils import decorate_logs, set_process_title
@@ -143,17 +139,14 @@ class Main:
             cut_model(boot.layers)
         wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=place.rank)
         self._wrapper = wrapper
-        wrapper.init_worker(
-            [
-                {
-                    "vllm_config": boot.vllm_config,
-                    "local_rank": boot.local_rank,
-                    "rank": place.rank,
-                    "distributed_init_method": boot.distributed_init_method,
-                    "is_driver_worker": place.tp_rank == 0,
-                }
-            ]
-        )
+        told = {
+            "vllm_config": boot.vllm_config,
+            "local_rank": boot.local_rank,
+            "rank": place.rank,
+            "distributed_init_method": boot.distributed_init_method,
+            "is_driver_worker": place.tp_rank == 0,
+        }
+        wrapper.init_worker([told])
         worker: Any = wrapper.worker
         worker.place, worker.draws = place, boot.path == "sipipe" and not boot.measures
         worker.own_sampler = boot.sampler_kernels and not worker.draws
@@ -164,14 +157,8 @@ class Main:
 
         wrapper.load_model()
         current_platform.update_block_size_for_backend(boot.vllm_config)
-        self._loop = StageLoop(
-            boot,
-            wrapper,
-            self._sockets,
-            self._parent.say,
-            self._recorder,
-            partial(_say_failure, self._parent),
-        )
+        fail = partial(_say_failure, self._parent)
+        self._loop = StageLoop(boot, wrapper, self._sockets, self._parent.say, self._recorder, fail)
         if boot.of_main_thread:
             end_with_parent_thread()
         self._call = ""
@@ -184,12 +171,8 @@ class Main:
         self._reader = reader = DispatchReader(endpoint, self._boot.place.name)
         while loop.double_buffer is None:
             self._follow_one(reader, loop)
-        self._preparing = threading.Thread(
-            target=self._follow,
-            args=(reader, loop, loop.double_buffer),
-            name="SiPipePreparing",
-            daemon=True,
-        )
+        follow = partial(self._follow, reader, loop, loop.double_buffer)
+        self._preparing = threading.Thread(target=follow, name="SiPipePreparing", daemon=True)
         self._preparing.start()
         loop.double_buffer.run()
         self._preparing.join()  # wait: none: it has closed the double buffer, its last act; its end
@@ -231,10 +214,8 @@ class Main:
         loop.run(header.number, header.slot, output, header.logits_row, header.logits_rows)
 
     def _run_call(self, loop: StageLoop, number: int, content: Callable[[], Any]) -> None:
-        """Run one control call, and answer it where an answer is wanted.
-
-        Whatever is wrong with the call, its arguments or its result is an error of the call only.
-        """
+        """Run one control call, and answer it where an answer is wanted. Whatever is wrong with the
+        call, its arguments or its result is an error of the call only."""
         self._call = "waits to run a call"
         answers = True
         try:

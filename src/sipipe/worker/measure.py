@@ -1,9 +1,8 @@
 """How long a second-runner stage's parts take, for ``"cpu_sampling": "auto"``.
 
-Before the first iteration, on the loaded and warmed-up model: the stage's layers by the runner's own
-dummy run, which replays the graphs that serving replays; on the last stage vLLM's ``sample`` as it
-is, the projection as samplers need it, and the copy into an entry of BIC-L that nobody reads yet.
-Every rank of a stage does the same in the same order, because some of it is collective.
+On the warmed-up model: the stage's layers by the runner's own dummy run, which replays the graphs
+that serving replays; on the last stage vLLM's ``sample``, the projection as samplers need it, and the
+copy into an entry of BIC-L. Every rank of a stage does the same, because some of it is collective.
 
 Who runs here: the worker's main thread, in a control call.
 """

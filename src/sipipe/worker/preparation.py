@@ -72,37 +72,26 @@ class VllmPrepares:
     def prepare(
         self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput
     ) -> ModelInput:
-        return ModelInput(
-            iteration=iteration,
-            slot=slot,
-            buffer_set=buffer_set,
-            output=output,
-            num_reqs=len(output.num_scheduled_tokens),
-            num_tokens=output.total_num_scheduled_tokens,
-        )
+        inputs = ModelInput(iteration=iteration, slot=slot, buffer_set=buffer_set, output=output)
+        inputs.num_reqs = len(output.num_scheduled_tokens)
+        inputs.num_tokens = output.total_num_scheduled_tokens
+        return inputs
 
     def begin(self, inputs: ModelInput) -> None:
         pass
 
 
 class SiPipePrepares:
-    """SiPipe's preparation, in the place of the runner's from now on.
-
-    Args:
-        runner: vLLM's second runner, warmed up and without a request.
-        device: what it runs on.
-        slots: microbatches in flight.
-        sets: sets of input buffers.
-        logits: rows of logits of a batch at most.
-    """
+    """SiPipe's preparation, in the place of the runner's from now on. ``runner``: warmed up and
+    without a request; ``slots``: microbatches in flight; ``sets``: of input buffers; ``logits``:
+    rows of logits of a batch at most."""
 
     def __init__(self, runner: Any, device: Device, *, slots: int, sets: int, logits: int) -> None:
         self._runner = runner
         self._placement: Placement = placement_of(runner, device, sets, logits)
         self._buffers = self._placement.buffers
-        self._preparer = InputPreparer(
-            runner, self._buffers, groups=self._placement.groups, slots=slots
-        )
+        groups = self._placement.groups
+        self._preparer = InputPreparer(runner, self._buffers, groups=groups, slots=slots)
         requests = int(runner.max_num_reqs)
         self._no_drafts = torch.zeros(requests, dtype=torch.int32, device=runner.device)
         self._one_each = np.arange(requests + 1, dtype=np.int32)
@@ -152,10 +141,9 @@ class SiPipePrepares:
         self._placement.begin(inputs)
         if output.new_block_ids_to_zero:
             runner.kv_block_zeroer.zero_block_ids(output.new_block_ids_to_zero)
-        if output.kv_cache_block_copies:
-            copy_kv_cache_blocks_inplace(
-                runner.kv_caches, runner.kv_cache_config.num_blocks, output.kv_cache_block_copies
-            )
+        if copies := output.kv_cache_block_copies:
+            blocks = runner.kv_cache_config.num_blocks
+            copy_kv_cache_blocks_inplace(runner.kv_caches, blocks, copies)
 
     def _gather_batch_req_state(
         self, output: SchedulerOutput, dummy_run: bool
@@ -194,6 +182,7 @@ class SiPipePrepares:
 
     def _state(self, inputs: ModelInput) -> BatchReqState:
         source, count = self._buffers[inputs.buffer_set], inputs.num_reqs
+        as_decode = source.runs_as_decode.np[:count]
         return BatchReqState(
             req_ids=inputs.req_ids,
             num_scheduled_tokens=source.num_scheduled_tokens.np[:count],
@@ -204,9 +193,7 @@ class SiPipePrepares:
             num_computed_prefill_tokens_np=source.num_computed_prefill_tokens.np[:count],
             is_prefilling_np=source.is_prefilling.np[:count],
             has_prefill=inputs.has_prefill,
-            prefill_runs_as_decode_np=source.runs_as_decode.np[:count]
-            if inputs.has_prefill
-            else None,
+            prefill_runs_as_decode_np=as_decode if inputs.has_prefill else None,
             decode_graph_eligible=inputs.decode_graph_eligible,
             max_seq_len_np=None,  # only vLLM's broadcast of tokens looks
         )
@@ -254,7 +241,5 @@ class SiPipePrepares:
         self, idx_mapping: torch.Tensor, _: Any, num_sampled: torch.Tensor, *__: Any, **___: Any
     ) -> None:
         """vLLM's last stage updates what the model keeps of a request here."""
-        runner = self._runner
-        runner.model_state.postprocess_state(
-            idx_mapping, num_sampled, runner.req_states.num_computed_tokens.gpu
-        )
+        computed = self._runner.req_states.num_computed_tokens.gpu
+        self._runner.model_state.postprocess_state(idx_mapping, num_sampled, computed)

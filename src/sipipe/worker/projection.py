@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -64,11 +65,11 @@ class Projection:
         """End the links, and whatever waits for them."""
 
 
+@dataclass
 class WholeProjection(Projection):
     """The last stage has all of it."""
 
-    def __init__(self, stage_logits: StageLogits) -> None:
-        self._stage_logits = stage_logits
+    _stage_logits: StageLogits
 
     def columns(
         self,
@@ -79,19 +80,14 @@ class WholeProjection(Projection):
         return self._stage_logits.compute(rows, into)
 
 
+@dataclass
 class SharedProjection(Projection):
-    """The last stage's part, where it is shared out.
+    """The last stage's part, where it is shared out."""
 
-    Args:
-        senders: one to each other stage.
-        shard: this rank's rows of the matrix.
-        record: takes the phases.
-    """
-
-    def __init__(self, senders: Sequence[Sender], shard: ProjectionShard, record: Record) -> None:
-        self._senders = senders
-        self._shard = shard
-        self._record = record
+    _senders: Sequence[Sender]
+    """One to each other stage."""
+    _shard: ProjectionShard
+    _record: Record
 
     def columns(
         self, launched: Launched, rows: torch.Tensor, into: torch.Tensor | None

@@ -105,8 +105,6 @@ class ProjectionShard:
     Args:
         offers: of the last stage's ranks, each with its tokens.
         start, stop: first token, and the one behind the last; all of one offer.
-        dtype: the model's.
-        device: where to have them.
         loaded: the last stage's rank's own rows of the loaded model, which need no copy on a GPU.
     """
 
@@ -167,9 +165,8 @@ def time_parts(
             return Measured(layers=layers)
         hidden = torch.randn(sequences, config.get_hidden_size(), dtype=config.dtype)
         hidden = hidden.to(vllm_runner.device)
-        return Measured(
-            layers=layers, projection=seconds(device, lambda: stage_logits.compute(hidden))
-        )
+        projection = seconds(device, lambda: stage_logits.compute(hidden))
+        return Measured(layers=layers, projection=projection)
 
 
 def _rows(memory: SharedMemory, offer: ProjectionOffer, dtype: torch.dtype) -> torch.Tensor:

@@ -50,17 +50,9 @@ Turn = AbstractContextManager[Any]
 
 
 class ProjectionThread(DeviceThread, Projection):
-    """Multiplies this stage's part of every iteration's product.
-
-    Args:
-        device: the stage's; the thread gets a stream of its own on it.
-        receiver: of final hidden states.
-        shard: this rank's rows of the matrix.
-        logits: where their logits go.
-        record: takes the phases.
-        fail: told, from the projection thread, what ended it.
-        bound: seconds of a wait.
-    """
+    """Multiplies this stage's part of every iteration's product, on a stream of its own.
+    ``receiver``: of final hidden states; ``logits``: where those of ``shard`` go; ``bound``:
+    seconds of a wait."""
 
     def __init__(
         self,

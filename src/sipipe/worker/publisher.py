@@ -29,12 +29,10 @@ class Publisher(DeviceThread):
     """Hands on what was launched.
 
     Args:
-        device: the one it runs on.
         logits: this rank's writer of BIC-L, if it has one.
         report: tells the engine that an iteration has run.
         record: takes a phase: its iteration, when it began and when it ended.
         kv_reports: tells the engine what the KV connector has done.
-        fail: told, from the publisher's thread, what ended it.
         stall_timeout: seconds for which a late sampler may hold an entry.
     """
 
@@ -90,11 +88,10 @@ class Publisher(DeviceThread):
                 return
             tokens = launched.output.sampled_token_ids.ravel().tolist() if launched.draws else []
             asked = {r: t for r, t in found.prompt_logprobs_dict.items() if t is not None}
-            self._report(
-                IterationReport(
-                    iteration=launched.iteration,
-                    prompt_logprobs=asked,
-                    prompt_scores=found.prompt_token_id_logprobs_dict,
-                    tokens=tokens,
-                )
+            report = IterationReport(
+                iteration=launched.iteration,
+                prompt_logprobs=asked,
+                prompt_scores=found.prompt_token_id_logprobs_dict,
+                tokens=tokens,
             )
+            self._report(report)

@@ -1,10 +1,9 @@
 """A stage on vLLM's second runner, of SiPipe's path: one kind for CPUs and GPUs.
 
-The runner has the model, its KV cache, graphs, LoRA, encoders and states. What SiPipe has is what is
-around a forward pass: inputs are prepared ahead by a thread of their own
-(:mod:`sipipe.worker.preparation`, :mod:`sipipe.worker.double_buffer`), hidden states come and go on
-links, the last stage's logits go to the samplers or to vLLM's own
-(:mod:`sipipe.worker.draws`), and results are handed on when the device has them (:mod:`sipipe.worker.publisher`).
+What SiPipe has is around the runner's forward pass: inputs are prepared ahead by a thread of their
+own (:mod:`sipipe.worker.preparation`, :mod:`sipipe.worker.double_buffer`), hidden states come and go
+on links, the last stage's logits go to the samplers or to vLLM's own (:mod:`sipipe.worker.draws`),
+and results are handed on when the device has them (:mod:`sipipe.worker.publisher`).
 
 Who runs here: the preparing thread in :meth:`SampledStage.prepare`; the device thread in
 :meth:`SampledStage.run` and what the runner receives and sends through; whoever follows BIC-I in
@@ -31,12 +30,7 @@ from sipipe.worker.draws import NothingDrawn
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.links import Links
 from sipipe.worker.logits import LogitsHandover
-from sipipe.worker.preparation import (
-    Preparation,
-    SiPipePrepares,
-    VllmPrepares,
-    why_vllm_prepares,
-)
+from sipipe.worker.preparation import Preparation, SiPipePrepares, VllmPrepares, why_vllm_prepares
 from sipipe.worker.projection import Projection
 from sipipe.worker.publisher import Publisher
 from sipipe.worker.stage import ClosedStage, Surroundings
@@ -63,14 +57,7 @@ SETS = 2
 
 
 class SampledStage(ClosedStage):
-    """One rank of it, whose channels are open.
-
-    Args:
-        around: what it is made with. links: open.
-        device: what the runner runs on.
-        draws: what the last stage draws, with its part of the output projection.
-        logits: this rank's writer of BIC-L, if it is one.
-    """
+    """One rank of it, whose channels are open; ``logits``: this rank's writer of BIC-L, if any."""
 
     double_buffer: DoubleBuffer
 
@@ -95,15 +82,9 @@ class SampledStage(ClosedStage):
         draws.open(projection, logits)
         self._launched = Launched(iteration=-1, slot=0, num_reqs=0, num_tokens=0)
         """The iteration that is being launched, or was last."""
-        self._publisher = Publisher(
-            device,
-            logits,
-            report=around.report,
-            record=around.record,
-            fail=around.fail,
-            stall_timeout=bound,
-            kv_reports=kv_reports(around),
-        )
+        told: dict[str, Any] = {"report": around.report, "record": around.record}
+        told |= {"fail": around.fail, "kv_reports": kv_reports(around)}
+        self._publisher = Publisher(device, logits, stall_timeout=bound, **told)
         self._preparation: Preparation = VllmPrepares()
         reason = why_vllm_prepares(runner)
         if not (draws.reads_states or reason):

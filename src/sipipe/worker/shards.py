@@ -1,10 +1,8 @@
 """Hidden states between hosts: each tensor-parallel rank sends its part of what all ranks have.
 
-The ranks of a stage hold the same hidden states. Within a host each hands its own copy to the same
-rank of the next stage, which costs no network. Between hosts, rank r of t sends the r-th part of
-the bytes, and the receiving ranks gather the parts among themselves, as stock vLLM does: the
-network carries one copy, not t. A part keeps the number of tokens and has a t-th of the last
-dimension; its key says so, which is how the receiver knows it.
+The ranks of a stage hold the same hidden states. Between hosts, rank r of t sends the r-th part, and
+the receiving ranks gather the parts among themselves, as stock vLLM does: the network carries one
+copy, not t. A part has a t-th of the last dimension, and a key that says so.
 """
 
 from __future__ import annotations

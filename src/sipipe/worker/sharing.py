@@ -27,13 +27,7 @@ from sipipe.worker.projection_thread import ProjectionThread
 
 
 class Sharing:
-    """One rank's part.
-
-    Args:
-        boot: what the process was started with.
-        worker: vLLM's, whose model is loaded.
-        device: the stage's.
-    """
+    """One rank's part; ``worker`` is vLLM's, whose model is loaded."""
 
     def __init__(self, boot: WorkerBoot, worker: Any, device: Device) -> None:
         self._boot = boot
@@ -71,23 +65,15 @@ class Sharing:
         return time_parts(self._worker.model_runner, stage_logits, sequences, self._device)
 
     def take(self, offers: Sequence[ProjectionOffer], bounds: Sequence[int]) -> None:
-        """Take this rank's rows of what is offered.
-
-        ``bounds``: as BIC-L has them; writer ``r * stages + s`` is rank r of stage s.
-        """
+        """Take this rank's rows of what is offered. ``bounds``: as BIC-L has them; writer ``r *
+        stages + s`` is rank r of stage s."""
         self.writer = self._place.tp_rank * self._place.stages + self._place.stage
+        loaded = None if self._offered is None else self._offered.rows
+        dtype = self._boot.vllm_config.model_config.dtype
+        device = self._worker.model_runner.device
+        start, stop = bounds[self.writer : self.writer + 2]
         with set_current_vllm_config(self._boot.vllm_config):
-            self.shard = self._take(offers, *bounds[self.writer : self.writer + 2])
-
-    def _take(self, offers: Sequence[ProjectionOffer], start: int, stop: int) -> ProjectionShard:
-        return ProjectionShard(
-            offers,
-            start,
-            stop,
-            self._boot.vllm_config.model_config.dtype,
-            self._worker.model_runner.device,
-            None if self._offered is None else self._offered.rows,
-        )
+            self.shard = ProjectionShard(offers, start, stop, dtype, device, loaded)
 
     def keep(self) -> None:
         """The last stage keeps what it has offered, if nobody has taken it."""

@@ -18,13 +18,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class TokenFeedback:
-    """In place of vLLM's ``PPHandler``, in a worker of any stage.
-
-    The first stage embeds tokens, and needs the last one of each decoding request; the others get
-    hidden states, and some models look at the tokens there too. vLLM's own ``postprocess_sampled``
-    writes them into the request states, in the order of the stream. Asked only where vLLM prepares
-    its inputs itself (:class:`sipipe.worker.preparation.VllmPrepares`).
-    """
+    """In place of vLLM's ``PPHandler``, in a worker of any stage. The first stage embeds the last
+    token of each decoding request, and some models look at tokens on others too. vLLM's own
+    ``postprocess_sampled`` writes them into the request states. Asked only where vLLM prepares its
+    inputs itself (:class:`sipipe.worker.preparation.VllmPrepares`)."""
 
     def __init__(
         self, max_num_reqs: int, num_speculative_steps: int = 0, device: Any = "cpu", **_: Any

@@ -1,10 +1,9 @@
 """vLLM's PyTorch sampler on a stage of its second runner, for CPUs without Triton.
 
-The second runner's own sampler is made of Triton kernels. What samples on vLLM's first runner is
-PyTorch: :class:`vllm.v1.sample.sampler.Sampler`, its batch of request states, and custom logits
-processors of that interface. Here they stand in the place of the runner's ``sample``, with rows of
-their own: those that get a token, so that a seeded request draws no random numbers while its prompt
-is in chunks.
+The second runner's own sampler is made of Triton kernels, the first one's is PyTorch:
+:class:`vllm.v1.sample.sampler.Sampler`, its batch, and custom logits processors of that interface.
+Here they stand in the place of the runner's ``sample``, with the rows that get a token alone, so that
+a seeded request draws no random numbers while its prompt is in chunks.
 
 Who runs here: the device thread.
 """
@@ -94,19 +93,13 @@ class TorchRows(WholeBatch):
                     apply_grammar_bitmask(output, grammar_output, held, logits)
                 drawn = self._sampler(logits=logits, sampling_metadata=held.sampling_metadata)
                 tokens[rows], sampled[rows] = drawn.sampled_token_ids.long(), 1
-                for name, [token] in zip(
-                    held.req_ids, drawn.sampled_token_ids.tolist(), strict=True
-                ):
+                own = drawn.sampled_token_ids.tolist()
+                for name, [token] in zip(held.req_ids, own, strict=True):
                     self._states[name].output_token_ids.append(token)
                 logprobs = _of_all(drawn.logprobs_tensors, rows, count)
-        drawn_here = SamplerOutput(
-            sampled_token_ids=tokens,
-            logprobs_tensors=logprobs,
-            num_nans=None,
-            num_sampled=sampled,
-            num_rejected=none,
-        )
-        return drawn_here, sampled, none
+        counts: dict[str, Any] = {"num_nans": None, "num_sampled": sampled, "num_rejected": none}
+        found = SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs, **counts)
+        return found, sampled, none
 
     def _hold(self, held: InputBatch, names: list[str]) -> None:
         """Have vLLM's batch of a microbatch hold these requests, and no other."""

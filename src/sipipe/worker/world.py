@@ -1,11 +1,9 @@
 """A stage is a world of its own: torch.distributed holds one stage's tensor-parallel ranks only.
 
-Stock vLLM makes one process group over all p x t workers and carves groups for tensor and
-pipeline parallelism out of it. Here a worker joins a world of its stage's t ranks, and what
-vLLM's models ask of the pipeline group (am I first, am I last, which layers are mine) is
-answered by a stand-in. Hidden states go through :mod:`sipipe.ipc.link`, so that a stage can
-live on another host, a dead stage is an error rather than a hung collective, and no collective
-ever waits for another stage.
+Stock vLLM makes one process group over all p x t workers. Here a worker joins a world of its stage's
+t ranks, and a stand-in answers what vLLM's models ask of the pipeline group (am I first, am I last,
+which layers are mine). Hidden states go through :mod:`sipipe.ipc.link`, so that a dead stage is an
+error rather than a hung collective, and no collective ever waits for another stage.
 
 vLLM makes more than a dozen process groups in every worker, and torch gives each gloo group a
 device with a thread that wakes up a hundred times a second. Here they share one.
@@ -43,11 +41,9 @@ _TUNED = "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"
 
 class PipelineStandIn:
     """What ``get_pp_group()`` returns in a SiPipe worker: a place in the pipeline, no collectives.
-
     ``receive`` and ``send`` serve vLLM's own ``Worker.execute_model``, which asks for hidden states
     when it needs them and no earlier, and waits for what it sent before its next step. The worker
-    sets them: for a warm-up at first, then to the links.
-    """
+    sets them: for a warm-up at first, then to the links."""
 
     def __init__(self, place: StagePlace) -> None:
         self.rank_in_group = place.stage
@@ -110,11 +106,9 @@ class PipelineStandIn:
 @contextmanager
 def stage_world(place: StagePlace, worker_module: ModuleType) -> Iterator[None]:
     """While active, vLLM's worker initialisation makes a world of this stage's ranks only.
-
-    ``init_device`` of vLLM's worker calls ``init_worker_distributed_environment`` by name from
-    its module, ``worker_module``; that name is replaced for the duration, which is the narrowest
-    seam there is.
-    """
+    ``init_device`` of vLLM's worker calls ``init_worker_distributed_environment`` by name from its
+    module, ``worker_module``; that name is replaced for the duration, which is the narrowest seam
+    there is."""
 
     def join_stage(
         vllm_config: VllmConfig,
@@ -183,10 +177,8 @@ def one_gloo_device() -> Iterator[None]:
 
 def keep_caches_apart(place: StagePlace) -> None:
     """Before vLLM tunes its kernels: have each stage keep what it found in a directory of its own.
-
     vLLM names the file by the rank in the world, which here is that of one stage: all stages would
-    share one, and the next start load another stage's.
-    """
+    share one, and the next start load another stage's."""
     directory = envs.VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR
     if directory is None:
         try:
@@ -208,9 +200,6 @@ def find_peers() -> None:
 
 
 def cut_model(layers: tuple[int, ...]) -> None:
-    """Before the model is made: let vLLM cut at ``layers``.
-
-    In the worker's own environment, so that nothing of the choice stays behind in the process
-    that holds the engine.
-    """
+    """Before the model is made: let vLLM cut at ``layers``. In the worker's own environment, so
+    that nothing of the choice stays behind in the process that holds the engine."""
     os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers))

@@ -118,8 +118,8 @@ def test_choices_keep_every_bound(model, prompt, output, budget, most):
     for choice in plan(model, workload).choices:
         best = choice
         assert best.tpot <= budget
-        assert choice.range[0] <= choice.throughput * 1.01
-        assert choice.throughput <= choice.range[1] * 1.01
+        assert choice.slowest.throughput <= choice.throughput * 1.01
+        assert choice.throughput <= choice.quickest.throughput * 1.01
         assert best.lowest_tpot <= best.tpot * 1.0001
         assert 1 <= best.batch <= most
         assert best.batch == 1 or best.batch * workload.context <= choice.memory.kv_tokens
@@ -188,7 +188,7 @@ def test_a_predictions_range_contains_what_is_assumed_of_links_and_memory(name):
     for end in ends:
         for key, other in at(**{name: end}).items():
             choice = stated[key]
-            low, high = choice.range
+            low, high = choice.slowest.throughput, choice.quickest.throughput
             assert low * 0.999 <= other.throughput <= high * 1.001, (key, end)
             tokens = choice.slowest.kv_tokens, choice.quickest.kv_tokens
             assert tokens[0] <= other.memory.kv_tokens <= tokens[1]
@@ -213,7 +213,7 @@ def test_what_an_uneven_cut_costs_of_the_cache_is_said():
 def test_a_given_input_has_no_range():
     given = {name: value for name, (value, *_) in assumptions().items()}
     for choice in plan("llama-3.1-8b", per_host=2, given=given).choices:
-        low, high = choice.range
+        low, high = choice.slowest.throughput, choice.quickest.throughput
         assert low == pytest.approx(high)
 
 

@@ -1,8 +1,7 @@
 """Which layers a stage gets: vLLM's even cut, SiPipe's by cost, or the user's.
 
-vLLM's models ask ``get_pp_indices``, which reads ``VLLM_PP_LAYER_PARTITION``. The executor chooses,
-and each worker sets the variable in its own environment only, so that nothing of the choice stays
-behind in the process that holds the engine.
+vLLM's models ask ``get_pp_indices``, which reads ``VLLM_PP_LAYER_PARTITION``: each worker sets it in
+its own environment, so that nothing stays behind in the process that holds the engine.
 """
 
 import json
@@ -29,10 +28,8 @@ logger = init_logger(f"vllm.{__name__}")
 def choose_layers(
     vllm_config: VllmConfig, config: SiPipeConfig, *, by_cost: bool
 ) -> tuple[int, ...]:
-    """Decoder layers of each stage, first stage first.
-
-    ``by_cost``: whether ``"auto"`` may weigh the output projection: on SiPipe's path only, because
-    vLLM's own also samples on the last stage.
+    """Decoder layers of each stage, first stage first. ``by_cost``: whether ``"auto"`` may weigh the
+    output projection: not where vLLM's sampler is on the last stage too.
 
     Raises:
         ConfigError: ``"layers"`` does not fit the model or the stages, or contradicts
@@ -71,15 +68,9 @@ def is_free(config: SiPipeConfig) -> bool:
 
 
 def _cut(vllm_config: VllmConfig, facts: ModelFacts, kv_loss: float) -> tuple[int, ...]:
-    parallel = vllm_config.parallel_config
-    return cut_layers(
-        facts,
-        parallel.pipeline_parallel_size,
-        parallel.tensor_parallel_size,
-        device=device_kind(),
-        kv_loss=kv_loss,
-        memory=_memory(vllm_config),
-    )
+    parallel, memory = vllm_config.parallel_config, _memory(vllm_config)
+    degrees = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    return cut_layers(facts, *degrees, device=device_kind(), kv_loss=kv_loss, memory=memory)
 
 
 def device_kind() -> Literal["cpu", "gpu"]:
@@ -98,10 +89,8 @@ def describe_layers(
     vllm_config: VllmConfig, config: SiPipeConfig, layers: tuple[int, ...], *, by_cost: bool
 ) -> str:
     """Which layers the stages get, where it is not what vLLM would give them, and what that costs;
-    or what a cut would be worth that costs too much. Else empty.
-
-    ``by_cost``: whether the last stage alone has the output projection, on SiPipe's path.
-    """
+    or what a cut would be worth that costs too much. Else empty. ``by_cost``: whether the last
+    stage alone has the output projection, on SiPipe's path."""
     even = layer_split(sum(layers), len(layers))
     free = by_cost and is_free(config)
     facts = model_facts(vllm_config) if layers != even or free else None

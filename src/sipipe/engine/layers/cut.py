@@ -1,8 +1,7 @@
 """Layers per stage so that no stage waits for the one with the output projection.
 
-vLLM cuts the layers evenly (:func:`layer_split`). The last stage then has
-the projection on the vocabulary on top, which for a small model with a large vocabulary is worth
-many layers, and every other stage waits for it: the paper's load imbalance, before any sampling.
+vLLM cuts the layers evenly (:func:`layer_split`). For a small model with a large vocabulary the
+projection on the last stage is worth many layers: the paper's load imbalance, before any sampling.
 """
 
 import functools
@@ -43,12 +42,10 @@ def cut_layers(
     kv_loss: float = 1.0,
     memory: float = math.inf,
 ) -> tuple[int, ...]:
-    """Layers of each of ``p`` stages of ``t`` ranks, for the shortest slowest stage.
-
-    vLLM's even cut where that is not at least 5 % shorter, or where every better one costs more
-    than ``kv_loss`` of its KV cache's tokens; ``memory`` as :func:`kv_lost` has it. Requires
-    ``1 <= p <= facts.layers``.
-    """
+    """Layers of each of ``p`` stages of ``t`` ranks, for the shortest slowest stage. vLLM's even
+    cut where that is not at least 5 % shorter, or where every better one costs more than
+    ``kv_loss`` of its KV cache's tokens; ``memory`` as :func:`kv_lost` has it. Requires ``1 <= p <=
+    facts.layers``."""
     costs, projection = _costs(facts, t, device)
     even = layer_split(facts.layers, p)
     least = (1 - kv_loss) * _tokens(facts, even, t, memory)
@@ -65,11 +62,9 @@ def cut_layers(
 def kv_lost(
     facts: ModelFacts, layers: tuple[int, ...], t: int = 1, memory: float = math.inf
 ) -> float:
-    """Part of the tokens of an even cut's KV cache that ``layers`` leave no room for.
-
-    ``memory``: bytes of a rank for weights and cache; without a bound every stage's cache has as
-    many bytes, as on CPUs.
-    """
+    """Part of the tokens of an even cut's KV cache that ``layers`` leave no room for. ``memory``:
+    bytes of a rank for weights and cache; without a bound every stage's cache has as many bytes, as
+    on CPUs."""
     even = _tokens(facts, layer_split(facts.layers, len(layers)), t, memory)
     return 1 - _tokens(facts, layers, t, memory) / even if even > 0 else 0.0
 
@@ -112,12 +107,9 @@ def share_projection(
     *,
     device: Literal["cpu", "gpu"] = "cpu",
 ) -> tuple[tuple[float, ...], float]:
-    """The output projection of stages with ``even`` layers, shared out over all of them.
-
-    Returns what part of the vocabulary each stage multiplies by, so that the slowest stage is as
-    short as can be, and how many times as long the slowest is with layers ``cut`` and all of the
-    projection on the last stage.
-    """
+    """What part of the output projection each stage with ``even`` layers multiplies by, so that the
+    slowest is as short as can be, and how many times as long the slowest is with layers ``cut`` and
+    all of it on the last stage."""
     costs, projection = _costs(facts, t, device)
     parts, slowest = fill(_stage_costs(costs, even), [projection] * len(even))
     return parts, _slowest(costs, projection, cut) / slowest
@@ -133,11 +125,8 @@ def layers_work(
 def projection_times(
     work: Sequence[float], times: Sequence[float], projection: float
 ) -> tuple[float, ...]:
-    """How long each stage would take for all of the output projection.
-
-    Measured is the last one's time, ``projection``. Another device is as much quicker or slower as
-    it is with its layers, which take ``times`` and cost ``work``; within ``EVEN`` it is neither.
-    """
+    """How long each stage would take for all of the output projection. Measured is the last one's;
+    another is as much quicker or slower as with its layers, which take ``times`` and cost ``work``."""
     rates = [time / cost for time, cost in zip(times, work, strict=True)]
     slower = [rate / rates[-1] for rate in rates]
     return tuple(projection * (1.0 if 1 / EVEN <= by <= EVEN else by) for by in slower)

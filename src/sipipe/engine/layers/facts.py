@@ -1,5 +1,4 @@
-"""The sizes of a language model, from its configuration: what the layers are cut by, and what the
-planner predicts from."""
+"""The sizes of a language model: what the layers are cut by, and what the planner predicts from."""
 
 import dataclasses
 import math
@@ -12,7 +11,6 @@ class Attention:
 
     kind: Literal["gqa", "mla"]
     heads: int
-    """Query heads."""
     kv_heads: int
     """Key and value heads; for MLA 1, because one latent serves every head."""
     head_dim: int
@@ -39,7 +37,6 @@ class MixtureOfExperts:
     """One sparse feed-forward layer."""
 
     experts: int
-    """Routed experts."""
     chosen: int
     """Routed experts that one token uses."""
     expert_parameters: int
@@ -58,11 +55,7 @@ class MixtureOfExperts:
         return self.chosen * self.expert_parameters + self.shared_parameters
 
     def touched(self, tokens: float) -> float:
-        """Expected number of distinct experts that ``tokens`` tokens reach.
-
-        With uniform routing one expert is missed by one token with probability
-        ``1 - chosen / experts``, by all of them with that to the power of ``tokens``.
-        """
+        """Expected number of distinct experts that ``tokens`` tokens reach, with uniform routing."""
         missed = math.pow(1.0 - self.chosen / self.experts, tokens)
         return self.experts * (1.0 - missed)
 
@@ -99,7 +92,6 @@ class ModelFacts:
     context_length: int = 0
     """Longest sequence the model takes; 0: not stated."""
     source: str = "config.json"
-    """Where the fields come from."""
 
     @property
     def embedding_parameters(self) -> int:

@@ -1,9 +1,4 @@
-"""Model facts from the fields of a Hugging Face ``config.json``.
-
-What is refused: an architecture whose cost this model does not describe (state-space and linear
-attention layers, encoder-decoder), and a file without the fields it needs, which are all named at
-once.
-"""
+"""Model facts from the fields of a Hugging Face ``config.json``."""
 
 import reprlib
 from collections.abc import Mapping
@@ -34,13 +29,12 @@ def facts_from_config(
 
     Args:
         config: the parsed file; a multimodal one may nest the fields in ``text_config``.
-        name: what the serve command will call the model.
-        source: named in errors.
+        name: what the serve command will call the model; errors name ``source``.
         weight_bits: bits per weight of the layers; None takes the file's quantization and dtype.
 
     Raises:
         ConfigError: fields are missing (all are named) or are not positive whole numbers.
-        UnsupportedError: an architecture that the performance model does not describe.
+        UnsupportedError: state-space and linear attention layers, encoder-decoder.
     """
     if isinstance(config.get("text_config"), Mapping):
         config = {**config, **config["text_config"]}
@@ -199,11 +193,8 @@ def _mixture(
     if not isinstance(listed, list):
         raise ConfigError(f"MODEL: {fields.source}: mlp_only_layers must be a list")
     dense = {layer for layer in listed if isinstance(layer, int)}
-    sparse = [
-        layer
-        for layer in range(first, layers)
-        if layer not in dense and (layer + offset) % step == 0
-    ]
+    every_step = (layer for layer in range(first, layers) if (layer + offset) % step == 0)
+    sparse = [layer for layer in every_step if layer not in dense]
     moe = MixtureOfExperts(
         experts=experts,
         chosen=chosen,

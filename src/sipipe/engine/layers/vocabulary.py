@@ -30,7 +30,6 @@ class Vocabulary:
     parts: tuple[float, ...] = ()
     """Each stage's part of the columns, together 1; empty: the last stage has all."""
     why: str = ""
-    """What decided, for the log."""
     work: tuple[float, ...] = ()
     """What each stage's layers cost, in any unit, where the projection is shared out."""
 
@@ -44,10 +43,8 @@ class Vocabulary:
 def choose_vocabulary(
     vllm_config: VllmConfig, config: SiPipeConfig, cut: tuple[int, ...]
 ) -> tuple[Vocabulary, tuple[int, ...]]:
-    """Who multiplies by the output projection, and the layers of the stages then.
-
-    On SiPipe's path only. ``cut``: the layers where the last stage has the projection.
-    """
+    """Who multiplies by the output projection, and the layers of the stages then. On SiPipe's path
+    only. ``cut``: the layers where the last stage has the projection."""
     if config.vocabulary == "last" or len(cut) == 1:
         return Vocabulary(), cut
     why = _why_last(vllm_config, config)
@@ -73,14 +70,9 @@ def settle(
     *,
     reserved: bool = False,
 ) -> Vocabulary:
-    """The parts by what was measured on the loaded model, where they were to be shared out.
-
-    Args:
-        layers: seconds of each stage's layers for a microbatch of decoding sequences.
-        projection: seconds of all of the output projection on the last stage.
-        reserved: stages have memory for their expected parts (GPUs): none but the last, whose rows
-            are its model's, gets more than that.
-    """
+    """The parts by what was measured: seconds of each stage's ``layers`` for a microbatch of decoding
+    sequences, and of all of the output ``projection`` on the last stage. ``reserved``: stages have
+    memory for their expected parts (GPUs): none but the last gets more than that."""
     whole = projection_times(expected.work, layers, projection)
     parts, _ = fill(layers, whole)
     if reserved:
@@ -120,13 +112,8 @@ def _why_last(vllm_config: VllmConfig, config: SiPipeConfig) -> str:
 
 def columns(ranks: Sequence[tuple[int, int]], parts: Sequence[float]) -> tuple[int, ...]:
     """First column of each writer and V at the end, for writers ``rank * stages + stage``.
-
-    Args:
-        ranks: the columns of the last stage's tensor-parallel ranks, first and last + 1, which
-            follow one another. A rank's are shared out over the same rank of all stages, whole
-            blocks of 64 but for its last part.
-        parts: of each stage, together 1.
-    """
+    ``ranks``: the columns of the last stage's ranks, first and last + 1. A rank's are shared out
+    over the same rank of all stages by ``parts``, whole blocks of 64 but for its last part."""
     bounds = [ranks[0][0]]
     for start, stop in ranks:
         below = 0.0

@@ -150,14 +150,6 @@ def observed(
     rows: int = 0,
 ) -> type:
     """``scheduler`` with the mixin in front, bound to this engine's records and telemetry."""
-    return type(
-        scheduler.__name__,
-        (ObservedScheduler, scheduler),
-        {
-            "iterations": iterations,
-            "telemetry": telemetry,
-            "tracker": tracker,
-            "rows": rows,
-            "__module__": scheduler.__module__,
-        },
-    )
+    own = {"iterations": iterations, "telemetry": telemetry, "tracker": tracker, "rows": rows}
+    bases = ObservedScheduler, scheduler
+    return type(scheduler.__name__, bases, {**own, "__module__": scheduler.__module__})

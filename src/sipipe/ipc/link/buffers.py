@@ -1,9 +1,8 @@
 """The buffers that hidden states lie in, and tensors that look into them.
 
-``depth`` buffers, each a whole number of pages. A tensor starts at the same address of a buffer
-whatever the number of tokens, so that a graph captured for a buffer stays valid. One writer per
-buffer at any time: the sender until a frame's header is sent, then the receiver until it releases
-the frame. Both pass through a socket, and the system calls order memory.
+A tensor starts at the same address of a buffer whatever the number of tokens, so that a graph
+captured for it stays valid. A buffer has one writer: the sender until a frame's header is sent, then
+the receiver until it releases the frame. The socket's system calls order memory.
 """
 
 from typing import Any

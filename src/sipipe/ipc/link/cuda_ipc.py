@@ -70,10 +70,8 @@ class CudaIpcSending(ShmSending):
         return True  # nothing is copied by the caller, only queued
 
     def _make_room(self, total: int) -> None:  # noqa: ARG002 - the receiver allocates
-        """Swap handles with the receiver, on a socket of our own that goes along.
-
-        It answers when it next takes; whoever waits for releases meanwhile reads the other socket.
-        """
+        """Swap handles with the receiver, on a socket of our own that goes along. It answers when
+        it next takes; whoever waits for releases meanwhile reads the other socket."""
         endpoint = self._endpoint
         self._unmap()
         events = [self._device.event() for _ in range(endpoint.depth)]

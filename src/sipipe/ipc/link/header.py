@@ -5,9 +5,8 @@ first frame of a new tensor schema and has its description as body. ``RELEASE`` 
 and gives a frame's buffer back. ``HELLO`` comes first, from both sides. ``BYE`` ends the link in
 good order: an end of the connection without it is a dead peer.
 
-Rejected: a checksum. A packet crosses a socket of the kernel's on one host, and between hosts an
-authenticated connection, so nothing can damage it; that both ends mean the same iteration, tokens
-and schema is what :mod:`.receiver` checks.
+Rejected: a checksum (a socket of the kernel's, or an authenticated connection, damages nothing).
+That both ends mean the same iteration, tokens and schema is what :mod:`.receiver` checks.
 """
 
 import enum
@@ -38,7 +37,6 @@ class Header(NamedTuple):
     iteration: int = 0
     num_tokens: int = 0
     fingerprint: int = 0
-    """Of the tensor schema."""
 
 
 def pack(header: Header, body: bytes = b"") -> bytes:

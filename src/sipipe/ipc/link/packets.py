@@ -9,12 +9,10 @@ from sipipe.ipc.link.errors import PeerDiedError
 
 
 class PacketConnection:
-    """Wraps a connected socket, which it owns. One thread at a time receives; any number send.
-
-    The peer's death is the end of the socket or, once :meth:`watch` was called, the end of its
-    process: a child that the peer forked (a compiler, say) may hold the socket open long after the
-    peer is gone.
-    """
+    """Wraps a connected socket, which it owns. One thread at a time receives; any number send. The
+    peer's death is the end of the socket or, once :meth:`watch` was called, the end of its process:
+    a child that the peer forked (a compiler, say) may hold the socket open long after the peer is
+    gone."""
 
     def __init__(self, sock: socket.socket, who: str) -> None:
         self._sock = sock
@@ -38,11 +36,8 @@ class PacketConnection:
                 self._poll.register(self._pidfd, select.POLLIN)
 
     def send(self, packet: bytes, descriptor: int | None = None) -> None:
-        """Send one packet, with a descriptor if one is given.
-
-        Raises:
-            PeerDiedError: the peer is gone, or :meth:`interrupt` was called.
-        """
+        """Send one packet, with a descriptor if one is given. Raises PeerDiedError: the peer is
+        gone, or :meth:`interrupt` was called."""
         try:
             if descriptor is None:
                 # wait: none: there is room for the packets of all frames that may be on their
@@ -56,11 +51,8 @@ class PacketConnection:
             raise self.died() from None
 
     def receive(self, packet: bytearray, timeout: float) -> int | None:
-        """Bytes of the next packet, or None when ``timeout`` seconds passed.
-
-        Raises:
-            PeerDiedError: the peer is gone, and everything that it sent has been received.
-        """
+        """Bytes of the next packet, or None when ``timeout`` seconds passed. Raises PeerDiedError:
+        the peer is gone, and everything that it sent has been received."""
         gone = waited = False
         while True:
             try:
@@ -83,11 +75,8 @@ class PacketConnection:
         raise self.died()
 
     def receive_descriptor(self) -> int:
-        """The descriptor that comes with the next packet; the caller closes it.
-
-        Raises:
-            PeerDiedError: it did not come.
-        """
+        """The descriptor that comes with the next packet; the caller closes it. Raises
+        PeerDiedError: it did not come."""
         with contextlib.suppress(OSError):
             # wait: none of its own, `stall_timeout` for the iteration: the peer sends it with the
             # packet before; it, the peer's death, `interrupt`

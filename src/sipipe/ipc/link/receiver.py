@@ -1,12 +1,11 @@
 """The receiving end of a link, the same for every transport.
 
-Who runs here: threads of the stage worker; ``take`` by the thread that runs the device (one at a
-time), ``release`` when the device has consumed the data. Guarantees: what ``take`` returns is the
-iteration that was asked for, with its number of tokens and the announced schema, or an error is
-raised; the views stay untouched until ``release``. Relies on: the sender, which writes a buffer
-again only after its release. A microbatch that comes in pieces is put together elsewhere, each
-piece's buffer given back as it is copied, the last one's by ``release``; nothing else may be held by
-then, because the next piece may need its buffer.
+Who runs here: threads of the stage worker; ``take`` by the one that runs the device, ``release``
+when the device has consumed the data. Guarantees: ``take`` returns the iteration that was asked for,
+with its tokens and the announced schema, or raises; the views stay untouched until ``release``.
+Relies on: the sender, which writes a buffer again only after its release. A microbatch in pieces is
+put together elsewhere, each piece's buffer given back as it is copied, the last one's by
+``release``; nothing else may be held then, because the next piece may need its buffer.
 
 Rejected: a thread of ours between the transport and ``take``, where the data need nobody to move
 them: it doubled the wake-ups on the critical path.
@@ -50,20 +49,15 @@ class Receiver:
         *,
         into: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The hidden states of ``iteration``, in place (or on the GPU, if the link says so).
-
-        Waits in the kernel until they are there. The tensors may be written to; they are valid
-        until :meth:`release`, after which the sender overwrites them.
+        """The hidden states of ``iteration``, in place (or on the GPU, if the link says so): each
+        key's tensor, [num_tokens, ...], in the sender's order. They may be written to, and are valid
+        until :meth:`release`.
 
         Args:
-            iteration: the one that the previous stage sends next.
-            num_tokens: its tokens, padding included, as the scheduling output says.
+            num_tokens: padding included, as the scheduling output says.
             timeout: seconds to wait; None: the link's ``stall_timeout``.
             into: where to put what comes in pieces, by key, with ``num_tokens`` or more tokens in
                 the first dimension; for other keys memory is made.
-
-        Returns:
-            Each key's tensor, [num_tokens, ...], in the sender's order.
 
         Raises:
             StallError: nothing came within ``timeout`` seconds; the call may be made again.

@@ -1,7 +1,6 @@
 """The part of a hidden state that stays the same from iteration to iteration.
 
-A pipeline stage hands its neighbour a dictionary of tensors. Between iterations of one model
-only the number of tokens changes, and both sides know it from the scheduling output. A
+Between iterations of one model only the number of tokens changes, which both sides know. A
 :class:`TensorSchema` is everything else: keys, dtypes, the fixed dimensions, and which dimension
 counts tokens (paper, section 4.3, "static structure capture").
 """
@@ -46,7 +45,6 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     """torch's own name without the module, such as ``"bfloat16"``."""
     itemsize: int
-    """Bytes per element."""
     shape: tuple[int, ...]
     """Dimensions, :data:`TOKENS` where the number of tokens stands (at most once)."""
 
@@ -58,15 +56,10 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @classmethod
     def capture(cls, tensors: Mapping[str, torch.Tensor], num_tokens: int) -> TensorSchema:
-        """Read the schema off one iteration's tensors.
-
-        The token dimension is the first that is ``num_tokens`` long; a tensor without one has a
-        fixed shape. A guess that only looked right (a fixed dimension that happened to equal
-        ``num_tokens``) is corrected by the next iteration that does not fit, which captures anew.
-
-        Raises:
-            TypeError: a value is not a tensor.
-        """
+        """Read the schema off one iteration's tensors; TypeError: a value is none. The token
+        dimension is the first that is ``num_tokens`` long; a tensor without one has a fixed shape.
+        A guess that only looked right is corrected by the next iteration that does not fit, which
+        captures anew."""
         specs = []
         for key, tensor in tensors.items():
             shape = getattr(tensor, "shape", None)
@@ -143,11 +136,8 @@ class TensorSchema(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return found
 
     def offsets(self, max_tokens: int) -> tuple[int, ...]:
-        """Byte offset of each tensor in a buffer made for ``max_tokens`` tokens, then the end.
-
-        They do not depend on an iteration's own number of tokens, so that the tensors of a buffer
-        have the same addresses for ever.
-        """
+        """Byte offset of each tensor in a buffer made for ``max_tokens`` tokens, then the end: the
+        same whatever an iteration's own number."""
         offsets = [0]
         for size in self.at(max_tokens).sizes:
             offsets.append(offsets[-1] + round_up(size, ALIGNMENT))

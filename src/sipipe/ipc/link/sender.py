@@ -14,9 +14,8 @@ receiver that holds nothing when it takes a microbatch of several pieces (:mod:`
 for plain reads of the counters; the transport for memory order.
 
 Rejected: memory for ``depth`` microbatches of the largest size, which only prompts need (1.3 GB of
-a GPU, with 5 in flight, 16,384 tokens and a hidden size of 4,096); queueing without bound (memory),
-and copying every frame in the caller's thread (16 MB take milliseconds that a forward pass may not
-lose), or every frame in ours (a hand-over to a thread costs more than copying a small decode step).
+a GPU, with 5 in flight, 16,384 tokens, hidden 4,096); queueing without bound; copying every frame in
+the caller's thread (16 MB take milliseconds), or in ours (a hand-over costs more than a small copy).
 """
 
 from __future__ import annotations
@@ -75,9 +74,8 @@ class Sender:
         self._sending = threading.Lock()
         self._progress = threading.Condition()  # wait: held for moments; nobody waits under it
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run, name=f"sipipe-send-{endpoint.name}", daemon=True
-        )
+        name = f"sipipe-send-{endpoint.name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def send(
@@ -88,18 +86,16 @@ class Sender:
         *,
         timeout: float | None = None,
     ) -> None:
-        """Send ``tensors`` of ``iteration`` (section 4.3 of the paper); returns before they left.
+        """Send ``tensors`` of ``iteration``; returns before they left.
 
-        A frame that is quick to copy has been copied on return. A larger one is copied by a
-        thread: its tensors are kept alive, and must not be overwritten before :meth:`wait_sent`
-        says so.
+        Unless a frame is quick to copy, a thread does it: its tensors are kept alive, and must not
+        be overwritten before :meth:`wait_sent` says so.
 
         Args:
             iteration: larger than the last one sent; iterations without tokens are left out.
-            num_tokens: tokens of the microbatch, padding included; the receiver must expect the
-                same number.
-            tensors: [num_tokens, ...] or of a fixed shape, any dtype. With ``shm``, tensors on a
-                GPU are copied to host memory by our thread when the kernels queued so far are done.
+            num_tokens: padding included; the receiver must expect the same number.
+            tensors: [num_tokens, ...] or of a fixed shape, any dtype. With ``shm``, our thread copies
+                tensors on a GPU to host memory when the kernels queued so far are done.
             timeout: seconds to wait when the receiver is ``depth`` iterations behind; None: the
                 link's ``stall_timeout``.
 
@@ -161,11 +157,8 @@ class Sender:
                 self._jobs.put(job)
 
     def wait_sent(self, timeout: float | None = None) -> None:
-        """Wait until every tensor given to :meth:`send` may be overwritten.
-
-        Raises:
-            StallError: not within ``timeout`` seconds (None: the link's ``stall_timeout``).
-        """
+        """Wait until every tensor given to :meth:`send` may be overwritten. Raises StallError: not
+        within ``timeout`` seconds (None: the link's ``stall_timeout``)."""
         frames = self._submitted
         if self._completed < frames:
             bound = self._endpoint.stall_timeout if timeout is None else timeout

@@ -5,17 +5,13 @@ Who runs here: the sender's caller and thread (see :mod:`.sender`), and the rece
 the packet socket that also carries the headers (:mod:`.packets`).
 
 Guarantees: one copy per hidden state, made by the sender; the receiver works in place. A header is
-sent after the last byte of its frame has been copied, so that there is nothing to wait for behind
-it and nothing incomplete is ever handed out. Nothing has a name in the file system: memfd and
-socket vanish with their last process, whatever ended it. Relies on: a system call on a socket to
-order memory, in both directions (a buffer is written before its header is sent, and read before
-its release is sent).
+sent after the last byte of its frame has been copied. Memfd and socket vanish with their last
+process, whatever ended it. Relies on: a system call on a socket to order memory, both ways.
 
-Rejected: a futex on a word in shared memory (needs a thread that also watches for death, and
-wakes no faster than a socket through the interpreter); eventfd (no end of file when the peer
-dies); a named segment in /dev/shm (outlives kill -9, and containers limit it to 64 MB); a header
-some megabytes before the end of the copy, with a word behind the data to wait for (the receiver
-wakes up beside the copy, which saves up to 100 µs of a prefill that takes milliseconds).
+Rejected: a futex on a word in shared memory (needs a thread that also watches for death, and wakes
+no faster through the interpreter); eventfd (no end of file when the peer dies); a named segment in
+/dev/shm (outlives kill -9, limited to 64 MB in containers); a header before the end of the copy
+(saves up to 100 µs of a prefill that takes milliseconds).
 """
 
 import contextlib
@@ -64,14 +60,10 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ShmSending:
-    """The sender's end, and what other transports inherit.
-
-    A transport moves frames: which iteration is due, how many frames may be on their way and what
-    an error means to later calls is :mod:`.sender`'s and :mod:`.receiver`'s business. The two ends
-    are made in two processes, in any order; neither constructor waits for the other. ``announce``
-    and ``transmit`` are called by one thread at a time, ``next_release`` by another at the same
-    time, ``interrupt`` by any.
-    """
+    """The sender's end, and what other transports inherit: it moves frames, and knows no
+    iterations. The two ends are made in any order; neither constructor waits for the other.
+    ``announce`` and ``transmit`` are called by one thread at a time, ``next_release`` by another at
+    the same time, ``interrupt`` by any."""
 
     def __init__(self, endpoint: LinkEndpoint, sock: socket.socket) -> None:
         self._endpoint = endpoint
@@ -82,13 +74,8 @@ class ShmSending:
         _greet(self._connection)
 
     def prepare(self, schema: TensorSchema, parts: list[torch.Tensor]) -> Any:
-        """What :meth:`transmit` has to wait for: an event, or None for nothing.
-
-        ``parts`` are the schema's tensors; a transport may replace them by contiguous ones.
-
-        Raises:
-            UnsupportedError: a tensor is on a device that this transport cannot carry from.
-        """
+        """What :meth:`transmit` has to wait for: an event, or None. A transport may replace ``parts``,
+        the schema's tensors, by contiguous ones. UnsupportedError: it cannot carry from a device."""
         for part in parts:
             if not part.is_cpu:
                 return self._after_kernels(schema, parts)
@@ -141,13 +128,10 @@ class ShmSending:
     def transmit(
         self, header: Header, schema: TensorSchema, parts: list[torch.Tensor], after: Any
     ) -> None:
-        """Send one frame, after ``after``; its buffer is free, its schema announced.
-
-        On return ``parts`` may be overwritten, on a device by work that is queued behind
-        :meth:`order_after_copies`. Copied on this thread alone: ``Tensor.copy_`` spreads a large
-        copy over an OpenMP pool, one more pool per calling thread, which fights the forward pass
-        for the worker's cores.
-        """
+        """Send one frame, after ``after``; its buffer is free, its schema announced. On return
+        ``parts`` may be overwritten, on a device by work that is queued behind
+        :meth:`order_after_copies`. Copied on this thread alone: ``Tensor.copy_`` would spread a
+        large copy over an OpenMP pool of this thread's, which fights the forward pass for cores."""
         assert self._buffers is not None, "announce comes first"
         until_reached(after)
         shape = schema.at(header.num_tokens)
@@ -202,11 +186,8 @@ class ShmReceiving:
         return self._connection.descriptors
 
     def receive(self, timeout: float) -> Header | None:
-        """The header of the next frame, or None when ``timeout`` seconds passed.
-
-        Raises:
-            PeerDiedError, LinkClosedError: there will be none.
-        """
+        """The header of the next frame, or None when ``timeout`` seconds passed. Raises
+        PeerDiedError, LinkClosedError: there will be none."""
         deadline = time.monotonic() + timeout
         while True:
             left = max(0.0, deadline - time.monotonic())

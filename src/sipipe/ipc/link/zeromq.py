@@ -115,11 +115,6 @@ def _connect(
 ) -> _Packets:
     who = f"{endpoint.describe()}: the {'previous' if listens else 'next'} stage"
     connection = Connection(
-        endpoint.address,
-        endpoint.port,
-        listens=listens,
-        who=who,
-        token=endpoint.token,
-        lost=lost,
+        endpoint.address, endpoint.port, listens=listens, who=who, token=endpoint.token, lost=lost
     )
     return _Packets(connection, place)

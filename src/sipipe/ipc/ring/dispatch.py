@@ -5,12 +5,11 @@ Who runs here
     (:mod:`sipipe.ipc.ring.ring`) does all synchronization; what is here lays messages out.
 Guarantees
     A message is a sequence of parts (:mod:`sipipe.ipc.ring.message`), written once, whatever the
-    number of readers. One that fits an entry is read in place. A larger one is cut into pieces in
-    consecutive entries, and each reader puts it together in memory of its own. A producer whose
-    time is up amid a cut message gives it up: the next piece begins a message, and the readers
-    drop what they have of the old one.
-    A dead reader holds nobody up. That it died is for the producer to hear from its process's
-    descriptor, and to say with ``remove_reader``.
+    number of readers. One that fits an entry is read in place. A larger one is cut into consecutive
+    entries, and each reader puts it together in memory of its own. A producer whose time is up amid
+    a cut message gives it up, and the readers drop what they have of it.
+    A dead reader holds nobody up. The producer hears that it died elsewhere, and says so with
+    ``remove_reader``.
 
 An entry's header words: sequence, offset of this piece, its bytes, parts, bytes of the message.
 """
@@ -47,8 +46,8 @@ class DispatchProducer:
             name: for messages, such as ``bic-i``.
             entries: N, 3 or more. A reader may be N - 2 messages late before the producer waits.
             entry_bytes: a message up to about this size is read in place; a larger one is cut.
-            readers: names of all readers that will ever open the channel; none misses a message.
-            directory: where the memory lies; None: a memfd, which needs no ``/dev/shm``.
+            readers: of all that will ever open the channel; none misses a message.
+            directory: where the memory lies; None: a memfd.
 
         Raises:
             ResourceError: not enough memory.
@@ -60,24 +59,15 @@ class DispatchProducer:
         self._sequence = 0
         self._closed = False
 
-    @staticmethod
-    def required_bytes(*, entries: int, entry_bytes: int) -> int:
-        """Shared memory that such a channel takes."""
-        return Layout(entries, entry_bytes).size
-
     @property
     def endpoint(self) -> RingEndpoint:
         """What a reader needs to open the channel, while this process lives."""
         return self._ring.endpoint
 
     def publish(self, parts: Sequence[Part], timeout: float | None = None) -> int:
-        """Send one message to every reader; returns its sequence number, counted from 0.
-
-        Raises:
-            ChannelTimeout: a late reader still holds the entry after ``timeout`` seconds. Nothing
-                was published; the call may be made again.
-            ChannelClosed: this producer is closed.
-        """
+        """Send one message to every reader; returns its sequence number, counted from 0. Raises
+        ChannelTimeout: a late reader still holds the entry after ``timeout`` seconds: nothing was
+        published. ChannelClosed: this producer is closed."""
         with self._turns:
             if self._closed:
                 raise ChannelClosed(f"channel {self._ring.channel}: this producer is closed")
@@ -112,8 +102,8 @@ class DispatchProducer:
             self._ring.add_reader(name, start=self._writer.next)
 
     def remove_reader(self, name: str) -> None:
-        """Forget a reader, dead or alive; idempotent. One that lives gets ChannelClosed at its next receive;
-        until then it still holds the entry that it is at, so kill it if it is stuck."""
+        """Forget a reader, dead or alive; idempotent. One that lives gets ChannelClosed at its next
+        receive, and holds the entry that it is at until then: kill it if it is stuck."""
         self._ring.remove_reader(name)
 
     def close(self) -> None:
@@ -128,24 +118,15 @@ class DispatchReader:
     """One named reader of a dispatch channel. Not for two threads at once."""
 
     def __init__(self, endpoint: RingEndpoint, name: str) -> None:
-        """Attach as the declared reader ``name``.
-
-        Raises:
-            ChannelPeerDied: the producer is gone. ChannelError: ``name`` is not declared, or
-                somebody else has attached as it.
-        """
+        """Attach as the declared reader ``name``. Raises ChannelPeerDied: the producer is gone.
+        ChannelError: ``name`` is not declared, or somebody else has attached as it."""
         self._ring = RingReader(Ring.attach(endpoint), name)
         self._partial = bytearray()
         self._expected = -1
 
     def receive(self) -> Message:
-        """Wait for the next message, asleep; use it in a ``with`` statement.
-
-        The wait has no bound: the producer's death or close ends it at once.
-
-        Raises:
-            ChannelClosed: the producer closed. ChannelPeerDied: the producer died.
-        """
+        """Wait for the next message, asleep and without a bound; use it in a ``with`` statement.
+        Raises ChannelClosed: the producer closed. ChannelPeerDied: the producer died."""
         ring = self._ring
         _, sequence, offset, size, count, total = ring.receive()
         view = ring.view

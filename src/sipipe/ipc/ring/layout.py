@@ -56,13 +56,10 @@ class Layout(msgspec.Struct, frozen=True):
     entries: int
     """N, at least 3: with two, a reader at one entry and a writer at the other would each wait
     for the entry that the other holds."""
-
     entry_bytes: int
     """Payload bytes of an entry."""
-
     ranks: int = 1
     """Writers; each writes its own region of every entry."""
-
     arena: int = 0
     """Payload bytes that belong to no entry: an entry's header says what of it is its own."""
 
@@ -106,10 +103,9 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class RingEndpoint(msgspec.Struct, frozen=True):
-    """What a writer or reader needs to attach: small, picklable, JSON-able with msgspec."""
+    """What a writer or reader needs to attach."""
 
     memory: Endpoint
     layout: Layout
-
     readers: tuple[str, ...]
     """Their names, by record."""

@@ -1,24 +1,22 @@
 """BIC-L: logits that the last stage's ranks write in place and the samplers read in place.
 
 Who runs here
-    One writer process per tensor-parallel rank, any number of reader processes, and the owner,
-    who made the memory (one of them or another).
+    One writer process per tensor-parallel rank, any number of readers, and the owner of the memory.
 Guarantees
-    An iteration's logits are one contiguous array ``[batch, V]``. Each rank writes its part of the
-    vocabulary, so that tensor-parallel shards are concatenated by being written.
+    An iteration's logits are one contiguous array ``[batch, V]``, of which each rank writes its
+    part of the vocabulary.
 Relies on
-    The engine, which gives iterations in flight rows that do not overlap, and rows to another only
-    when nobody reads them any more (:mod:`sipipe.engine.logits_room`); all ranks are told the
-    same. An entry of the ring is a header, which says where the iteration's rows are.
+    The engine, which gives iterations in flight rows that do not overlap, and tells all ranks the
+    same (:mod:`sipipe.engine.logits_room`). An entry of the ring is a header: where the rows are.
     The ring (:mod:`sipipe.ipc.ring.ring`) does all synchronization: rank r holds lock r of an
-    entry, and a reader takes the locks of all ranks in one system call, so it sleeps until the
-    last rank has published.
+    entry, and a reader takes all of them in one system call, so it sleeps until the last is free.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
@@ -32,7 +30,7 @@ from sipipe.messages.logits import LogitsShape
 
 
 class LogitsEndpoint(msgspec.Struct, frozen=True):
-    """What writers and readers need to attach: small, picklable, JSON-able with msgspec."""
+    """What writers and readers need to attach."""
 
     ring: RingEndpoint
     shape: LogitsShape
@@ -51,15 +49,12 @@ class LogitsChannel:
         readers: Sequence[str] = (),
         directory: str | None = None,
     ) -> None:
-        """Make the memory.
+        """Make the memory: of ``readers``, the samplers, in ``directory`` (None: a memfd).
 
         Args:
-            name: for messages, such as ``bic-l``.
             rows: of all iterations that are in it at once, gaps between them included.
             entries: N, 3 or more; microbatches in flight + 2 keeps every undrawn iteration for a
                 sampler that is restarted.
-            readers: names of the samplers.
-            directory: where the memory lies; None: a memfd.
 
         Raises:
             ResourceError: not enough memory.
@@ -74,8 +69,8 @@ class LogitsChannel:
         return _ring_layout(shape, rows, entries).size
 
     def add_reader(self, name: str) -> None:
-        """Declare a reader, for example a restarted sampler. It begins with the oldest iteration
-        that is complete and still in the ring, so that it can draw what its predecessor owed."""
+        """Declare a reader, such as a restarted sampler. It begins with the oldest complete
+        iteration in the ring, so that it can draw what its predecessor owed."""
         self._ring.add_reader(name, start=-1)
 
     def remove_reader(self, name: str) -> None:
@@ -83,8 +78,8 @@ class LogitsChannel:
         self._ring.remove_reader(name)
 
     def behind(self) -> dict[str, int]:
-        """Of each reader that has not done with all that is complete: which use it is at; -1 of one
-        that takes another's place and has not attached."""
+        """Of each reader that has not done with all that is complete: which use it is at; -1: it has
+        not attached."""
         end = min(self._ring.published(rank) for rank in range(self.endpoint.shape.ranks))
         at = {name: self._ring.cursor(k) for k, name in self._ring.readers()}
         return {name: use for name, use in at.items() if use < end}
@@ -110,11 +105,8 @@ class LogitsWriter:
         return self._ring.ring.payload
 
     def part(self, row: int, batch: int) -> npt.NDArray[Any]:
-        """This rank's part of ``batch`` rows from ``row`` on: what :meth:`acquire` gives.
-
-        The rows of an iteration may be written before that: nobody reads them before they are
-        published.
-        """
+        """This rank's part of ``batch`` rows from ``row`` on: what :meth:`acquire` gives. It may be
+        written before: nobody reads it before it is published."""
         assert (row + batch) * self._shape.row_bytes <= len(self.buffer), (row, batch, self._shape)
         return self._shape.part(self._shape.array(self.buffer, row, batch), self._ring.rank)
 
@@ -122,14 +114,9 @@ class LogitsWriter:
     def acquire(
         self, iteration: int, batch: int, row: int, timeout: float | None = None
     ) -> Iterator[npt.NDArray[Any]]:
-        """This rank's part of the iteration's rows, which begin with ``row``, writable; published
-        when the block ends well.
-
-        Yields ``[batch, V/t]``. After an exception in the block nothing is published, and the next call takes the same entry again.
-
-        Raises:
-            ChannelTimeout: a late sampler still reads the entry after ``timeout`` seconds.
-        """
+        """This rank's part of the iteration's rows from ``row`` on, ``[batch, V/t]``, writable;
+        published when the block ends well. Else the next call takes the same entry again. Raises
+        ChannelTimeout: a late sampler still reads the entry after ``timeout`` seconds."""
         part = self.part(row, batch)
         self._ring.reserve(timeout)
         yield part
@@ -141,18 +128,14 @@ class LogitsWriter:
         self._ring.close()
 
 
+@dataclass(slots=True)
 class ReceivedLogits:
     """One iteration's logits, valid until the block ends, at the latest until the next receive."""
 
-    __slots__ = ("_ring", "array", "batch", "iteration")
-
-    def __init__(
-        self, iteration: int, batch: int, array: npt.NDArray[Any], ring: RingReader
-    ) -> None:
-        self._ring = ring
-        self.iteration = iteration
-        self.batch = batch
-        self.array = array
+    iteration: int
+    batch: int
+    array: npt.NDArray[Any]
+    _ring: RingReader
 
     def __enter__(self) -> Self:
         return self
@@ -166,22 +149,14 @@ class LogitsReader:
     """One sampler's side. Not for two threads at once."""
 
     def __init__(self, endpoint: LogitsEndpoint, name: str) -> None:
-        """Attach as the declared reader ``name``.
-
-        Raises:
-            ChannelPeerDied: the owner is gone. ChannelError: ``name`` is not declared, or
-                somebody else has attached as it.
-        """
+        """Attach as the declared reader ``name``; raises what :class:`.DispatchReader` does."""
         self._ring = RingReader(Ring.attach(endpoint.ring), name)
         self._shape = endpoint.shape
         self._rows = self._ring.ring.payload.toreadonly()
 
     def receive(self) -> ReceivedLogits:
-        """Wait, asleep, until every rank has published the next iteration. The writers have come.
-
-        Returns its ``iteration``, ``batch`` and ``array``: ``[batch, V]``, read-only, in
-        place. Errors are those of :meth:`DispatchReader.receive`.
-        """
+        """Wait, asleep, until every rank has published the next iteration: its ``array``
+        ``[batch, V]`` is read-only, in place. Errors are those of :meth:`DispatchReader.receive`."""
         _, iteration, batch, row, _, _ = self._ring.receive()
         for rank in range(1, self._shape.ranks):
             other = self._ring.header(rank)[1:4]

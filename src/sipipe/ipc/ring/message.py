@@ -8,6 +8,7 @@ The same in a ring entry and in the memory in which a reader puts a cut message 
 import functools
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 Part = bytes | bytearray | memoryview
@@ -16,28 +17,19 @@ Part = bytes | bytearray | memoryview
 _MASK = -16  # parts begin at multiples of 16: & _MASK rounds down
 
 
+@dataclass(slots=True)
 class Message:
-    """One received message, a context manager that calls :meth:`release` at the end.
+    """One received message, a context manager that calls :meth:`release` at the end. ``parts`` are
+    read-only and stay valid until :meth:`release`, at the latest until the next receive; copy what
+    must live longer. ``sequence`` counts from the producer's first message."""
 
-    ``parts`` are read-only and stay valid until :meth:`release`, at the latest until the next
-    receive; copy what must live longer. ``sequence`` counts from the producer's first message.
-    """
-
-    __slots__ = ("_unlock", "parts", "sequence")
-
-    def __init__(
-        self, sequence: int, parts: Sequence[memoryview], unlock: Callable[[], None]
-    ) -> None:
-        self._unlock = unlock
-        self.sequence = sequence
-        self.parts = parts
+    sequence: int
+    parts: Sequence[memoryview]
+    _unlock: Callable[[], None]
 
     def release(self) -> None:
-        """Give the memory back: ``parts`` can no longer be read. Idempotent.
-
-        An array made from a part keeps that part alive, but its content changes with a later
-        message.
-        """
+        """Give the memory back: ``parts`` can no longer be read, and the content of an array made
+        from one changes with a later message. Idempotent."""
         for part in self.parts:
             try:  # noqa: SIM105 - suppress() costs as much as all the rest
                 part.release()

@@ -13,11 +13,8 @@ class RingReader:
     and that of ``(next - 2) % N`` while ``_holds_previous``."""
 
     def __init__(self, ring: Ring, name: str) -> None:
-        """Attach as the declared reader ``name``; closes ``ring`` when that fails.
-
-        Raises:
-            ChannelError: it is not declared, or somebody else has attached as it.
-        """
+        """Attach as the declared reader ``name``; closes ``ring`` when that fails. Raises
+        ChannelError: it is not declared, or somebody else has attached as it."""
         self.ring = ring
         self._name = name
         self._words, self._locks = ring.words, ring.locks
@@ -91,14 +88,9 @@ class RingReader:
         return None
 
     def receive(self) -> list[int]:
-        """Wait for the next use; returns commit word and header of its first rank. ``use`` is then
-        its number and ``view`` its payload, read-only, until the next call.
-
-        Every rank's writer has come before. The wait has no bound: a writer that ends ends it.
-
-        Raises:
-            ChannelClosed: nothing more comes. ChannelPeerDied: the writer is gone.
-        """
+        """Wait for the next use, without a bound; returns commit word and header of its first rank.
+        ``use`` is then its number and ``view`` its payload, read-only, until the next call. Raises
+        ChannelClosed: nothing more comes. ChannelPeerDied: the writer is gone."""
         if self._again:
             self._again = False
             return self.header(0)

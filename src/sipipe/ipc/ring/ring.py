@@ -21,15 +21,13 @@ Guarantees, each from those two rules alone
       next entry is published; a reader at n waits for the writer at n + 1, which waits for no one
       at n.
     * A reader that is declared but not attached counts as standing before its first message: the
-      writer does not go further than a lap, and checks every millisecond whether it has come. This
-      happens at start and after a restart.
+      writer does not go further than a lap, and checks every millisecond whether it has come.
     * Between the two system calls of a hand-over there is little else: unlocking the entry before
       and claiming the next entry if it is free come afterwards.
 Relies on
     :mod:`sipipe.ipc.locks` (kernel, memory order); aligned 8-byte loads and stores that do not
-    tear. All that a reader reads of an entry was written before the entry's lock was freed. Cursor,
-    attached and closed words are read without a lock: they only ever grow, a stale value makes a
-    wait longer or a report older, and the lock decides.
+    tear. Cursor, attached and closed words are read without a lock: they only ever grow, a stale
+    value makes a wait longer or a report older, and the lock decides.
 
 Rejected: cursors in memory instead of the reader's held lock (the writer would need a second kind
 of wait, and a dead reader's cursor would need a guardian); one lock per reader and entry (the
@@ -58,9 +56,7 @@ def words_of(memory: SharedMemory, count: int) -> memoryview[int]:
 
 class Ring:
     """One process's mapping of a ring, with locks of its own: what owner, writer and reader use.
-
-    Declaring and removing readers is for the owner, which made the ring.
-    """
+    Declaring and removing readers is for the owner, which made the ring."""
 
     def __init__(self, memory: SharedMemory, layout: Layout, names: Sequence[str]) -> None:
         """Use :meth:`create` or :meth:`attach`."""
@@ -80,11 +76,8 @@ class Ring:
     def create(
         cls, channel: str, layout: Layout, readers: Sequence[str], directory: str | None
     ) -> Self:
-        """Make the memory and declare the readers, which will see every message.
-
-        Raises:
-            ChannelError: more than 64 readers. ResourceError: not enough memory.
-        """
+        """Make the memory and declare the readers, which will see every message. Raises
+        ChannelError: more than 64 readers. ResourceError: not enough memory."""
         if len(readers) > at.READERS:
             raise ChannelError(f"channel {channel}: no room for a reader beyond {at.READERS}")
         ring = cls(SharedMemory.create(channel, layout.size, directory), layout, readers)
@@ -94,11 +87,8 @@ class Ring:
 
     @classmethod
     def attach(cls, endpoint: RingEndpoint) -> Self:
-        """Map what another process (or this one) made.
-
-        Raises:
-            ChannelPeerDied: the creator is gone.
-        """
+        """Map what another process (or this one) made. Raises ChannelPeerDied: the creator is
+        gone."""
         return cls(SharedMemory.attach(endpoint.memory), endpoint.layout, endpoint.readers)
 
     @property

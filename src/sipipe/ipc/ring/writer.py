@@ -24,7 +24,6 @@ class RingWriter:
         self.ring = ring
         self.rank = rank
         self.next = 0
-        """The use that is written next."""
         self._claimed = False
         self._version = -1  # of the readers' records, when they were looked through
         self._absent = False  # whether a declared reader had not attached then
@@ -40,10 +39,7 @@ class RingWriter:
 
     def reserve(self, timeout: float | None) -> memoryview:
         """Claim the entry after next; returns the payload of the one that may be written now.
-
-        Raises:
-            ChannelTimeout: a late reader still holds it; ``late`` names all that do.
-        """
+        Raises ChannelTimeout: a late reader still holds it; ``late`` names all that do."""
         deadline, pause = deadline_after(timeout), FIRST_PAUSE
         while not self._claim():
             if deadline is not None and time.monotonic() >= deadline:

@@ -1,9 +1,8 @@
 """LLVM building blocks for 16-lane float32 vectors, used by the block operations.
 
-Numba's loops are vectorized only when LLVM can prove what it needs, which for maxima, exponentials
-and compactions it cannot (measured: 4 x slower, no 512-bit instruction). The block operations are
-therefore written as vector code. LLVM lowers a vector of 16 to one AVX-512 register, two AVX2 or
-four NEON/SSE ones, so the same code is right everywhere and widest where the CPU is.
+LLVM does not vectorize Numba's loops of maxima, exponentials and compactions (measured: 4 x slower,
+no 512-bit instruction), so block operations are written as vector code. A vector of 16 becomes one
+AVX-512 register, two AVX2 or four NEON/SSE ones.
 
 A block is `BLOCK` = 256 consecutive logits, 16 vectors of 16.
 """
@@ -61,11 +60,8 @@ def operation(returned: Any, *takes: Any, inline: bool = False) -> Callable[[Any
 
     ``build`` writes the operation's LLVM code and returns its value (a struct where ``returned`` is
     a tuple); ``element`` is the dtype of the first array. ``takes`` is a Numba type, or `ARRAY`,
-    for each argument.
-
-    Unless ``inline``, the code becomes an LLVM function of its own, one in a module for each dtype.
-    Kernels stay small, which is what their compilation time depends on; a call for 256 logits costs
-    nothing that can be measured.
+    for each argument. Unless ``inline``, the code becomes an LLVM function of its own for each dtype:
+    compilation time depends on how small kernels stay.
     """
 
     def make(build: Any) -> Any:
@@ -170,11 +166,9 @@ def store_vector(builder: Any, value: Any, pointer: Any, offset: Any) -> None:
 
 
 def prefetch(builder: Any, pointer: Any, size: int, ahead: int, apart: int) -> None:
-    """Ask for lines ``apart`` of ``size`` bytes ``ahead`` of ``pointer``: it cannot fault.
-
-    Hardware prefetchers stop at each page. Into the second cache, so that few requests are left in
-    the first cache's queue.
-    """
+    """Ask for lines ``apart`` of ``size`` bytes ``ahead`` of ``pointer``: it cannot fault. Hardware
+    prefetchers stop at each page. Into the second cache, so that few requests are left in the first
+    cache's queue."""
     kind = ir.IntType(8).as_pointer()
     function = intrinsic_function(builder, "llvm.prefetch.p0", ir.VoidType(), kind, I32, I32, I32)
     address = builder.bitcast(pointer, kind)
@@ -185,11 +179,9 @@ def prefetch(builder: Any, pointer: Any, size: int, ahead: int, apart: int) -> N
 
 
 def load_bits(builder: Any, words: Any, first: Any, wide: bool) -> list[Any]:
-    """The mask of each vector of a block, from its 8 words of 32 bits, ``words[first:]``.
-
-    A vector is 16 logits, or 32 of 16 bits where ``wide``. Each lane tests its bit: a CPU without
-    mask registers takes bits for lanes one by one.
-    """
+    """The mask of each vector of a block, from its 8 words of 32 bits, ``words[first:]``. A vector
+    is 16 logits, or 32 of 16 bits where ``wide``. Each lane tests its bit: a CPU without mask
+    registers takes bits for lanes one by one."""
     masks = []
     for word in range(BLOCK // 32):
         stored = builder.load(builder.gep(words, [builder.add(first, ir.Constant(I64, word))]))
@@ -248,11 +240,9 @@ def count_lanes(builder: Any, mask: Any) -> Any:
 
 
 def exp2(builder: Any, power: Any, mask: Any = None) -> tuple[Any, Any]:
-    """Two factors of 2**power for power <= 0: one near 1, and a power of 2.
-
-    The latter is exactly 0 below -127, so that a masked logit (-inf) weighs nothing, and for the
-    lanes of ``mask``, whatever they hold.
-    """
+    """Two factors of 2**power for power <= 0: one near 1, and a power of 2. The latter is exactly 0
+    below -127, so that a masked logit (-inf) weighs nothing, and for the lanes of ``mask``,
+    whatever they hold."""
     lowest = constant(VF, -127.0)
     if mask is not None:
         power = builder.select(mask, lowest, power)
@@ -267,11 +257,9 @@ def exp2(builder: Any, power: Any, mask: Any = None) -> tuple[Any, Any]:
 
 
 def compress(builder: Any, value: Any, mask: Any, pointer: Any, offset: Any) -> None:
-    """Write the lanes of ``value`` that ``mask`` selects to ``pointer[offset:]``, without gaps.
-
-    May write 16 lanes: the array needs that much room after the last one kept. (Compressed in a
-    register, because to store compressed is microcoded on some CPUs.)
-    """
+    """Write the lanes of ``value`` that ``mask`` selects to ``pointer[offset:]``, without gaps. May
+    write 16 lanes: the array needs that much room after the last one kept. (Compressed in a
+    register, because to store compressed is microcoded on some CPUs.)"""
     name = f"llvm.experimental.vector.compress.v16{'f32' if value.type is VF else 'i32'}"
     function = intrinsic_function(builder, name, value.type, value.type, VB, value.type)
     undefined = ir.Constant(value.type, ir.Undefined)

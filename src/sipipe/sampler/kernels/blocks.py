@@ -40,11 +40,9 @@ def consecutive(builder: Any, first: Any) -> Any:
 
 
 def with_masks(builder: Any, mask: Any, word: Any, body: Any, wide: bool = False) -> Any:
-    """``body(masks)`` where ``masks`` are those of the block's vectors, or all None.
-
-    Compiled for both, because in most blocks nothing is masked, and to load masks takes a pass half
-    as long again.
-    """
+    """``body(masks)`` where ``masks`` are those of the block's vectors, or all None. Compiled for
+    both, because in most blocks nothing is masked, and to load masks takes a pass half as long
+    again."""
     words = builder.bitcast(builder.gep(mask, [word]), ir.VectorType(vec.I64, 4).as_pointer())
     loaded = builder.load(words)
     loaded.align = 4
@@ -117,11 +115,9 @@ def _load_wide(builder: Any, x: Any, start: Any, v: int) -> Any:
 
 
 def _bfloat16_maximum(builder: Any, x: Any, start: Any, masks: list[Any], keep: Any) -> Any:
-    """`block_max` on the bits, 32 at a time, which takes a third of the time.
-
-    As signed integers they are in order where the sign is clear, as unsigned ones against the order
-    where it is set. A NaN lies beyond the bits of infinity, with either sign.
-    """
+    """`block_max` on the bits, 32 at a time, which takes a third of the time. As signed integers
+    they are in order where the sign is clear, as unsigned ones against the order where it is set. A
+    NaN lies beyond the bits of infinity, with either sign."""
     kind = ir.VectorType(vec.I16, 2 * vec.LANES)
 
     def bits(value: int) -> Any:
@@ -164,12 +160,10 @@ def _bfloat16_maximum(builder: Any, x: Any, start: Any, masks: list[Any], keep: 
 def block_max(
     builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, groups: Any, first: Any
 ) -> Any:
-    """(maximum, any NaN) of what is not masked of ``x[start : start + 256]``.
-
-    Beside a NaN the maximum is that of the rest, or of bfloat16 perhaps NaN.
-    Unless ``first`` is -1, ``groups[first : first + 32]`` become the maxima of its groups, float32:
-    group ``g`` is the 8 tokens ``start + g``, ``start + g + 32``, ... (what lanes hold anyway).
-    """
+    """(maximum, any NaN) of what is not masked of ``x[start : start + 256]``. Beside a NaN the
+    maximum is that of the rest, or of bfloat16 perhaps NaN. Unless ``first`` is -1, ``groups[first
+    : first + 32]`` become the maxima of its groups, float32: group ``g`` is the 8 tokens ``start +
+    g``, ``start + g + 32``, ... (what lanes hold anyway)."""
 
     def keep(halves: Any) -> None:
         with builder.if_then(builder.icmp_signed(">=", first, ir.Constant(vec.I64, 0))):
@@ -217,9 +211,7 @@ def block_exp_sum(
     builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any, reference: Any, scale: Any
 ) -> Any:
     """Sum of ``2 ** ((x - reference) * scale)`` over what is not masked of a block, float32.
-
-    ``reference`` must be no smaller than any of them.
-    """
+    ``reference`` must be no smaller than any of them."""
 
     def sums(masks: list[Any]) -> Any:
         vectors = vectors_of(builder, x, start, kind)
@@ -247,10 +239,8 @@ def block_gather(
     first: Any, threshold: Any, ids: Any, values: Any, count: Any,
 ) -> Any:  # fmt: skip
     """Append what is not masked of a block and >= ``threshold`` to ``values``, its ids to ``ids``.
-
-    ``first`` is the token id of ``x[start]``, ``count`` how many are there already; returns the
-    new count. Both arrays need room for 16 more than they end up holding.
-    """
+    ``first`` is the token id of ``x[start]``, ``count`` how many are there already; returns the new
+    count. Both arrays need room for 16 more than they end up holding."""
     threshold = vec.splat(builder, threshold, vec.VF)
     base = consecutive(builder, first)
 
@@ -269,11 +259,9 @@ def block_gather(
 
 
 def _bfloat16_reached(builder: Any, x: Any, start: Any, threshold: Any, masks: list[Any]) -> Any:
-    """For each 32 logits, which reach ``threshold``, by their bits: a third of the time.
-
-    Among bits as signed integers those of a positive threshold, or more, are the larger logits;
-    among unsigned ones those of another, or fewer, are. So one comparison serves, of bits turned.
-    """
+    """For each 32 logits, which reach ``threshold``, by their bits: a third of the time. Among bits
+    as signed integers those of a positive threshold, or more, are the larger logits; among unsigned
+    ones those of another, or fewer, are. So one comparison serves, of bits turned."""
     kind = ir.VectorType(vec.I16, 2 * vec.LANES)
     bits = builder.bitcast(threshold, vec.I32)
     positive = builder.icmp_signed(">", bits, ir.Constant(vec.I32, 0))

@@ -34,10 +34,8 @@ def _bound(builder: Any, value: Any, top: Any, slope: Any) -> Any:
 def block_bounds(
     builder: Any, kind: Any, x: Any, start: Any, least: Any, top: Any, slope: Any, y: Any
 ) -> Any:
-    """The bounds of 256 logits into ``y`` from ``start`` on; their sum, float32.
-
-    0 below ``least``, and below 2 ** -127. None is above ``top``.
-    """
+    """The bounds of 256 logits into ``y`` from ``start`` on; their sum, float32. 0 below ``least``,
+    and below 2 ** -127. None is above ``top``."""
     least, top, slope = (vec.splat(builder, scalar, vec.VF) for scalar in (least, top, slope))
     zero = vec.constant(vec.VF, 0.0)
     sums = Sums(builder)
@@ -75,10 +73,8 @@ def block_split(
     builder: Any, kind: Any, x: Any, start: Any, mask: Any, word: Any,
     value: Any, least: Any, top: Any, slope: Any,
 ) -> Any:  # fmt: skip
-    """(sum of the bounds where x >= ``value``, sum of the others).
-
-    Over what is not masked of a block and reaches ``least``. Nothing is above ``top``.
-    """
+    """(sum of the bounds where x >= ``value``, sum of the others). Over what is not masked of a
+    block and reaches ``least``. Nothing is above ``top``."""
     top, slope = vec.splat(builder, top, vec.VF), vec.splat(builder, slope, vec.VF)
     weigh = lambda logit: _bound(builder, logit, top, slope)  # noqa: E731
     return _split(builder, kind, x, start, mask, word, value, least, weigh)

@@ -169,11 +169,8 @@ def choose(
     work: Any,
 ) -> Any:  # fmt: skip
     """Filter and draw; maxima of the row without its edits, and with them: ``row_top`` and ``top``.
-
     Where the token is drawn ``from_row``, only what is to be ``listed`` is filtered. Where no
-    attempt there takes one, or the list ends before it by rounding, neither of which is to be
-    expected, the token is drawn from what is filtered.
-    """
+    attempt takes one, or the list ends before it by rounding, it is drawn from what is filtered."""
     k, top_p = filters.top_k, filters.top_p
     token, least = np.int64(-1), scan.LOWEST
     if from_row:

@@ -42,10 +42,8 @@ ATTEMPTS = 65536
 
 @kernel
 def draw_candidates(count: Any, cut: Any, cut_id: Any, filters: Any, work: Any) -> Any:
-    """One of the candidates from (cut, cut_id) up; (token, their mass).
-
-    In the order of the list those above the cut, then those tied with it.
-    """
+    """One of the candidates from (cut, cut_id) up; (token, their mass). In the order of the list
+    those above the cut, then those tied with it."""
     beyond = np.nextafter(cut, np.float32(np.inf)) if cut >= LOWEST else LOWEST
     total = 0.0
     for start in range(0, count, 256):
@@ -85,9 +83,7 @@ def draw_candidates(count: Any, cut: Any, cut_id: Any, filters: Any, work: Any) 
 @kernel
 def _bound_groups(x: Any, top: Any, slope: Any, least: Any, edited: Any, work: Any) -> Any:
     """Bounds of the groups of the row and its edits into ``work.weights``; (where they end, sum).
-
-    Those of 256 groups together are left in ``work.masses``. Groups below ``least`` have none.
-    """
+    Those of 256 groups together are left in ``work.masses``. Groups below ``least`` have none."""
     count = (((x.size + 255) >> 8) + ((edited + 255) >> 8)) << 5
     end = (count + 255) & ~255
     for i in range(count, end):
@@ -111,10 +107,8 @@ def _groups_from(least: Any, end: Any, step: Any, work: Any) -> Any:
 
 @kernel
 def _least_of_head(needed: Any, top: Any, slope: Any, end: Any, total: Any, work: Any) -> Any:
-    """A logit; the bounds of the groups that reach it sum up to ``needed`` and little more.
-
-    Guessed from 2,048 groups, then lowered until it is so for all, whose sum is ``total``.
-    """
+    """A logit; the bounds of the groups that reach it sum up to ``needed`` and little more. Guessed
+    from 2,048 groups, then lowered until it is so for all, whose sum is ``total``."""
     if needed <= 1.0:  # which is the bound of the largest
         return top
     step = max(end >> 11, 1) << 8
@@ -154,10 +148,8 @@ def _passing(values: Any, first: Any, step: Any, count: Any, target: Any) -> Any
 
 @kernel
 def _propose(end: Any, target: Any, work: Any) -> Any:
-    """The group at which the running sum of bounds passes ``target``.
-
-    By 256 groups, then by the lanes of their vectors, then within one.
-    """
+    """The group at which the running sum of bounds passes ``target``. By 256 groups, then by the
+    lanes of their vectors, then within one."""
     piece, reached = _passing(work.masses, 0, 1, end >> 8, target)
     first = piece << 8
     lanes = work.sums[:16]
@@ -247,8 +239,8 @@ def _in_top_p(
 
     It does if what comes before has less than ``top_p`` of the mass: (1 - top_p) before < top_p rest.
     ``total`` is the sum of the groups' bounds. A group holds at most 8 times its bound, and at least
-    1 / LARGEST_RATIO of it; with p = 0.95, six tokens of ten are so known to be kept. For most of the
-    others the bounds of the weights are enough; the weights are summed only near the cut.
+    1 / LARGEST_RATIO of it: six tokens of ten are so known to be kept (p = 0.95). For most others the
+    bounds of the weights are enough; the weights are summed only near the cut.
     """
     share = 1.0 - top_p
     reaching = _groups_from(value, end, 256, work)
@@ -272,10 +264,8 @@ def _in_top_p(
 
 @kernel
 def draw_row(x: Any, top: Any, filters: Any, least: Any, edited: Any, work: Any) -> Any:
-    """One token of the row and its edits, whose maximum is ``top``; `block_maxima` comes first.
-
-    Of those from ``least`` on that top-k, or else top-p, keeps. -1: no attempt has taken one.
-    """
+    """One token of the row and its edits, whose maximum is ``top``; `block_maxima` comes first. Of
+    those from ``least`` on that top-k, or else top-p, keeps. -1: no attempt has taken one."""
     slope = np.float32(scan.LOG2E / np.float64(filters.temperature) * UNIT)
     exact = np.float64(slope) / UNIT
     end, total = _bound_groups(x, top, slope, least, edited, work)

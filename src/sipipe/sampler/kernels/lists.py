@@ -52,9 +52,7 @@ def list_between(
     builder: Any, kind: Any, values: Any, start: Any, low: Any, high: Any, found: Any, count: Any
 ) -> Any:
     """Append to int32 ``found[count:]`` the positions of ``values`` in [low, high); the new count.
-
-    ``found`` needs room for 16 more than it ends up holding.
-    """
+    ``found`` needs room for 16 more than it ends up holding."""
     low, high = vec.splat(builder, low, vec.VF), vec.splat(builder, high, vec.VF)
     base = consecutive(builder, start)
     for v, value in enumerate(vectors_of(builder, values, start, kind)):
@@ -71,11 +69,9 @@ def list_penalize(
     builder: Any, kind: Any, values: Any, start: Any, counts: Any, first: Any,
     repetition: Any, inverse: Any, frequency: Any, presence: Any,
 ) -> Any:  # fmt: skip
-    """Penalize ``values[start:]`` in place; ``counts[first:]``: occurrences in the output.
-
-    Rounded as vLLM's CPU code does: after the product with the repetition penalty (its ``inverse``
-    for positive logits), after frequency * count, and after each subtraction.
-    """
+    """Penalize ``values[start:]`` in place; ``counts[first:]``: occurrences in the output. Rounded
+    as vLLM's CPU code does: after the product with the repetition penalty (its ``inverse`` for
+    positive logits), after frequency * count, and after each subtraction."""
     repetition, inverse, frequency, presence = (
         vec.splat(builder, scalar, vec.VF) for scalar in (repetition, inverse, frequency, presence)
     )

@@ -3,8 +3,7 @@
 The row is only read. A token that the request rules out is masked: a bit in ``work.mask``, which
 every pass over the row obeys. A token whose logit changes (seen, biased, forced: hundreds of
 150,000) is masked too, and listed in ``work.edited_ids`` and ``work.edited`` with its new logit;
-passes read this list like a few more blocks. So nothing is copied, and no block's maximum or mass
-has to be put right afterwards.
+passes read this list like a few more blocks.
 
 The order is vLLM's: grammar, allowed tokens, bad words, min tokens, logit bias, repetition,
 frequency and presence penalty, thinking budget; arithmetic is float32, rounded where vLLM rounds.
@@ -101,10 +100,8 @@ def _mask_by_options(x: Any, i: Any, options: Any, work: Any) -> Any:
 @kernel
 def _mask_edited(i: Any, biased: Any, request: Any, state: Any, options: Any, work: Any) -> None:
     """Mask the tokens that penalties and biases change: they are listed after the maxima are taken.
-
     Remembers in ``work.weights`` which seen tokens the request rules out. No branch depends on a
-    token here and in `_list_seen`: with a grammar half of them would be mispredicted.
-    """
+    token here and in `_list_seen`: with a grammar half of them would be mispredicted."""
     first = state.seen.start[request]
     for s in range(state.seen.used[request]):
         token = state.seen.tokens[first + s]
@@ -201,12 +198,10 @@ def has_edits(i: Any, options: Any) -> Any:
 def apply_edits(
     x: Any, i: Any, request: Any, grouped: Any, state: Any, options: Any, work: Any
 ) -> Any:
-    """Mask and edit what the request of call row ``i`` changes, and take the maxima.
-
-    Those of groups as well where ``grouped``.
-    Returns (number of edited tokens, maximum of what is left in the row, maximum of both, whether
-    either holds NaN). `clear_mask` must follow once the row is done.
-    """
+    """Mask and edit what the request of call row ``i`` changes, and take the maxima. Those of
+    groups as well where ``grouped``. Returns (number of edited tokens, maximum of what is left in
+    the row, maximum of both, whether either holds NaN). `clear_mask` must follow once the row is
+    done."""
     biased = np.int64(0)
     if has_edits(i, options):
         biased = _mask_by_options(x, i, options, work)

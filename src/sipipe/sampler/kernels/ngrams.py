@@ -20,9 +20,7 @@ LONG_MEMORY = 0.99
 
 class Histories(NamedTuple):
     """The tokens of all sequences. Each has a part of three arrays, and an entry of the others.
-
-    ``room`` is a power of two. ``before`` and ``heads`` count from 0 in each part; 0: none.
-    """
+    ``room`` is a power of two. ``before`` and ``heads`` count from 0 in each part; 0: none."""
 
     tokens: Any  # int32
     before: Any  # int32, by end of an n-gram: the end before it with the same hash
@@ -94,10 +92,8 @@ def index_all(all_: Histories, one: int, shortest: int) -> None:
 
 @entry
 def follow(all_: Histories, which: Any, tokens: Any, done: int, least: int, shortest: int) -> int:
-    """One more token for each of ``which``, from entry ``done`` on.
-
-    Stops before a sequence that has not ``least`` places left; the number of entries done.
-    """
+    """One more token for each of ``which``, from entry ``done`` on. Stops before a sequence that
+    has not ``least`` places left; the number of entries done."""
     for i in range(done, which.size):
         one = which[i]
         size = all_.size[one]
@@ -135,13 +131,7 @@ def _look_up(all_: Any, one: Any, size: Any, shortest: Any, longest: Any) -> tup
 
 @entry
 def propose_all(
-    all_: Histories,
-    which: Any,
-    drawn: Any,
-    shortest: int,
-    longest: int,
-    worth: float,
-    counts: Any,
+    all_: Histories, which: Any, drawn: Any, shortest: int, longest: int, worth: float, counts: Any
 ) -> None:
     """What came behind n-grams like the ends of sequences, as far as it is ``worth`` its rows.
 

@@ -106,11 +106,9 @@ def _radix_sort(count: Any, low_bit: Any, work: Any) -> None:
 
 @kernel
 def sort_keys(count: Any, ties_sorted: Any, work: Any) -> None:
-    """Sort ``work.keys[:count]``, largest first.
-
-    ``ties_sorted``: they are so already by their ties alone, which spares many keys half of the
-    passes. Few are sorted by quicksort, the larger side kept on ``work.stack``.
-    """
+    """Sort ``work.keys[:count]``, largest first. ``ties_sorted``: they are so already by their ties
+    alone, which spares many keys half of the passes. Few are sorted by quicksort, the larger side
+    kept on ``work.stack``."""
     if count > 1024:
         _radix_sort(count, 32 if ties_sorted else 0, work)
         return
@@ -155,10 +153,8 @@ def _reaching(values: Any, count: Any, threshold: Any, work: Any) -> Any:
 @kernel
 def kth_largest(values: Any, count: Any, k: Any, work: Any) -> Any:
     """The k-th largest (k >= 1) of ``values[:count]`` (no NaN); behind them a block is filled up.
-
-    The largest number that k of them reach, by bisection of bits, a vectorized count each: to
-    select by comparing elements takes ten times as long, and in some orders of them hours.
-    """
+    By bisection of bits, a vectorized count each: to select by comparing elements takes ten times
+    as long, and in some orders of them hours."""
     for i in range(count, (count + 255) & ~255):
         values[i] = scan.NEG_INF
     low, high = np.int64(key_of(scan.NEG_INF, 0) >> _32), np.int64(key_of(np.inf, 0) >> _32)
@@ -194,10 +190,8 @@ def keep_largest(count: Any, k: Any, work: Any) -> Any:
 @kernel
 def threshold_reached(values: Any, count: Any, k: Any, top: Any, work: Any) -> Any:
     """What at least ``k`` of ``values[:count]`` reach, and not many more; -inf if there is none.
-
     ``top``, which is finite, is at least their maximum; behind them the block is filled with -inf.
-    Found by bisection, a vectorized count each.
-    """
+    Found by bisection, a vectorized count each."""
     low = high = top
     step = np.float32(1.0)
     number = _reaching(values, count, low, work)
@@ -224,10 +218,8 @@ def threshold_reached(values: Any, count: Any, k: Any, top: Any, work: Any) -> A
 
 @kernel
 def _threshold_by_sample(x: Any, k: Any, top: Any, edited: Any, work: Any) -> Any:
-    """A logit that at least ``k`` tokens reach, and not many more: for k beyond the blocks.
-
-    Guessed from a sample, then checked by counting; lowered until enough.
-    """
+    """A logit that at least ``k`` tokens reach, and not many more: for k beyond the blocks. Guessed
+    from a sample, then checked by counting; lowered until enough."""
     sampled, share = scan.sample_blocks(x, work)
     rank = int(k * share * 1.05) + 8
     # bound: about 50 rounds, as the rank grows by a quarter each; then all tokens
@@ -243,11 +235,9 @@ def _threshold_by_sample(x: Any, k: Any, top: Any, edited: Any, work: Any) -> An
 
 @kernel
 def candidate_threshold(x: Any, k: Any, top: Any, edited: Any, work: Any) -> Any:
-    """A logit no larger than the k-th largest, and little smaller (-3.4e38: all of them).
-
-    The maxima of k blocks are k different tokens' logits, so what k of them reach is a bound.
-    ``top`` is the maximum of the row without its edits.
-    """
+    """A logit no larger than the k-th largest, and little smaller (-3.4e38: all of them). The
+    maxima of k blocks are k different tokens' logits, so what k of them reach is a bound. ``top``
+    is the maximum of the row without its edits."""
     blocks = (x.size + 255) >> 8
     threshold = scan.NEG_INF
     if top >= scan.LOWEST:

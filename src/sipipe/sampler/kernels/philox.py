@@ -1,8 +1,7 @@
 """Counter-based random numbers: a draw is a pure function of (seed, position).
 
 Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011):
-the seed is the key, the position (number of output tokens so far) the counter. No state is kept, so
-a request gives the same tokens whatever its batch, order or sampler, and after a restart.
+the seed is the key, the position (number of output tokens so far) the counter.
 """
 
 from typing import Any
@@ -41,9 +40,7 @@ def _unit(high: Any, low: Any) -> Any:
 @entry
 def uniforms(seed: Any, position: Any, attempt: Any) -> Any:
     """Two float64 in [0, 1) with 53 random bits each, for output token number ``position``.
-
-    ``attempt``: how many pairs before have not led to a token.
-    """
+    ``attempt``: how many pairs before have not led to a token."""
     key = np.uint64(seed)
     at = np.uint64(position)
     zero = np.uint64(0)

@@ -34,8 +34,6 @@ from sipipe.sampler.kernels.state import (
 
 GREEDY_BELOW = np.float32(1e-5)
 """Temperatures below this are greedy, as in vLLM."""
-
-
 NOT_DRAWN = -2
 """The token of a row behind a draft that was not drawn."""
 LATER = -2
@@ -124,11 +122,9 @@ def sample_rows(
     out: Output,
 ) -> None:
     """Rows ``i = which[j]`` of the call, of ``requests[i]``: ``flat[starts[j]:][:vocab]``.
-
     ``follows[i]``: the draft that row i stands behind, which row i - 1 has to draw; negative: none.
-    ``ahead[i]``: how many drafts there are before it. ``out.tokens`` and ``out.codes`` hold -1 and 0
-    before.
-    """
+    ``ahead[i]``: how many drafts there are before it. ``out.tokens`` and ``out.codes`` hold -1 and
+    0 before."""
     for j in range(starts.size):
         i = which[j]
         if follows[i] == LATER or (ahead[i] > 0 and out.tokens[i - 1] != follows[i]):

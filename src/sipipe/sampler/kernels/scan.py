@@ -28,10 +28,8 @@ def is_masked(token: Any, work: Any) -> Any:
 
 @kernel
 def block_maxima(x: Any, grouped: Any, work: Any) -> Any:
-    """Fill ``work.peaks`` and ``tail``, and ``groups`` where ``grouped``.
-
-    Returns (maximum of the row, whether any logit is NaN).
-    """
+    """Fill ``work.peaks`` and ``tail``, and ``groups`` where ``grouped``. Returns (maximum of the
+    row, whether any logit is NaN)."""
     full = x.size >> 8
     top = NEG_INF
     bad = False
@@ -68,10 +66,8 @@ def exp_sums(x: Any, top: Any, scale: Any, edited: Any, work: Any) -> Any:
 
 @kernel
 def gather(x: Any, threshold: Any, edited: Any, work: Any) -> Any:
-    """Collect the logits >= ``threshold`` (finite) into ``work.ids``/``values``.
-
-    The row's by token id, then the edited ones. Blocks whose maximum is below it are not read.
-    """
+    """Collect the logits >= ``threshold`` (finite) into ``work.ids``/``values``. The row's by token
+    id, then the edited ones. Blocks whose maximum is below it are not read."""
     full = x.size >> 8
     count = 0
     for b in range(full):
@@ -95,11 +91,9 @@ def gather(x: Any, threshold: Any, edited: Any, work: Any) -> Any:
 
 @kernel
 def sample_blocks(x: Any, work: Any) -> Any:
-    """Every 32nd block of a large row, all whole blocks of a small one, into ``work.values``.
-
-    (How many logits, -inf left out, and which share of the row was looked at.) Filled up with -inf
-    to a whole block.
-    """
+    """Every 32nd block of a large row, all whole blocks of a small one, into ``work.values``. (How
+    many logits, -inf left out, and which share of the row was looked at.) Filled up with -inf to a
+    whole block."""
     full = x.size >> 8
     step = 32 if full >= 64 else 1
     count = 0

@@ -39,11 +39,9 @@ def _places(i: Any, out: Any) -> Any:
 def _write_top(
     count: Any, k: Any, shift: Any, offset: Any, edited: Any, ids: Any, values: Any, work: Any
 ) -> None:
-    """The k best of the candidates into ``ids[1:]``/``values[1:]``; then masked tokens, -inf.
-
-    Largest value first, lower id first among equals. Masked tokens are named in order of their ids,
-    so that no id appears twice. Many candidates are in order of their ids where none is ``edited``.
-    """
+    """The k best of the candidates into ``ids[1:]``/``values[1:]``; then masked tokens, -inf, in
+    order of their ids. Largest value first, lower id first among equals. Many candidates are in order
+    of their ids where none is ``edited``."""
     for i in range(count):
         work.keys[i] = order.key_of(work.values[i], _LAST - np.int64(work.ids[i]))
     order.sort_keys(count, edited == 0, work)
@@ -71,10 +69,8 @@ def score_row(
     x: Any, top: Any, temperature: Any, shift: Any, offset: Any,
     i: Any, edited: Any, options: Any, work: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Scores of call row ``i``, of every token: ``(logit / temperature - shift) - offset``.
-
-    The `block_maxima` of the row without its edits are in ``work``, the largest is ``top``.
-    """
+    """Scores of call row ``i``, of every token: ``(logit / temperature - shift) - offset``. The
+    `block_maxima` of the row without its edits are in ``work``, the largest is ``top``."""
     ids, values = _places(i, out)
     token = out.tokens[i]
     logit = _logit(x, token, edited, work)
@@ -102,9 +98,7 @@ def score_row(
 @kernel
 def score_raw(x: Any, top: Any, logits: Any, i: Any, options: Any, work: Any, out: Any) -> None:
     """Raw scores of call row ``i``, whose `block_maxima` are in ``work``, without edited tokens.
-
-    ``top`` is the row's maximum; ``logits`` says whether scores are logits or log-probabilities.
-    """
+    ``top`` is the row's maximum; ``logits`` says whether scores are logits or log-probabilities."""
     shift, offset = np.float32(0.0), np.float32(0.0)
     if not logits and top >= scan.LOWEST:
         shift = top

@@ -8,11 +8,8 @@ from sipipe.jit import entry, kernel
 
 
 class Tables(NamedTuple):
-    """The tables of all requests.
-
-    A table that begins at ``first`` in the index has its list from ``start`` on in ``tokens`` and
-    ``counts``.
-    """
+    """The tables of all requests. A table that begins at ``first`` in the index has its list from
+    ``start`` on in ``tokens`` and ``counts``."""
 
     index: Any  # int32, by hash: entry of the list, or -1
     tokens: Any  # int32, distinct tokens in the order of their first occurrence
@@ -76,10 +73,8 @@ def enter_all(tables: Tables, request: int, added: Any, times: int, done: int) -
 
 @entry
 def append_all(tables: Tables, positions: Any, requests: Any, added: Any, done: int) -> int:
-    """Count one output token for each of ``requests``, from entry ``done`` on.
-
-    Stops before a request whose table is full; the number of entries done.
-    """
+    """Count one output token for each of ``requests``, from entry ``done`` on. Stops before a
+    request whose table is full; the number of entries done."""
     for i in range(done, requests.size):
         request = requests[i]
         if tables.room[request]:

@@ -24,11 +24,8 @@ def _mass_from(count: Any, threshold: Any, work: Any) -> Any:
 
 @kernel
 def _guess(x: Any, top: Any, scale: Any, low: Any, tail: Any, work: Any) -> Any:
-    """Hardly less than the largest logit below which at most the mass ``tail`` of the row lies.
-
-    From a sample, so only a guess, but above ``low``: the caller checks what it leaves out.
-    The mass of the few largest logits cannot be judged by a sample, that of the many small can.
-    """
+    """Hardly less than the largest logit below which at most the mass ``tail`` of the row lies: a
+    guess from a sample (by which the mass of many small logits can be judged), but above ``low``."""
     count, share = scan.sample_blocks(x, work)
     mass = scan.candidate_weights(count, top, scale, work)
     wanted = mass - 0.9 * tail * share
@@ -47,11 +44,9 @@ def gather_tail(
     x: Any, top: Any, scale: Any, total: Any, target: Any, edited: Any, work: Any
 ) -> Any:
     """Collect tokens that hold at least ``target`` of the mass ``total``, the largest of the row.
-
     Returns (their number, a bound below them). Below top + ln(tail / V) / scale lie fewer than V
     tokens of at most the weight tail / V each: together at most tail = total - target. A guess
-    usually finds a higher bound, and is taken if the mass above it reaches the target.
-    """
+    usually finds a higher bound, and is taken if the mass above it reaches the target."""
     tail = max(total - target, 1e-30)
     bound = top + np.float32(math.log(tail / x.size) * scan.LOG2E / scale)
     threshold = bound
@@ -80,12 +75,10 @@ def _extremes(found: Any, work: Any) -> Any:
 
 @kernel
 def top_p_cut(count: Any, top: Any, low: Any, target: Any, inverse: Any, work: Any) -> Any:
-    """The last candidate of the smallest set whose mass reaches ``target``: (value, id).
-
-    Kept are those with a larger value, or the same and an id no smaller. Bisection by value, a
-    vectorized pass over the candidates each, until those around the cut are few or all tied.
-    No candidate is below ``low`` (-inf: not known). Weights are exp((value - top) * inverse).
-    """
+    """The last candidate of the smallest set whose mass reaches ``target``: (value, id). Kept are
+    those with a larger value, or the same and an id no smaller. Bisection by value, a vectorized
+    pass over the candidates each, until those around the cut are few or all tied. No candidate is
+    below ``low`` (-inf: not known). Weights are exp((value - top) * inverse)."""
     if low <= scan.LOWEST:
         low = top
         for i in range(count):

@@ -9,11 +9,8 @@ _MICRO = 1e-6
 
 
 def all_reduce_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
-    """One all-reduce of ``size`` bytes among the ranks of a stage; 0 for one rank.
-
-    Between hosts a ring enters and leaves every host once, and all its rings share the host's
-    adapters, so the adapters carry the volume that a single device of the ring carries.
-    """
+    """One all-reduce of ``size`` bytes among the ranks of a stage; 0 for one rank. All rings share a
+    host's adapters, which so carry the volume that a single device of the ring carries."""
     ranks, hosts, link, network = stage.t, stage.hosts, cluster.device.link, cluster.network
     if ranks == 1:
         return 0.0
@@ -34,11 +31,8 @@ def all_reduce_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
 
 
 def hop_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
-    """``size`` bytes of hidden states from ``stage`` to the next one.
-
-    Each rank sends its 1/t share and the receivers gather the rest on their own link, which is
-    left out because it is at least as fast. Ranks of a stage share their host's adapters.
-    """
+    """``size`` bytes of hidden states from ``stage`` to the next one: each rank sends its 1/t share;
+    that the receivers gather the rest on their own link, at least as fast, is left out."""
     if stage.is_last:
         return 0.0
     if stage.crosses:
@@ -50,9 +44,6 @@ def hop_seconds(cluster: Cluster, stage: Stage, size: float) -> float:
 
 
 def volume_per_device(layers: int, hidden: int, tokens: float, p: int, t: int) -> float:
-    """Elements that one device sends while ``tokens`` tokens pass the pipeline, on average.
-
-    Two all-reduces a layer move ``2 (t - 1) / t`` of their message each, and ``p - 1`` of ``p``
-    stages hand the hidden states on once.
-    """
+    """Elements that one device sends while ``tokens`` tokens pass the pipeline, on average: two
+    all-reduces a layer move ``2 (t - 1) / t`` of their message each."""
     return tokens * hidden * (4 * layers * (t - 1) / (p * t) + (p - 1) / p)

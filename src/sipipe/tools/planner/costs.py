@@ -15,11 +15,8 @@ _MICRO, _NANO = 1e-6, 1e-9
 
 
 def roofline(compute: float, memory: float, sharpness: float) -> float:
-    """Time of a kernel that takes ``compute`` seconds of arithmetic and ``memory`` of traffic.
-
-    ``(compute^k + memory^k)^(1/k)``: the larger of the two far from the ridge, up to ``2^(1/k)``
-    of it where both are equal, because a real kernel overlaps the two imperfectly.
-    """
+    """Time of a kernel that takes ``compute`` seconds of arithmetic and ``memory`` of traffic:
+    ``(compute^k + memory^k)^(1/k)``, because a real kernel overlaps the two imperfectly."""
     larger, smaller = max(compute, memory), min(compute, memory)
     if smaller == 0.0:
         return larger
@@ -66,22 +63,13 @@ class DatasheetCosts:
         for stage in placement.stages:
             weights = weight_bytes(self.facts, stage)
             each = kv_bytes(self.facts, stage, self.kv_element_bytes)
-            stages.append(
-                Memory(
-                    stage=stage.index,
-                    weights=weights,
-                    workspace=workspace,
-                    available=available,
-                    kv_tokens=int((available - weights - workspace) // each),
-                )
-            )
+            tokens = int((available - weights - workspace) // each)
+            stages.append(Memory(stage.index, weights, workspace, available, tokens))
         return min(stages, key=lambda memory: (memory.kv_tokens, -memory.weights))
 
     def forward(self, stage: Stage, work: Microbatch, *, gather: bool) -> dict[str, float]:
-        """Device time of ``stage`` for the model's own work, by cause as the tables name it.
-
-        ``gather``: the last stage collects logits on every rank.
-        """
+        """Device time of ``stage`` for the model's own work, by cause as the tables name it;
+        ``gather``: the last stage collects logits on every rank."""
         compute, weights = self._products(stage, work)
         return {
             "compute": compute,
@@ -209,11 +197,8 @@ def datasheet_costs(
     workload: Workload,
     given: Mapping[str, float] | None = None,
 ) -> DatasheetCosts:
-    """The data sheets' costs of ``workload``; ``given`` are assumed inputs by name.
-
-    Raises:
-        ConfigError: ``workload.sampling`` is unknown.
-    """
+    """The data sheets' costs of ``workload``; ``given`` are assumed inputs by name. Raises
+    ConfigError: ``workload.sampling`` is unknown."""
     assumed = Assumed(given=given or {})
     return DatasheetCosts(
         facts=facts,

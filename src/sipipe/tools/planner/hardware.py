@@ -175,11 +175,8 @@ STATED = Assumed()
 
 @functools.cache
 def _parts() -> dict[str, dict[str, Any]]:
-    """``hardware.toml`` by part, such as ``efficiency`` and ``device.h100``.
-
-    An entry that is ``like`` another one, which stands before it, has that one's values but for
-    those of its own.
-    """
+    """``hardware.toml`` by part, such as ``efficiency`` and ``device.h100``. An entry that is
+    ``like`` another one, which stands before it, has that one's values beside its own."""
     text = files("sipipe.tools.planner").joinpath("hardware.toml").read_text("utf-8")
     found: dict[str, dict[str, Any]] = {}
     for part, entry in tomllib.loads(text).items():
@@ -194,16 +191,21 @@ def _parts() -> dict[str, dict[str, Any]]:
 
 def assumptions() -> dict[str, tuple[float, float, float, str]]:
     """What :attr:`Assumed.given` may name: value, quickest, slowest, source."""
-    order = ("efficiency", "loop", "sampling-host", "network", "sampling.", "engine.", "device.")
-    parts = {
-        name: entry
-        for start in (*order, "link.")
-        for name, entry in _parts().items()
-        if name == start or (start.endswith(".") and name.startswith(start))
-    }
+    order = (
+        "efficiency",
+        "loop",
+        "sampling-host",
+        "network",
+        "sampling",
+        "engine",
+        "device",
+        "link",
+    )
     return {
         f"{part}.{field}": (found[0], found[2], found[3], found[1])
-        for part, entry in parts.items()
+        for kind in order
+        for part, entry in _parts().items()
+        if part.split(".")[0] == kind
         for field, found in entry.items()
         if isinstance(found, list) and found[2:]
     }
@@ -228,14 +230,8 @@ def _link(key: str, assumed: Assumed) -> Link:
 def device(
     key: str, *, memory_gib: float | None = None, parts: int = 1, assumed: Assumed = STATED
 ) -> Device:
-    """A device by name; ``memory_gib`` replaces its memory.
-
-    ``cpu`` is this machine's, cut into ``parts`` equal ones; its bandwidth and throughput are
-    assumed.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """A device by name (ConfigError for an unknown one); ``memory_gib`` replaces its memory. ``cpu``
+    is this machine's, cut into ``parts`` equal ones; its bandwidth and throughput are assumed."""
     entry, key = _pick("--gpu", "device", key, assumed), key.lower()
     if key == "cpu":
         cores = len(os.sched_getaffinity(0))

@@ -22,12 +22,8 @@ def builtin_models() -> Mapping[str, Mapping[str, Any]]:
 
 def load_model(model: str, *, weight_bits: float | None = None) -> ModelFacts:
     """Facts of a built-in name, its repository name, a ``config.json``, a model directory, or a
-    repository in the Hugging Face cache.
-
-    Raises:
-        ConfigError: neither a built-in model nor a readable config.json with the needed fields.
-        UnsupportedError: an architecture that the performance model does not describe.
-    """
+    repository in the Hugging Face cache. Raises ConfigError: none of these. UnsupportedError: the
+    performance model does not describe it."""
     path = Path(model).expanduser()
     if path.is_dir() or path.suffix == ".json" or path.is_file():
         return _from_file(path, model if path.is_dir() else str(path.parent), weight_bits)

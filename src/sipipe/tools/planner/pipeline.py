@@ -62,7 +62,6 @@ class Iteration:
     period: float
     """Seconds between two microbatches."""
     stations: dict[str, float]
-    """Each bound of the period, by name."""
     bubbles: dict[str, float]
     """Shares of the time in which a device, on average over stages, does not run the model:
     ``load_imbalance``, sampling on the last stage and the other stages' wait for the slowest;
@@ -105,16 +104,8 @@ def iterate(
     inflight: int,
     samplers: int,
 ) -> Iteration:
-    """The steady state of ``inflight`` microbatches like ``work`` in a pipeline.
-
-    Args:
-        costs: seconds of each part.
-        engine: who runs it.
-        placement: the stages.
-        work: one microbatch.
-        inflight: microbatches in the loop, 1 or more; fewer than stages leaves stages idle.
-        samplers: CPU cores that draw tokens; ignored where the engine samples on the device.
-    """
+    """The steady state of ``inflight`` (1 or more) microbatches like ``work`` in a pipeline.
+    ``samplers``: CPU cores that draw tokens; ignored where the engine samples on the device."""
     on_device, last = engine.sampling == "device", placement.stages[-1]
     hops = [costs.hop(stage, work) for stage in placement.stages]
     preparations = [costs.preparation(engine, stage, work) for stage in placement.stages]

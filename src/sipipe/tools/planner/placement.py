@@ -64,11 +64,9 @@ def place(
     cut: tuple[int, ...] | None = None,
     projections: tuple[float, ...] = (),
 ) -> Placement:
-    """The placement of ``p`` stages of ``t`` ranks. Requires ``1 <= p <= layers``.
-
-    ``cut``: layers of each stage; None takes vLLM's even cut. ``projections``: each stage's part of the
-    output projection; empty: the last stage has it.
-    """
+    """The placement of ``p`` stages of ``t`` ranks. Requires ``1 <= p <= layers``. ``cut``: layers
+    of each stage; None takes vLLM's even cut. ``projections``: each stage's part of the output
+    projection; empty: the last stage has it."""
     assert 1 <= p <= layers
     assert t >= 1
     stages: list[Stage] = []
@@ -90,7 +88,7 @@ def place(
     return Placement(p=p, t=t, stages=tuple(stages))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
     """The tightest stage of a placement. All sizes per device, in bytes."""
 
@@ -127,10 +125,7 @@ def kv_bytes_per_token(facts: ModelFacts, element_bytes: float | None = None) ->
 
 
 def kv_bytes(facts: ModelFacts, stage: Stage, element_bytes: float) -> float:
-    """KV cache of one token on one device of ``stage``.
-
-    Ranks split it by KV head and copy beyond that; the latent of MLA is one head, so every rank
-    keeps all of it.
-    """
+    """KV cache of one token on one device of ``stage``. Ranks split it by KV head, and copy beyond
+    that: the latent of MLA is one head."""
     elements = stage.layers * facts.attention.kv_elements
     return elements * element_bytes / min(stage.t, facts.attention.kv_heads)

@@ -46,7 +46,6 @@ class Choice:
     lowest_tpot: float
     """TPOT of a single running sequence, seconds: no budget below it can be met."""
     capped_by: str
-    """What keeps the batch from growing."""
     samplers: int
     """CPU sampler processes; 0 where the engine samples on the device."""
     communication_bytes: float
@@ -69,11 +68,6 @@ class Choice:
     def throughput(self) -> float:
         """Output tokens per second of the whole deployment: T(p, t)."""
         return self.batch / self.iteration.delay
-
-    @property
-    def range(self) -> tuple[float, float]:
-        """The throughput between the ends of what is assumed."""
-        return self.slowest.throughput, self.quickest.throughput
 
     @property
     def tpot(self) -> float:

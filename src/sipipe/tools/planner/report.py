@@ -13,9 +13,7 @@ _ROOM = 0.9
 
 def serve_commands(plan: Plan, choice: Choice) -> list[str]:
     """The exact commands that start ``choice``: one per host, the first host's first.
-
-    ``CHECKPOINT`` stands for the model where ``--weight-bits`` asks for one that it is not.
-    """
+    ``CHECKPOINT`` stands for the model where ``--weight-bits`` asks for one that it is not."""
     facts, workload, gpu = plan.facts, plan.workload, plan.cluster.device.kind == "gpu"
     ours = choice.engine.key == OURS
     quantize = gpu and workload.weight_bits == 8
@@ -110,12 +108,11 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _choice(plan: Plan, choice: Choice) -> dict[str, Any]:
-    low, high = choice.range
     return {
         "engine": choice.engine.key,
         **_fields(choice, "p", "t", "vocabulary", "throughput", "tpot", "lowest_tpot"),
         **_fields(choice, "batch", "samplers"),
-        "throughput_range": [low, high],
+        "throughput_range": [choice.slowest.throughput, choice.quickest.throughput],
         "tpot_range": [choice.quickest.delay, choice.slowest.delay],
         "kv_tokens_range": [choice.slowest.kv_tokens, choice.quickest.kv_tokens],
         "kv_loss": choice.kv_loss,

@@ -46,11 +46,8 @@ class Search:
     """Assumed inputs that the user states (:func:`sipipe.tools.planner.hardware.assumptions`)."""
 
     def plan(self) -> Plan:
-        """Predict every (p, t) with both engines, and rank what can serve.
-
-        Raises:
-            ConfigError: an unknown engine or sampling name; names the option.
-        """
+        """Predict every (p, t) with both engines, and rank what can serve. Raises ConfigError: an
+        unknown engine or sampling name; names the option."""
         cluster = self.costs.cluster
         free = cluster.sampler_cores
         if (self.samplers or 0) > free:
@@ -140,11 +137,8 @@ class Search:
         memory: Memory,
         inflight: int,
     ) -> Choice:
-        """The best number of running sequences for one engine and placement.
-
-        Throughput and delay both grow with the batch, so the search is for the largest one within
-        the caps; smaller ones are looked at because whole sequences per sampler core and experts
-        reached make small steps.
+        """The best number of running sequences for one engine and placement: the largest within the
+        caps, or a smaller one, as whole sequences per sampler core and experts make small steps.
 
         Raises:
             _RuledOutError: there is none within the budget.

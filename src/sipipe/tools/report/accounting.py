@@ -2,12 +2,8 @@
 
 The definitions, and a worked example, are in docs/tracing.md. In short: an instant at which the
 device does the model's work is busy; every other instant belongs to what the *next* microbatch of
-this stage was waiting for then. The paper names the three kinds (section "Observations of PP
-Inefficiencies"); the fourth is time in which there was nothing to run. Time without any request is
-no bubble.
-
-All instants of a stage between which nothing changes form a piece; each piece gets one cause, so
-that the parts of a stage add up to the wall time exactly.
+this stage was waiting for then. Each piece of time in which nothing changes has one cause, so that
+the parts of a stage add up to the wall time exactly.
 """
 
 from __future__ import annotations
@@ -54,13 +50,10 @@ class Pipeline:
         """When each iteration's tokens were there."""
         self.at_work = Intervals.of(at_work)
         """When the scheduler or the executor worked."""
-        self.idle = Intervals.of(
-            executor.phase(Phase.IDLE) if executor is not None else drained[:0]
-        )
+        self.idle = Intervals.of(executor.phase(Phase.IDLE) if executor else drained[:0])
         """When there was no request."""
         gone = np.maximum(self.left.at(iterations, missing=_STILL), entered)
         self.flying = Intervals(entered, gone)
-        """The iterations in flight."""
 
     def pauses(self) -> Intervals:
         """When nothing was in flight for at least ``PAUSE_NS``."""
@@ -165,18 +158,12 @@ class Account:
 
 
 def account(trace: Trace, window: tuple[int, int] | None = None) -> Account:
-    """Account for the time of every stage.
-
-    Args:
-        trace: what was recorded.
-        window: first and last instant in ns; without it, ``trace.window()``.
-    """
+    """Account for the time of every stage; ``window``: first and last instant in ns."""
     start, end = window or trace.window()
     pipeline = Pipeline(trace)
     stages = {(p.header.index, p.header.rank): p for p in trace.of("stage")}
-    return Account(
-        start, end, tuple(_stage(p, stages, pipeline, start, end) for p in trace.of("stage"))
-    )
+    found = (_stage(process, stages, pipeline, start, end) for process in stages.values())
+    return Account(start, end, tuple(found))
 
 
 def _stage(
@@ -202,11 +189,9 @@ def _stage(
     final_made, final_sent = _handed_on(stages[last] if index < last[0] else None)
 
     marks = [np.array([start, end]), *pipeline.changes]
-    for union in unions:
-        marks += [union.starts, union.ends]
+    marks += [edge for union in unions for edge in (union.starts, union.ends)]
     waits = (awaited.begun, awaited.ended, hidden.begun, hidden.ended)
-    for times in (*waits, made, sent, final_made, final_sent):
-        marks.append(times.values)
+    marks += [times.values for times in (*waits, made, sent, final_made, final_sent)]
     edges = np.unique(np.concatenate(marks))
     edges = edges[(edges >= start) & (edges <= end)]
     at = edges[:-1]

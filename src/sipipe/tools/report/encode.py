@@ -1,9 +1,9 @@
 """The timeline as compact columns for the page.
 
-A *lane* is a band of the timeline: a stage's device (its segments, from the accounting), a stage's
-host (its records), a sampler, or the executor. A lane is a few columns of equal length. A column is
-little-endian integers, split into byte planes (all lowest bytes first: neighbours are alike, which
-compresses), deflated, base64. Times count in quanta of 100 ns from the start of the window.
+A *lane* is a band of the timeline: a stage's device (its segments), a stage's host (its records), a
+sampler, or the executor. It has a few columns of equal length: little-endian integers, split into
+byte planes (all lowest bytes first: neighbours are alike, which compresses), deflated, base64. Times
+count in quanta of 100 ns from the start of the window.
 
 Column names: ``gap`` from the start of the interval before (none in device lanes, whose intervals
 follow one another), ``span``, ``what`` (cause or phase), ``step`` of the iteration from the interval
@@ -28,10 +28,8 @@ _HOST_PHASES = [phase for phase in Phase if phase not in DEVICE_PHASES]
 
 
 def column(values: npt.ArrayLike) -> dict[str, Any]:
-    """Encode integers, without loss: the narrowest of 1, 2, 4 or 8 bytes that holds them, signed.
-
-    The page reads 8 bytes as JavaScript's numbers, which are exact up to 2^53: 28 years of quanta.
-    """
+    """Encode integers, in the narrowest of 1, 2, 4 or 8 bytes that holds them, signed. JavaScript's
+    numbers are exact up to 2^53: 28 years of quanta."""
     array = np.asarray(values, np.int64)
     low, high = (int(array.min()), int(array.max())) if len(array) else (0, 0)
     size = next(n for n in (1, 2, 4, 8) if -(1 << (8 * n - 1)) <= low and high < 1 << (8 * n - 1))

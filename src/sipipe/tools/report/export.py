@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,8 @@ Event = dict[str, Any]
 def write_perfetto(run: Run, path: Path) -> int:
     """Write the window of a run as Chrome trace JSON, compressed where the name ends in ``.gz``.
 
-    Each process is one of Perfetto's processes; each of its recording threads has a track a slot,
-    and stages one more with what the accounting makes of the device's time. Returns the number of
-    slices.
-
-    Raises:
-        TraceError: the file cannot be written.
+    Each recording thread has a track a slot, and stages one more with what the accounting makes of
+    the device's time. Returns the number of slices. Raises TraceError: the file cannot be written.
     """
     count = 0
     try:
@@ -75,17 +72,16 @@ def _events(run: Run) -> Iterator[Event]:
                 track += len(names)
 
 
+@dataclass
 class _Tracks:
-    """The tracks of one thread's work for one slot.
+    """The tracks of one thread's work for one slot. Perfetto drops a slice that begins within
+    another one of its track and ends behind it, so such a slice goes to one more track."""
 
-    Perfetto drops a slice that begins within another one of its track and ends behind it, so such a
-    slice goes to one more track.
-    """
-
-    def __init__(self, run: Run, pid: int, first: int) -> None:
-        self._run, self._pid, self._first = run, pid, first
-        self.open: list[list[int]] = []
-        """For each track the ends of the slices that the next one may lie in."""
+    _run: Run
+    _pid: int
+    _first: int
+    open: list[list[int]] = field(default_factory=list)
+    """For each track the ends of the slices that the next one may lie in."""
 
     def place(self, record: tuple[int, ...]) -> Event:
         """The event of a record; records come in the order of their begin."""
@@ -118,8 +114,6 @@ def _slice(run: Run, pid: int, tid: int, began: int, ended: int, name: str, **ar
 
 
 def _microseconds(ns: int) -> float:
-    """A tenth of a nanosecond more: Perfetto cuts off what is below one, and reads decimals loosely.
-
-    Without it some slices begin before the one before them ends, and are dropped.
-    """
+    """A tenth of a nanosecond more: Perfetto cuts off what is below one, reads decimals loosely, and
+    would drop slices that then begin before the one before them ends."""
     return round((ns + 0.1) / 1000, 4)

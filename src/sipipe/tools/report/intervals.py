@@ -13,11 +13,8 @@ NEVER = np.iinfo(np.int64).min
 
 
 class Intervals:
-    """Half-open intervals [start, end), in any order; they may overlap or be empty.
-
-    Both arrays are sorted on their own, so which end belongs to which start is lost: the number of
-    intervals that hold an instant is that of starts up to it less that of ends up to it.
-    """
+    """Half-open intervals [start, end); they may overlap or be empty. Both arrays are sorted on
+    their own: an instant is in as many intervals as have started less those that have ended."""
 
     __slots__ = ("ends", "starts")
 

@@ -31,10 +31,8 @@ class ProcessTrace:
     """From when on all records are there, where older ones gave way; None: from the begin on."""
 
     def phase(self, *phases: int, window: tuple[int, int] | None = None) -> Records:
-        """The records of these phases (of all, where none is named), sorted by start.
-
-        With a ``window`` only those that lie in it, in whole or in part.
-        """
+        """The records of these phases (of all, where none is named), sorted by start. With a
+        ``window`` only those that lie in it, in whole or in part."""
         records = self.records
         if phases:
             records = records[np.isin(records["phase"], phases)]
@@ -46,10 +44,9 @@ class ProcessTrace:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All processes of one run."""
+    """All processes of one run: executor, stages by index and rank, samplers."""
 
     processes: tuple[ProcessTrace, ...]
-    """Executor, then stages by index and rank, then samplers."""
     warnings: tuple[str, ...] = ()
     """One line for each thing that could not be used as it is."""
     directory: str = ""
@@ -79,11 +76,8 @@ class Trace:
         return next(iter(self.of("executor")), None)
 
     def window(self) -> tuple[int, int]:
-        """The trace's wall time in ns: from the first work of any stage to the last tokens.
-
-        That is the last record of a stage or the last gather, whichever ends later. Waiting before
-        there is anything to do is not part of it, nor is what a process has no records of any more.
-        """
+        """The trace's wall time in ns: from the first work of any stage to the last record of a stage
+        or the last gather; without what a process has no records of any more."""
         spans = []
         for process in self.of("stage"):
             records = process.records
@@ -102,14 +96,9 @@ class Trace:
 
 
 def read_trace(directory: str | os.PathLike[str]) -> Trace:
-    """Read all trace files of a directory.
-
-    Files that are not traces, damaged ones and those of an earlier run are left out, each with one
-    line in ``warnings``.
-
-    Raises:
-        TraceError: the directory does not exist or holds nothing usable, in one line.
-    """
+    """Read all trace files of a directory. Files that are not traces, damaged or of an earlier run
+    are left out, each with one line in ``warnings``. Raises TraceError: the directory does not
+    exist or holds nothing usable."""
     path = Path(directory)
     if not path.is_dir():
         raise TraceError(f"{directory}: no such directory; give the one named by --trace")
@@ -154,11 +143,8 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
 
 
 def _process(files: list[tuple[Header, Records]], reference: Header) -> ProcessTrace:
-    """Put a process's files, the older one first, on the clock of ``reference``'s host.
-
-    Processes of a host share its monotonic clock. Of two hosts only the wall clocks can be
-    compared, as both files noted them when they were opened, each as the main host's clock.
-    """
+    """Put a process's files, the older one first, on the clock of ``reference``'s host: by the wall
+    clocks, as both files noted them, for hosts share no monotonic clock."""
     header, raw = files[0][0], np.concatenate([records for _, records in files])
     offset = 0
     if header.host != reference.host:

@@ -21,10 +21,7 @@ def iteration_times(pipeline: Pipeline, window: Window) -> Floats:
 
 
 def tpot(trace: Trace, pipeline: Pipeline, window: Window) -> Floats:
-    """Time per output token in ms: from one iteration of a slot to the slot's next.
-
-    That is what each sequence of the microbatch waits for its next token. Pauses are left out.
-    """
+    """Time per output token in ms: from one iteration of a slot to the slot's next, without pauses."""
     left, pauses = pipeline.left, pipeline.pauses()
     # The executor knows the slot of every iteration; without its file, the first stage does.
     recorded = [p.records for p in (*trace.of("executor"), *trace.of("stage")) if len(p.records)]
@@ -59,10 +56,7 @@ def cdf(values: Floats, points: int = 400) -> dict[str, list[float]]:
         return {"x": [], "y": []}
     # Finer towards the end: the tail is what one looks for.
     levels = 1 - (1 - np.linspace(0, 1, points)) ** 2
-    return {
-        "x": np.quantile(values, levels).round(4).tolist(),
-        "y": levels.round(5).tolist(),
-    }
+    return {"x": np.quantile(values, levels).round(4).tolist(), "y": levels.round(5).tolist()}
 
 
 def phase_table(trace: Trace, window: Window) -> list[dict[str, Any]]:

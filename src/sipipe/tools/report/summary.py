@@ -14,11 +14,7 @@ class Run:
     """A trace with its account, within a window."""
 
     def __init__(self, trace: Trace, begin_s: float | None = None, end_s: float | None = None):
-        """Seconds from the start of the trace bound the window; None for its ends.
-
-        Raises:
-            TraceError: there is nothing in the window.
-        """
+        """Seconds from the start of the trace bound the window; TraceError: nothing is in it."""
         start, end = trace.window()
         self.window = (
             start if begin_s is None else start + round(begin_s * 1e9),

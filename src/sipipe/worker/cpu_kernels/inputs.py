@@ -2,8 +2,7 @@
 
 Each does what vLLM's kernel of the same name does, program after program, and has that kernel's
 parameter names, by which it is called (:mod:`sipipe.worker.cpu_kernels.launch`); ``grid`` is how
-many programs vLLM launches. All run without the GIL. Each has a slow, obvious twin in
-``tests/worker/kernel_twins.py``.
+many programs vLLM launches. Each has a slow, obvious twin in ``tests/worker/kernel_twins.py``.
 
 Shapes: B requests in the batch, T tokens in the batch, R rows of vLLM's request states, G groups of
 KV cache. ``idx_mapping`` [B] has each request's row. A table that holds addresses stands for arrays
@@ -57,14 +56,11 @@ def gather_block_tables(
     block_sizes_ptr: Any = None,
     MASK_SLIDING_WINDOW: bool = False,
 ) -> None:
-    """Write the block table of a batch, and zeros into the rows behind it.
+    """Write the block table of a batch, and zeros into the rows behind it; ``grid`` is G and the rows
+    to write, ``num_blocks_ptr`` [G, R] each row's blocks.
 
     Columns past a request's blocks keep what they held. With ``MASK_SLIDING_WINDOW``, the blocks
     that no query of this iteration can see are the null block.
-
-    Args:
-        num_blocks_ptr: [G, R], blocks of each row.
-        num_reqs: B; ``grid`` is G and the rows to write.
     """
     for group in range(grid[0]):
         width = block_table_strides[group]
@@ -103,13 +99,8 @@ def compute_slot_mappings(
     slot_mappings_ptr: Int64,
     PAD_ID: int,
 ) -> None:
-    """Write the KV cache slot of each token of a batch, and ``PAD_ID`` behind them.
-
-    A group without slots, and a row of -1, have ``PAD_ID`` throughout.
-
-    Args:
-        slot_mappings_ptr: out, [G, at least max_num_tokens].
-    """
+    """Write the KV cache slot of each token of a batch into ``slot_mappings_ptr`` [G, at least
+    max_num_tokens], and ``PAD_ID`` behind them, for a group without slots and for a row of -1."""
     requests = grid[1] - 1
     for group in range(grid[0]):
         size, width = block_sizes[group], block_table_strides[group]
@@ -139,12 +130,8 @@ def prepare_prefill_inputs(
     prefill_lens_ptr: Int32,
     num_computed_tokens_ptr: Int32,
 ) -> None:
-    """Write the tokens of requests that are in their prompt, and those that follow.
-
-    Args:
-        next_prefill_tokens_ptr: out, [num_lookahead, R]; 0 behind the prompt.
-        all_token_ids_ptr: [R, max_model_len].
-    """
+    """Write the tokens of requests that are in their prompt, from ``all_token_ids_ptr`` [R,
+    max_model_len], and those that follow: [num_lookahead, R], 0 behind the prompt."""
     for batch in range(grid[0]):
         row = idx_mapping_ptr[batch]
         prefill, computed = prefill_lens_ptr[row], num_computed_tokens_ptr[row]
@@ -192,14 +179,8 @@ def combine_sampled_and_draft_tokens(
     cu_num_logits_ptr: Int32,
     logits_indices_ptr: Int64,
 ) -> None:
-    """Write which tokens have logits, and the input token of each request that decodes.
-
-    Without drafts, as speculative decoding is refused at start-up: a request has logits of one
-    token.
-
-    Args:
-        last_sampled_tokens_ptr: [R, 1].
-    """
+    """Write which tokens have logits, one a request, as the runner has no drafts, and the input token
+    of each request that decodes, from ``last_sampled_tokens_ptr`` [R, 1]."""
     for batch in range(grid[0]):
         row = idx_mapping_ptr[batch]
         last = query_start_loc_ptr[batch + 1] - 1

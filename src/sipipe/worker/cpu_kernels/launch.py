@@ -1,9 +1,8 @@
 """Has vLLM's second runner run on a CPU: kernels of ours in place of its Triton kernels.
 
 vLLM launches a kernel as ``kernel[grid](...)``, from a name of the module that defines it. That
-name gets a :class:`Launch`, which takes the same call and hands the arguments on by the parameter
-names of vLLM's kernel: a kernel of ours names those that it needs, in its own order. So vLLM may
-add parameters, or change their order.
+name gets a :class:`Launch`, which hands the arguments on by the parameter names of vLLM's kernel. So
+vLLM may add parameters, or change their order.
 
 Rejected: vLLM's own register of substitutes (``vllm.triton_utils.dispatcher``), which hands on no
 grid, and looks through all modules in a way that Numba's do not stand.
@@ -71,10 +70,7 @@ def topk_log_softmax(
 
 
 def ranks(
-    output_ptr: torch.Tensor,
-    logits_ptr: torch.Tensor,
-    token_ids_ptr: torch.Tensor,
-    vocab_size: int,
+    output_ptr: torch.Tensor, logits_ptr: torch.Tensor, token_ids_ptr: torch.Tensor, vocab_size: int
 ) -> None:
     """How many logits of a row are at least that of its token, [n]."""
     logits = logits_ptr[:, :vocab_size]
@@ -113,10 +109,9 @@ VECTORIZED: dict[str, Callable[..., None]] = {
 
 
 class Launch:
-    """Stands where vLLM's kernel stood.
+    """Stands where vLLM's ``kernel`` stood, whose parameter names count.
 
     Args:
-        kernel: vLLM's, whose parameter names count.
         function: ours. A parameter ``grid`` gets the numbers of programs that vLLM launches.
         take: makes of an argument of vLLM's what ``function`` takes.
 
@@ -125,10 +120,7 @@ class Launch:
     """
 
     def __init__(
-        self,
-        kernel: Callable[..., None],
-        function: Callable[..., None],
-        take: Callable[[Any], Any],
+        self, kernel: Callable[..., None], function: Callable[..., None], take: Callable[[Any], Any]
     ) -> None:
         self._function, self._take = function, take
         given = list(inspect.signature(kernel).parameters)

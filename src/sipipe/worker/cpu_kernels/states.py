@@ -191,10 +191,8 @@ def precopy_mamba_align(
     idx_mapping_ptr: Int64,
     num_reqs: int,
 ) -> None:
-    """Copy recurrent states of requests that have come to another block into that block.
-
-    Whole ones: without speculative decoding, which is refused at start-up, no part of a state is of
-    tokens that were rejected.
+    """Copy recurrent states of requests that have come to another block into that block: whole ones,
+    as the runner has no drafts, and so no part of a state is of tokens that were rejected.
 
     Args:
         state_base_addrs_ptr: [S], of each state of each layer, and likewise the others: bytes

@@ -7,8 +7,7 @@ from sipipe.worker.cpu_kernels import inputs, states
 
 
 def warm_up() -> None:
-    """Compile every kernel (or load it from the cache) for the types that vLLM launches it with: at
-    start-up, not in the first request. What it runs on are batches of nobody."""
+    """Compile or load every kernel for the types that vLLM launches it with, on batches of nobody."""
     row, place = np.zeros(1, np.int64), np.zeros(1, np.int32)
     starts, table, long = np.zeros(2, np.int32), np.zeros((1, 4), np.int32), np.zeros((1, 1), int)
     addresses, width, flag = np.array([table.ctypes.data], np.uint64), row + 4, row == 0

@@ -1,8 +1,7 @@
 """The recurring microbatch of a slot, and the order of its rows (paper section 4.2, BatchMetadata).
 
-A slot holds which requests its microbatch has and where their states are. In a steady state
-nothing of it changes from one visit to the next, and :meth:`SlotBatch.same` says so with one
-comparison of lists.
+In a steady state nothing of it changes from one visit to the next, and :meth:`SlotBatch.same` says
+so with one comparison of lists.
 
 Rows are in the order of vLLM's second runner (``sort_batch_req_ids``): requests with one token
 first, then by their number of tokens, otherwise as in ``SchedulerOutput.num_scheduled_tokens``.

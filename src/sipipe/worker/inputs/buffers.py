@@ -1,10 +1,9 @@
 """One set of input buffers: every array of an iteration that the device, or who launches it, reads.
 
-The paper keeps two sets (section 4.2): set ``i mod 2`` is written while the device reads the other.
-:mod:`sipipe.worker.double_buffer` says when; nothing here checks it.
-On a CPU the host array is the device tensor. For a GPU all arrays that it reads lie in one piece of
-page-locked memory, :class:`Packed`, and :mod:`sipipe.worker.inputs.placement` copies them at once
-into a piece with the same order, :class:`PackedInputBuffers`, whose addresses graphs know.
+There are two sets (paper section 4.2); :mod:`sipipe.worker.double_buffer` says when which is
+written. On a CPU the host array is the device tensor. For a GPU all arrays that it reads lie in one
+piece of page-locked memory, :class:`Packed`, which :mod:`sipipe.worker.inputs.placement` copies at
+once into a piece with the same order, :class:`PackedInputBuffers`, whose addresses graphs know.
 """
 
 from collections.abc import Sequence
@@ -93,13 +92,7 @@ class InputBuffers:
     """
 
     def __init__(
-        self,
-        tokens: int,
-        requests: int,
-        logits: int,
-        widths: Sequence[int],
-        *,
-        pinned: bool = False,
+        self, tokens: int, requests: int, logits: int, widths: Sequence[int], pinned: bool = False
     ) -> None:
         def own(dtype: torch.dtype, *shape: int) -> Buffer:
             return Buffer(torch.zeros(shape, dtype=dtype))

@@ -35,15 +35,12 @@ def lay_out(
         num_computed_tokens: [B], tokens of each request whose KV cache entries exist already.
         num_scheduled_tokens: [B], tokens of each request in this iteration, 1 or more.
         num_drafts: [B], how many of them are drafts, the last ones.
-        query_start_loc: out, at least [B + 1]; ``query_start_loc[b]`` is the first token of row b.
-        positions: out, at least [T].
-        seq_lens: out, at least [B]; computed + scheduled.
+        query_start_loc, seq_lens, positions: out, at least [B + 1], [B] and [T], as vLLM has them.
         logits_indices: out, at least [B + drafts]; the last token of row b before its drafts, and
             each of those.
         first_logits: out, at least [B + 1]; where in that the tokens of row b begin.
 
-    Returns:
-        How many tokens there are, and the largest number of one request.
+    Returns how many tokens there are, and the largest number of one request.
     """
     start = 0
     longest = 0
@@ -86,10 +83,8 @@ def gather_blocks(
 
     Args:
         rows: [B], each request's row of the request states.
-        num_computed_tokens: [B], before this iteration.
-        num_scheduled_tokens: [B], in this iteration.
-        blocks: [R, W], block ids of every known request.
-        block_counts: [R], how many of them are valid.
+        num_computed_tokens, num_scheduled_tokens: [B], before and in this iteration.
+        blocks: [R, W], block ids of every known request; ``block_counts`` [R] of them are valid.
         block_size: tokens a block holds.
         window: 0, or how many tokens before this iteration's first one attention looks back at:
             blocks before those may be another request's by now, and are given as block 0.
@@ -97,8 +92,7 @@ def gather_blocks(
         block_table: out, at least [B, W].
         slot_mapping: out, at least [T]; block id x block size + offset.
 
-    Returns:
-        -1, or the first batch row whose tokens do not fit its blocks (nothing past it is written).
+    Returns -1, or the first batch row whose tokens do not fit its blocks (it is the last written).
     """
     token = 0
     for row in range(rows.shape[0]):
@@ -143,18 +137,15 @@ def find_prefills(
 
     Args:
         rows: [B], each request's row of the request states.
-        num_computed_tokens: [B], before this iteration.
-        num_scheduled_tokens: [B], in this iteration.
+        num_computed_tokens, num_scheduled_tokens: [B], before and in this iteration.
         known: [R], tokens of every known request when it was added.
-        prefill_lens: out, at least [B]; ``known`` of the batch.
-        num_computed_prefill_tokens: out, at least [B]; computed ones of those.
+        prefill_lens, num_computed_prefill_tokens: out, at least [B]; those, and computed ones.
         is_prefilling: out, at least [B]; whether the request is in its prefill.
         runs_as_decode: out, at least [B]; whether it is, with one token behind others.
         decoding: out, [R]; whether the request samples in this iteration; written at ``rows`` only.
 
-    Returns:
-        How many requests sample, how many are in their prefill, and whether all of those run as
-        decodes.
+    Returns how many requests sample, how many are in their prefill, and whether all of those run as
+    decodes.
     """
     samples = 0
     prefilling = 0
@@ -183,14 +174,11 @@ def append_blocks(
     """Write block ids behind those that requests have.
 
     Args:
-        rows: [n], rows of the request states, which may repeat.
-        lengths: [n], how many ids each receives, 0 or more.
+        rows, lengths: [n], rows of the request states, which may repeat, and how many ids each gets.
         ids: their ids, one request after another.
-        blocks: in and out, [R, W].
-        block_counts: in and out, [R], how many of a row are valid.
+        blocks, block_counts: in and out, [R, W], and [R], how many of a row are valid.
 
-    Returns:
-        -1, or the first change that does not fit its row (it and later ones are not written).
+    Returns -1, or the first change that does not fit its row (it and later ones are not written).
     """
     start = 0
     for change in range(rows.shape[0]):

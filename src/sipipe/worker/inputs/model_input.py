@@ -41,6 +41,5 @@ class ModelInput:
     samples: int = 0
     """Rows of logits that samplers get."""
     state: Any = None
-    """vLLM's ``BatchReqState``."""
     batch: Any = None
     """vLLM's ``InputBatch`` without padding, if it was made ahead."""

@@ -62,7 +62,6 @@ class Placement(Protocol):
     """What a stage's device reads."""
 
     buffers: list[InputBuffers]
-    """The sets."""
     groups: list[CacheGroup]
     """Whose block tables and slot mappings are prepared too; of others vLLM keeps its own."""
 
@@ -116,15 +115,7 @@ class InPlace:
         if tokens > used:
             source.is_padding.np[used:tokens] = True
             source.slot_mappings.np[:, used:tokens] = PAD_SLOT_ID
-        return Placed(
-            source.rows.tensor[:count],
-            source.input_ids.tensor[:tokens],
-            source.positions.tensor[:tokens],
-            source.is_padding.tensor[:tokens],
-            source.query_start_loc.tensor[: requests + 1],
-            source.seq_lens.tensor[:requests],
-            source.logits_indices.tensor[: inputs.num_logits],
-        )
+        return _placed(source.packed, count, requests, tokens, inputs.num_logits)
 
     def tables(self, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         source, requests = self._source, batch.num_reqs_after_padding
@@ -189,21 +180,25 @@ class Copied:
         self, count: int, requests: int, tokens: int, logits: int
     ) -> tuple[Placed, torch.Tensor]:
         """What is placed, and the computed tokens of its requests."""
-        found = self._there.tensors
-        placed = Placed(
-            found["rows"][:count],
-            found["input_ids"][:tokens],
-            found["positions"][:tokens],
-            found["is_padding"][:tokens],
-            found["query_start_loc"][: requests + 1],
-            found["seq_lens"][:requests],
-            found["logits_indices"][:logits],
-        )
-        return placed, found["num_computed_tokens"][:count]
+        placed = _placed(self._there, count, requests, tokens, logits)
+        return placed, self._there.tensors["num_computed_tokens"][:count]
 
     def tables(self, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         found: tuple[tuple[torch.Tensor, ...], torch.Tensor] = self._attn(batch)
         return found
+
+
+def _placed(packed: Packed, count: int, requests: int, tokens: int, logits: int) -> Placed:
+    found = packed.tensors
+    return Placed(
+        found["rows"][:count],
+        found["input_ids"][:tokens],
+        found["positions"][:tokens],
+        found["is_padding"][:tokens],
+        found["query_start_loc"][: requests + 1],
+        found["seq_lens"][:requests],
+        found["logits_indices"][:logits],
+    )
 
 
 def placement_of(runner: Any, device: Device, sets: int, logits: int) -> Placement:

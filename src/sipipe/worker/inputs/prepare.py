@@ -1,10 +1,8 @@
 """From a scheduling output to input buffers: the preparing thread's work (paper section 4.2).
 
 :class:`InputPreparer` applies what changed to the request states, resolves the slot's microbatch,
-and writes one set of input buffers, with what vLLM's second runner wants to know of a batch. In
-steady decode (same requests, one token each) that is a handful of array writes: no per-request
-Python, no request added or removed. Requests that come, go or get new blocks cost in proportion to
-how many there are.
+and writes one set of input buffers, with what vLLM's second runner wants to know of a batch. Steady
+decode is a handful of array writes; requests that come, go or get new blocks cost by their number.
 
 What it asks of the scheduling output beyond stock vLLM without pipeline parallelism:
 ``scheduled_cached_reqs.new_token_ids`` holds, for each cached request, the token ids of its
@@ -35,22 +33,11 @@ T = TypeVar("T")
 
 
 class InputPreparer:
-    """Request states and slots of one stage.
-
-    Args:
-        vllm_runner: vLLM's second runner, whose KV cache is set up and which has no request.
-        buffers: sets of input buffers, 2 in the paper.
-        groups: KV cache groups whose block tables and slot mappings are prepared.
-        slots: microbatches in flight.
-    """
+    """Request states and slots (microbatches in flight) of one stage. ``vllm_runner`` has no
+    request yet; ``groups``: whose block tables and slot mappings are prepared."""
 
     def __init__(
-        self,
-        vllm_runner: Any,
-        buffers: list[InputBuffers],
-        *,
-        groups: list[CacheGroup],
-        slots: int,
+        self, vllm_runner: Any, buffers: list[InputBuffers], *, groups: list[CacheGroup], slots: int
     ) -> None:
         kernels.warm_up()
         states = vllm_runner.req_states
@@ -64,24 +51,15 @@ class InputPreparer:
     def prepare(
         self, output: SchedulerOutput, slot: int, buffer_set: int, iteration: int
     ) -> ModelInput:
-        """Apply a scheduling output; write the inputs of its microbatch into ``buffer_set``.
-
-        Raises:
-            KeyError: for a cached request that was never introduced (a bug of the scheduler).
-        """
+        """Apply a scheduling output; write the inputs of its microbatch into ``buffer_set``. Raises
+        KeyError: for a cached request that was never introduced (a bug of the scheduler)."""
         tokens = output.total_num_scheduled_tokens
         new = output.scheduled_new_reqs
         if output.finished_req_ids or output.preempted_req_ids:
-            self._remove(output.finished_req_ids.union(output.preempted_req_ids or ()))
-        new_rows = self._add(new) if new else []
-        inputs = ModelInput(
-            iteration=iteration,
-            slot=slot,
-            buffer_set=buffer_set,
-            output=output,
-            new_rows=new_rows,
-            num_tokens=tokens,
-        )
+            gone = output.finished_req_ids.union(output.preempted_req_ids or ())
+            self._touch(self.states.remove(gone))
+        inputs = ModelInput(iteration=iteration, slot=slot, buffer_set=buffer_set, output=output)
+        inputs.new_rows, inputs.num_tokens = self._add(new) if new else [], tokens
         if not tokens:
             return inputs
         batch, target = self.slots[slot], self.buffers[buffer_set]
@@ -99,9 +77,6 @@ class InputPreparer:
         return inputs
 
     # -- the request states ---------------------------------------------------------------------
-
-    def _remove(self, req_ids: Iterable[str]) -> None:
-        self._touch(self.states.remove(req_ids))
 
     def _add(self, new: Sequence[NewRequestData]) -> list[int]:
         rows = [self.states.add(r.req_id, r.prefill_token_ids or ()) for r in new]
@@ -138,11 +113,7 @@ class InputPreparer:
         inputs.logits_rows = self._batch_rows[:count]
 
     def _write_mixed(
-        self,
-        inputs: ModelInput,
-        batch: SlotBatch,
-        output: SchedulerOutput,
-        target: InputBuffers,
+        self, inputs: ModelInput, batch: SlotBatch, output: SchedulerOutput, target: InputBuffers
     ) -> None:
         """Any batch: prefills, chunks, requests that come or go."""
         states, cached = self.states, output.scheduled_cached_reqs
@@ -275,11 +246,8 @@ def _fill_tokens(
 
 
 def _fill(target: NDArray[Any], count: int, values: Iterable[int]) -> Int32:
-    """Write exactly ``count`` numbers to the front of an int32 array; returns that part.
-
-    ``struct`` takes half of the time of ``np.fromiter``, and raises ``struct.error`` if there
-    are more or less.
-    """
+    """Write exactly ``count`` numbers to the front of an int32 array; returns that part. ``struct``
+    takes half of the time of ``np.fromiter``, and raises ``struct.error`` if there are more or less."""
     struct.pack_into(f"{count}i", target.data, 0, *values)
     return target[:count]
 

@@ -1,15 +1,12 @@
 """What a stage remembers of each request between iterations (paper section 4.2, SequenceCache).
 
-A request has one row from its first iteration until it finishes or is preempted, whatever slot it
-is in and whether or not it takes part in the current iteration. It is the row that vLLM's second
-runner gives it, because both free and give rows in the same order: LoRA, M-RoPE, prompt
+A request has one row from its first iteration until it finishes or is preempted. It is the row that
+vLLM's second runner gives it, because both free and give rows in the same order: LoRA, M-RoPE, prompt
 log-probabilities and recurrent states stay vLLM's, and are kept by row. A batch is a list of row
-numbers, so that a request which sits out an iteration, or changes its place in the batch, costs
-nothing: only new requests, new blocks and removed requests write here, all those of an iteration
-together.
+numbers, so that a request which sits out an iteration, or changes its place, costs nothing: only new
+requests, new blocks and removed requests write here.
 
-Who runs here: the preparing thread, alone. The device never reads these arrays, it reads the
-copies in :mod:`sipipe.worker.inputs.buffers`.
+Who runs here: the preparing thread, alone. The device reads :mod:`sipipe.worker.inputs.buffers`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,18 +22,13 @@ BlockIds = Sequence[Sequence[int]]
 
 
 class RequestStates:
-    """Rows of per-request state, with a block table for each KV cache group.
-
-    Args:
-        free: the rows of vLLM's runner, which has no request now, in the order in which it keeps
-            them: the last one is given first. A warm-up leaves them in any order.
-        widths: for each KV cache group, the most blocks that a request can have.
-    """
+    """Rows of per-request state, with a block table for each KV cache group. ``free``: rows of
+    vLLM's runner, which has no request now, in its order: the last one is given first. ``widths``:
+    for each KV cache group, the most blocks that a request can have."""
 
     def __init__(self, free: Sequence[int], widths: Sequence[int]) -> None:
         rows = len(free)
         self.index: dict[str, int] = {}
-        """Row of each known request."""
         self.blocks: list[NDArray[np.int32]] = [
             np.zeros((rows, max(1, width)), np.int32) for width in widths
         ]
@@ -69,11 +61,8 @@ class RequestStates:
         return row
 
     def append_blocks(self, rows: Sequence[int], blocks: Sequence[BlockIds]) -> None:
-        """Add newly allocated blocks behind those that the requests of ``rows`` have.
-
-        Raises:
-            ValueError: more blocks than a row holds.
-        """
+        """Add newly allocated blocks behind those that the requests of ``rows`` have. Raises
+        ValueError: more blocks than a row holds."""
         where = np.array(rows, np.int64)
         for group, (table, counts) in enumerate(zip(self.blocks, self.block_counts, strict=True)):
             lists = [of_request[group] for of_request in blocks]
