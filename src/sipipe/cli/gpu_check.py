@@ -96,14 +96,16 @@ def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict
         job = {"part": name, **step["part"]}
         return {"found": measured(name, job, "sipipe.tools.gpu_parts", timeout=SECONDS)}
     if "load" not in step:
-        doctor = output(sys.executable, "-m", "sipipe", "doctor", "--quick", "--json")
+        doctor = output(sys.executable, "-P", "-m", "sipipe", "doctor", "--quick", "--json")
         joined = output("nvidia-smi", "topo", "-m")
         return {"found": machine(), "doctor": json.loads(doctor or "[]"), "topology": joined}
     with tempfile.TemporaryDirectory(prefix="sipipe-trace-") as trace:
         job = _server(step, own, gpus, trace)
         found: dict[str, Any] = {"found": measured(name, job, "sipipe.tools.load", timeout=SECONDS)}
         if "trace" in step:
-            report = output(sys.executable, "-m", "sipipe", "trace", "report", trace, "--json")
+            report = output(
+                sys.executable, "-P", "-m", "sipipe", "trace", "report", trace, "--json"
+            )
             found["trace"] = json.loads(report or "{}")
     said = map(json.loads, own.out.read_text().splitlines() if own.out.exists() else ())
     told = [one["found"] for one in said if one["step"] == step.get("like") and "found" in one]
