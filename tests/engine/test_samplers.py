@@ -183,7 +183,7 @@ class Looks:
 
 
 def test_the_patience_with_what_does_nothing_doubles_and_comes_back(one, monkeypatch):
-    looks, one._stall_timeout = Looks(one, monkeypatch), 1000.0
+    looks, one.stall_timeout = Looks(one, monkeypatch), 1000.0
     for bound in (5, 10, 20, 40, 80, 80):
         looks.move()
         assert looks.after(bound - 0.1) == ""
@@ -203,7 +203,7 @@ def test_a_lone_request_may_use_a_multiple_of_what_draws_take(one, monkeypatch):
     figures = array("q", bytes(512))
     figures[Word.BATCHES], figures[Word.SEQUENCES] = 10, 100
     figures[Word.PHASE_NS + COUNTED_PHASES["sampler"][0]] = 2_000_000_000
-    one._figures = [memoryview(figures)]
+    one.figures = [memoryview(figures)]
     one.heard("sampler0", Trying(8))
     assert looks.after(0.0) == ""
     assert looks.after(19.0, cpu=19.0) == ""  # 1,000 times 20 ms
