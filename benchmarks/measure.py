@@ -138,11 +138,11 @@ def started(job: Job) -> Any:
     from vllm import LLM, EngineArgs
 
     from sipipe.cores import equal_shares, this_machine
-    from sipipe.engine.arguments import checked, parse_engine_args
+    from sipipe.engine.arguments import parse_engine_args
     from sipipe.engine.setup import BIND
 
     args = parse_engine_args(job.argv, job.settings, eager_on_cpu=False)
-    config = checked(lambda: EngineArgs.from_cli_args(args).create_engine_config(), args.model)
+    config = EngineArgs.from_cli_args(args).create_engine_config()
     if job.settings is None:
         workers = config.parallel_config.world_size
         os.environ.setdefault(BIND, equal_shares(this_machine(), workers))

@@ -55,6 +55,11 @@ def main() -> None:
         run(str(binaries / "pip"), "install", "--quiet", str(wheel), cwd=folder)
         print(run(str(binaries / "sipipe"), "--version", cwd=folder))
         print(run(str(binaries / "python"), "-c", DRAW, cwd=folder))
+        told = subprocess.run(
+            [binaries / "sipipe", "doctor"], cwd=folder, capture_output=True, text=True, check=False
+        )
+        missing = told.returncode == 1 and "not installed" in told.stdout and not told.stderr
+        check("sipipe doctor names what is missing", missing)
     if FAILED:
         sys.exit(f"release: not ready: {', '.join(FAILED)}")
     print(f"release: {version[1]} is ready: tag it v{version[1]}, and upload what is built")

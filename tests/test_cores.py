@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from sipipe.config import CorePlacement
 from sipipe.cores import (
     Core,
+    claim,
+    claimed,
     cpus_of,
     equal_shares,
     format_cpus,
@@ -303,3 +305,23 @@ def test_threads_that_are_there_and_later_ones_are_bound():
         "assert seen == [one, one], seen\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_engines_of_a_host_tell_each_other_which_cpus_they_take():
+    far = plan_cores([Core((cpu,)) for cpu in range(7000, 7004)], stages=2)
+    assert far.cpus == {7000, 7001, 7002, 7003}
+    assert not claimed() & far.cpus
+    plans = [
+        plan_cores([Core((cpu,)) for cpu in cpus], stages=2)
+        for cpus in (range(300, 304), range(302, 308))
+    ]
+    with claim(plans[0]):
+        assert claimed() & set(range(300, 400)) == {300, 301, 302, 303}
+        assert plans[1].cpus & claimed() == {302, 303}
+        with claim(plans[0]), claim(plan_cores(machine(2), stages=2, placement="off")):
+            assert plans[0].cpus <= claimed(), (
+                "two that differ in the process only, and one of none"
+            )
+        with claim(far):
+            pass
+    assert not claimed() & plans[0].cpus

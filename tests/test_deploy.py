@@ -11,6 +11,7 @@ import pytest
 
 from sipipe.cli.parser import make_parser, parse_engine_command
 from sipipe.cli.serve import add_host_options, hosts_of
+from sipipe.observe import metrics
 from sipipe.versions import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[1]
@@ -152,6 +153,45 @@ def test_kuberay(tmp_path):
     _, _, rest = parse_engine_command(make_parser("serve", "", add_help=False), words)
     assert rest[1:] == ["-pp", "2", "--distributed-executor-backend", "ray"]
     assert group["replicas"] == 1
+
+
+def test_alerts_ask_for_what_is_exported():
+    yaml = pytest.importorskip("yaml")
+    alerts = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
+    monitor, rules = yaml.safe_load_all((DEPLOY / "prometheus-operator.yaml").read_text())
+    assert rules["kind"] == "PrometheusRule"
+    assert rules["spec"] == alerts
+    exported = {
+        name + "_total" * (metric.kind == "counter") for name, metric in metrics.METRICS.items()
+    }
+    (group,) = alerts["groups"]
+    for rule in group["rules"]:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert set(re.findall(r"sipipe_\w+", rule["expr"])) <= exported, rule["alert"]
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    assert scraped["rule_files"] == ["alerts.yml"]
+    # The alerts' `job`, in both.
+    assert [job["job_name"] for job in scraped["scrape_configs"]] == ["sipipe"]
+    assert (monitor["kind"], monitor["spec"]["jobLabel"]) == ("PodMonitor", "app")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    deployment, _ = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    pod = deployment["spec"]["template"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (container,) = pod["spec"]["containers"]
+    assert endpoint["port"] in [port["name"] for port in container["ports"]]
+
+
+def test_secrets_are_never_in_the_files():
+    """Tokens come from a secret, and are optional but for the hosts' own."""
+    yaml = pytest.importorskip("yaml")
+    for name in ("kubernetes.yaml", "leaderworkerset.yaml"):
+        text = (DEPLOY / name).read_text()
+        kept = re.findall(r"name: (\w+)\n\s+valueFrom:\n\s+secretKeyRef: (.*)", text)
+        found = {variable: yaml.safe_load(reference) for variable, reference in kept}
+        assert found["HF_TOKEN"] == {"name": "sipipe", "key": "hf-token", "optional": True}
+        assert found["VLLM_API_KEY"] == {"name": "sipipe", "key": "api-key", "optional": True}
+        assert not re.search(r"name: \w*(TOKEN|KEY|SECRET)\n\s+value:", text)
 
 
 def test_they_agree():

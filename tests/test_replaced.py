@@ -15,10 +15,10 @@ THEIRS = {"runner", "_runner", "model_runner", "model", "_model", "_module", "gr
 
 MEANT = {
     "options of the command line, before vLLM reads them": (
-        "kv_cache_memory_bytes additional_config enforce_eager middleware"
+        "additional_config enforce_eager middleware async_scheduling distributed_executor_backend"
     ),
     "fields of the configuration that plugins are to set": (
-        "worker_cls scheduler_cls assigned_physical_gpu_ids placement_group"
+        "worker_cls scheduler_cls assigned_physical_gpu_ids placement_group kv_cache_memory_bytes"
     ),
     "a copy of vLLM's object, for one reader": (
         "parallel_config sampling_params speculative_config"

@@ -241,7 +241,7 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         settings = additional_config.get("sipipe")
         if settings is None:
             for key in additional_config.keys() - {"sipipe"}:
-                if str(key).lower().replace("_", "").replace("-", "") == "sipipe":
+                if _hint(str(key).replace("-", "_"), ["sipipe"]):
                     raise ConfigError(
                         f'additional_config: unknown key "{key}"; did you mean "sipipe"?'
                     )

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import math
 import os
+import re
 import socket
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -22,6 +23,8 @@ from sipipe.errors import ConfigError
 SAMPLERS_PER_NODE = 16
 """Most samplers chosen by ``"auto"`` for each NUMA node: beyond it they share one memory bus for
 little gain."""
+
+CLAIM = "sipipe-cores-"
 
 SAMPLER_SHARE = 8
 """On a CPU engine one core of this many goes to the samplers, and one to the scheduler. With fewer
@@ -49,6 +52,12 @@ class CorePlan:
     """CPUs of the process that runs the scheduler and the executor."""
     shared: bool = False
     """Whether some process shares a core with another, because there are too few."""
+
+    @property
+    def cpus(self) -> set[int]:
+        """All that some process is bound to."""
+        ranks = (cpus for stage in self.workers for cpus in stage)
+        return {cpu for cpus in (*ranks, *self.samplers, self.scheduler) for cpu in cpus}
 
     def omp_threads_bind(self) -> str:
         """The plan's workers as vLLM's ``VLLM_CPU_OMP_THREADS_BIND``, such as ``"0-3|4-7"``."""
@@ -223,6 +232,23 @@ def this_machine(
     first = zlib.crc32(socket.gethostname().encode()) % len(cores)
     taken = {(first + number) % len(cores) for number in range(max(1, int(most)))}
     return [core for number, core in enumerate(cores) if number in taken]
+
+
+def claim(plan: CorePlan) -> socket.socket:
+    """Tells other engines of this host which CPUs this one takes, until the socket is closed: by its
+    name, which ends with the process (and is of a network namespace, as a container has its own)."""
+    mask = sum(1 << cpu for cpu in plan.cpus)
+    said = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with suppress(OSError):  # more CPUs than a name can have
+        said.bind(f"\0{CLAIM}{mask:x}-{os.getpid()}-{said.fileno()}")
+    return said
+
+
+def claimed(names: Path = Path("/proc/net/unix")) -> set[int]:
+    """CPUs of the engines that have said so on this host."""
+    text = names.read_text(errors="replace") if names.exists() else ""
+    masks = [int(mask, 16) for mask in re.findall(f"@{CLAIM}([0-9a-f]+)-", text)]
+    return {cpu for mask in masks for cpu in range(mask.bit_length()) if mask >> cpu & 1}
 
 
 def bind_threads(cpus: Collection[int]) -> None:

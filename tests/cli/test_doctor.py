@@ -1,6 +1,8 @@
 """`sipipe doctor` on this machine, and on machines that lack something."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -154,3 +156,17 @@ def test_a_broken_import_is_named(monkeypatch):
     finding = doctor._import_vllm()
     assert finding.state == "error"
     assert "pip uninstall torchvision" in finding.text
+
+
+def test_an_environment_without_vllm_and_torch_is_told_what_is_missing():
+    code = "import sys; sys.modules |= dict.fromkeys(('torch', 'vllm', 'transformers')); "
+    code += "from sipipe.cli import doctor, main; doctor.installed_vllm = lambda: None; "
+    code += "sys.exit(main(['doctor']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("no  vLLM") and "not installed" in line for line in lines)
+    assert any(line.startswith("!!  shared memory") and "torch" in line for line in lines)
+    assert lines[-1].endswith("sipipe serve MODEL --pp 1 --tp 1")

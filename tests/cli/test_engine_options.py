@@ -154,7 +154,7 @@ def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch,
     assert [name for name, _ in started] == names + names[::-1]
     jobs = dict(started)
     for name, job in jobs.items():
-        assert job["load"][-5:-3] == ["--request-rate", "2.0"]
+        assert job["load"][-6:-3] == ["--ignore-eos", "--request-rate", "2.0"]
         assert job["load"][-3:] == ["--goodput", "ttft:500", "tpot:50"]
         if name == "other":
             assert (job["command"], job["url"]) == ([], "http://host:1")
@@ -175,6 +175,11 @@ def test_bench_starts_each_side_as_it_would_best_be_set_up(started, monkeypatch,
     out = capsys.readouterr().out
     assert "stock-one: 0-7" in out
     assert "sipipe: stage 0: core 0" in out
+
+
+def test_answers_may_end_where_the_model_ends_them(started):
+    bench.main(["m", "--pp", "2", "--rows", "sipipe", "--own-end"])
+    assert not any("--ignore-eos" in job["load"] for _, job in started)
 
 
 def test_bench_shows_medians_ranges_and_what_each_row_computes(started, capsys):

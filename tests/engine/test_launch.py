@@ -1,7 +1,6 @@
 """What the command line makes of vLLM's arguments, before any engine starts."""
 
 import argparse
-import dataclasses
 import io
 import socket
 import subprocess
@@ -14,12 +13,14 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from benchmarks.make_model.checkpoint import make_model
+from tests.cli import wrong_usages
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sipipe.cli import main
 from sipipe.cores import CorePlan
-from sipipe.engine import arguments, launch, plugin
+from sipipe.engine import arguments, kv_memory, launch, plugin, setup
 from sipipe.engine.executor import Executor
 from sipipe.engine.setup import PipelineVllmConfig, decide
 from sipipe.errors import ConfigError, ResourceError, UnsupportedError, tell
@@ -34,7 +35,7 @@ def model(tmp_path_factory):
 def config_of(model, *argv, **settings):
     args = arguments.parse_engine_args([model, *argv], settings)
     engine_args = arguments.AsyncEngineArgs.from_cli_args(args)
-    return arguments.checked(engine_args.create_engine_config, model)
+    return plugin.engine_config(engine_args)
 
 
 def test_the_executor_and_its_settings_reach_vllm(model):
@@ -149,11 +150,11 @@ GIB = 1 << 30
 def nodes(monkeypatch):
     """Memory nodes of 6 and 100 GiB, two CPUs on each."""
     free = {0: 6 * GIB, 1: 100 * GIB}
-    resources = launch.cpu_resource_utils
+    resources = kv_memory.cpu_resource_utils
     monkeypatch.setattr(
         resources,
         "get_memory_node_info",
-        lambda node: resources.MemoryNodeInfo(total_memory=free[node], available_memory=free[node]),
+        lambda node: resources.MemoryNodeInfo(free[node] * 5 // 4, free[node]),
     )
     cpus = [resources.LogicalCPUInfo(cpu, cpu, cpu // 2) for cpu in range(4)]
     monkeypatch.setattr(resources, "get_allowed_cpu_list", lambda: cpus)
@@ -180,53 +181,72 @@ def plan(*workers):
     ],
 )
 def test_kv_caches_fit_the_memory_node_of_each_worker(nodes, workers, weights, gib):
-    given = launch.kv_cache_bytes(launch.worker_nodes(workers), weights * GIB)
+    given = kv_memory.kv_cache_bytes(kv_memory.worker_nodes(workers), weights * GIB)
     assert given == pytest.approx(gib * GIB, abs=1 << 20)
     assert given % (1 << 20) == 0
 
 
 def test_a_model_that_a_node_cannot_hold_is_refused(nodes):
     with pytest.raises(ResourceError, match=r"node 0 has 6\.0 GiB.*weights .* 7\.0 GiB") as it:
-        launch.kv_cache_bytes([0, 0], 7 * GIB)
+        kv_memory.kv_cache_bytes([0, 0], 7 * GIB)
     assert "\n" not in str(it.value)
 
 
 def test_workers_on_cpus_of_the_users_choice_or_on_hidden_nodes(nodes, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "2-3|3")
-    assert launch.worker_nodes(plan((0,), (1,))) == [1, 1]
+    assert kv_memory.worker_nodes(plan((0,), (1,))) == [1, 1]
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    assert launch.worker_nodes(plan((2,), (3,))) == [0, 0]
+    assert kv_memory.worker_nodes(plan((2,), (3,))) == [0, 0]
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
-    monkeypatch.setattr(launch.cpu_resource_utils, "get_visible_memory_node", lambda: [1])
-    assert launch.worker_nodes(plan((0,), (3,))) == [1, 1]
+    monkeypatch.setattr(kv_memory.cpu_resource_utils, "get_visible_memory_node", lambda: [1])
+    assert kv_memory.worker_nodes(plan((0,), (3,))) == [1, 1]
 
 
-def test_kv_memory_is_shared_unless_the_user_says_how_much(model, nodes, monkeypatch):
+def by_sipipe(model, *argv):
+    return config_of(model, *argv)
+
+
+def by_vllm(model, *argv):
+    parser = FlexibleArgumentParser()
+    AsyncEngineArgs.add_cli_args(parser)
+    words = ["--model", model, "--distributed-executor-backend", "sipipe.Executor", *argv]
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(words)).create_engine_config()
+
+
+def by_python(model, *argv):
+    given = {"distributed_executor_backend": Executor, **wrong_usages.arguments(argv)}
+    return EngineArgs(model=model, **given).create_engine_config()
+
+
+@pytest.mark.parametrize("door", [by_sipipe, by_vllm, by_python])
+def test_every_door_divides_the_memory_that_is_free(model, nodes, monkeypatch, door):
+    """On a machine of which less is free than vLLM would claim."""
     if not arguments.current_platform.is_cpu():
         pytest.skip("a CUDA build of vLLM")
-    config = config_of(model, "-pp", "2", "--max-model-len", "256")
-    two = plan((0,), (1,))
+    plugin.register()
+    monkeypatch.setattr(setup, "plan_cores", lambda *_, **__: plan((0,), (1,)))
 
-    def shared(*argv):
-        args = arguments.parse_engine_args([model, *argv], {})
-        launch.share_kv_memory(args, dataclasses.replace(decide(config), cores=two))
-        return args.kv_cache_memory_bytes
+    def given(*argv):
+        config = door(model, "-pp", "2", "--max-model-len", "256", *argv)
+        decided = decide(config)
+        decided.apply()
+        return config.cache_config.kv_cache_memory_bytes
 
-    ours = shared()
-    assert 0.39 * 6 / 2 * GIB < ours < 0.4 * 6 / 2 * GIB, "less than without the weights"
-    assert shared("--kv-cache-memory-bytes", "1G") == GIB
-    assert shared("--gpu-memory-utilization", "0.2") is None
+    assert 0.39 * 6 / 2 * GIB < given() < 0.4 * 6 / 2 * GIB, "less than without the weights"
+    assert given("--kv-cache-memory-bytes", f"{GIB}") == GIB
+    assert given("--gpu-memory-utilization", "0.2") is None
+    with pytest.raises(ResourceError, match=r"--gpu-memory-utilization 0\.9.* node 0, .* 6\.0 GiB"):
+        given("--gpu-memory-utilization", "0.9")
+    with pytest.raises(ResourceError, match=r"--kv-cache-memory-bytes.* 7\.0 GiB .* 6\.0 GiB free"):
+        given("--kv-cache-memory-bytes", f"{7 * GIB}")
+    with pytest.raises(ConfigError, match=r"--max-model-len 256: one request .* at most"):
+        given("--kv-cache-memory-bytes", f"{1 << 16}")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
-    assert shared() is None
+    assert given() == 2 * GIB
 
 
 def args(**more):
-    values = {
-        "distributed_executor_backend": None,
-        "additional_config": {},
-        "kv_cache_memory_bytes": 1 << 30,
-        "gpu_memory_utilization": 0.5,
-    }
+    values = {"distributed_executor_backend": None, "additional_config": {}}
     return argparse.Namespace(**values | more)
 
 
@@ -279,8 +299,14 @@ def test_drafts_by_prompt_lookup_need_no_further_word(model, words):
     assert (config.num_speculative_tokens, config.prompt_lookup_max) == (16, 4)
 
 
-def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys):
-    launch.announce(decide(config_of(model, "-pp", "2", "--max-model-len", "256")))
+def test_the_core_plan_and_the_shared_memory_are_printed(model, capsys, monkeypatch):
+    decided = decide(config_of(model, "-pp", "2", "--max-model-len", "256"))
+    first = decided.cores.workers[0][0]
+    monkeypatch.setattr(setup, "claimed", lambda: {first[0], 4000})
+    launch.announce(decided)
+    assert f"another engine is bound to {first[0]} too" in capsys.readouterr().err
+    monkeypatch.setattr(setup, "claimed", set)
+    launch.announce(decided)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("core plan: stage 0: core")
     assert "sampler" in lines[1]
@@ -311,7 +337,7 @@ def test_too_little_memory_is_said_before_the_start(model, monkeypatch, tmp_path
     assert "\n" not in str(it.value)
     monkeypatch.undo()
     launch.announce(decide(config_of(model, "--max-model-len", "256", shm_dir=str(tmp_path))))
-    with pytest.raises(ResourceError, match="No such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         launch.announce(
             decide(config_of(model, "--max-model-len", "256", shm_dir=str(tmp_path / "none")))
         )

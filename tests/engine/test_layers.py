@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from benchmarks.make_model.checkpoint import make_model
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine import arguments
+from sipipe.engine import arguments, plugin
 from sipipe.engine.layers.choose import VARIABLE, choose_layers, describe_layers
 from sipipe.engine.layers.cut import fill
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary, columns, settle
@@ -28,8 +28,7 @@ def engine_config(tmp_path_factory):
         pytest.skip("a CUDA build of vLLM")
     directory = make_model("llama", tmp_path_factory.mktemp("models") / "llama", size="bench")
     args = arguments.parse_engine_args([str(directory), "-pp", "2", "--max-model-len", "256"], {})
-    create = arguments.AsyncEngineArgs.from_cli_args(args).create_engine_config
-    return arguments.checked(create, str(directory))
+    return plugin.engine_config(arguments.AsyncEngineArgs.from_cli_args(args))
 
 
 @pytest.fixture(autouse=True)

@@ -132,7 +132,8 @@ def test_a_start_that_fails_late_ends_what_it_has_started(monkeypatch):
 
     monkeypatch.setattr("sipipe.engine.pipeline.Pipeline", Pipeline)
     monkeypatch.setattr("sipipe.engine.remote.meet", lambda _: [])
-    decided = SimpleNamespace(apply=lambda: None, describe=list)
+    bound = SimpleNamespace(cpus=set())
+    decided = SimpleNamespace(apply=lambda: None, describe=list, cores=bound)
     monkeypatch.setattr(executor, "decide", lambda _: decided)
     monkeypatch.setattr(executor, "set_torch_threads_for_runtime", lambda: None)
 

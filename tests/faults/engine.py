@@ -152,7 +152,7 @@ def _other_host(scenario, configured, report):
 
     status = 1
     try:
-        status = run_agent(decide(_configure(scenario, configured), 1), None)
+        status = run_agent(decide(_configure(scenario, configured), 1))
     except Exception as error:
         print(f"sipipe: {error}", flush=True)
     finally:

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from sipipe.errors import ResourceError
+from sipipe.errors import ConfigError, ResourceError
 from sipipe.ipc import memory
 from sipipe.ipc.errors import ChannelError, ChannelPeerDied
 from sipipe.ipc.locks import EXCLUSIVE, SHARED, Locks
@@ -23,7 +23,7 @@ def test_too_little_room_is_said_before_the_start(tmp_path):
         check_room(1 << 40, None, "bic-l")
     with pytest.raises(ResourceError, match=r'shm_dir .*leave "shm_dir" out'):
         check_room(1 << 60, tmp_path, "bic-l")
-    with pytest.raises(ResourceError, match="name a directory that exists"):
+    with pytest.raises(ConfigError, match="name a directory that exists"):
         DispatchProducer("test", directory=str(tmp_path / "missing"))
     check_room(1 << 20, tmp_path, "bic-l")
     check_room(1 << 20, None, "bic-l")

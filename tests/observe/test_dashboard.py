@@ -15,7 +15,7 @@ DASHBOARD = Path(__file__).parents[2] / "dashboards" / "sipipe.json"
 
 
 def test_dashboard_matches_the_metrics():
-    page = LivePage.create(PageHeader(stages=1, samplers=1))
+    page = LivePage.create(PageHeader(stages=1, samplers=1, path="sipipe"))
     page.writer("sampler").phase(Phase.SAMPLE, 0, 0, 1, 4, 4)
     shown = {}
     for name, labels, _ in samples(Poll(page)):
@@ -36,8 +36,10 @@ def test_dashboard_matches_the_metrics():
             for name in names:
                 assert "engine" in shown[name]
             assert any(labels <= shown[name] for name in names), expression
-    for needed in ("busy", "sampler", "queue", "restarts"):
+    for needed in ("busy", "sampler", "queue", "restarts", "info", "stalled", "idle", "running"):
         assert any(needed in name for name in asked), needed
+    shown_at = [p["id"] for p in board["panels"]]
+    assert len(shown_at) == len(set(shown_at))
     boxes = [tuple(p["gridPos"].values()) for p in board["panels"]]
     assert len(boxes) == len(set(boxes))
     assert set(METRICS) >= {name.removesuffix("_total") for name in asked}

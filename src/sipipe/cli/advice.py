@@ -55,7 +55,7 @@ def quicker_on_cpus(facts: ModelFacts, stages: int, ranks: int) -> str:
         best = max(others, key=lambda choice: choice.throughput, default=None)
         if asked and best and best.throughput > CLEARLY * asked.throughput:
             found.append(
-                f"{load} at once {best.throughput:.3g} tok/s with --pp {best.p} --tp {best.t} and "
-                f"{asked.throughput:.3g} with --pp {stages} --tp {ranks}"
+                f"{load} at once {best.throughput:,.0f} tok/s with --pp {best.p} --tp {best.t} and "
+                f"{asked.throughput:,.0f} with --pp {stages} --tp {ranks}"
             )
     return "; ".join(found)

@@ -27,8 +27,8 @@ from sipipe.versions import require_vllm
 EPILOG = """\
 Rows (--rows, a list): sipipe, stock (the same stages), stock-tp (the same devices, tensor parallel),
 stock-one and sipipe-one (one stage with all cores, or one GPU), stock-cut (stock with --layers).
-Every other option is vLLM's, and given to each server that is
-started, but --speculative-config to no stock with stages. Servers are started in turn, forwards and then backwards, one at a time.
+Every other option is vLLM's, and given to each server that is started, but --speculative-config
+to no stock with stages. Servers are started in turn, forwards and then backwards, one at a time.
 
   sipipe bench build/models/SmolLM2-135M-Instruct --pp 2
   sipipe bench MODEL --pp 2 --sampling greedy,chat,all --requests 128 --json
@@ -100,8 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sharegpt", str, None, "FILE", "prompts and lengths of ShareGPT's file")
     timed = "arrivals and lengths: timed_trace of vllm bench serve"
     add("--trace-file", str, None, "FILE", timed)
-    group = parser.add_argument_group("what is measured")
-    add = adder(group)
+    add = adder(group := parser.add_argument_group("what is measured"))
     add("--rows", str, None, "LIST", "of those below (default: all that differ here)")
     for option, form, what in (
         ("--row", "NAME=OPTIONS", "SiPipe, or stock vLLM where they begin with stock"),
@@ -110,7 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         text = f"one more row: {what}"
         group.add_argument(option, action="append", default=[], metavar=form, help=text)
     add("--draws", at_least(0, int), 1024, "N", "for the chi-square; 0: none")
-    shared = "measure stages that share a GPU all the same"
+    group.add_argument("--own-end", action="store_true", help="heed the model's end of text")
+    shared = "measure stages on one GPU all the same"
     group.add_argument("--shared-devices", action="store_true", help=shared)
     group.add_argument("--json", action="store_true", help="the figures as JSON")
     return parser
@@ -268,6 +268,7 @@ def _load(own: argparse.Namespace) -> dict[str, Any]:
     else:
         how = ["--dataset-name", "random", "--random-input-len", str(own.prompt_tokens)]
         how += ["--random-output-len", str(own.tokens)]
+    how += ["--ignore-eos"] * (not own.own_end)
     if own.rate and not own.trace_file:
         how += ["--request-rate", str(own.rate)]
     if own.goodput:

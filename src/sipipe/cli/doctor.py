@@ -138,7 +138,10 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
 
 
 def _shared_memory(stages: int, ranks: int, samplers: int, device: str) -> Finding:
-    from sipipe.engine.memory_budget import check_budget, describe, memory_budget
+    try:
+        from sipipe.engine.memory_budget import check_budget, describe, memory_budget
+    except ImportError as error:
+        return Finding("shared memory", "warning", f"not counted: {error} (it comes with vLLM)")
     from sipipe.ipc.memory import free_bytes
 
     budget = memory_budget(
@@ -189,7 +192,7 @@ def _best_degrees(device: Device, gpus: Sequence[str]) -> tuple[tuple[int, int],
         text = f"{facts.name} does not fit these devices: sipipe plan MODEL computes them"
         return every, Finding("best degrees", "warning", text)
     told = ", ".join(
-        f"{load}: --pp {top.p} --tp {top.t} ({top.throughput:.3g} tok/s)"
+        f"{load}: --pp {top.p} --tp {top.t} ({top.throughput:,.0f} tok/s)"
         for load, top in best.items()
     )
     suits = (best[LOADS[-1]].p, best[LOADS[-1]].t)

@@ -51,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
     own, settings, rest = parse_engine_command(parser, argv)
+    if not rest:
+        raise ConfigError("generate: name the MODEL: sipipe generate MODEL [PROMPT ...]")
 
     # The engine's log is for servers; here the text matters. Set before vLLM is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

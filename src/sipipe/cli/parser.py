@@ -93,9 +93,12 @@ def parse_engine_command(
         sys.exit(0)
     own, rest = parser.parse_known_args(argv)
     end = rest.index("--") if "--" in rest else len(rest)  # words stand behind it
-    for name in ("pp", "tp"):
+    for name, long in (("pp", "--pipeline-parallel-size"), ("tp", "--tensor-parallel-size")):
         value = getattr(own, name)
         if value is not None:
+            same = [w for w in rest[:end] if w.split("=")[0] in (f"-{name}", long)]
+            if same:
+                raise ConfigError(f"--{name} and {same[0]} are the same option: give it once")
             rest[end:end] = [f"-{name}", str(value)]
     names = ("samplers", "inflight", "layers", "vocabulary", "trace", "trace_limit", "cores")
     settings = {name: value for name in names if (value := getattr(own, name)) is not None}

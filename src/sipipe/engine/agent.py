@@ -52,14 +52,11 @@ CHUNK = 1 << 18
 CLOCK_QUESTIONS = 5
 
 
-def run_agent(
-    setup: Setup, kv_cache_memory_bytes: int | None, ready: Callable[[], object] = lambda: None
-) -> int:
+def run_agent(setup: Setup, ready: Callable[[], object] = lambda: None) -> int:
     """Serve this host's stages until the engine ends; returns the exit status.
 
     Args:
         setup: decided here, from this host's own command line.
-        kv_cache_memory_bytes: what the KV caches of this host's workers get; None: vLLM decides.
         ready: called when only the main host is missing.
 
     Raises:
@@ -89,8 +86,8 @@ def run_agent(
         here=setup.here,
         config=_own_settings(theirs.config, setup.config),
     )
-    if kv_cache_memory_bytes is not None:
-        agreed_setup.vllm_config.cache_config.kv_cache_memory_bytes = kv_cache_memory_bytes
+    if setup.kv_bytes is not None:
+        agreed_setup.vllm_config.cache_config.kv_cache_memory_bytes = setup.kv_bytes
     devices = setup.config.devices
     if (devices, theirs.config.devices) != (None, None):
         assign_devices(agreed_setup.vllm_config, devices)

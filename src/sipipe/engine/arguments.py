@@ -5,13 +5,10 @@ vLLM's parser is called directly, so that what is wrong is one line and nothing 
 
 import argparse
 import difflib
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.config import VllmConfig
-from vllm.exceptions import VLLMError
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -22,7 +19,8 @@ except ImportError:  # vLLM 0.32
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
 from sipipe.config import SiPipeConfig
-from sipipe.engine.plugin import EXECUTOR_NAMES, register
+from sipipe.engine.checkpoint import check_model
+from sipipe.engine.plugin import EXECUTOR_NAMES, checked, register
 from sipipe.errors import ConfigError
 from sipipe.versions import require_vllm
 
@@ -64,6 +62,12 @@ def parse_engine_args(
     return args
 
 
+def engine_args(args: argparse.Namespace) -> AsyncEngineArgs:
+    """vLLM's engine arguments, which look for the model where the hub must not be asked."""
+    check_model(args.model)
+    return checked(lambda: AsyncEngineArgs.from_cli_args(args), args.model)
+
+
 class OneLineParser(FlexibleArgumentParser):
     """vLLM's parser; a mistake is one line that says which option was perhaps meant."""
 
@@ -75,6 +79,8 @@ class OneLineParser(FlexibleArgumentParser):
         options = [*_options(self), *(f"--{name.replace('_', '-')}" for name in self.taken)]
         near = difflib.get_close_matches(wrong.split("=")[0].rstrip(":"), options, n=1)
         unknown = message.startswith("unrecognized arguments")
+        lines = [line.strip() for line in message.splitlines() if "errors.pydantic.dev" not in line]
+        message = " ".join(lines)
         raise ConfigError(message + (f"; did you mean {near[0]}?" if unknown and near else ""))
 
 
@@ -141,27 +147,3 @@ def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     # Entry points are missing where SiPipe is on the path, but not installed.
     load_general_plugins()
     register()
-
-
-def checked(create: Callable[[], VllmConfig], model: str) -> VllmConfig:
-    """The configuration that ``create`` makes, with refusals of vLLM and SiPipe as one line.
-
-    Raises:
-        ConfigError: the configuration cannot be had, or has more stages than layers.
-    """
-    from pydantic import ValidationError
-
-    if model.startswith(("/", ".")) and not os.path.exists(model):
-        raise ConfigError(f'MODEL "{model}": there is no such directory')
-    try:
-        return create()
-    except ValidationError as error:
-        raise ConfigError(_first_line(error.errors()[0]["msg"])) from error
-    except (ValueError, VLLMError) as error:
-        raise ConfigError(_first_line(error)) from error
-    except OSError as error:
-        raise ConfigError(f'MODEL "{model}" cannot be read: {_first_line(error)}') from error
-
-
-def _first_line(message: object) -> str:
-    return str(message).removeprefix("Value error, ").split("\n")[0]

@@ -32,9 +32,14 @@ INSTEAD = {
 
 
 def check_features(vllm_config: VllmConfig) -> None:
-    """Refuse what stages without a common process group cannot serve. Raises UnsupportedError: one
-    line that names the option."""
+    """Refuse what stages without a common process group cannot serve. Raises UnsupportedError or
+    ConfigError: one line that names the option."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    if parallel.worker_cls not in {*STOCK_WORKERS, *STOCK_WORKERS.values()}:
+        raise ConfigError(
+            f"--worker-cls {parallel.worker_cls}: SiPipe brings its own worker class; leave the "
+            "option out (this platform may not be supported)"
+        )
     refused = {
         "--data-parallel-size above 1": parallel.data_parallel_size > 1,
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
@@ -57,7 +62,7 @@ def check_features(vllm_config: VllmConfig) -> None:
     }
     for option, asked in refused.items():
         if asked:
-            stock = "leave it out, or use --distributed-executor-backend mp"
+            stock = "leave it out, or use stock vLLM (vllm serve)"
             raise UnsupportedError(
                 f"SiPipe does not support {option}: {INSTEAD.get(option, stock)}"
             )

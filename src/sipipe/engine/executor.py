@@ -27,6 +27,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.executor.abstract import Executor as VllmExecutor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from sipipe.cores import claim
 from sipipe.engine.setup import decide
 from sipipe.errors import ConfigError, StallError, WorkerDiedError
 from sipipe.ipc.sockets import leave_reason
@@ -90,6 +91,7 @@ class Executor(VllmExecutor):
         self._setup.apply()
         for line in self._setup.describe():
             logger.info("%s", line)
+        self._cores = claim(self._setup.cores)
         self._failing = threading.Lock()  # wait: held for moments; nobody waits under it
         self._failure: BaseException | None = None
         self._failure_callback: Callable[[], None] | None = None
@@ -200,6 +202,7 @@ class Executor(VllmExecutor):
             return
         self._closed = True
         self._finalizer()
+        self._cores.close()
         self._placement = None
 
     # ---- inside -----------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.exceptions import GenerationError, VLLMError
+from vllm.exceptions import GenerationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from sipipe.engine.arguments import checked, parse_engine_args
-from sipipe.engine.launch import announce, share_kv_memory
+from sipipe.engine.arguments import engine_args, parse_engine_args
+from sipipe.engine.launch import announce
+from sipipe.engine.plugin import checked, engine_config
 from sipipe.engine.setup import decide
-from sipipe.errors import ConfigError
 from sipipe.ipc.sockets import own_sockets
 
 Event = Literal["begin", "text", "end"]
@@ -51,29 +51,22 @@ def generate(
     is called at a completion's begin, with each piece of its text, and at its end."""
     args = parse_engine_args(argv, settings)
     texts = prompts(args.words)
-    vllm_config = checked(
-        lambda: AsyncEngineArgs.from_cli_args(args).create_engine_config(), args.model
-    )
-    engine_args = AsyncEngineArgs.from_cli_args(args)
-    try:
-        params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
-    except (ValueError, VLLMError) as error:
-        raise ConfigError(f"generate: {error}") from None
+    vllm_config = engine_config(engine_args(args))
+    params = checked(lambda: SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA))
     setup = decide(vllm_config)
-    share_kv_memory(engine_args, setup)
     announce(setup)
     with own_sockets():
-        asyncio.run(_run(engine_args, texts, params, chat, show))
+        asyncio.run(_run(engine_args(args), texts, params, chat, show))
 
 
 async def _run(
-    engine_args: AsyncEngineArgs,
+    arguments: AsyncEngineArgs,
     texts: Sequence[str],
     params: SamplingParams,
     chat: bool,
     show: Callable[[Event, Completion, str], None],
 ) -> None:
-    engine = AsyncLLM.from_engine_args(engine_args)
+    engine = AsyncLLM.from_engine_args(arguments)
     try:
         if chat:
             tokenizer = engine.get_tokenizer()

@@ -9,16 +9,19 @@ server error", whatever the reason; :func:`tell_clients_why` has it say the reas
 vLLM is touched, and nothing happens to engines that do not ask for SiPipe.
 """
 
+import difflib
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
-from sipipe.errors import SiPipeError, tell
+from sipipe.errors import ConfigError, SiPipeError, UnsupportedError, tell
 from sipipe.versions import require_vllm
+
+T = TypeVar("T")
 
 EXECUTOR_NAMES = frozenset(
     {"sipipe", "sipipe.Executor", "sipipe.vllm.Executor", "sipipe.engine.executor.Executor"}
@@ -38,37 +41,110 @@ def register() -> None:
 
     @wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        backend = self.distributed_executor_backend
-        named = isinstance(backend, str) and backend in EXECUTOR_NAMES
-        if not named and getattr(backend, "__module__", "") != "sipipe.engine.executor":
-            return create(self, *args, **kwargs)
         with _one_line():
-            require_vllm()  # where this is another vLLM
-            from sipipe.config import SiPipeConfig
-            from sipipe.engine.compatibility import check_features, check_stages, device_may_draw
-            from sipipe.engine.executor import Executor
-            from sipipe.engine.setup import PipelineVllmConfig
-            from sipipe.engine.speculation import fill_in
+            if not _asks_for_us(self.distributed_executor_backend):
+                return create(self, *args, **kwargs)
+            made = engine_config(self, *args, **kwargs)
+            from sipipe.engine.setup import decide
 
-            # Options and features are checked here too, in the process that the user sees.
-            SiPipeConfig.from_additional_config(self.additional_config)
-            tell_clients_why()
-            say_cause_once()
-            if named:
-                self.distributed_executor_backend = Executor
-            fill_in(self)
-            with patch.object(arg_utils, "VllmConfig", PipelineVllmConfig):
-                made = create(self, *args, **kwargs)
-            check_features(made)
-            check_stages(made)
-            if made.model_config.logits_processors and not device_may_draw():
-                take_first_processors()
-            if made.speculative_config is not None:
-                take_every_parameter()
+            if made.parallel_config.placement_group is None:  # else Ray has the hosts
+                decide(made).describe()  # which says what has no room
             return made
 
     create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
     arg_utils.EngineArgs.create_engine_config = create_engine_config
+
+
+def _asks_for_us(backend: Any) -> bool:
+    """Whether an engine is to have our executor; a name that is nearly ours is a ConfigError."""
+    if not isinstance(backend, str):
+        return getattr(backend, "__module__", "") == "sipipe.engine.executor"
+    if backend in EXECUTOR_NAMES:
+        return True
+    plain = backend.replace(":", ".").lower()
+    if plain.startswith("sipipe") or difflib.get_close_matches(plain, ["sipipe.executor"]):
+        raise ConfigError(
+            f'--distributed-executor-backend "{backend}": there is no such executor; did you mean '
+            "sipipe.Executor?"
+        )
+    return False
+
+
+def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """The ``VllmConfig`` of an engine with our executor, checked in the process that the user sees.
+
+    ``create_engine_config`` then decides how the engine is set up; commands of ours know more, and do
+    it themselves. Raises ConfigError or UnsupportedError for what SiPipe or vLLM refuse.
+    """
+    require_vllm()  # where this is another vLLM
+    from vllm.engine import arg_utils
+
+    from sipipe.config import SiPipeConfig
+    from sipipe.engine.checkpoint import check_files, check_model
+    from sipipe.engine.compatibility import check_features, check_stages, device_may_draw
+    from sipipe.engine.executor import Executor
+    from sipipe.engine.setup import PipelineVllmConfig
+    from sipipe.engine.speculation import fill_in
+
+    SiPipeConfig.from_additional_config(engine_args.additional_config)
+    tell_clients_why()
+    say_cause_once()
+    engine_args.distributed_executor_backend = Executor
+    if engine_args.async_scheduling:
+        raise UnsupportedError(
+            "--async-scheduling: SiPipe overlaps by microbatches of its own: leave it out"
+        )
+    engine_args.async_scheduling = False
+    seqs = engine_args.max_num_seqs  # vLLM would name another option, that follows from it
+    if seqs is not None and not (isinstance(seqs, int) and seqs > 0):
+        raise ConfigError(f"--max-num-seqs must be a whole number of 1 or more, not {seqs!r}")
+    fill_in(engine_args)
+    check_model(engine_args.model)
+    create = arg_utils.EngineArgs.create_engine_config.__wrapped__
+    with patch.object(arg_utils, "VllmConfig", PipelineVllmConfig):
+        made = checked(partial(create, engine_args, *args, **kwargs), engine_args.model)
+    check_features(made)
+    check_stages(made)
+    check_files(made)
+    if made.model_config.logits_processors and not device_may_draw():
+        take_first_processors()
+    if made.speculative_config is not None:
+        take_every_parameter()
+    return made
+
+
+def checked(call: Callable[[], T], model: str = "") -> T:
+    """What ``call``, which is vLLM's, gives; what it refuses is a ConfigError of one line."""
+    from pydantic import ValidationError
+    from vllm.exceptions import VLLMError
+
+    try:
+        return call()
+    except SiPipeError:
+        raise
+    except ValidationError as error:
+        raise ConfigError(_named(error.title, error.errors()[0])) from error
+    except OSError as error:
+        raise ConfigError(f'MODEL "{model}" cannot be read: {_first_line(error)}') from error
+    except (ValueError, TypeError, RuntimeError, ImportError, LookupError, VLLMError) as error:
+        raise ConfigError(_first_line(error)) from error
+
+
+def _named(config: str, found: Any) -> str:
+    """What pydantic found, with the option's name."""
+    from vllm import EngineArgs
+
+    line, name = _first_line(found["msg"]), ".".join(map(str, found["loc"][:1]))
+    if not name:
+        return line
+    known = name in EngineArgs.__dataclass_fields__
+    option = f"--{name.replace('_', '-')}" if known else f"{config}.{name}"
+    return f"{option}: {line}, not {str(found['input'])[:60]!r}"
+
+
+def _first_line(message: object) -> str:
+    first, *rest = str(message).removeprefix("Value error, ").strip().split("\n")
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
 
 
 @contextmanager

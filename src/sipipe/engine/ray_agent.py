@@ -15,7 +15,7 @@ from vllm.plugins import load_general_plugins
 
 from sipipe.engine.agent import run_agent
 from sipipe.engine.hosts import difference, versions
-from sipipe.engine.launch import announce, shared_kv_bytes
+from sipipe.engine.launch import announce
 from sipipe.engine.ray_claim import Order
 from sipipe.engine.ray_placement import config_of
 from sipipe.engine.setup import decide
@@ -50,7 +50,7 @@ def _run(order: Order, ready: Callable[[], object]) -> int:
     configure_logging(config.logging_config)
     setup = decide(config, order.node)
     announce(setup)
-    return run_agent(setup, shared_kv_bytes(setup) if order.shares_memory else None, ready)
+    return run_agent(setup, ready)
 
 
 if __name__ == "__main__":

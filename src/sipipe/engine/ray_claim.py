@@ -28,8 +28,6 @@ class Order:
     config: bytes
     devices: list[str]
     """The GPUs that Ray gave, as it names them."""
-    shares_memory: bool
-    """Whether the KV caches get a share of the memory, as nobody has said how much."""
 
 
 class Claim:

@@ -120,7 +120,7 @@ class Placement:
     _claims: list[list[Any]]
     _devices: list[list[str]]
 
-    def start(self, vllm_config: VllmConfig, *, shares_memory: bool = False) -> None:
+    def start(self, vllm_config: VllmConfig) -> None:
         """Start an agent on every other host; returns when all are about to meet the main host.
         Raises ConfigError: what one of them says. StallError: one says nothing."""
         from vllm.ray.ray_env import get_env_vars_to_copy
@@ -139,8 +139,7 @@ class Placement:
         told: dict[str, Any] = {"versions": versions(), "config": cloudpickle.dumps(vllm_config)}
         started = []
         for node in range(1, len(self._claims)):
-            devices = self._devices[node]
-            order = Order(node=node, devices=devices, shares_memory=shares_memory, **told)
+            order = Order(node=node, devices=self._devices[node], **told)
             started.append(self._claims[node][0].start.remote(order, environment, os.getcwd()))
         config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
         said = _get(self._ray, started, config.start_timeout, "starting the host agents")

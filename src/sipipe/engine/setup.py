@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from vllm.utils.numa_utils import get_auto_numa_nodes
 
 from sipipe.config import SiPipeConfig
-from sipipe.cores import CorePlan, plan_cores, this_machine
+from sipipe.cores import CorePlan, claimed, format_cpus, plan_cores, this_machine
 from sipipe.engine.compatibility import (
     STOCK_WORKERS,
     check_features,
@@ -32,6 +32,7 @@ from sipipe.engine.compatibility import (
     why_not_samplers,
 )
 from sipipe.engine.hosts import check_hosts, named, stages_of_hosts
+from sipipe.engine.kv_memory import share_kv_memory
 from sipipe.engine.layers.choose import choose_layers, describe_layers
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary
 from sipipe.engine.logits_room import rows_needed
@@ -95,6 +96,8 @@ class Setup:
     """Which host this is; 0 is the main host, where the executor runs."""
     here: range
     """The stages of this host."""
+    kv_bytes: int | None
+    """KV cache of each worker of this host; None: as vLLM's configuration says."""
 
     def describe(self) -> list[str]:
         """What the engine does with this machine, as lines for its user.
@@ -110,7 +113,12 @@ class Setup:
                 "stages host vLLM's second model runner, which nobody has run on a GPU with SiPipe "
                 "yet (docs/gpu.md)"
             )
-        cores = self.cores.describe(self.here[0], elsewhere=self.here[-1] < self.stages - 1)
+        cores: tuple[str, ...] = self.cores.describe(
+            self.here[0], elsewhere=self.here[-1] < self.stages - 1
+        )
+        if both := self.cores.cpus & claimed():
+            own = 'give each its own (taskset -c, or "cores")'
+            cores += (f"           another engine is bound to {format_cpus(both)} too: {own}",)
         lines = [
             *cores,
             describe(budget),
@@ -233,19 +241,11 @@ class Setup:
 
     def apply(self) -> None:
         """Set in vLLM's configuration what the executor, which the user named, brings with it:
-        worker class, scheduler class and microbatches in flight.
-
-        Raises:
-            ConfigError: the user's own ``--worker-cls``.
-        """
+        worker class, scheduler class, microbatches in flight, and the KV caches' memory."""
         vllm_config, parallel = self.vllm_config, self.vllm_config.parallel_config
-        ours = STOCK_WORKERS.get(parallel.worker_cls)
-        if ours is None and parallel.worker_cls not in STOCK_WORKERS.values():
-            raise ConfigError(
-                f"--worker-cls {parallel.worker_cls}: SiPipe brings its own worker class; leave the "
-                "option out (this platform may not be supported)"
-            )
-        parallel.worker_cls = ours or parallel.worker_cls
+        parallel.worker_cls = STOCK_WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+        if self.kv_bytes is not None:
+            vllm_config.cache_config.kv_cache_memory_bytes = self.kv_bytes
         if self.config.devices is not None:
             assign_devices(vllm_config, self.config.devices)
         scheduler = vllm_config.scheduler_config
@@ -279,7 +279,8 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
 
     Raises:
         UnsupportedError: an option that SiPipe does not serve.
-        ConfigError: a setting that does not fit the model or the machine.
+        ConfigError: a setting that does not fit the model or the machine. ResourceError: too little
+            memory.
     """
     if not isinstance(vllm_config, PipelineVllmConfig):
         raise ConfigError(
@@ -315,6 +316,7 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
         cores=cores,
         node=node,
         here=here,
+        kv_bytes=share_kv_memory(vllm_config, cores, layers),
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from sipipe.errors import ResourceError
+from sipipe.errors import ConfigError, ResourceError
 from sipipe.ipc.errors import ChannelPeerDied
 
 PAGE = mmap.PAGESIZE
@@ -114,13 +114,13 @@ def check_room(size: int, directory: str | os.PathLike[str] | None, what: str) -
 
 def free_bytes(directory: str | os.PathLike[str] | None) -> int:
     """Bytes that there is room for: in memory, the container's limit (its cgroup's) included, or on
-    the file system of ``directory``. ResourceError: that cannot be used."""
+    the file system of ``directory``. ConfigError: that cannot be used."""
     if directory is None:
         return _free_memory()
     try:
         info = os.statvfs(directory)
     except OSError as error:
-        raise ResourceError(
+        raise ConfigError(
             f"shm_dir: {str(directory)!r} cannot be used ({error.strerror}); "
             "name a directory that exists"
         ) from None

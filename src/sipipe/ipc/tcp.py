@@ -29,6 +29,8 @@ def resolve(host: str, option: str) -> str:
 def listen(address: str, port: int, mend: str = OTHER_PORT) -> socket.socket:
     """A socket that listens; ``address`` "" stands for any. Raises ConfigError: the port is taken,
     or the address is not this host's; ``mend`` says what to do."""
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"port {port} is none of 1 to 65535: {mend}")
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

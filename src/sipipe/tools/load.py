@@ -169,7 +169,7 @@ class _Client:
         add_cli_args(self._parser)
         served = json.loads(_get(f"{url}/v1/models"))["data"][0]["id"]
         self._argv = ["--base-url", url, "--model", served, "--tokenizer", job.model]
-        self._argv += ["--ignore-eos", "--disable-tqdm", *job.load]
+        self._argv += ["--disable-tqdm", *job.load]
         self._argv += [
             "--percentile-metrics",
             "ttft,tpot,itl,e2el",

@@ -101,7 +101,8 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
     exist or holds nothing usable."""
     path = Path(directory)
     if not path.is_dir():
-        raise TraceError(f"{directory}: no such directory; give the one named by --trace")
+        wrong = "is no directory" if path.exists() else "no such directory"
+        raise TraceError(f"{directory}: {wrong}; give the one named by --trace")
     found: list[tuple[Header, Records]] = []
     warnings: list[str] = []
     for file in sorted(path.iterdir()):

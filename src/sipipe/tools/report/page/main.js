@@ -13,7 +13,7 @@ function setTheme(theme) {
 function describe() {
   const s = data.runs[0].summary;
   const parts = data.runs.map((run) => run.summary.label).join(" against ");
-  const facts = [s.model.startsWith("/") ? s.model.split("/").pop() : s.model, `${s.stages} stages`, `${s.inflight} microbatches in flight`, s.samplers ? `${s.samplers} samplers` : "", `${s.iterations.toLocaleString("en")} iterations in ${number(s.wall_s)} s`, s.idle_s ? `${number(s.idle_s)} s of them without requests` : ""];
+  const facts = [s.model.startsWith("/") ? s.model.split("/").pop() : s.model, `${s.stages} stages`, `${s.inflight} microbatches in flight`, s.samplers ? `${s.samplers} sampler${s.samplers > 1 ? "s" : ""}` : "", `${s.iterations.toLocaleString("en")} iterations in ${number(s.wall_s)} s`, s.idle_s ? `${number(s.idle_s)} s of them without requests` : ""];
   $("what").textContent = [parts, ...facts.filter(Boolean)].join(" · ");
   $("foot").textContent = `SiPipe ${data.version} · times to ${data.quantum_ns} ns`;
   const warnings = data.runs.flatMap((run) => [...run.summary.warnings, ...(run.left_out.length ? [`Left out of the timeline for size: ${run.left_out.join(", ")}. Use --from and --to for a page of a part.`] : [])]);

@@ -1,0 +1,61 @@
+"""What is wrong with a checkpoint on this machine, seen before a process loads it.
+
+Only what is surely wrong is refused: a name may be one on the hub, and files of other names may be a
+model's own.
+"""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from vllm.config import VllmConfig
+
+from sipipe.errors import ConfigError
+
+CONFIGS = ("config.json", "params.json", "*.gguf", "adapter_config.json")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+TOKENIZERS = ("*token*", "*vocab*", "*.model", "*.tiktoken", "tekken*", "merges*", "*.gguf")
+FILES = ("auto", "hf", "safetensors", "pt", "npcache", "mistral")
+"""Load formats that read files of the model's directory."""
+
+
+def check_model(model: str) -> None:
+    """Refuse a path to nothing, of which the hub would be asked, and a directory of something else.
+
+    Raises:
+        ConfigError: one line that names it.
+    """
+    _check(Path(model), CONFIGS, f'MODEL "{model}"', "config.json of a model")
+    _check_path(model, "MODEL")
+
+
+def _check_path(model: str, option: str) -> None:
+    path = Path(model)
+    if "/" in model and "://" not in model and not path.exists():
+        beside = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else ()
+        near = difflib.get_close_matches(path.name, beside, n=1)
+        if near or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+            meant = f'; did you mean "{path.parent / near[0]}"?' if near else ""
+            raise ConfigError(f'{option} "{model}": there is no such directory{meant}')
+
+
+def check_files(vllm_config: VllmConfig) -> None:
+    """Refuse a directory without weights or without a tokenizer.
+
+    Raises:
+        ConfigError: one line that names it.
+    """
+    model = vllm_config.model_config
+    if model.model_weights:  # in an object store; the directory has the rest of it
+        return
+    if vllm_config.load_config.load_format in FILES:
+        _check(Path(model.model), WEIGHTS, f'MODEL "{model.model}"', "weights (*.safetensors)")
+    if not model.skip_tokenizer_init:
+        where = str(model.tokenizer)
+        _check_path(where, "--tokenizer")
+        _check(Path(where), TOKENIZERS, f'--tokenizer "{where}"', "tokenizer")
+
+
+def _check(folder: Path, patterns: Iterable[str], name: str, what: str) -> None:
+    if folder.is_dir() and not any(any(folder.rglob(pattern)) for pattern in patterns):
+        raise ConfigError(f"{name}: there is no {what} in it: name another, or download it again")

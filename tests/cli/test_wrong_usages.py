@@ -1,0 +1,153 @@
+"""Each mistake of the table (:mod:`.wrong_usages`) is one line that says what is wrong, by each way to
+start an engine, before anything starts."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from benchmarks.make_model.checkpoint import make_model
+from tests.cli.wrong_doors import RAISED, common
+from tests.cli.wrong_usages import DOORS, USAGES, arguments
+from tests.engine.forks import Forked
+
+PROGRAM = Path(__file__).with_name("wrong_doors.py")
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def changed(model: Path, folder: Path, name: str, **fields) -> str:
+    """A copy of ``model`` whose config.json has these fields; None: has it not."""
+    copy = folder / name
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text()) | fields
+    config = {key: value for key, value in config.items() if value is not None}
+    (copy / "config.json").write_text(json.dumps(config))
+    return str(copy)
+
+
+def without(model: Path, folder: Path, name: str, *patterns: str) -> str:
+    copy = folder / name
+    shutil.copytree(model, copy)
+    for file in (file for pattern in patterns for file in copy.glob(pattern)):
+        file.unlink()
+    return str(copy)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """By their names in the table."""
+    folder = tmp_path_factory.mktemp("models")
+    sound = make_model("llama", folder / "sound")
+    (folder / "empty").mkdir()
+    (folder / "file").write_text("no model")
+    bad = without(sound, folder, "bad_config")
+    (Path(bad) / "config.json").write_text("{")
+    return {
+        "sound": str(sound),
+        "nothing": str(folder / "nothing-like-it"),
+        "near": str(folder / "soundd"),
+        "empty": str(folder / "empty"),
+        "file": str(folder / "file"),
+        "no_config": without(sound, folder, "no_config", "config.json"),
+        "bad_config": bad,
+        "no_architecture": changed(sound, folder, "no_architecture", architectures=["NoSuch"]),
+        "unknown_type": changed(sound, folder, "unknown_type", model_type="no_such_type"),
+        "no_weights": without(sound, folder, "no_weights", "*.safetensors"),
+        "no_tokenizer": without(sound, folder, "no_tokenizer", "*token*", "*vocab*", "merges*"),
+        "no_vocabulary_size": changed(sound, folder, "no_size", hidden_size=None, vocab_size="x"),
+    }
+
+
+ALL = [pytest.param((name, True), id=DOORS[name], marks=pytest.mark.slow) for name in DOORS]
+SOME = [pytest.param((name, False), id=f"{DOORS[name]}, some") for name in DOORS]
+
+
+@pytest.fixture(scope="module", params=[*SOME, *ALL])
+def door(request, models, tmp_path_factory):
+    """A door, and what it said of mistakes, each or one of twelve: status and output."""
+    name, every = request.param
+    folder = tmp_path_factory.mktemp("said")
+    given, result = folder / "given", folder / "result"
+    few = [wrong.line for wrong in USAGES][:: 1 if every else 12]
+    given.write_text(json.dumps([models, few]))
+    with (folder / "log").open("w+") as log:
+        program = Forked(
+            PROGRAM, [name, str(given), str(result)], env=os.environ | ENVIRONMENT, out=log
+        )
+        try:
+            program.wait(900)
+        finally:
+            program.kill()
+            program.close()
+        assert result.exists(), log.seek(0) or log.read()[-3000:]
+    return name, json.loads(result.read_text())
+
+
+def fault(wrong, door, status, output) -> str:
+    """What is wrong with what was said; empty: nothing."""
+    lines = [line for line in output.splitlines() if line and "errors.pydantic.dev" not in line]
+    lines = lines or [""]
+    if door == "v" and "vllm serve: error: " in output:  # vLLM's parser, of options of its own
+        lines = [" ".join(output.partition("vllm serve: error: ")[2].split())]
+    if not re.search(wrong.said, lines[-1], re.IGNORECASE):
+        return f"says: {lines[-1]}"
+    if "Traceback" in output:
+        return "has a traceback"
+    wanted = RAISED if door == "l" else wrong.status
+    if status != wanted:
+        return f"status {status}"
+    if door == "s" and not lines[-1].startswith("sipipe: "):
+        return f"is not SiPipe's line: {lines[-1]}"
+    return ""
+
+
+def test_every_mistake_is_one_line_that_says_what_to_do(door):
+    name, said = door
+    asked = [wrong for wrong in USAGES if wrong.line in said]
+    assert len([wrong for wrong in USAGES if name in wrong.doors]) >= 150
+    wrong = {w.line: fault(w, name, *said[w.line]) for w in asked}
+    found = [f"{line}\n    {what}" for line, what in wrong.items() if what]
+    assert not found, f"{DOORS[name]}: {len(found)} of {len(asked)}\n" + "\n".join(found)
+
+
+TRIED = ["-pp 9", '"sampler": 2', "{no_weights}", "--max-num-seqs 0"]
+"""Through the real commands."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("line", TRIED)
+def test_the_real_commands_say_the_same(models, name, line):
+    wrong = next(wrong for wrong in USAGES if wrong.line.split(" =>")[0] == line)
+    model = models[wrong.model.strip("{}")]
+    words = common(name, [*wrong.words])
+    program = f"""
+import sipipe, vllm
+vllm.LLM({model!r}, distributed_executor_backend=sipipe.Executor, **{arguments((*words,))!r})
+"""
+    command = {
+        "s": [sys.executable, "-m", "sipipe", "serve", model, *words],
+        "v": [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *words],
+        "l": [sys.executable, "-c", program],
+    }[name]
+    done = subprocess.run(
+        command,
+        env=os.environ | ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    last = done.stdout.rstrip().splitlines()[-1]
+    assert re.search(wrong.said, last, re.IGNORECASE), done.stdout[-3000:]
+    assert done.returncode == (1 if name == "l" else wrong.status)
+    assert name == "l" or "Traceback" not in done.stdout

