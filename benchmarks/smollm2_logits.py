@@ -1,6 +1,6 @@
 """Rows of a trained model's own logits, kept as `benchmarks/data/smollm2.npz`.
 
-    python -m benchmarks.make_model smollm2 DIR
+    sipipe make-model smollm2 DIR
     python -m benchmarks.smollm2_logits DIR
 
 32 positions of chats and code, 49,152 logits each, as bits of bfloat16. Half of them end a prompt,

@@ -19,11 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.make_model import smollm2
-
 from sipipe.errors import ResourceError
+from sipipe.tools import smollm2
 from sipipe.tools.load import SAMPLING
 
 MODELS = Path("build/models")

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.make_model.families import FAMILIES, MIXTURES, SIZES, Shape
-from benchmarks.make_model.smollm2 import place, without_bars
 from benchmarks.make_model.tokenizer import write_tokenizer
 from sipipe.errors import ConfigError
+from sipipe.tools.smollm2 import place, without_bars
 
 LOGITS_STD = 3.0
 

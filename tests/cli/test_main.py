@@ -44,6 +44,8 @@ def test_version(capsys):
     [
         (["sevre"], 'sipipe: unknown command "sevre"; did you mean "serve"?\n'),
         (["--port"], 'sipipe: unknown option "--port"; see sipipe --help\n'),
+        (["make-model"], "required: MODEL, DIR (see sipipe make-model -h)\n"),
+        (["make-model", "llama", "x"], "invalid choice: 'llama'"),
         (["serve", "m", "--samplers", "0"], '"samplers" must be a whole number'),
         (["serve", "m", "--samplers", "many"], "not 'many'"),
         (["serve", "m", "--inflight", "-1"], '"inflight"'),

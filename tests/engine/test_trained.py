@@ -7,7 +7,6 @@ from pathlib import Path
 import jsonschema
 import pytest
 from benchmarks import make_model
-from benchmarks.make_model import smollm2 as published
 from tests.engine.engines import (
     assert_stock,
     greedy,
@@ -20,6 +19,7 @@ from tests.engine.engines import (
 from tests.engine.test_features import same_logprobs
 
 from sipipe.errors import ResourceError
+from sipipe.tools import smollm2 as published
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 

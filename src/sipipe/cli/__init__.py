@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "choose pipeline and tensor degrees for a model and a cluster",
     "trace": "report on and export recorded traces",
     "top": "live view of a running server",
+    "make-model": "unpack a small trained model, to try SiPipe with",
     "warm": "compile all kernels now, so that later starts need not",
     "gpu-check": "whether SiPipe works on this machine's GPUs, as a file to send",
     "doctor": "what this machine has, and what SiPipe would do on it",

@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from sipipe.engine.forking import importing
-from sipipe.errors import ConfigError, SiPipeError, tell
+from sipipe.errors import SiPipeError, tell
 from sipipe.ipc.parent import end_group_with
 
 VLLMS_WATCH = "MPClientEngineMonitor"
@@ -58,7 +58,7 @@ def main() -> int:
         return serve(*arguments, started=lambda args: _started(supervisor, args))
     except SiPipeError as error:
         tell(error)
-        return 2 if isinstance(error, ConfigError) else 1
+        return error.status
     except KeyboardInterrupt:
         return 130
     except Exception as error:

