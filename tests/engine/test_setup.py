@@ -3,6 +3,7 @@
 import dataclasses
 import multiprocessing
 import os
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -184,3 +185,12 @@ def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
         "final2-1.r0",
         "final2-1.r1",
     ]
+
+
+def test_a_configuration_that_comes_from_another_process_has_that_one_watched(monkeypatch):
+    watched = []
+    monkeypatch.setattr(setup, "end_after_starter", lambda: watched.append(True))
+    made = setup.PipelineVllmConfig.__new__(setup.PipelineVllmConfig)
+    made.__dict__["additional_config"] = {"kept": 1}
+    assert pickle.loads(pickle.dumps(made)).additional_config == {"kept": 1}
+    assert watched == [True]

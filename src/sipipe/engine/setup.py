@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -39,6 +40,7 @@ from sipipe.engine.logits_room import rows_needed
 from sipipe.engine.memory_budget import Part, check_budget, describe, memory_budget
 from sipipe.engine.speculation import without_speculation
 from sipipe.errors import ConfigError
+from sipipe.ipc.parent import end_after_starter
 from sipipe.messages.boots import Path
 from sipipe.messages.link import buffer_tokens
 
@@ -54,6 +56,12 @@ class PipelineVllmConfig(VllmConfig):
     vLLM derives that number from the parallel configuration. And they stand on vLLM's second runner,
     which vLLM does not take on CPUs without Triton; SiPipe has the kernels. The plugin therefore has ``EngineArgs`` make this class (:mod:`sipipe.engine.plugin`).
     """
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In vLLM's engine process too, which waits for its front end for five minutes, also when
+        that is gone (the executor, which looks after it, comes later)."""
+        self.__dict__.update(state)
+        end_after_starter()
 
     @property
     def use_v2_model_runner(self) -> bool:

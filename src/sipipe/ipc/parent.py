@@ -15,6 +15,7 @@ Relies on
 """
 
 import ctypes
+import multiprocessing
 import os
 import pickle
 import queue
@@ -25,7 +26,8 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from functools import cache
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import psutil
@@ -112,6 +114,22 @@ PR_SET_PDEATHSIG = 1
 def end_with_parent_thread() -> None:
     """The kernel kills this process when the *thread* ends that started it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@cache
+def end_after_starter() -> None:
+    """Whatever this process of multiprocessing does then, it ends 15 s after the one that started
+    it. Once a process; nothing where another program did."""
+    starter = multiprocessing.parent_process()
+    if starter is None:
+        return
+
+    def watch() -> None:
+        wait([starter.sentinel])  # wait: none; the end of the process that started this one
+        time.sleep(1.5 * GRACE_SECONDS)  # wait: 15 s; nobody, its orderly end takes 10 at most
+        os._exit(1)
+
+    threading.Thread(target=watch, name="SiPipeStarter", daemon=True).start()
 
 
 def end_group_with(other: socket.socket, grace: float = 0.0) -> None:
