@@ -294,7 +294,8 @@ def test_what_sipipe_does_not_serve_is_refused_in_the_foreground(model, words):
 
 
 @pytest.mark.parametrize("words", [["-sc", '{"method": "ngram"}'], ["--spec-method", "ngram"]])
-def test_drafts_by_prompt_lookup_need_no_further_word(model, words):
+def test_drafts_by_prompt_lookup_need_no_further_word(model, words, monkeypatch):
+    monkeypatch.setattr("sipipe.engine.plugin.take_every_parameter", lambda: None)  # for good
     config = config_of(model, *words, "--max-model-len", "256").speculative_config
     assert (config.num_speculative_tokens, config.prompt_lookup_max) == (16, 4)
 
