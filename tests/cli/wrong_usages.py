@@ -127,7 +127,7 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --worker-cls my.Worker => --worker-cls my.Worker: SiPipe brings its own
 --speculative-config '{"method": "ngram_gpu", "num_speculative_tokens": 2}' => --speculative-config
 --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}' => speculative|MTP
---speculative-config '{"method": "eagle", "model": "x", "num_speculative_tokens": 1}' => 'x'
+--speculative-config '{"method": "eagle", "model": "x", "num_speculative_tokens": 1}' => does not support "eagle"
 --speculative-config '{"method": "no-such", "num_speculative_tokens": 2}' => speculative|method
 --speculative-config '{"method": "ngram", "num_speculative_tokens": 0}' => num_speculative_tokens
 --speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 5, "prompt_lookup_max": 2}' => prompt_lookup

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sipipe.errors import ConfigError
 from sipipe.observe import recorder as recorder_module
 from sipipe.observe.format import (
     CPU,
@@ -232,7 +233,7 @@ def test_a_process_that_ends_without_close_loses_nothing(tmp_path):
 
 def test_unwritable_directory_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TraceError, match="cannot write to") as caught:
+    with pytest.raises(ConfigError, match="cannot write to") as caught:
         open_recorder(tmp_path / "file" / "below", Header(role="stage"))
     assert "\n" not in str(caught.value)
 

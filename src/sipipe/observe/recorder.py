@@ -29,6 +29,7 @@ from pathlib import Path
 
 import msgspec
 
+from sipipe.errors import ConfigError
 from sipipe.messages.boots import Watched
 from sipipe.observe.format import (
     CPU,
@@ -37,7 +38,6 @@ from sipipe.observe.format import (
     PACK,
     SUFFIX,
     Header,
-    TraceError,
     encode_header,
 )
 from sipipe.observe.live import LivePage, LiveWriter
@@ -51,7 +51,7 @@ _LIMIT = 0xFFFFFFFF
 
 
 def check_directory(directory: str) -> None:
-    """Make ``directory``, and raise :class:`TraceError` unless files can be written there."""
+    """Make ``directory``, and raise ConfigError unless files can be written there."""
     try:
         os.makedirs(directory, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
@@ -59,8 +59,8 @@ def check_directory(directory: str) -> None:
         raise _cannot_write(directory, error) from None
 
 
-def _cannot_write(directory: Path | str, error: OSError) -> TraceError:
-    return TraceError(
+def _cannot_write(directory: Path | str, error: OSError) -> ConfigError:
+    return ConfigError(
         f"trace: cannot write to {str(directory)!r} ({error.strerror}); "
         "name a directory that this user may write to"
     )
@@ -82,7 +82,7 @@ class Recorder:
         ``limit``: bytes on the disk at most, the oldest records giving way; None: no limit.
 
         Raises:
-            TraceError: the file cannot be created.
+            ConfigError: the file cannot be created.
         """
         self._count: Callable[..., None] = live.phase if live else lambda *_: None
         self._path = path
@@ -222,7 +222,7 @@ def open_recorder(
         limit: bytes that the file may have with the one before it; None: no limit.
 
     Raises:
-        TraceError: the directory cannot be written to.
+        ConfigError: the directory cannot be written to.
     """
     if directory is None:
         return Recorder(header, live=live)
@@ -244,7 +244,7 @@ def open_recorder(
 def record_process(
     watched: Watched, role: Role, index: int = 0, rank: int = 0, layers: int = 0
 ) -> Recorder:
-    """Open the recorder of the executor, or of stage or sampler ``index``. Raises TraceError: the
+    """Open the recorder of the executor, or of stage or sampler ``index``. Raises ConfigError: the
     engine is gone, or the trace cannot be written."""
     live = LivePage.attach(watched.live).writer(role, index, rank) if watched.live else None
     header = Header(
