@@ -9,6 +9,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.cores import Core, plan_cores
 from sipipe.engine import forking
+from sipipe.ipc.parent import STARTER
 
 LIBGOMP = "/torch/lib/libgomp.so.1"
 
@@ -82,9 +83,12 @@ MORE = {"OMP_NUM_THREADS": "2", "GOMP_CPU_AFFINITY": "0 1", "LD_PRELOAD": ""}
 )
 def test_a_worker_is_forked_only_where_it_reads_the_same(monkeypatch, loaded, wanted, may):
     monkeypatch.setattr(forking, "_loaded", loaded)
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    there = [threading.main_thread()]
+    monkeypatch.setattr(threading, "enumerate", lambda: there)
     assert forking.may_fork(wanted) is may
-    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    there.append(threading.Thread(name=STARTER))
+    assert forking.may_fork(wanted) is may, "it sleeps"
+    there.append(threading.Thread())
     assert not forking.may_fork(wanted), "which may hold a lock"
 
 
