@@ -14,15 +14,18 @@ healthy. It authenticates nobody, and hands on the Authorization header.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector, web
 
 GENERATES = ("/v1/completions", "/v1/chat/completions")
 UNREACHABLE = (ClientError, TimeoutError, OSError)
+HEALTH = ClientTimeout(total=3)
+"""Who asks for the router's health waits for that of all engines, which are asked at once."""
 
 
 class Engines:
@@ -78,6 +81,11 @@ def of_prompt(body: dict) -> dict:
     return asked
 
 
+def handed_on(request: web.Request) -> dict[str, str]:
+    """The headers that engines get too."""
+    return {k: v for k, v in request.headers.items() if k in ("Authorization", "X-Request-Id")}
+
+
 class Router:
     def __init__(self, prefill: Engines, decode: Engines, timeout: float) -> None:
         self.prefill, self.decode = prefill, decode
@@ -91,16 +99,22 @@ class Router:
         return app
 
     async def _open(self, _: web.Application) -> AsyncIterator[None]:
-        async with ClientSession(timeout=self._timeout) as self._session:
+        # As many requests at once as clients have: aiohttp would let the 101st wait, and /health.
+        connector = TCPConnector(limit=0)
+        async with ClientSession(timeout=self._timeout, connector=connector) as self._session:
             yield
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         try:
-            body = dict(await request.json())
-        except ValueError:
-            raise web.HTTPBadRequest(text="the body is no JSON object") from None
-        kept = {k: v for k, v in request.headers.items() if k in ("Authorization", "X-Request-Id")}
-        post = (self._session, "POST", request.path)
+            body = await request.json()
+        except (ValueError, LookupError):  # LookupError: a charset that is none
+            body = None
+        if not isinstance(body, dict):
+            raise web.HTTPBadRequest(text="the body is no JSON object")
+        # Where a prompt's cache is, prefill engines say; a client's word would have an engine ask
+        # anybody.
+        body.pop("kv_transfer_params", None)
+        kept, post = handed_on(request), (self._session, "POST", request.path)
         async with self.prefill.ask(*post, json=of_prompt(body), headers=kept) as answer:
             said = await self._whole(answer)
             if said.status != 200:
@@ -136,22 +150,23 @@ class Router:
         return stream
 
     async def health(self, _: web.Request) -> web.Response:
-        bad, well = [], set()
-        for engines in (self.prefill, self.decode):
-            for address in engines.addresses:
-                try:
-                    async with self._session.get(f"{address}/health") as answer:
-                        status = str(answer.status)
-                except UNREACHABLE as error:
-                    status = type(error).__name__
-                if status == "200":
-                    well.add(engines.kind)
-                else:
-                    bad.append(f"{engines.kind} engine {address}: {status}\n")
+        asked = [(each.kind, at) for each in (self.prefill, self.decode) for at in each.addresses]
+        found = await asyncio.gather(*(self._health(address) for _, address in asked))
+        states = [(*one, status) for one, status in zip(asked, found, strict=True)]
+        bad = [f"{kind} engine {at}: {status}\n" for kind, at, status in states if status != "200"]
+        well = {kind for kind, _, status in states if status == "200"}
         return web.Response(text="".join(bad), status=200 if len(well) == 2 else 503)
 
-    async def models(self, _: web.Request) -> web.Response:
-        async with self.decode.ask(self._session, "GET", "/v1/models") as answer:
+    async def _health(self, address: str) -> str:
+        try:
+            async with self._session.get(f"{address}/health", timeout=HEALTH) as answer:
+                return str(answer.status)
+        except UNREACHABLE as error:
+            return type(error).__name__
+
+    async def models(self, request: web.Request) -> web.Response:
+        get = (self._session, "GET", "/v1/models")
+        async with self.decode.ask(*get, headers=handed_on(request)) as answer:
             return await self._whole(answer)
 
 

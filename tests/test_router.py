@@ -1,6 +1,7 @@
 """deploy/prefill_router.py before engines that are stand-ins."""
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 from pathlib import Path
@@ -25,10 +26,15 @@ class StandIn:
 
     def __init__(self, name):
         self.name, self.asked, self.ended = name, [], asyncio.Event()
+        self.models, self.hangs = [], False
 
     async def __call__(self, request):
         if request.path == "/health":
+            await asyncio.sleep(60 * self.hangs)
             return aiohttp.web.Response()
+        if request.path == "/v1/models":
+            self.models.append(dict(request.headers))
+            return aiohttp.web.json_response({})
         body = await request.json()
         self.asked.append((body, dict(request.headers)))
         if body.get("act") == "refuse" and self.name.startswith("prefill"):
@@ -163,3 +169,37 @@ def test_refusals_broken_streams_and_clients_that_go_away():
         await running.engines["decode a"].ended.wait()
 
     run(test, ["prefill a"], ["decode a"])
+
+
+def test_what_clients_say_of_caches_is_not_believed_and_a_body_that_is_no_object_is_refused():
+    async def test(running):
+        await running.ask(kv_transfer_params={"remote_host": "10.0.0.1"})
+        assert "kv_transfer_params" not in running.engines["decode a"].asked[0][0]
+        for body in (b"null", b"5", b'[["prompt", "a"]]', b"{"):
+            async with running.session.post("/v1/completions", data=body) as answer:
+                assert (answer.status, await answer.text()) == (400, "the body is no JSON object")
+        async with running.session.get("/v1/models", headers={"Authorization": "Bearer x"}):
+            assert running.engines["decode a"].models[0]["Authorization"] == "Bearer x"
+
+    run(test, ["prefill a"], ["decode a"])
+
+
+def test_many_streams_and_an_engine_that_hangs_do_not_hold_up_health():
+    async def test(running):
+        body = {"prompt": [1], "stream": True, "act": "stay"}
+        async with contextlib.AsyncExitStack() as open_ones:
+            session = await open_ones.enter_async_context(
+                aiohttp.ClientSession(
+                    running.session._base_url, connector=aiohttp.TCPConnector(limit=0)
+                )
+            )
+            for _ in range(101):  # aiohttp has a hundred connections unless it is told
+                stream = session.post("/v1/completions", json=body)
+                answer = await open_ones.enter_async_context(stream)
+                assert await answer.content.readany()
+            running.engines["decode b"].hangs = True
+            async with running.session.get("/health") as answer:
+                assert answer.status == 200
+                assert (await answer.text()).endswith(": TimeoutError\n")
+
+    run(test, ["prefill a"], ["decode a", "decode b"])

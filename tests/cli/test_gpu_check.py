@@ -39,6 +39,16 @@ def test_a_step_that_is_not_there_is_named(capsys):
     assert '--steps "three" is none of versions, draws' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("out", ["missing/found.jsonl", "other.txt", "."])
+def test_a_file_that_cannot_be_appended_to_is_said_before_any_step(tmp_path, capsys, out):
+    (tmp_path / "other.txt").write_text("notes")
+    argv = ["gpu-check", "--without-gpu", "--steps", "versions", "--out", str(tmp_path / out)]
+    assert cli.main(argv) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f'sipipe: gpu-check: --out "{tmp_path / out}" cannot be appended')
+    assert (said.err.count("\n"), said.out) == (1, "")
+
+
 @pytest.mark.timeout(300)
 def test_parts_run_on_a_host_alone(tmp_path):
     status, lines = check(tmp_path, "versions,draws,copies,links", "--without-gpu")

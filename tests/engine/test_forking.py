@@ -1,6 +1,10 @@
 """Which workers can be forked: those that read nothing else where OpenMP is loaded."""
 
+import gc
+import json
 import os
+import socket
+import sys
 import threading
 
 import pytest
@@ -8,7 +12,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.cores import Core, plan_cores
-from sipipe.engine import forking
+from sipipe.engine import forking, server
+from sipipe.ipc.parent import STARTER
 
 LIBGOMP = "/torch/lib/libgomp.so.1"
 
@@ -82,9 +87,12 @@ MORE = {"OMP_NUM_THREADS": "2", "GOMP_CPU_AFFINITY": "0 1", "LD_PRELOAD": ""}
 )
 def test_a_worker_is_forked_only_where_it_reads_the_same(monkeypatch, loaded, wanted, may):
     monkeypatch.setattr(forking, "_loaded", loaded)
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    there = [threading.main_thread()]
+    monkeypatch.setattr(threading, "enumerate", lambda: there)
     assert forking.may_fork(wanted) is may
-    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    there.append(threading.Thread(name=STARTER))
+    assert forking.may_fork(wanted) is may, "it sleeps"
+    there.append(threading.Thread())
     assert not forking.may_fork(wanted), "which may hold a lock"
 
 
@@ -113,3 +121,22 @@ def test_threads_spin_briefly_on_cores_that_others_use_too(monkeypatch):
     assert forking.waiting(shared=True) == {"GOMP_SPINCOUNT": forking.SPINS}
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert forking.waiting(shared=True) == {}, "the user's own wins"
+
+
+def test_ctrl_c_while_vllm_is_imported_ends_the_server_without_a_word(monkeypatch, capfd):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    (ours, theirs), kept = socket.socketpair(), []
+    arguments = json.dumps([["MODEL"], {}, 0])
+    monkeypatch.setattr(sys, "argv", ["server", str(theirs.detach()), arguments])
+    monkeypatch.setattr(server, "end_group_with", kept.append)
+    monkeypatch.setattr(server.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(server, "importing", interrupted)
+    try:
+        assert server.main() == 130
+    finally:
+        gc.enable()
+        ours.close()
+        kept[0].close()
+    assert capfd.readouterr().err == ""

@@ -5,6 +5,7 @@ import io
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+import torch
 from benchmarks.make_model.checkpoint import make_model
 from tests.cli import wrong_usages
 from vllm.config import VllmConfig
@@ -200,6 +202,26 @@ def test_workers_on_cpus_of_the_users_choice_or_on_hidden_nodes(nodes, monkeypat
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
     monkeypatch.setattr(kv_memory.cpu_resource_utils, "get_visible_memory_node", lambda: [1])
     assert kv_memory.worker_nodes(plan((0,), (3,))) == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder_only", "hybrid"])
+def test_a_prompt_is_too_long_only_where_every_layer_keeps_it(kind):
+    longest = SimpleNamespace(
+        hf_text_config=SimpleNamespace(),
+        original_max_model_len=None,
+        attn_type=kind,
+        dtype=torch.float32,
+        max_model_len=1024,
+        get_sliding_window=lambda: None,
+    )
+    config = SimpleNamespace(
+        model_config=longest,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    refused = pytest.raises(ConfigError, match="--max-model-len 1024")
+    with refused if kind == "decoder" else nullcontext():
+        kv_memory._check_longest(config, elements=1 << 10, size=1 << 20)
 
 
 def by_sipipe(model, *argv):

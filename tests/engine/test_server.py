@@ -125,6 +125,7 @@ def test_many_streams_with_aborts_end_and_nothing_is_left(served):
     assert not left_in_shared_memory(before)
     # A compiled model's cache is torch's to keep.
     assert not [name for name in os.listdir(temporary) if not name.startswith("torch")]
+    assert "leaked" not in log.read_text()
     check_reach(log.read_text())
 
 

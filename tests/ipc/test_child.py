@@ -9,12 +9,13 @@ import sys
 import psutil
 
 PROGRAM = """
-import json, os, signal, socket, sys
+import atexit, json, os, signal, socket, sys
 from sipipe.ipc.child import start_child
 
 sys.path.insert(0, DIRECTORY)
 kept, read = socket.socketpair(), open(DIRECTORY + "/child.py")
 signal.signal(signal.SIGTERM, lambda *_: None)
+atexit.register(lambda: open(DIRECTORY + "/ours", "w"))
 ours, theirs = socket.socketpair()
 began = []
 process, control = start_child(
@@ -34,7 +35,7 @@ print(process.pid, flush=True)
 signal.pause()
 """
 CHILD = """
-import json, os, signal, socket, sys
+import atexit, json, os, signal, socket, sys
 from sipipe.ipc.parent import Parent
 
 parent = Parent(int(sys.argv[1]))
@@ -45,6 +46,7 @@ for number in os.listdir("/proc/self/fd"):
         opened[number] = os.readlink(f"/proc/self/fd/{number}")
     except OSError:
         pass
+atexit.register(lambda: open(os.path.dirname(__file__) + "/its", "w"))
 said = [sys.argv[3:], dict(os.environ), opened, __name__, sys.stdin.read()]
 end.send(json.dumps(said).encode())
 end.recv(5)
@@ -71,6 +73,8 @@ def test_what_a_forked_child_has(tmp_path):
             assert len(sockets) == 2, "its control socket, and the end that it was given"
             assert not any(what.endswith("child.py") for what in opened.values())
             assert not psutil.pid_exists(first)
+            assert (tmp_path / "its").exists(), "what it was to do at its end is done"
+            assert not (tmp_path / "ours").exists(), "that of its parent is not"
             process.stdin.close()
             second = psutil.Process(int(process.stdout.readline()))
             os.kill(process.pid, signal.SIGKILL)  # the kernel closes its end of the control socket

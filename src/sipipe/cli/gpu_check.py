@@ -65,6 +65,11 @@ def main(argv: Sequence[str]) -> int:
             "steps that need none"
         )
     require_vllm()
+    try:
+        own.out.open("a").close()
+        _lines(own.out)
+    except (OSError, ValueError) as error:  # ValueError: lines of something else
+        raise ConfigError(f'gpu-check: --out "{own.out}" cannot be appended to: {error}') from None
     own.pp = own.pp or max(1, gpus // own.tp)
     fine = [_step(name, own, gpus) for name in own.steps.split(",")]
     print(f"{own.out}: {len(fine)} steps, {fine.count(False)} failed")
@@ -107,11 +112,15 @@ def _found(name: str, step: Options, own: argparse.Namespace, gpus: int) -> dict
                 sys.executable, "-P", "-m", "sipipe", "trace", "report", trace, "--json"
             )
             found["trace"] = json.loads(report or "{}")
-    said = map(json.loads, own.out.read_text().splitlines() if own.out.exists() else ())
-    told = [one["found"] for one in said if one["step"] == step.get("like") and "found" in one]
+    like, lines = step.get("like"), _lines(own.out)
+    told = [one["found"] for one in lines if one["step"] == like and "found" in one]
     if told and told[-1]["answers"] != found["found"]["answers"]:
-        found["failed"] = f"greedy tokens are not those of {step['like']}"
+        found["failed"] = f"greedy tokens are not those of {like}"
     return found
+
+
+def _lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def _server(step: Options, own: argparse.Namespace, gpus: int, trace: str) -> dict[str, Any]:

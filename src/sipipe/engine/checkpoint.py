@@ -57,5 +57,7 @@ def check_files(vllm_config: VllmConfig) -> None:
 
 
 def _check(folder: Path, patterns: Iterable[str], name: str, what: str) -> None:
-    if folder.is_dir() and not any(any(folder.rglob(pattern)) for pattern in patterns):
+    # Not deeper: it may be anything, a file server's root among them.
+    places = [place + pattern for pattern in patterns for place in ("", "*/")]
+    if folder.is_dir() and not any(any(folder.glob(place)) for place in places):
         raise ConfigError(f"{name}: there is no {what} in it: name another, or download it again")

@@ -61,7 +61,8 @@ def _check_longest(vllm_config: VllmConfig, elements: int, size: int) -> None:
     model, text = vllm_config.model_config, vllm_config.model_config.hf_text_config
     whole = set(getattr(text, "layer_types", None) or ()) <= {"full_attention"}
     shared = getattr(text, "num_kv_shared_layers", 0) or model.original_max_model_len == -1
-    if not whole or shared or model.get_sliding_window() is not None:
+    all_keep = whole and not shared and model.attn_type == "decoder"  # an encoder keeps none
+    if not all_keep or model.get_sliding_window() is not None:
         return
     widths = {"auto": model.dtype.itemsize, "bfloat16": 2, "float16": 2}
     width = widths.get(vllm_config.cache_config.cache_dtype, 0.5)  # others: no less than this

@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial, wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -61,8 +62,9 @@ def _asks_for_us(backend: Any) -> bool:
         return getattr(backend, "__module__", "") == "sipipe.engine.executor"
     if backend in EXECUTOR_NAMES:
         return True
-    plain = backend.replace(":", ".").lower()
-    if plain.startswith("sipipe") or difflib.get_close_matches(plain, ["sipipe.executor"]):
+    package = backend.replace(":", ".").partition(".")[0]
+    near = difflib.get_close_matches(package.lower()[:6], ["sipipe"], cutoff=0.8)
+    if near and (package == "sipipe" or find_spec(package) is None):  # else it is another's
         raise ConfigError(
             f'--distributed-executor-backend "{backend}": there is no such executor; did you mean '
             "sipipe.Executor?"

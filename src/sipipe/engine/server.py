@@ -49,12 +49,12 @@ def main() -> int:
     # What vLLM's 5,000 modules make stays, and the collector would go through it again and again: a
     # quarter of the time that importing takes. Frozen, it is shared with what is forked.
     gc.disable()
-    with importing(*arguments):
-        from sipipe.engine.launch import serve
-
-    gc.freeze()
-    gc.enable()
     try:
+        with importing(*arguments):
+            from sipipe.engine.launch import serve
+
+        gc.freeze()
+        gc.enable()
         return serve(*arguments, started=lambda args: _started(supervisor, args))
     except SiPipeError as error:
         tell(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing.util
 import os
 import runpy
@@ -85,6 +86,7 @@ def fork(
     if pid := os.fork():
         return pid
     status = 1
+    atexit._clear()  # what this process was to do at its end, it does itself
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
@@ -105,6 +107,7 @@ def fork(
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        atexit._run_exitfuncs()
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
         sys.stdout.flush()
         sys.stderr.flush()

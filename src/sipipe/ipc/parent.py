@@ -116,20 +116,34 @@ def end_with_parent_thread() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-@cache
-def end_after_starter() -> None:
-    """Whatever this process of multiprocessing does then, it ends 15 s after the one that started
-    it. Once a process; nothing where another program did."""
-    starter = multiprocessing.parent_process()
-    if starter is None:
-        return
+STARTER = "SiPipeStarter"
+"""A thread that sleeps, and holds no lock."""
 
+
+def end_after_starter() -> None:
+    """From ``__setstate__`` of what a process gets that multiprocessing spawns: whatever it does then,
+    it ends 15 s after the one that started it. Nothing elsewhere."""
+    if _unpickles():
+        _watch_starter()
+
+
+def _unpickles() -> bool:
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
+
+
+@cache
+def _watch_starter() -> None:
     def watch() -> None:
+        while _unpickles():  # until then nobody has said who started this process
+            time.sleep(0.1)  # wait: 0.1 s, again and again; what this process gets is unpickled
+        time.sleep(1.0)  # wait: 1 s, once; nobody, it is said next
+        if (starter := multiprocessing.parent_process()) is None:  # a worker, which has a `Parent`
+            return
         wait([starter.sentinel])  # wait: none; the end of the process that started this one
         time.sleep(1.5 * GRACE_SECONDS)  # wait: 15 s; nobody, its orderly end takes 10 at most
         os._exit(1)
 
-    threading.Thread(target=watch, name="SiPipeStarter", daemon=True).start()
+    threading.Thread(target=watch, name=STARTER, daemon=True).start()
 
 
 def end_group_with(other: socket.socket, grace: float = 0.0) -> None:

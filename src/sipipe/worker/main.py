@@ -30,6 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+from tqdm import tqdm
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.logger import configure_logging, init_logger
 from vllm.platforms import current_platform
@@ -59,6 +60,8 @@ logger = init_logger(f"vllm.{__name__}")
 def worker_main(boot: WorkerBoot, parent: Parent, sockets: Sequence[socket.socket]) -> None:
     """Entry point of the process; returns when the engine closes the channels."""
     main = loop = None
+    # Its own would be a semaphore of the system's, left behind by a process that is killed.
+    tqdm.set_lock(threading.RLock())  # wait: held while a line is written; as that is
     try:
         main = Main(boot, parent, sockets)
         loop = main.load()
