@@ -22,7 +22,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
+from importlib import import_module, reload
 from multiprocessing import spawn, util
 from typing import Any
 
@@ -30,6 +30,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan, bind_threads, degrees, plan_cores, this_machine
 from sipipe.errors import SiPipeError
 from sipipe.ipc.child import fork
+from sipipe.ipc.parent import STARTER_WATCH
 from sipipe.versions import installed_vllm
 
 SPINS = "10000"
@@ -104,7 +105,8 @@ def _read(environment: Mapping[str, str]) -> dict[str, str]:
 
 def may_fork(environment: Mapping[str, str]) -> bool:
     """Whether a worker with this environment can be forked from here."""
-    if _loaded is None or threading.active_count() > 1:
+    threads = [one for one in threading.enumerate() if one.name != STARTER_WATCH]
+    if _loaded is None or len(threads) > 1:
         return False
     # vLLM preloads the library that torch brings, which is loaded here.
     preloads = environment.get("LD_PRELOAD", "").split(":")
@@ -138,6 +140,9 @@ def spawn_by_fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> i
 
     def run() -> None:
         util.spawnv_passfds = _anew
+        # Imported before vLLM made the directory through which several API servers count.
+        if (counts := sys.modules.get("prometheus_client.values")) is not None:
+            reload(counts)
         sys.argv = ["-c", "--multiprocessing-fork"]
         spawn.spawn_main(**numbers)
 

@@ -35,6 +35,9 @@ import psutil
 from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import ASK_STATUS, Status
 
+STARTER_WATCH = "SiPipeStarter"
+"""A thread that only waits, and holds nothing that a fork of its process would miss."""
+
 
 class Parent:
     """The engine, as a child sees it. Made in the main thread; takes SIGTERM and SIGINT over."""
@@ -129,7 +132,7 @@ def end_after_starter() -> None:
         time.sleep(1.5 * GRACE_SECONDS)  # wait: 15 s; nobody, its orderly end takes 10 at most
         os._exit(1)
 
-    threading.Thread(target=watch, name="SiPipeStarter", daemon=True).start()
+    threading.Thread(target=watch, name=STARTER_WATCH, daemon=True).start()
 
 
 def end_group_with(other: socket.socket, grace: float = 0.0) -> None:
