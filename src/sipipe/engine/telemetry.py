@@ -33,13 +33,16 @@ class Figures:
 
     def __init__(self, setup: Setup, samplers: int, run: str, clock_offset_ns: int = 0) -> None:
         model = str(setup.vllm_config.model_config.model)
+        number, trace = setup.vllm_config.parallel_config.data_parallel_index, setup.config.trace
+        if trace is not None and setup.vllm_config.replicas > 1:
+            trace = f"{trace}/replica-{number}"
         header = PageHeader(
             stages=setup.stages,
             ranks=setup.ranks,
             samplers=samplers,
             inflight=setup.slots,
             model=model[:300],
-            engine=str(setup.vllm_config.parallel_config.data_parallel_rank),
+            engine=str(number),
         )
         self._page = LivePage.create(header)
         self._here: list[Key] = [
@@ -52,7 +55,7 @@ class Figures:
             inflight=setup.slots,
             model=model,
             run=run,
-            trace=setup.config.trace,
+            trace=trace,
             trace_bytes=limit and (limit << 20) // (1 + len(self._here)),
             live=self._page.path,
             clock_offset_ns=clock_offset_ns,
@@ -80,7 +83,6 @@ class Telemetry(Figures):
         self._samplers = samplers
         self.live = self._page.writer("executor")
         self._publisher = Publisher(self._page)
-        self._publisher.start()
         self._recorder = record_process(self.watched, "executor")
 
     def record(
@@ -100,8 +102,10 @@ class Telemetry(Figures):
         self._recorder.record(Phase.IDLE, 0, 0, began, ended)
 
     def ready(self, setup: Setup) -> None:
-        """The engine can serve: say on the page how it does."""
+        """The engine can serve: say on the page how it does, and from now on in files where those are
+        read. Workers have been forked: a thread before would have been in the way."""
         self._page.ready(setup.path, setup.reason, vllm.__version__)
+        self._publisher.start()
 
     def measured_times(self, controller: ConcurrencyController) -> MeasuredTimes:
         """The times of stages, samplers and this process, as a controller's input."""

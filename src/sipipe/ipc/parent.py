@@ -123,23 +123,16 @@ STARTER = "SiPipeStarter"
 def end_after_starter() -> None:
     """From ``__setstate__`` of what a process gets that multiprocessing spawns: whatever it does then,
     it ends 15 s after the one that started it. Nothing elsewhere."""
-    if _unpickles():
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
         _watch_starter()
-
-
-def _unpickles() -> bool:
-    return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
 @cache
 def _watch_starter() -> None:
+    starter = os.pidfd_open(os.getppid())
+
     def watch() -> None:
-        while _unpickles():  # until then nobody has said who started this process
-            time.sleep(0.1)  # wait: 0.1 s, again and again; what this process gets is unpickled
-        time.sleep(1.0)  # wait: 1 s, once; nobody, it is said next
-        if (starter := multiprocessing.parent_process()) is None:  # a worker, which has a `Parent`
-            return
-        wait([starter.sentinel])  # wait: none; the end of the process that started this one
+        wait([starter])  # wait: none; the end of the process that started this one
         time.sleep(1.5 * GRACE_SECONDS)  # wait: 15 s; nobody, its orderly end takes 10 at most
         os._exit(1)
 
