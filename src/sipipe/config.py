@@ -40,9 +40,6 @@ CountOrAuto = Annotated[
 Name = Annotated[str, Meta(pattern=r"^[^\x00\ud800-\udfff]+$")]
 """Text that a path can have and JSON can carry: Python has halves of surrogate pairs for bytes that
 are no UTF-8."""
-Directory = Annotated[
-    Name | None, Meta(description="a directory's path, in UTF-8 without NUL, or null")
-]
 Seconds = Annotated[
     float, Meta(gt=0, le=1e9, description="a finite number of seconds above 0, at most 1e9")
 ]
@@ -204,7 +201,9 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Placement on CPU cores. ``"auto"``: planned from the machine. ``"off"``: nothing is bound.
     Else ``{"stages": [[0], [1]], "samplers": [[2], [3]], "scheduler": [4]}``."""
 
-    trace: Directory = None
+    trace: Annotated[
+        Name | None, Meta(description="a directory's path, in UTF-8 without NUL, or null")
+    ] = None
     """Directory that receives trace files, made if missing. None: no tracing."""
 
     trace_limit: Annotated[
@@ -212,10 +211,6 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1024
     """MiB that a trace may take on each host; the oldest records give way to new ones. The
     processes have equal parts of it. None: no limit."""
-
-    shm_dir: Directory = None
-    """Directory for the channels' memory, best on a memory file system. None: anonymous memory,
-    which needs no ``/dev/shm`` and leaves nothing behind, whatever happens."""
 
     stall_timeout: Seconds = 300.0
     """Seconds that one iteration may take before the engine stops with an error that names the

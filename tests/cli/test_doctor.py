@@ -126,7 +126,7 @@ def test_little_memory_and_no_compiler_are_warnings(capsys, vllm, monkeypatch):
     _, found = report(capsys)
     assert found["shared memory"]["state"] == "ok"
     assert "logits" in found["shared memory"]["text"]
-    monkeypatch.setattr(memory, "free_bytes", lambda _directory: 64 << 20)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 64 << 20)
     monkeypatch.setattr(doctor.shutil, "which", lambda _name: None)
     monkeypatch.setattr(doctor, "_gpus", list)
     status, found = report(capsys)

@@ -28,7 +28,6 @@ def test_logits_lie_beside_the_workers_that_write_them(monkeypatch):
             cores=SimpleNamespace(workers=workers),
             logits_rows=4,
             slots=3,
-            config=SimpleNamespace(shm_dir=None),
         )
         assert made.make_logits(None) == "there"
         assert asked.pop() == where

@@ -159,7 +159,7 @@ def _shared_memory(stages: int, ranks: int, samplers: int, device: str) -> Findi
         check_budget(budget)
     except ResourceError as error:
         return Finding("shared memory", "warning", str(error))
-    return Finding("shared memory", "ok", f"{text}, {_gib(free_bytes(None))} free")
+    return Finding("shared memory", "ok", f"{text}, {_gib(free_bytes())} free")
 
 
 def _gpus() -> list[str]:

@@ -92,7 +92,6 @@ class LocalHost:
             "bic-i",
             **ring_sizes(setup.slots),
             readers=self._workers.names + self._samplers.names,
-            directory=setup.config.shm_dir,
         )
         self._speaking.callback(self._ring.close)
         self._closing.push(self._speaking)
@@ -130,7 +129,6 @@ class LocalHost:
                 rows=self._setup.logits_rows,
                 entries=logits_entries(self._setup.slots),
                 readers=self._samplers.names,
-                directory=self._setup.config.shm_dir,
             )
         self._closing.callback(self._logits.close)
         return self._logits.endpoint

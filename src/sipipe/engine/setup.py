@@ -161,7 +161,6 @@ class Setup:
             shares_projection=bool(self.vocabulary.parts),
             hidden=model.get_hidden_size(),
             on_gpu=on_gpu and self.config.transport != "shm",
-            directory=self.config.shm_dir,
         )
 
     @property

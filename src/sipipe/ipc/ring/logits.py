@@ -47,9 +47,8 @@ class LogitsChannel:
         rows: int,
         entries: int,
         readers: Sequence[str] = (),
-        directory: str | None = None,
     ) -> None:
-        """Make the memory: of ``readers``, the samplers, in ``directory`` (None: a memfd).
+        """Make the memory: of ``readers``, the samplers.
 
         Args:
             rows: of all iterations that are in it at once, gaps between them included.
@@ -59,7 +58,7 @@ class LogitsChannel:
         Raises:
             ResourceError: not enough memory.
         """
-        self._ring = Ring.create(name, _ring_layout(shape, rows, entries), readers, directory)
+        self._ring = Ring.create(name, _ring_layout(shape, rows, entries), readers)
         self.endpoint = LogitsEndpoint(self._ring.endpoint, shape)
         """What writers and readers need, while this process lives."""
 
