@@ -221,11 +221,8 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> SiPipeConfig:
-        """Settings from vLLM's ``additional_config``; its ``"sipipe"`` entry may be missing.
-
-        Raises:
-            ConfigError: one line that names the key, the value and what is allowed.
-        """
+        """Settings from vLLM's ``additional_config``; its ``"sipipe"`` entry may be missing. Raises
+        ConfigError: one line that names the key, the value and what is allowed."""
         if additional_config is None:
             return cls()
         if not isinstance(additional_config, Mapping):
@@ -245,11 +242,8 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def from_dict(cls, settings: object) -> SiPipeConfig:
-        """Settings from the mapping under ``"sipipe"``; the inverse of :meth:`to_dict`.
-
-        Raises:
-            ConfigError: one line that names the key, the value and what is allowed.
-        """
+        """Settings from the mapping under ``"sipipe"``; the inverse of :meth:`to_dict`. Raises
+        ConfigError: one line that names the key, the value and what is allowed."""
         if not isinstance(settings, Mapping):
             raise ConfigError(
                 'additional_config["sipipe"] must be an object such as {"samplers": 2}, '

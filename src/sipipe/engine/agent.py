@@ -59,8 +59,7 @@ def run_agent(setup: Setup, ready: Callable[[], object] = lambda: None) -> int:
         setup: decided here, from this host's own command line.
         ready: called when only the main host is missing.
 
-    Raises:
-        ConfigError: it cannot be reached, or it refuses this host. StallError: it never came.
+    Raises ConfigError: it cannot be reached, or it refuses this host. StallError: it never came.
     """
     hosts = setup.config.hosts
     address = own_address(hosts)

@@ -27,11 +27,8 @@ def share_kv_memory(
     vllm_config: VllmConfig, cores: CorePlan, layers: tuple[int, ...]
 ) -> int | None:
     """Bytes of KV cache for each worker of this host, which has ``cores``; None where vLLM or the
-    user says how many. ``layers``: of every stage.
-
-    Raises:
-        ResourceError: there is not so much memory. ConfigError: it is too little for one request.
-    """
+    user says how many. ``layers``: of every stage. Raises ResourceError: there is not so much
+    memory. ConfigError: it is too little for one request."""
     if not current_platform.is_cpu():
         return None
     cache, nodes, facts = vllm_config.cache_config, worker_nodes(cores), model_facts(vllm_config)
@@ -81,8 +78,7 @@ def kv_cache_bytes(nodes: list[int], weights: int) -> int:
         nodes: NUMA node of each worker.
         weights: bytes of the model's weights, of which each worker loads an equal part.
 
-    Raises:
-        ResourceError: a node has no room for the weights themselves.
+    Raises ResourceError: a node has no room for the weights themselves.
     """
     shares = []
     for node, workers in Counter(nodes).items():

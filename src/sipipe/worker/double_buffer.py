@@ -145,12 +145,9 @@ class DoubleBuffer:
         """The device thread's, which the stage may say more exactly while it runs an iteration."""
 
     def prepare(self, iteration: int, slot: int, output: SchedulerOutput, samples: int = 0) -> None:
-        """Prepare one iteration; waits until a set is free.
-
-        Raises:
-            StageStoppedError: after ``close``. StallError: no set was free in time.
-            BaseException: the one that ended either thread, itself.
-        """
+        """Prepare one iteration; waits until a set is free. Raises StageStoppedError: after
+        ``close``. StallError: no set was free in time. BaseException: the one that ended either
+        thread, itself."""
         self._preparing = f"waits for free input buffers for iteration {iteration}"
         try:
             with self._lock:
@@ -230,12 +227,9 @@ class DoubleBuffer:
             self._finished.notify()
 
     def drain(self, timeout: float | None = None) -> None:
-        """Return when every prepared iteration is finished; from the preparing thread.
-
-        Raises:
-            StallError: not within ``timeout`` seconds (default: the stall time-out).
-            BaseException: as :meth:`prepare`.
-        """
+        """Return when every prepared iteration is finished; from the preparing thread. Raises
+        StallError: not within ``timeout`` seconds (default: the stall time-out). BaseException: as
+        :meth:`prepare`."""
         seconds = self._stall_timeout if timeout is None else timeout
         turns = self._turns
         with self._lock:

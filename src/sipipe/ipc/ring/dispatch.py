@@ -47,8 +47,7 @@ class DispatchProducer:
             entry_bytes: a message up to about this size is read in place; a larger one is cut.
             readers: of all that will ever open the channel; none misses a message.
 
-        Raises:
-            ResourceError: not enough memory.
+        Raises ResourceError: not enough memory.
         """
         self._ring = Ring.create(name, Layout(entries, entry_bytes), readers)
         self._writer = RingWriter(self._ring)

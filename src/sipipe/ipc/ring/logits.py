@@ -55,8 +55,7 @@ class LogitsChannel:
             entries: N, 3 or more; microbatches in flight + 2 keeps every undrawn iteration for a
                 sampler that is restarted.
 
-        Raises:
-            ResourceError: not enough memory.
+        Raises ResourceError: not enough memory.
         """
         self._ring = Ring.create(name, _ring_layout(shape, rows, entries), readers)
         self.endpoint = LogitsEndpoint(self._ring.endpoint, shape)
