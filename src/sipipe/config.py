@@ -86,10 +86,6 @@ class MicrobatchSettings(
     to 24, then 2 m + 8; with fewer, twice as many as are open. More are smoother for decoding
     sequences and later for first tokens."""
 
-    min_chunk_tokens: Whole = 0
-    """Prompt tokens below which a chunk is not cut further. 0: with all m slots open 64 / m, and 24
-    or more; with fewer, 96."""
-
     tpot_target_ms: Annotated[float, Meta(ge=0, description="milliseconds, 0 or more")] = 0.0
     """Time per output token, in ms, that prompts and drafts should leave to decoding sequences: chunks
     beside them, and drafts, are cut to what the stages' measured times allow. 0: none."""

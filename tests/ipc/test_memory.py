@@ -13,7 +13,7 @@ from sipipe.ipc import memory
 from sipipe.ipc.errors import ChannelError, ChannelPeerDied
 from sipipe.ipc.locks import EXCLUSIVE, SHARED, Locks
 from sipipe.ipc.memory import Endpoint, SharedMemory, check_room
-from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
+from sipipe.ipc.ring.dispatch import DispatchProducer
 
 
 def test_too_little_room_is_said_before_the_start():

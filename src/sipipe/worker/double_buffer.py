@@ -226,14 +226,12 @@ class DoubleBuffer:
             self._calls.popleft()
             self._finished.notify()
 
-    def drain(self, timeout: float | None = None) -> None:
+    def drain(self) -> None:
         """Return when every prepared iteration is finished; from the preparing thread. Raises
-        StallError: not within ``timeout`` seconds (default: the stall time-out). BaseException: as
-        :meth:`prepare`."""
-        seconds = self._stall_timeout if timeout is None else timeout
+        StallError: not within the stall time-out. BaseException: as :meth:`prepare`."""
         turns = self._turns
         with self._lock:
-            self._wait(lambda: turns.finished == turns.prepared, seconds)
+            self._wait(lambda: turns.finished == turns.prepared, self._stall_timeout)
 
     def _wait(self, until: Callable[[], bool], seconds: float) -> None:
         """Sleep until the device thread has made it so; the lock is held."""
