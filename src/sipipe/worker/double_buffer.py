@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sipipe.errors import SiPipeError, StallError
 
@@ -38,24 +38,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from sipipe.worker.inputs.model_input import ModelInput
+    from sipipe.worker.sampled_stage import SampledStage
 
 
 class StageStoppedError(SiPipeError):
     """The worker's threads have been told to end."""
-
-
-class Stage(Protocol):
-    """What an iteration asks of a stage."""
-
-    def prepare(
-        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput, samples: int
-    ) -> ModelInput:
-        """Preparing thread: write the inputs of ``output`` into ``buffer_set``; ``samples``: rows
-        of logits that samplers get."""
-
-    def run(self, inputs: ModelInput) -> None:
-        """Device thread: receive, run the layers, hand on. The inputs have been read when it
-        returns, or :meth:`prepare` waits until the device has."""
 
 
 @dataclass(slots=True)
@@ -115,7 +102,7 @@ class DoubleBuffer:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: SampledStage,
         *,
         sets: int,
         stall_timeout: float,
