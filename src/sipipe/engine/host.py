@@ -88,9 +88,7 @@ class LocalHost:
         )
         self._closing.callback(self._samplers.spare.close)
         self._ring = DispatchProducer(
-            "bic-i",
-            **ring_sizes(setup.slots),
-            readers=self._workers.names + self._samplers.names,
+            "bic-i", **ring_sizes(setup.slots), readers=self._workers.names + self._samplers.names
         )
         self._speaking.callback(self._ring.close)
         self._closing.push(self._speaking)

@@ -33,11 +33,7 @@ class DispatchProducer:
     reader take turns, removing one does not wait for a publish that is stuck."""
 
     def __init__(
-        self,
-        name: str,
-        entries: int = 16,
-        entry_bytes: int = 1 << 16,
-        readers: Sequence[str] = (),
+        self, name: str, entries: int = 16, entry_bytes: int = 1 << 16, readers: Sequence[str] = ()
     ) -> None:
         """Make a channel on this host.
 

@@ -40,13 +40,7 @@ class LogitsChannel:
     """The owner of a logits channel. It need not write or read."""
 
     def __init__(
-        self,
-        name: str,
-        shape: LogitsShape,
-        *,
-        rows: int,
-        entries: int,
-        readers: Sequence[str] = (),
+        self, name: str, shape: LogitsShape, *, rows: int, entries: int, readers: Sequence[str] = ()
     ) -> None:
         """Make the memory: of ``readers``, the samplers.
 

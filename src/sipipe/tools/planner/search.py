@@ -10,8 +10,7 @@ from sipipe.engine.layers.cut import cut_layers, layer_split, share_projection
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner import hardware
-from sipipe.tools.planner.communication import volume_per_device
-from sipipe.tools.planner.costs import DatasheetCosts
+from sipipe.tools.planner.costs import DatasheetCosts, volume_per_device
 from sipipe.tools.planner.hardware import Assumed, Case, Engine
 from sipipe.tools.planner.pipeline import Iteration, iterate
 from sipipe.tools.planner.placement import Memory, Placement, place
