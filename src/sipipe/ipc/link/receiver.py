@@ -135,11 +135,6 @@ class Receiver:
         with self._holding:
             self._held[header.iteration] = header.frame
 
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """What is readable when :meth:`take` has something to say: a frame has come, or none will."""
-        return self._transport.descriptors
-
     def release(self, iteration: int) -> None:
         """Give the buffer of ``iteration`` back; its tensors must not be used any more."""
         with self._holding:
