@@ -16,8 +16,7 @@ import numpy as np
 
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError, ResourceError
-from sipipe.tools.planner.communication import all_reduce_seconds
-from sipipe.tools.planner.costs import DatasheetCosts
+from sipipe.tools.planner.costs import DatasheetCosts, all_reduce_seconds
 from sipipe.tools.planner.hardware import Cluster, Engine
 from sipipe.tools.planner.placement import Stage, place
 from sipipe.tools.planner.workload import Microbatch

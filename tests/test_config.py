@@ -85,7 +85,7 @@ def test_inflight_auto_is_stages_plus_one():
         ({"transport": "shmem"}, ['"transport"', 'did you mean "shm"']),
         ({"transport": "nccl"}, ['"transport"', "between hosts links are always ZeroMQ"]),
         ({"trace": ""}, ['"trace"', "path"]),
-        ({"shm_dir": 3}, ['"shm_dir"', "path"]),
+        ({"trace": 3}, ['"trace"', "path"]),
         ({"stall_timeout": 0}, ['"stall_timeout"', "above 0"]),
         ({"start_timeout": float("inf")}, ['"start_timeout"', "finite"]),
         ({"start_timeout": float("nan")}, ['"start_timeout"']),
@@ -155,7 +155,7 @@ def test_the_documentation_lists_every_key_with_its_default():
     "settings",
     [
         {"trace": "\ud800"},
-        {"shm_dir": "a\0b"},
+        {"trace": "a\0b"},
         {"hosts": {"address": "\ud800"}},
         {"cores": "\ud800"},
         {"vocabulary": "\ud800"},

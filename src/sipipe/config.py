@@ -40,9 +40,6 @@ CountOrAuto = Annotated[
 Name = Annotated[str, Meta(pattern=r"^[^\x00\ud800-\udfff]+$")]
 """Text that a path can have and JSON can carry: Python has halves of surrogate pairs for bytes that
 are no UTF-8."""
-Directory = Annotated[
-    Name | None, Meta(description="a directory's path, in UTF-8 without NUL, or null")
-]
 Seconds = Annotated[
     float, Meta(gt=0, le=1e9, description="a finite number of seconds above 0, at most 1e9")
 ]
@@ -88,10 +85,6 @@ class MicrobatchSettings(
     """Microbatches over which pending prompt tokens are spread. 0: with all m slots open 4 m + 4 up
     to 24, then 2 m + 8; with fewer, twice as many as are open. More are smoother for decoding
     sequences and later for first tokens."""
-
-    min_chunk_tokens: Whole = 0
-    """Prompt tokens below which a chunk is not cut further. 0: with all m slots open 64 / m, and 24
-    or more; with fewer, 96."""
 
     tpot_target_ms: Annotated[float, Meta(ge=0, description="milliseconds, 0 or more")] = 0.0
     """Time per output token, in ms, that prompts and drafts should leave to decoding sequences: chunks
@@ -204,7 +197,9 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Placement on CPU cores. ``"auto"``: planned from the machine. ``"off"``: nothing is bound.
     Else ``{"stages": [[0], [1]], "samplers": [[2], [3]], "scheduler": [4]}``."""
 
-    trace: Directory = None
+    trace: Annotated[
+        Name | None, Meta(description="a directory's path, in UTF-8 without NUL, or null")
+    ] = None
     """Directory that receives trace files, made if missing. None: no tracing."""
 
     trace_limit: Annotated[
@@ -212,10 +207,6 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1024
     """MiB that a trace may take on each host; the oldest records give way to new ones. The
     processes have equal parts of it. None: no limit."""
-
-    shm_dir: Directory = None
-    """Directory for the channels' memory, best on a memory file system. None: anonymous memory,
-    which needs no ``/dev/shm`` and leaves nothing behind, whatever happens."""
 
     stall_timeout: Seconds = 300.0
     """Seconds that one iteration may take before the engine stops with an error that names the
@@ -226,11 +217,8 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> SiPipeConfig:
-        """Settings from vLLM's ``additional_config``; its ``"sipipe"`` entry may be missing.
-
-        Raises:
-            ConfigError: one line that names the key, the value and what is allowed.
-        """
+        """Settings from vLLM's ``additional_config``; its ``"sipipe"`` entry may be missing. Raises
+        ConfigError: one line that names the key, the value and what is allowed."""
         if additional_config is None:
             return cls()
         if not isinstance(additional_config, Mapping):
@@ -250,11 +238,8 @@ class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def from_dict(cls, settings: object) -> SiPipeConfig:
-        """Settings from the mapping under ``"sipipe"``; the inverse of :meth:`to_dict`.
-
-        Raises:
-            ConfigError: one line that names the key, the value and what is allowed.
-        """
+        """Settings from the mapping under ``"sipipe"``; the inverse of :meth:`to_dict`. Raises
+        ConfigError: one line that names the key, the value and what is allowed."""
         if not isinstance(settings, Mapping):
             raise ConfigError(
                 'additional_config["sipipe"] must be an object such as {"samplers": 2}, '

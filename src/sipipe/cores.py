@@ -127,9 +127,8 @@ def plan_cores(
         placement: ``"off"``: nothing is bound.
         nodes: NUMA node of each worker's device, by rank, where it is known.
 
-    Raises:
-        ConfigError: the user's placement names a CPU that is not there, or another number of
-            stages.
+    Raises ConfigError: the user's placement names a CPU that is not there, or another number of
+    stages.
     """
     workers = stages * tensor_parallel
     most = SAMPLERS_PER_NODE * max(1, len({core.node for core in cores}))

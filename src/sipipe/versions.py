@@ -47,12 +47,8 @@ def installed_vllm() -> InstalledVllm | None:
 
 def require_vllm() -> None:
     """Refuse to go on without a vLLM that SiPipe was built for; before anything imports it, since
-    another release may have elsewhere what we import.
-
-    Raises:
-        ResourceError: it is missing.
-        UnsupportedError: one line with the versions, and how to go on regardless.
-    """
+    another release may have elsewhere what we import. Raises ResourceError: it is missing.
+    UnsupportedError: one line with the versions, and how to go on regardless."""
     if importlib.util.find_spec("vllm") is None:
         raise ResourceError(f"vLLM is not installed here: {HOW_TO_INSTALL}")
     found = installed_vllm()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from sipipe.engine import host
 from sipipe.engine.host import LocalHost
+from sipipe.messages.hosts import MakeLogits
 
 
 def test_logits_lie_beside_the_workers_that_write_them(monkeypatch):
@@ -28,8 +29,8 @@ def test_logits_lie_beside_the_workers_that_write_them(monkeypatch):
             cores=SimpleNamespace(workers=workers),
             logits_rows=4,
             slots=3,
-            config=SimpleNamespace(shm_dir=None),
+            config=SimpleNamespace(start_timeout=1.0),
         )
-        assert made.make_logits(None) == "there"
+        assert made.do(MakeLogits(None)) == "there"
         assert asked.pop() == where
         assert os.sched_getaffinity(0) == before

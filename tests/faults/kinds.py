@@ -282,16 +282,13 @@ def limited(what, own=False):
 
 
 def full_at_start(rng):
-    return scenario(
-        sipipe={"shm_dir": "/dev/shm"}, filled={"full": (4 << 20) - rng.randrange(1 << 20)}
-    )
+    return scenario(filled={"full": (4 << 20) - rng.randrange(1 << 20)})
 
 
 def filled_later(rng):
     """Once all channels are there; then a sampler is started again."""
     name = rng.choice(SAMPLERS)
     return scenario(
-        sipipe={"shm_dir": "/dev/shm"},
         engine=[fault("dispatch", "fill", rng.randrange(5, 20))],
         planned={name: [[fault("draw", nth=rng.randrange(20, 30))]]},
         filled={"nothing": 0},
@@ -527,14 +524,8 @@ KINDS = [
     Kind("a process has no descriptors left", limited("descriptors"), 8),
     Kind("a process gets no more memory", limited("memory"), 10, ANY),
     Kind("a process gets no more memory (vLLM's sampler)", limited("memory", True), 6, ANY),
-    Kind(
-        "/dev/shm is full when the engine starts",
-        full_at_start,
-        4,
-        "too little for|set shm_dir",
-        True,
-    ),
-    Kind("/dev/shm is filled while the engine serves", filled_later, 6),
+    Kind("an engine starts beside a full /dev/shm", full_at_start, 4),
+    Kind("/dev/shm is filled while an engine serves", filled_later, 6),
     Kind("a sampler that draws is killed (shared projection)", shared(busy_samplers), 12),
     Kind("a worker is killed amid a product", shared(amid_product("kill")), 12, STAGE_DIED, True),
     Kind("a worker is stopped for 1 s amid a product", shared(amid_product("stop", seconds=1)), 6),

@@ -86,7 +86,9 @@ def load():
     import sipipe.engine.pipeline
     import sipipe.engine.requests
     import sipipe.engine.resolve
+    import sipipe.engine.samplers
     import sipipe.engine.scheduling.scheduler
+    import sipipe.engine.workers
     import sipipe.ipc.gather
     import sipipe.ipc.link.receiver
     import sipipe.ipc.link.sender
@@ -137,9 +139,9 @@ def load():
         # the engine's
         "start": (sipipe.engine.host.LocalHost, "start"),
         "listen": (sipipe.engine.pipeline, "GatherReceiver"),
-        "load models": (sipipe.engine.host.LocalHost, "wait_loaded"),
+        "load models": (sipipe.engine.workers.Workers, "wait_loaded"),
         "make channels": (sipipe.engine.pipeline.Pipeline, "open"),
-        "open samplers": (sipipe.engine.host.LocalHost, "open_samplers"),
+        "open samplers": (sipipe.engine.samplers.Samplers, "open"),
         "schedule": (sipipe.engine.executor.Executor, "execute_model"),
         "dispatch": (sipipe.engine.dispatch.Dispatcher, "publish"),
         "resolve": (sipipe.engine.resolve.Resolver, "_resolve"),

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 
@@ -87,6 +88,7 @@ def prepare(scratch):
     import sipipe.engine.children as children
     import sipipe.engine.compatibility as compatibility
     import sipipe.engine.setup as setup
+    import sipipe.ipc.child as child
     from sipipe.sampler.warmup import warm_up
 
     name = f"{stand_in.__name__}.StandInWorker"
@@ -95,7 +97,8 @@ def prepare(scratch):
     )
     for module in (compatibility, setup):
         module.STOCK_WORKERS.update(dict.fromkeys(module.STOCK_WORKERS, name))
-    children.subprocess.Popen = Forked
+    # Nobody else's: vLLM asks lscpu for the cores.
+    child.subprocess = SimpleNamespace(**vars(child.subprocess) | {"Popen": Forked})
     # It goes through all modules for Triton kernels, of which there are none, and finds Numba's.
     type(current_platform).register_triton_kernel_overrides = lambda *_: None
     real = children.Children.start

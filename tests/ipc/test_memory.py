@@ -8,43 +8,20 @@ from contextlib import closing
 
 import pytest
 
-from sipipe.errors import ConfigError, ResourceError
+from sipipe.errors import ResourceError
 from sipipe.ipc import memory
 from sipipe.ipc.errors import ChannelError, ChannelPeerDied
 from sipipe.ipc.locks import EXCLUSIVE, SHARED, Locks
 from sipipe.ipc.memory import Endpoint, SharedMemory, check_room
-from sipipe.ipc.ring.dispatch import DispatchProducer, DispatchReader
+from sipipe.ipc.ring.dispatch import DispatchProducer
 
 
-def test_too_little_room_is_said_before_the_start(tmp_path):
+def test_too_little_room_is_said_before_the_start():
     with pytest.raises(
         ResourceError, match=r"memory has .* MiB free, too little for bic-l: .*--inflight"
     ):
-        check_room(1 << 40, None, "bic-l")
-    with pytest.raises(ResourceError, match=r'shm_dir .*leave "shm_dir" out'):
-        check_room(1 << 60, tmp_path, "bic-l")
-    with pytest.raises(ConfigError, match="name a directory that exists"):
-        DispatchProducer("test", directory=str(tmp_path / "missing"))
-    check_room(1 << 20, tmp_path, "bic-l")
-    check_room(1 << 20, None, "bic-l")
-
-
-def test_a_directory_without_unnamed_files_is_used_too(tmp_path, monkeypatch):
-    real = os.open
-
-    def no_tmpfile(path, flags, *rest, **more):
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(95, "Operation not supported")
-        return real(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", no_tmpfile)
-    producer = DispatchProducer("t", readers=["a"], directory=str(tmp_path))
-    assert not list(tmp_path.iterdir())
-    reader = DispatchReader(producer.endpoint, "a")
-    producer.publish([b"x"])
-    assert bytes(reader.receive().parts[0]) == b"x"
-    reader.close()
-    producer.close()
+        check_room(1 << 40, "bic-l")
+    check_room(1 << 20, "bic-l")
 
 
 def test_a_reused_process_id_is_recognised():
@@ -128,6 +105,6 @@ def test_a_containers_limit_counts_without_the_files_that_it_has_cached(monkeypa
         ("/sys/fs/cgroup/memory.stat", "active_file "): 2 << 30,
     }
     monkeypatch.setattr(memory, "_read_number", lambda path, key="": found.get((path, key), 0))
-    assert memory.free_bytes(None) == (16 - 4) << 30
+    assert memory.free_bytes() == (16 - 4) << 30
     del found["/sys/fs/cgroup/memory.max", ""]
-    assert memory.free_bytes(None) == 64 << 30
+    assert memory.free_bytes() == 64 << 30

@@ -149,9 +149,9 @@ class TwoThreads:
         """``function`` as a control call, in the device thread; a future."""
         return self.call(self.buffer.call, function)
 
-    def drain(self, timeout=None):
+    def drain(self):
         """Return when all that was submitted is finished; raises what ended the threads."""
-        self.call(self.buffer.drain, timeout).result(HAND_OVER)
+        self.call(self.buffer.drain).result(HAND_OVER)
 
     def close(self):
         self.buffer.close()

@@ -174,7 +174,7 @@ HAZARDS = {
         "self.lengths = Buffer(torch.zeros(requests, dtype=torch.int32, pin_memory=pinned))",
     ),
     "a batch is not padded": (
-        Copied, "place", "_pad_requests(source, count, requests, used)", "pass",
+        Copied, "_padded", "_pad_requests(source, count, requests, used)", "pass",
     ),
     "new blocks of a request are left out": (
         Copied, "begin", "if ids is not None:", "if False:",

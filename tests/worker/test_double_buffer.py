@@ -126,12 +126,14 @@ def test_a_stalled_drain_names_what_both_threads_do():
         running.drain()
         running.submit(17)
         stage.wait_for("receive")
+        running.buffer._stall_timeout = 0.01
         with pytest.raises(
             StallError,
             match=r"\(preparing thread\) waits for a scheduling output, \(device thread\) runs "
             r"iteration 17 \(1 iterations prepared and not finished\)",
         ):
-            running.drain(timeout=0.01)
+            running.drain()
+        running.buffer._stall_timeout = HAND_OVER
         stage.let("receive")
         running.drain()
 

@@ -1,9 +1,12 @@
 """Parts of hidden states: what the ranks send together is one copy, and joins to what they had."""
 
 import pytest
+
+pytest.importorskip("vllm")
+
 import torch
 
-from sipipe.worker.shards import cut, join
+from sipipe.worker.links import cut, join
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])

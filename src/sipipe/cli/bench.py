@@ -169,11 +169,8 @@ def _portable(job: dict[str, Any]) -> dict[str, Any]:
 def _rows(
     own: argparse.Namespace, settings: Mapping[str, Any], rest: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """What is started for each row, by its name: entries of :class:`sipipe.tools.load.Job`.
-
-    Raises:
-        ConfigError: no model, an unknown row.
-    """
+    """What is started for each row, by its name: entries of :class:`sipipe.tools.load.Job`. Raises
+    ConfigError: no model, an unknown row."""
     p, t = own.pp or 1, own.tp or 1
     cut = ",".join(map(str, settings["layers"])) if type(settings.get("layers")) is list else ""
     of_one = settings if p == 1 else {k: v for k, v in settings.items() if k != "layers"}
@@ -286,12 +283,9 @@ def _load(own: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(own: argparse.Namespace, rest: Sequence[str], jobs: Mapping[str, Any]) -> None:
-    """Refuse what would say nothing, or would fail when the first engine has started.
-
-    Raises:
-        ConfigError: a file is missing, an ``--additional-config`` is wrong, stages share a GPU and
-            nobody asked for it to be measured, or two engines would write one trace.
-    """
+    """Refuse what would say nothing, or would fail when the first engine has started. Raises
+    ConfigError: a file is missing, an ``--additional-config`` is wrong, stages share a GPU and
+    nobody asked for it to be measured, or two engines would write one trace."""
     for option, file in (("--sharegpt", own.sharegpt), ("--trace-file", own.trace_file)):
         if file and not Path(file).is_file():
             raise ConfigError(f"bench: {option}: there is no file {file}")

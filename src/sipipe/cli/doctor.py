@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import psutil
 
@@ -22,20 +22,11 @@ from sipipe.cli.advice import LOADS, on_host, quicker_on_cpus
 from sipipe.cli.parser import at_least, make_parser
 from sipipe.config import SiPipeConfig
 from sipipe.cores import cpus_of, format_cpus, plan_cores, quota, this_machine
-from sipipe.errors import ResourceError
+from sipipe.ipc.memory import free_bytes
 from sipipe.tools.planner import hardware
 from sipipe.tools.planner.models import load_model
 from sipipe.tools.provenance import output
 from sipipe.versions import HOW_TO_INSTALL, SUPPORTED_VLLM, InstalledVllm, installed_vllm
-
-EXAMPLE: dict[str, Any] = {
-    "vocabulary": 151_936,
-    "dtype": "bfloat16",
-    "sequences": 256,
-    "tokens": 8_192,
-    "hidden": 4_096,
-}
-"""Sizes of the model whose channels the report counts: a large vocabulary, vLLM's usual batches."""
 
 MOST_WORKERS = 8
 """Workers on one core beyond which no plan is shown."""
@@ -129,37 +120,12 @@ def _hardware(gpus: Sequence[str]) -> Iterator[Finding]:
         "" if math.isinf(time := quota()) else f", as the container may take {time:g} CPUs' time"
     )
     yield Finding("cores", "ok", f"{len(cores)} ({threads}), NUMA {per_node}{limit}")
-    memory = psutil.virtual_memory()
-    yield Finding("memory", "ok", f"{_gib(memory.total)}, {_gib(memory.available)} available")
+    total, free = psutil.virtual_memory().total / 2**30, free_bytes() / 2**30
+    yield Finding("memory", "ok", f"{total:,.1f} GiB, {free:,.1f} GiB may be used")
     for index, line in enumerate(gpus):
         yield Finding(f"GPU {index}", "ok", line)
     if not gpus:
         yield Finding("GPUs", "ok", "none found (nvidia-smi)")
-
-
-def _shared_memory(stages: int, ranks: int, samplers: int, device: str) -> Finding:
-    try:
-        from sipipe.engine.memory_budget import check_budget, describe, memory_budget
-    except ImportError as error:
-        return Finding("shared memory", "warning", f"not counted: {error} (it comes with vLLM)")
-    from sipipe.ipc.memory import free_bytes
-
-    budget = memory_budget(
-        stages=stages,
-        ranks=ranks,
-        samplers=samplers,
-        inflight=SiPipeConfig().resolved_inflight(stages),
-        shares_projection=True,  # as it may be
-        on_gpu=device == "cuda",
-        **EXAMPLE,
-    )
-    text = describe(budget).removeprefix("shared memory: ")
-    text += f" for {EXAMPLE['sequences']} sequences and a vocabulary of {EXAMPLE['vocabulary']:,}"
-    try:
-        check_budget(budget)
-    except ResourceError as error:
-        return Finding("shared memory", "warning", str(error))
-    return Finding("shared memory", "ok", f"{text}, {_gib(free_bytes(None))} free")
 
 
 def _gpus() -> list[str]:
@@ -228,7 +194,6 @@ def _what_sipipe_does(
     elif len(gpus) < stages * ranks:
         missing = f"--pp {stages} --tp {ranks} needs {stages * ranks}, here are {len(gpus)}"
         yield Finding("GPUs", "warning", missing)
-    yield _shared_memory(stages, ranks, len(plan.samplers), device)
     config = SiPipeConfig()
     inflight = config.resolved_inflight(stages)
     transport = "shm" if device == "cpu" else "cuda_ipc (untested on a GPU)"
@@ -249,7 +214,3 @@ def _show(findings: Sequence[Finding]) -> None:
         if sys.stdout.isatty():
             mark = f"\033[{colour}m{mark}\033[0m"
         print(f"{mark}  {what:<{width}}  {text}")
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"

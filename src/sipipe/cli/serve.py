@@ -91,11 +91,8 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def hosts_of(own: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Which host this is, and ``additional_config["sipipe"]["hosts"]``.
-
-    Raises:
-        ConfigError: options that contradict each other.
-    """
+    """Which host this is, and ``additional_config["sipipe"]["hosts"]``. Raises ConfigError: options
+    that contradict each other."""
     count, node = own.nnodes, own.node_rank
     if node >= count:
         raise ConfigError(f"--node-rank {node}: with --nnodes {count}, hosts are 0 to {count - 1}")

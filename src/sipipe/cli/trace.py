@@ -104,11 +104,6 @@ def bubbles(run: Run) -> Table:
     if (drafts := summary["drafts"]) is not None:
         text = "{verified:,} drafts verified, {accepted:.0%} accepted, {a_pass:.2f} tokens a pass"
         captions.append(text.format(**drafts))
-    if shared := [
-        f"stage {s['stage']}: {s['joined']:,}" for s in summary["stage_table"] if s["joined"]
-    ]:
-        what = "iterations whose product of the output projection was one with another's"
-        captions.append(f"{what}: {', '.join(shared)}")
     table.caption = "; ".join(captions) or None
     for s in [*summary["stage_table"], {"stage": "all", "rank": 0, "share": summary["share"]}]:
         name = f"{s['stage']}" + (f".{s['rank']}" if s["rank"] else "")

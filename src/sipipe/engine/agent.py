@@ -28,13 +28,7 @@ import msgspec
 
 from sipipe.config import SiPipeConfig
 from sipipe.engine.host import LocalHost
-from sipipe.engine.hosts import (
-    OWN_SETTINGS,
-    agreed,
-    control_port,
-    link_port,
-    own_address,
-)
+from sipipe.engine.hosts import OWN_SETTINGS, agreed, control_port, link_port, own_address
 from sipipe.engine.samplers import Poison
 from sipipe.engine.setup import Setup, assign_devices
 from sipipe.engine.stall import LONGEST_SLEEP
@@ -59,8 +53,7 @@ def run_agent(setup: Setup, ready: Callable[[], object] = lambda: None) -> int:
         setup: decided here, from this host's own command line.
         ready: called when only the main host is missing.
 
-    Raises:
-        ConfigError: it cannot be reached, or it refuses this host. StallError: it never came.
+    Raises ConfigError: it cannot be reached, or it refuses this host. StallError: it never came.
     """
     hosts = setup.config.hosts
     address = own_address(hosts)
@@ -113,10 +106,7 @@ def _introduce(
             )
         connection.refused = False
     hello = say.Hello(
-        node=setup.node,
-        address=address,
-        agreed=agreed(setup),
-        samplers=len(setup.cores.samplers),
+        node=setup.node, address=address, agreed=agreed(setup), samplers=len(setup.cores.samplers)
     )
 
     def ask(message: object) -> Any:

@@ -28,11 +28,8 @@ EXECUTOR = "sipipe.Executor"
 
 
 def begin() -> None:
-    """What each command does before it looks at its arguments.
-
-    Raises:
-        UnsupportedError: this is not a vLLM that SiPipe was built for.
-    """
+    """What each command does before it looks at its arguments. Raises UnsupportedError: this is not
+    a vLLM that SiPipe was built for."""
     require_vllm()
     cli_env_setup()  # processes are spawned: a fork of a process with threads may hang
 
@@ -114,11 +111,8 @@ class _WordsParser(OneLineParser):
 
 
 def use_sipipe(args: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """Put SiPipe's executor and ``settings`` into parsed arguments of vLLM.
-
-    Raises:
-        ConfigError: ``args`` name another executor, or set a setting to another value.
-    """
+    """Put SiPipe's executor and ``settings`` into parsed arguments of vLLM. Raises ConfigError:
+    ``args`` name another executor, or set a setting to another value."""
     backend = args.distributed_executor_backend
     if backend is not None and backend not in EXECUTOR_NAMES:
         raise ConfigError(

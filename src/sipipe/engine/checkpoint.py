@@ -21,10 +21,7 @@ FILES = ("auto", "hf", "safetensors", "pt", "npcache", "mistral")
 
 def check_model(model: str) -> None:
     """Refuse a path to nothing, of which the hub would be asked, and a directory of something else.
-
-    Raises:
-        ConfigError: one line that names it.
-    """
+    Raises ConfigError: one line that names it."""
     _check(Path(model), CONFIGS, f'MODEL "{model}"', "config.json of a model")
     _check_path(model, "MODEL")
 
@@ -40,11 +37,8 @@ def _check_path(model: str, option: str) -> None:
 
 
 def check_files(vllm_config: VllmConfig) -> None:
-    """Refuse a directory without weights or without a tokenizer.
-
-    Raises:
-        ConfigError: one line that names it.
-    """
+    """Refuse a directory without weights or without a tokenizer. Raises ConfigError: one line that
+    names it."""
     model = vllm_config.model_config
     if model.model_weights:  # in an object store; the directory has the rest of it
         return

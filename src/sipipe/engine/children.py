@@ -196,12 +196,9 @@ class Children:
             self._children[name] = child
 
     def wait_ready(self, names: Sequence[str], deadline: float) -> list[Ready]:
-        """Return what they said when all of ``names`` have said that they are ready.
-
-        Raises:
-            BaseException: what :meth:`fail` was called with.
-            StallError: ``deadline`` (``time.monotonic()``) passed first.
-        """
+        """Return what they said when all of ``names`` have said that they are ready. Raises
+        BaseException: what :meth:`fail` was called with. StallError: ``deadline``
+        (``time.monotonic()``) passed first."""
         with self._changed:
             while late := [n for n in names if n not in self._ready]:
                 if self._error is not None:

@@ -26,11 +26,10 @@ from sipipe.engine.speculation import proposing
 from sipipe.engine.workers import Workers
 from sipipe.errors import WorkerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer
-from sipipe.ipc.ring.logits import LogitsChannel, LogitsEndpoint
+from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.messages.boots import SPARE, SamplerSettings, Watched
 from sipipe.messages.calls import Request
 from sipipe.messages.hosts import EndSamplers, MakeLogits, OpenSamplers, WaitLoaded
-from sipipe.messages.logits import LogitsShape
 from sipipe.messages.replies import ASK_STATUS, Replacing, Warm
 from sipipe.messages.step import Snapshot
 from sipipe.observe.live import LivePage
@@ -89,10 +88,7 @@ class LocalHost:
         )
         self._closing.callback(self._samplers.spare.close)
         self._ring = DispatchProducer(
-            "bic-i",
-            **ring_sizes(setup.slots),
-            readers=self._workers.names + self._samplers.names,
-            directory=setup.config.shm_dir,
+            "bic-i", **ring_sizes(setup.slots), readers=self._workers.names + self._samplers.names
         )
         self._speaking.callback(self._ring.close)
         self._closing.push(self._speaking)
@@ -102,50 +98,39 @@ class LocalHost:
 
     def do(self, request: Request[Any]) -> Any:
         """One step of the start."""
+        setup, samplers = self._setup, self._samplers
+        deadline = time.monotonic() + setup.config.start_timeout
         match request:
             case WaitLoaded():
-                return self.wait_loaded()
+                self._workers.wait_loaded(self._ring.endpoint, deadline)
+                self._loaded = True
+                return None
             case MakeLogits(shape):
-                return self.make_logits(shape)
+                with running_on([cpu for cpus in setup.cores.workers[-1] for cpu in cpus]):
+                    self._logits = LogitsChannel(
+                        "bic-l",
+                        shape,
+                        rows=setup.logits_rows,
+                        entries=logits_entries(setup.slots),
+                        readers=samplers.names,
+                    )
+                self._closing.callback(self._logits.close)
+                return self._logits.endpoint
             case OpenSamplers():
-                return self.open_samplers()
+                measure = setup.microbatch if setup.measures else 0
+                return samplers.open(self._ring, self._logits, deadline, measure)
             case EndSamplers():
-                return self.end_samplers()
+                self._children.end(samplers.names)
+                for name in samplers.names:
+                    self._ring.remove_reader(name)
+                samplers.let_go()
+                self._logits.close()
+                return None
         raise AssertionError(f"no host does {request}")
-
-    def wait_loaded(self) -> None:
-        deadline = time.monotonic() + self._setup.config.start_timeout
-        self._workers.wait_loaded(self._ring.endpoint, deadline)
-        self._loaded = True
 
     def publish(self, message: Sequence[Any]) -> None:
         """One message of BIC-I, in its order."""
         self._ring.publish(message, self._setup.config.stall_timeout)
-
-    def make_logits(self, shape: LogitsShape) -> LogitsEndpoint:
-        with running_on([cpu for cpus in self._setup.cores.workers[-1] for cpu in cpus]):
-            self._logits = LogitsChannel(
-                "bic-l",
-                shape,
-                rows=self._setup.logits_rows,
-                entries=logits_entries(self._setup.slots),
-                readers=self._samplers.names,
-                directory=self._setup.config.shm_dir,
-            )
-        self._closing.callback(self._logits.close)
-        return self._logits.endpoint
-
-    def open_samplers(self) -> dict[str, float]:
-        deadline = time.monotonic() + self._setup.config.start_timeout
-        measure = self._setup.microbatch if self._setup.measures else 0
-        return self._samplers.open(self._ring, self._logits, deadline, measure)
-
-    def end_samplers(self) -> None:
-        self._children.end(self._samplers.names)
-        for name in self._samplers.names:
-            self._ring.remove_reader(name)
-        self._samplers.let_go()
-        self._logits.close()
 
     def admit(self, index: int, snapshot: Snapshot) -> None:
         """Let the successor of sampler ``index`` begin behind the last message of BIC-I."""

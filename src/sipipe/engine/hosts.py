@@ -21,7 +21,7 @@ from sipipe.ipc.tcp import OTHER_PORT, check_port, resolve
 if TYPE_CHECKING:
     from sipipe.engine.setup import Setup
 
-OWN_SETTINGS = {"cores", "devices", "samplers", "shm_dir", "trace", "trace_limit"}
+OWN_SETTINGS = {"cores", "devices", "samplers", "trace", "trace_limit"}
 """Settings that each host may have its own value of."""
 
 

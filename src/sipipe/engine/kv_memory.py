@@ -27,12 +27,9 @@ processes themselves, activations, and shared memory."""
 def share_kv_memory(
     vllm_config: VllmConfig, plans: Sequence[CorePlan], layers: tuple[int, ...]
 ) -> int | None:
-    """Bytes of KV cache for each worker of this host, whose replicas have ``plans``; None where vLLM
-    or the user says how many. ``layers``: of every stage.
-
-    Raises:
-        ResourceError: there is not so much memory. ConfigError: it is too little for one request.
-    """
+    """Bytes of KV cache for each worker of this host, whose replicas have ``plans``; None where vLLM or the
+    user says how many. ``layers``: of every stage. Raises ResourceError: there is not so much
+    memory. ConfigError: it is too little for one request."""
     if not current_platform.is_cpu():
         return None
     cache, nodes, facts = vllm_config.cache_config, worker_nodes(*plans), model_facts(vllm_config)
@@ -83,8 +80,7 @@ def kv_cache_bytes(nodes: list[int], weights: int) -> int:
         nodes: NUMA node of each worker.
         weights: bytes of the model's weights, of which each worker loads an equal part.
 
-    Raises:
-        ResourceError: a node has no room for the weights themselves.
+    Raises ResourceError: a node has no room for the weights themselves.
     """
     shares = []
     for node, workers in Counter(nodes).items():

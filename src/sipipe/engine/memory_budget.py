@@ -1,8 +1,7 @@
 """How much shared memory an engine's channels take, and whether there is that much.
 
 All of it lies in memory files (memfd), which count as memory of the machine and of the container,
-never against ``/dev/shm``; BIC-I and BIC-L lie in ``shm_dir`` where it is set. Hidden states that
-travel on a GPU take none. A model whose hidden states are more than two tensors makes its links grow
+never against ``/dev/shm``. Hidden states that travel on a GPU take none. A model whose hidden states are more than two tensors makes its links grow
 at the first microbatch.
 """
 
@@ -27,8 +26,6 @@ class Part(NamedTuple):
     what: str
     size: int
     """Bytes."""
-    directory: str | None = None
-    """Where it lies; None: in a memory file."""
 
 
 def logits_entries(inflight: int) -> int:
@@ -49,7 +46,6 @@ def memory_budget(
     hidden: int,
     shares_projection: bool = False,
     on_gpu: bool = False,
-    directory: str | None = None,
 ) -> list[Part]:
     """What the channels of an engine take.
 
@@ -62,14 +58,14 @@ def memory_budget(
         on_gpu: whether hidden states stay on devices.
     """
     itemsize = 4 if dtype == "float32" else 2
-    parts = [Part("BIC-I", Layout(**ring_sizes(inflight)).size, directory)]
+    parts = [Part("BIC-I", Layout(**ring_sizes(inflight)).size)]
     if samplers:
         size = LogitsChannel.required_bytes(
             LogitsShape(vocab=vocabulary, dtype=dtype),
             rows=rows_needed(sequences, inflight),
             entries=logits_entries(inflight),
         )
-        parts.append(Part("logits", size, directory))
+        parts.append(Part("logits", size))
     if not on_gpu and stages > 1:
         names, shape = ("hidden_states", "residual"), (TOKENS, hidden)
         specs = tuple(TensorSpec(name, dtype, itemsize, shape) for name in names)
@@ -91,6 +87,4 @@ def describe(parts: Sequence[Part]) -> str:
 def check_budget(parts: Sequence[Part]) -> None:
     """Refuse what would run out of memory later. Raises ResourceError: in one line the memory
     needed, what there is, and what to do."""
-    for directory in dict.fromkeys(part.directory for part in parts):
-        here = [part for part in parts if part.directory == directory]
-        check_room(sum(part.size for part in here), directory, describe(here))
+    check_room(sum(part.size for part in parts), describe(parts))

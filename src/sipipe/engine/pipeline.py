@@ -87,12 +87,9 @@ class Pipeline:
         self._loaded = False
 
     def load(self) -> None:
-        """Start all processes; return when every worker has loaded its layers.
-
-        Raises:
-            Exception: what the first worker raised that failed.
-            WorkerDiedError: a process ended. StallError: not within the start timeout.
-        """
+        """Start all processes; return when every worker has loaded its layers. Raises Exception:
+        what the first worker raised that failed. WorkerDiedError: a process ended. StallError: not
+        within the start timeout."""
         for remote in self._remotes:
             remote.begin(self, self.telemetry, self._samplers)
         self._closing.callback(self._host.close)

@@ -64,11 +64,8 @@ def arrange(
     """The bundles of each host, by its node, this node (``here``) first; workers take them in order.
 
     ``indices``: the user's choice and order of bundles; empty: this node's first, then node after
-    node as vLLM sorts them, from each as many as make whole stages.
-
-    Raises:
-        ConfigError: too few, or a stage's ranks on two nodes, or none here.
-    """
+    node as vLLM sorts them, from each as many as make whole stages. Raises ConfigError: too few, or
+    a stage's ranks on two nodes, or none here."""
     nodes: dict[str, list[Bundle]] = {}
     if indices:
         known = {bundle.index: bundle for bundle in bundles}
@@ -165,11 +162,8 @@ def _physical(devices: list[str]) -> list[int]:
 
 def place(vllm_config: VllmConfig) -> Placement:
     """Claim a bundle for each worker; ``vllm_config`` says which hosts there are from then on.
-
-    Raises:
-        ConfigError: no Ray, no cluster, a group that does not fit, or options that say it too.
-        StallError: the cluster has no room within the start timeout.
-    """
+    Raises ConfigError: no Ray, no cluster, a group that does not fit, or options that say it too.
+    StallError: the cluster has no room within the start timeout."""
     parallel = vllm_config.parallel_config
     config = SiPipeConfig.from_additional_config(vllm_config.additional_config)
     additional = dict(vllm_config.additional_config)

@@ -46,12 +46,8 @@ HELLO_SECONDS = 30.0
 
 
 def meet(setup: Setup) -> list[RemoteHost]:
-    """Wait until all other hosts are there.
-
-    Raises:
-        ConfigError: a port that is taken, or a host with other versions or settings.
-        StallError: a host did not come within the start timeout.
-    """
+    """Wait until all other hosts are there. Raises ConfigError: a port that is taken, or a host
+    with other versions or settings. StallError: a host did not come within the start timeout."""
     hosts = setup.config.hosts
     if hosts.count == 1:
         return []

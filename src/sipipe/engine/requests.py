@@ -329,11 +329,8 @@ def scores_prompt(params: SamplingParams) -> bool:
 def sequence_params(params: SamplingParams, seed: int) -> SequenceParams:
     """What of vLLM's ``SamplingParams`` concerns drawing a token.
 
-    ``seed`` is used where the request brings none.
-
-    Raises:
-        ValueError: a parameter that the samplers do not take.
-    """
+    ``seed`` is used where the request brings none. Raises ValueError: a parameter that the samplers
+    do not take."""
     if field := unsupported(params):
         raise ValueError(f"{field} is not supported by SiPipe's samplers")
     found = SequenceParams.of(params)

@@ -112,11 +112,8 @@ class Setup:
     """KV cache of each worker of this host; None: as vLLM's configuration says."""
 
     def describe(self) -> list[str]:
-        """What the engine does with this machine, as lines for its user.
-
-        Raises:
-            ResourceError: too little shared memory.
-        """
+        """What the engine does with this machine, as lines for its user. Raises ResourceError: too
+        little shared memory."""
         budget = self.budget()
         check_budget(budget)
         runner = ""
@@ -168,7 +165,6 @@ class Setup:
             shares_projection=bool(self.vocabulary.parts),
             hidden=model.get_hidden_size(),
             on_gpu=on_gpu and self.config.transport != "shm",
-            directory=self.config.shm_dir,
         )
         starts = self.vllm_config.parallel_config.data_parallel_size  # 1 where one has begun
         return [part._replace(size=part.size * starts) for part in parts]
@@ -293,13 +289,9 @@ class Setup:
 
 
 def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
-    """Decide for host ``node`` of an engine with this configuration.
-
-    Raises:
-        UnsupportedError: an option that SiPipe does not serve.
-        ConfigError: a setting that does not fit the model or the machine. ResourceError: too little
-            memory.
-    """
+    """Decide for host ``node`` of an engine with this configuration. Raises UnsupportedError: an
+    option that SiPipe does not serve. ConfigError: a setting that does not fit the model or the
+    machine. ResourceError: too little memory."""
     if not isinstance(vllm_config, PipelineVllmConfig):
         raise ConfigError(
             "this VllmConfig was made without SiPipe's plugin: have vLLM's EngineArgs make it, and "

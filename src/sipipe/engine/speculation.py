@@ -51,11 +51,8 @@ KV_RESERVE = 0.05
 
 
 def fill_in(args: Any) -> None:
-    """Say what vLLM wants to be told in its ``EngineArgs``, and SiPipe decides by itself.
-
-    Raises:
-        UnsupportedError: another method, before vLLM looks for its model, or a library is missing.
-    """
+    """Say what vLLM wants to be told in its ``EngineArgs``, and SiPipe decides by itself. Raises
+    UnsupportedError: another method, before vLLM looks for its model, or a library is missing."""
     config = {key.replace("-", "_"): it for key, it in (args.speculative_config or {}).items()}
     flags = {"method": args.spec_method, "model": args.spec_model}
     flags["num_speculative_tokens"] = args.spec_tokens
@@ -78,11 +75,8 @@ def fill_in(args: Any) -> None:
 
 
 def check_speculation(vllm_config: VllmConfig) -> None:
-    """Refuse what the samplers cannot propose or verify.
-
-    Raises:
-        UnsupportedError: one line that names the option.
-    """
+    """Refuse what the samplers cannot propose or verify. Raises UnsupportedError: one line that
+    names the option."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return

@@ -113,12 +113,9 @@ class Workers:
         return [worker.name for worker in self.all]
 
     def wait_loaded(self, bus: RingEndpoint, deadline: float) -> None:
-        """Wait until all have loaded the model, and tell them where BIC-I is.
-
-        Raises:
-            Exception: what the first worker raised that failed.
-            WorkerDiedError: a process ended. StallError: ``deadline`` passed.
-        """
+        """Wait until all have loaded the model, and tell them where BIC-I is. Raises Exception:
+        what the first worker raised that failed. WorkerDiedError: a process ended. StallError:
+        ``deadline`` passed."""
         self._children.wait_ready(self.names, deadline)
         for worker in self.all:
             worker.say(bus)

@@ -95,8 +95,7 @@ class Connection:
             connection, and that lets one peer in, which is there before others can read it.
         lost: told by the connection's thread, once, when the peer that was met is gone.
 
-    Raises:
-        ConfigError: no secret; an address that is not this host's; a port that is taken.
+    Raises ConfigError: no secret; an address that is not this host's; a port that is taken.
     """
 
     def __init__(
@@ -179,13 +178,10 @@ class Connection:
                 raise self.died()
 
     def receive(self, timeout: float | None, place: Place | None = None) -> list[bytes] | None:
-        """The parts of the next message, or None when ``timeout`` seconds passed, if it is one. With
-        ``place``, the parts behind the first go where it says, and are not returned.
-
-        Raises:
-            TransferMismatchError: a part has another size than its place.
-            PeerDiedError: the peer is gone, and everything that it sent has been received.
-        """
+        """The parts of the next message, or None when ``timeout`` seconds passed, if it is one.
+        With ``place``, the parts behind the first go where it says, and are not returned. Raises
+        TransferMismatchError: a part has another size than its place. PeerDiedError: the peer is
+        gone, and everything that it sent has been received."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             gone = self._gone  # before the look for a message: all that was sent is there by then

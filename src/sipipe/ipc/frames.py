@@ -19,20 +19,13 @@ Place = Callable[[bytes], Sequence[memoryview]]
 
 
 def send(socket: zmq.Socket[bytes], parts: Sequence[bytes | memoryview]) -> None:
-    """Send one message; it has been copied on return.
-
-    Raises:
-        zmq.ZMQError: nobody is connected.
-    """
+    """Send one message; it has been copied on return. Raises zmq.ZMQError: nobody is connected."""
     socket.send_multipart(list(_cut(parts)), zmq.NOBLOCK)
 
 
 def receive(socket: zmq.Socket[bytes], place: Place | None) -> list[bytes] | None:
     """The parts of the next message, but for those that go to their places; None: one did not fit.
-
-    Raises:
-        zmq.Again: there is no message.
-    """
+    Raises zmq.Again: there is no message."""
     parts = [_join(socket, socket.recv(zmq.NOBLOCK))]
     targets = place(parts[0]) if place is not None else []
     fits, came = True, 0

@@ -108,13 +108,10 @@ class GatherReceiver:
                 os.eventfd_write(self._wake, 1)
 
     def collect(self, timeout: float | None = None) -> tuple[int, dict[int, list[bytes]]]:
-        """Wait for the next iteration to be complete: its number, and each sampler's frames.
-
-        Raises:
-            ChannelTimeout: not within ``timeout`` seconds; ``late`` names who has not answered.
-            ChannelPeerDied: a sampler went away; call again, for the others.
-            ChannelClosed: this receiver was closed, perhaps by another thread just now.
-        """
+        """Wait for the next iteration to be complete: its number, and each sampler's frames. Raises
+        ChannelTimeout: not within ``timeout`` seconds; ``late`` names who has not answered.
+        ChannelPeerDied: a sampler went away; call again, for the others. ChannelClosed: this
+        receiver was closed, perhaps by another thread just now."""
         deadline = deadline_after(timeout)
         with self._collecting:
             while True:
@@ -228,11 +225,8 @@ class GatherSender:
         self, iteration: int, data: bytes, timeout: float = 60.0, *, more: bool = False
     ) -> None:
         """Answer ``iteration`` with one frame. With ``more``, others of the same answer follow.
-
-        Raises:
-            ChannelTimeout: not taken within ``timeout`` seconds; this end is closed, in mid-frame.
-            ChannelPeerDied: the executor is gone, or this end is closed.
-        """
+        Raises ChannelTimeout: not taken within ``timeout`` seconds; this end is closed, in
+        mid-frame. ChannelPeerDied: the executor is gone, or this end is closed."""
         try:
             self._sock.settimeout(timeout)
             # wait: 60 s; the executor, or its death

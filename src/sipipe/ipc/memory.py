@@ -1,8 +1,8 @@
 """Shared memory without a name: nothing is left behind, however the processes end.
 
-A memfd, or an unlinked file in a directory of the user's choice. Other processes of this user open
-it through ``/proc/<pid>/fd/<n>`` of its creator, each with a description of its own (locks need
-that). It goes with the last process, and a memfd does not count against ``/dev/shm``.
+A memfd. Other processes of this user open it through ``/proc/<pid>/fd/<n>`` of its creator, each
+with a description of its own (locks need that). It goes with the last process, and does not count
+against ``/dev/shm``.
 
 Rejected: a named file in ``/dev/shm`` unlinked "when all have opened it" (left behind by a crash
 before that); passing descriptors over a socket (shares the description, and with it the locks).
@@ -13,12 +13,11 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import tempfile
 from pathlib import Path
 
 import msgspec
 
-from sipipe.errors import ConfigError, ResourceError
+from sipipe.errors import ResourceError
 from sipipe.ipc.errors import ChannelPeerDied
 
 PAGE = mmap.PAGESIZE
@@ -53,23 +52,17 @@ class SharedMemory:
             os.close(fd)
 
     @classmethod
-    def create(
-        cls, channel: str, size: int, directory: str | os.PathLike[str] | None
-    ) -> SharedMemory:
+    def create(cls, channel: str, size: int) -> SharedMemory:
         """Allocate ``size`` bytes or the rest of the last page more, all zero and really there, so
-        that no later write can fail. ResourceError, naming ``shm_dir``: there is not that much."""
+        that no later write can fail. ResourceError: there is not that much."""
         size = round_up(size, PAGE)
-        check_room(size, directory, f"channel {channel} ({size / 2**20:,.1f} MiB)")
+        check_room(size, f"channel {channel} ({size / 2**20:,.1f} MiB)")
         try:
-            if directory is None:
-                fd = os.memfd_create(f"sipipe-{channel}", os.MFD_CLOEXEC)
-            else:
-                fd = _unnamed_file(Path(directory))
+            fd = os.memfd_create(f"sipipe-{channel}", os.MFD_CLOEXEC)
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
             raise ResourceError(
-                f"channel {channel}: cannot get {size:,} bytes of shared memory in "
-                f"{directory or 'memory'} ({error.strerror}); set shm_dir to a directory with room"
+                f"channel {channel}: cannot get {size:,} bytes of shared memory ({error.strerror})"
             ) from None
         identity = secrets.token_bytes(_IDENTITY_BYTES)
         os.pwrite(fd, identity, 0)
@@ -100,34 +93,18 @@ class SharedMemory:
             self._fd = -1
 
 
-def check_room(size: int, directory: str | os.PathLike[str] | None, what: str) -> None:
+def check_room(size: int, what: str) -> None:
     """Raise ResourceError if ``what`` needs more than :func:`free_bytes`: ``size`` bytes."""
-    room = free_bytes(directory)
+    room = free_bytes()
     if size > room:
-        place = "memory" if directory is None else f"shm_dir {str(directory)!r}"
-        remedy = "" if directory is None else ', or leave "shm_dir" out'
         raise ResourceError(
-            f"{place} has {room / 2**20:,.1f} MiB free, too little for {what}: lower "
-            f"--max-num-seqs, --max-num-batched-tokens or --inflight{remedy}"
+            f"memory has {room / 2**20:,.1f} MiB free, too little for {what}: lower "
+            "--max-num-seqs, --max-num-batched-tokens or --inflight"
         )
 
 
-def free_bytes(directory: str | os.PathLike[str] | None) -> int:
-    """Bytes that there is room for: in memory, the container's limit (its cgroup's) included, or on
-    the file system of ``directory``. ConfigError: that cannot be used."""
-    if directory is None:
-        return _free_memory()
-    try:
-        info = os.statvfs(directory)
-    except OSError as error:
-        raise ConfigError(
-            f"shm_dir: {str(directory)!r} cannot be used ({error.strerror}); "
-            "name a directory that exists"
-        ) from None
-    return info.f_bavail * info.f_frsize
-
-
-def _free_memory() -> int:
+def free_bytes() -> int:
+    """Bytes of memory that there is room for, the container's limit (its cgroup's) included."""
     room = _read_number("/proc/meminfo", "MemAvailable:") * 1024
     limit = _read_number("/sys/fs/cgroup/memory.max")
     used = _read_number("/sys/fs/cgroup/memory.current")
@@ -147,15 +124,6 @@ def _read_number(path: str, key: str = "") -> int:
     except (OSError, ValueError, IndexError):
         pass
     return 0
-
-
-def _unnamed_file(directory: Path) -> int:
-    try:
-        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-    except OSError:  # a file system without O_TMPFILE: a name that lives for a moment
-        fd, name = tempfile.mkstemp(prefix="sipipe-", dir=directory)
-        os.unlink(name)
-        return fd
 
 
 def _creator_gone(endpoint: Endpoint) -> ChannelPeerDied:

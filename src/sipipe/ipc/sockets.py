@@ -1,5 +1,6 @@
 """A directory for the sockets of vLLM's front end, which leaves them, and its engine's last word."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -7,8 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-
-from sipipe.ipc.owner import open_own
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 PREFIX = "sipipe-sockets-"
@@ -68,3 +67,17 @@ def remove_dead() -> None:
             opened.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def open_own(
+    path: str | os.PathLike[str], flags: int = os.O_RDWR, directory: int | None = None
+) -> int:
+    """A descriptor, close-on-exec, of what another process of this user has made. Never waits, as
+    opening a pipe would, and opens nothing of another user's, as root could. ``directory``: where a
+    relative ``path`` begins. Raises OSError: there is no such file, or (PermissionError) it is another user's."""
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    descriptor = os.open(path, flags, dir_fd=directory)
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "another user's", os.fspath(path))
+    return descriptor

@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from sipipe.ipc.owner import open_own
+from sipipe.ipc.sockets import open_own
 from sipipe.observe.format import TraceError
 from sipipe.observe.phases import MAIN_PHASE, Phase, Role
 

@@ -79,11 +79,8 @@ class Recorder:
     ) -> None:
         """Create ``path`` (it must not exist), write ``header`` and start the spiller.
 
-        ``limit``: bytes on the disk at most, the oldest records giving way; None: no limit.
-
-        Raises:
-            ConfigError: the file cannot be created.
-        """
+        ``limit``: bytes on the disk at most, the oldest records giving way; None: no limit. Raises
+        ConfigError: the file cannot be created."""
         self._count: Callable[..., None] = live.phase if live else lambda *_: None
         self._path = path
         self._over = path is None  # no file, closed, or the disk is full
@@ -221,8 +218,7 @@ def open_recorder(
         live: this process's block of the statistics page, which counts each phase too.
         limit: bytes that the file may have with the one before it; None: no limit.
 
-    Raises:
-        ConfigError: the directory cannot be written to.
+    Raises ConfigError: the directory cannot be written to.
     """
     if directory is None:
         return Recorder(header, live=live)

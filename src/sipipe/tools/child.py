@@ -31,14 +31,10 @@ def measured(
     kept: Sequence[int] = (),
     timeout: float = TIMEOUT,
 ) -> dict[str, Any]:
-    """Run ``module`` on ``job``, such as :mod:`sipipe.tools.load`; what it prints. ``side`` names it
-    in messages, ``kept`` are descriptors that the process takes over.
-
-    Raises:
-        ConfigError: it refused an option.
-        SiPipeError: it failed, or took more than ``timeout`` seconds; the log is kept, and its end is
-            the error's note.
-    """
+    """Run ``module`` on ``job``, such as :mod:`sipipe.tools.load`; what it prints. ``side`` names
+    it in messages, ``kept`` are descriptors that the process takes over. Raises ConfigError: it
+    refused an option. SiPipeError: it failed, or took more than ``timeout`` seconds; the log is
+    kept, and its end is the error's note."""
     print(f"measuring {side} …", file=sys.stderr, flush=True)
     with tempfile.TemporaryFile() as log, own_sockets():
         # A session of its own, so that it can be ended with all the engine's processes.

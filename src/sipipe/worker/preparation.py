@@ -16,7 +16,7 @@ runner calls.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,18 +34,6 @@ from sipipe.worker.inputs.prepare import InputPreparer
 
 KNOWN_STATES = (DefaultModelState, MambaHybridModelState)
 """vLLM's model states that read of a batch what is prepared here."""
-
-
-class Preparation(Protocol):
-    """How a stage comes to its inputs."""
-
-    def prepare(
-        self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput
-    ) -> ModelInput:
-        """Preparing thread: all that can be done ahead."""
-
-    def begin(self, inputs: ModelInput) -> None:
-        """Device thread: the runner's ``execute_model`` is called next, with this iteration."""
 
 
 def why_vllm_prepares(runner: Any) -> str:
@@ -72,16 +60,17 @@ class VllmPrepares:
     def prepare(
         self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput
     ) -> ModelInput:
+        """Preparing thread: all that can be done ahead."""
         inputs = ModelInput(iteration=iteration, slot=slot, buffer_set=buffer_set, output=output)
         inputs.num_reqs = len(output.num_scheduled_tokens)
         inputs.num_tokens = output.total_num_scheduled_tokens
         return inputs
 
     def begin(self, inputs: ModelInput) -> None:
-        pass
+        """Device thread: the runner's ``execute_model`` is called next, with this iteration."""
 
 
-class SiPipePrepares:
+class SiPipePrepares(VllmPrepares):
     """SiPipe's preparation, in the place of the runner's from now on. ``runner``: warmed up and
     without a request; ``slots``: microbatches in flight; ``sets``: of input buffers; ``logits``:
     rows of logits of a batch at most."""

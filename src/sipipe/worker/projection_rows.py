@@ -51,7 +51,7 @@ class OfferedRows:
         start, stop = stage_logits.columns
         self.rows = weight = self._module.weight.detach()[: stop - start]
         try:
-            self._memory = SharedMemory.create("projection", PAGE + weight.nbytes, None)
+            self._memory = SharedMemory.create("projection", PAGE + weight.nbytes)
         except ResourceError as error:
             self.reason = str(error)
             return

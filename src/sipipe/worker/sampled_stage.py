@@ -30,7 +30,7 @@ from sipipe.worker.draws import NothingDrawn
 from sipipe.worker.inputs.model_input import ModelInput
 from sipipe.worker.links import Links
 from sipipe.worker.logits import LogitsHandover
-from sipipe.worker.preparation import Preparation, SiPipePrepares, VllmPrepares, why_vllm_prepares
+from sipipe.worker.preparation import SiPipePrepares, VllmPrepares, why_vllm_prepares
 from sipipe.worker.projection import Projection
 from sipipe.worker.publisher import Publisher
 from sipipe.worker.stage import ClosedStage, Surroundings
@@ -85,7 +85,7 @@ class SampledStage(ClosedStage):
         told: dict[str, Any] = {"report": around.report, "record": around.record}
         told |= {"fail": around.fail, "kv_reports": kv_reports(around)}
         self._publisher = Publisher(device, logits, stall_timeout=bound, **told)
-        self._preparation: Preparation = VllmPrepares()
+        self._preparation = VllmPrepares()
         reason = why_vllm_prepares(runner)
         if not (draws.reads_states or reason):
             slots = boot.watched.inflight
@@ -113,6 +113,8 @@ class SampledStage(ClosedStage):
     def prepare(
         self, iteration: int, slot: int, buffer_set: int, output: SchedulerOutput, samples: int
     ) -> ModelInput:
+        """Preparing thread: write the inputs of ``output`` into ``buffer_set``; ``samples``: rows
+        of logits that samplers get."""
         began = time.monotonic_ns()
         inputs = self._preparation.prepare(iteration, slot, buffer_set, output)
         inputs.samples = samples
@@ -120,7 +122,8 @@ class SampledStage(ClosedStage):
         return inputs
 
     def run(self, inputs: ModelInput) -> None:
-        """Launch the iteration; returns before the device has run it."""
+        """Device thread: launch the iteration; returns before the device has run it, for which
+        :meth:`prepare` of the same set waits."""
         self._iteration, self._tokens = inputs.iteration, inputs.num_tokens
         with self._projection.passing():
             launched = self._launched = Launched(

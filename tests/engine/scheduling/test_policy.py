@@ -292,14 +292,14 @@ def test_decodes_have_their_time_whatever_prompts_are_pending():
 
 
 def test_no_new_prompt_starts_when_the_cache_is_nearly_full():
-    policy = slot_policy(2, 100, min_chunk_tokens=4)
+    policy = slot_policy(2, 100)
     policy.visit([Sequence("a", 5, True)], pending_prefill=0)
     full = policy.visit([Sequence("a", 5, True)], pending_prefill=90, kv_free=0.01)
     assert full.prefill.tokens == 0
     started = policy.visit(
         [Sequence("a", 5, True)], pending_prefill=90, started_prefill=5, kv_free=0.01
     )
-    assert 1 <= started.prefill.tokens <= 5
+    assert 1 <= started.prefill.tokens <= 32, "a least chunk"
 
 
 def test_fewer_slots_for_few_sequences():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sipipe.tools.planner import hardware
-from sipipe.tools.planner.communication import all_reduce_seconds, hop_seconds, volume_per_device
+from sipipe.tools.planner.costs import all_reduce_seconds, hop_seconds, volume_per_device
 from sipipe.tools.planner.hardware import Cluster
 from sipipe.tools.planner.placement import place
 

@@ -144,19 +144,6 @@ def test_summary_adds_up(runs):
     assert stock["sampler_ms_per_sequence"] is None
 
 
-def test_iterations_that_shared_a_product_are_counted():
-    from sipipe.cli.trace import bubbles
-
-    first = [(Phase.FORWARD, i, 100 * i, 100 * i + 40) for i in range(4)]
-    # Of iterations 0 and 1 at once, its time split by rows; of 2 in two parts; of 3 alone.
-    made = ((0, 150, 160), (1, 160, 170), (2, 250, 260), (2, 262, 265), (3, 350, 360))
-    first += [(Phase.LOGITS, *product) for product in made]
-    last = [(Phase.FORWARD, i, 100 * i + 45, 100 * i + 90) for i in range(4)]
-    run = Run(pipeline([first, last], inflight=2))
-    assert [stage["joined"] for stage in run.summary["stage_table"]] == [2, 0]
-    assert "stage 0: 2" in bubbles(run).caption
-
-
 def test_drafts_are_what_rows_and_tokens_say():
     """Of iterations without prompts: 4 requests, with 3 drafts of which 2 are right, and without."""
     passes = [(Phase.FORWARD, i, 10 * i, 10 * i + 9) for i in range(1, 5)]

@@ -28,13 +28,10 @@ logger = init_logger(f"vllm.{__name__}")
 def choose_layers(
     vllm_config: VllmConfig, config: SiPipeConfig, *, by_cost: bool
 ) -> tuple[int, ...]:
-    """Decoder layers of each stage, first stage first. ``by_cost``: whether ``"auto"`` may weigh the
-    output projection: not where vLLM's sampler is on the last stage too.
-
-    Raises:
-        ConfigError: ``"layers"`` does not fit the model or the stages, or contradicts
-            ``VLLM_PP_LAYER_PARTITION``.
-    """
+    """Decoder layers of each stage, first stage first. ``by_cost``: whether ``"auto"`` may weigh
+    the output projection: not where vLLM's sampler is on the last stage too. Raises ConfigError:
+    ``"layers"`` does not fit the model or the stages, or contradicts
+    ``VLLM_PP_LAYER_PARTITION``."""
     model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
     total = model.get_total_num_hidden_layers()
     if config.layers != "auto" and envs.VLLM_PP_LAYER_PARTITION is not None:

@@ -32,9 +32,8 @@ def facts_from_config(
         name: what the serve command will call the model; errors name ``source``.
         weight_bits: bits per weight of the layers; None takes the file's quantization and dtype.
 
-    Raises:
-        ConfigError: fields are missing (all are named) or are not positive whole numbers.
-        UnsupportedError: state-space and linear attention layers, encoder-decoder.
+    Raises ConfigError: fields are missing (all are named) or are not positive whole numbers.
+    UnsupportedError: state-space and linear attention layers, encoder-decoder.
     """
     if isinstance(config.get("text_config"), Mapping):
         config = {**config, **config["text_config"]}

@@ -71,7 +71,8 @@ class SlotPolicy:
         settings: Tunables.
         controller: Knows what a microbatch takes, and says how many slots to open where
             ``min_sequences`` leaves it open.
-        align: Prompts are cut at whole blocks of so many tokens where they can be.
+        align: Prompts are cut at whole blocks of so many tokens where they can be, and no finer
+            than ``least``.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class SlotPolicy:
         controller: ConcurrencyController,
         settings: MicrobatchSettings | None = None,
         align: int = 1,
+        least: int = 1,
     ) -> None:
         assert min(slots, max_tokens) >= 1, (slots, max_tokens)
         self.slots = slots
@@ -93,6 +95,7 @@ class SlotPolicy:
             max_tokens=max_tokens,
             settings=self.settings,
             align=align,
+            least=least,
         )
         self.slot_of: dict[str, int] = {}
         """Slot of each decoding sequence; visits change it."""

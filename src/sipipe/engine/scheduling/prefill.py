@@ -13,7 +13,7 @@ seconds of :mod:`sipipe.engine.scheduling.times`:
   decodes beside what arrives, the less of such a share counts.
 - A chunk may always fill its microbatch up to the longest of the last m - 1: that is free. So
   chunks of one prompt take equal times, and have the fewer tokens the more lies before them.
-- It is not cut finer than ``min_chunk_tokens``: the first token would only come later.
+- It is not cut finer than 64 / m tokens, and 24: the first token would only come later.
 - ``tpot_target_ms`` bounds what decoding sequences are delayed by.
 - As the free KV cache runs out, no prompt is started, so that decoding sequences can grow
   instead of preempting one another.
@@ -22,8 +22,6 @@ seconds of :mod:`sipipe.engine.scheduling.times`:
 import math
 from collections import deque
 from collections.abc import Mapping
-
-import msgspec
 
 from sipipe.config import MicrobatchSettings
 from sipipe.engine.scheduling.times import Load, Prices
@@ -115,6 +113,7 @@ class PrefillThrottle:
         max_tokens: Token budget of one microbatch.
         settings: Tunables.
         align: As of :class:`Allowance`.
+        least: Prompt tokens below which no chunk is cut in any case.
     """
 
     def __init__(
@@ -125,12 +124,10 @@ class PrefillThrottle:
         max_tokens: int,
         settings: MicrobatchSettings,
         align: int = 1,
+        least: int = 1,
     ) -> None:
         self._slots, self._stages, self._max_tokens = slots, stages, max_tokens
-        self._align, self._set = align, bool(settings.prefill_spread)
-        self._resolved = {
-            active: resolved(settings, slots, active) for active in range(1, slots + 1)
-        }
+        self._align, self._least, self._settings = align, least, settings
         # What the other microbatches in flight take, at prices that are measured or not.
         self._others: deque[float] = deque(maxlen=max(1, slots - 1))
         self._measured = False
@@ -162,7 +159,11 @@ class PrefillThrottle:
             slots: Slots that are open, 1 to m; with one there is nothing to keep even.
             measured: Whether prices are seconds.
         """
-        settings = self._resolved[slots]
+        settings = self._settings
+        if slots == self._slots:
+            spread, least = max(min(4 * slots + 4, 24), 2 * slots + 8), max(24, 64 // slots)
+        else:  # a closed slot's visits carry prompts that delay no decoding sequence
+            spread, least = 2 * slots, 96
         if measured != self._measured:  # the unit has changed
             self._others.clear()
         self._measured = measured
@@ -173,7 +174,9 @@ class PrefillThrottle:
         if pending > 0:
             disturbed = running / (running + max(1, arriving)) if slots > 1 else 0.0
             seconds = max(
-                (1.0 if self._set else disturbed) * pending / settings.prefill_spread,
+                pending / settings.prefill_spread
+                if settings.prefill_spread
+                else disturbed * pending / spread,
                 (1 - disturbed) * pending / self._parts(pending, prices),
                 max(self._others, default=0.0) - decoding,
             )
@@ -186,7 +189,7 @@ class PrefillThrottle:
             prices,
             seconds=seconds,
             room=max(0, self._max_tokens - int(decodes.rows)),
-            least=settings.min_chunk_tokens,
+            least=max(least, self._least),
             decodes=decodes,
             align=self._align,
             slack=0.0 if running else prices.fixed / max(1, self._stages - 1),
@@ -196,18 +199,3 @@ class PrefillThrottle:
         """Microbatches in which an idle pipeline is soonest done with ``pending``."""
         fixed = max(prices.fixed, CHEAPEST * prices.token)
         return max(1, round(math.sqrt((self._stages - 1) * pending / fixed)))
-
-
-def resolved(settings: MicrobatchSettings, slots: int, active: int) -> MicrobatchSettings:
-    """``settings`` with the defaults that depend on the microbatches in flight, ``slots``, and on
-    how many of the slots are open, ``active``."""
-    if active == slots:
-        spread = max(min(4 * slots + 4, 24), 2 * slots + 8)
-        chunk = max(24, 64 // slots)
-    else:  # a closed slot's visits carry prompts that delay no decoding sequence
-        spread, chunk = 2 * active, 96
-    return msgspec.structs.replace(
-        settings,
-        prefill_spread=settings.prefill_spread or spread,
-        min_chunk_tokens=settings.min_chunk_tokens or chunk,
-    )

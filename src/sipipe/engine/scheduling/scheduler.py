@@ -27,7 +27,6 @@ only the evenness suffers. Runs in the EngineCore process, on its main thread on
 import itertools
 from typing import Any
 
-import msgspec
 from vllm import envs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -35,11 +34,11 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from sipipe.config import MicrobatchSettings, SiPipeConfig
+from sipipe.config import SiPipeConfig
 from sipipe.engine.layers.choose import model_facts
 from sipipe.engine.scheduling.concurrency import ConcurrencyController
 from sipipe.engine.scheduling.policy import Plan, Sequence, SlotPolicy
-from sipipe.engine.scheduling.prefill import Allowance, resolved
+from sipipe.engine.scheduling.prefill import Allowance
 from sipipe.engine.scheduling.times import Load, usual
 
 
@@ -55,6 +54,7 @@ class PipelineScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
         self._controller = ConcurrencyController(
             stages=self.vllm_config.parallel_config.pipeline_parallel_size,
             slots=self.vllm_config.max_concurrent_batches,
@@ -64,8 +64,10 @@ class PipelineScheduler(Scheduler):
             slots=self._controller.slots,
             max_tokens=self.max_num_scheduled_tokens,
             controller=self._controller,
-            settings=self._settings(),
+            settings=config.microbatches,
             align=self.cache_config.block_size,
+            # A chunk that ends inside a Mamba block is cut to nothing.
+            least=self.cache_config.block_size if self.need_mamba_block_aligned_split else 1,
         )
         # Where a prompt, or a multi-modal item in it, must be computed whole, prefill is held back
         # by whole chunks as vLLM cuts them: an allowance below the item would never admit it.
@@ -132,17 +134,6 @@ class PipelineScheduler(Scheduler):
     def controller(self) -> ConcurrencyController:
         """What knows how long microbatches take, and says how many slots to open."""
         return self._controller
-
-    def _settings(self) -> MicrobatchSettings:
-        config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
-        settings = config.microbatches
-        if not self.need_mamba_block_aligned_split:
-            return settings
-        # A chunk that ends inside a Mamba block is cut to nothing: never offer less than a block.
-        slots = self.vllm_config.max_concurrent_batches
-        least = resolved(settings, slots, slots).min_chunk_tokens
-        least = max(least, self.cache_config.block_size)
-        return msgspec.structs.replace(settings, min_chunk_tokens=least)
 
     def _visit(self) -> Plan:
         """Tell the policy what runs and what is pending."""

@@ -21,12 +21,6 @@ class PacketConnection:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """The socket and, once it is known, the peer: readable when one has something to say."""
-        own = (self._sock.fileno(), self._pidfd)
-        return tuple(descriptor for descriptor in own if descriptor >= 0)
-
     def watch(self, pid: int) -> None:
         """The peer is process ``pid``. Called by the thread that receives."""
         if pid != os.getpid() and self._pidfd < 0:

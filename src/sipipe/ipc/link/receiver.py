@@ -59,11 +59,9 @@ class Receiver:
             into: where to put what comes in pieces, by key, with ``num_tokens`` or more tokens in
                 the first dimension; for other keys memory is made.
 
-        Raises:
-            StallError: nothing came within ``timeout`` seconds; the call may be made again.
-            PeerDiedError: the sender's process ended.
-            TransferMismatchError: something else came; the link is broken.
-            LinkClosedError: this end or the sender's was closed.
+        Raises StallError: nothing came within ``timeout`` seconds; the call may be made again.
+        PeerDiedError: the sender's process ended. TransferMismatchError: something else came; the
+        link is broken. LinkClosedError: this end or the sender's was closed.
         """
         with self._taking:
             if self._closed:
@@ -136,11 +134,6 @@ class Receiver:
     def _hold(self, header: Header) -> None:
         with self._holding:
             self._held[header.iteration] = header.frame
-
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """What is readable when :meth:`take` has something to say: a frame has come, or none will."""
-        return self._transport.descriptors
 
     def release(self, iteration: int) -> None:
         """Give the buffer of ``iteration`` back; its tensors must not be used any more."""

@@ -99,10 +99,8 @@ class Sender:
             timeout: seconds to wait when the receiver is ``depth`` iterations behind; None: the
                 link's ``stall_timeout``.
 
-        Raises:
-            StallError: the receiver released nothing for ``timeout`` seconds.
-            PeerDiedError: the receiver's process ended.
-            LinkClosedError: this end or the receiver's was closed.
+        Raises StallError: the receiver released nothing for ``timeout`` seconds. PeerDiedError: the
+        receiver's process ended. LinkClosedError: this end or the receiver's was closed.
         """
         with self._sending:
             if self._closed or self._error is not None:

@@ -181,10 +181,6 @@ class ShmReceiving:
         self._view = memoryview(self._packet)
         _greet(self._connection)
 
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        return self._connection.descriptors
-
     def receive(self, timeout: float) -> Header | None:
         """The header of the next frame, or None when ``timeout`` seconds passed. Raises
         PeerDiedError, LinkClosedError: there will be none."""

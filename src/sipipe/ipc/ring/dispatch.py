@@ -33,12 +33,7 @@ class DispatchProducer:
     reader take turns, removing one does not wait for a publish that is stuck."""
 
     def __init__(
-        self,
-        name: str,
-        entries: int = 16,
-        entry_bytes: int = 1 << 16,
-        readers: Sequence[str] = (),
-        directory: str | None = None,
+        self, name: str, entries: int = 16, entry_bytes: int = 1 << 16, readers: Sequence[str] = ()
     ) -> None:
         """Make a channel on this host.
 
@@ -47,12 +42,10 @@ class DispatchProducer:
             entries: N, 3 or more. A reader may be N - 2 messages late before the producer waits.
             entry_bytes: a message up to about this size is read in place; a larger one is cut.
             readers: of all that will ever open the channel; none misses a message.
-            directory: where the memory lies; None: a memfd.
 
-        Raises:
-            ResourceError: not enough memory.
+        Raises ResourceError: not enough memory.
         """
-        self._ring = Ring.create(name, Layout(entries, entry_bytes), readers, directory)
+        self._ring = Ring.create(name, Layout(entries, entry_bytes), readers)
         self._writer = RingWriter(self._ring)
         # wait: held for a publish, at most its bound; its end
         self._turns = threading.Lock()  # a new reader's first message is known only between two

@@ -40,26 +40,18 @@ class LogitsChannel:
     """The owner of a logits channel. It need not write or read."""
 
     def __init__(
-        self,
-        name: str,
-        shape: LogitsShape,
-        *,
-        rows: int,
-        entries: int,
-        readers: Sequence[str] = (),
-        directory: str | None = None,
+        self, name: str, shape: LogitsShape, *, rows: int, entries: int, readers: Sequence[str] = ()
     ) -> None:
-        """Make the memory: of ``readers``, the samplers, in ``directory`` (None: a memfd).
+        """Make the memory: of ``readers``, the samplers.
 
         Args:
             rows: of all iterations that are in it at once, gaps between them included.
             entries: N, 3 or more; microbatches in flight + 2 keeps every undrawn iteration for a
                 sampler that is restarted.
 
-        Raises:
-            ResourceError: not enough memory.
+        Raises ResourceError: not enough memory.
         """
-        self._ring = Ring.create(name, _ring_layout(shape, rows, entries), readers, directory)
+        self._ring = Ring.create(name, _ring_layout(shape, rows, entries), readers)
         self.endpoint = LogitsEndpoint(self._ring.endpoint, shape)
         """What writers and readers need, while this process lives."""
 

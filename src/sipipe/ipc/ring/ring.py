@@ -73,14 +73,12 @@ class Ring:
         self.views = [self.payload[e * stride :][: layout.entry_bytes] for e in entries]
 
     @classmethod
-    def create(
-        cls, channel: str, layout: Layout, readers: Sequence[str], directory: str | None
-    ) -> Self:
+    def create(cls, channel: str, layout: Layout, readers: Sequence[str]) -> Self:
         """Make the memory and declare the readers, which will see every message. Raises
         ChannelError: more than 64 readers. ResourceError: not enough memory."""
         if len(readers) > at.READERS:
             raise ChannelError(f"channel {channel}: no room for a reader beyond {at.READERS}")
-        ring = cls(SharedMemory.create(channel, layout.size, directory), layout, readers)
+        ring = cls(SharedMemory.create(channel, layout.size), layout, readers)
         for name in readers:
             ring.add_reader(name, start=0)
         return ring

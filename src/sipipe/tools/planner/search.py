@@ -10,8 +10,7 @@ from sipipe.engine.layers.cut import cut_layers, layer_split, share_projection
 from sipipe.engine.layers.facts import ModelFacts
 from sipipe.errors import ConfigError
 from sipipe.tools.planner import hardware
-from sipipe.tools.planner.communication import volume_per_device
-from sipipe.tools.planner.costs import DatasheetCosts
+from sipipe.tools.planner.costs import DatasheetCosts, volume_per_device
 from sipipe.tools.planner.hardware import Assumed, Case, Engine
 from sipipe.tools.planner.pipeline import Iteration, iterate
 from sipipe.tools.planner.placement import Memory, Placement, place
@@ -75,11 +74,8 @@ class Search:
         return dataclasses.replace(plan, gain=self._gain(plan.fastest(True), plan.fastest(False)))
 
     def _best(self, engine: Engine, p: int, t: int) -> Choice:
-        """The best deployment of ``engine`` with ``p`` stages of ``t`` ranks.
-
-        Raises:
-            _RuledOutError: there is none.
-        """
+        """The best deployment of ``engine`` with ``p`` stages of ``t`` ranks. Raises
+        _RuledOutError: there is none."""
         facts, cluster, ours = self.costs.facts, self.costs.cluster, engine.key == OURS
         per_host, device = cluster.devices_per_host, cluster.device
         if reason := _indivisible(facts, p, t):
@@ -139,10 +135,7 @@ class Search:
     ) -> Choice:
         """The best number of running sequences for one engine and placement: the largest within the
         caps, or a smaller one, as whole sequences per sampler core and experts make small steps.
-
-        Raises:
-            _RuledOutError: there is none within the budget.
-        """
+        Raises _RuledOutError: there is none within the budget."""
         costs, workload, facts = self.costs, self.workload, self.costs.facts
         p, t = placement.p, placement.t
         cores = self.samplers or costs.cluster.sampler_cores

@@ -93,15 +93,6 @@ def sampler_ms_per_sequence(trace: Trace, window: Window) -> float | None:
     return spent / drawn / 1e6 if drawn else None
 
 
-def joined(records: Records) -> int:
-    """Iterations of which one product of the output projection was made with another's: its time is
-    split among them, so that one's ``logits`` ends where the next one's begins."""
-    made = records[records["phase"] == Phase.LOGITS]
-    touch = made["start_ns"][1:] == made["end_ns"][:-1]
-    both = np.concatenate([made["iteration"][1:][touch], made["iteration"][:-1][touch]])
-    return len(np.unique(both))
-
-
 def prefill_efficiency(trace: Trace, window: Window) -> float | None:
     """Ideal over measured: of the time in which there were prompts in the pipeline, the share in
     which devices worked; None without prompts."""

@@ -74,7 +74,6 @@ class Run:
             "rank": stage.rank,
             "host": process.header.host,
             "iterations": len(process.phase(Phase.FORWARD, window=self.window)),
-            "joined": statistics.joined(process.phase(Phase.LOGITS, window=self.window)),
             "wall_ns": wall,
             "ns": by_kind,
             "share": shares(stage.by_kind),

@@ -115,8 +115,7 @@ class Launch:
         function: ours. A parameter ``grid`` gets the numbers of programs that vLLM launches.
         take: makes of an argument of vLLM's what ``function`` takes.
 
-    Raises:
-        TypeError: vLLM's kernel has no parameter of a name that ``function`` needs.
+    Raises TypeError: vLLM's kernel has no parameter of a name that ``function`` needs.
     """
 
     def __init__(
@@ -154,11 +153,8 @@ def array(argument: Any) -> Any:
 def install() -> None:
     """Set ours in place of vLLM's kernels, in this process, and compile them.
 
-    Nothing is done where Triton runs on CPUs: vLLM's own kernels do.
-
-    Raises:
-        TypeError, AttributeError: this vLLM's kernels are others.
-    """
+    Nothing is done where Triton runs on CPUs: vLLM's own kernels do. Raises TypeError,
+    AttributeError: this vLLM's kernels are others."""
     if HAS_TRITON:
         return
     # vLLM's stand-in for Triton lacks what launches of the second runner ask for.

@@ -68,8 +68,10 @@ class Placement(Protocol):
     def wait_free(self, buffer_set: int) -> None:
         """Return when nothing reads the set any more."""
 
-    def ahead(self, inputs: ModelInput) -> Placed | None:
-        """The batch as it is, if the device reads it where it was prepared; the preparing thread's."""
+    def ahead(self, inputs: ModelInput) -> Placed | None:  # noqa: ARG002
+        """The batch as it is, if the device reads it where it was prepared; the preparing thread's.
+        None: what a graph pads is not known yet."""
+        return None
 
     def begin(self, inputs: ModelInput) -> None:
         """The batch is placed next: vLLM's own parts learn of it what they look at."""
@@ -77,12 +79,19 @@ class Placement(Protocol):
     def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
         """The batch, padded to ``requests`` and ``tokens``."""
 
+    def _padded(self, inputs: ModelInput, requests: int, tokens: int) -> InputBuffers:
+        source, count, used = self.buffers[inputs.buffer_set], inputs.num_reqs, inputs.num_tokens
+        if requests > count:
+            _pad_requests(source, count, requests, used)
+        source.is_padding.np[:used], source.is_padding.np[used:tokens] = False, True
+        return source
+
     def tables(self, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Block tables [B', W] of each KV cache group, and slot mappings [G, T'], of vLLM's input
         batch that was placed last."""
 
 
-class InPlace:
+class InPlace(Placement):
     """On a CPU: the set is what the model reads. The pass has read it when it returns."""
 
     def __init__(self, runner: Any, device: Device, sets: int, logits: int) -> None:  # noqa: ARG002
@@ -107,14 +116,8 @@ class InPlace:
         self._computed[rows] = source.num_computed_tokens.np[: inputs.num_reqs]
 
     def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
-        source = self.buffers[inputs.buffer_set]
-        count, used = inputs.num_reqs, inputs.num_tokens
-        if requests > count:
-            _pad_requests(source, count, requests, used)
-        source.is_padding.np[:used] = False
-        if tokens > used:
-            source.is_padding.np[used:tokens] = True
-            source.slot_mappings.np[:, used:tokens] = PAD_SLOT_ID
+        source, count = self._padded(inputs, requests, tokens), inputs.num_reqs
+        source.slot_mappings.np[:, inputs.num_tokens : tokens] = PAD_SLOT_ID
         return _placed(source.packed, count, requests, tokens, inputs.num_logits)
 
     def tables(self, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -127,7 +130,7 @@ class InPlace:
         )
 
 
-class Copied:
+class Copied(Placement):
     """On a GPU: one copy in the order of the stream to the addresses that graphs know.
 
     Block tables stay vLLM's: what changes is far less than what they hold.
@@ -152,9 +155,6 @@ class Copied:
             # wait: none of its own, `stall_timeout` for the iteration; the device
             self._device.wait(self._read[buffer_set])
 
-    def ahead(self, inputs: ModelInput) -> None:
-        """Nothing: what a graph pads is not known yet."""
-
     def begin(self, inputs: ModelInput) -> None:
         runner, cached = self._runner, inputs.output.scheduled_cached_reqs
         index = runner.req_states.req_id_to_index
@@ -163,12 +163,8 @@ class Copied:
                 runner.block_tables.append_block_ids(index[req_id], ids, overwrite=False)
 
     def place(self, inputs: ModelInput, requests: int, tokens: int) -> Placed:
-        source = self.buffers[inputs.buffer_set]
+        source = self._padded(inputs, requests, tokens)
         count, used = inputs.num_reqs, inputs.num_tokens
-        if requests > count:
-            _pad_requests(source, count, requests, used)
-        source.is_padding.np[:used] = False
-        source.is_padding.np[used:tokens] = True
         batch = source.packed.batch(used)
         self._there.batch(used).copy_(batch, non_blocking=True)
         self._read[inputs.buffer_set] = self._device.mark()
