@@ -60,7 +60,10 @@ def importing(argv: Sequence[str], settings: Mapping[str, Any], node: int) -> It
     needed = {} if others or not vllm or vllm.device != "cpu" else _needed(argv, settings)
     before, mask = {name: os.environ.get(name) for name in needed}, os.sched_getaffinity(0)
     with suppress(ImportError):  # which finds the place of the title now; the environment moves
-        import_module("setproctitle").getproctitle()
+        titles = import_module("setproctitle")
+        name = titles.getthreadtitle()  # what `ps` and `ss` say, which it changes
+        titles.getproctitle()
+        titles.setthreadtitle(name)
     os.environ.update(needed)
     loaded = _read(os.environ) | {"LD_PRELOAD": preloads}
     yield
