@@ -22,7 +22,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
+from importlib import import_module, reload
 from multiprocessing import spawn, util
 from typing import Any
 
@@ -138,6 +138,9 @@ def spawn_by_fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> i
 
     def run() -> None:
         util.spawnv_passfds = _anew
+        # Imported before vLLM made the directory through which several API servers count.
+        if (counts := sys.modules.get("prometheus_client.values")) is not None:
+            reload(counts)
         sys.argv = ["-c", "--multiprocessing-fork"]
         spawn.spawn_main(**numbers)
 

@@ -80,7 +80,6 @@ class Telemetry(Figures):
         self._samplers = samplers
         self.live = self._page.writer("executor")
         self._publisher = Publisher(self._page)
-        self._publisher.start()
         self._recorder = record_process(self.watched, "executor")
 
     def record(
@@ -100,8 +99,10 @@ class Telemetry(Figures):
         self._recorder.record(Phase.IDLE, 0, 0, began, ended)
 
     def ready(self, setup: Setup) -> None:
-        """The engine can serve: say on the page how it does."""
+        """The engine can serve: say on the page how it does, and from now on in files where those are
+        read. Workers have been forked: a thread before would have been in the way."""
         self._page.ready(setup.path, setup.reason, vllm.__version__)
+        self._publisher.start()
 
     def measured_times(self, controller: ConcurrencyController) -> MeasuredTimes:
         """The times of stages, samplers and this process, as a controller's input."""
