@@ -21,6 +21,7 @@ from sipipe.cores import (
     plan_cores,
     quota,
     running_on,
+    share_of,
     this_machine,
 )
 from sipipe.errors import ConfigError
@@ -153,6 +154,28 @@ def test_any_plan_is_complete_and_overlaps_only_when_it_says_so(
         used = [cpu for cpus in [*ranks, *set(plan.samplers), plan.scheduler] for cpu in cpus]
         assert len(used) == len(set(used))
         assert plan.omp_threads_bind().count("|") == stages * tp - 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "replicas", "shares"),
+    [
+        (8, 1, 2, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (5, 1, 2, [(0, 1), (2, 3, 4)]),
+        (1, 2, 2, [(0,), (1,)]),
+        (1, 1, 2, [(0,), (0,)]),
+        (2, 1, 1, [(0, 1)]),
+    ],
+)
+def test_replicas_share_the_cores(cores, threads, replicas, shares):
+    all_of_them = machine(cores, threads=threads)
+    found = [share_of(all_of_them, number, replicas) for number in range(replicas)]
+    assert [cpus_of(share) for share in found] == shares
+
+
+def test_vllm_takes_a_replicas_own_cores():
+    """It passes over as many as those before it have."""
+    plan = plan_cores(machine(8)[4:], stages=2)
+    assert plan.omp_threads_bind(before=2).split("|")[4:] == plan.omp_threads_bind().split("|")
 
 
 def test_an_explicit_placement_is_taken_as_it_is():

@@ -254,7 +254,7 @@ ATTRIBUTES = {
     "vllm.config:MultiModalConfig": "mm_processor_cache_type",
     "vllm.config:ParallelConfig": (
         "pipeline_parallel_size tensor_parallel_size world_size worker_cls data_parallel_size "
-        "data_parallel_rank prefill_context_parallel_size decode_context_parallel_size nnodes "
+        "data_parallel_index data_parallel_size_local data_parallel_backend prefill_context_parallel_size decode_context_parallel_size nnodes "
         "enable_eplb enable_elastic_ep numa_bind disable_custom_all_reduce distributed_timeout_seconds "
         "use_ubatching assigned_physical_gpu_ids placement_group ray_runtime_env"
     ),
@@ -275,7 +275,7 @@ ATTRIBUTES = {
     ),
     "vllm.config:ModelConfig": (
         "model dtype seed runner_type logits_processors is_multimodal_model is_encoder_decoder "
-        "is_hybrid is_attention_free return_sampling_mask enable_prompt_embeds logprobs_mode "
+        "is_hybrid is_attention_free is_moe return_sampling_mask enable_prompt_embeds logprobs_mode "
         "use_fp64_gumbel enable_sleep_mode "
         "hf_text_config get_vocab_size get_hidden_size get_total_num_hidden_layers"
     ),

@@ -59,9 +59,10 @@ class CorePlan:
         ranks = (cpus for stage in self.workers for cpus in stage)
         return {cpu for cpus in (*ranks, *self.samplers, self.scheduler) for cpu in cpus}
 
-    def omp_threads_bind(self) -> str:
-        """The plan's workers as vLLM's ``VLLM_CPU_OMP_THREADS_BIND``, such as ``"0-3|4-7"``."""
-        ranks = [cpus for stage in self.workers for cpus in stage]
+    def omp_threads_bind(self, before: int = 0) -> str:
+        """The plan's workers as vLLM's ``VLLM_CPU_OMP_THREADS_BIND``, such as ``"0-3|4-7"``. Where
+        replicas stand ``before`` this one, vLLM passes over as many workers of each."""
+        ranks = [cpus for stage in self.workers for cpus in stage] * (before + 1)
         return "|".join(map(format_cpus, ranks)) if all(ranks) else "nobind"
 
     def describe(self, first: int = 0, elsewhere: bool = False) -> tuple[str, str]:
@@ -84,14 +85,26 @@ class CorePlan:
         )
 
 
-def degrees(argv: Sequence[str]) -> tuple[int, int] | None:
-    """Stages and tensor-parallel ranks of a command line of vLLM's; None: no numbers from 1 on."""
+def degrees(argv: Sequence[str]) -> tuple[int, int, int] | None:
+    """Stages, tensor-parallel ranks and replicas of a command line of vLLM's; None: no numbers from 1
+    on."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in (("-pp", "--pipeline-parallel-size"), ("-tp", "--tensor-parallel-size")):
-        parser.add_argument(*names, dest=names[0][1:], default="1")
+    for name, kind in (("-pp", "pipeline"), ("-tp", "tensor"), ("-dp", "data")):
+        parser.add_argument(name, f"--{kind}-parallel-size", dest=name[1:], default="1")
     asked, _ = parser.parse_known_args(argv)
-    found = (int(asked.pp), int(asked.tp)) if (asked.pp + asked.tp).isdigit() else (0, 0)
+    if not (asked.pp + asked.tp + asked.dp).isdigit():
+        return None
+    found = int(asked.pp), int(asked.tp), int(asked.dp)
     return found if all(found) else None
+
+
+def share_of(cores: Sequence[Core], number: int, replicas: int) -> Sequence[Core]:
+    """Replica ``number``'s equal share: neighbours, hardware threads where cores are fewer than
+    replicas, and one in turn where those are too."""
+    if len(cores) < replicas:
+        cores = [Core((cpu,), core.node) for core in cores for cpu in core.cpus]
+    first, last = (len(cores) * at // replicas for at in (number, number + 1))
+    return cores[first:last] or [cores[number % len(cores)]]
 
 
 def plan_cores(

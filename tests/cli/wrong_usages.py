@@ -133,7 +133,7 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 5, "prompt_lookup_max": 2}' => prompt_lookup
 --speculative-config '{"metod": "ngram"}' => metod
 [sv] --speculative-config ngram => speculative.config
-[sv] --data-parallel-size 2 => --data-parallel-size above 1: leave it out, or use stock vLLM
+[sv] --data-parallel-size 2 --data-parallel-size-local 1 => --data-parallel-size on several hosts or by Ray: start a server
 --data-parallel-size 0 => data.parallel.size
 --prefill-context-parallel-size 2 => context.parallel
 --decode-context-parallel-size 2 => dcp_size|context.parallel

@@ -8,6 +8,8 @@ from sipipe.config import SiPipeConfig
 from sipipe.engine import compatibility as compat
 from sipipe.errors import ConfigError, UnsupportedError
 
+REPLICAS = {"parallel_config__data_parallel_size": 2}
+
 
 def drafts(method="ngram", *, by_size=False):
     """A ``--speculative-config``."""
@@ -18,7 +20,11 @@ def vllm_config(**changes):
     """The parts of a VllmConfig that the choice looks at, all plain; ``a__b`` sets ``a.b``."""
     parts = {
         "parallel_config": {
+            "worker_cls": next(iter(compat.STOCK_WORKERS)),
             "data_parallel_size": 1,
+            "data_parallel_size_local": 2,
+            "data_parallel_backend": "mp",
+            "placement_group": None,
             "prefill_context_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "nnodes": 1,
@@ -28,6 +34,7 @@ def vllm_config(**changes):
         },
         "model_config": {
             "runner_type": "generate",
+            "is_moe": False,
             "multimodal_config": None,
             "logits_processors": None,
             "is_multimodal_model": False,
@@ -43,7 +50,7 @@ def vllm_config(**changes):
         "scheduler_config": {"async_scheduling": False},
     }
     names = ("speculative_config", "kv_transfer_config", "ec_transfer_config", "watermark_config")
-    flat = dict.fromkeys(names)
+    flat = dict.fromkeys((*names, "additional_config"))
     for name, value in changes.items():
         part, _, field = name.partition("__")
         if field:
@@ -51,7 +58,6 @@ def vllm_config(**changes):
         else:
             flat[name] = value
     return SimpleNamespace(
-        additional_config=None,
         **{name: SimpleNamespace(**values) for name, values in parts.items()},
         **flat,
     )
@@ -71,8 +77,24 @@ def vllm_config(**changes):
             "--speculative-config.*--kv-transfer-config",
         ),
         (
-            {"parallel_config__data_parallel_size": 2},
-            "--data-parallel-size.*: start a server for each",
+            {"parallel_config__data_parallel_size": 2, "model_config__is_moe": True},
+            "--data-parallel-size.*experts: start a server for each",
+        ),
+        (
+            {"parallel_config__data_parallel_size": 4},
+            "--data-parallel-size on several hosts.*: start a server on each",
+        ),
+        (
+            {**REPLICAS, "parallel_config__data_parallel_backend": "ray"},
+            "--data-parallel-size.*by Ray: start a server",
+        ),
+        (
+            {**REPLICAS, "parallel_config__placement_group": object()},
+            "--data-parallel-size.*by Ray: start a server",
+        ),
+        (
+            {**REPLICAS, "additional_config": {"sipipe": {"hosts": {"count": 2, "address": "x"}}}},
+            "--data-parallel-size.*: start a server on each",
         ),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
@@ -101,8 +123,9 @@ def test_vllms_first_runner_is_refused(monkeypatch):
     compat.check_features(vllm_config())
 
 
-def test_a_plain_engine_is_taken():
+def test_a_plain_engine_and_replicas_on_one_host_are_taken():
     compat.check_features(vllm_config())
+    compat.check_features(vllm_config(**REPLICAS))
     assert not compat.why_not_samplers(vllm_config(), SiPipeConfig())
 
 

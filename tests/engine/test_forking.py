@@ -49,6 +49,7 @@ def test_nothing_is_known_of_unbound_workers():
         (["m", "-pp", "2"], {}, 2),
         (["m", "--pipeline-parallel-size=2", "-tp", "3"], {}, 6),
         (["m"], {}, 1),
+        (["m", "-pp", "2", "--data-parallel-size", "2"], {}, 2),
         (["m", "-pp", "two"], {}, 0),
         (["m", "-pp", "2"], {"cores": {"stages": [[0]]}}, 0),  # refused later, in one line
     ],

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import pickle
 import socket
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sipipe.cli import main
-from sipipe.cores import CorePlan
-from sipipe.engine import arguments, kv_memory, launch, plugin, setup
+from sipipe.cores import CorePlan, cpus_of, this_machine
+from sipipe.engine import arguments, kv_memory, launch, plugin, replicas, setup
 from sipipe.engine.executor import Executor
 from sipipe.engine.setup import PipelineVllmConfig, decide
 from sipipe.errors import ConfigError, ResourceError, UnsupportedError, tell
@@ -77,7 +78,7 @@ def test_what_needs_kernels_is_refused_where_there_are_none(model):
 
 WRONG = {
     "a setting": ("-pp", "2", "--additional-config", '{"sipipe": {"sampler": 2}}'),
-    "a feature": ("-pp", "2", "--data-parallel-size", "2"),
+    "a feature": ("-pp", "2", "--data-parallel-size", "2", "--data-parallel-size-local", "1"),
     "stages": ("-pp", "9"),
 }
 
@@ -104,6 +105,34 @@ def test_a_wrong_setting_ends_vllms_commands_in_one_line_and_raises_in_python(
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith("sipipe: ")
     assert "sampler" in said[-1]
+
+
+def test_replicas_share_memory_and_cores_as_is_decided_before_they_start(model):
+    if not arguments.current_platform.is_cpu():
+        pytest.skip("a CUDA build of vLLM")
+    one, two = (
+        config_of(model, "-pp", "2", "-dp", n, "--max-model-len", "256") for n in ("1", "2")
+    )
+    setup = decide(two)
+    assert setup.kv_bytes == pytest.approx(decide(one).kv_bytes / 2, rel=0.2)
+    assert setup.describe()[0].startswith("replica 0 of 2")
+    replicas.tell_replicas(setup)
+    begun = pickle.loads(pickle.dumps(two))
+    begun.parallel_config.data_parallel_index = 1
+    begun.parallel_config.reconfigure_for_independent_dp_rank()
+    other = decide(begun)
+    assert begun.cache_config.kv_cache_memory_bytes == setup.kv_bytes
+    assert other.kv_bytes is None
+    assert other.describe()[0].startswith("replica 1 of 2")
+    assert len(other.budget()) == len(setup.budget())
+    assert all(a.size == 2 * b.size for a, b in zip(setup.budget(), other.budget(), strict=True))
+    everything = cpus_of(this_machine())
+    assert setup.cores.cpus | other.cores.cpus <= set(everything)
+    if len(everything) > 1:
+        assert not setup.cores.cpus & other.cores.cpus
+    two.additional_config = {"sipipe": {"cores": {"stages": [[0], [0]]}}}
+    with pytest.raises(ConfigError, match='"cores" places one pipeline'):
+        decide(two)
 
 
 @pytest.mark.slow
@@ -224,7 +253,7 @@ def test_every_door_divides_the_memory_that_is_free(model, nodes, monkeypatch, d
     if not arguments.current_platform.is_cpu():
         pytest.skip("a CUDA build of vLLM")
     plugin.register()
-    monkeypatch.setattr(setup, "plan_cores", lambda *_, **__: plan((0,), (1,)))
+    monkeypatch.setattr(replicas, "plan_cores", lambda *_, **__: plan((0,), (1,)))
 
     def given(*argv):
         config = door(model, "-pp", "2", "--max-model-len", "256", *argv)

@@ -63,13 +63,20 @@ class Cuda(interface.Platform):
 
 
 @pytest.mark.parametrize(
-    ("visible", "devices"), [("", (3, 1)), ("", (0, 0)), ("4,5", (1, 0)), ("4,5", (0, 0))]
+    ("visible", "devices", "stages", "replica"),
+    [
+        ("", (3, 1), 4, 0),
+        ("", (0, 0), 4, 0),
+        ("4,5", (1, 0), 4, 0),
+        ("4,5", (0, 0), 4, 0),
+        ("", (3, 1, 0, 2), 2, 1),
+    ],
 )
-def test_vllms_gpu_worker_finds_its_gpu_where_others_are_on_other_hosts(
-    monkeypatch, visible, devices
+def test_vllms_gpu_worker_finds_its_gpu_where_others_are_on_other_hosts_or_of_other_replicas(
+    monkeypatch, visible, devices, stages, replica
 ):
-    """Its own lookup, as far as the GPU itself: four stages, two of them on this host. Numbers are
-    of the GPUs that are visible."""
+    """Its own lookup, as far as the GPU itself: two stages on this host. Numbers are of the GPUs that
+    are visible."""
     monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(setup, "current_platform", Cuda)
@@ -82,7 +89,8 @@ def test_vllms_gpu_worker_finds_its_gpu_where_others_are_on_other_hosts(
 
     monkeypatch.setattr(torch.accelerator, "set_device_index", reached)
     parallel = ParallelConfig()
-    parallel.pipeline_parallel_size = parallel.world_size = 4
+    parallel.pipeline_parallel_size = parallel.world_size = stages
+    parallel.data_parallel_rank_local = replica
     setup.assign_devices(SimpleNamespace(parallel_config=parallel), devices)
     for local_rank in range(2):
         worker = SimpleNamespace(
@@ -92,7 +100,7 @@ def test_vllms_gpu_worker_finds_its_gpu_where_others_are_on_other_hosts(
         )
         with pytest.raises(InterruptedError):
             gpu_worker.Worker.init_device(worker)
-    assert found == [torch.device("cuda", gpu) for gpu in devices]
+    assert found == [torch.device("cuda", gpu) for gpu in devices[-2:]]
 
 
 def test_cpus_have_no_devices():

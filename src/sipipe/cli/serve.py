@@ -64,10 +64,10 @@ def _quicker_degrees(argv: Sequence[str]) -> str:
     parser.add_argument("--model", default=argv[0] if argv else "")
     asked, _ = parser.parse_known_args(argv)
     vllm, wanted = installed_vllm(), degrees(argv)
-    if vllm is None or vllm.device != "cpu" or wanted is None:
+    if vllm is None or vllm.device != "cpu" or wanted is None or wanted[2] > 1:
         return ""
     try:
-        found = quicker_on_cpus(load_model(asked.model), *wanted)
+        found = quicker_on_cpus(load_model(asked.model), *wanted[:2])
     except SiPipeError:
         return ""
     told = "computed as sipipe plan does; sipipe bench MODEL measures"

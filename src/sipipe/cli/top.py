@@ -63,7 +63,7 @@ def _open(pid: int | None) -> Poll:
         )
     if len(pages) > 1:
         found = ", ".join(f"{p.header.pid} ({p.header.model or 'model unknown'})" for p in pages)
-        raise ConfigError(f"several servers run here; choose one with --pid: {found}")
+        raise ConfigError(f"several engines run here; choose one with --pid: {found}")
     return Poll(pages[0])
 
 

@@ -21,7 +21,12 @@ STOCK_WORKERS = {
 
 
 INSTEAD = {
-    "--data-parallel-size above 1": "start a server for each replica, and a load balancer in front",
+    "--data-parallel-size of a mixture of experts": (
+        "start a server for each replica, and a load balancer in front"
+    ),
+    "--data-parallel-size on several hosts or by Ray": (
+        "start a server on each host, and a load balancer in front"
+    ),
     "--nnodes above 1 here": "sipipe serve takes it",
     "--ec-transfer-config (encoder cache connectors)": "leave it out, the first stage encodes",
     "--numa-bind": 'leave it out, workers are placed by "cores" in the sipipe config',
@@ -40,8 +45,19 @@ def check_features(vllm_config: VllmConfig) -> None:
             f"--worker-cls {parallel.worker_cls}: SiPipe brings its own worker class; leave the "
             "option out (this platform may not be supported)"
         )
+    hosts = SiPipeConfig.from_additional_config(vllm_config.additional_config).hosts
     refused = {
-        "--data-parallel-size above 1": parallel.data_parallel_size > 1,
+        # vLLM has them wait for each other at every step.
+        "--data-parallel-size of a mixture of experts": (
+            parallel.data_parallel_size > 1 and model.is_moe
+        ),
+        "--data-parallel-size on several hosts or by Ray": parallel.data_parallel_size > 1
+        and (
+            parallel.data_parallel_size_local < parallel.data_parallel_size
+            or parallel.data_parallel_backend == "ray"
+            or parallel.placement_group is not None
+            or hosts.count > 1
+        ),
         "--prefill-context-parallel-size above 1": parallel.prefill_context_parallel_size > 1,
         "--decode-context-parallel-size above 1": parallel.decode_context_parallel_size > 1,
         "--nnodes above 1 here": parallel.nnodes > 1,

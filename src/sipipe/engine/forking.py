@@ -27,7 +27,7 @@ from multiprocessing import spawn, util
 from typing import Any
 
 from sipipe.config import SiPipeConfig
-from sipipe.cores import CorePlan, bind_threads, degrees, plan_cores, this_machine
+from sipipe.cores import CorePlan, bind_threads, degrees, plan_cores, share_of, this_machine
 from sipipe.errors import SiPipeError
 from sipipe.ipc.child import fork
 from sipipe.versions import installed_vllm
@@ -76,11 +76,12 @@ def _needed(argv: Sequence[str], settings: Mapping[str, Any]) -> dict[str, str]:
     """What all workers of an engine read; empty where it differs, or is not known."""
     if (asked := degrees(argv)) is None:
         return {}
-    stages, ranks = asked
+    stages, ranks, replicas = asked
     with suppress(SiPipeError):  # which is said later, by who checks it
         config = SiPipeConfig.from_dict(settings)
         more: Any = {"samplers": config.samplers, "placement": config.cores}
-        return _openmp(plan_cores(this_machine(), stages=stages, tensor_parallel=ranks, **more))
+        cores = share_of(this_machine(), 0, replicas)
+        return _openmp(plan_cores(cores, stages=stages, tensor_parallel=ranks, **more))
     return {}
 
 

@@ -7,6 +7,7 @@ same by every way to start an engine. What the user has said counts.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 
 from vllm import EngineArgs, envs
@@ -24,22 +25,22 @@ processes themselves, activations, and shared memory."""
 
 
 def share_kv_memory(
-    vllm_config: VllmConfig, cores: CorePlan, layers: tuple[int, ...]
+    vllm_config: VllmConfig, plans: Sequence[CorePlan], layers: tuple[int, ...]
 ) -> int | None:
-    """Bytes of KV cache for each worker of this host, which has ``cores``; None where vLLM or the
-    user says how many. ``layers``: of every stage.
+    """Bytes of KV cache for each worker of this host, whose replicas have ``plans``; None where vLLM
+    or the user says how many. ``layers``: of every stage.
 
     Raises:
         ResourceError: there is not so much memory. ConfigError: it is too little for one request.
     """
     if not current_platform.is_cpu():
         return None
-    cache, nodes, facts = vllm_config.cache_config, worker_nodes(cores), model_facts(vllm_config)
+    cache, nodes, facts = vllm_config.cache_config, worker_nodes(*plans), model_facts(vllm_config)
     asked, share = cache.kv_cache_memory_bytes, cache.gpu_memory_utilization
-    ours = None
+    ours, stages = None, sum(len(plan.workers) for plan in plans)
     if asked is None and share == EngineArgs.gpu_memory_utilization:
         weights = int(facts.parameters * facts.weight_bytes) if facts is not None else 0
-        ours = kv_cache_bytes(nodes, weights * len(cores.workers) // len(layers))
+        ours = kv_cache_bytes(nodes, weights * stages // len(layers))
     else:
         for node in set(nodes):
             memory = cpu_resource_utils.get_memory_node_info(node)
@@ -99,11 +100,10 @@ def kv_cache_bytes(nodes: list[int], weights: int) -> int:
     return min(shares) >> 20 << 20
 
 
-def worker_nodes(plan: CorePlan) -> list[int]:
-    """The memory node of each worker as vLLM's worker finds it: that of its lowest CPU, by the plan or
-    by the user's own ``VLLM_CPU_OMP_THREADS_BIND``, which wins."""
+def worker_nodes(*plans: CorePlan) -> list[int]:
+    """The memory node of each worker as vLLM's worker finds it: that of its lowest CPU, by plan or by the user's own ``VLLM_CPU_OMP_THREADS_BIND``, which wins."""
     bound = envs.VLLM_CPU_OMP_THREADS_BIND
-    ranks = [cpus for stage in plan.workers for cpus in stage]
+    ranks = [cpus for plan in plans for stage in plan.workers for cpus in stage]
     if bound == "nobind":
         ranks = [()] * len(ranks)
     elif bound != "auto":

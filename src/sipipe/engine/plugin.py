@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial, wraps
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -45,10 +46,15 @@ def register() -> None:
             if not _asks_for_us(self.distributed_executor_backend):
                 return create(self, *args, **kwargs)
             made = engine_config(self, *args, **kwargs)
+            from sipipe.engine.replicas import tell_replicas
             from sipipe.engine.setup import decide
 
-            if made.parallel_config.placement_group is None:  # else Ray has the hosts
-                decide(made).describe()  # which says what has no room
+            # Else Ray has the hosts, or the engines have been decided on, and have taken memory.
+            serves = current_process().name.startswith("ApiServer")
+            if made.parallel_config.placement_group is None and not serves:
+                setup = decide(made)
+                setup.describe()  # which says what has no room
+                tell_replicas(setup)
             return made
 
     create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
@@ -103,6 +109,7 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     create = arg_utils.EngineArgs.create_engine_config.__wrapped__
     with patch.object(arg_utils, "VllmConfig", PipelineVllmConfig):
         made = checked(partial(create, engine_args, *args, **kwargs), engine_args.model)
+    made.replicas = made.parallel_config.data_parallel_size
     check_features(made)
     check_stages(made)
     check_files(made)

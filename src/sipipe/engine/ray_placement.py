@@ -34,7 +34,7 @@ from vllm.platforms import current_platform
 from sipipe.config import SiPipeConfig
 from sipipe.engine.hosts import ports_used, versions
 from sipipe.engine.ray_claim import Claim, Order
-from sipipe.errors import ConfigError, StallError
+from sipipe.errors import ConfigError, StallError, UnsupportedError
 from sipipe.ipc.secret import SECRET, SECRET_FILE, read_secret
 from sipipe.ipc.sockets import VARIABLE as SOCKETS
 from sipipe.observe.live import RUN_VARIABLE
@@ -178,6 +178,11 @@ def place(vllm_config: VllmConfig) -> Placement:
         raise ConfigError(
             f"{OPTION}: Ray finds the nodes and the GPUs; leave out --nnodes, and "
             '"hosts.stages" and "devices" in the sipipe config'
+        )
+    if parallel.data_parallel_size > 1:
+        raise UnsupportedError(
+            f"{OPTION} takes one pipeline, not --data-parallel-size {parallel.data_parallel_size}: "
+            "start a server for each replica, and a load balancer in front"
         )
     ray = _connect(parallel.ray_runtime_env)
     stages, ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size

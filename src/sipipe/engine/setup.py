@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from vllm.utils.numa_utils import get_auto_numa_nodes
 
 from sipipe.config import SiPipeConfig
-from sipipe.cores import CorePlan, claimed, format_cpus, plan_cores, this_machine
+from sipipe.cores import CorePlan, claimed, format_cpus
 from sipipe.engine.compatibility import (
     STOCK_WORKERS,
     check_features,
@@ -38,6 +38,7 @@ from sipipe.engine.layers.choose import choose_layers, describe_layers
 from sipipe.engine.layers.vocabulary import Vocabulary, choose_vocabulary
 from sipipe.engine.logits_room import rows_needed
 from sipipe.engine.memory_budget import Part, check_budget, describe, memory_budget
+from sipipe.engine.replicas import plan_replicas
 from sipipe.engine.speculation import without_speculation
 from sipipe.errors import ConfigError
 from sipipe.ipc.parent import end_after_starter
@@ -56,6 +57,9 @@ class PipelineVllmConfig(VllmConfig):
     vLLM derives that number from the parallel configuration. And they stand on vLLM's second runner,
     which vLLM does not take on CPUs without Triton; SiPipe has the kernels. The plugin therefore has ``EngineArgs`` make this class (:mod:`sipipe.engine.plugin`).
     """
+
+    replicas: int = 1
+    """Engines of this host; vLLM has each one's process forget the others."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In vLLM's engine process too, which waits for its front end for five minutes, also when
@@ -89,7 +93,7 @@ class PipelineVllmConfig(VllmConfig):
 class Setup:
     """What is decided before anything starts."""
 
-    vllm_config: VllmConfig
+    vllm_config: PipelineVllmConfig
     config: SiPipeConfig
     reason: str
     """Why not SiPipe's samplers draw, but vLLM's; empty where they do."""
@@ -141,6 +145,9 @@ class Setup:
             str(self.vocabulary),
             runner,
         ]
+        if (replicas := self.vllm_config.replicas) > 1:
+            number = self.vllm_config.parallel_config.data_parallel_index
+            lines.insert(0, f"replica {number} of {replicas}, each on its share of the cores:")
         if self.config.hosts.count > 1:
             lines.insert(0, f"host {self.node} of {self.config.hosts.count}: {self.has()}")
         return [line for line in lines if line]
@@ -149,7 +156,7 @@ class Setup:
         """The shared memory that the channels take."""
         scheduler, model = self.vllm_config.scheduler_config, self.vllm_config.model_config
         on_gpu = self.vllm_config.device_config.device_type != "cpu"
-        return memory_budget(
+        parts = memory_budget(
             stages=len(self.here) + (self.node > 0),  # the link from the host before ends here
             ranks=self.ranks,
             samplers=len(self.cores.samplers),
@@ -163,6 +170,8 @@ class Setup:
             on_gpu=on_gpu and self.config.transport != "shm",
             directory=self.config.shm_dir,
         )
+        starts = self.vllm_config.parallel_config.data_parallel_size  # 1 where one has begun
+        return [part._replace(size=part.size * starts) for part in parts]
 
     @property
     def path(self) -> Path:
@@ -267,7 +276,8 @@ class Setup:
         """While active, vLLM on CPUs reads which cores the workers' threads are bound to."""
         bound = {}
         if current_platform.is_cpu() and envs.VLLM_CPU_OMP_THREADS_BIND == "auto":
-            bound = {BIND: self.cores.omp_threads_bind()}
+            number = self.vllm_config.parallel_config.data_parallel_index
+            bound = {BIND: self.cores.omp_threads_bind(before=number)}
         with patch.dict(os.environ, bound):
             yield
 
@@ -302,15 +312,14 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
     check_hosts(config.hosts, node)
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     here = stages_of_hosts(stages, config.hosts)[node]
-    _check_devices(config, len(here), tp)
-    cores = plan_cores(
-        this_machine(),
+    workers = len(here) * tp * vllm_config.replicas
+    _check_devices(config, workers // tp, tp)
+    plans = plan_replicas(
+        vllm_config,
+        config,
         stages=len(here),
-        tensor_parallel=tp,
         samplers=0 if reason or stages - 1 not in here else config.samplers,
-        placement=config.cores,
-        device="cpu" if current_platform.is_cpu() else "cuda",
-        nodes=_nodes(config.devices or range(len(here) * tp)),
+        nodes=_nodes(config.devices or range(workers)),
     )
     layers, vocabulary = choose_layers(vllm_config, config, by_cost=not reason), Vocabulary()
     if not reason:
@@ -321,10 +330,10 @@ def decide(vllm_config: VllmConfig, node: int = 0) -> Setup:
         reason=reason,
         layers=layers,
         vocabulary=vocabulary,
-        cores=cores,
+        cores=plans[parallel.data_parallel_index],
         node=node,
         here=here,
-        kv_bytes=share_kv_memory(vllm_config, cores, layers),
+        kv_bytes=share_kv_memory(vllm_config, plans, layers),
     )
 
 

@@ -33,13 +33,16 @@ class Figures:
 
     def __init__(self, setup: Setup, samplers: int, run: str, clock_offset_ns: int = 0) -> None:
         model = str(setup.vllm_config.model_config.model)
+        number, trace = setup.vllm_config.parallel_config.data_parallel_index, setup.config.trace
+        if trace is not None and setup.vllm_config.replicas > 1:
+            trace = f"{trace}/replica-{number}"
         header = PageHeader(
             stages=setup.stages,
             ranks=setup.ranks,
             samplers=samplers,
             inflight=setup.slots,
             model=model[:300],
-            engine=str(setup.vllm_config.parallel_config.data_parallel_rank),
+            engine=str(number),
         )
         self._page = LivePage.create(header)
         self._here: list[Key] = [
@@ -52,7 +55,7 @@ class Figures:
             inflight=setup.slots,
             model=model,
             run=run,
-            trace=setup.config.trace,
+            trace=trace,
             trace_bytes=limit and (limit << 20) // (1 + len(self._here)),
             live=self._page.path,
             clock_offset_ns=clock_offset_ns,
