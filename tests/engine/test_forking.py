@@ -2,6 +2,7 @@
 
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.cores import Core, plan_cores
 from sipipe.engine import forking
+from sipipe.ipc.parent import STARTER_WATCH
 
 LIBGOMP = "/torch/lib/libgomp.so.1"
 
@@ -83,9 +85,10 @@ MORE = {"OMP_NUM_THREADS": "2", "GOMP_CPU_AFFINITY": "0 1", "LD_PRELOAD": ""}
 )
 def test_a_worker_is_forked_only_where_it_reads_the_same(monkeypatch, loaded, wanted, may):
     monkeypatch.setattr(forking, "_loaded", loaded)
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    threads = [threading.main_thread(), SimpleNamespace(name=STARTER_WATCH)]
+    monkeypatch.setattr(threading, "enumerate", lambda: threads)
     assert forking.may_fork(wanted) is may
-    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    threads.append(SimpleNamespace(name="Thread-1"))
     assert not forking.may_fork(wanted), "which may hold a lock"
 
 

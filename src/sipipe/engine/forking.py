@@ -30,6 +30,7 @@ from sipipe.config import SiPipeConfig
 from sipipe.cores import CorePlan, bind_threads, degrees, plan_cores, share_of, this_machine
 from sipipe.errors import SiPipeError
 from sipipe.ipc.child import fork
+from sipipe.ipc.parent import STARTER_WATCH
 from sipipe.versions import installed_vllm
 
 SPINS = "10000"
@@ -105,7 +106,8 @@ def _read(environment: Mapping[str, str]) -> dict[str, str]:
 
 def may_fork(environment: Mapping[str, str]) -> bool:
     """Whether a worker with this environment can be forked from here."""
-    if _loaded is None or threading.active_count() > 1:
+    threads = [one for one in threading.enumerate() if one.name != STARTER_WATCH]
+    if _loaded is None or len(threads) > 1:
         return False
     # vLLM preloads the library that torch brings, which is loaded here.
     preloads = environment.get("LD_PRELOAD", "").split(":")

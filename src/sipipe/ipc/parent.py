@@ -35,6 +35,9 @@ import psutil
 from sipipe.messages.boots import GRACE_SECONDS
 from sipipe.messages.replies import ASK_STATUS, Status
 
+STARTER_WATCH = "SiPipeStarter"
+"""A thread that only waits, and holds nothing that a fork of its process would miss."""
+
 
 class Parent:
     """The engine, as a child sees it. Made in the main thread; takes SIGTERM and SIGINT over."""
@@ -119,17 +122,18 @@ def end_with_parent_thread() -> None:
 @cache
 def end_after_starter() -> None:
     """Whatever this process of multiprocessing does then, it ends 15 s after the one that started
-    it. Once a process; nothing where another program did."""
-    starter = multiprocessing.parent_process()
-    if starter is None:
+    it. Once a process; nothing where another program did. Also while it unpickles its arguments,
+    when multiprocessing knows of no parent yet, but has given it a name."""
+    if multiprocessing.current_process().name == "MainProcess":
         return
+    starter = os.pidfd_open(os.getppid())
 
     def watch() -> None:
-        wait([starter.sentinel])  # wait: none; the end of the process that started this one
+        wait([starter])  # wait: none; the end of the process that started this one
         time.sleep(1.5 * GRACE_SECONDS)  # wait: 15 s; nobody, its orderly end takes 10 at most
         os._exit(1)
 
-    threading.Thread(target=watch, name="SiPipeStarter", daemon=True).start()
+    threading.Thread(target=watch, name=STARTER_WATCH, daemon=True).start()
 
 
 def end_group_with(other: socket.socket, grace: float = 0.0) -> None:
