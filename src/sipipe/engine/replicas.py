@@ -1,8 +1,7 @@
 """Data-parallel replicas: engines of one server that share its host, each a pipeline of its own.
 
-vLLM starts a process for each, balances between them, and has each process forget the others
-(``reconfigure_for_independent_dp_rank``) but for its number, ``data_parallel_index``. How many there
-are is kept in ``PipelineVllmConfig.replicas``.
+vLLM starts a process for each, balances between them, and has each one forget the others but for its
+number, ``data_parallel_index``; how many there are stays in ``PipelineVllmConfig.replicas``.
 """
 
 from __future__ import annotations

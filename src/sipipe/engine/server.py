@@ -74,9 +74,8 @@ def _started(supervisor: socket.socket, args: Any) -> None:
 
     # wait: none: a line; the supervisor, whose death ends this process
     supervisor.sendall(f"{args.shutdown_timeout}\n".encode())
-    servers = args.api_server_count
-    servers = args.data_parallel_size if servers is None else servers
-    if servers == 1 and not envs.VLLM_USE_RUST_FRONTEND:
+    one = (1, None) if args.data_parallel_size == 1 else (1,)  # vLLM's default is one for each
+    if args.api_server_count in one and not envs.VLLM_USE_RUST_FRONTEND:
         watch = threading.Thread(target=_watch_start, args=(args,), name="SiPipeStart", daemon=True)
         watch.start()
 
