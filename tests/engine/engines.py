@@ -291,8 +291,10 @@ def left_in_shared_memory(before: set[str], seconds: float = 5) -> set[str]:
 
 
 def engine_environment() -> dict:
+    # vLLM leaves in a process that makes a configuration how it starts others.
+    inherited = {k: v for k, v in os.environ.items() if k != "VLLM_WORKER_MULTIPROC_METHOD"}
     return {
-        **os.environ,
+        **inherited,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
