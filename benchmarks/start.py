@@ -118,7 +118,8 @@ def main() -> None:
             found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
             for _ in range(1 + (args.repeat or (1 if args.quick else 3))):
                 for side in sides:
-                    caches = Path(scratch) / f"{side} {stages}"
+                    # Without spaces: compilers are called with this path.
+                    caches = Path(scratch) / f"{list(SIDES).index(side)}-{stages}"
                     caches.mkdir(exist_ok=True)
                     found[side].append(started(side, stages, model, caches))
             for side, starts in found.items():
