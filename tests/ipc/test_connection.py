@@ -263,6 +263,26 @@ def test_a_listener_that_is_not_there_yet(open_end, token):
     assert connecting.wait_for_peer(BOUND)
 
 
+def test_what_has_come_can_be_answered(open_end, token, monkeypatch):
+    """Though its sender has not been seen to come: a link's first release would be lost, and the
+    sender would wait for the buffer until it takes the next stage for stalled."""
+    meet = Connection._meet
+
+    def late(self, opened):
+        threading.Event().wait(0.5 if self._listener is not None else 0)
+        meet(self, opened)
+
+    monkeypatch.setattr(Connection, "_meet", late)
+    port = free_port(HERE)
+    listening = open_end(port, listens=True, token=token)
+    connecting = open_end(port, listens=False, token=token)
+    connecting.send(b"a frame")
+    while (came := listening.receive(0.001)) is None:
+        pass
+    listening.send(b"its release")
+    assert (came, connecting.receive(BOUND)) == ([b"a frame"], [b"its release"])
+
+
 @pytest.mark.parametrize("wrong", ["", "another token"], ids=["the secret", "another token"])
 def test_a_token_lets_its_peer_in_alone(open_end, wrong):
     port = free_port(HERE)

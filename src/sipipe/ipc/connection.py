@@ -189,6 +189,8 @@ class Connection:
                 if self._closed:
                     raise self.died()
                 with suppress(zmq.Again):
+                    if not self._met:  # whoever receives may answer
+                        raise zmq.Again
                     parts = frames.receive(self._socket, place)
                     if parts is None:
                         raise TransferMismatchError(
