@@ -47,6 +47,9 @@ def models(tmp_path_factory):
     sound = make_model("llama", folder / "sound")
     (folder / "empty").mkdir()
     (folder / "file").write_text("no model")
+    half = without(sound, folder, "half_weights", "*.safetensors")
+    whole = (folder / "sound" / "model.safetensors").read_bytes()
+    (folder / "half_weights" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     bad = without(sound, folder, "bad_config")
     (Path(bad) / "config.json").write_text("{")
     return {
@@ -60,6 +63,7 @@ def models(tmp_path_factory):
         "no_architecture": changed(sound, folder, "no_architecture", architectures=["NoSuch"]),
         "unknown_type": changed(sound, folder, "unknown_type", model_type="no_such_type"),
         "no_weights": without(sound, folder, "no_weights", "*.safetensors"),
+        "half_weights": half,
         "no_tokenizer": without(sound, folder, "no_tokenizer", "*token*", "*vocab*", "merges*"),
         "no_vocabulary_size": changed(sound, folder, "no_size", hidden_size=None, vocab_size="x"),
     }

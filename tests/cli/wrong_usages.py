@@ -229,6 +229,7 @@ MODELS = r"""
 {no_architecture} => architecture
 {unknown_type} => no_such_type|model type
 {no_weights} => there is no weights
+{half_weights} => model.safetensors" is not there or not whole
 {no_tokenizer} => --tokenizer .* no tokenizer
 models/none/at/all => "models/none/at/all": there is no such directory
 ./no-such => "./no-such": there is no such directory

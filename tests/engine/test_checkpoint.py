@@ -1,11 +1,15 @@
 """What is refused of a model's directory before anything loads it."""
 
+import json
+
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.engine import plugin
-from sipipe.engine.checkpoint import check_model
+from sipipe.engine.checkpoint import _check_shards, check_model
 from sipipe.errors import ConfigError
 
 
@@ -18,6 +22,30 @@ def test_a_directory_is_looked_at_and_not_all_below_it(tmp_path):
     check_model(str(deep.parent))
     with pytest.raises(ConfigError, match=r"there is no config\.json of a model in it"):
         check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("keep", [0, 100, -1, None])
+def test_a_file_of_weights_that_is_not_whole_is_named(tmp_path, keep):
+    """As one of a download that broke off, or that an index names and nobody has downloaded."""
+    for name in ("a.safetensors", "sub/b.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        save_file({"x": np.zeros((8, 64), np.float32)}, tmp_path / name)
+    index = {"weight_map": {"x": "a.safetensors", "y": "sub/b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    _check_shards(tmp_path)
+    whole = (tmp_path / "sub/b.safetensors").read_bytes()
+    (tmp_path / "sub/b.safetensors").unlink()
+    if keep is not None:
+        (tmp_path / "sub/b.safetensors").write_bytes(whole[:keep])
+    with pytest.raises(ConfigError, match=r"sub/b\.safetensors" is not there or not whole: down"):
+        _check_shards(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["", "{", "[]", '{"weight_map": 3}', None])
+def test_an_index_that_says_nothing_is_left_to_vllm(tmp_path, index):
+    if index is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    _check_shards(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,12 @@ model's own.
 """
 
 import difflib
+import json
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
+import safetensors
 from vllm.config import VllmConfig
 
 from sipipe.errors import ConfigError
@@ -37,13 +40,14 @@ def _check_path(model: str, option: str) -> None:
 
 
 def check_files(vllm_config: VllmConfig) -> None:
-    """Refuse a directory without weights or without a tokenizer. Raises ConfigError: one line that
-    names it."""
+    """Refuse a directory without weights, with half of a file of them, or without a tokenizer.
+    Raises ConfigError: one line that names it."""
     model = vllm_config.model_config
     if model.model_weights:  # in an object store; the directory has the rest of it
         return
     if vllm_config.load_config.load_format in FILES:
         _check(Path(model.model), WEIGHTS, f'MODEL "{model.model}"', "weights (*.safetensors)")
+        _check_shards(Path(model.model))
     if not model.skip_tokenizer_init:
         where = str(model.tokenizer)
         _check_path(where, "--tokenizer")
@@ -55,3 +59,17 @@ def _check(folder: Path, patterns: Iterable[str], name: str, what: str) -> None:
     places = [place + pattern for pattern in patterns for place in ("", "*/")]
     if folder.is_dir() and not any(any(folder.glob(place)) for place in places):
         raise ConfigError(f"{name}: there is no {what} in it: name another, or download it again")
+
+
+def _check_shards(folder: Path) -> None:
+    shards = set(folder.glob("*.safetensors"))
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no index of ours
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        shards.update(folder / name for name in index["weight_map"].values())
+    for shard in sorted(shards):
+        try:
+            safetensors.safe_open(shard, "np")  # which reads what is where in it
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ConfigError(
+                f'MODEL: "{shard}" is not there or not whole: download it again ({error})'
+            ) from None
