@@ -8,6 +8,7 @@ import multiprocessing
 import socket
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -103,5 +104,7 @@ def _must_equal(what: str, found: torch.Tensor, sent: torch.Tensor) -> None:
         raise SiPipeError(f"{what}: what arrived is not what was sent")
 
 
+PARTS: dict[str, Callable[..., Any]] = {"draws": draws, "copies": copies, "links": links}
+
 if __name__ == "__main__":
-    answer(lambda job: globals()[job.pop("part")](**job))
+    answer(lambda job: PARTS[job.pop("part")](**job))
