@@ -1,16 +1,18 @@
 """What is refused of a model's directory before anything loads it."""
 
 import json
+from socket import gaierror
 
 import numpy as np
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors.numpy import save_file
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from sipipe.engine import plugin
 from sipipe.engine.checkpoint import _check_shards, check_model
-from sipipe.errors import ConfigError
+from sipipe.errors import ConfigError, SiPipeError
 
 
 def test_a_directory_is_looked_at_and_not_all_below_it(tmp_path):
@@ -70,3 +72,27 @@ def test_other_executors_are_no_business_of_ours(tmp_path, monkeypatch, backend,
             plugin._asks_for_us(backend)
     else:
         assert plugin._asks_for_us(backend) is ours
+
+
+@pytest.mark.parametrize(
+    ("cause", "status"),
+    [
+        (gaierror("Name or service not known"), 1),
+        (TimeoutError("timed out"), 1),
+        (OfflineModeIsEnabled("outgoing traffic is disabled"), 2),
+        (None, 2),
+    ],
+)
+@pytest.mark.parametrize("raised", [OSError, ValueError])
+def test_a_hub_that_was_not_reached_may_be_reached_next_time(cause, status, raised):
+    """Status 2 would have an orchestrator give up for a name server's bad minute."""
+
+    def call():
+        try:
+            raise LocalEntryNotFoundError("not in the cache") from cause
+        except OSError as error:
+            raise raised("We couldn't connect\nCheck your connection") from error
+
+    with pytest.raises(SiPipeError, match=r"We couldn't connect$") as caught:
+        plugin.checked(call, "org/model")
+    assert caught.value.status == status

@@ -17,10 +17,11 @@ from functools import partial, wraps
 from importlib.util import find_spec
 from multiprocessing import current_process
 from pathlib import Path
+from socket import gaierror
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from sipipe.errors import ConfigError, SiPipeError, UnsupportedError, tell
+from sipipe.errors import ConfigError, ResourceError, SiPipeError, UnsupportedError, tell
 from sipipe.versions import require_vllm
 
 T = TypeVar("T")
@@ -123,7 +124,8 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def checked(call: Callable[[], T], model: str = "") -> T:
-    """What ``call``, which is vLLM's, gives; what it refuses is a ConfigError of one line."""
+    """What ``call``, which is vLLM's, gives; what it refuses is a ConfigError of one line, or a
+    ResourceError where the network is why."""
     from pydantic import ValidationError
     from vllm.exceptions import VLLMError
 
@@ -134,9 +136,18 @@ def checked(call: Callable[[], T], model: str = "") -> T:
     except ValidationError as error:
         raise ConfigError(_named(error.title, error.errors()[0])) from error
     except OSError as error:
-        raise ConfigError(f'MODEL "{model}" cannot be read: {_first_line(error)}') from error
+        line = f'MODEL "{model}" cannot be read: {_first_line(error)}'
+        raise (ResourceError if _unreached(error) else ConfigError)(line) from error
     except (ValueError, TypeError, RuntimeError, ImportError, LookupError, VLLMError) as error:
-        raise ConfigError(_first_line(error)) from error
+        line = _first_line(error)
+        raise (ResourceError if _unreached(error) else ConfigError)(line) from error
+
+
+def _unreached(error: BaseException | None) -> bool:
+    """Whether a hub was not reached, though it was allowed: the next try may."""
+    while error is not None and not isinstance(error, gaierror | ConnectionError | TimeoutError):
+        error = error.__cause__ or error.__context__
+    return error is not None and not type(error).__module__.startswith("huggingface_hub")
 
 
 def _named(config: str, found: Any) -> str:
