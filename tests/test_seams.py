@@ -53,6 +53,8 @@ METHODS = {
     "vllm.config:VllmConfig.use_v2_model_runner": None,
     "vllm.config:VllmConfig._validate_v2_model_runner": "self",
     "vllm.config:VllmConfig._get_v2_model_runner_unsupported_features": "self",
+    "vllm.model_executor.model_loader:get_model_loader": "load_config",
+    "vllm.tokenizers.registry:_TokenizerRegistry.load_tokenizer_cls": "self tokenizer_mode",
     # The benchmark client.
     "vllm.benchmarks.serve:add_cli_args": "parser",
     "vllm.benchmarks.serve:main_async": "args",

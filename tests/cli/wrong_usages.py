@@ -150,6 +150,8 @@ VLLM_CPU_KVCACHE_SPACE=lots => VLLM_CPU_KVCACHE_SPACE|lots
 --enable-lora --max-loras 0 => max.loras
 --hf-overrides '{"num_hidden_layers": 1}' => --pp 2: the model has 1 layers
 --hf-overrides nonsense => hf.overrides
+--load-format no-such => --load-format "no-such"
+--tokenizer-mode no-such => --tokenizer-mode "no-such"
 --revision no-such-revision --trust-remote-code maybe => trust.remote.code|maybe
 --logprobs-mode no-such => logprobs.mode
 --max-logprobs -5 => max.logprobs

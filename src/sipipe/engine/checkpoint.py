@@ -6,12 +6,13 @@ model's own.
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import safetensors
 from vllm.config import VllmConfig
+from vllm.tokenizers import TokenizerRegistry
 
 from sipipe.errors import ConfigError
 
@@ -40,18 +41,32 @@ def _check_path(model: str, option: str) -> None:
 
 
 def check_files(vllm_config: VllmConfig) -> None:
-    """Refuse a directory without weights, with half of a file of them, or without a tokenizer.
-    Raises ConfigError: one line that names it."""
-    model = vllm_config.model_config
+    """Refuse a directory without weights, with half of a file of them, or without a tokenizer,
+    and what vLLM has no reader for. Raises ConfigError: one line that names it."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format not in (*FILES, "dummy"):
+        from vllm.model_executor.model_loader import get_model_loader  # a second
+
+        _check_reader("--load-format", str(load.load_format), lambda _: get_model_loader(load))
+    if model.tokenizer_mode != "auto":
+        mode = str(model.tokenizer_mode)
+        _check_reader("--tokenizer-mode", mode, TokenizerRegistry.load_tokenizer_cls)
     if model.model_weights:  # in an object store; the directory has the rest of it
         return
-    if vllm_config.load_config.load_format in FILES:
+    if load.load_format in FILES:
         _check(Path(model.model), WEIGHTS, f'MODEL "{model.model}"', "weights (*.safetensors)")
         _check_shards(Path(model.model))
     if not model.skip_tokenizer_init:
         where = str(model.tokenizer)
         _check_path(where, "--tokenizer")
         _check(Path(where), TOKENIZERS, f'--tokenizer "{where}"', "tokenizer")
+
+
+def _check_reader(option: str, name: str, find: Callable[[str], object]) -> None:
+    try:
+        find(name)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f'{option} "{name}": {error}') from error
 
 
 def _check(folder: Path, patterns: Iterable[str], name: str, what: str) -> None:
