@@ -128,11 +128,17 @@ def started(monkeypatch):
     def start(name, job, module):
         jobs.append((name, job))
         speed = 10.0 * len(jobs) / (1 + name.startswith("stock"))
-        run = {"output_throughput": speed, "request_goodput": 2.0} | {
-            f"{q}_{metric}_ms": 1.0 for q in ("p50", "p99") for metric in ("ttft", "tpot")
-        }
+        run = {
+            "output_throughput": speed,
+            "request_goodput": 2.0,
+            "completed": 4,
+            "duration": 8,
+        } | {f"{q}_{metric}_ms": 1.0 for q in ("p50", "p99") for metric in ("ttft", "tpot")}
         answers = [[1, 2], [3, 5 if name.startswith("stock") else 4]]
-        runs = {f"{way} {count}": [run] * job["repeat"] for way, count in job["loads"]}
+        runs = {
+            f"{way} {count} {prompt or ''}".rstrip(): [run] * job["repeat"]
+            for way, count, prompt in job["loads"]
+        }
         return START | {"answers": answers, "runs": runs}
 
     monkeypatch.setattr(bench, "require_vllm", lambda: None)
@@ -227,6 +233,25 @@ def test_one_run_is_shown_without_a_range_and_a_way_has_its_own_requests(started
     assert jobs["deep"]["command"][-4:] == ["-pp", "4", "-tp", "1"]
     assert jobs["wide"]["command"][-4:] == ["-pp", "1", "-tp", "2"]
     assert "VLLM_PP_LAYER_PARTITION" not in jobs["wide"]["env"]
+
+
+def test_prompts_of_several_lengths(started, capsys):
+    argv = ["m", "--pp", "2", "--rows", "sipipe,stock", "--engines", "1", "--tokens", "1"]
+    argv += ["--requests", "4", "--sampling", "greedy", "--prompt-tokens"]
+    assert bench.main([*argv, "2048,8192"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("4,096") == 2
+    assert bench.main([*argv, "2048,8192", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["prompt"], row["engine"], row["prompt tok/s"]) for row in rows] == [
+        (2048, "sipipe", "1,024"),
+        (2048, "stock", "1,024"),
+        (8192, "sipipe", "4,096"),
+        (8192, "stock", "4,096"),
+    ]
+    assert bench.main([*argv, "2048"]) == 0
+    assert "1,024" not in capsys.readouterr().out
+    assert started[-1][1]["load"][:4] == ["--dataset-name", "random", "--random-input-len", "2048"]
 
 
 def test_a_row_whose_answers_cannot_be_compared_stays(started, monkeypatch, capsys):

@@ -119,7 +119,7 @@ def job(url, model, **more):
             "5",
             "--ignore-eos",
         ],
-        "loads": [("greedy", 3), ("hot", 3), ("greedy", 2), ("hot", 2)],
+        "loads": [("greedy", 3, 0), ("hot", 3, 0), ("greedy", 2, 12), ("hot", 2, 12)],
         "repeat": 2,
         "draws": 512,
     }
@@ -130,7 +130,7 @@ def test_a_server_is_measured_by_vllms_client(url, model, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     found = load.run(job(url, model))
     assert Server.keys == {"Bearer secret"}, "ours and vLLM's client send the same"
-    assert list(found["runs"]) == ["greedy 3", "hot 3", "greedy 2", "hot 2"]
+    assert list(found["runs"]) == ["greedy 3", "hot 3", "greedy 2 12", "hot 2 12"]
     for name, runs in found["runs"].items():
         assert [run["completed"] for run in runs] == [int(name.split()[1])] * 2
         assert all(run["output_throughput"] > 0 and "p99_tpot_ms" in run for run in runs)
@@ -145,12 +145,14 @@ def test_a_server_is_measured_by_vllms_client(url, model, monkeypatch):
     # The same prompts for each way of sampling of a repetition: rows get the same work.
     last = [body["prompt"] for body in streamed[-4:]]
     assert sorted(last[:2]) == sorted(last[2:])
+    before = {body["prompt"] for body in streamed[-10:-4]}  # 8 tokens of the same, now 12
+    assert all(any(text.startswith(b) for b in before - {text}) for text in last)
     json.dumps(found)
 
 
 def test_a_server_that_refuses_what_is_compared_keeps_what_was_measured(url, model, monkeypatch):
     monkeypatch.setattr(Server, "refuses", {"logprobs": 400})
-    one = {"loads": [("greedy", 2)], "repeat": 1, "mixes": {"greedy": {"temperature": 0}}}
+    one = {"loads": [("greedy", 2, 0)], "repeat": 1, "mixes": {"greedy": {"temperature": 0}}}
     asked = job(url, model, **one)
     asked.load.extend(["--goodput", "ttft:100000", "tpot:100000"])
     found = load.run(asked)

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("load")
     add, count = adder(group), at_least(1, int)
-    add("--prompt-tokens", count, 16, "N", "default: 16")
+    add("--prompt-tokens", counts, [16], "LIST", "of each (default: 16)")
     add("--tokens", count, 16, "N", "new ones (default: 16)")
     add("--repeat", count, 3, "N", "repetitions an engine (default: 3)")
     add("--engines", count, 2, "N", "starts of each row's engine, in turn (default: 2)")
@@ -98,8 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     limits = "such as ttft:500,tpot:50,e2el:9000 (ms): shows requests/s within all of them"
     add("--goodput", _limits, None, "LIMITS", limits)
     add("--sharegpt", str, None, "FILE", "prompts and lengths of ShareGPT's file")
-    timed = "arrivals and lengths: timed_trace of vllm bench serve"
-    add("--trace-file", str, None, "FILE", timed)
+    add("--trace-file", str, None, "FILE", "arrivals and lengths: timed_trace of vllm bench serve")
     add = adder(group := parser.add_argument_group("what is measured"))
     add("--rows", str, None, "LIST", "of those below (default: all that differ here)")
     for option, form, what in (
@@ -110,8 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         group.add_argument(option, action="append", default=[], metavar=form, help=text)
     add("--draws", at_least(0, int), 1024, "N", "for the chi-square; 0: none")
     group.add_argument("--own-end", action="store_true", help="heed the model's end of text")
-    shared = "measure stages on one GPU all the same"
-    group.add_argument("--shared-devices", action="store_true", help=shared)
+    group.add_argument("--shared-devices", action="store_true", help="even stages on one GPU")
     group.add_argument("--json", action="store_true", help="the figures as JSON")
     return parser
 
@@ -194,8 +192,7 @@ def _rows(
     if "stock-cut" in names and not cut:
         raise ConfigError("bench: --rows stock-cut wants --layers, such as --layers 7,1")
     words = [word for i, word in enumerate(rest) if not {"-pp", "-tp"} & {word, rest[i - 1]}]
-    model = words[0] if words else "-"
-    if model.startswith("-"):
+    if not words or words[0].startswith("-"):
         raise ConfigError("bench: name the MODEL first: sipipe bench MODEL [options]")
     found = [(name, server_job(words, rows[name], p, t)) for name in names]
     for pair in own.row:
@@ -215,7 +212,7 @@ def _rows(
     for name, times in Counter(name for name, _ in found).items():
         if times > 1:
             raise ConfigError(f'bench: two rows are named "{name}"')
-    return {name: job | {"model": model} for name, job in found}
+    return {name: job | {"model": words[0]} for name, job in found}
 
 
 def server_job(words: Sequence[str], options: Sequence[str], p: int, t: int) -> dict[str, Any]:
@@ -263,20 +260,24 @@ def _load(own: argparse.Namespace) -> dict[str, Any]:
     elif own.sharegpt:
         how = ["--dataset-name", "sharegpt", "--dataset-path", own.sharegpt]
     else:
-        how = ["--dataset-name", "random", "--random-input-len", str(own.prompt_tokens)]
+        how = ["--dataset-name", "random", "--random-input-len", str(own.prompt_tokens[0])]
         how += ["--random-output-len", str(own.tokens)]
     how += ["--ignore-eos"] * (not own.own_end)
     if own.rate and not own.trace_file:
         how += ["--request-rate", str(own.rate)]
     if own.goodput:
         how += ["--goodput", *own.goodput]
+    several = len(own.prompt_tokens) > 1 and not own.trace_file and not own.sharegpt
     loads = [
-        (way, count) for way, one in own.sampling for count in ([one] if one else own.requests)
+        (way, count, prompt)
+        for way, one in own.sampling
+        for count in ([one] if one else own.requests)
+        for prompt in (own.prompt_tokens if several else [0])
     ]
     return {
-        "mixes": {way: SAMPLING[way] for way, _ in loads},
+        "mixes": {way: SAMPLING[way] for way, _, _ in loads},
         "load": how,
-        "loads": sorted(dict.fromkeys(loads), key=lambda each: each[1]),
+        "loads": sorted(dict.fromkeys(loads), key=lambda each: each[1:]),
         "repeat": own.repeat,
         "draws": own.draws,
     }
@@ -330,12 +331,16 @@ def _table(
     stock = [name for name in found if tuple(jobs[name]["command"][: len(STOCK)]) == STOCK]
     rows = []
     for load in next(iter(found.values()))[0]["runs"]:
+        way, requests, *prompt = load.split(" ")
         theirs = {other: _speeds(found[other], load)[1] for other in stock}
         for name, starts in found.items():
             low, median, high = _speeds(starts, load)
             runs = [run for start in starts for run in start["runs"][load]]
-            way, _, requests = load.partition(" ")
             row: dict[str, Any] = {"sampling": way, "requests": int(requests), "engine": name}
+            if prompt:
+                row["prompt"] = int(prompt[0])
+                took = [run["completed"] * row["prompt"] / run["duration"] for run in runs]
+                row["prompt tok/s"] = f"{statistics.median(took):,.0f}"
             row["tok/s"] = f"{median:,.0f}"
             if len(runs) > 1:
                 row["tok/s"] += f" ({low:,.0f}-{high:,.0f})"

@@ -61,8 +61,9 @@ class Job:
     mixes: dict[str, dict[str, Any]]
     load: list[str]
     """Options of ``vllm bench serve`` that say what is sent, and when."""
-    loads: list[tuple[str, int]]
-    """Of each load the mix, and how many requests are sent, at once where ``load`` has no rate."""
+    loads: list[tuple[str, int, int]]
+    """Of each load the mix; how many requests are sent, at once where ``load`` has no rate; and their
+    prompts' tokens, 0 where ``load`` says how many."""
     repeat: int
     draws: int
     """How many tokens are drawn for the chi-square; 0: no check."""
@@ -72,8 +73,8 @@ def run(job: Job) -> dict[str, Any]:
     """Returns ``startup_s``, and ``wall_s`` with all loads; ``kv_tokens`` that the KV cache holds;
     ``memory_mib`` by process (a shared page's part); ``plan``, SiPipe's lines on cores, layers and who draws;
     ``answers`` and ``draws``, None where the server does not answer these, as ``refused`` says; and
-    ``runs``: by mix and number of requests ("all 64") what :meth:`_Client.run` returns, one a
-    repetition.
+    ``runs``: by mix, number of requests and prompt tokens ("all 64 8192"; without the last where they
+    are 0) what :meth:`_Client.run` returns, one a repetition.
     """
     began = time.monotonic()
     server, url, log = None, job.url, None
@@ -96,14 +97,15 @@ def run(job: Job) -> dict[str, Any]:
         found: dict[str, Any] = {"startup_s": time.monotonic() - began}
         client = _Client(job, url)
         for params in list(job.mixes.values())[1:]:
-            client.run(params, 3)
+            client.run(params, 3, job.loads[0][2])
         # As it will be measured: microbatches are learnt from it; of a trace a quarter.
         part = 4 if "--self-timed" in job.load else 1
-        for count in dict.fromkeys(count for _, count in job.loads):
-            client.run(next(iter(job.mixes.values())), -(-count // part))
-        runs: dict[str, list[dict[str, Any]]] = {f"{name} {count}": [] for name, count in job.loads}
-        for seed, (name, count) in itertools.product(range(job.repeat), job.loads):
-            runs[f"{name} {count}"].append(client.run(job.mixes[name], count, seed))
+        for count, prompt in dict.fromkeys((count, prompt) for _, count, prompt in job.loads):
+            client.run(next(iter(job.mixes.values())), -(-count // part), prompt)
+        runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for seed, (name, count, prompt) in itertools.product(range(job.repeat), job.loads):
+            run = client.run(job.mixes[name], count, prompt, seed)
+            runs[f"{name} {count} {prompt or ''}".rstrip()].append(run)
         plan = re.findall(
             r"(?:core plan|layers of the stages|cpu_sampling auto).*", _read(log) if log else ""
         )
@@ -173,12 +175,15 @@ class _Client:
             ",".join(map(str, PERCENTILES)),
         ]
 
-    def run(self, params: dict[str, Any], requests: int, seed: int = 0) -> dict[str, Any]:
+    def run(
+        self, params: dict[str, Any], requests: int, prompt: int, seed: int = 0
+    ) -> dict[str, Any]:
         """One load: speeds, and times to the first token and per output token, as ``vllm bench
         serve`` saves them, and its ``span`` on the monotonic clock, seconds."""
         from vllm.benchmarks.serve import main_async
 
         argv = [*self._argv, "--num-prompts", str(requests), "--seed", str(seed)]
+        argv += ["--random-input-len", str(prompt)] * bool(prompt)
         args: argparse.Namespace = self._parser.parse_args(
             [*argv, "--extra-body", json.dumps(params)]
         )
