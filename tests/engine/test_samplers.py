@@ -14,6 +14,7 @@ from sipipe.engine import samplers as module
 from sipipe.engine import spare
 from sipipe.engine.children import Children
 from sipipe.engine.samplers import Samplers
+from sipipe.errors import WorkerDiedError
 from sipipe.ipc.ring.dispatch import DispatchProducer
 from sipipe.ipc.ring.logits import LogitsChannel
 from sipipe.messages.boots import SPARE
@@ -160,6 +161,48 @@ def test_where_none_can_be_started_the_spare_is_tried_again(at_once, one, monkey
     kept.process.kill()
     spare_of(one, kept.process.pid)
     assert refused == [SPARE] * 3
+
+
+def test_a_spare_that_cannot_be_started_is_tried_again_in_a_minute(one, monkeypatch):
+    def start(name):
+        raise OSError("too many open files")
+
+    later = spare.Spare(one._children, start)
+    later.want()
+    monkeypatch.setattr(later, "_due", 0.0)
+    assert later.keep() == spare.AGAIN_SECONDS
+
+
+def test_a_sampler_that_ends_at_every_request_ends_the_engine(one, monkeypatch):
+    """Else each of them would be blamed, for ever, with an engine that looks healthy."""
+    figures = array("q", bytes(512))
+    one.figures = [memoryview(figures)]
+    monkeypatch.setattr(module.Samplers, "_replace", lambda *_: None)
+
+    def give_up(handle):
+        for _ in range(module.STRIKES):
+            one.heard("sampler0", Trying(handle))
+            one.replace("sampler0", "signal 11")
+
+    for handle in range(3 * module.IN_A_ROW):
+        figures[Word.SEQUENCES] = handle // 10  # others are drawn for between them
+        give_up(handle)
+    for handle in range(100, 99 + module.IN_A_ROW - 10):
+        give_up(handle)
+    with pytest.raises(WorkerDiedError, match=r"sampler0 ends at every request \(signal 11\)"):
+        give_up(200)
+
+
+def test_what_is_measured_is_what_the_others_say_where_one_died(one, monkeypatch):
+    said = [SimpleNamespace(measured={}), SimpleNamespace(measured={"greedy": 2.0})]
+    monkeypatch.setattr(one._children, "wait_ready", lambda *_: said)
+    monkeypatch.setattr(one, "_started", [])
+    monkeypatch.setattr(one, "_started", [SimpleNamespace(say=lambda _: None)] * 2)
+    assert one.open(*one._channels, 0.0, measure=8) == {"greedy": 2.0}
+    said.pop()
+    with pytest.raises(WorkerDiedError, match="all samplers ended while they measured"):
+        one.open(*one._channels, 0.0, measure=8)
+    assert one.open(*one._channels, 0.0) == {}
 
 
 class Looks:

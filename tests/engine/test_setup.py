@@ -186,7 +186,7 @@ def test_links_of_final_hidden_states_go_from_the_last_stage_to_all_others():
         config=SiPipeConfig(),
         rows=8,
     )
-    links = opening.make_final_links(made)
+    links = opening.make_final_links(made, "shm", "cpu")
     assert [link.name for link in links] == [
         "final2-0.r0",
         "final2-0.r1",

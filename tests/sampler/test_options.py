@@ -51,6 +51,16 @@ def test_a_grammar_that_can_only_stop_overrides_min_tokens() -> None:
     assert greedy(row, banned, bitmask=mask(4, 5)) == 5
 
 
+def test_prompt_tokens_behind_the_vocabulary_are_no_ones() -> None:
+    """Those that stand for an image in some models; vLLM's penalties do not see them either."""
+    row = np.zeros(V, np.float32)
+    row[[3, 4]] = 1.0, 0.9
+    params = SequenceParams(temperature=0.0, repetition_penalty=2.0)
+    assert greedy(row, params, prompt=[3, V, V + 7]) == 4
+    with pytest.raises(ValueError, match="prompt_token_ids"):
+        greedy(row, params, prompt=[-1])
+
+
 def test_min_tokens_end() -> None:
     row = np.zeros(V, np.float32)
     row[9] = 1
@@ -111,15 +121,31 @@ def test_long_lists_travel_as_bytes() -> None:
 
 
 def test_thinking_budget_counts() -> None:
-    budget = ThinkingBudget(2, [7], [8, 9], [1])
+    budget = ThinkingBudget(2, [7], [8, 9], [], [1])
     forced = []
     for token in (5, 7, 1, 2, 8, 9, 3, 7, 8, 9, 4):
         forced.append(budget.forced)
         budget.observe(token)
     assert forced == [-1, -1, -1, -1, 8, 9, -1, -1, -1, -1, -1]
-    assert ThinkingBudget(0, [7], [8], [7]).forced == 8
-    assert ThinkingBudget(3, [7], [8], [7, 1, 1]).forced == -1
-    assert ThinkingBudget(2, [7], [8], [7, 1, 1]).forced == 8
+    assert ThinkingBudget(0, [7], [8], [], [7]).forced == 8
+    assert ThinkingBudget(3, [7], [8], [], [7, 1, 1]).forced == -1
+    assert ThinkingBudget(2, [7], [8], [], [7, 1, 1]).forced == 8
+
+
+@pytest.mark.parametrize("natural", [[8], [8, 9]])
+def test_what_a_model_ends_its_thinking_with_is_not_what_is_forced(natural: list[int]) -> None:
+    """As with a ``reasoning_end_str`` that has a phrase before the model's own end."""
+    budget = ThinkingBudget(3, [7], [20, *natural], natural, [7])
+    for token in (1, *natural, 2, 3, 4, 5):
+        assert budget.forced == -1
+        budget.observe(token)
+    assert not budget.thinking
+    assert not ThinkingBudget(0, [7], [20, *natural], natural, [7, 1, *natural]).thinking
+    used_up = ThinkingBudget(1, [7], [20, *natural], natural, [7])
+    used_up.observe(1)
+    for token in (20, *natural, -1):
+        assert used_up.forced == token
+        used_up.observe(token)
 
 
 def test_force_is_stronger_than_any_mask() -> None:
@@ -154,7 +180,7 @@ def test_thinking_budget_against_vllm(budget: int, end: list, prompt: list) -> N
         holder.sync_batch(
             SimpleNamespace(removed=[], added=[(0, params, prompt, output)], moved=[])
         )
-        ours = ThinkingBudget(budget, [7], end, prompt)
+        ours = ThinkingBudget(budget, [7], end, [], prompt)
         thinking = ours.thinking
         for _ in range(30):
             holder.update_state([output], None)

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from array import array
 from itertools import chain
 from pathlib import Path
 
@@ -50,7 +51,7 @@ PARAMS = SequenceParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed
 SETTINGS = SamplerSettings(
     vocab_size=VOCAB,
     logprobs_mode="raw_logprobs",
-    reasoning=([], []),
+    reasoning=([], [], []),
     watched=Watched(stages=1, inflight=3, model="none", run="test"),
 )
 
@@ -75,7 +76,7 @@ class Service:
             dataclasses.replace(SETTINGS, vocab_size=vocab),
             dtype="float32",
             cores=[(), ()],
-            figures=[],
+            figures=[memoryview(array("q", bytes(512)))] * 2,
             events=self,
             stall_timeout=stall_timeout,
         )

@@ -188,10 +188,10 @@ class LocalHost:
 
 def _sampler_settings(setup: Setup, watched: Watched) -> SamplerSettings:
     model, reasoning = setup.vllm_config.model_config, setup.vllm_config.reasoning_config
-    thinking: tuple[list[int], list[int]] = [], []
+    thinking: tuple[list[int], list[int], list[int]] = [], [], []
     if reasoning is not None and reasoning.enabled:
         begin, end = reasoning.reasoning_start_token_ids, reasoning.reasoning_end_token_ids
-        thinking = begin or [], end or []
+        thinking = begin or [], end or [], reasoning.natural_reasoning_end_token_ids or []
     return SamplerSettings(
         vocab_size=model.get_vocab_size(),
         logprobs_mode=model.logprobs_mode,

@@ -23,6 +23,7 @@ from sipipe.engine.remote import Host
 from sipipe.engine.rpc import Calls
 from sipipe.engine.setup import Setup
 from sipipe.engine.stall import ANSWER_SECONDS
+from sipipe.errors import UnsupportedError
 from sipipe.messages.boots import ProjectionOffer, StageDescription
 from sipipe.messages.calls import Describe, Measure, OpenChannels, Settle, TakeProjection, TimeParts
 from sipipe.messages.hosts import EndSamplers, MakeLogits, OpenSamplers
@@ -32,6 +33,7 @@ from sipipe.messages.measured import MIXES
 logger = init_logger(f"vllm.{__name__}")
 
 T = TypeVar("T")
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,18 @@ class Opening:
 
     def __post_init__(self) -> None:
         self._seconds = self._setup.config.start_timeout
-        self._links = make_links(self._setup, self._addresses)
 
     def open(self) -> Running:
         """Make the channels between the processes. Raises StallError: not within the start
         timeout."""
         setup, vocabulary, draws = self._setup, Vocabulary(), "off"
-        ranks = self._calls.ask(Describe(), self._seconds)[-setup.ranks :]
+        ranks = self._calls.ask(Describe(), self._seconds)
+        self._transport = _transport(setup, reach=all(rank.reaches for rank in ranks))
+        self._links = make_links(setup, self._addresses, *self._transport)
         if setup.reason:
             self._calls.ask(OpenChannels(links=self._links), self._seconds)
         else:
-            vocabulary, draws = self._open_logits(ranks), setup.config.cpu_sampling
+            vocabulary, draws = self._open_logits(ranks[-setup.ranks :]), setup.config.cpu_sampling
             drawing = self._last.do(OpenSamplers())
             draws = self._choose(drawing) if setup.measures else draws
             if draws == "off":
@@ -100,7 +103,7 @@ class Opening:
         vocabulary, bounds = self._share([rank.offer for rank in ranks])
         if bounds:
             logits = msgspec.structs.replace(logits, bounds=bounds)
-            finals = make_final_links(setup)
+            finals = make_final_links(setup, *self._transport)
         endpoint = self._last.do(MakeLogits(logits))
         opening = OpenChannels(links=self._links, finals=finals, logits=endpoint)
         self._calls.ask(opening, self._seconds)
@@ -158,10 +161,9 @@ class Opening:
         return choice.draws
 
 
-def make_final_links(setup: Setup) -> list[LinkEndpoint]:
+def make_final_links(setup: Setup, kind: TransportKind, device: Device) -> list[LinkEndpoint]:
     """Of final hidden states: from each rank of the last stage to the same rank of every other, by
     its receiver."""
-    kind, device = _transport(setup)
     return [
         LinkEndpoint(
             kind=kind,
@@ -176,12 +178,13 @@ def make_final_links(setup: Setup) -> list[LinkEndpoint]:
     ]
 
 
-def make_links(setup: Setup, addresses: Mapping[int, str]) -> list[LinkEndpoint]:
+def make_links(
+    setup: Setup, addresses: Mapping[int, str], kind: TransportKind, device: Device
+) -> list[LinkEndpoint]:
     """One link from every rank but the last stage's to the same rank of the next stage. Returned in
     rank order, so that rank r sends on link r and receives on link r - t. ``addresses`` are of the
     other hosts, by their first stage."""
     links = []
-    kind, device = _transport(setup)
     encrypts = setup.config.hosts.encrypt_links
     for rank in range((setup.stages - 1) * setup.ranks):
         stage, tp_rank = divmod(rank, setup.ranks)
@@ -203,11 +206,18 @@ def make_links(setup: Setup, addresses: Mapping[int, str]) -> list[LinkEndpoint]
     return links
 
 
-def _transport(setup: Setup) -> tuple[TransportKind, Literal["cpu", "cuda"]]:
-    """Of links within a host, and where what they carry is needed."""
-    device: Literal["cpu", "cuda"] = "cpu" if current_platform.is_cpu() else "cuda"
-    kind: TransportKind = "shm" if device == "cpu" else "cuda_ipc"
-    return kind if setup.config.transport == "auto" else setup.config.transport, device
+def _transport(setup: Setup, *, reach: bool) -> tuple[TransportKind, Device]:
+    """Of links within a host, and where what they carry is needed. ``reach``: whether GPUs can map
+    each other's memory. Raises UnsupportedError: they cannot, and are to."""
+    device: Device = "cpu" if current_platform.is_cpu() else "cuda"
+    asked = setup.config.transport
+    if asked == "cuda_ipc" and not reach:
+        raise UnsupportedError(
+            'sipipe config: "transport" is "cuda_ipc", and GPUs of this host cannot reach one '
+            'another\'s memory (nvidia-smi topo -p2p r): leave it "auto"'
+        )
+    auto: TransportKind = "shm" if device == "cpu" or not reach else "cuda_ipc"
+    return auto if asked == "auto" else asked, device
 
 
 def _parts(ranks: Sequence[T], count: int) -> list[Sequence[T]]:

@@ -62,6 +62,8 @@ STUCK_WINDOW = 600.0
 LOOK_SECONDS = 1.0
 STRIKES = 2
 """One that ends by chance, just as it tries a request, is not that request's fault."""
+IN_A_ROW = 20
+"""So many requests that no sampler survives, with nothing drawn between them, are not to blame."""
 BUSY_SECONDS, TRY_SECONDS = 15.0, 4.0
 """Of a core: what a sampler may use for one iteration, and a successor for one request."""
 PATIENCE = 1000.0
@@ -114,6 +116,8 @@ class Samplers:
         """The request that a successor adds or draws alone now."""
         self._strikes: Counter[int | None] = Counter()
         """How many have died of each such request."""
+        self._condemned: list[deque[int]] = [deque(maxlen=IN_A_ROW) for _ in cores]
+        """How many sequences each had drawn for when the last such requests were given up."""
         self._stuck: list[deque[float]] = [deque(maxlen=4) for _ in cores]
         """When one was killed that did nothing."""
         self._killed: dict[int, subprocess.Popen[bytes]] = {}
@@ -139,7 +143,12 @@ class Samplers:
             child.say(self._boot(index, measure=rows))
         ready = self._children.wait_ready(self.names, deadline)
         self.spare.want()
-        return {mix: max(one.measured[mix] for one in ready) for mix in ready[0].measured}
+        measured = [one.measured for one in ready if one.measured]  # a successor measures nothing
+        if measure and not measured:
+            raise WorkerDiedError(
+                "all samplers ended while they measured: see their messages above"
+            )
+        return {mix: max(one[mix] for one in measured) for mix in next(iter(measured), ())}
 
     def replace(self, name: str, reason: str) -> None:
         """Have a successor take the place, in a thread of its own; from the events thread. Raises
@@ -155,6 +164,13 @@ class Samplers:
             deaths.append(time.monotonic())
         elif self._strikes[handle] == STRIKES:
             poison = handle, f"it ended every sampler that drew for it ({reason})"
+            self._condemned[index].append(self.figures[index][Word.SEQUENCES])
+            drawn = set(self._condemned[index])
+            if len(self._condemned[index]) == IN_A_ROW and len(drawn) == 1:
+                raise WorkerDiedError(
+                    f"{name} ends at every request ({reason}), the last {IN_A_ROW} of them, and draws "
+                    "none: it is not the requests; the engine stops"
+                )
         if len(deaths) == DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW:
             raise WorkerDiedError(
                 f"{name} keeps dying ({reason}, the {DEATHS}th time within {DEATHS_WINDOW:g} s); "

@@ -59,7 +59,8 @@ class Spare:
         except OSError as error:
             self._due = time.monotonic() + AGAIN_SECONDS
             logger.warning("no spare sampler can be started now: %s", error)
-        return self._due
+            return AGAIN_SECONDS
+        return math.inf
 
     def take(self, name: str) -> Started | None:
         """The spare, which is sampler ``name`` from now on; None if it has not compiled yet."""

@@ -93,6 +93,8 @@ class StageDescription:
     """What the stage writes to BIC-L; None on ranks that write no logits."""
     offer: ProjectionOffer | str = ""
     """The last stage's rank's, where the output projection is to be shared out; or why not."""
+    reaches: bool = True
+    """Whether the rank's GPU can map the memory of the others of its host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +123,8 @@ class SamplerSettings:
 
     vocab_size: int
     logprobs_mode: LogprobsMode
-    reasoning: tuple[list[int], list[int]]
-    """Token ids that begin and end thinking."""
+    reasoning: tuple[list[int], list[int], list[int]]
+    """Token ids that begin thinking, that are forced to end it, and that a model ends it with."""
     speculation: NGramSettings | SuffixSettings | None = None
     """How drafts are found; None: there are none."""
     watched: Watched

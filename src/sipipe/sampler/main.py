@@ -84,6 +84,7 @@ class Sampler:
             logprobs_mode=settings.logprobs_mode,
             reasoning_start_token_ids=settings.reasoning[0],
             reasoning_end_token_ids=settings.reasoning[1],
+            natural_reasoning_end_token_ids=settings.reasoning[2],
         )
         self._drafter = drafter(settings.speculation)
         self._say = say

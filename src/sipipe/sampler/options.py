@@ -27,17 +27,21 @@ class ThinkingBudget:
         budget: int,
         start_token_ids: Sequence[int],
         end_token_ids: Sequence[int],
+        natural_end_token_ids: Sequence[int],
         prompt_token_ids: Iterable[int],
     ) -> None:
+        """``end_token_ids`` are forced, ``natural_end_token_ids`` what a model ends by itself with,
+        where that is something else."""
         self.budget = budget
         self._start = list(start_token_ids)
         self._end = list(end_token_ids)
+        self._ends = [end for end in (self._end, list(natural_end_token_ids)) if end]
         self._tail: list[int] = []  # output tokens since the last change of state
         self._count = 0
         self._forced = 0  # end tokens already forced
         prompt = [int(token) for token in prompt_token_ids]
-        start, end = _last(prompt, self._start), _last(prompt, self._end)
-        self.thinking = start > end
+        start = _last(prompt, self._start)
+        self.thinking = start > max((_last(prompt, end) for end in self._ends), default=-1)
         if self.thinking:
             self._count = len(prompt) - start - len(self._start)
 
@@ -59,11 +63,11 @@ class ThinkingBudget:
         self._tail.append(token)
         if self.thinking:
             self._count += 1
-            if self._end and self._tail[-len(self._end) :] == self._end:
+            if any(self._tail[-len(end) :] == end for end in self._ends):
                 self._change(thinking=False)
         elif self._start and self._tail[-len(self._start) :] == self._start:
             self._change(thinking=True)
-        del self._tail[: -max(len(self._start), len(self._end), 1)]
+        del self._tail[: -max(1, *map(len, (self._start, *self._ends)))]
 
     def _change(self, *, thinking: bool) -> None:
         self.thinking = thinking
@@ -82,6 +86,8 @@ def _last(tokens: list[int], marker: list[int]) -> int:
 
 
 Ids = npt.NDArray[np.int32]
+Reasoning = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""Token ids that begin thinking, that are forced to end it, and that a model ends it with."""
 
 
 class RequestOptions:
@@ -92,11 +98,10 @@ class RequestOptions:
         params: SequenceParams,
         prompt: Iterable[int],
         output: Sequence[int],
-        reasoning: tuple[Sequence[int], Sequence[int]],
+        reasoning: Reasoning,
         vocab_size: int,
     ) -> None:
-        """``reasoning``: token ids that begin and that end thinking. Raises ValueError naming the
-        field that holds a token id outside the vocabulary."""
+        """Raises ValueError naming the field that holds a token id outside the vocabulary."""
         words = params.bad_words_token_ids or []
         _ids("bad_words_token_ids", [token for word in words for token in word], vocab_size)
         self._single = [word[-1] for word in words if len(word) == 1]

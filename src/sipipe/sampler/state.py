@@ -62,6 +62,7 @@ class SequenceColumns:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         reasoning_start_token_ids: Sequence[int] = (),
         reasoning_end_token_ids: Sequence[int] = (),
+        natural_reasoning_end_token_ids: Sequence[int] = (),
         work: Work | None = None,
     ) -> None:
         """The reasoning token ids are those of vLLM's ``ReasoningConfig``; without end tokens a
@@ -74,7 +75,8 @@ class SequenceColumns:
         self._vocab_size = vocab_size
         processed, logits = logprobs_mode.startswith("processed"), logprobs_mode.endswith("logits")
         self._scores = Scores(processed, logits)
-        self._reasoning = (list(reasoning_start_token_ids), list(reasoning_end_token_ids))
+        ends = reasoning_end_token_ids, natural_reasoning_end_token_ids
+        self._reasoning = (reasoning_start_token_ids, *ends)
         self._requests: dict[int, int] = {}
         """Index of each handle's state in the arrays."""
         self._free: list[int] = []
@@ -100,13 +102,15 @@ class SequenceColumns:
         output_token_ids: Tokens = (),
     ) -> None:
         """Add a sequence, new or resumed (then with the output tokens it already has). Without a seed
-        it draws with fresh entropy. ValueError: token ids outside the vocabulary, a handle in use."""
+        it draws with fresh entropy. Prompt tokens behind the vocabulary, which stand for images in
+        some models, count for nothing. ValueError: other token ids outside it, a handle in use."""
         if handle in self._requests:
             raise ValueError(f"handle {handle} has already joined")
         output = self._tokens("output_token_ids", output_token_ids)
         prompt = None
         if params.repetition_penalty != 1.0:
-            prompt = self._tokens("prompt_token_ids", prompt_token_ids)
+            prompt = np.ascontiguousarray(prompt_token_ids, np.int32)
+            prompt = self._tokens("prompt_token_ids", prompt[prompt < self._vocab_size])
         options = None
         if any(getattr(params, name) != default for name, default in _OPTIONAL.items()):
             options = RequestOptions(

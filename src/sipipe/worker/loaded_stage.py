@@ -16,6 +16,7 @@ import torch
 from vllm.config import set_current_vllm_config
 
 from sipipe.ipc.link.buffers import buffer_bytes
+from sipipe.ipc.link.cuda_device import reaches_others
 from sipipe.ipc.link.schema import TensorSchema
 from sipipe.ipc.ring.logits import LogitsEndpoint, LogitsWriter
 from sipipe.messages.boots import StageDescription, WorkerBoot
@@ -78,9 +79,10 @@ class LoadedStage:
     def describe(self) -> StageDescription:
         """What the engine needs to make this rank's channels; the KV cache is set up by now."""
         around, stage_logits = self._around, self._draws.stage_logits
-        if stage_logits is None:
-            return StageDescription()
         config, device = around.boot.vllm_config, around.runner.device
+        reaches = device.type != "cuda" or reaches_others(device)
+        if stage_logits is None:
+            return StageDescription(reaches=reaches)
         with set_current_vllm_config(config):
             if config.lora_config is not None:
                 around.runner._set_active_loras((0,), (0,), set())  # the projection looks for one
@@ -90,14 +92,14 @@ class LoadedStage:
                 logits = stage_logits.settle(hidden)
                 offered = self.sharing.offer(stage_logits, hidden)
         if logits is None:
-            return StageDescription(offer=offered)
+            return StageDescription(offer=offered, reaches=reaches)
         shape = LogitsShape(
             vocab=stage_logits.vocab_size if stage_logits.bounds else logits.shape[1],
             dtype=str(logits.dtype).removeprefix("torch."),
             # Every rank writes its columns, or the first one rows that vLLM has gathered.
             bounds=stage_logits.bounds,
         )
-        return StageDescription(logits=shape, offer=offered)
+        return StageDescription(logits=shape, offer=offered, reaches=reaches)
 
     def time_parts(self, sequences: int) -> Measured:
         """How long the parts of a microbatch take, all stages at once."""

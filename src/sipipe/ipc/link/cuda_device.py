@@ -146,6 +146,12 @@ class CudaDevice(CudaDriver):
             )
 
 
+def reaches_others(device: torch.device) -> bool:
+    """Whether the GPU can map the memory of each other one that is visible."""
+    own, every = device.index or 0, range(torch.cuda.device_count())
+    return all(torch.cuda.can_device_access_peer(own, other) for other in every if other != own)
+
+
 class _Handle(ctypes.Structure):
     """A CUipcMemHandle, which travels by value."""
 
