@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from sipipe.engine import speculation
 from sipipe.engine.requests import Work
@@ -27,19 +28,20 @@ class Grammar:
 
 
 class Scheduler:
-    def __init__(self, *lengths, rows=64, seats=32, waiting=0, usage=0.5):
+    def __init__(self, *lengths, rows=64, seats=32, waiting=0, usage=0.5, flying=0, later=()):
         self.running = [self.request(str(i), length) for i, length in enumerate(lengths)]
         self.requests = {request.request_id: request for request in self.running}
         self.rows, self.max_num_running_reqs, self.waiting = rows, seats, [None] * waiting
         self.max_num_scheduled_tokens, self.num_spec_tokens = 1000, 8
         self.kv_cache_manager = SimpleNamespace(usage=usage)
-        self.tracker = SimpleNamespace(worth=None)
+        self.tracker = SimpleNamespace(worth=None, is_last=lambda number, name: name not in later)
         self.words = {}
         live = SimpleNamespace(add=lambda word, by: self.words.update({word.name: by}))
         self.telemetry = SimpleNamespace(live=live)
         tokenizer = SimpleNamespace(encode=lambda text, **_: list(map(ord, text)))
         self.structured_output_manager = SimpleNamespace(tokenizer=tokenizer, reasoner_cls=None)
         self.told = {}
+        self.iterations = SimpleNamespace(drafts=lambda: flying)
 
     def request(self, name, length):
         return SimpleNamespace(
@@ -48,6 +50,7 @@ class Scheduler:
             max_tokens=100,
             num_output_tokens=10,
             structured_output_request=None,
+            status=RequestStatus.RUNNING,
         )
 
     def update_draft_token_ids(self, drafts):
@@ -72,6 +75,7 @@ def test_drafts_have_the_rows_of_requests_that_do_not_run():
     assert fitted(8, 2, 8, rows=64).lengths == [8, 2, 8]
     assert fitted(8, 2, 8, rows=17).lengths == [6, 2, 6]
     assert fitted(8, 2, 8, rows=64, seats=64, waiting=50).lengths == [4, 2, 4], "who may come"
+    assert fitted(8, 2, 8, rows=64, flying=47).lengths == [6, 2, 6], "of those in flight"
     full = fitted(8, 2, 8, rows=32, seats=32, waiting=50)
     assert full.lengths == [0, 0, 0]
     assert full.tracker.worth == 1.0, "none is proposed either"
@@ -101,13 +105,15 @@ def test_a_draft_is_worth_its_share_of_the_pass(running, formed, price, worth):
     assert scheduler.tracker.worth == pytest.approx(worth)
 
 
-def taken(scheduler, *, grammar=False, drafts=None, offered=None, told=None):
+def taken(scheduler, *, grammar=False, drafts=None, offered=None, told=None, errors=None):
     tokens = Sampled(0, int32_bytes([0, 1, 2]), int32_bytes([5, 6, 7]))
     work = Work(step=Step(0, grammar=grammar), sampled=["0", "0", "0", "1"])
     iteration = SimpleNamespace(
         work=work,
         tokens=[tokens],
         drafts=drafts or {},
+        errors=errors or {},
+        number=0,
         output=SimpleNamespace(scheduled_spec_decode_tokens=offered or {"0": [5, 6]}),
     )
     Speculation(scheduler, told or controller()).take(iteration)
@@ -118,6 +124,21 @@ def test_what_samplers_propose_is_the_schedulers_and_counted():
     taken(scheduler, drafts={"1": [4, 4]})
     assert scheduler.told == {"1": [4, 4]}
     assert scheduler.words == {"DRAFTS": 2, "ACCEPTED": 1, "DRAFTED": 1}
+
+
+def test_a_request_that_fails_takes_no_draft_back():
+    """What was accepted is a counter: Prometheus takes one that falls for a new start."""
+    scheduler = Scheduler(0, 0)
+    taken(scheduler, offered={"0": [5]}, errors={"0": "NaN", "1": "NaN"})
+    assert scheduler.words["ACCEPTED"] >= 0
+
+
+def test_a_request_that_was_preempted_meanwhile_gets_no_drafts():
+    """Scheduled once more, it would be drawn for twice before its token is in."""
+    scheduler = Scheduler(0, 0, 0, later=("1",))
+    scheduler.running[2].status = RequestStatus.PREEMPTED
+    taken(scheduler, drafts={"0": [5], "1": [5], "2": [6], "gone": [7]})
+    assert scheduler.told == {"0": [5]}
 
 
 def test_text_without_a_choice_is_drafted_in_its_place():

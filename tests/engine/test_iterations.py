@@ -67,6 +67,17 @@ def test_an_iteration_is_complete_when_all_is_in_that_it_waits_for():
     assert len(iterations) == 0
 
 
+def test_drafts_that_are_in_flight():
+    iterations = Iterations(3, 99)
+    output = SchedulerOutput.make_empty()
+    output.scheduled_spec_decode_tokens = {"a": [1, 2], "b": [3]}
+    begin(iterations, output=output)
+    begin(iterations)
+    assert iterations.drafts() == 3
+    iterations.deliver(0, tokens=[])
+    assert iterations.drafts() == 0
+
+
 def test_what_is_said_of_a_prompt_reaches_vllm():
     work = Work(request_ids=["a", "b"], prompt_logprobs=("a",))
     iteration = begin(Iterations(3, 9), work)

@@ -16,7 +16,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from sipipe.engine.balance import Balancer
 from sipipe.engine.requests import RequestTracker
 from sipipe.messages.params import is_plain
-from sipipe.messages.step import int32_view
+from sipipe.messages.step import int32_bytes, int32_view
 
 
 class Sequences:
@@ -206,6 +206,30 @@ def test_parameters_that_no_sampler_takes_fail_their_request_alone():
     assert work.sampled == ["good", "bad"]
     tracker.condemn(good.handle, "it ended its samplers")
     assert [one.error for one in tracker.added_of(0)] == ["it ended its samplers", bad.error]
+
+
+def test_the_next_prompt_of_a_streaming_session_has_its_own_parameters():
+    """vLLM adds it to the prompt, in place, and schedules the request as a new one."""
+    tracker = RequestTracker(engine_seed=0, balancer=Balancer(1, vocab_size=1000))
+    prompt, added = [1, 2], []
+    for iteration, params in enumerate([SamplingParams(), SamplingParams(logprobs=3)]):
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs.append(
+            new_request("a", prompt, prefill=list(prompt), params=params)
+        )
+        output.num_scheduled_tokens["a"] = output.total_num_scheduled_tokens = len(prompt)
+        work = tracker.advance(iteration, output)
+        added += work.step.added
+        assert work.sampled == ["a"]
+        tracker.record(iteration, "a", 7)
+        prompt += [5, 6]
+    first, second = added
+    assert int32_view(work.step.removed).tolist() == [first.handle]
+    assert [one.params.logprobs for one in added] == [None, 3]
+    assert first.params.seed != second.params.seed
+    assert (first.prompt, second.prompt) == (int32_bytes([1, 2]), int32_bytes([1, 2, 5, 6]))
+    assert not second.outputs
+    assert tracker["a"].outputs == [7]
 
 
 def test_a_token_of_an_iteration_before_the_request_was_scheduled_again_is_dropped():

@@ -112,6 +112,12 @@ class Iterations:
         """How many are in flight: published and not complete."""
         return len(self._in_flight)
 
+    def drafts(self) -> int:
+        """Rows of drafts that are in flight."""
+        with self._lock:
+            flying = [one.output.scheduled_spec_decode_tokens for one in self._in_flight.values()]
+        return sum(len(drafts) for each in flying for drafts in each.values())
+
     def scheduled(
         self, output: SchedulerOutput, slot: int | None, began: int, ended: int
     ) -> Iteration:

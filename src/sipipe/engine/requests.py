@@ -48,6 +48,9 @@ class TrackedRequest:
     cost: float = 0.0
     """Of drawing for it once, in seconds."""
     prompt: Sequence[int]
+    """The scheduler's own list, to which a streaming session adds;"""
+    prompt_length: int
+    """how long it was."""
     outputs: list[int] = field(default_factory=list)
     sent: int = 0
     """How many of ``outputs`` the sampler has been sent."""
@@ -104,9 +107,6 @@ class RequestTracker:
         """Of the last scheduling output."""
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def __getitem__(self, request_id: str) -> TrackedRequest:
         return self._requests[request_id]
 
@@ -132,6 +132,12 @@ class RequestTracker:
             if request is not None and request.iteration == iteration:
                 request.outputs.append(token)
 
+    def is_last(self, iteration: int, request_id: str) -> bool:
+        """Whether the request is in no iteration after this one."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            return request is not None and request.iteration == iteration
+
     def advance(self, iteration: int, output: SchedulerOutput) -> Work:
         """Follow one scheduling output; fill in ``new_token_ids``, which vLLM omits for one stage."""
         with self._lock:
@@ -153,9 +159,14 @@ class RequestTracker:
         elif (index := self._balancer.move(others)) is not None:
             moved = others[index]
         for new in output.scheduled_new_reqs:
+            prompt = new.prompt_token_ids or []
             resumed = self._requests.get(new.req_id)
+            if resumed is not None and len(prompt) != resumed.prompt_length:
+                # The next prompt of a streaming session: what follows has its own parameters.
+                removed += self._remove([new.req_id])
+                self._names[new.req_id] = f"{self._name(new.req_id)} {len(prompt)}"
+                resumed = None
             if resumed is None:
-                prompt = new.prompt_token_ids or []
                 request = self._add(new.req_id, prompt, new.sampling_params, beside)
                 if request.sampler != ON_DEVICE:
                     added.append(request.added())
@@ -287,6 +298,7 @@ class RequestTracker:
             params=params,
             cost=cost,
             prompt=prompt,
+            prompt_length=len(prompt),
             error=error,
             prompt_logprobs=self.draws != "off" and scores_prompt(sampling_params),
         )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from sipipe.config import SiPipeConfig
 from sipipe.errors import UnsupportedError
@@ -152,7 +152,7 @@ class Speculation(NoSpeculation):
         drafting = [request for request in running if request.spec_token_ids]
         asked = len(running) + len(scheduler.waiting)
         room = min(self._rows, scheduler.max_num_scheduled_tokens)
-        room -= min(asked, scheduler.max_num_running_reqs)
+        room -= min(asked, scheduler.max_num_running_reqs) + scheduler.iterations.drafts()
         if scheduler.kv_cache_manager.usage > 1 - KV_RESERVE:
             room = 0
         controller = self._controller
@@ -176,12 +176,14 @@ class Speculation(NoSpeculation):
         if rows := len(iteration.work.sampled):
             drawn = sum(len(part.tokens) for part in iteration.tokens or ()) // _INT32
             offered = sum(map(len, drafts.values()))
-            requests = rows - offered
-            self._each += RATE * (drawn / requests - self._each)
+            requests = rows - offered - len(iteration.errors)  # which get no token
+            if requests > 0:
+                self._each += RATE * (drawn / requests - self._each)
             if self._controller is not None:
-                self._controller.rows += RATE * (rows / requests - self._controller.rows)
+                each = rows / max(rows - offered, 1)
+                self._controller.rows += RATE * (each - self._controller.rows)
             self._live.add(Word.DRAFTS, offered)
-            self._live.add(Word.ACCEPTED, drawn - requests)
+            self._live.add(Word.ACCEPTED, max(0, drawn - requests))
             self._live.add(Word.DRAFTED, len(drafts))
         found = iteration.drafts
         if iteration.work.step.grammar:
@@ -189,9 +191,17 @@ class Speculation(NoSpeculation):
                 request = self._scheduler.requests.get(request_id)
                 if request is not None and (forced := self._forced(request)):
                     found[request_id] = forced
+        # One that was preempted may be in another iteration by now, whose token comes first.
+        found = {name: tokens for name, tokens in found.items() if self._is_next(name, iteration)}
         if found:
             drafts = DraftTokenIds(list(found), list(found.values()))
             self._scheduler.update_draft_token_ids(drafts)
+
+    def _is_next(self, request_id: str, iteration: Iteration) -> bool:
+        request: Request | None = self._scheduler.requests.get(request_id)
+        if request is None or request.status != RequestStatus.RUNNING:
+            return False
+        return bool(self._scheduler.tracker.is_last(iteration.number, request_id))
 
     def _forced(self, request: Request) -> list[int]:
         """What the request's grammar leaves no choice in. Its text is one; a model may cut it into
