@@ -34,20 +34,33 @@ def test_a_file_of_weights_that_is_not_whole_is_named(tmp_path, keep):
         save_file({"x": np.zeros((8, 64), np.float32)}, tmp_path / name)
     index = {"weight_map": {"x": "a.safetensors", "y": "sub/b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    _check_shards(tmp_path)
+    _check_shards(tmp_path, "auto")
+    (tmp_path / "not in the index.safetensors").touch()  # vLLM does not read it
+    _check_shards(tmp_path, "auto")
     whole = (tmp_path / "sub/b.safetensors").read_bytes()
     (tmp_path / "sub/b.safetensors").unlink()
     if keep is not None:
         (tmp_path / "sub/b.safetensors").write_bytes(whole[:keep])
     with pytest.raises(ConfigError, match=r'b\.safetensors" is not there or not whole: down'):
-        _check_shards(tmp_path)
+        _check_shards(tmp_path, "auto")
+    _check_shards(tmp_path, "pt")
+    save_file({"x": np.zeros(8, np.float32)}, tmp_path / "consolidated.safetensors")
+    _check_shards(tmp_path, "auto")  # which is Mistral's own format, and complete
 
 
 @pytest.mark.parametrize("index", ["", "{", "[]", '{"weight_map": 3}', None])
 def test_an_index_that_says_nothing_is_left_to_vllm(tmp_path, index):
     if index is not None:
         (tmp_path / "model.safetensors.index.json").write_text(index)
-    _check_shards(tmp_path)
+    _check_shards(tmp_path, "auto")
+
+
+def test_a_name_on_the_hub_beside_a_directory_with_a_longer_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "model-8B-Instruct").mkdir(parents=True)
+    check_model("org/model-8B")
+    with pytest.raises(ConfigError, match="did you mean"):
+        check_model("./org/model-8B-Instruc")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def _check_path(model: str, option: str) -> None:
     if "/" in model and "://" not in model and not path.exists():
         beside = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else ()
         near = difflib.get_close_matches(path.name, beside, n=1)
-        if near or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        if model.startswith(("/", ".", "~")) or model.count("/") > 1:
             meant = f'; did you mean "{path.parent / near[0]}"?' if near else ""
             raise ConfigError(f'{option} "{model}": there is no such directory{meant}')
 
@@ -55,7 +55,7 @@ def check_files(vllm_config: VllmConfig) -> None:
         return
     if load.load_format in FILES:
         _check(Path(model.model), WEIGHTS, f'MODEL "{model.model}"', "weights (*.safetensors)")
-        _check_shards(Path(model.model))
+        _check_shards(Path(model.model), str(load.load_format))
     if not model.skip_tokenizer_init:
         where = str(model.tokenizer)
         _check_path(where, "--tokenizer")
@@ -76,11 +76,16 @@ def _check(folder: Path, patterns: Iterable[str], name: str, what: str) -> None:
         raise ConfigError(f"{name}: there is no {what} in it: name another, or download it again")
 
 
-def _check_shards(folder: Path) -> None:
-    shards = set(folder.glob("*.safetensors"))
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no index of ours
-        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
-        shards.update(folder / name for name in index["weight_map"].values())
+def _check_shards(folder: Path, load_format: str) -> None:
+    """As vLLM picks them: Mistral's own files first, and those that an index names."""
+    name, shards = "consolidated", set(folder.glob("consolidated*.safetensors"))
+    if load_format not in ("auto", "mistral") or not shards:
+        name, shards = "model", set(folder.glob("*.safetensors"))
+    if not shards or load_format in ("pt", "npcache"):
+        return
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no index
+        index = json.loads((folder / f"{name}.safetensors.index.json").read_bytes())
+        shards = {folder / shard for shard in index["weight_map"].values()}
     for shard in sorted(shards):
         try:
             safetensors.safe_open(shard, "np")  # which reads what is where in it

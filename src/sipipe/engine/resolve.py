@@ -46,7 +46,9 @@ class Resolver:
     """vLLM's, where there is a KV connector: of two threads, one at a time."""
 
     def __post_init__(self) -> None:
-        self._joining = threading.Lock()  # wait: held for moments; nobody waits under it
+        # wait: held for moments; nobody waits under it
+        self._joining = threading.Lock()
+        """Held while what two threads may do at once is joined, or counted."""
         self._thread = threading.Thread(target=self._collect, name="SiPipeGather", daemon=True)
         self._thread.start()
 
@@ -94,9 +96,10 @@ class Resolver:
             for token in tokens:
                 self._tracker.record(iteration.number, request_id, token)
                 drawn += 1
-        self._telemetry.record(
-            Phase.GATHER, iteration, iteration.published, time.monotonic_ns(), tokens=drawn
-        )
+        with self._joining:
+            self._telemetry.record(
+                Phase.GATHER, iteration, iteration.published, time.monotonic_ns(), tokens=drawn
+            )
         for request_id, reason in iteration.errors.items():
             logger.error("request %s fails: %s", request_id, reason)
         with suppress(InvalidStateError):

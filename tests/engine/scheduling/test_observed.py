@@ -32,6 +32,45 @@ class Telemetry:
         self.spans.append((began, ended))
 
 
+class Scheduling(Scheduler):
+    """Schedules each of its requests as a new one, as a preempted one is too."""
+
+    def __init__(self):
+        super().__init__()
+        self.requests = {}
+
+    def schedule(self):
+        new = [
+            SimpleNamespace(req_id=name, sampling_params=request.sampling_params)
+            for name, request in self.requests.items()
+        ]
+        return SimpleNamespace(total_num_scheduled_tokens=1, scheduled_new_reqs=new)
+
+
+def test_a_first_token_is_timed_once_and_of_who_gets_tokens():
+    telemetry = Telemetry()
+    telemetry.live.add = lambda word, by=1: telemetry.words.update({word: by})
+    telemetry.record = lambda *_: None
+    scheduler = observed(Scheduling, Iterations(2, 8), telemetry, None)()
+
+    def request(tokens, **sampling):
+        params = SimpleNamespace() if sampling.get("draws", True) else None
+        return SimpleNamespace(num_output_tokens=tokens, sampling_params=params, arrival_time=0.0)
+
+    scheduler.requests = {
+        "new": request(0),
+        "resumed": request(3),
+        "pooled": request(0, draws=False),
+    }
+    output = scheduler.schedule()
+    assert scheduler._tokenless == {"new"}
+    index = {name: i for i, name in enumerate(scheduler.requests)}
+    drawn = SimpleNamespace(req_id_to_index=index, sampled_token_ids=[[5], [6], []])
+    scheduler.update_from_output(output, drawn)
+    assert telemetry.words[Word.FIRST_TOKENS] == 1
+    assert not scheduler._tokenless
+
+
 def test_each_time_without_requests_is_told_once_it_is_over():
     telemetry = Telemetry()
     scheduler = observed(Scheduler, Iterations(2, 8), telemetry, None)()

@@ -32,6 +32,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from sipipe.config import MicrobatchSettings
 from sipipe.engine.iterations import Iterations
 from sipipe.engine.scheduling.observed_scheduler import observed
 from sipipe.engine.scheduling.scheduler import PipelineScheduler
@@ -434,6 +435,25 @@ def test_a_long_prompt_that_leaves_between_chunks_delays_nobody(configs, leaves)
         assert not any("long" in batch for batch in engine.batches[before:])
     else:
         assert len(engine.tokens["long"]) == 4
+
+
+def test_no_prompt_starts_while_the_cache_runs_out_though_another_goes_on(configs):
+    engine = Engine(PipelineScheduler, configs(2), blocks=160)
+    engine.scheduler._policy._throttle._settings = MicrobatchSettings(kv_reserve=0.8)
+    for index in range(4):
+        engine.add(f"d{index}", 30, 60)
+    engine.steps(16)
+    engine.add("long", 900, 4)
+    while engine.scheduler.kv_cache_manager.usage < 0.2:
+        engine.step()
+    before = len(engine.batches)
+    engine.add("new", 8, 4)
+    engine.run()
+    [first] = [number for number, batch in enumerate(engine.batches) if batch.get("new") == 8]
+    chunks = [number for number, batch in enumerate(engine.batches) if batch.get("long", 0) > 1]
+    assert chunks[-1] > before + 1, "it goes on"
+    assert first > chunks[-1]
+    assert all(engine.tokens.values())
 
 
 def test_a_short_prompt_is_not_cut(configs):

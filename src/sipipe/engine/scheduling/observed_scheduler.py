@@ -61,7 +61,9 @@ class ObservedScheduler:
             if self._times is not None and isinstance(self, PipelineScheduler):
                 iteration.load = self.load
                 self._times.expect(iteration)
-            self._tokenless.update(new.req_id for new in output.scheduled_new_reqs)
+            for new in output.scheduled_new_reqs:  # a preempted one is new once more
+                if new.sampling_params and not self.requests[new.req_id].num_output_tokens:  # type: ignore[attr-defined]
+                    self._tokenless.add(new.req_id)
         return output
 
     def update_from_output(

@@ -43,6 +43,7 @@ class Allowance:
         decodes: what shall be in the microbatch besides.
         align: where a prompt's chunk ends, at whole blocks of so many tokens, if that takes an
             eighth of it away at most.
+        starts: whether a prompt may start that holds no KV cache.
         slack: seconds more for a prompt's rest, that it need no microbatch of its own.
     """
 
@@ -56,8 +57,9 @@ class Allowance:
         decodes: Load,
         align: int = 1,
         slack: float = 0.0,
+        starts: bool = True,
     ) -> None:
-        self._slack = slack
+        self.starts, self._slack = starts, slack
         self._prices, self._seconds, self._room = prices, seconds, room
         self._decodes = decodes
         self._chunks: dict[str, Load] = {}
@@ -168,8 +170,8 @@ class PrefillThrottle:
             self._others.clear()
         self._measured = measured
         decoding = prices.of(decodes)
-        if running and kv_free < settings.kv_reserve:
-            pending = started
+        starts = not running or kv_free >= settings.kv_reserve
+        pending = pending if starts else started
         seconds = 0.0
         if pending > 0:
             disturbed = running / (running + max(1, arriving)) if slots > 1 else 0.0
@@ -192,6 +194,7 @@ class PrefillThrottle:
             least=max(least, self._least),
             decodes=decodes,
             align=self._align,
+            starts=starts,
             slack=0.0 if running else prices.fixed / max(1, self._stages - 1),
         )
 

@@ -206,6 +206,9 @@ class PipelineScheduler(Scheduler):
         wanted.discard(0)
         oldest = sorted(wanted, key=lambda adapter: self._adapter_last_step.get(adapter, 0))
         allowed = oldest[: self.lora_config.max_loras]
+        present = {_adapter(request) for request in self.running}
+        last = self._adapter_last_step.items()
+        self._adapter_last_step = {adapter: at for adapter, at in last if adapter in present}
         for adapter in allowed:
             self._adapter_last_step[adapter] = self.current_step
         return None if len(allowed) == len(oldest) else {0, *allowed}
@@ -216,7 +219,7 @@ class PipelineScheduler(Scheduler):
         # schedule() asks this of every chunk, after all other caps and right before allocating.
         allowance = None if _is_decoding(request) else self._allowance
         if allowance is not None:
-            num_new_tokens = self._clip(allowance, num_computed_tokens, num_new_tokens)
+            num_new_tokens = self._clip(allowance, request, num_computed_tokens, num_new_tokens)
         tokens: int = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
@@ -231,12 +234,14 @@ class PipelineScheduler(Scheduler):
         # Clip before the alignment: a clip after it would end chunks inside a block.
         if self._allowance is not None and not _is_decoding(request):
             start = request.num_computed_tokens + sum(args)
-            num_new_tokens = self._clip(self._allowance, start, num_new_tokens)
+            num_new_tokens = self._clip(self._allowance, request, start, num_new_tokens)
         tokens: int = super()._mamba_block_aligned_split(request, num_new_tokens, *args, **kwargs)
         return tokens
 
-    def _clip(self, allowance: Allowance, start: int, num_new_tokens: int) -> int:
+    def _clip(self, allowance: Allowance, request: Request, start: int, num_new_tokens: int) -> int:
         """What of a prefill chunk fits into the allowance that is left."""
+        if not allowance.starts and not request.num_computed_tokens:
+            return 0
         if not self._cuts_chunks:
             return num_new_tokens if allowance.tokens else 0
         return allowance.chunk(start, num_new_tokens)
