@@ -77,7 +77,7 @@ def test_inflight_auto_is_stages_plus_one():
         ({"in_flight": 2}, ['"in_flight"', 'did you mean "inflight"']),
         ({"Stall-Timeout": 2}, ['did you mean "stall_timeout"']),
         ({"zzz": 2}, ['"zzz"', "known: samplers, inflight"]),
-        ({"samplers": 0}, ['"samplers"', "1 or more", "not 0"]),
+        ({"samplers": 0}, ['"samplers"', "1 to 128", "not 0"]),
         ({"samplers": True}, ['"samplers"', "not True"]),
         ({"samplers": "2"}, ['"samplers"', "not '2'"]),
         ({"inflight": 1.5}, ['"inflight"', "not 1.5"]),

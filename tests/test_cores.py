@@ -25,6 +25,7 @@ from sipipe.cores import (
     this_machine,
 )
 from sipipe.errors import ConfigError
+from sipipe.ipc.ring.layout import READERS
 
 
 def machine(cores, *, nodes=1, threads=1):
@@ -70,6 +71,12 @@ def test_a_large_machine_keeps_workers_on_one_node_and_off_second_threads():
     assert all(len(cpus) == 2 for cpus in plan.samplers)  # a core with both of its threads
     assert len(plan.scheduler) == 2
     assert not plan.shared
+
+
+@pytest.mark.parametrize(("cores", "nodes"), [(96, 4), (128, 8), (512, 16)])
+def test_a_ring_has_room_for_all_processes_of_a_large_machine(cores, nodes):
+    plan = plan_cores(machine(cores, nodes=nodes), stages=8, device="cuda")
+    assert 64 <= len(plan.samplers) <= READERS - 8
 
 
 def test_second_threads_are_places_of_their_own_where_cores_are_scarce():

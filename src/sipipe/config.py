@@ -34,8 +34,10 @@ CpuLists = Annotated[
 ]
 Whole = Annotated[int, Meta(ge=0, description="a whole number of 0 or more")]
 Count = Annotated[int, Meta(ge=1, description="a whole number of 1 or more")]
-CountOrAuto = Annotated[
-    Count | Literal["auto"], Meta(description='a whole number of 1 or more, or "auto"')
+UpTo128 = Annotated[int, Meta(ge=1, le=128, description="a whole number from 1 to 128")]
+"""More readers and more messages on their way than channels have room for are no use to anybody."""
+UpTo128OrAuto = Annotated[
+    UpTo128 | Literal["auto"], Meta(description='a whole number from 1 to 128, or "auto"')
 ]
 Name = Annotated[str, Meta(pattern=r"^[^\x00\ud800-\udfff]+$")]
 """Text that a path can have and JSON can carry: Python has halves of surrogate pairs for bytes that
@@ -121,12 +123,12 @@ class HostSettings(
 class SiPipeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of SiPipe, validated. The defaults suit a machine that nothing else uses."""
 
-    samplers: CountOrAuto = "auto"
-    """Number of CPU sampler processes, 1 or more. ``"auto"``: from the cores that the stages
+    samplers: UpTo128OrAuto = "auto"
+    """Number of CPU sampler processes, 1 to 128. ``"auto"``: from the cores that the stages
     leave free (see :func:`sipipe.cores.plan_cores`)."""
 
-    inflight: CountOrAuto = "auto"
-    """Microbatches in flight, 1 or more. ``"auto"``: the number of stages + 1, so that sampling
+    inflight: UpTo128OrAuto = "auto"
+    """Microbatches in flight, 1 to 128. ``"auto"``: the number of stages + 1, so that sampling
     and scheduling are a pipeline stage of their own. The paper's value is the number of stages."""
 
     cpu_sampling: Literal["auto", "on", "off", "per_row"] = "auto"

@@ -20,9 +20,9 @@ from typing import Literal
 from sipipe.config import CorePlacement
 from sipipe.errors import ConfigError
 
-SAMPLERS_PER_NODE = 16
-"""Most samplers chosen by ``"auto"`` for each NUMA node: beyond it they share one memory bus for
-little gain."""
+SAMPLERS_PER_NODE, MOST_SAMPLERS = 16, 128
+"""Most samplers chosen by ``"auto"`` for each NUMA node, beyond which they share one memory bus for
+little gain; and in all."""
 
 CLAIM = "sipipe-cores-"
 
@@ -131,7 +131,7 @@ def plan_cores(
     stages.
     """
     workers = stages * tensor_parallel
-    most = SAMPLERS_PER_NODE * max(1, len({core.node for core in cores}))
+    most = min(SAMPLERS_PER_NODE * max(1, len({core.node for core in cores})), MOST_SAMPLERS)
     if isinstance(placement, CorePlacement):
         count = 1 if samplers == "auto" else samplers
         return _placed(cpus_of(cores), placement, stages, tensor_parallel, count)

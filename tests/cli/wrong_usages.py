@@ -11,7 +11,9 @@ import json
 import shlex
 
 SETTINGS = r"""
-"samplers": 0 => "samplers" must be a whole number of 1 or more
+"samplers": 0 => "samplers" must be a whole number from 1 to 128
+"samplers": 129 => "samplers" must be a whole number from 1 to 128
+"inflight": 129 => "inflight" must be
 "samplers": -2 => "samplers" must be
 "samplers": 1.5 => "samplers" must be .* not 1.5
 "samplers": "many" => "samplers" must be .* or "auto", not 'many'

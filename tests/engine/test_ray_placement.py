@@ -211,6 +211,28 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.parametrize(
+    ("shown", "given", "counted"),
+    [(None, ["1", "3"], [1, 3]), ("4,5,6,7", ["7", "5"], [3, 1]), ("", ["2"], [2])],
+)
+def test_gpus_are_counted_as_this_process_sees_them(monkeypatch, shown, given, counted):
+    """Ray has the machine's numbers, which "devices" does not."""
+    monkeypatch.setattr(
+        ray_placement,
+        "current_platform",
+        SimpleNamespace(
+            device_control_env_var="SHOWN", device_control_id_to_physical_device_id=int
+        ),
+    )
+    monkeypatch.delenv("SHOWN", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("SHOWN", shown)
+    assert ray_placement._visible(given) == counted
+    if shown:
+        with pytest.raises(ConfigError, match="Ray gave GPU 2, and SHOWN is 4,5,6,7: unset it"):
+            ray_placement._visible(["2"])
+
+
 @needs_ray
 @pytest.mark.slow
 def test_bundles_of_a_real_cluster():

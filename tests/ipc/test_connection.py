@@ -14,6 +14,7 @@ import pytest
 from tests.ipc.link.conftest import HERE, free_port
 
 from sipipe.errors import ConfigError
+from sipipe.ipc import connection
 from sipipe.ipc.connection import Connection
 from sipipe.ipc.frames import FRAME
 from sipipe.ipc.link.errors import PeerDiedError, TransferMismatchError
@@ -339,6 +340,17 @@ def test_both_ends_make_the_same_keys_and_nothing_of_the_secret_is_in_them():
     assert key_pairs(b"s" * 16) == key_pairs(b"s" * 16)
     assert len({key for pair in key_pairs(b"s" * 16) for key in pair}) == 4
     assert set(key_pairs(b"s" * 16)).isdisjoint(key_pairs(b"t" * 16))
+
+
+def test_an_end_whose_thread_fails_knows_no_peer_and_closes(open_both, monkeypatch):
+    told = queue.SimpleQueue()
+    listening, connecting = open_both(lost=told.put)
+    monkeypatch.setattr(connection, "what_was_seen", lambda *_: 1 // 0)
+    connecting.close()
+    assert "ZeroDivisionError" in str(told.get(timeout=BOUND))
+    with pytest.raises(PeerDiedError):
+        listening.receive(BOUND)
+    listening.close()
 
 
 def test_nothing_stays_open(open_both):

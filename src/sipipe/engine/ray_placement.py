@@ -150,14 +150,22 @@ def config_of(order: Order) -> VllmConfig:
     config: VllmConfig = pickle.loads(order.config)  # from the main host, through Ray
     settings = config.additional_config["sipipe"]
     if order.devices:
-        settings["devices"] = _physical(order.devices)
+        settings["devices"] = _visible(order.devices)
     if isinstance(settings.get("cores"), dict):  # those are the main host's
         settings["cores"] = "auto"
     return config
 
 
-def _physical(devices: list[str]) -> list[int]:
-    return [current_platform.device_control_id_to_physical_device_id(one) for one in devices]
+def _visible(devices: list[str]) -> list[int]:
+    """How this process counts the GPUs that Ray gave, which has the machine's numbers or names.
+    Raises ConfigError: it cannot see one."""
+    number = current_platform.device_control_id_to_physical_device_id
+    name = current_platform.device_control_env_var
+    shown, given = os.environ.get(name), [number(one) for one in devices]
+    order = [number(one) for one in shown.split(",")] if shown else given
+    if wrong := set(given) - set(order):
+        raise ConfigError(f"{OPTION}: Ray gave GPU {min(wrong)}, and {name} is {shown}: unset it")
+    return [order.index(gpu) for gpu in given] if shown else given
 
 
 def place(vllm_config: VllmConfig) -> Placement:
@@ -220,7 +228,7 @@ def place(vllm_config: VllmConfig) -> Placement:
         }
     }
     if device == "GPU":
-        settings["devices"] = _physical(devices[0])
+        settings["devices"] = _visible(devices[0])
         # Ray hides all GPUs from an actor that has none itself, as the engine's usually is.
         if os.environ.get(current_platform.device_control_env_var) == "":
             del os.environ[current_platform.device_control_env_var]

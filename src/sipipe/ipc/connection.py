@@ -279,6 +279,12 @@ class Connection:
     # ---- the connection's thread ----------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # of ours: without this thread the peer's end would not be seen
+            self._bury(repr(error))
+
+    def _follow(self) -> None:
         """Until this end is closed."""
         opened: dict[int, float] = {}
         """Descriptors until the peer is met, and since when."""
@@ -286,7 +292,8 @@ class Connection:
         for event, value in self._news():
             if self._met:
                 if event == zmq.EVENT_DISCONNECTED and value in self._peers:
-                    with self._peers.pop(value) as peer:
+                    seen = "it closed the connection"
+                    with self._peers.pop(value) as peer, suppress(OSError):  # no TCP connection
                         seen = what_was_seen(peer, HEARTBEAT_MS / 1e3)
                     if not self._peers:
                         self._bury(seen)
@@ -311,13 +318,15 @@ class Connection:
                     self._try_again()
 
     def _news(self) -> Iterator[tuple[int, int]]:
-        while True:
-            # wait: none; what ZeroMQ says next, `close`
-            news = recv_monitor_message(self._monitor)
-            if news["event"] == zmq.EVENT_MONITOR_STOPPED:
-                self._monitor.close()
-                return
-            yield news["event"], news["value"]
+        try:
+            while True:
+                # wait: none; what ZeroMQ says next, `close`
+                news = recv_monitor_message(self._monitor)
+                if news["event"] == zmq.EVENT_MONITOR_STOPPED:
+                    return
+                yield news["event"], news["value"]
+        finally:
+            self._monitor.close()
 
     def _refuse(self) -> None:
         self.refused = True

@@ -34,7 +34,7 @@ import msgspec
 
 from sipipe.ipc.memory import PAGE, Endpoint, round_up
 
-READERS = 64  # records of readers, at most; a reader that is started again has the same one
+READERS = 256  # records of readers, at most; a reader that is started again has the same one
 LIFE = 1 << 32
 
 CLOSED, VERSION = 2, 3

@@ -75,7 +75,7 @@ class Ring:
     @classmethod
     def create(cls, channel: str, layout: Layout, readers: Sequence[str]) -> Self:
         """Make the memory and declare the readers, which will see every message. Raises
-        ChannelError: more than 64 readers. ResourceError: not enough memory."""
+        ChannelError: more than 256 readers. ResourceError: not enough memory."""
         if len(readers) > at.READERS:
             raise ChannelError(f"channel {channel}: no room for a reader beyond {at.READERS}")
         ring = cls(SharedMemory.create(channel, layout.size), layout, readers)
