@@ -51,14 +51,9 @@ class LogitsChannel:
 
         Raises ResourceError: not enough memory.
         """
-        self._ring = Ring.create(name, _ring_layout(shape, rows, entries), readers)
+        self._ring = Ring.create(name, logits_layout(shape, rows, entries), readers)
         self.endpoint = LogitsEndpoint(self._ring.endpoint, shape)
         """What writers and readers need, while this process lives."""
-
-    @staticmethod
-    def required_bytes(shape: LogitsShape, *, rows: int, entries: int) -> int:
-        """Shared memory that such a channel takes."""
-        return _ring_layout(shape, rows, entries).size
 
     def add_reader(self, name: str) -> None:
         """Declare a reader, such as a restarted sampler. It begins with the oldest complete
@@ -161,6 +156,6 @@ class LogitsReader:
         self._ring.close()
 
 
-def _ring_layout(shape: LogitsShape, rows: int, entries: int) -> Layout:
+def logits_layout(shape: LogitsShape, rows: int, entries: int) -> Layout:
     """The one place that knows the ring of a logits channel."""
     return Layout(entries, 0, shape.ranks, arena=rows * shape.row_bytes)
