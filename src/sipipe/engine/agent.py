@@ -46,11 +46,8 @@ CLOCK_QUESTIONS = 5
 
 
 def run_agent(setup: Setup, ready: Callable[[], object] = lambda: None) -> int:
-    """Serve this host's stages until the engine ends; returns the exit status.
-
-    Args:
-        setup: decided here, from this host's own command line.
-        ready: called when only the main host is missing.
+    """Serve this host's stages until the engine ends; returns the exit status. ``setup`` is this
+    host's own; ``ready`` is called when only the main host is missing.
 
     Raises ConfigError: it cannot be reached, or it refuses this host. StallError: it never came.
     """

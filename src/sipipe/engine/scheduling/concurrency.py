@@ -56,13 +56,8 @@ _LEVEL = Prices(1.0, 1e-3, 0.0, 0.0, 0.0)
 
 
 class ConcurrencyController:
-    """Stage times seen so far, and the number of microbatches that they recommend.
-
-    Args:
-        stages: Pipeline stages, p.
-        slots: Microbatches in flight at most, m.
-        first: what a load takes before it has been measured.
-    """
+    """Stage times seen so far, and the number of microbatches, ``slots`` at most, that they
+    recommend. ``first``: what a load takes before it has been measured."""
 
     def __init__(self, *, stages: int, slots: int, first: Prices | None = None) -> None:
         self.first = first or usual()
@@ -175,13 +170,9 @@ class ConcurrencyController:
 
 
 class MeasuredTimes:
-    """Feeds a controller what the processes have taken since the last poll.
-
-    Args:
-        controller: what is fed.
-        page: what all have taken, of a stage its first rank. The executor counts a batch when its tokens are in.
-        samplers: how many there are; they share a batch out and work side by side.
-    """
+    """Feeds a controller what the processes have taken since the last poll, by ``page``: of a stage
+    its first rank. The executor counts a batch when its tokens are in; samplers share it out, and
+    work side by side."""
 
     def __init__(self, controller: ConcurrencyController, page: LivePage, *, samplers: int) -> None:
         self.controller = controller
