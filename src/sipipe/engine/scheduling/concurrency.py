@@ -90,9 +90,8 @@ class ConcurrencyController:
             sure = all(self.times.sure(i) for i in range(self.stages))
             chunk = Load(1.0, 0.0, _CHUNK, 0.0, _CHUNK * _CHUNK / 2)
             slowest = max(found, key=lambda each: each.of(chunk))
-            slowest = slowest._replace(
-                token=max(slowest.token, 1e-9)
-            )  # what is pending has a price
+            # What is pending has a price.
+            slowest = slowest._replace(token=max(slowest.token, 1e-9))
             self._prices = slowest if sure else self.first
         return self._prices
 
