@@ -11,8 +11,6 @@ Guarantees
     its children end with it (:mod:`sipipe.ipc.parent`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import queue

@@ -14,8 +14,6 @@ Who runs here: the preparing thread in ``prepare``; the device thread in ``begin
 runner calls.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,8 +7,6 @@ Who runs here: whoever follows BIC-I, in control calls; the thread that multipli
 :meth:`ProjectionShard.whole`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ a seeded request draws no random numbers while its prompt is in chunks.
 Who runs here: the device thread.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

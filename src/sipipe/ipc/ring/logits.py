@@ -12,8 +12,6 @@ Relies on
     entry, and a reader takes all of them in one system call, so it sleeps until the last is free.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
