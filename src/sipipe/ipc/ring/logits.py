@@ -40,15 +40,9 @@ class LogitsChannel:
     def __init__(
         self, name: str, shape: LogitsShape, *, rows: int, entries: int, readers: Sequence[str] = ()
     ) -> None:
-        """Make the memory: of ``readers``, the samplers.
-
-        Args:
-            rows: of all iterations that are in it at once, gaps between them included.
-            entries: N, 3 or more; microbatches in flight + 2 keeps every undrawn iteration for a
-                sampler that is restarted.
-
-        Raises ResourceError: not enough memory.
-        """
+        """Make the memory. ``rows``: of all iterations that are in it at once, with the gaps between
+        them. ``entries``: 3 or more; microbatches in flight + 2 keep every undrawn iteration for a
+        sampler that is restarted. ``readers``: the samplers. ResourceError: too little memory."""
         self._ring = Ring.create(name, logits_layout(shape, rows, entries), readers)
         self.endpoint = LogitsEndpoint(self._ring.endpoint, shape)
         """What writers and readers need, while this process lives."""
