@@ -60,8 +60,9 @@ def memory_budget(
     itemsize = 4 if dtype == "float32" else 2
     parts = [Part("BIC-I", Layout(**ring_sizes(inflight)).size)]
     if samplers:
-        shape, rows = LogitsShape(vocab=vocabulary, dtype=dtype), rows_needed(sequences, inflight)
-        parts.append(Part("logits", logits_layout(shape, rows, logits_entries(inflight)).size))
+        rows, entries = rows_needed(sequences, inflight), logits_entries(inflight)
+        layout = logits_layout(LogitsShape(vocab=vocabulary, dtype=dtype), rows, entries)
+        parts.append(Part("logits", layout.size))
     if not on_gpu and stages > 1:
         names, shape = ("hidden_states", "residual"), (TOKENS, hidden)
         specs = tuple(TensorSpec(name, dtype, itemsize, shape) for name in names)

@@ -68,9 +68,10 @@ class Sharing:
         self.writer = self._place.tp_rank * self._place.stages + self._place.stage
         loaded = None if self._offered is None else self._offered.rows
         config, device = self._boot.vllm_config, self._worker.model_runner.device
+        start, stop = bounds[self.writer : self.writer + 2]
         with set_current_vllm_config(config):
-            mine = bounds[self.writer : self.writer + 2]
-            self.shard = ProjectionShard(offers, *mine, config.model_config.dtype, device, loaded)
+            dtype = config.model_config.dtype
+            self.shard = ProjectionShard(offers, start, stop, dtype, device, loaded)
 
     def keep(self) -> None:
         """The last stage keeps what it has offered, if nobody has taken it."""
