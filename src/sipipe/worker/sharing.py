@@ -66,12 +66,14 @@ class Sharing:
         """Take this rank's rows of what is offered. ``bounds``: as BIC-L has them; writer ``r *
         stages + s`` is rank r of stage s."""
         self.writer = self._place.tp_rank * self._place.stages + self._place.stage
+        with set_current_vllm_config(self._boot.vllm_config):
+            self.shard = self._take(offers, *bounds[self.writer : self.writer + 2])
+
+    def _take(self, offers: Sequence[ProjectionOffer], start: int, stop: int) -> ProjectionShard:
         loaded = None if self._offered is None else self._offered.rows
-        config, device = self._boot.vllm_config, self._worker.model_runner.device
-        start, stop = bounds[self.writer : self.writer + 2]
-        with set_current_vllm_config(config):
-            dtype = config.model_config.dtype
-            self.shard = ProjectionShard(offers, start, stop, dtype, device, loaded)
+        dtype = self._boot.vllm_config.model_config.dtype
+        device = self._worker.model_runner.device
+        return ProjectionShard(offers, start, stop, dtype, device, loaded)
 
     def keep(self) -> None:
         """The last stage keeps what it has offered, if nobody has taken it."""
