@@ -323,8 +323,6 @@ def weights() -> None:
         "mask": cost(allowed_token_ids=list(range(100))) - temperature,
         "logprobs": cost(logprobs=5) - temperature,
         "all_logprobs": cost(logprobs=-1) - temperature,
-        # 400 tokens, and not by the size of the vocabulary
-        "seen": (cost(repetition_penalty=1.1) - temperature) * V / 1e5 / 400,
     }
     rows = [{"term": k, "measured": v, "in use": WEIGHTS[k]} for k, v in measured.items()]
     report("sampling", "cost weights, µs per 100,000 logits", rows, file="sampling-weights")

@@ -50,16 +50,15 @@ def as_array(logits: Any) -> npt.NDArray[Any]:
     """NumPy's view of an array or a torch CPU tensor; bfloat16 as its bits in uint16."""
     if isinstance(logits, np.ndarray):
         return logits
-    if hasattr(logits, "detach") and hasattr(logits, "numpy"):
-        tensor = logits.detach()
-        if str(tensor.dtype) == "torch.bfloat16":
-            import torch
+    if not hasattr(logits, "detach"):
+        raise TypeError(f"logits must be a NumPy array or a torch CPU tensor, not {type(logits)}")
+    tensor = logits.detach()
+    if str(tensor.dtype) == "torch.bfloat16":
+        import torch
 
-            bits: npt.NDArray[Any] = tensor.view(torch.int16).numpy().view(np.uint16)
-            return bits
-        array: npt.NDArray[Any] = tensor.numpy()
-        return array
-    raise TypeError(f"logits must be a NumPy array or a torch CPU tensor, not {type(logits)}")
+        tensor = tensor.view(torch.uint16)
+    array: npt.NDArray[Any] = tensor.numpy()
+    return array
 
 
 def _of_each(params: SequenceParams, batch: int) -> list[SequenceParams]:

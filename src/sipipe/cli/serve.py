@@ -1,7 +1,5 @@
 """``sipipe serve``: ``vllm serve`` with SiPipe's executor, a core plan and checks."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

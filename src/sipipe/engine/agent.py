@@ -11,8 +11,6 @@ Guarantees
     its children end with it (:mod:`sipipe.ipc.parent`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import queue
@@ -26,7 +24,6 @@ from typing import Any
 
 import msgspec
 
-from sipipe.config import SiPipeConfig
 from sipipe.engine.host import LocalHost
 from sipipe.engine.hosts import OWN_SETTINGS, agreed, control_port, link_port, own_address
 from sipipe.engine.samplers import Poison
@@ -47,11 +44,8 @@ CLOCK_QUESTIONS = 5
 
 
 def run_agent(setup: Setup, ready: Callable[[], object] = lambda: None) -> int:
-    """Serve this host's stages until the engine ends; returns the exit status.
-
-    Args:
-        setup: decided here, from this host's own command line.
-        ready: called when only the main host is missing.
+    """Serve this host's stages until the engine ends; returns the exit status. ``setup`` is this
+    host's own; ``ready`` is called when only the main host is missing.
 
     Raises ConfigError: it cannot be reached, or it refuses this host. StallError: it never came.
     """
@@ -63,7 +57,8 @@ def run_agent(setup: Setup, ready: Callable[[], object] = lambda: None) -> int:
     for listens in ports:
         check_port(address, listens, OTHER_PORT)
     main = f"the main host ({hosts.address}:{port})"
-    tell(f"{setup.has()}; connects to {main}; links on {address}: {_listed(ports)}")
+    listed = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, ports))}"
+    tell(f"{setup.has()}; connects to {main}; links on {address}: {listed}")
     ready()
     connection = Connection(resolve(hosts.address, "--master-addr"), port, listens=False, who=main)
     try:
@@ -72,12 +67,13 @@ def run_agent(setup: Setup, ready: Callable[[], object] = lambda: None) -> int:
         connection.close()
         raise
     theirs: Setup = pickle.loads(plan.setup)
+    own = {key: getattr(setup.config, key) for key in OWN_SETTINGS}
     agreed_setup = dataclasses.replace(
         theirs,
         cores=setup.cores,
         node=setup.node,
         here=setup.here,
-        config=_own_settings(theirs.config, setup.config),
+        config=msgspec.structs.replace(theirs.config, **own),
     )
     if setup.kv_bytes is not None:
         agreed_setup.vllm_config.cache_config.kv_cache_memory_bytes = setup.kv_bytes
@@ -264,12 +260,3 @@ def _sendable(error: BaseException) -> BaseException:
         return error
     except Exception:  # an error of somebody else's
         return RuntimeError(str(error))
-
-
-def _own_settings(theirs: SiPipeConfig, here: SiPipeConfig) -> SiPipeConfig:
-    """The main host's settings, but for those that are each host's own."""
-    return msgspec.structs.replace(theirs, **{key: getattr(here, key) for key in OWN_SETTINGS})
-
-
-def _listed(ports: list[int]) -> str:
-    return f"port{'s' * (len(ports) > 1)} {', '.join(map(str, ports))}"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -27,18 +28,6 @@ from sipipe.observe.live import Word
 from sipipe.observe.phases import Phase
 
 
-def _union(sets: list[set[str]]) -> set[str]:
-    return set().union(*sets)
-
-
-def _chain(lists: list[list[Any]]) -> list[Any]:
-    return [each for one in lists for each in one]
-
-
-def _chain_or_none(lists: list[list[Any]]) -> list[Any] | None:
-    return _chain(lists) or None
-
-
 def _merge(updates: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """What has become of each request's encoder inputs."""
     merged: dict[str, dict[str, Any]] = {}
@@ -48,11 +37,11 @@ def _merge(updates: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]
 
 
 _CARRIED: dict[str, Callable[[list[Any]], Any]] = {
-    "finished_req_ids": _union,
-    "preempted_req_ids": _union,
-    "free_encoder_mm_hashes": _chain,
-    "new_block_ids_to_zero": _chain_or_none,
-    "kv_cache_block_copies": _chain_or_none,
+    "finished_req_ids": lambda sets: set().union(*sets),
+    "preempted_req_ids": lambda sets: set().union(*sets),
+    "free_encoder_mm_hashes": lambda lists: list(chain(*lists)),
+    "new_block_ids_to_zero": lambda lists: list(chain(*lists)) or None,
+    "kv_cache_block_copies": lambda lists: list(chain(*lists)) or None,
     "encoder_input_updates": _merge,  # of vLLM 0.33
 }
 """What a scheduling output says of workers' state, and how several outputs say it in one."""

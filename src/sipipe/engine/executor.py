@@ -70,11 +70,8 @@ class Executor(VllmExecutor):
         """False: SiPipe overlaps by keeping more microbatches in flight, with known tokens."""
         return False
 
+    @_one_cause()
     def _init_executor(self) -> None:
-        with _one_cause():
-            self._load()
-
-    def _load(self) -> None:
         # Imported here because a worker unpickles this class, and must not have Numba loaded
         # when vLLM's CPU platform sets itself up (see sipipe.worker.main).
         from sipipe.engine.pipeline import Pipeline
@@ -135,12 +132,9 @@ class Executor(VllmExecutor):
         except TimeoutError:
             raise TimeoutError(f"RPC call to {method} timed out.") from None
 
+    @_one_cause()
     def compile_or_warm_up_model(self) -> None:
         """Warm the workers up, then open the data plane: the model is ready to run."""
-        with _one_cause():
-            self._open()
-
-    def _open(self) -> None:
         super().compile_or_warm_up_model()
         pipeline = self._usable()
         running = pipeline.open()

@@ -13,8 +13,6 @@ Rejected: ``VLLM_WORKER_MULTIPROC_METHOD=fork``, by which the engine would keep 
 a process that forks all others, whose children would not be the server's, as vLLM wants them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -8,8 +8,6 @@ Guarantees
     what they send and what travels on links: logits and shared memory stay here.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Sequence

@@ -103,10 +103,9 @@ def own_address(hosts: HostSettings) -> str:
 
 def check_main_host(hosts: HostSettings) -> None:
     """Refuse to be the main host where its ports cannot be listened on, before a model is loaded."""
-    if hosts.count > 1:
-        for node in range(1, hosts.count):
-            address = resolve(hosts.address, "--master-addr")
-            check_port(address, control_port(hosts, node), OTHER_PORT)
+    for node in range(1, hosts.count):
+        address = resolve(hosts.address, "--master-addr")
+        check_port(address, control_port(hosts, node), OTHER_PORT)
 
 
 def ports_used(hosts: int, ranks: int) -> int:

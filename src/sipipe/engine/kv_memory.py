@@ -74,14 +74,9 @@ def _check_longest(vllm_config: VllmConfig, elements: int, size: int) -> None:
 
 
 def kv_cache_bytes(nodes: list[int], weights: int) -> int:
-    """Bytes of KV cache for each worker, a whole number of MiB.
-
-    Args:
-        nodes: NUMA node of each worker.
-        weights: bytes of the model's weights, of which each worker loads an equal part.
-
-    Raises ResourceError: a node has no room for the weights themselves.
-    """
+    """Bytes of KV cache for each worker, a whole number of MiB, by the workers' NUMA ``nodes``. Each
+    loads an equal part of the model's ``weights``, in bytes. Raises ResourceError: a node has no
+    room for these themselves."""
     shares = []
     for node, workers in Counter(nodes).items():
         available = cpu_resource_utils.get_memory_node_info(node).available_memory

@@ -14,7 +14,7 @@ from sipipe.ipc.link.buffers import buffer_bytes
 from sipipe.ipc.link.schema import TOKENS, TensorSchema, TensorSpec
 from sipipe.ipc.memory import check_room
 from sipipe.ipc.ring.layout import Layout
-from sipipe.ipc.ring.logits import LogitsChannel
+from sipipe.ipc.ring.logits import logits_layout
 from sipipe.messages.link import buffer_tokens
 from sipipe.messages.logits import LogitsShape
 from sipipe.observe.live import PageHeader
@@ -60,12 +60,9 @@ def memory_budget(
     itemsize = 4 if dtype == "float32" else 2
     parts = [Part("BIC-I", Layout(**ring_sizes(inflight)).size)]
     if samplers:
-        size = LogitsChannel.required_bytes(
-            LogitsShape(vocab=vocabulary, dtype=dtype),
-            rows=rows_needed(sequences, inflight),
-            entries=logits_entries(inflight),
-        )
-        parts.append(Part("logits", size))
+        rows, entries = rows_needed(sequences, inflight), logits_entries(inflight)
+        layout = logits_layout(LogitsShape(vocab=vocabulary, dtype=dtype), rows, entries)
+        parts.append(Part("logits", layout.size))
     if not on_gpu and stages > 1:
         names, shape = ("hidden_states", "residual"), (TOKENS, hidden)
         specs = tuple(TensorSpec(name, dtype, itemsize, shape) for name in names)

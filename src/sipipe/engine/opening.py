@@ -3,8 +3,6 @@
 Who runs here: the engine thread, in vLLM's start.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Conventions of vLLM's own Ray executor
     ``ray_runtime_env``, the environment that it copies, this process's node first.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import secrets

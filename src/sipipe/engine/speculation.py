@@ -123,13 +123,8 @@ class NoSpeculation:
 
 
 class Speculation(NoSpeculation):
-    """With drafts.
-
-    Args:
-        scheduler: vLLM's, or one of its kind, with this engine's records.
-        controller: what knows the stages' times; None where nothing does.
-        target: seconds that a period may take, rows of drafts included; 0: any.
-    """
+    """With drafts. ``controller``: what knows the stages' times; None where nothing does. ``target``:
+    seconds that a period may take, rows of drafts included; 0: any."""
 
     def __init__(
         self, scheduler: Any, controller: ConcurrencyController | None, target: float = 0.0

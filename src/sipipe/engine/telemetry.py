@@ -23,13 +23,8 @@ _Blocks = list[tuple[Key, bytes]]
 
 
 class Figures:
-    """The statistics page of one host.
-
-    Args:
-        samplers: of the engine.
-        run: the same on all hosts of an engine.
-        clock_offset_ns: what to add to this host's wall clock to have the main host's.
-    """
+    """The statistics page of one host. ``samplers``: of the engine; ``run``: the same on all of its
+    hosts; ``clock_offset_ns``: what to add to this host's wall clock to have the main host's."""
 
     def __init__(self, setup: Setup, samplers: int, run: str, clock_offset_ns: int = 0) -> None:
         model = str(setup.vllm_config.model_config.model)

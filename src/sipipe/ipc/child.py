@@ -1,7 +1,5 @@
 """Starts a process of ours that ends with this one: :mod:`sipipe.ipc.parent` is its side."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing.util
 import os

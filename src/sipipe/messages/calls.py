@@ -3,8 +3,6 @@
 What vLLM itself calls (``collective_rpc``) travels likewise, as the name of a method or a function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 

@@ -16,14 +16,12 @@ WEIGHTS = {
     "mask": 13.0,
     "logprobs": 28.0,
     "all_logprobs": 660.0,
-    "seen": 0.004,
 }
-"""``seen`` is per distinct token seen, whatever the vocabulary."""
 
 
-def cost_estimate(params: SequenceParams, vocab_size: int = 128_256, seen_tokens: int = 0) -> float:
-    """Estimated seconds to sample one token of such a sequence; ``seen_tokens``: distinct ones, if it
-    has penalties."""
+def cost_estimate(params: SequenceParams, vocab_size: int = 128_256) -> float:
+    """Estimated seconds to sample one token of such a sequence. What penalties add by the tokens that
+    it has seen is left out."""
     if params.greedy:
         unit = WEIGHTS["greedy"]
     elif 0 < params.top_k < vocab_size:
@@ -37,5 +35,4 @@ def cost_estimate(params: SequenceParams, vocab_size: int = 128_256, seen_tokens
     if params.logprobs is not None or params.logprob_token_ids:
         every = params.logprobs == -1 and not params.logprob_token_ids
         unit += WEIGHTS["all_logprobs" if every else "logprobs"]
-    seen = WEIGHTS["seen"] * seen_tokens if params.penalized else 0.0
-    return (unit * vocab_size / 100_000 + seen) * 1e-6
+    return unit * vocab_size / 100_000 * 1e-6

@@ -3,8 +3,6 @@
 Pickles travel here, so only a peer that has the secret is listened to (:mod:`sipipe.ipc.secret`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -85,22 +85,21 @@ class Poll:
     def __init__(self, page: LivePage) -> None:
         """Growth at the first poll is that since the page was made."""
         self.page = page
-        self._then, self._span = page.header.created_ns, 0
+        self._then = page.header.created_ns
         self._last: dict[Key, list[int]] = {}
-        self._grown: dict[Key, list[int]] = {}
 
     def blocks(self) -> list[Block]:
         """The blocks of all processes: executor, stages, samplers."""
         now = time.monotonic_ns()
         words = {key: self.page.read(*key) for key in self.page.blocks}
+        span, before = max(1, now - self._then), self._last
+        self._last, self._then = words, now
+        found = []
         for key, new in words.items():
-            old = self._last.get(key, [0] * len(new))
-            self._grown[key] = [a - b for a, b in zip(new, old, strict=True)]
-        self._last, self._span, self._then = words, max(1, now - self._then), now
-        return [
-            Block(*key, words[key], self._grown[key], self._span, now, self._queues(words, *key))
-            for key in words
-        ]
+            old = before.get(key, [0] * len(new))
+            grown = [a - b for a, b in zip(new, old, strict=True)]
+            found.append(Block(*key, new, grown, span, now, self._queues(words, *key)))
+        return found
 
     def _queues(
         self, words: dict[Key, list[int]], role: Role, index: int, rank: int

@@ -168,12 +168,8 @@ class _Client:
         served = json.loads(_get(f"{url}/v1/models"))["data"][0]["id"]
         self._argv = ["--base-url", url, "--model", served, "--tokenizer", job.model]
         self._argv += ["--disable-tqdm", *job.load]
-        self._argv += [
-            "--percentile-metrics",
-            "ttft,tpot,itl,e2el",
-            "--metric-percentiles",
-            ",".join(map(str, PERCENTILES)),
-        ]
+        self._argv += ["--percentile-metrics", "ttft,tpot,itl,e2el"]
+        self._argv += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
 
     def run(
         self, params: dict[str, Any], requests: int, prompt: int, seed: int = 0

@@ -13,6 +13,7 @@ from typing import Any
 
 def machine() -> dict[str, Any]:
     """The hardware, the software and the date that a figure belongs to."""
+    here = str(Path(__file__).parent)
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -22,7 +23,8 @@ def machine() -> dict[str, Any]:
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "commit": output("git", "-C", str(Path(__file__).parent), *_DESCRIBE),
+        # With a + where files differ from it.
+        "commit": output("git", "-C", here, "describe", "--always", "--dirty=+", "--exclude=*"),
         "date": datetime.date.today().isoformat(),
     }
     if gpus := output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"):
@@ -31,10 +33,6 @@ def machine() -> dict[str, Any]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
-
-
-_DESCRIBE = ("describe", "--always", "--dirty=+", "--exclude=*")
-"""The commit, with a + where files differ from it."""
 
 
 def output(*command: str) -> str | None:

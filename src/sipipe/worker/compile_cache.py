@@ -4,8 +4,6 @@ vLLM finishes what it loads by a method of its own backend's functions. On CPUs 
 the backend, whose functions need no finishing and lack the method, so each worker compiles anew.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

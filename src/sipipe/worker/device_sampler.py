@@ -21,11 +21,7 @@ from sipipe.worker.token_feedback import StandInSampler
 
 
 class DeviceSampler(StandInSampler):
-    """In place of vLLM's ``Sampler`` where each row has its place.
-
-    Args:
-        runner: vLLM's second runner, on the last stage.
-    """
+    """In place of vLLM's ``Sampler`` on the last stage, where each row has its place."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()

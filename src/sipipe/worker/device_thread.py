@@ -5,8 +5,6 @@ them in order, and may wait for the device, which nobody else does. An error end
 what every later call raises.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from abc import ABC, abstractmethod

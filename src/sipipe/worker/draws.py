@@ -8,8 +8,6 @@ that ask for no more than a temperature. Elsewhere the last stage samples as vLL
 Who runs here: the device thread; before the first iteration, whoever follows BIC-I.
 """
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

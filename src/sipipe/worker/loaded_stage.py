@@ -6,8 +6,6 @@ channels are opened, and :class:`~sipipe.worker.sampled_stage.SampledStage` runs
 Who runs here: whoever follows BIC-I, in control calls.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from typing import Any

@@ -82,9 +82,7 @@ class StageLoop:
         logits: LogitsEndpoint | None,
         finals: Sequence[LinkEndpoint] = (),
     ) -> None:
-        """Open this rank's ends of the links and, where it writes logits, the writer of BIC-L.
-        ``finals``: the links from the last stage to each other, where the output projection is
-        shared out; by rank of the receiver. ``logits`` is None where no sampler draws."""
+        """What :class:`OpenChannels` asks."""
         around = self._around
         if around.boot.cpus:  # not before: compilers and warm-up may take all cores
             bind_threads(around.boot.cpus)

@@ -33,13 +33,8 @@ def measure_stage(
     stage_logits: StageLogits | None,
     logits: LogitsHandover | None,
 ) -> Measured:
-    """Seconds of a microbatch of ``sequences`` decoding ones.
-
-    Args:
-        runner: vLLM's second runner, with its own sampler on the last stage.
-        stage_logits: on the last stage.
-        logits: where this rank writes any.
-    """
+    """Seconds of a microbatch of ``sequences`` decoding ones. The last stage's runner still has
+    vLLM's own sampler, and ``stage_logits``; ``logits``: where this rank writes any."""
 
     def layers() -> Any:
         return runner._dummy_run(sequences, uniform_decode=True)[1]

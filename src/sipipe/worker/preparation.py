@@ -14,8 +14,6 @@ Who runs here: the preparing thread in ``prepare``; the device thread in ``begin
 runner calls.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -153,13 +151,7 @@ class SiPipePrepares(VllmPrepares):
         each = self._runner.lora_state.lora_ids[rows].repeat(np.diff(first))
         return tuple(each), *others
 
-    def _prepare_inputs(
-        self,
-        output: SchedulerOutput,  # noqa: ARG002
-        state: BatchReqState,  # noqa: ARG002
-        desc: Any,
-        num_active_loras: int,  # noqa: ARG002
-    ) -> InputBatch:
+    def _prepare_inputs(self, _: Any, __: Any, desc: Any, *___: Any) -> InputBatch:
         inputs, batch = self._inputs, self._inputs.batch
         count, used = inputs.num_reqs, inputs.num_tokens
         requests, tokens = desc.num_reqs or count, max(used, desc.num_tokens)

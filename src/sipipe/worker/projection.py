@@ -9,8 +9,6 @@ model, whatever its checkpoint looks like, and the product is vLLM's.
 Who runs here: the device thread; whoever follows BIC-I closes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

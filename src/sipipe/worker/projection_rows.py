@@ -7,8 +7,6 @@ Who runs here: whoever follows BIC-I, in control calls; the thread that multipli
 :meth:`ProjectionShard.whole`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,17 +28,11 @@ _HOST = torch.device("cpu")
 
 class OfferedRows:
     """A rank's rows of the loaded model's output projection, in memory that other stages can read.
-
-    Args:
-        stage_logits: the last stage's.
-        hidden: some rows of hidden states, not all zero, of the model's dtype.
-
-    Attributes:
-        reason: why the projection cannot be shared out; then there is nothing else.
-        rows: the matrix's, as they were loaded.
-    """
+    ``reason``: why it cannot be shared out; then there is nothing else. ``rows``: as they were
+    loaded."""
 
     def __init__(self, stage_logits: StageLogits, hidden: torch.Tensor) -> None:
+        """``hidden``: some rows of hidden states, not all zero, of the model's dtype."""
         self._memory: SharedMemory | None = None
         found = _find(stage_logits, hidden)
         if isinstance(found, str):

@@ -28,8 +28,6 @@ Guarantees
     said of the logits before they have left the device.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

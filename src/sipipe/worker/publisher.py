@@ -23,18 +23,12 @@ from sipipe.observe.phases import Phase
 from sipipe.worker.device import Device
 from sipipe.worker.device_thread import DeviceThread, Launched
 from sipipe.worker.logits import LogitsHandover
+from sipipe.worker.projection import Record
 
 
 class Publisher(DeviceThread):
-    """Hands on what was launched.
-
-    Args:
-        logits: this rank's writer of BIC-L, if it has one.
-        report: tells the engine that an iteration has run.
-        record: takes a phase: its iteration, when it began and when it ended.
-        kv_reports: tells the engine what the KV connector has done.
-        stall_timeout: seconds for which a late sampler may hold an entry.
-    """
+    """Hands on what was launched. ``logits``: this rank's writer of BIC-L, if it has one;
+    ``stall_timeout``: seconds for which a late sampler may hold an entry."""
 
     def __init__(
         self,
@@ -42,7 +36,7 @@ class Publisher(DeviceThread):
         logits: LogitsHandover | None,
         *,
         report: Callable[[IterationReport], None],
-        record: Callable[[Phase, Launched, int, int], None],
+        record: Record,
         fail: Callable[[Exception], None],
         stall_timeout: float,
         kv_reports: Callable[[Launched], None] = lambda _: None,

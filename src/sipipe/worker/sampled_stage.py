@@ -10,8 +10,6 @@ Who runs here: the preparing thread in :meth:`SampledStage.prepare`; the device 
 all else, with no iteration in the worker.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ its rows, and opens its end of the links of final hidden states.
 Who runs here: whoever follows BIC-I, in control calls with no iteration in the worker.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -70,11 +70,7 @@ class TokenFeedback:
     def on_req_idx_freed(self, req_idx: int) -> None:
         """Nothing is kept of a request."""
 
-    def relay_aux_hidden_states(
-        self,
-        received: IntermediateTensors | None,  # noqa: ARG002
-        result: IntermediateTensors,
-    ) -> IntermediateTensors:
+    def relay_aux_hidden_states(self, _: Any, result: IntermediateTensors) -> IntermediateTensors:
         """No auxiliary hidden states without speculative decoding."""
         return result
 

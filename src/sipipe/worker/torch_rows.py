@@ -8,8 +8,6 @@ a seeded request draws no random numbers while its prompt is in chunks.
 Who runs here: the device thread.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -32,12 +30,8 @@ _BLOCK = 16
 
 
 class TorchRows(WholeBatch):
-    """On the last stage, in the place of the runner's ``sample``.
-
-    Args:
-        runner: vLLM's second runner, loaded.
-        slots: microbatches in flight; each has a batch of vLLM's, so that it seldom changes.
-    """
+    """On the last stage, in the place of the runner's ``sample``. Each of ``slots`` microbatches has
+    a batch of vLLM's, so that it seldom changes."""
 
     def __init__(self, runner: Any, *, slots: int, reports: bool, stall_timeout: float) -> None:
         super().__init__(reports=reports, stall_timeout=stall_timeout)

@@ -72,16 +72,14 @@ class PipelineStandIn:
         tensors: dict[str, torch.Tensor] = {}
 
         def fill() -> None:
-            if self.receive is None:
-                raise RuntimeError("the link from the previous stage is not open yet")
+            assert self.receive is not None, "the worker sets it when its model is loaded"
             tensors.update(self.receive())
 
         return tensors, [], [fill]
 
     def isend_tensor_dict(self, tensors: Tensors, *_: Any, **__: Any) -> list[Any]:
         """Hand hidden states to the next stage; vLLM waits for all handles but the first."""
-        if self.send is None:
-            raise RuntimeError("the link to the next stage is not open yet")
+        assert self.send is not None, "the worker sets it when its model is loaded"
         return [None, SimpleNamespace(wait=self.send(tensors))]
 
     @contextmanager

@@ -166,9 +166,7 @@ def _layer_bytes(facts: ModelFacts, layer: int) -> float:
     return parameters * facts.weight_bytes
 
 
-def _shortest(
-    costs: list[float], projection: float, p: int, most: int | None = None
-) -> tuple[int, ...]:
+def _shortest(costs: list[float], projection: float, p: int, most: int) -> tuple[int, ...]:
     """The cut with the shortest slowest stage, none of more than ``most`` layers; of equal ones the
     most even."""
     total = len(costs)
@@ -181,11 +179,11 @@ def _shortest(
         """(slowest stage, sum of squares, layers) of the ``stages`` last stages, from ``first``."""
         if stages == 1:
             count = total - first
-            if most is not None and count > most:
+            if count > most:
                 return math.inf, 0, ()
             return before[total] - before[first] + projection, count**2, (count,)
         options = []
-        for count in range(1, min(most or total, total - first - stages + 1) + 1):
+        for count in range(1, min(most, total - first - stages + 1) + 1):
             slowest, squares, rest = best(first + count, stages - 1)
             own = before[first + count] - before[first]
             options.append((max(own, slowest), squares + count**2, (count, *rest)))

@@ -1,7 +1,5 @@
 """Whether the output projection is shared out over all stages, and who has which columns."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise

@@ -56,13 +56,8 @@ _LEVEL = Prices(1.0, 1e-3, 0.0, 0.0, 0.0)
 
 
 class ConcurrencyController:
-    """Stage times seen so far, and the number of microbatches that they recommend.
-
-    Args:
-        stages: Pipeline stages, p.
-        slots: Microbatches in flight at most, m.
-        first: what a load takes before it has been measured.
-    """
+    """Stage times seen so far, and the number of microbatches, ``slots`` at most, that they
+    recommend. ``first``: what a load takes before it has been measured."""
 
     def __init__(self, *, stages: int, slots: int, first: Prices | None = None) -> None:
         self.first = first or usual()
@@ -95,9 +90,8 @@ class ConcurrencyController:
             sure = all(self.times.sure(i) for i in range(self.stages))
             chunk = Load(1.0, 0.0, _CHUNK, 0.0, _CHUNK * _CHUNK / 2)
             slowest = max(found, key=lambda each: each.of(chunk))
-            slowest = slowest._replace(
-                token=max(slowest.token, 1e-9)
-            )  # what is pending has a price
+            # What is pending has a price.
+            slowest = slowest._replace(token=max(slowest.token, 1e-9))
             self._prices = slowest if sure else self.first
         return self._prices
 
@@ -175,13 +169,9 @@ class ConcurrencyController:
 
 
 class MeasuredTimes:
-    """Feeds a controller what the processes have taken since the last poll.
-
-    Args:
-        controller: what is fed.
-        page: what all have taken, of a stage its first rank. The executor counts a batch when its tokens are in.
-        samplers: how many there are; they share a batch out and work side by side.
-    """
+    """Feeds a controller what the processes have taken since the last poll, by ``page``: of a stage
+    its first rank. The executor counts a batch when its tokens are in; samplers share it out, and
+    work side by side."""
 
     def __init__(self, controller: ConcurrencyController, page: LivePage, *, samplers: int) -> None:
         self.controller = controller

@@ -66,9 +66,7 @@ class SlotPolicy:
     """Keeps m slots of decoding sequences; one :meth:`visit` per microbatch.
 
     Args:
-        slots: Microbatches in flight, m of 1 or more.
         max_tokens: Token budget of one microbatch, 1 or more.
-        settings: Tunables.
         controller: Knows what a microbatch takes, and says how many slots to open where
             ``min_sequences`` leaves it open.
         align: Prompts are cut at whole blocks of so many tokens where they can be, and no finer
@@ -129,8 +127,7 @@ class SlotPolicy:
             pending_prefill: What prompt tokens not yet scheduled take, at :attr:`prices`; of
                 started and waiting requests.
             started_prefill: Of these, those of requests that hold KV cache already.
-            arriving: Requests that those tokens belong to: they join within about a
-                period.
+            arriving: Requests that those tokens belong to: they join within about a period.
             kv_free: Free share of the KV cache, 0 to 1.
         """
         last, slot = self._slot, self._visits % self.slots

@@ -107,16 +107,8 @@ class Allowance:
 
 
 class PrefillThrottle:
-    """Sizes prefill by what is pending, by what decodes, and by free KV cache.
-
-    Args:
-        slots: Microbatches in flight.
-        stages: Pipeline stages.
-        max_tokens: Token budget of one microbatch.
-        settings: Tunables.
-        align: As of :class:`Allowance`.
-        least: Prompt tokens below which no chunk is cut in any case.
-    """
+    """Sizes prefill by what is pending, by what decodes, and by free KV cache. ``align``: as of
+    :class:`Allowance`; ``least``: prompt tokens below which no chunk is cut in any case."""
 
     def __init__(
         self,
@@ -150,7 +142,6 @@ class PrefillThrottle:
         """What prompts may take at this visit.
 
         Args:
-            prices: of a load.
             pending: Seconds, at these prices, of prompt tokens not yet scheduled of requests that
                 may run.
             started: Of these, those of requests that hold KV cache.

@@ -55,15 +55,16 @@ class PipelineScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = SiPipeConfig.from_additional_config(self.vllm_config.additional_config)
-        self._controller = ConcurrencyController(
+        self.controller = ConcurrencyController(
             stages=self.vllm_config.parallel_config.pipeline_parallel_size,
             slots=self.vllm_config.max_concurrent_batches,
             first=usual(model_facts(self.vllm_config)),
         )
+        """Knows how long microbatches take, and says how many slots to open."""
         self._policy = SlotPolicy(
-            slots=self._controller.slots,
+            slots=self.controller.slots,
             max_tokens=self.max_num_scheduled_tokens,
-            controller=self._controller,
+            controller=self.controller,
             settings=config.microbatches,
             align=self.cache_config.block_size,
             # A chunk that ends inside a Mamba block is cut to nothing.
@@ -129,11 +130,6 @@ class PipelineScheduler(Scheduler):
             return False
         unfinished: bool = super().has_requests()
         return unfinished
-
-    @property
-    def controller(self) -> ConcurrencyController:
-        """What knows how long microbatches take, and says how many slots to open."""
-        return self._controller
 
     def _visit(self) -> Plan:
         """Tell the policy what runs and what is pending."""

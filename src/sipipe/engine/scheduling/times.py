@@ -111,10 +111,7 @@ def usual(facts: ModelFacts | None = None) -> Prices:
 
 class BatchTimes:
     """Prices on each of some processes, by least squares with forgetting; none is below 0.
-
-    Args:
-        first: prices to begin with, of each process; their ratios count.
-    """
+    ``first``: those to begin with, of each process; their ratios count."""
 
     def __init__(self, first: Sequence[Prices]) -> None:
         self._prices = self._first = np.array(first, np.float64)  # [processes, 5]

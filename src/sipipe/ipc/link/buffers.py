@@ -21,13 +21,8 @@ def buffer_bytes(schema: TensorSchema, max_tokens: int) -> int:
 
 
 class Buffers:
-    """All buffers of a link, as one process sees them.
-
-    Args:
-        memory: bytes [depth · size], uint8; the views keep it alive.
-        size: bytes of one buffer.
-        max_tokens: what buffers are laid out for.
-    """
+    """All buffers of a link, as one process sees them: ``memory`` [depth · size], uint8, which views
+    keep alive, laid out for ``max_tokens``."""
 
     def __init__(self, memory: torch.Tensor, size: int, max_tokens: int) -> None:
         self._memory: Any = memory

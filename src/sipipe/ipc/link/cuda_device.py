@@ -22,11 +22,8 @@ _HOST, _DEVICE = 1, 2  # CUmemorytype
 
 
 class CudaDriver:
-    """The driver, about the current CUDA device of the thread that makes it.
-
-    Args:
-        copies: the stream of all copies.
-    """
+    """The driver, about the current CUDA device of the thread that makes it; ``copies``: the stream
+    of all copies."""
 
     def __init__(self, copies: Any) -> None:
         self._index = torch.cuda.current_device()

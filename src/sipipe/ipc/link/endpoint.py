@@ -16,7 +16,6 @@ def open_sender(
     """The sending end, in the process of the earlier stage; does not wait for the other.
 
     Args:
-        endpoint: the link.
         sock: one of a connected pair of Unix packet sockets; from now on the sender's. None for a
             link between hosts.
         lost: told when the other host's stage is gone; of one of this host the engine hears itself.

@@ -11,8 +11,6 @@ Rejected: a thread of ours between the transport and ``take``, where the data ne
 them: it doubled the wake-ups on the critical path.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 

@@ -18,8 +18,6 @@ a GPU, with 5 in flight, 16,384 tokens, hidden 4,096); queueing without bound; c
 the caller's thread (16 MB take milliseconds), or in ours (a hand-over costs more than a small copy).
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections import deque

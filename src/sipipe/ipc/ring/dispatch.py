@@ -14,8 +14,6 @@ Guarantees
 An entry's header words: sequence, offset of this piece, its bytes, parts, bytes of the message.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 

@@ -12,8 +12,6 @@ Relies on
     entry, and a reader takes all of them in one system call, so it sleeps until the last is free.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,23 +40,12 @@ class LogitsChannel:
     def __init__(
         self, name: str, shape: LogitsShape, *, rows: int, entries: int, readers: Sequence[str] = ()
     ) -> None:
-        """Make the memory: of ``readers``, the samplers.
-
-        Args:
-            rows: of all iterations that are in it at once, gaps between them included.
-            entries: N, 3 or more; microbatches in flight + 2 keeps every undrawn iteration for a
-                sampler that is restarted.
-
-        Raises ResourceError: not enough memory.
-        """
-        self._ring = Ring.create(name, _ring_layout(shape, rows, entries), readers)
+        """Make the memory. ``rows``: of all iterations that are in it at once, with the gaps between
+        them. ``entries``: 3 or more; microbatches in flight + 2 keep every undrawn iteration for a
+        sampler that is restarted. ``readers``: the samplers. ResourceError: too little memory."""
+        self._ring = Ring.create(name, logits_layout(shape, rows, entries), readers)
         self.endpoint = LogitsEndpoint(self._ring.endpoint, shape)
         """What writers and readers need, while this process lives."""
-
-    @staticmethod
-    def required_bytes(shape: LogitsShape, *, rows: int, entries: int) -> int:
-        """Shared memory that such a channel takes."""
-        return _ring_layout(shape, rows, entries).size
 
     def add_reader(self, name: str) -> None:
         """Declare a reader, such as a restarted sampler. It begins with the oldest complete
@@ -161,6 +148,6 @@ class LogitsReader:
         self._ring.close()
 
 
-def _ring_layout(shape: LogitsShape, rows: int, entries: int) -> Layout:
+def logits_layout(shape: LogitsShape, rows: int, entries: int) -> Layout:
     """The one place that knows the ring of a logits channel."""
     return Layout(entries, 0, shape.ranks, arena=rows * shape.row_bytes)

@@ -16,7 +16,8 @@ import psutil
 from sipipe.errors import ConfigError
 
 _GIB = float(1 << 30)
-_KINDS = ("device", "link", "sampling", "engine")
+_KINDS = ("sampling", "engine", "device", "link")
+"""Parts that have several entries."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,19 +192,9 @@ def _parts() -> dict[str, dict[str, Any]]:
 
 def assumptions() -> dict[str, tuple[float, float, float, str]]:
     """What :attr:`Assumed.given` may name: value, quickest, slowest, source."""
-    order = (
-        "efficiency",
-        "loop",
-        "sampling-host",
-        "network",
-        "sampling",
-        "engine",
-        "device",
-        "link",
-    )
     return {
         f"{part}.{field}": (found[0], found[2], found[3], found[1])
-        for kind in order
+        for kind in ("efficiency", "loop", "sampling-host", "network", *_KINDS)
         for part, entry in _parts().items()
         if part.split(".")[0] == kind
         for field, found in entry.items()
