@@ -34,11 +34,11 @@ CpuLists = Annotated[
 ]
 Whole = Annotated[int, Meta(ge=0, description="a whole number of 0 or more")]
 Count = Annotated[int, Meta(ge=1, description="a whole number of 1 or more")]
-UpTo128 = Annotated[int, Meta(ge=1, le=128, description="a whole number from 1 to 128")]
-"""More readers and more messages on their way than channels have room for are no use to anybody."""
 UpTo128OrAuto = Annotated[
-    UpTo128 | Literal["auto"], Meta(description='a whole number from 1 to 128, or "auto"')
+    Annotated[int, Meta(ge=1, le=128)] | Literal["auto"],
+    Meta(description='a whole number from 1 to 128, or "auto"'),
 ]
+"""For more there is no room in channels."""
 Name = Annotated[str, Meta(pattern=r"^[^\x00\ud800-\udfff]+$")]
 """Text that a path can have and JSON can carry: Python has halves of surrogate pairs for bytes that
 are no UTF-8."""

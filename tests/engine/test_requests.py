@@ -125,7 +125,9 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, per_row)
         here = scheduler.plain if per_row else set()
         assert work.sampled == [n for n, wants in asked.items() if wants and n not in here]
         assert work.on_device == [n for n, wants in asked.items() if wants and n in here]
-        assert set().union(*held.values()) <= {tracker[n].handle for n in alive(tracker) - here}
+        assert set().union(*held.values()) <= {
+            tracker._requests[n].handle for n in alive(tracker) - here
+        }
         scored = [
             name
             for name in output.num_scheduled_tokens
@@ -137,7 +139,7 @@ def test_samplers_hold_what_the_scheduler_holds(seed, stages, samplers, per_row)
         rows, owners = int32_view(work.step.rows).tolist(), int32_view(work.step.owners).tolist()
         for name, handle, owner in zip(work.sampled, rows, owners, strict=True):
             assert held[owner][handle] == (scheduler.prompt[name], scheduler.outputs[name])
-            assert tracker[name].handle == handle
+            assert tracker._requests[name].handle == handle
         cached = output.scheduled_cached_reqs
         for name, start, tokens in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_token_ids, strict=True
@@ -229,7 +231,7 @@ def test_the_next_prompt_of_a_streaming_session_has_its_own_parameters():
     assert first.params.seed != second.params.seed
     assert (first.prompt, second.prompt) == (int32_bytes([1, 2]), int32_bytes([1, 2, 5, 6]))
     assert not second.outputs
-    assert tracker["a"].outputs == [7]
+    assert tracker._requests["a"].outputs == [7]
 
 
 def test_a_token_of_an_iteration_before_the_request_was_scheduled_again_is_dropped():
@@ -242,7 +244,7 @@ def test_a_token_of_an_iteration_before_the_request_was_scheduled_again_is_dropp
     tracker.record(0, "a", 7)
     tracker.record(1, "a", 8)
     tracker.record(1, "gone", 9)
-    assert tracker["a"].outputs == [8]
+    assert tracker._requests["a"].outputs == [8]
 
 
 @pytest.mark.parametrize(

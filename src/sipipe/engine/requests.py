@@ -107,9 +107,6 @@ class RequestTracker:
         """Of the last scheduling output."""
         self._lock = threading.Lock()  # wait: held for moments; nobody waits under it
 
-    def __getitem__(self, request_id: str) -> TrackedRequest:
-        return self._requests[request_id]
-
     def arrived(self, request_id: str) -> None:
         """The scheduler was given a request; called in the order in which they came."""
         with self._lock:

@@ -179,13 +179,11 @@ class Publisher:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> bool:
-        """Start publishing; False where the collector does the work instead."""
-        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
-            return False
-        self._thread = threading.Thread(target=self._run, name="sipipe-metrics", daemon=True)
-        self._thread.start()
-        return True
+    def start(self) -> None:
+        """Start publishing, unless the collector does the work."""
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            self._thread = threading.Thread(target=self._run, name="sipipe-metrics", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """Stop. Idempotent; call it before the page is closed."""
