@@ -26,9 +26,7 @@ from sipipe.versions import require_vllm
 
 T = TypeVar("T")
 
-EXECUTOR_NAMES = frozenset(
-    {"sipipe", "sipipe.Executor", "sipipe.vllm.Executor", "sipipe.engine.executor.Executor"}
-)
+EXECUTOR_NAMES = frozenset({"sipipe", "sipipe.Executor", "sipipe.engine.executor.Executor"})
 
 
 def register() -> None:
