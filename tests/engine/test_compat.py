@@ -19,6 +19,7 @@ def drafts(method="ngram", *, by_size=False):
 def vllm_config(**changes):
     """The parts of a VllmConfig that the choice looks at, all plain; ``a__b`` sets ``a.b``."""
     parts = {
+        "load_config": {"load_format": "auto"},
         "parallel_config": {
             "worker_cls": next(iter(compat.STOCK_WORKERS)),
             "data_parallel_size": 1,
@@ -102,6 +103,7 @@ def vllm_config(**changes):
         ({"parallel_config__enable_eplb": True}, "--enable-eplb"),
         ({"parallel_config__enable_elastic_ep": True}, "--enable-elastic-ep"),
         ({"ec_transfer_config": object()}, "--ec-transfer-config.*: leave it out, the first"),
+        ({"load_config__load_format": "ipc_cache"}, "--load-format ipc_cache"),
         ({"parallel_config__numa_bind": True}, "--numa-bind.*: leave.*cores"),
         (
             {"model_config__multimodal_config": SimpleNamespace(mm_processor_cache_type="shm")},

@@ -63,6 +63,15 @@ def test_engines_of_our_executor_have_the_second_runner_on_cpus_and_others_vllms
         assert type(config) is (VllmConfig if backend == "mp" else PipelineVllmConfig)
 
 
+def test_models_of_several_parts_can_make_configurations_of_ours(model):
+    """vLLM copies the engine's for the language model of one that sees."""
+    config = config_of(model, "-pp", "2", "--max-model-len", "256")
+    config.replicas = 2
+    made = config.with_hf_config(config.model_config.hf_config)
+    assert type(made) is PipelineVllmConfig
+    assert (made.replicas, made.max_concurrent_batches) == (2, 3)
+
+
 def test_what_needs_kernels_is_refused_where_there_are_none(model):
     if not arguments.current_platform.is_cpu():
         pytest.skip("a CUDA build of vLLM")

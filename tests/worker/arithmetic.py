@@ -98,6 +98,10 @@ class Output(AsyncModelRunnerOutput):
     def get_output(self):
         return self.model_runner_output
 
+    def get_kv_connector_output(self):
+        """vLLM 0.33 asks this where ``get_output`` fails."""
+        return self.model_runner_output.kv_connector_output
+
 
 class Runner:
     """In place of vLLM's second runner, on one stage.

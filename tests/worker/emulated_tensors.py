@@ -278,7 +278,7 @@ def vllm_async_tensor_h2d() -> Any:
     """vLLM's function as on a GPU: importing its CPU worker puts another one in its place."""
     tree = ast.parse(inspect.getsource(inspect.getmodule(torch_utils.np_to_pinned_tensor)))
     tree.body = [n for n in tree.body if getattr(n, "name", "") == "async_tensor_h2d"]
-    names = {"torch": torch, "np": np, "is_pin_memory_available": lambda: True}
+    names = {"torch": torch, "np": np, "is_pin_memory_available": lambda: True, "PIN_MEMORY": True}
     exec(compile(tree, "async_tensor_h2d", "exec"), names)
     return names["async_tensor_h2d"]
 

@@ -122,8 +122,7 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def checked(call: Callable[[], T], model: str = "") -> T:
-    """What ``call``, which is vLLM's, gives; what it refuses is a ConfigError of one line, or a
-    ResourceError where the network is why."""
+    """What vLLM's ``call`` gives; what it refuses is a ConfigError, or a ResourceError of the network."""
     from pydantic import ValidationError
     from vllm.exceptions import VLLMError
 

@@ -48,9 +48,8 @@ class TrackedRequest:
     cost: float = 0.0
     """Of drawing for it once, in seconds."""
     prompt: Sequence[int]
-    """The scheduler's own list, to which a streaming session adds;"""
     prompt_length: int
-    """how long it was."""
+    """How long it was when it came: the scheduler's own list, to which a streaming session adds."""
     outputs: list[int] = field(default_factory=list)
     sent: int = 0
     """How many of ``outputs`` the sampler has been sent."""

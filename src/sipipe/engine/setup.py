@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.config.utils import config as config_class
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.numa_utils import get_auto_numa_nodes
@@ -51,6 +52,7 @@ BIND = "VLLM_CPU_OMP_THREADS_BIND"
 PIPELINE_SCHEDULER = "sipipe.engine.scheduling.scheduler.PipelineScheduler"
 
 
+@config_class(config={"arbitrary_types_allowed": True})
 class PipelineVllmConfig(VllmConfig):
     """A VllmConfig whose engine keeps ``inflight`` microbatches in flight.
 

@@ -175,8 +175,9 @@ class Speculation(NoSpeculation):
             if requests > 0:
                 self._each += RATE * (drawn / requests - self._each)
             if self._controller is not None:
-                each = rows / max(rows - offered, 1)
-                self._controller.rows += RATE * (each - self._controller.rows)
+                self._controller.rows += RATE * (
+                    rows / max(rows - offered, 1) - self._controller.rows
+                )
             self._live.add(Word.DRAFTS, offered)
             self._live.add(Word.ACCEPTED, max(0, drawn - requests))
             self._live.add(Word.DRAFTED, len(drafts))
@@ -194,9 +195,8 @@ class Speculation(NoSpeculation):
 
     def _is_next(self, request_id: str, iteration: Iteration) -> bool:
         request: Request | None = self._scheduler.requests.get(request_id)
-        if request is None or request.status != RequestStatus.RUNNING:
-            return False
-        return bool(self._scheduler.tracker.is_last(iteration.number, request_id))
+        running = request is not None and request.status == RequestStatus.RUNNING
+        return running and bool(self._scheduler.tracker.is_last(iteration.number, request_id))
 
     def _forced(self, request: Request) -> list[int]:
         """What the request's grammar leaves no choice in. Its text is one; a model may cut it into
