@@ -100,9 +100,10 @@ class EmulatedDevice:
     def undisturbed(self) -> EmulatedDevice:
         return self
 
-    def wait(self, mark: int) -> None:
+    def wait(self, mark: int) -> int:
         while (left := mark - time.monotonic_ns()) > 0:
             time.sleep(left / 1e9)  # wait: the emulated kernel's time; nobody
+        return mark
 
     def nanoseconds(self, first: int, last: int) -> int:
         return last - first

@@ -130,8 +130,8 @@ HAZARDS = {
         CudaStageDevice, "fetch", "event.record(self._copies)", "event.record(after.place[0])",
     ),
     "logits being copied are given back to the allocator": (
-        Publisher, "_do", "device.wait(launched.last)",
-        "launched.logits = None; device.wait(launched.last)",
+        Publisher, "_do", "ran = device.wait(launched.last)",
+        "launched.logits = None; ran = device.wait(launched.last)",
     ),
     "pages are not locked": (
         CudaStageDevice, "lock_pages", "memory.nbytes, 0)", "1, 0)",
@@ -140,7 +140,7 @@ HAZARDS = {
         Publisher, "_do", "device.wait(copied)", "pass",
     ),
     "an iteration is reported before the device has run it": (
-        Publisher, "_do", "device.wait(launched.last)", "pass",
+        Publisher, "_do", "device.wait(launched.last)", "0",
     ),
     "the mark after an iteration comes before the head": (
         SampledStage, "run",
@@ -249,7 +249,7 @@ SHARED_HAZARDS = {
         ProjectionThread, "_do", "device.wait(copied)", "pass",
     ),
     "a part being copied is given back to the allocator": (
-        ProjectionThread, "_do", "device.wait(last)", "del logits; device.wait(last)",
+        ProjectionThread, "_do", "ran = device.wait(last)", "del logits; ran = device.wait(last)",
     ),
     "a part is multiplied in the stage's own stream": (
         CudaStageDevice, "use", "torch.cuda.set_stream(self._own)", "pass",

@@ -7,6 +7,7 @@ Whole stages, streams and events: ``test_cuda_order.py``.
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +63,7 @@ class LateDevice:
     def wait(self, mark):
         with self.lock:
             assert self.lock.wait_for(lambda: self._there(mark), 10), "the device never came"
+        return time.monotonic_ns()
 
     def _there(self, mark):
         return mark.copied if mark.copied is not None else self.reached >= mark.at

@@ -40,8 +40,9 @@ class Device:
         """Where the launching thread is now."""
         return time.monotonic_ns()
 
-    def wait(self, mark: Any) -> None:
-        """Sleep until the device has reached ``mark``."""
+    def wait(self, mark: Any) -> int:
+        """Sleep until the device has reached ``mark``; returns when, in monotonic nanoseconds."""
+        return int(mark)
 
     def undisturbed(self) -> Device:
         """The same device for timing: on the host, marks are the calling thread's CPU time, which a
@@ -110,8 +111,9 @@ class CudaStageDevice(Device):
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def wait(self, mark: Any) -> None:
+    def wait(self, mark: Any) -> int:
         mark.synchronize()  # wait: none of its own, `stall_timeout` for the iteration; the device
+        return time.monotonic_ns()
 
     def occupy(self, seconds: float) -> None:
         with torch.cuda.device(self._device):

@@ -29,7 +29,6 @@ Guarantees
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -85,8 +84,7 @@ class ProjectionThread(DeviceThread, Projection):
         with self._logits.entry(iteration, count, self._stall_timeout) as target:
             copied = device.fetch(logits, target, last)
             self._doing = f"computes its columns of iteration {iteration} on the device"
-            device.wait(last)
-            ran = time.monotonic_ns()
+            ran = device.wait(last)
             self._record(Phase.LOGITS, launched, ran - device.nanoseconds(first, last), ran)
             # Not a phase of the stage: its device goes on meanwhile.
             device.wait(copied)

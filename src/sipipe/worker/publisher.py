@@ -14,7 +14,6 @@ Rejected
     Copying on the launching thread: it would sleep while the next iteration could be launched.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -60,8 +59,7 @@ class Publisher(DeviceThread):
                 )
                 copied = device.fetch(launched.logits, target, launched.last)
             self._doing = f"runs {name} on the device"
-            device.wait(launched.last)
-            ran = time.monotonic_ns()
+            ran = device.wait(launched.last)
             took = device.nanoseconds(launched.first, launched.last)
             made = ran
             if launched.made is not None:
