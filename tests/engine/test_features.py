@@ -13,13 +13,18 @@ from tests.engine.engines import (
     model,
     prompts,
     run_engine,
+    run_stock,
+    same_tokens,
     shared,
     stock_results,
     tokens,
 )
+from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.engine
 
+REASONING = "reasoning_start_str", "reasoning_end_str"
+THINKING = "{", "}"  # a token each: with more in a prompt stock loses count
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 SCHEMA = {
     "type": "object",
@@ -175,6 +180,26 @@ def crowding():
         {"prompts": [many[i - i % 2] for i in range(20)], "params": [seeded] * 20},
         {"prompts": many[8:0:-2], "params": [seeded] * 4},
     ]
+
+
+@pytest.mark.slow
+def test_thinking_budgets_equal_stock(models):
+    path = model(models)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    begin, end = (tokenizer.encode(text, add_special_tokens=False).ids for text in THINKING)
+    engine = {"reasoning_config": dict(zip(REASONING, THINKING, strict=True))}
+    base = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    asked = [
+        {
+            "prompts": [[*ids, *begin] for ids in prompts(6)] + [[*begin, 5, 6, *end]] + prompts(1),
+            "params": [base | {"thinking_token_budget": n} for n in (0, 1, 2, 5, 9, 99, 2, 2)],
+        }
+    ]
+    found = run_engine(path, asked, **shared(2), **engine)
+    same_tokens(found, run_stock(path, asked, **engine))
+    drawn = tokens(found[0])
+    for budget, ids in zip((0, 1, 2, 5, 9), drawn, strict=False):
+        assert ids[budget : budget + len(end)] == end
 
 
 def test_preemption_prefix_caching_and_several_sequences_per_request(models):
