@@ -345,7 +345,7 @@ def test_vllms_own_refusals_are_one_line(model):
         ["-sc", '{"method": "eagle3", "model": "no/eagle", "num_speculative_tokens": 3}'],
         ["-sc", '{"method": "mtp", "num_speculative_tokens": 1}'],
         ["-sc", '{"model": "no/draft", "num_speculative_tokens": 3}'],
-        ["--spec-method", "medusa", "--spec-model", "no/medusa", "--spec-tokens", "3"],
+        ["--spec-method", "eagle", "--spec-model", "no/eagle", "--spec-tokens", "3"],
     ],
 )
 def test_what_sipipe_does_not_serve_is_refused_in_the_foreground(model, words):

@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
     # The engine's log is for servers; here the text matters. Set before vLLM is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     require_vllm()
     from sipipe.engine.generate import generate
 
