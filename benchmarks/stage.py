@@ -121,8 +121,9 @@ def measure_launching(stage: str, count: int, profile: bool) -> None:
             publisher = NoPublisher if side == ALONE else Publisher
             place = Copied if side == SIDES[1] else InPlace
             if side == SIDES[1]:  # as on a GPU, with the host's memory on both sides
-                sizes = 128, runner.runner.max_num_tokens, 128
-                runner.runner.input_buffers = PackedInputBuffers(*sizes, runner.runner.device)
+                real = runner.runner
+                sizes = real.max_num_reqs, real.max_num_tokens, SLOTS * 128
+                real.input_buffers = PackedInputBuffers(*sizes, real.device)
             with (
                 patch(name, return_value=why),
                 patch("sipipe.worker.preparation.placement_of", place),
