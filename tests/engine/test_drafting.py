@@ -11,6 +11,7 @@ from sipipe.engine.speculation import (
     KV_RESERVE,
     LEAST_WORTH,
     LENGTHS,
+    MARGIN,
     UNKNOWN_PRICE,
     Speculation,
     fill_in,
@@ -34,7 +35,7 @@ class Scheduler:
         self.rows, self.max_num_running_reqs, self.waiting = rows, seats, [None] * waiting
         self.max_num_scheduled_tokens, self.num_spec_tokens = 1000, 8
         self.kv_cache_manager = SimpleNamespace(usage=usage)
-        self.tracker = SimpleNamespace(worth=None, is_last=lambda number, name: name not in later)
+        self.tracker = SimpleNamespace(worth=0.1, is_last=lambda number, name: name not in later)
         self.words = {}
         live = SimpleNamespace(add=lambda word, by: self.words.update({word.name: by}))
         self.telemetry = SimpleNamespace(live=live)
@@ -94,10 +95,10 @@ def test_none_are_scheduled_while_the_cache_runs_out_or_behind_the_last_token():
     ("running", "formed", "price", "worth"),
     [
         (1, 1, None, UNKNOWN_PRICE),
-        (1, 1, 0.2, 0.2),
-        (8, 2, 0.05, 0.2),
+        (1, 1, 0.2, 0.2 * MARGIN),
+        (8, 2, 0.05, 0.2 * MARGIN),
         (1, 1, 0.0, LEAST_WORTH),
-        (30, 1, 0.04, 1.2),
+        (30, 1, 0.04, 1.2 * MARGIN),
     ],
 )
 def test_a_draft_is_worth_its_share_of_the_pass(running, formed, price, worth):
@@ -131,6 +132,18 @@ def test_a_request_that_fails_takes_no_draft_back():
     scheduler = Scheduler(0, 0)
     taken(scheduler, offered={"0": [5]}, errors={"0": "NaN", "1": "NaN"})
     assert scheduler.words["ACCEPTED"] >= 0
+
+
+def test_text_without_a_choice_is_drafted_while_it_is_worth_its_rows():
+    """A model may cut it into other tokens; in a full batch rows are dear."""
+    scheduler = Scheduler(0, 0)
+    scheduler.running[1].structured_output_request = SimpleNamespace(grammar=Grammar("ab"))
+    scheduler.tracker.worth = 1.2
+    taken(scheduler, grammar=True)
+    assert not scheduler.told
+    scheduler.tracker.worth = 0.9
+    taken(scheduler, grammar=True)
+    assert scheduler.told == {"1": [97, 98]}
 
 
 def test_a_request_that_was_preempted_meanwhile_gets_no_drafts():

@@ -167,10 +167,8 @@ class Samplers:
             self._condemned[index].append(self.figures[index][Word.SEQUENCES])
             drawn = set(self._condemned[index])
             if len(self._condemned[index]) == IN_A_ROW and len(drawn) == 1:
-                raise WorkerDiedError(
-                    f"{name} ends at every request ({reason}), the last {IN_A_ROW} of them, and draws "
-                    "none: it is not the requests; the engine stops"
-                )
+                what = f"the last {IN_A_ROW} of them, and draws none: it is not the requests"
+                raise WorkerDiedError(f"{name} ends at every request ({reason}), {what}")
         if len(deaths) == DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW:
             raise WorkerDiedError(
                 f"{name} keeps dying ({reason}, the {DEATHS}th time within {DEATHS_WINDOW:g} s); "

@@ -42,7 +42,8 @@ SETTINGS: dict[str | None, Any] = {"ngram": NGramSettings, "suffix": SuffixSetti
 """What samplers are told, by the methods that they have."""
 UNKNOWN_PRICE = 0.1
 """Of a row, as long as batches of different sizes have not told it."""
-LEAST_WORTH = 0.05
+LEAST_WORTH, MARGIN = 0.05, 1.25
+"""How likely a draft has to be at least, and how much likelier than its price says: prices err."""
 _INT32 = 4
 RATE = 0.05
 """Weight of the last microbatch in how many tokens come of a request in a pass."""
@@ -138,8 +139,8 @@ class Speculation(NoSpeculation):
         )
         tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
         self._encode = lru_cache(1024)(partial(_encoded, tokenizer))
-        self._each = 1.0
-        """Tokens of a request in a pass, lately."""
+        self._each, self._right = 1.0, 1.0
+        """Tokens of a request in a pass, lately; and what part of drafts was accepted."""
 
     def fit(self) -> None:
         scheduler = self._scheduler
@@ -163,7 +164,7 @@ class Speculation(NoSpeculation):
         for request in drafting:
             request.spec_token_ids = request.spec_token_ids[:most]
         price = controller.price(sequences) if controller is not None else None
-        worth = (UNKNOWN_PRICE if price is None else price) * sequences * self._each
+        worth = (UNKNOWN_PRICE if price is None else price * MARGIN) * sequences * self._each
         scheduler.tracker.worth = max(worth, LEAST_WORTH) if room > 0 else 1.0
 
     def take(self, iteration: Iteration) -> None:
@@ -178,11 +179,13 @@ class Speculation(NoSpeculation):
                 self._controller.rows += RATE * (
                     rows / max(rows - offered, 1) - self._controller.rows
                 )
+            if offered:
+                self._right += RATE * (max(0, drawn - requests) / offered - self._right)
             self._live.add(Word.DRAFTS, offered)
             self._live.add(Word.ACCEPTED, max(0, drawn - requests))
             self._live.add(Word.DRAFTED, len(drafts))
         found = iteration.drafts
-        if iteration.work.step.grammar:
+        if iteration.work.step.grammar and self._right > self._scheduler.tracker.worth:
             for request_id in dict.fromkeys(iteration.work.sampled):
                 request = self._scheduler.requests.get(request_id)
                 if request is not None and (forced := self._forced(request)):
