@@ -188,6 +188,22 @@ GOALS = (
         was=_EMULATED,
     ),
     Goal(
+        "emulated, drawn on the device",
+        "3 %",
+        "emulation-device: worst stage, % | "
+        "pipeline=llama-70b-8xh100 --pp 4 --slow-motion 2 --draws device; requests=512",
+        most=3,
+        unit="%",
+    ),
+    Goal(
+        "launching thread, last of 4 stages",
+        "1 × vLLM's",
+        "stage: whole launch, SiPipe us | stage=last of 4; B=128",
+        beside="stage: whole launch, vLLM us | stage=last of 4; B=128",
+        most=1,
+        unit="µs",
+    ),
+    Goal(
         "output projection shared out",
         "1.25 × the layer cut",
         "serving-bench-pp2: greedy tok/s | engine=shared output projection",
