@@ -283,6 +283,8 @@ class Connection:
             self._follow()
         except Exception as error:  # of ours: without this thread the peer's end would not be seen
             self._bury(repr(error))
+            for _ in self._news():  # ZeroMQ would wait for somebody to hear that it stops
+                pass
 
     def _follow(self) -> None:
         """Until this end is closed."""
@@ -318,15 +320,13 @@ class Connection:
                     self._try_again()
 
     def _news(self) -> Iterator[tuple[int, int]]:
-        try:
-            while True:
-                # wait: none; what ZeroMQ says next, `close`
-                news = recv_monitor_message(self._monitor)
-                if news["event"] == zmq.EVENT_MONITOR_STOPPED:
-                    return
-                yield news["event"], news["value"]
-        finally:
-            self._monitor.close()
+        while True:
+            # wait: none; what ZeroMQ says next, `close`
+            news = recv_monitor_message(self._monitor)
+            if news["event"] == zmq.EVENT_MONITOR_STOPPED:
+                self._monitor.close()
+                return
+            yield news["event"], news["value"]
 
     def _refuse(self) -> None:
         self.refused = True
