@@ -33,8 +33,8 @@ def test_a_reused_process_id_is_recognised():
 
 
 def test_too_many_readers():
-    with pytest.raises(ChannelError, match="no room for a reader beyond 64"):
-        DispatchProducer("test", readers=[f"r{i}" for i in range(65)])
+    with pytest.raises(ChannelError, match="no room for a reader beyond 256"):
+        DispatchProducer("test", readers=[f"r{i}" for i in range(257)])
 
 
 @pytest.fixture
