@@ -63,7 +63,7 @@ class Host:
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == b"ready\n"
         self.pid = psutil.Process(self._holder.pid).children()[0].pid
-        self.shm = Path(f"/proc/{self.pid}/root/dev/shm")
+        self.shm = Path("/proc", str(self.pid), "root", "dev", "shm")
         """Its /dev/shm, seen from here."""
 
     def start(self, command: Sequence[str], **arguments: Any) -> subprocess.Popen:

@@ -53,12 +53,12 @@ def as_array(logits: Any) -> npt.NDArray[Any]:
     if not hasattr(logits, "detach"):
         raise TypeError(f"logits must be a NumPy array or a torch CPU tensor, not {type(logits)}")
     tensor = logits.detach()
-    if str(tensor.dtype) == "torch.bfloat16":
+    if half := str(tensor.dtype) == "torch.bfloat16":  # which NumPy lacks
         import torch
 
-        tensor = tensor.view(torch.uint16)
+        tensor = tensor.view(torch.int16)
     array: npt.NDArray[Any] = tensor.numpy()
-    return array
+    return array.view(np.uint16) if half else array
 
 
 def _of_each(params: SequenceParams, batch: int) -> list[SequenceParams]:

@@ -173,24 +173,19 @@ def test_a_spare_that_cannot_be_started_is_tried_again_in_a_minute(one, monkeypa
     assert later.keep() == spare.AGAIN_SECONDS
 
 
-def test_a_sampler_that_ends_at_every_request_ends_the_engine(one, monkeypatch):
-    """Else each of them would be blamed, for ever, with an engine that looks healthy."""
-    figures = array("q", bytes(512))
-    one.figures = [memoryview(figures)]
-    monkeypatch.setattr(module.Samplers, "_replace", lambda *_: None)
-
-    def give_up(handle):
+def test_requests_that_no_sampler_survives_never_end_the_engine(one, monkeypatch):
+    """However many come, one after the other."""
+    given_up = []
+    monkeypatch.setattr(
+        module.Samplers, "_replace", lambda _, index, poison, *__: given_up.append(poison)
+    )
+    for handle in range(100):
         for _ in range(module.STRIKES):
             one.heard("sampler0", Trying(handle))
             one.replace("sampler0", "signal 11")
-
-    for handle in range(3 * module.IN_A_ROW):
-        figures[Word.SEQUENCES] = handle // 10  # others are drawn for between them
-        give_up(handle)
-    for handle in range(100, 99 + module.IN_A_ROW - 10):
-        give_up(handle)
-    with pytest.raises(WorkerDiedError, match=r"sampler0 ends at every request \(signal 11\)"):
-        give_up(200)
+            one._replacing[0].join()
+    assert [poison[0] for poison in given_up if poison] == list(range(100))
+    assert not one._deaths[0]
 
 
 def test_what_is_measured_is_what_the_others_say_where_one_died(one, monkeypatch):

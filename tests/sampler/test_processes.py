@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 import time
-from array import array
 from itertools import chain
 from pathlib import Path
 
@@ -76,7 +75,7 @@ class Service:
             dataclasses.replace(SETTINGS, vocab_size=vocab),
             dtype="float32",
             cores=[(), ()],
-            figures=[memoryview(array("q", bytes(512)))] * 2,
+            figures=[],
             events=self,
             stall_timeout=stall_timeout,
         )

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("load")
     add, count = adder(group), at_least(1, int)
-    add("--prompt-tokens", counts, [16], "LIST", "of each (default: 16)")
+    add("--prompt-tokens", counts, [16], "LIST", "each a load (default: 16)")
     add("--tokens", count, 16, "N", "new ones (default: 16)")
     add("--repeat", count, 3, "N", "repetitions an engine (default: 3)")
     add("--engines", count, 2, "N", "starts of each row's engine, in turn (default: 2)")
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         group.add_argument(option, action="append", default=[], metavar=form, help=text)
     add("--draws", at_least(0, int), 1024, "N", "for the chi-square; 0: none")
     group.add_argument("--own-end", action="store_true", help="heed the model's end of text")
-    group.add_argument("--shared-devices", action="store_true", help="even stages on one GPU")
+    group.add_argument("--shared-devices", action="store_true", help="measure stages on one GPU")
     group.add_argument("--json", action="store_true", help="the figures as JSON")
     return parser
 

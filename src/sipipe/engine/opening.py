@@ -80,8 +80,9 @@ class Opening:
         timeout."""
         setup, vocabulary, draws = self._setup, Vocabulary(), "off"
         ranks = self._calls.ask(Describe(), self._seconds)
-        self._transport = _transport(setup, reach=all(rank.reaches for rank in ranks))
-        self._links = make_links(setup, self._addresses, *self._transport)
+        self._within = _transport(setup, reach=all(rank.reaches for rank in ranks))
+        """A host: what carries hidden states, and where they are needed."""
+        self._links = make_links(setup, self._addresses, *self._within)
         if setup.reason:
             self._calls.ask(OpenChannels(links=self._links), self._seconds)
         else:
@@ -101,7 +102,7 @@ class Opening:
         vocabulary, bounds = self._share([rank.offer for rank in ranks])
         if bounds:
             logits = msgspec.structs.replace(logits, bounds=bounds)
-            finals = make_final_links(setup, *self._transport)
+            finals = make_final_links(setup, *self._within)
         endpoint = self._last.do(MakeLogits(logits))
         opening = OpenChannels(links=self._links, finals=finals, logits=endpoint)
         self._calls.ask(opening, self._seconds)

@@ -122,7 +122,8 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def checked(call: Callable[[], T], model: str = "") -> T:
-    """What vLLM's ``call`` gives; what it refuses is a ConfigError, or a ResourceError of the network."""
+    """What ``call``, which is vLLM's, gives; what it refuses is a ConfigError of one line, or a
+    ResourceError where the network is why."""
     from pydantic import ValidationError
     from vllm.exceptions import VLLMError
 
@@ -132,12 +133,12 @@ def checked(call: Callable[[], T], model: str = "") -> T:
         raise
     except ValidationError as error:
         raise ConfigError(_named(error.title, error.errors()[0])) from error
-    except OSError as error:
-        line = f'MODEL "{model}" cannot be read: {_first_line(error)}'
-        raise (ResourceError if _unreached(error) else ConfigError)(line) from error
-    except (ValueError, TypeError, RuntimeError, ImportError, LookupError, VLLMError) as error:
-        line = _first_line(error)
-        raise (ResourceError if _unreached(error) else ConfigError)(line) from error
+    except (
+        *(OSError, ValueError, TypeError, RuntimeError, ImportError, LookupError, VLLMError),
+    ) as error:
+        what = f'MODEL "{model}" cannot be read: ' if isinstance(error, OSError) else ""
+        refusal = ResourceError if _unreached(error) else ConfigError
+        raise refusal(f"{what}{_first_line(error)}") from error
 
 
 def _unreached(error: BaseException | None) -> bool:

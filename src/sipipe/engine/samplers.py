@@ -11,7 +11,8 @@ Guarantees
     A sampler that does nothing for ``STUCK_SECONDS`` while logits wait for it is killed; one that
     computes, after ``PATIENCE`` times its usual time (:meth:`_why_stuck`).
     A successor adds and draws alone, one request after the other, what its predecessor left. A
-    request that ends ``STRIKES`` successors fails alone. Meanwhile the stall clock stands still.
+    request that ends ``STRIKES`` successors fails alone, however many there are: a sampler whose
+    kernels are damaged ends before, as it warms up. Meanwhile the stall clock stands still.
     Publishing never waits for a dead sampler: both rings forget it before a successor asks to be
     admitted, for which it needs the order that a publish which waits for the same sampler holds.
 Relies on
@@ -62,8 +63,6 @@ STUCK_WINDOW = 600.0
 LOOK_SECONDS = 1.0
 STRIKES = 2
 """One that ends by chance, just as it tries a request, is not that request's fault."""
-IN_A_ROW = 20
-"""So many requests that no sampler survives, with nothing drawn between them, are not to blame."""
 BUSY_SECONDS, TRY_SECONDS = 15.0, 4.0
 """Of a core: what a sampler may use for one iteration, and a successor for one request."""
 PATIENCE = 1000.0
@@ -116,8 +115,6 @@ class Samplers:
         """The request that a successor adds or draws alone now."""
         self._strikes: Counter[int | None] = Counter()
         """How many have died of each such request."""
-        self._condemned: list[deque[int]] = [deque(maxlen=IN_A_ROW) for _ in cores]
-        """How many sequences each had drawn for when the last such requests were given up."""
         self._stuck: list[deque[float]] = [deque(maxlen=4) for _ in cores]
         """When one was killed that did nothing."""
         self._killed: dict[int, subprocess.Popen[bytes]] = {}
@@ -164,11 +161,6 @@ class Samplers:
             deaths.append(time.monotonic())
         elif self._strikes[handle] == STRIKES:
             poison = handle, f"it ended every sampler that drew for it ({reason})"
-            self._condemned[index].append(self.figures[index][Word.SEQUENCES])
-            drawn = set(self._condemned[index])
-            if len(self._condemned[index]) == IN_A_ROW and len(drawn) == 1:
-                what = f"the last {IN_A_ROW} of them, and draws none: it is not the requests"
-                raise WorkerDiedError(f"{name} ends at every request ({reason}), {what}")
         if len(deaths) == DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW:
             raise WorkerDiedError(
                 f"{name} keeps dying ({reason}, the {DEATHS}th time within {DEATHS_WINDOW:g} s); "

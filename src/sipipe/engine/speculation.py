@@ -7,7 +7,8 @@ each draft's position what they would have drawn there, and stop at the first th
 
 A draft is worth its row where it is likely enough: the row costs a share of the pass (the stage times
 that are measured anyway), a token that comes with it is worth as much as one of the pass's others. So
-speculation fades as the batch fills, and where nothing repeats; rows of all iterations in flight stay
+speculation fades as the batch fills, and where nothing repeats, also what a grammar forces where
+drafts were not right often enough; rows of all iterations in flight stay
 within BIC-L's, and none are taken while the KV cache runs out.
 
 Who runs here: the engine's thread.

@@ -12,6 +12,7 @@ Guarantees
     waits for something else: at once if its process ended, after ``NETWORK_MS`` and a second if the
     network is gone (which the kernel sees, however busy the processes are), after ``SILENCE_MS``
     and a second if its process is stopped; what it sent has been received by then.
+    Nothing is received before its sender is met, so that it can be answered.
     One peer is met, once: a connection that was lost is not made again, and whoever else comes to
     the port is heard by nobody, not by ZeroMQ either (:func:`.tcp.deafen`). Before that a stranger
     has ``HANDSHAKE_MS``, and no more than a frame of his is stored.
@@ -189,14 +190,13 @@ class Connection:
                 if self._closed:
                     raise self.died()
                 with suppress(zmq.Again):
-                    if not self._met:  # whoever receives may answer
-                        raise zmq.Again
-                    parts = frames.receive(self._socket, place)
-                    if parts is None:
-                        raise TransferMismatchError(
-                            f"{self.who} sent another size than it announced"
-                        )
-                    return parts
+                    if self._met:  # before, who receives could not answer
+                        parts = frames.receive(self._socket, place)
+                        if parts is None:
+                            raise TransferMismatchError(
+                                f"{self.who} sent another size than it announced"
+                            )
+                        return parts
             if gone:
                 raise self.died()
             left = None if deadline is None else deadline - time.monotonic()

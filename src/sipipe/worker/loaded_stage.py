@@ -8,6 +8,7 @@ Who runs here: whoever follows BIC-I, in control calls.
 
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,8 +80,9 @@ class LoadedStage:
         around, stage_logits = self._around, self._draws.stage_logits
         config, device = around.boot.vllm_config, around.runner.device
         reaches = device.type != "cuda" or reaches_others(device)
+        described = partial(StageDescription, reaches=reaches)
         if stage_logits is None:
-            return StageDescription(reaches=reaches)
+            return described()
         with set_current_vllm_config(config):
             if config.lora_config is not None:
                 around.runner._set_active_loras((0,), (0,), set())  # the projection looks for one
@@ -90,14 +92,14 @@ class LoadedStage:
                 logits = stage_logits.settle(hidden)
                 offered = self.sharing.offer(stage_logits, hidden)
         if logits is None:
-            return StageDescription(offer=offered, reaches=reaches)
+            return described(offer=offered)
         shape = LogitsShape(
             vocab=stage_logits.vocab_size if stage_logits.bounds else logits.shape[1],
             dtype=str(logits.dtype).removeprefix("torch."),
             # Every rank writes its columns, or the first one rows that vLLM has gathered.
             bounds=stage_logits.bounds,
         )
-        return StageDescription(logits=shape, offer=offered, reaches=reaches)
+        return described(logits=shape, offer=offered)
 
     def time_parts(self, sequences: int) -> Measured:
         """How long the parts of a microbatch take, all stages at once."""
