@@ -49,6 +49,7 @@ METHODS = {
     "vllm.v1.executor.abstract:Executor.supports_async_scheduling": "",
     "vllm.engine.arg_utils:AsyncEngineArgs.from_cli_args": "args",
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context",
+    "vllm.engine.arg_utils:EngineArgs.__post_init__": "self",
     "vllm.config:VllmConfig.max_concurrent_batches": None,
     "vllm.config:VllmConfig.use_v2_model_runner": None,
     "vllm.config:VllmConfig._validate_v2_model_runner": "self",

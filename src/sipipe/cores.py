@@ -86,8 +86,7 @@ class CorePlan:
 
 
 def degrees(argv: Sequence[str]) -> tuple[int, int, int] | None:
-    """Stages, tensor-parallel ranks and replicas of a command line of vLLM's; None: no numbers from 1
-    on."""
+    """Stages, ranks and replicas of a command line of vLLM's; None: no numbers from 1 on."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, kind in (("-pp", "pipeline"), ("-tp", "tensor"), ("-dp", "data")):
         parser.add_argument(name, f"--{kind}-parallel-size", dest=name[1:], default="1")

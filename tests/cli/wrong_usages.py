@@ -238,7 +238,7 @@ MODELS = r"""
 models/none/at/all => "models/none/at/all": there is no such directory
 ./no-such => "./no-such": there is no such directory
 /no/such => "/no/such": there is no such directory
-[l] no-such-org/no-such-model => MODEL|no-such-org/no-such-model
+no-such-org/no-such-model => MODEL|no-such-org/no-such-model
 """
 
 DOORS = {"s": "sipipe serve", "v": "vllm serve", "l": "LLM"}

@@ -25,6 +25,7 @@ from sipipe.errors import ConfigError, ResourceError, SiPipeError, UnsupportedEr
 from sipipe.versions import require_vllm
 
 T = TypeVar("T")
+REFUSALS = OSError, ValueError, TypeError, RuntimeError, ImportError, LookupError
 
 EXECUTOR_NAMES = frozenset({"sipipe", "sipipe.Executor", "sipipe.engine.executor.Executor"})
 
@@ -57,8 +58,23 @@ def register() -> None:
                 tell_replicas(setup)
             return made
 
+    begin = arg_utils.EngineArgs.__post_init__
+
+    @wraps(begin)
+    def post_init(self: Any) -> None:
+        """Where no hub may be asked, vLLM looks for the model here."""
+        with _one_line():
+            if not _asks_for_us(self.distributed_executor_backend):
+                begin(self)
+                return
+            from sipipe.engine.checkpoint import check_model
+
+            check_model(self.model)
+            checked(partial(begin, self), self.model)
+
     create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
     arg_utils.EngineArgs.create_engine_config = create_engine_config
+    arg_utils.EngineArgs.__post_init__ = post_init
 
 
 def _asks_for_us(backend: Any) -> bool:
@@ -122,8 +138,7 @@ def engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def checked(call: Callable[[], T], model: str = "") -> T:
-    """What ``call``, which is vLLM's, gives; what it refuses is a ConfigError of one line, or a
-    ResourceError where the network is why."""
+    """What vLLM's ``call`` gives. Raises ConfigError: it refuses; ResourceError: no hub answers."""
     from pydantic import ValidationError
     from vllm.exceptions import VLLMError
 
@@ -133,9 +148,7 @@ def checked(call: Callable[[], T], model: str = "") -> T:
         raise
     except ValidationError as error:
         raise ConfigError(_named(error.title, error.errors()[0])) from error
-    except (
-        *(OSError, ValueError, TypeError, RuntimeError, ImportError, LookupError, VLLMError),
-    ) as error:
+    except (*REFUSALS, VLLMError) as error:
         what = f'MODEL "{model}" cannot be read: ' if isinstance(error, OSError) else ""
         refusal = ResourceError if _unreached(error) else ConfigError
         raise refusal(f"{what}{_first_line(error)}") from error

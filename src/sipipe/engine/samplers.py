@@ -11,8 +11,8 @@ Guarantees
     A sampler that does nothing for ``STUCK_SECONDS`` while logits wait for it is killed; one that
     computes, after ``PATIENCE`` times its usual time (:meth:`_why_stuck`).
     A successor adds and draws alone, one request after the other, what its predecessor left. A
-    request that ends ``STRIKES`` successors fails alone, however many there are: a sampler whose
-    kernels are damaged ends before, as it warms up. Meanwhile the stall clock stands still.
+    request that ends ``STRIKES`` of them, which have warmed up, fails alone, as all such do.
+    Meanwhile the stall clock stands still.
     Publishing never waits for a dead sampler: both rings forget it before a successor asks to be
     admitted, for which it needs the order that a publish which waits for the same sampler holds.
 Relies on
@@ -142,9 +142,7 @@ class Samplers:
         self.spare.want()
         measured = [one.measured for one in ready if one.measured]  # a successor measures nothing
         if measure and not measured:
-            raise WorkerDiedError(
-                "all samplers ended while they measured: see their messages above"
-            )
+            raise WorkerDiedError("all samplers ended while they measured: see above")
         return {mix: max(one[mix] for one in measured) for mix in next(iter(measured), ())}
 
     def replace(self, name: str, reason: str) -> None:

@@ -177,9 +177,8 @@ class Speculation(NoSpeculation):
             if requests > 0:
                 self._each += RATE * (drawn / requests - self._each)
             if self._controller is not None:
-                self._controller.rows += RATE * (
-                    rows / max(rows - offered, 1) - self._controller.rows
-                )
+                each = rows / max(rows - offered, 1)
+                self._controller.rows += RATE * (each - self._controller.rows)
             if offered:
                 self._right += RATE * (max(0, drawn - requests) / offered - self._right)
             self._live.add(Word.DRAFTS, offered)

@@ -171,14 +171,12 @@ class _Client:
         self._argv += ["--percentile-metrics", "ttft,tpot,itl,e2el"]
         self._argv += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
 
-    def run(
-        self, params: dict[str, Any], requests: int, prompt: int, seed: int = 0
-    ) -> dict[str, Any]:
+    def run(self, params: dict[str, Any], count: int, prompt: int, seed: int = 0) -> dict[str, Any]:
         """One load: speeds, and times to the first token and per output token, as ``vllm bench
         serve`` saves them, and its ``span`` on the monotonic clock, seconds."""
         from vllm.benchmarks.serve import main_async
 
-        argv = [*self._argv, "--num-prompts", str(requests), "--seed", str(seed)]
+        argv = [*self._argv, "--num-prompts", str(count), "--seed", str(seed)]
         argv += ["--random-input-len", str(prompt)] * bool(prompt)
         args: argparse.Namespace = self._parser.parse_args(
             [*argv, "--extra-body", json.dumps(params)]
@@ -186,7 +184,7 @@ class _Client:
         began = time.monotonic()
         result: dict[str, Any] = asyncio.run(main_async(args))
         if result["failed"]:
-            raise SiPipeError(f"{result['failed']} of {requests} requests failed")
+            raise SiPipeError(f"{result['failed']} of {count} requests failed")
         kept = {key: value for key, value in result.items() if _KEPT.fullmatch(key)}
         return kept | {"span": [began, time.monotonic()]}
 

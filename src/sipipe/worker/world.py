@@ -58,10 +58,6 @@ class PipelineStandIn:
         """Returns what waits until the tensors may be overwritten."""
 
     @property
-    def first_rank(self) -> int:
-        return self.ranks[0]
-
-    @property
     def last_rank(self) -> int:
         return self.ranks[-1]
 
