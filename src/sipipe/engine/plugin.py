@@ -32,8 +32,10 @@ EXECUTOR_NAMES = frozenset({"sipipe", "sipipe.Executor", "sipipe.engine.executor
 
 def register() -> None:
     """Called by vLLM, possibly several times in a process."""
+    from huggingface_hub import constants
     from vllm.engine import arg_utils
 
+    from sipipe.engine.checkpoint import check_model
     from sipipe.observe import metrics
 
     metrics.register()
@@ -62,15 +64,12 @@ def register() -> None:
 
     @wraps(begin)
     def post_init(self: Any) -> None:
-        """Where no hub may be asked, vLLM looks for the model here."""
         with _one_line():
-            if not _asks_for_us(self.distributed_executor_backend):
+            if not (constants.HF_HUB_OFFLINE and _asks_for_us(self.distributed_executor_backend)):
                 begin(self)
                 return
-            from sipipe.engine.checkpoint import check_model
-
             check_model(self.model)
-            checked(partial(begin, self), self.model)
+            checked(partial(begin, self), self.model)  # vLLM looks for it here then
 
     create_engine_config.__sipipe__ = True  # type: ignore[attr-defined]
     arg_utils.EngineArgs.create_engine_config = create_engine_config
