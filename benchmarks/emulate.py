@@ -225,7 +225,8 @@ def _steady(trace: Trace, span: tuple[int, int], busy: float) -> dict[str, Any]:
     run = Run(trace, *((int(ns) - trace.window()[0]) / 1e9 for ns in span))
     drafts = run.summary["drafts"]
     if drafts is None:
-        decoding = decoding[decoding["batch"] >= 0.9 * decoding["batch"].max()]
+        # Not those of a burst's begin, which are larger, or of its end.
+        decoding = decoding[decoding["batch"] >= 0.9 * np.median(decoding["batch"])]
     start = trace.window()[0]
     begin, end = int(decoding["end_ns"][0]), int(decoding["end_ns"][-1])
     run = Run(trace, (begin - start) / 1e9, (end - start) / 1e9)

@@ -45,6 +45,7 @@ if "EMULATED_PROFILE" in os.environ:  # also in the engine's process, which impo
     import benchmarks.emulation.engine  # noqa: F401
 
 MODULE = "benchmarks.prefill"
+BETWEEN = "time per token p50 / p99"
 DECODED = 16
 """Prompt tokens of the sequences that decode beside."""
 LONG = {"served": 4096, "emulated": 1 << 17}
@@ -111,7 +112,7 @@ def served(args: argparse.Namespace, alone: Sequence[Prompts], beside: Sequence[
         of = {side: figures(found[side], number) for side in jobs}
         for side, row in of.items():
             row["of equal times"] = round(row["ttft"] / of["equal times"]["ttft"], 2)
-            rows.append({"load": named(load), "engine": side} | row)
+            rows.append({"load": named(load), "engine": side, BETWEEN: ""} | row)
     columns = ["load", "engine", "TTFT", "of equal times", "prompt tokens/s"]
     path = report(
         f"prefill-pp{args.pp}",
@@ -120,7 +121,7 @@ def served(args: argparse.Namespace, alone: Sequence[Prompts], beside: Sequence[
         note="TTFT: seconds to the first token, median and range; time per token: ms of the decoding "
         "sequences meanwhile; of equal times: how many times as long; --max-num-batched-tokens is "
         "vLLM's default",
-        columns=columns + (["time per token p50 / p99"] if beside else []),
+        columns=columns + ([BETWEEN] if beside else []),
     )
     drawn(path, title, [row for row in rows if "beside" not in row["load"]])
 
@@ -156,21 +157,22 @@ def emulated(args: argparse.Namespace, alone: Sequence[Prompts], beside: Sequenc
             row |= {f"x {c}": round(each[f"{c} tokens"]["ttft"] / ours, 3) for c in chunks}
             row["x best"] = round(each[best]["ttft"] / ours, 3)
             if load[2]:
-                row["time per token p50 / p99"] = each["equal times"]["time per token p50 / p99"]
-                row["of the best chunk"] = each[best]["time per token p50 / p99"]
+                row[BETWEEN] = each["equal times"][BETWEEN]
+                row["of the best chunk"] = each[best][BETWEEN]
             else:
                 row["efficiency"] = round(once(made.profile, load[1]) / ours, 3)
                 of = f"{profile}, {pp} stages"
                 lines += [{"engine": s, "of": of} | each[s] for s in each]
             rows.append(row)
     title = "Long prompts on emulated devices: equal times and equal numbers of tokens"
+    columns = list(dict.fromkeys(name for row in rows for name in row))
     path = report(
         "prefill-emulated",
         title,
-        rows,
+        [dict.fromkeys(columns, "") | row for row in rows],
         note="x N: how many times as long chunks of N tokens take; time per token in ms; data-sheet "
         f"times (docs/emulation.md); prompts alone in quick motion, {args.quick_motion:g}",
-        columns=list(dict.fromkeys(name for row in rows for name in row)),
+        columns=columns,
     )
     drawn(path, title, lines)
 
@@ -222,7 +224,7 @@ def figures(found: dict[str, Any], number: int, quick: float = 1.0) -> dict[str,
     row |= {"prompt": length, "prompt tokens/s": round(speed)}
     if between := sorted(one["between"]):
         p50, p99 = (1e3 * between[int(q * (len(between) - 1))] for q in (0.5, 0.99))
-        row["time per token p50 / p99"] = f"{p50:.1f} / {p99:.1f}"
+        row[BETWEEN] = f"{p50:.1f} / {p99:.1f}"
     return row
 
 

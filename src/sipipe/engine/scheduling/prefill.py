@@ -7,7 +7,9 @@ seconds of :mod:`sipipe.engine.scheduling.times`:
 
 - What is pending is spread over ``prefill_spread`` microbatches, not put where it arrives. A
   number of pipeline periods alone is too coarse for short pipelines; one of microbatches alone is
-  too slow for short ones or too coarse for long ones; so its default grows with m.
+  too slow for short ones or too coarse for long ones; so its default grows with m. Nor over fewer
+  than twice those of the next rule: larger chunks bring long prompts no sooner, decodes wait for
+  them, and have passes of their own, in which a chunk costs less besides.
 - Work W that fills an idle pipeline of p stages in n microbatches is done after W + n c + (p - 1)
   (W / n + c), where c is what each costs besides: soonest with n = sqrt((p - 1) W / c). The more
   decodes beside what arrives, the less of such a share counts.
@@ -166,11 +168,12 @@ class PrefillThrottle:
         seconds = 0.0
         if pending > 0:
             disturbed = running / (running + max(1, arriving)) if slots > 1 else 0.0
+            parts = self._parts(pending, prices)
             seconds = max(
                 pending / settings.prefill_spread
                 if settings.prefill_spread
-                else disturbed * pending / spread,
-                (1 - disturbed) * pending / self._parts(pending, prices),
+                else disturbed * pending / max(spread, 2 * parts),
+                (1 - disturbed) * pending / parts,
                 max(self._others, default=0.0) - decoding,
             )
             if settings.tpot_target_ms and running and measured:
